@@ -1,0 +1,35 @@
+"""fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
+
+from . import init, random, tree
+from .collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pslice,
+    psum,
+    psum_scatter,
+    pvary,
+    unshard,
+)
+from .comm import recording
+from .deferred import Deferred
+from .errors import ShardingError
+from .mesh import Mesh, make_mesh
+from .random import fold_in, key, split
+from .shard_map import shard_map
+from .sharded import Sharded, device_get, device_put, from_callback, materialize, reshard
+from .spec import P, column, fully_shard, replicated, row, rules
+from .transforms import Policy, accumulate, cast, grad, remat, value_and_grad
+
+__all__ = [
+    "Deferred", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather", "all_to_all",
+    "axis_index", "axis_size", "cast", "column", "device_get", "device_put", "fold_in", "from_callback", "fully_shard",
+    "grad", "init", "key", "make_mesh", "materialize", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum",
+    "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "shard_map",
+    "split", "tree", "unshard", "value_and_grad",
+]  # fmt: skip

@@ -1,0 +1,329 @@
+"""The visible verbs: every byte that moves between ranks is one of these calls.
+
+Each takes a tensor or a tree (one transfer per dtype for a tree) and a mesh axis, a tuple of axes (major first), or
+`None`, which does nothing. Shapes are local. Types, per axis: a value *varies* (V) over an axis or is *invariant*
+(I): the same on each of its ranks, one logical computation. Legend: [n@axis] is a dim split over the axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .comm import Comm, Region, index_of, region
+from .errors import ShardingError, fail, raise_all
+from .linear import Exchange, Gather, Map, Permute, Scatter, Slice, Sum, Vary, apply, extreme
+from .spec import lengths, names_of, piece
+from .spec import is_spec as _is_spec
+
+Axis = str | tuple[str, ...] | None
+
+
+def psum(x: Any, axis: Axis) -> Any:
+    """Sum over the ranks of a mesh axis, giving every rank the total.
+
+        [B, D]{V} -> [B, D]{I}     transpose: pvary     cost: 2(n-1)/n bytes
+
+    >>> psum(torch.ones(3) * axis_index("model"), "model")      # model=4
+    tensor([6., 6., 6.])
+    """
+    return _on_leaves("psum", x, axis, lambda comm, axes, xs: apply(Sum(comm, axes), xs))
+
+
+def pmean(x: Any, axis: Axis) -> Any:
+    """Average over the ranks of a mesh axis.
+
+        [B, D]{V} -> [B, D]{I}     transpose: pvary / n     cost: 2(n-1)/n bytes
+
+    A mean of means is the mean only of equal counts: for unequal ones, psum the sums and the counts.
+    """
+
+    def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not (xs[0].is_floating_point() or xs[0].is_complex()):
+            raise fail(f"pmean: the mean of {_dtype(xs[0])} is no {_dtype(xs[0])}", fix="cast to a floating dtype first")
+        return apply(Sum(comm, axes, math.prod(comm.sizes[a] for a in axes)), xs)
+
+    return _on_leaves("pmean", x, axis, mean)
+
+
+def pvary(x: Any, axis: Axis) -> Any:
+    """Let an invariant value be used by each rank in its own way: gradients will be summed over the axis.
+
+        [B, D]{I} -> [B, D]{V}     transpose: psum     cost: none forward, 2(n-1)/n bytes backward
+    """
+    return _on_leaves("pvary", x, axis, lambda comm, axes, xs: apply(Vary(comm, axes), xs))
+
+
+def pmax(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
+    """The elementwise maximum over the ranks of a mesh axis.
+
+        [B, D]{V} -> [B, D]{I}     transpose: raises; with grad="tied" split evenly among the ranks that hold it
+
+    NaN on any rank gives NaN.
+    """
+    return _extreme("max", x, axis, grad)
+
+
+def pmin(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
+    """The elementwise minimum over the ranks of a mesh axis; see `pmax`."""
+    return _extreme("min", x, axis, grad)
+
+
+def all_gather(
+    x: Any, axis: Axis, dim: int = 0, *, size: int | None = None, to: Literal["varying", "invariant"] = "varying"
+) -> Any:
+    """Concatenate the ranks' parts along a dim.
+
+        [B@axis, D]{V} -> [B, D]{V}                     transpose: psum_scatter
+        [B@axis, D]{V} -> [B, D]{I}   to="invariant"    transpose: pslice      cost: (n-1)/n of the result
+
+    `size` is the global size of the dim; needed only where the axis does not divide it (without it, and with
+    arguments that do not divide, the ranks first tell each other their sizes). Take "invariant" where the result is
+    used as one logical value; "varying" where each rank goes on by itself.
+    """
+    if to not in ("varying", "invariant"):
+        raise fail(f"all_gather: to={to!r}", fix="to='varying' or to='invariant'")
+
+    def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        dims = [_dim("all_gather", t, dim) for t in xs]
+        layout = _layout("all_gather", comm, axes, xs, dims, [size] * len(xs))
+        return apply(Gather(comm, axes, layout, invariant=to == "invariant"), xs)
+
+    return _on_leaves("all_gather", x, axis, gather)
+
+
+def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
+    """Sum over the ranks, each keeping its own part of a dim.
+
+        [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
+    """
+    return _on_leaves("psum_scatter", x, axis, lambda c, a, xs: apply(Scatter(c, a, _whole("psum_scatter", xs, dim)), xs))
+
+
+def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
+    """Keep the own part of a dim of an invariant value.
+
+        [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
+    """
+    return _on_leaves("pslice", x, axis, lambda c, a, xs: apply(Slice(c, a, _whole("pslice", xs, dim)), xs))
+
+
+def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None = None) -> Any:
+    """Split one dim among the ranks and gather another: a sharded dim changes places.
+
+        [B, D@axis]{V} -> [B@axis, D]{V}   split=0, concat=1     transpose: split and concat swapped
+        cost: (n-1)/n bytes
+
+    `size` is the global size of the gathered dim, needed only where the axis does not divide it.
+    """
+
+    def exchange(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        gathered = [_dim("all_to_all", t, concat) for t in xs]
+        if any(d == _dim("all_to_all", t, split) for t, d in zip(xs, gathered, strict=True)):
+            raise fail(f"all_to_all: split and concat are both dim {split}", fix="name two different dims")
+        layout = _layout("all_to_all", comm, axes, xs, gathered, [size] * len(xs))
+        return apply(Exchange(comm, axes, _whole("all_to_all", xs, split), layout), xs)
+
+    return _on_leaves("all_to_all", x, axis, exchange)
+
+
+def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
+    """Send along (source, target) pairs of axis positions; a rank nobody sends to gets zeros.
+
+        [B, D]{V} -> [B, D]{V}     transpose: the inverse pairs     cost: bytes
+
+    >>> ppermute(x, "stage", [(i, i + 1) for i in range(axis_size("stage") - 1)])     # shift by one
+    """
+    where = region("ppermute")
+    names = _known("ppermute", where, axis)
+    n = math.prod(where.sizes[a] for a in names)
+    for position, what in ((0, "source"), (1, "target")):
+        seen = [pair[position] for pair in perm]
+        if len(set(seen)) < len(seen) or any(not 0 <= i < n for i in seen):
+            raise fail(f"ppermute: {what}s {seen} are not distinct positions of axis {axis!r}", f"positions are 0 to {n - 1}",
+                       fix="name every source and every target once")  # fmt: skip
+    pairs = tuple((int(source), int(target)) for source, target in perm)
+    if names and n == 1 and not pairs:
+        return tree.map(torch.zeros_like, x)
+    return _on_leaves("ppermute", x, axis, lambda comm, axes, xs: apply(Permute(comm, axes, pairs), xs))
+
+
+def axis_index(axis: str | tuple[str, ...]) -> Tensor:
+    """This rank's position along an axis, or over a tuple of axes flattened: a 0-d int64 tensor, {V}."""
+    where = region("axis_index")
+    at = index_of(_known("axis_index", where, axis), where.sizes, where.coords)
+    return torch.tensor(at, dtype=torch.int64, device=where.device)
+
+
+def axis_size(axis: Axis) -> int:
+    """The number of ranks along an axis, or a tuple of axes."""
+    where = region("axis_size")
+    return math.prod(where.sizes[a] for a in _known("axis_size", where, axis))
+
+
+def unshard(params: Any, specs: Any, axis: Axis, *, shapes: Any = None) -> Any:
+    """Whole leaves over `axis`, ready for each rank's own data: DDP, FSDP and HSDP are this one call.
+
+        [D@axis, F]{V} -> [D, F]{V}     all_gather     transpose: psum_scatter
+        [D, F]{I}      -> [D, F]{V}     pvary          transpose: psum
+
+    Leaves whose spec names the axis are gathered, the others varied; one transfer per dtype each way. Other axes in
+    the specs stay split. `specs` may be a prefix of `params`. `shapes` is a tree of things with a global `.shape`
+    (the Deferred tree, say), needed only for leaves that the axis does not divide.
+
+    Raises ShardingError where a dim is split by `axis` and, minor to it, by another axis that would stay: the pieces
+    of such a dim do not join.
+    """
+    where = region("unshard")
+    names = _known("unshard", where, axis)
+    leaves, treedef = tree.flatten(params)
+    flat = tree.broadcast(specs, params, name="specs", leaf=_is_spec)
+    known = [tuple(s.shape) for s in tree.leaves(shapes)] if shapes is not None else [None] * len(leaves)
+    if len(known) != len(leaves):
+        raise fail("unshard: shapes is another tree than params", f"{len(known)} leaves, not {len(leaves)}",
+                   fix="pass the tree that params were materialized from")  # fmt: skip
+    vary: dict[tuple[str, ...], list[int]] = {}
+    gather: dict[tuple[str, ...], list[tuple[int, int, int | None]]] = {}  # axes -> (leaf, dim, size)
+    errors: list[ShardingError] = []
+    for i, (x, spec, shape) in enumerate(zip(leaves, flat, known, strict=True)):
+        vary.setdefault(tuple(a for a in names if a not in spec.axes), []).append(i)
+        for dim, split in enumerate(spec.parts(x.ndim)):
+            joined = tuple(a for a in split if a in names)
+            major = split[: len(split) - len(joined)]
+            if joined and split[len(major) :] != joined:
+                errors.append(fail(f"unshard: leaf {i} has dim {dim} split by {split}; {joined} cannot be joined first",
+                                   fix=f"make {joined} the minor axes: {(*(a for a in split if a not in names), *joined)}"))
+            elif joined:
+                n = shape and piece(shape[dim], *_sizes_coords(where, major))[1]
+                gather.setdefault(joined, []).append((i, dim, n if shape else None))
+    raise_all(errors)
+    out = list(leaves)
+    for axes, which in vary.items():
+        for i, x in zip(which, pvary([out[i] for i in which], axes or None), strict=True):
+            out[i] = x
+    for axes, which in gather.items():
+        _gather_leaves(where.comm, axes, which, out)
+    return tree.unflatten(treedef, out)
+
+
+def _gather_leaves(comm: Comm, axes: tuple[str, ...], which: list[tuple[int, int, int | None]], out: list[Tensor]) -> None:
+    live = _live(comm, axes)
+    if not live:
+        return
+    # A leaf split by the axes on two dims is gathered in two rounds; all others share one transfer per dtype.
+    while which:
+        seen: set[int] = set()
+        now = [w for w in which if not (w[0] in seen or seen.add(w[0]))]  # type: ignore[func-returns-value]
+        which = [w for w in which if w not in now]
+        for group in _by_dtype([out[i] for i, _, _ in now]):
+            xs = [out[now[g][0]] for g in group]
+            dims, sizes = [now[g][1] for g in group], [now[g][2] for g in group]
+            layout = _layout("unshard", comm, live, xs, dims, sizes)
+            for g, y in zip(group, apply(Gather(comm, live, layout), xs), strict=True):
+                out[now[g][0]] = y
+
+
+# --- shared by the verbs --------------------------------------------------------------------------------------
+
+
+def _on_leaves(verb: str, x: Any, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]]) -> Any:
+    """Apply `f` to the leaves of each dtype together; axes of size 1 do nothing."""
+    where = region(verb)
+    live = _live(where.comm, _known(verb, where, axis))
+    if not live:
+        return x
+    leaves, treedef = tree.flatten(x)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise fail(f"{verb}: {leaf!r} is a {type(leaf).__name__}, not a tensor", fix="wrap it: torch.tensor(...)")
+    out: list[Any] = [None] * len(leaves)
+    for group in _by_dtype(leaves):
+        for i, y in zip(group, f(where.comm, live, [leaves[i] for i in group]), strict=True):
+            out[i] = y
+    return tree.unflatten(treedef, out)
+
+
+def _by_dtype(leaves: Sequence[Tensor]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(leaves):
+        groups.setdefault(x.dtype, []).append(i)
+    return list(groups.values())
+
+
+def _known(verb: str, where: Region, axis: Axis) -> tuple[str, ...]:
+    names = names_of(axis)
+    for name in names:
+        if name not in where.sizes:
+            raise fail(f"{verb}: the mesh has no axis {name!r}", fix=f"use one of {list(where.sizes)}, or None",
+                       mesh=", ".join(f"{a}={n}" for a, n in where.sizes.items()))  # fmt: skip
+    if len(set(names)) < len(names):
+        raise fail(f"{verb}: an axis is named twice in {names}", fix="name each axis once")
+    return names
+
+
+def _live(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(a for a in names if comm.sizes[a] > 1)
+
+
+def _dim(verb: str, x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise fail(f"{verb}: a {x.ndim}-d tensor has no dim {dim}", shape=list(x.shape))
+    return dim % x.ndim
+
+
+def _whole(verb: str, xs: Sequence[Tensor], dim: int) -> tuple[tuple[int, int], ...]:
+    return tuple((d, x.shape[d]) for x in xs for d in [_dim(verb, x, dim)])
+
+
+def _sizes_coords(where: Region, axes: Sequence[str]) -> tuple[list[int], list[int]]:
+    return [where.sizes[a] for a in axes], [where.coords[a] for a in axes]
+
+
+def _layout(
+    verb: str, comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None]
+) -> tuple[tuple[int, int], ...]:
+    """The global size of each gathered dim: as given, or found out."""
+    ns = [comm.sizes[a] for a in axes]
+    me = index_of(axes, comm.sizes, comm.coords)
+    local = [x.shape[d] for x, d in zip(xs, dims, strict=True)]
+    if any(s is None for s in sizes) and region(verb).uneven:
+        sizes = _ask_sizes(verb, comm, axes, local, xs[0].device)
+    known = [m * math.prod(ns) if s is None else s for m, s in zip(local, sizes, strict=True)]
+    for m, size in zip(local, known, strict=True):
+        if lengths(size, ns)[me] != m:
+            raise fail(f"{verb}: this rank's part is not its part of a dim of size {size}",
+                       f"over {axes}, {size} splits into {lengths(size, ns)}; rank {me} of them holds {m}",
+                       fix="pass the global size of the dim that is gathered")  # fmt: skip
+    return tuple(zip(dims, known, strict=True))
+
+
+def _ask_sizes(verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], device: torch.device) -> list[int]:
+    if torch.compiler.is_compiling():
+        raise fail(f"{verb}: sizes that the axis does not divide must be known to a compiled program",
+                   fix="pass size= (for unshard: shapes=)")  # fmt: skip
+    everyone = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
+    return [int(n) for n in everyone.sum(0).tolist()]
+
+
+def _extreme(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) -> Any:
+    if grad not in (None, "tied"):
+        raise fail(f"p{op}: grad={grad!r}", fix="grad='tied' or grad=None")
+
+    def of_leaves(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        flat = xs[0] if len(xs) == 1 else torch.cat([t.reshape(-1) for t in xs])
+        out = extreme(comm, axes, op, grad == "tied", flat)
+        parts = [out] if len(xs) == 1 else torch.split(out, [t.numel() for t in xs])
+        return [part.view(t.shape) for part, t in zip(parts, xs, strict=True)]
+
+    return _on_leaves(f"p{op}", x, axis, of_leaves)
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+

@@ -1,0 +1,70 @@
+"""A leaf that is only described: shape, dtype, and how to fill any part of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import fail
+from .spec import Box, describe
+
+
+class Initializer(Protocol):
+    """Fills any box of a leaf. The values of an element depend on the key and its global index alone."""
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The part of a leaf of global `shape` that `box` selects."""
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A described leaf: no storage, no values. `materialize` makes it; `fs.init.*` and `like` describe it.
+
+    >>> Deferred((64, 256), torch.float32, Normal(std=0.02))
+    f32[64, 256] = normal(std=0.02)
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    init: Initializer
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.shape)
+        if any(not isinstance(n, int) or n < 0 for n in shape):
+            raise fail(f"Deferred: {list(shape)} is not a shape", fix="sizes are integers of 0 or more")
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.dtype.itemsize
+
+    def to(self, dtype: torch.dtype) -> Deferred:
+        """The same leaf, rounded to another dtype when it is made."""
+        return Deferred(self.shape, dtype, self.init)
+
+    def __repr__(self) -> str:
+        return f"{describe(self.dtype, self.shape)} = {words(self.init)}"
+
+
+def words(init: object) -> str:
+    """`normal(std=0.02)`: an initializer's name and what differs from its defaults."""
+    name = type(init).__name__.lower()
+    changed = [f"{f.name}={getattr(init, f.name)!r}" for f in fields(init) if getattr(init, f.name) != f.default]  # type: ignore[arg-type]
+    return f"{name}({', '.join(changed)})"
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a leaf."""
+    return tuple(slice(0, n) for n in shape)

@@ -1,0 +1,38 @@
+"""One exception family and one way to word it: what, where, the facts, the arithmetic, the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ShardingError(ValueError):
+    """Whatever fshard refuses. The message says what and where, shows the facts and names the fix."""
+
+
+def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingError:
+    """Word one error: `what` on the first line, then the facts on one aligned line, the notes, the fix.
+
+    >>> print(fail("cannot do that", "3 + 3 != 7", fix="use 6", shape="f32[3]", spec="P()"))
+    cannot do that
+      shape  f32[3]    spec  P()
+      3 + 3 != 7
+      fix: use 6
+    """
+    lines = [what]
+    if facts:
+        lines.append("  " + "    ".join(f"{name}  {value}" for name, value in facts.items()))
+    lines += [f"  {line}" for note in notes for line in note.splitlines()]
+    if fix:
+        lines.append(f"  fix: {fix}")
+    return ShardingError("\n".join(lines))
+
+
+def raise_all(errors: Sequence[ShardingError]) -> None:
+    """Raise every collected error as one, so that a user sees all failing leaves at once.
+
+    Returns quietly where there is none.
+    """
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ShardingError(f"{len(errors)} problems\n" + "\n".join(str(e) for e in errors))

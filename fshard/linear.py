@@ -1,0 +1,325 @@
+"""The linear maps behind the collectives, each with its transpose, and the one autograd Function that applies them.
+
+A map works on tensors of one dtype in one transfer. Its `transpose` is a map of the same family, so a backward pass
+is the same code again, and so is the backward of a backward. `layout` gives each tensor's (dim, global size).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Comm, index_of
+from .errors import fail
+from .spec import lengths
+
+Layout = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Map:
+    """A linear map over `axes`, whose sizes multiply to more than one."""
+
+    comm: Comm
+    axes: tuple[str, ...]
+
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        raise NotImplementedError
+
+    @property
+    def transpose(self) -> Map:
+        raise NotImplementedError
+
+    def batched(self, which: Sequence[bool]) -> Map:
+        """The same map where the tensors marked in `which` have a batch dim in front."""
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.comm.sizes[a] for a in self.axes)
+
+    @property
+    def n(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def index(self) -> int:
+        return index_of(self.axes, self.comm.sizes, self.comm.coords)
+
+
+@dataclass(frozen=True)
+class Sum(Map):
+    divisor: int = 1
+
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        total = self.comm.all_reduce(_pack(xs), "sum", self.axes)
+        return _unpack(total if self.divisor == 1 else total / self.divisor, xs)
+
+    @property
+    def transpose(self) -> Map:
+        return Vary(self.comm, self.axes, self.divisor)
+
+
+@dataclass(frozen=True)
+class Vary(Map):
+    divisor: int = 1
+
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        return [x.view_as(x) if self.divisor == 1 else x / self.divisor for x in xs]
+
+    @property
+    def transpose(self) -> Map:
+        return Sum(self.comm, self.axes, self.divisor)
+
+
+@dataclass(frozen=True)
+class _Laid(Map):
+    layout: Layout = ()
+
+    def batched(self, which: Sequence[bool]) -> Map:
+        return replace(self, layout=tuple((d + b, n) for (d, n), b in zip(self.layout, which, strict=True)))
+
+    def pieces(self, size: int) -> list[int]:
+        return lengths(size, self.sizes)
+
+
+@dataclass(frozen=True)
+class Gather(_Laid):
+    invariant: bool = False
+
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        chunks = [_pad(x, dim, self.pieces(size)[0]) for x, (dim, size) in zip(xs, self.layout, strict=True)]
+        rows = self.comm.all_gather(_pack(chunks), self.axes).view(self.n, -1)
+        parts = torch.split(rows, [c.numel() for c in chunks], dim=1)
+        return [
+            _join(part.view(self.n, *c.shape), dim, self.pieces(size))
+            for part, c, (dim, size) in zip(parts, chunks, self.layout, strict=True)
+        ]
+
+    @property
+    def transpose(self) -> Map:
+        return (Slice if self.invariant else Scatter)(self.comm, self.axes, self.layout)
+
+
+@dataclass(frozen=True)
+class Scatter(_Laid):
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        stacks = [_cut(x, dim, self.pieces(size)) for x, (dim, size) in zip(xs, self.layout, strict=True)]
+        rows = [s.reshape(self.n, -1) for s in stacks]
+        total = self.comm.reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
+        parts = torch.split(total, [r.shape[1] for r in rows])
+        return [
+            part.view(s.shape[1:]).narrow(dim, 0, self.pieces(size)[self.index])
+            for part, s, (dim, size) in zip(parts, stacks, self.layout, strict=True)
+        ]
+
+    @property
+    def transpose(self) -> Map:
+        return Gather(self.comm, self.axes, self.layout)
+
+
+@dataclass(frozen=True)
+class Slice(_Laid):
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        out = []
+        for x, (dim, size) in zip(xs, self.layout, strict=True):
+            pieces = self.pieces(size)
+            out.append(x.narrow(dim, sum(pieces[: self.index]), pieces[self.index]))
+        return out
+
+    @property
+    def transpose(self) -> Map:
+        return Gather(self.comm, self.axes, self.layout, invariant=True)
+
+
+@dataclass(frozen=True)
+class Exchange(Map):
+    """all_to_all: each tensor's (split dim, its whole size) and (concat dim, its whole size)."""
+
+    split: Layout = ()
+    concat: Layout = ()
+
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        stacks = []
+        for x, (s_dim, s_size), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
+            stacks.append(_cut(_pad(x, c_dim, lengths(c_size, self.sizes)[0]), s_dim, lengths(s_size, self.sizes)))
+        rows = [s.reshape(self.n, -1) for s in stacks]
+        got = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
+        parts = torch.split(got, [r.shape[1] for r in rows], dim=1)
+        out = []
+        for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
+            whole = _join(part.reshape(s.shape), c_dim, lengths(c_size, self.sizes))
+            out.append(whole.narrow(s_dim, 0, lengths(s_size, self.sizes)[self.index]))
+        return out
+
+    @property
+    def transpose(self) -> Map:
+        return Exchange(self.comm, self.axes, self.concat, self.split)
+
+    def batched(self, which: Sequence[bool]) -> Map:
+        shift = lambda layout: tuple((d + b, n) for (d, n), b in zip(layout, which, strict=True))  # noqa: E731
+        return replace(self, split=shift(self.split), concat=shift(self.concat))
+
+
+@dataclass(frozen=True)
+class Permute(Map):
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        return _unpack(self.comm.permute(_pack(xs), self.pairs, self.axes), xs)
+
+    @property
+    def transpose(self) -> Map:
+        return Permute(self.comm, self.axes, tuple((target, source) for source, target in self.pairs))
+
+
+# --- buffers --------------------------------------------------------------------------------------------------
+
+
+def _pack(xs: Sequence[Tensor]) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat([x.reshape(-1) for x in xs])
+
+
+def _unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    if len(like) == 1:
+        return [flat]
+    parts = torch.split(flat, [x.numel() for x in like])
+    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+def _pad(x: Tensor, dim: int, length: int) -> Tensor:
+    short = length - x.shape[dim]
+    if not short:
+        return x
+    return torch.cat([x, x.new_zeros([short if d == dim else n for d, n in enumerate(x.shape)])], dim)
+
+
+def _cut(x: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
+    """Split a dim into padded pieces, stacked in front: [.., size, ..] -> [n, .., chunk, ..]."""
+    if min(pieces) == pieces[0]:
+        return x.unflatten(dim, (len(pieces), pieces[0])).movedim(dim, 0)
+    return torch.stack([_pad(p, dim, pieces[0]) for p in torch.split(x, list(pieces), dim)])
+
+
+def _join(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
+    """Undo `_cut`: [n, .., chunk, ..] -> [.., size, ..]."""
+    if len(pieces) == 1 or min(pieces) == pieces[0]:
+        return stack.movedim(0, dim).flatten(dim, dim + 1)
+    return torch.cat([stack[i].narrow(dim, 0, m) for i, m in enumerate(pieces)], dim)
+
+
+# --- the Function ---------------------------------------------------------------------------------------------
+
+
+def apply(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Apply a map to tensors of one dtype, differentiably in every mode of torch.func."""
+    out: tuple[Tensor, ...] = _function(len(xs), torch.compiler.is_compiling()).apply(m, *xs)
+    return out
+
+
+_functions: dict[tuple[int, bool], Any] = {}
+
+
+def _function(arity: int, compiling: bool) -> Any:
+    if (arity, compiling) not in _functions:
+        _functions[arity, compiling] = _make_function(arity, compiling)
+    return _functions[arity, compiling]
+
+
+def _make_function(arity: int, compiling: bool) -> Any:
+    """The Function of `arity` tensors. Dynamo needs the exact signature, and refuses Functions with a jvp or vmap."""
+
+    def forward(m: Map, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(m.run(xs))
+
+    names = ["m", *(f"x{i}" for i in range(arity))]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.map = inputs[0]
+
+    def backward_compiled(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.map.transpose.run(grads))
+
+    members = {"forward": staticmethod(forward), "setup_context": staticmethod(setup_context)}
+    if compiling:
+        members["backward"] = staticmethod(backward_compiled)
+        return type("Linear", (torch.autograd.Function,), members)
+
+    def setup_context_with_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.map = inputs[0]
+        ctx.blank = [functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in inputs[1:]]
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return (None, *apply(ctx.map.transpose, grads))
+
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        known = [blank() if t is None else t for t, blank in zip(tangents, ctx.blank, strict=True)]
+        return apply(ctx.map, known)
+
+    def vmap(info: Any, in_dims: Sequence[int | None], m: Map, *xs: Tensor) -> tuple[Any, Any]:
+        dims = in_dims[1:]
+        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, dims, strict=True)]
+        out = apply(m.batched([d is not None for d in dims]), front)
+        return out, tuple(None if d is None else 0 for d in dims)
+
+    members |= {"setup_context": staticmethod(setup_context_with_shapes), "backward": staticmethod(backward),
+                "jvp": staticmethod(jvp), "vmap": staticmethod(vmap)}  # fmt: skip
+    return type("Linear", (torch.autograd.Function,), members)
+
+
+# --- maximum and minimum --------------------------------------------------------------------------------------
+
+
+class _Extreme(torch.autograd.Function):
+    """The elementwise maximum (or minimum) over ranks: not linear; differentiated only by sharing among ties."""
+
+    @staticmethod
+    def forward(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Tensor:
+        return comm.all_reduce(x, op, axes)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.comm, ctx.axes, ctx.op, ctx.tied, x = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def _share(ctx: Any) -> Tensor:
+        """This rank's share of each element: 1 / (ranks that hold it), or 0."""
+        if not ctx.tied:
+            raise fail(f"p{ctx.op}: has no derivative",
+                       fix=f"detach the argument, or p{ctx.op}(x, axis, grad='tied') to split it among ties")  # fmt: skip
+        x, out = ctx.saved_tensors
+        mine = (x == out).to(out.dtype)
+        return mine / apply(Sum(ctx.comm, ctx.axes), [mine])[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, None, None, grad * _Extreme._share(ctx)
+
+
+class _ExtremeEager(_Extreme):
+    @staticmethod
+    def jvp(ctx: Any, _comm: None, _axes: None, _op: None, _tied: None, tangent: Tensor) -> Tensor:
+        return apply(Sum(ctx.comm, ctx.axes), [tangent * _Extreme._share(ctx)])[0]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Any:
+        return _ExtremeEager.apply(comm, axes, op, tied, x.movedim(in_dims[4], 0)), 0
+
+
+def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Tensor:
+    out: Tensor = (_Extreme if torch.compiler.is_compiling() else _ExtremeEager).apply(comm, axes, op, tied, x)
+    return out
+
+
+__all__ = ["Exchange", "Gather", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply", "extreme"]

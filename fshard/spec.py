@@ -1,0 +1,278 @@
+"""Where a leaf lies: a `P` names, for each dim of a tensor, the mesh axes that split it.
+
+A dim of size n over an axis of size k is cut into pieces of ceil(n / k); the last ones may be smaller or empty.
+Over several axes it is cut again and again, major axis first, so that gathering the minor axis of
+`P(("a", "b"))` gives exactly `P("a")`, also where nothing divides. (DTensor cuts the same way.)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
+from typing import Any
+
+import torch
+
+from . import tree as _tree
+from .errors import ShardingError, fail, raise_all
+
+Axis = str | tuple[str, ...] | None
+Box = tuple[slice, ...]
+
+
+class P:
+    """A partition spec: one entry per dim, each `None`, an axis name, or a tuple of names (major first).
+
+    Trailing dims are whole. `...` stands for as many whole dims as fit, so `P(..., "model")` splits the last dim.
+
+    >>> P("data", None) == P("data")
+    True
+    >>> P(..., "model").parts(3)
+    ((), (), ('model',))
+
+    Raises ShardingError for an axis named twice and for an entry that is no axis.
+    """
+
+    __slots__ = ("entries",)
+    entries: tuple[Axis | EllipsisType, ...]
+
+    def __init__(self, *entries: Axis | EllipsisType) -> None:
+        names: list[str] = []
+        for entry in entries:
+            group = entry if isinstance(entry, tuple) else (entry,)
+            if entry is not None and entry is not ... and not all(isinstance(a, str) and a for a in group):
+                raise fail(f"P: {entry!r} names no axis", fix="use None, '...', an axis name or a tuple of names")
+            names += [a for a in group if isinstance(a, str)]
+        for name in sorted(set(names)):
+            if names.count(name) > 1:
+                shown = ", ".join("..." if e is ... else repr(e) for e in entries)
+                raise fail(f"P({shown}): axis {name!r} is used {names.count(name)} times",
+                           "an axis splits a leaf once", fix=f"name {name!r} for one dim only")  # fmt: skip
+        if entries.count(...) > 1:
+            raise fail("P: '...' may stand once", fix="keep one '...'")
+        trimmed = [e[0] if isinstance(e, tuple) and len(e) == 1 else None if e == () else e for e in entries]
+        while trimmed and (trimmed[-1] is None and ... not in trimmed or trimmed[-1] is ...):
+            trimmed.pop()
+        object.__setattr__(self, "entries", tuple(trimmed))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a P never changes: make another")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis the spec names, in order."""
+        return tuple(a for e in self.entries if isinstance(e, (str, tuple)) for a in names_of(e))
+
+    def parts(self, ndim: int) -> tuple[tuple[str, ...], ...]:
+        """The axes that split each of `ndim` dims. Raises ShardingError where the spec has more dims than that."""
+        listed = [e for e in self.entries if e is not ...]
+        if len(listed) > ndim:
+            raise fail(f"{self} describes {len(listed)} dims, the leaf has {ndim}", fix=f"drop {len(listed) - ndim}")
+        at = self.entries.index(...) if ... in self.entries else len(listed)
+        whole: list[Axis | EllipsisType] = [None] * (ndim - len(listed))
+        return tuple(names_of(e) for e in [*listed[:at], *whole, *listed[at:]] if e is not ...)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, P) and self.entries == other.entries
+
+    def __hash__(self) -> int:
+        return hash(("P", self.entries))
+
+    def __repr__(self) -> str:
+        return f"P({', '.join('...' if e is ... else repr(e) for e in self.entries)})"
+
+    def __reduce__(self) -> tuple[type[P], tuple[Any, ...]]:
+        return P, self.entries
+
+
+def row(axis: str | tuple[str, ...]) -> P:
+    """Split dim 0 over `axis`. With `[in, out]` matrices and `x @ w` this splits the inputs."""
+    return P(axis)
+
+
+def column(axis: str | tuple[str, ...]) -> P:
+    """Split the last dim over `axis`. With `[in, out]` matrices and `x @ w` this splits the outputs."""
+    return P(..., axis)
+
+
+def replicated() -> P:
+    """The whole leaf on every device."""
+    return P()
+
+
+def is_spec(x: object) -> bool:
+    return isinstance(x, P)
+
+
+def names_of(axis: Axis) -> tuple[str, ...]:
+    """An axis argument as a tuple of names: `None` is none, a string is one."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def same(a: P, b: P, ndim: int) -> bool:
+    """Whether two specs place a leaf of `ndim` dims alike: `P(..., "m")` and `P(None, "m")` do on a matrix."""
+    return a == b or a.parts(ndim) == b.parts(ndim)
+
+
+# --- arithmetic of the cut ------------------------------------------------------------------------------------
+
+
+def piece(n: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, int]:
+    """(start, length) of the piece of range(n) at `coords` of axes of the given `sizes`, major first.
+
+    >>> [piece(10, (2, 2), (i, j)) for i in range(2) for j in range(2)]
+    [(0, 3), (3, 2), (5, 3), (8, 2)]
+    """
+    start = 0
+    for size, coord in zip(sizes, coords, strict=True):
+        chunk = -(-n // size)
+        offset = min(coord * chunk, n)
+        start, n = start + offset, min(chunk, n - offset)
+    return start, n
+
+
+def lengths(n: int, sizes: Sequence[int]) -> list[int]:
+    """The length of every piece of range(n), in flattened axis order.
+
+    >>> lengths(10, (4,))
+    [3, 3, 3, 1]
+    """
+    out = [n]
+    for size in sizes:
+        out = [piece(m, (size,), (i,))[1] for m in out for i in range(size)]
+    return out
+
+
+def local_box(shape: Sequence[int], spec: P, sizes: Mapping[str, int], coords: Mapping[str, int]) -> Box:
+    """The global slices of a leaf that the device at mesh coordinates `coords` holds.
+
+    >>> local_box((5, 8), P("data", "model"), {"data": 2, "model": 4}, {"data": 1, "model": 0})
+    (slice(3, 5, None), slice(0, 2, None))
+    """
+    box = []
+    for n, axes in zip(shape, spec.parts(len(shape)), strict=True):
+        start, length = piece(n, [sizes[a] for a in axes], [coords[a] for a in axes])
+        box.append(slice(start, start + length))
+    return tuple(box)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    return tuple(s.stop - s.start for s in box)
+
+
+def is_even(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> bool:
+    """Whether every device's part has the same shape."""
+    return all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, spec.parts(len(shape)), strict=True))
+
+
+def problems(where: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
+    """What is wrong with placing a leaf of `shape` by `spec` on a mesh with these axis sizes; empty if nothing."""
+    mesh = ", ".join(f"{a}={n}" for a, n in sizes.items())
+    facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": mesh}
+    found = []
+    for axis in spec.axes:
+        if axis not in sizes:
+            found.append(fail(f"{where}: the mesh has no axis {axis!r}", fix=f"use one of {list(sizes)}", **facts))
+    listed = len([e for e in spec.entries if e is not ...])
+    if listed > len(shape):
+        found.append(fail(f"{where}: the spec is longer than the shape", f"{listed} > {len(shape)} dims",
+                          fix=f"drop {listed - len(shape)} of its entries", **facts))  # fmt: skip
+    return found
+
+
+# --- spec trees -----------------------------------------------------------------------------------------------
+
+
+def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
+    """A function from a tree to its spec tree, by path globs; the first match wins.
+
+    A path is written `h.3.attn.qkv`; `*` matches within one part, `**` any number of parts.
+
+    >>> rules({"h.*.up": column("model"), "**": P()})({"h": [{"up": 1, "b": 2}]})
+    {'h': [{'b': P(), 'up': P(Ellipsis, 'model')}]}
+
+    Raises ShardingError listing every leaf no rule matches and every rule no leaf uses.
+    """
+
+    def specs(tree: Any) -> Any:
+        used: set[str] = set()
+        errors: list[ShardingError] = []
+
+        def find(path: _tree.Path, _: Any) -> P:
+            parts = [str(p) for p in path]
+            for glob, spec in table.items():
+                if _matches(parts, glob.split(".")):
+                    used.add(glob)
+                    return spec
+            errors.append(fail(f"rules: no rule matches {_tree.dotted(path)!r}", fix="add a rule, or '**': P() at the end"))
+            return P()
+
+        out = _tree.map_with_path(find, tree)
+        errors += [
+            fail(f"rules: {glob!r} matches no leaf", "(an earlier rule may take all it would match)", fix="remove or mend it")
+            for glob in table
+            if glob not in used
+        ]
+        raise_all(errors)
+        return out
+
+    return specs
+
+
+def _matches(path: Sequence[str], glob: Sequence[str]) -> bool:
+    if not glob:
+        return not path
+    if glob[0] == "**":
+        return any(_matches(path[i:], glob[1:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], glob[0]) and _matches(path[1:], glob[1:])
+
+
+def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
+    """The spec tree with `axis` added to the best free dim of each leaf: ZeRO-3 / FSDP by spec.
+
+    The best dim is the one that splits evenly on most axis sizes (the largest power of two up to 256 in it), the
+    first of them on a tie, since its pieces are contiguous. Where no dim is free `axis` becomes the minor axis of
+    the largest split one. Leaves with fewer than `min_size` elements and 0-d leaves stay as they are.
+
+    >>> fully_shard({"w": P(None, "model"), "b": P()}, {"w": torch.empty(64, 8), "b": torch.empty(8)}, axis="data")
+    {'b': P('data'), 'w': P('data', 'model')}
+
+    `specs` may be a prefix of `tree`, whose leaves need a `.shape`. Leaves that already name `axis` stay as they are.
+    """
+    leaves, treedef = _tree.flatten(tree)
+    flat = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)
+    return _tree.unflatten(treedef, [_add(s, tuple(x.shape), axis, min_size) for s, x in zip(flat, leaves, strict=True)])
+
+
+def _add(spec: P, shape: tuple[int, ...], axis: str, min_size: int) -> P:
+    if not shape or math.prod(shape) < min_size or axis in spec.axes:
+        return spec
+    parts = list(spec.parts(len(shape)))
+    free = [d for d, axes in enumerate(parts) if not axes and shape[d] > 1]
+    if free:
+        dim = max(free, key=lambda d: (math.gcd(shape[d], 256), -d))
+    else:
+        dim = max(range(len(shape)), key=lambda d: (shape[d], -d))
+    parts[dim] = (*parts[dim], axis)
+    return P(*parts)
+
+
+# --- words ----------------------------------------------------------------------------------------------------
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
+
+
+def short(dtype: torch.dtype) -> str:
+    """`f32` for torch.float32, `bf16`, `i64`, `u8`, `bool`, `c64`."""
+    name = str(dtype).removeprefix("torch.")
+    stem = name.rstrip("0123456789")
+    return _SHORT.get(stem, stem) + name[len(stem) :] if stem in _SHORT else name
+
+
+def describe(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) -> str:
+    """`f32[768, 3072@model]`: dtype, global shape, and what splits each dim."""
+    parts = spec.parts(len(shape)) if spec is not None else ((),) * len(shape)
+    dims = [f"{n}@{'+'.join(axes)}" if axes else str(n) for n, axes in zip(shape, parts, strict=True)]
+    return f"{short(dtype)}[{', '.join(dims)}]"

@@ -1,0 +1,286 @@
+"""Functions of functions, for use inside `shard_map`: gradients, accumulation, rematerialization, precision."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .errors import fail
+
+
+def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that gives the value of `f` and its gradient, as `jax.value_and_grad` does.
+
+        f: (params, ...) -> loss [] {I}          gives (loss, grads); a gradient has its parameter's shape and type
+
+    Args:
+        argnums: which arguments to differentiate, all of their leaves; a tuple gives a tuple of gradients.
+        has_aux: `f` gives `(loss, aux)`; then the result is `((loss, aux), grads)`.
+
+    >>> value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([3.0])})
+    (tensor(9.), {'w': tensor([6.])})
+
+    Raises ShardingError for a loss that is not one floating number, and for leaves that cannot be differentiated.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    name = getattr(f, "__name__", type(f).__name__)
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for i in numbers:
+            if not -len(args) <= i < len(args):
+                raise fail(f"value_and_grad({name}): argnums={argnums}, but there are {len(args)} positional arguments")
+        chosen = tuple(args[i] for i in numbers)
+        leaves, treedef = tree.flatten(chosen)
+        _check_differentiable(name, numbers, chosen)
+
+        kept: list[Any] = []  # the aux tree, its tensors replaced by None: torch.func lets only tensors out
+
+        def of_leaves(*flat: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            full = list(args)
+            for i, arg in zip(numbers, tree.unflatten(treedef, flat), strict=True):
+                full[i] = arg
+            out = f(*full, **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            _check_loss(name, loss)
+            aux_leaves, aux_def = tree.flatten(aux)
+            kept[:] = [aux_def, [None if isinstance(x, Tensor) else x for x in aux_leaves]]
+            return loss, tuple(x for x in aux_leaves if isinstance(x, Tensor))
+
+        if not leaves:
+            raise fail(f"value_and_grad({name}): argument {argnums} has no leaves", fix="pass the parameters, or other argnums")
+        transform = torch.func.grad_and_value(of_leaves, argnums=tuple(range(len(leaves))), has_aux=True)
+        flat_grads, (loss, tensors) = transform(*leaves)
+        grads = tree.unflatten(treedef, flat_grads)
+        aux_def, others = kept
+        aux = _fill_in(aux_def, others, tensors)
+        return (loss, aux) if has_aux else loss, grads[0] if isinstance(argnums, int) else grads
+
+    return wrapped
+
+
+def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient part of `value_and_grad`; with `has_aux`, `(grads, aux)`.
+
+    >>> grad(lambda w: (w**2).sum())(torch.tensor([3.0]))
+    tensor([6.])
+    """
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, grads = value_and_grad(f, argnums, has_aux=has_aux)(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def _fill_in(treedef: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    """Put tensors back where `None` stands among the leaves of a tree."""
+    rest = iter(tensors)
+    return tree.unflatten(treedef, [next(rest) if x is None else x for x in leaves])
+
+
+def _check_loss(name: str, loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise fail(f"value_and_grad({name}): the loss is a {type(loss).__name__}, not a tensor",
+                   fix="return (loss, aux) with has_aux=True" if isinstance(loss, tuple) else "return a 0-d tensor")  # fmt: skip
+    if loss.ndim or not loss.is_floating_point():
+        raise fail(f"value_and_grad({name}): the loss must be one floating number, not {str(loss.dtype)[6:]}{list(loss.shape)}",
+                   fix="reduce it: loss.mean() or loss.sum()")  # fmt: skip
+
+
+def _check_differentiable(name: str, numbers: Sequence[int], chosen: Sequence[Any]) -> None:
+    for i, arg in zip(numbers, chosen, strict=True):
+        for path, leaf in tree.leaves_with_path(arg):
+            if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+                kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise fail(f"value_and_grad({name}): {tree.show(f'args[{i}]', path)} is {kind}, which has no gradient",
+                           fix="keep what is not trained in another argument")  # fmt: skip
+
+
+def accumulate(
+    f: Callable[..., Any], steps: int, *, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`value_and_grad` over `steps` microbatches, one after the other: the mean of their values and gradients.
+
+    Every argument that is not differentiated is cut along dim 0 into `steps` equal parts (leaf by leaf; 0-d leaves and
+    numbers go to each whole). Activations of one microbatch live at a time. With `has_aux`, aux leaves come stacked,
+    [steps, ...]. To reduce gradients over an axis once and not once per microbatch, `pvary` the parameters before and
+    `psum` the gradients after.
+
+    >>> loss, grads = accumulate(loss_fn, 4)(params, x, y)       # x [4 * b, D], y [4 * b]
+
+    Raises ShardingError where `steps` does not divide a leaf's dim 0.
+    """
+    if steps < 1:
+        raise fail(f"accumulate: steps={steps}", fix="one or more")
+    one = value_and_grad(f, argnums, has_aux=has_aux)
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        kept = {i % len(args) for i in numbers}
+        total: Any = None
+        auxes = []
+        for step in range(steps):
+            part = [a if i in kept else _micro(i, a, step, steps) for i, a in enumerate(args)]
+            value, grads = one(*part, **kwargs)
+            loss, aux = value if has_aux else (value, None)
+            auxes.append(aux)
+            new = (loss, grads)
+            total = new if total is None else tree.map(torch.add, total, new)
+        loss, grads = tree.map(lambda t: t / steps, total) if steps > 1 else total
+        return ((loss, tree.map(lambda *xs: torch.stack(xs), *auxes)) if has_aux else loss), grads
+
+    return wrapped
+
+
+def _micro(i: int, arg: Any, step: int, steps: int) -> Any:
+    def part(path: tree.Path, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            return x
+        if x.shape[0] % steps:
+            raise fail(f"accumulate: {tree.show(f'args[{i}]', path)} does not cut into {steps} equal microbatches",
+                       f"{x.shape[0]} % {steps} = {x.shape[0] % steps}", fix="another number of steps, or another batch size",
+                       shape=list(x.shape))  # fmt: skip
+        size = x.shape[0] // steps
+        return x.narrow(0, step * size, size)
+
+    return tree.map_with_path(part, arg)
+
+
+# --- rematerialization ----------------------------------------------------------------------------------------
+
+
+def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep only the arguments of `f`; compute the rest again in the backward pass (as `jax.checkpoint` does).
+
+    Same values and gradients, less memory, one more forward. Nests; works under grad, vjp, vmap and jvp. Tensors that
+    are to be differentiated must be arguments of `f`, not captured by it: that is an error.
+
+    >>> h = remat(block)(params, h)
+
+    Source: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
+    """
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _check_captured(f)
+        leaves, treedef = tree.flatten((args, kwargs))
+        where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        seen: list[Any] = []
+
+        def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+            full = list(leaves)
+            for i, x in zip(where, tensors, strict=True):
+                full[i] = x
+            a, k = tree.unflatten(treedef, full)
+            out, out_def = tree.flatten(f(*a, **k))
+            seen[:] = [out_def, [None if isinstance(x, Tensor) else x for x in out]]
+            return tuple(x for x in out if isinstance(x, Tensor))
+
+        got = _Remat.apply(of_tensors, *[leaves[i] for i in where])
+        return _fill_in(*seen, got)
+
+    return wrapped
+
+
+class _Remat(torch.autograd.Function):
+    """Runs `f` forward and keeps its arguments; backward is the vjp of `f`, made anew."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(f: Callable[..., tuple[Tensor, ...]], *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y.view_as(y) if any(y is x for x in xs) else y for y in f(*xs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.f, *xs = inputs
+        ctx.save_for_backward(*xs)
+        ctx.save_for_forward(*xs)
+        ctx.mark_non_differentiable(*[y for y in output if not _smooth(y)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        xs = ctx.saved_tensors
+        smooth = [i for i, x in enumerate(xs) if _smooth(x)]
+
+        def of_smooth(*chosen: Tensor) -> tuple[Tensor, ...]:
+            full = list(xs)
+            for i, x in zip(smooth, chosen, strict=True):
+                full[i] = x
+            return tuple(y for y in ctx.f(*full) if _smooth(y))
+
+        out, pull = torch.func.vjp(of_smooth, *[xs[i] for i in smooth])
+        wanted = [g for g in grads if g is not None and _smooth(g)]
+        found = dict(zip(smooth, pull(tuple(wanted)), strict=True)) if out else {}
+        return None, *[found.get(i) for i in range(len(xs))]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        xs = ctx.saved_tensors
+        moving = [i for i, t in enumerate(tangents) if t is not None]
+
+        def of_moving(*chosen: Tensor) -> tuple[Tensor, ...]:
+            full = list(xs)
+            for i, x in zip(moving, chosen, strict=True):
+                full[i] = x
+            return ctx.f(*full)  # type: ignore[no-any-return]
+
+        out, rates = torch.func.jvp(of_moving, tuple(xs[i] for i in moving), tuple(tangents[i] for i in moving))
+        return tuple(t if _smooth(y) else None for y, t in zip(out, rates, strict=True))
+
+
+def _smooth(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _check_captured(f: Callable[..., Any]) -> None:
+    """A tensor under differentiation that `f` captures would silently lose its gradient."""
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True) if hasattr(f, "__code__") else ():
+        try:
+            held = tree.leaves(cell.cell_contents)
+        except ValueError:  # an empty cell
+            continue
+        if any(isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x) for x in held):
+            raise fail(f"remat({getattr(f, '__name__', f)}): captures {name!r}, which is being differentiated",
+                       "its gradient would be lost", fix=f"pass {name!r} as an argument")  # fmt: skip
+
+
+# --- precision ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which dtype parameters are kept in, the model computes in, and results come out in.
+
+    >>> policy = Policy(compute=torch.bfloat16)
+    >>> logits = policy.to_output(apply(policy.to_compute(params), policy.to_compute(x)))
+
+    Only floating leaves are cast. Source: the idea and the three roles are those of DeepMind's jmp.
+    """
+
+    param: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    output: torch.dtype = torch.float32
+
+    def to_param(self, x: Any) -> Any:
+        return cast(x, self.param)
+
+    def to_compute(self, x: Any) -> Any:
+        return cast(x, self.compute)
+
+    def to_output(self, x: Any) -> Any:
+        return cast(x, self.output)
+
+
+def cast(x: Any, dtype: torch.dtype) -> Any:
+    """Every floating-point tensor of a tree in `dtype`; other leaves as they are. Transpose: cast back."""
+    return tree.map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)

@@ -1,0 +1,114 @@
+"""Pytrees: optree, re-exported under short names, with paths and with prefix errors that say where.
+
+A leaf is whatever optree does not know as a container: a tensor, a `P`, a `Deferred`, a `Sharded`, a number.
+`None` is an empty subtree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+from optree import tree_all as all
+from optree import tree_flatten as flatten
+from optree import tree_leaves as leaves
+from optree import tree_map as map
+from optree import tree_reduce as reduce
+from optree import tree_structure as structure
+from optree import tree_transpose as transpose
+from optree import tree_unflatten as unflatten
+
+from .errors import ShardingError, fail
+
+__all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path", "map", "map_with_path", "reduce",
+           "show", "structure", "transpose", "unflatten"]  # fmt: skip
+
+Path = tuple[Any, ...]
+
+
+def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
+    """Every leaf with its path, a tuple of keys, indices and field names.
+
+    >>> leaves_with_path({"h": [1, 2]})
+    [(('h', 0), 1), (('h', 1), 2)]
+    """
+    paths, values, _ = optree.tree_flatten_with_path(tree)
+    return list(zip(paths, values, strict=True))
+
+
+def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`map`, with the leaf's path as the first argument of `f`.
+
+    >>> map_with_path(lambda path, x: f"{dotted(path)}={x}", {"h": [1, 2]})
+    {'h': ['h.0=1', 'h.1=2']}
+    """
+    return optree.tree_map_with_path(f, tree, *rest)
+
+
+def dotted(path: Path) -> str:
+    """The path as one name, as checkpoints, rules and random keys use it.
+
+    >>> dotted(("h", 3, "up"))
+    'h.3.up'
+    """
+    return ".".join(str(p) for p in path)
+
+
+def show(name: str, path: Path) -> str:
+    """The path as Python would index it, as errors show it.
+
+    >>> show("params", ("h", 3, "up"))
+    "params['h'][3]['up']"
+    """
+    return name + "".join(f"[{p!r}]" for p in path)
+
+
+def broadcast(prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool]) -> list[Any]:
+    """One entry of `prefix` per leaf of `tree`: a leaf of the prefix stands for the whole subtree below it.
+
+    `leaf` says what counts as a leaf of the prefix; `name` names the prefix in errors.
+
+    >>> broadcast({"a": 1, "b": 2}, {"a": [5, 6], "b": 7}, name="specs", leaf=lambda x: isinstance(x, int))
+    [1, 1, 2]
+
+    Raises ShardingError where the prefix has other keys, another length or another container than the tree.
+    """
+    out: list[Any] = []
+    _broadcast(prefix, tree, (), name, leaf, out)
+    return out
+
+
+def _broadcast(prefix: Any, tree: Any, path: Path, name: str, leaf: Callable[[Any], bool], out: list[Any]) -> None:
+    if leaf(prefix):
+        out.extend([prefix] * len(optree.tree_leaves(tree)))
+        return
+    if optree.tree_is_leaf(prefix):
+        raise fail(f"{show(name, path)}: {prefix!r} is a {type(prefix).__name__}, not a spec", fix="use a P, e.g. P()")
+    if optree.tree_is_leaf(tree):
+        raise _mismatch(prefix, tree, path, name, "the tree has one leaf there")
+    want, want_keys = _children(tree)
+    have, have_keys = _children(prefix)
+    # A tuple of specs over a list of arguments (or the reverse) is what users write: containers of a kind match.
+    same = type(prefix) is type(tree) or (isinstance(prefix, (list, tuple)) and isinstance(tree, (list, tuple)))
+    if not same or have_keys != want_keys:
+        missing = [k for k in want_keys if k not in have_keys]
+        extra = [k for k in have_keys if k not in want_keys]
+        raise _mismatch(prefix, tree, path, name, f"missing {missing}    extra {extra}")
+    for key, p, t in zip(want_keys, have, want, strict=True):
+        _broadcast(p, t, (*path, key), name, leaf, out)
+
+
+def _children(tree: Any) -> tuple[Sequence[Any], list[Any]]:
+    children, _, entries, _ = optree.tree_flatten_one_level(tree)
+    return children, list(entries)
+
+
+def _mismatch(prefix: Any, tree: Any, path: Path, name: str, why: str) -> ShardingError:
+    return fail(
+        f"{show(name, path)}: not a prefix of the tree it describes",
+        why,
+        fix="give every key a spec, or one P for the whole subtree",
+        got=type(prefix).__name__,
+        expected=type(tree).__name__,
+    )
