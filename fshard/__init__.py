@@ -1,6 +1,6 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
-from . import init, random, tree
+from . import init, models, nn, random, tree
 from .collectives import (
     all_gather,
     all_to_all,
@@ -29,7 +29,7 @@ from .transforms import Policy, accumulate, cast, grad, remat, value_and_grad
 __all__ = [
     "Deferred", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather", "all_to_all",
     "axis_index", "axis_size", "cast", "column", "device_get", "device_put", "fold_in", "from_callback", "fully_shard",
-    "grad", "init", "key", "make_mesh", "materialize", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum",
+    "grad", "init", "key", "make_mesh", "materialize", "models", "nn", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum",
     "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "shard_map",
     "split", "tree", "unshard", "value_and_grad",
 ]  # fmt: skip

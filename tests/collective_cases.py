@@ -1,0 +1,200 @@
+"""Every row of the collectives' table, and the properties each must have on any mesh, simulated or real."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import P
+from fshard.comm import recording, region
+from fshard.spec import lengths, piece
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear collective: `f(x, axis)`, the types of argument and result, and the argument's shape on a rank.
+
+    `shape(n)` is the global shape (n: ranks along the axis); `dim` is the dim the axis splits in the argument, if any.
+    """
+
+    name: str
+    f: Callable[[Any, Any], Any]
+    source: str  # "V" or "I"
+    target: str
+    shape: Callable[[int], tuple[int, ...]]
+    dim: int | None = None
+
+
+def _shift(x: Any, axis: Any) -> Any:
+    n = fs.axis_size(axis)
+    return fs.ppermute(x, axis, [(i, i + 1) for i in range(n - 1)])
+
+
+CASES = [
+    Case("psum", lambda x, a: fs.psum(x, a), "V", "I", lambda n: (3, 2)),
+    Case("pmean", lambda x, a: fs.pmean(x, a), "V", "I", lambda n: (3, 2)),
+    Case("pvary", lambda x, a: fs.pvary(x, a), "I", "V", lambda n: (3, 2)),
+    Case("all_gather", lambda x, a: fs.all_gather(x, a), "V", "V", lambda n: (2 * n, 3), 0),
+    Case("all_gather dim 1", lambda x, a: fs.all_gather(x, a, 1), "V", "V", lambda n: (3, 2 * n), 1),
+    Case("all_gather dim -1", lambda x, a: fs.all_gather(x, a, -1), "V", "V", lambda n: (3, 4, n), 2),
+    Case("all_gather uneven", lambda x, a: fs.all_gather(x, a, 1, size=5), "V", "V", lambda n: (3, 5), 1),
+    Case("all_gather empty", lambda x, a: fs.all_gather(x, a, size=1), "V", "V", lambda n: (1, 2), 0),
+    Case("all_gather invariant", lambda x, a: fs.all_gather(x, a, to="invariant"), "V", "I", lambda n: (2 * n, 3), 0),
+    Case("all_gather invariant uneven", lambda x, a: fs.all_gather(x, a, 1, size=7, to="invariant"), "V", "I",
+         lambda n: (2, 7), 1),
+    Case("psum_scatter", lambda x, a: fs.psum_scatter(x, a), "V", "V", lambda n: (2 * n, 3)),
+    Case("psum_scatter dim 1", lambda x, a: fs.psum_scatter(x, a, 1), "V", "V", lambda n: (3, n)),
+    Case("psum_scatter uneven", lambda x, a: fs.psum_scatter(x, a, -1), "V", "V", lambda n: (2, 5)),
+    Case("pslice", lambda x, a: fs.pslice(x, a), "I", "V", lambda n: (2 * n, 3)),
+    Case("pslice uneven", lambda x, a: fs.pslice(x, a, 1), "I", "V", lambda n: (3, 5)),
+    Case("all_to_all", lambda x, a: fs.all_to_all(x, a, split=0, concat=1), "V", "V", lambda n: (2 * n, 3 * n), 1),
+    Case("all_to_all uneven", lambda x, a: fs.all_to_all(x, a, split=1, concat=0, size=5), "V", "V", lambda n: (5, 7), 0),
+    Case("ppermute shift", _shift, "V", "V", lambda n: (3, 2)),
+    Case("ppermute rotate", lambda x, a: fs.ppermute(x, a, [(i, (i + 1) % fs.axis_size(a)) for i in range(fs.axis_size(a))]),
+         "V", "V", lambda n: (4,)),
+]  # fmt: skip
+
+
+def _draw(case: Case, kind: str, shape: tuple[int, ...], axes: tuple[str, ...], salt: int) -> Tensor:
+    """A tensor that differs between ranks, but for an invariant one not along `axes`."""
+    where = region()
+    coords = {a: (0 if kind == "I" and a in axes else c) for a, c in where.coords.items()}
+    seed = salt
+    for c in coords.values():
+        seed = seed * 31 + c + 1
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _local_shape(case: Case, axes: tuple[str, ...]) -> tuple[int, ...]:
+    where = region()
+    sizes, coords = [where.sizes[a] for a in axes], [where.coords[a] for a in axes]
+    shape = list(case.shape(math.prod(sizes)))
+    if case.dim is not None:
+        shape[case.dim] = piece(shape[case.dim], sizes, coords)[1]
+    return tuple(shape)
+
+
+def _pair(a: Tensor, b: Tensor, kind: str, axes: tuple[str, ...]) -> Tensor:
+    """<a, b>, summed over all ranks; an invariant pair counts once along `axes`."""
+    where = region()
+    first = all(where.coords[x] == 0 for x in axes)
+    local = (a * b).sum() if kind == "V" or first else torch.zeros((), dtype=torch.float64)
+    return fs.psum(local, tuple(where.sizes))
+
+
+def check_case(case: Case, axes: tuple[str, ...]) -> None:
+    """The adjoint identity, double transposition, jvp, vmap and gradients: called inside a region."""
+    axis = axes if len(axes) > 1 else axes[0]
+    f = lambda x: case.f(x, axis)  # noqa: E731
+    x = _draw(case, case.source, _local_shape(case, axes), axes, 1)
+    y, pull = torch.func.vjp(f, x)
+    g = _draw(case, case.target, tuple(y.shape), axes, 2)
+    (back,) = pull(g)
+    assert back.shape == x.shape
+    left, right = _pair(y, g, case.target, axes), _pair(x, back, case.source, axes)
+    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+    assert left.abs() > 1e-6 or y.numel() == 0 or "empty" in case.name or math.prod(x.shape) == 0 or _silent(case, axes)
+    # transposed twice, it is itself
+    _, again = torch.func.vjp(lambda c: pull(c)[0], g)
+    torch.testing.assert_close(again(x)[0], y, rtol=1e-12, atol=1e-12)
+    # linear: the jvp is the map itself
+    t = _draw(case, case.source, tuple(x.shape), axes, 3)
+    primal, rate = torch.func.jvp(f, (x,), (t,))
+    torch.testing.assert_close(primal, y, rtol=0, atol=0)
+    torch.testing.assert_close(rate, f(t), rtol=1e-12, atol=1e-12)
+    # vmap: the examples one by one, whichever dim the batch is
+    batch = torch.stack([_draw(case, case.source, tuple(x.shape), axes, 10 + i) for i in range(3)])
+    want = torch.stack([f(b) for b in batch])
+    for dim in range(batch.ndim):
+        moved = batch.movedim(0, dim)
+        got = torch.func.vmap(f, in_dims=dim)(moved)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    # a gradient under vmap
+    weights = torch.stack([_draw(case, case.target, tuple(y.shape), axes, 20 + i) for i in range(3)])
+    grads = torch.func.vmap(torch.func.grad(lambda b, w: (f(b) * w).sum()))(batch, weights)
+    for i in range(3):
+        torch.testing.assert_close(grads[i], pull(weights[i])[0], rtol=1e-12, atol=1e-12)
+    # a tree, two dtypes and an integer leaf in it: the same as leaf by leaf
+    leaves = {"a": x, "b": [x.float(), (x * 10).long()]}
+    if case.name != "pmean":
+        for got_leaf, leaf in zip(fs.tree.leaves(f(leaves)), fs.tree.leaves(leaves), strict=True):
+            torch.testing.assert_close(got_leaf, f(leaf), rtol=0, atol=0)
+
+
+def _silent(case: Case, axes: tuple[str, ...]) -> bool:
+    """A shift over one rank sends nothing."""
+    return case.name == "ppermute shift" and math.prod(region().sizes[a] for a in axes) == 1
+
+
+def check_vmap_is_one_transfer(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
+    """A batch of examples moves in as many transfers as one example."""
+    axis = axes if len(axes) > 1 else axes[0]
+    for case in CASES:
+
+        def single(case: Case = case) -> Tensor:
+            case.f(torch.ones(_local_shape(case, axes)), axis)
+            return torch.zeros(())
+
+        def batch(case: Case = case) -> Tensor:
+            torch.func.vmap(lambda x: case.f(x, axis))(torch.ones(5, *_local_shape(case, axes)))
+            return torch.zeros(())
+
+        logs = []
+        for f in (single, batch):
+            with recording() as log:
+                fs.shard_map(f, mesh=mesh, out_specs=P())()
+            logs.append([t.op for t in log])
+        assert logs[0] == logs[1], case.name
+
+
+def check_all(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
+    """Every case on every rank of `mesh`."""
+
+    @fs.shard_map(mesh=mesh, out_specs=P())
+    def run() -> Tensor:
+        for case in CASES:
+            try:
+                check_case(case, axes)
+            except AssertionError as e:
+                raise AssertionError(f"{case.name} over {axes} on {mesh}: {e}") from e
+        return torch.zeros(())
+
+    run()
+
+
+def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
+    """Known answers, against the dense arithmetic."""
+    axis = axes if len(axes) > 1 else axes[0]
+    sizes = [mesh.axes[a] for a in axes]
+    n = math.prod(sizes)
+    whole = torch.arange(float(n * 2 * 6)).view(n * 2, 6)
+    spec = P(axis)
+    run = lambda f, out, *args, specs=(spec,): fs.device_get(  # noqa: E731
+        fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)(*args))
+    parts = whole.view(n, 2, 6)
+    same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0)  # noqa: E731
+    same(run(lambda x: fs.psum(x, axis), P(), whole), parts.sum(0))
+    same(run(lambda x: fs.pmean(x, axis), P(), whole), parts.mean(0))
+    same(run(lambda x: fs.pmax(x, axis), P(), whole), parts.amax(0))
+    same(run(lambda x: fs.pmin(x, axis), P(), whole), parts.amin(0))
+    same(run(lambda x: fs.all_gather(x, axis, to="invariant"), P(), whole), whole)
+    same(run(lambda x: fs.psum_scatter(x, axis), spec, whole, specs=(P(),)), whole * n)
+    same(run(lambda x: fs.pslice(x, axis), spec, whole, specs=(P(),)), whole)
+    same(run(lambda x: fs.pslice(x, axis, 1), P(None, axis), whole, specs=(P(),)), whole)
+    wide = torch.arange(float(2 * n * 3 * n)).view(2 * n, 3 * n)
+    same(run(lambda x: fs.all_to_all(x, axis, split=1, concat=0), P(None, axis), wide), wide)
+    rotated = run(lambda x: fs.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]), spec, whole)
+    same(rotated, parts.roll(1, 0).reshape(whole.shape))
+    uneven = torch.arange(10.0).view(5, 2)
+    same(run(lambda x: fs.all_gather(x, axis, to="invariant"), P(), uneven), uneven)
+    same(run(lambda x: fs.psum_scatter(x, axis), spec, uneven, specs=(P(),)), uneven * n)
+    same(run(lambda x: fs.all_to_all(x, axis, split=1, concat=0), P(None, axis), uneven), uneven)
+    index = fs.shard_map(lambda: fs.axis_index(axis)[None], mesh=mesh, out_specs=spec)()
+    same(fs.device_get(index), torch.arange(n))
+    assert sum(lengths(5, sizes)) == 5

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from collective_cases import check_all, check_values, check_vmap_is_one_transfer
+
+import fshard as fs
+from fshard import P, ShardingError
+
+MESHES = [
+    ({"a": 1}, ("a",)),
+    ({"a": 2}, ("a",)),
+    ({"a": 3}, ("a",)),
+    ({"a": 4}, ("a",)),
+    ({"a": 2, "b": 2}, ("a",)),
+    ({"a": 2, "b": 2}, ("b",)),
+    ({"a": 2, "b": 2}, ("a", "b")),
+    ({"a": 2, "b": 3}, ("b", "a")),
+    ({"a": 2, "b": 1, "c": 2, "d": 2}, ("a", "d")),
+]
+
+
+@pytest.mark.parametrize(("mesh", "axes"), MESHES)
+def test_adjoint_double_transpose_jvp_vmap(mesh, axes):
+    check_all(fs.make_mesh(**mesh), axes)
+
+
+@pytest.mark.parametrize(("mesh", "axes"), MESHES)
+def test_known_answers(mesh, axes):
+    check_values(fs.make_mesh(**mesh), axes)
+
+
+@pytest.mark.parametrize(("mesh", "axes"), MESHES[::2])
+def test_vmap_is_one_transfer(mesh, axes):
+    check_vmap_is_one_transfer(fs.make_mesh(**mesh), axes)
+
+
+def each_rank(mesh, f, *args, specs=None, out=P("a")):
+    return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)(*args))
+
+
+def test_none_axis_does_nothing():
+    x = torch.randn(4)
+    mesh = fs.make_mesh(a=2)
+
+    def f(x):
+        for op in (fs.psum, fs.pmean, fs.pvary, fs.pmax, fs.pmin, fs.all_gather, fs.psum_scatter, fs.pslice):
+            assert op(x, None) is x
+        assert fs.axis_size(None) == 1
+        return x
+
+    torch.testing.assert_close(each_rank(mesh, f, x, out=P()), x)
+
+
+def test_extremes_have_no_silent_gradient():
+    mesh = fs.make_mesh(a=2)
+    for op in (fs.pmax, fs.pmin):
+        grad = fs.grad(lambda x, op=op: op(x, "a").sum())
+        with pytest.raises(ShardingError, match="detach the argument"):
+            each_rank(mesh, grad, torch.randn(4), specs=(P("a"),))
+        # detached it is a constant
+        kept = fs.grad(lambda x, op=op: (x * op(x.detach(), "a")).sum())
+        assert each_rank(mesh, kept, torch.randn(4), specs=(P("a"),)).shape == (4,)
+
+
+def test_tied_maximum_shares_its_gradient():
+    mesh = fs.make_mesh(a=3)
+    x = torch.tensor([[1.0, 5.0], [4.0, 5.0], [4.0, 2.0]])  # a tie in both columns
+
+    def f(x):
+        value, grad = fs.value_and_grad(lambda x: fs.pmax(x, "a", grad="tied").sum())(x)
+        _, rate = torch.func.jvp(lambda x: fs.pmax(x, "a", grad="tied"), (x,), (torch.ones_like(x) * fs.axis_index("a"),))
+        return grad, rate, value
+
+    grad, rate, value = each_rank(mesh, f, x, specs=(P("a"),), out=(P("a"), P(), P()))
+    torch.testing.assert_close(grad, torch.tensor([[0, 0.5], [0.5, 0.5], [0.5, 0]]))
+    torch.testing.assert_close(rate, torch.tensor([[1.5, 0.5]]))
+    assert value == 9
+    # against the dense derivative of the same function
+    dense = torch.func.grad(lambda x: x.amax(0).sum())(x)
+    torch.testing.assert_close(grad, dense)
+
+
+def test_extremes_under_vmap_and_nan():
+    mesh = fs.make_mesh(a=2)
+    x = torch.randn(2, 5, 3)
+    got = each_rank(mesh, lambda x: torch.func.vmap(lambda v: fs.pmax(v, "a"), in_dims=1)(x), x, specs=(P("a"),), out=P())
+    torch.testing.assert_close(got, x.amax(0).unsqueeze(1))
+    x[1, 0, 0] = float("nan")
+    assert each_rank(mesh, lambda x: fs.pmin(x, "a"), x, specs=(P("a"),), out=P())[0, 0, 0].isnan()
+
+
+def test_a_tree_is_one_transfer_per_dtype():
+    mesh = fs.make_mesh(a=2)
+    leaves = {"w": torch.randn(4, 3), "b": torch.randn(2), "h": torch.randn(5).bfloat16(), "i": torch.arange(3)}
+    for op in (fs.psum, fs.all_gather, lambda t, a: fs.ppermute(t, a, [(0, 1)])):
+        with fs.recording() as log:
+            fs.shard_map(lambda t, op=op: op(t, "a"), mesh=mesh, out_specs=P())(leaves)
+        assert len(log) == 3 * mesh.size
+        assert {t.dtype for t in log} == {torch.float32, torch.bfloat16, torch.int64}
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 2}, {"data": 3, "model": 2}, {"replica": 2, "data": 2}])
+def test_unshard_is_ddp_fsdp_and_hsdp(mesh):
+    """Gradients of a batch loss equal the dense ones leaf by leaf, whatever mixture of specs holds the parameters."""
+    mesh = fs.make_mesh(**mesh)
+    shapes = {"w": (5, 3), "v": (3, 4), "b": (4,), "s": ()}
+    generator = torch.Generator().manual_seed(0)
+    params = {k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}
+    x = torch.randn(12, 5, generator=generator, dtype=torch.float64)
+
+    def local_loss(p, x):
+        return ((x @ p["w"]).tanh() @ p["v"] + p["b"]).square().sum() * p["s"]
+
+    want_loss, want = fs.value_and_grad(local_loss)(params, x)
+    batch_axes = tuple(a for a in mesh.axes if a != "model")
+    for specs in ({"w": P(), "v": P(), "b": P(), "s": P()}, {"w": P("data"), "v": P(None, "data"), "b": P("data"), "s": P()}):
+
+        @fs.shard_map(mesh=mesh, in_specs=(specs, P(batch_axes)), out_specs=(P(), specs))
+        def step(p, x, specs=specs):
+            def loss(p, x):
+                full = fs.unshard(p, specs, batch_axes, shapes=params)
+                assert all(full[k].shape == shapes[k] for k in shapes)
+                return fs.psum(local_loss(full, x), batch_axes)
+
+            return fs.value_and_grad(loss)(p, x)
+
+        loss, grads = fs.device_get(step(fs.device_put(params, specs, mesh), x))
+        torch.testing.assert_close(loss, want_loss)
+        for k in shapes:
+            torch.testing.assert_close(grads[k], want[k], rtol=1e-12, atol=1e-12)
+
+
+def test_unshard_joins_the_minor_axis_of_a_nested_dim():
+    mesh = fs.make_mesh(model=2, data=2)
+    x = torch.arange(10.0)
+    specs = P(("model", "data"))
+    got = each_rank(mesh, lambda p: fs.unshard(p, specs, "data", shapes=x), fs.device_put(x, specs, mesh), out=P("model"))
+    torch.testing.assert_close(got, x)
+    both = each_rank(mesh, lambda p: fs.unshard(p, specs, ("model", "data"), shapes=x), fs.device_put(x, specs, mesh), out=P())
+    torch.testing.assert_close(both, x)
+    with pytest.raises(ShardingError, match=r"make \('model',\) the minor axes"):
+        each_rank(mesh, lambda p: fs.unshard(p, specs, "model"), fs.device_put(x, specs, mesh), out=P())
+
+
+def test_unshard_two_dims_and_one_transfer():
+    mesh = fs.make_mesh(a=2, b=2)
+    tree = {"x": torch.randn(4, 6), "y": torch.randn(8, 2), "z": torch.randn(3)}
+    specs = {"x": P("a", "b"), "y": P("a"), "z": P()}
+    placed = fs.device_put(tree, specs, mesh)
+    got = each_rank(mesh, lambda p: fs.unshard(p, specs, ("a", "b")), placed, out=P())
+    for k, v in tree.items():
+        torch.testing.assert_close(got[k], v)
+    with fs.recording() as log:
+        each_rank(mesh, lambda p: fs.unshard(p, specs, "a"), placed, out={"x": P(None, "b"), "y": P(), "z": P()})
+    assert len(log) == mesh.size  # one gather for both leaves, none for the varied one
+
+
+def test_unknown_sizes_are_asked_for():
+    """Without size=, arguments that do not divide make the ranks tell each other; even ones cost nothing."""
+    mesh = fs.make_mesh(a=4)
+    x = torch.arange(6.0)
+    with fs.recording() as log:
+        got = each_rank(mesh, lambda x: fs.all_gather(x, "a", to="invariant"), x, specs=(P("a"),), out=P())
+    torch.testing.assert_close(got, x)
+    assert len(log) == 2 * mesh.size
+    with fs.recording() as log:
+        each_rank(mesh, lambda x: fs.all_gather(x, "a"), torch.arange(8.0), specs=(P("a"),), out=P())
+    assert len(log) == mesh.size
+
+
+def test_half_precision_sums_round_once():
+    mesh = fs.make_mesh(a=4)
+    x = torch.full((4, 1), 1.0 / 3).bfloat16() * torch.tensor([[1.0], [256], [1], [1]]).bfloat16()
+    got = each_rank(mesh, lambda x: fs.psum(x, "a"), x, specs=(P("a"),), out=P())
+    assert got.item() == x.float().sum().bfloat16().item()
+
+
+@pytest.mark.parametrize(
+    ("f", "text"),
+    [
+        (lambda x: fs.psum(x, "b"), "psum: the mesh has no axis 'b'\n  mesh  a=2\n  fix: use one of ['a'], or None"),
+        (lambda x: fs.psum(x, ("a", "a")), "psum: an axis is named twice in ('a', 'a')\n  fix: name each axis once"),
+        (lambda x: fs.psum(3.0, "a"), "psum: 3.0 is a float, not a tensor\n  fix: wrap it: torch.tensor(...)"),
+        (lambda x: fs.all_gather(x, "a", 2), "all_gather: a 1-d tensor has no dim 2\n  shape  [1]"),
+        (lambda x: fs.all_gather(x, "a", to="V"), "all_gather: to='V'\n  fix: to='varying' or to='invariant'"),
+        (lambda x: fs.all_gather(x, "a", size=5),
+         "all_gather: this rank's part is not its part of a dim of size 5\n"
+         "  over ('a',), 5 splits into [3, 2]; rank 0 of them holds 1\n"
+         "  fix: pass the global size of the dim that is gathered"),
+        (lambda x: fs.all_to_all(x, "a", split=0, concat=0),
+         "all_to_all: split and concat are both dim 0\n  fix: name two different dims"),
+        (lambda x: fs.ppermute(x, "a", [(0, 1), (1, 1)]),
+         "ppermute: targets [1, 1] are not distinct positions of axis 'a'\n  positions are 0 to 1\n"
+         "  fix: name every source and every target once"),
+        (lambda x: fs.pmean(x.long(), "a"), "pmean: the mean of int64 is no int64\n  fix: cast to a floating dtype first"),
+        (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad='x'\n  fix: grad='tied' or grad=None"),
+    ],
+)  # fmt: skip
+def test_bad_calls(f, text):
+    def first_rank_first(x):  # so that the message is always that of rank 0
+        return f(x) if fs.axis_index("a") == 0 else fs.psum(x, "a")
+
+    with pytest.raises(ShardingError) as e:
+        each_rank(fs.make_mesh(a=2), first_rank_first, torch.zeros(2), specs=(P("a"),), out=P())
+    assert str(e.value) == text
+
+
+def test_outside_a_region():
+    for verb in (fs.psum, fs.all_gather, fs.pvary, fs.axis_index, fs.axis_size):
+        with pytest.raises(ShardingError, match="called outside shard_map, where no mesh axis is bound"):
+            verb(*((torch.zeros(1),) if verb not in (fs.axis_index, fs.axis_size) else ()), "a")
+
+
+def test_transfers_are_counted_with_their_bytes():
+    mesh = fs.make_mesh(a=2)
+    with fs.recording() as log:
+        fs.shard_map(lambda x: fs.psum(x, "a"), mesh=mesh, out_specs=P())(torch.zeros(10))
+    assert [(t.op, t.axes, t.bytes) for t in log] == [("all_reduce sum", ("a",), 40)] * 2
+    assert math.prod(mesh.axes.values()) == 2
