@@ -7,7 +7,6 @@ Each takes a tensor or a tree (one transfer per dtype for a tree) and a mesh axi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .comm import Comm, Region, index_of, region
+from .comm import Comm, Region, index_of, region, size_of
 from .errors import ShardingError, fail, raise_all
 from .linear import Exchange, Gather, Map, Permute, Scatter, Slice, Sum, Vary, apply, extreme
 from .spec import lengths, names_of, piece
@@ -46,7 +45,7 @@ def pmean(x: Any, axis: Axis) -> Any:
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not (xs[0].is_floating_point() or xs[0].is_complex()):
             raise fail(f"pmean: the mean of {_dtype(xs[0])} is no {_dtype(xs[0])}", fix="cast to a floating dtype first")
-        return apply(Sum(comm, axes, math.prod(comm.sizes[a] for a in axes)), xs)
+        return apply(Sum(comm, axes, size_of(axes, comm.sizes)), xs)
 
     return _on_leaves("pmean", x, axis, mean)
 
@@ -141,7 +140,7 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     """
     where = region("ppermute")
     names = _known("ppermute", where, axis)
-    n = math.prod(where.sizes[a] for a in names)
+    n = size_of(names, where.sizes)
     for position, what in ((0, "source"), (1, "target")):
         seen = [pair[position] for pair in perm]
         if len(set(seen)) < len(seen) or any(not 0 <= i < n for i in seen):
@@ -163,7 +162,7 @@ def axis_index(axis: str | tuple[str, ...]) -> Tensor:
 def axis_size(axis: Axis) -> int:
     """The number of ranks along an axis, or a tuple of axes."""
     where = region("axis_size")
-    return math.prod(where.sizes[a] for a in _known("axis_size", where, axis))
+    return size_of(_known("axis_size", where, axis), where.sizes)
 
 
 def unshard(params: Any, specs: Any, axis: Axis, *, shapes: Any = None) -> Any:
@@ -293,7 +292,7 @@ def _layout(
     local = [x.shape[d] for x, d in zip(xs, dims, strict=True)]
     if any(s is None for s in sizes) and region(verb).uneven:
         sizes = _ask_sizes(verb, comm, axes, local, xs[0].device)
-    known = [m * math.prod(ns) if s is None else s for m, s in zip(local, sizes, strict=True)]
+    known = [m * size_of(axes, comm.sizes) if s is None else s for m, s in zip(local, sizes, strict=True)]
     for m, size in zip(local, known, strict=True):
         if lengths(size, ns)[me] != m:
             raise fail(f"{verb}: this rank's part is not its part of a dim of size {size}",

@@ -164,7 +164,7 @@ class ProcessComm:
         """(group, size, order): `order` takes mesh order to the order of `axes`, where they differ."""
         axes = tuple(a for a in axes if self.sizes[a] > 1)
         sorted_axes = tuple(a for a in self._axes if a in axes)
-        n = math.prod(self.sizes[a] for a in axes)
+        n = size_of(axes, self.sizes)
         order = None
         if axes != sorted_axes:
             grid = torch.arange(n).view([self.sizes[a] for a in sorted_axes])
@@ -232,6 +232,14 @@ def _wait(op: Callable[..., Tensor], x: Tensor, *args: object) -> Tensor:
     except RuntimeError as e:
         raise fail(f"rank {dist.get_rank()}: a collective broke off: another rank has failed, or left the program",
                    str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip
+
+
+def size_of(axes: Axes, sizes: Mapping[str, int]) -> int:
+    """The number of ranks over the flattened `axes`."""
+    n = 1
+    for a in axes:
+        n *= sizes[a]
+    return n
 
 
 def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
@@ -432,4 +440,4 @@ def _shared_dual_level() -> Iterator[None]:
 
 
 __all__ = ["Comm", "ProcessComm", "Region", "ShardingError", "SimulatedComm", "Transfer", "bind", "in_region",
-           "index_of", "recording", "region", "simulate"]  # fmt: skip
+           "index_of", "recording", "region", "simulate", "size_of"]  # fmt: skip

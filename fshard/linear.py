@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import Comm, index_of
+from .comm import Comm, index_of, size_of
 from .errors import fail
 from .spec import lengths
 
@@ -47,7 +46,7 @@ class Map:
 
     @property
     def n(self) -> int:
-        return math.prod(self.sizes)
+        return size_of(self.axes, self.comm.sizes)
 
     @property
     def index(self) -> int:
@@ -220,7 +219,12 @@ def _join(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
 
 def apply(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Apply a map to tensors of one dtype, differentiably in every mode of torch.func."""
-    out: tuple[Tensor, ...] = _function(len(xs), torch.compiler.is_compiling()).apply(m, *xs)
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        # Dynamo takes the arguments of a torch.func.grad for constants, and would silently drop the backward of a
+        # Function that is applied to them; a view of them it takes for what it is.
+        xs = [x.view_as(x) for x in xs]
+    out: tuple[Tensor, ...] = _function(len(xs), compiling).apply(m, *xs)
     return out
 
 
@@ -231,6 +235,12 @@ def _function(arity: int, compiling: bool) -> Any:
     if (arity, compiling) not in _functions:
         _functions[arity, compiling] = _make_function(arity, compiling)
     return _functions[arity, compiling]
+
+
+def prepare(arity: int) -> None:
+    """Make the Functions of up to `arity` tensors: dynamo can use classes, not make them."""
+    for n in range(1, arity + 1):
+        _function(n, True)
 
 
 def _make_function(arity: int, compiling: bool) -> Any:
@@ -318,8 +328,9 @@ class _ExtremeEager(_Extreme):
 
 
 def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Tensor:
-    out: Tensor = (_Extreme if torch.compiler.is_compiling() else _ExtremeEager).apply(comm, axes, op, tied, x)
+    compiling = torch.compiler.is_compiling()
+    out: Tensor = (_Extreme if compiling else _ExtremeEager).apply(comm, axes, op, tied, x.view_as(x) if compiling else x)
     return out
 
 
-__all__ = ["Exchange", "Gather", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply", "extreme"]
+__all__ = ["Exchange", "Gather", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply", "extreme", "prepare"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import tree
 from .comm import Comm, Region, bind
 from .errors import ShardingError, fail, raise_all
+from .linear import prepare
 from .mesh import Mesh
 from .sharded import Sharded
 from .spec import P, is_even, is_spec, lengths, local_box, problems, same
@@ -82,6 +83,8 @@ class ShardMapped:
         signature = (treedef, *[_signature(leaf) for leaf in leaves])
         plan = self._plans.get(signature)
         if plan is None:
+            if self._compile:
+                prepare(max(256, 2 * len(leaves)))
             self._plans[signature] = plan = self._plan(args, leaves)
         given = [leaf.shards if isinstance(leaf, Sharded) else None for leaf in leaves]
         donated = self._donated(args) if self._donate else []
