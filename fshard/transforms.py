@@ -162,7 +162,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """Keep only the arguments of `f`; compute the rest again in the backward pass (as `jax.checkpoint` does).
 
     Same values and gradients, less memory, one more forward. Nests; works under grad, vjp, vmap and jvp. Tensors that
-    are to be differentiated must be arguments of `f`, not captured by it: that is an error.
+    are to be differentiated must be arguments of `f`, not captured by it: that is an error. In a compiled program `f`
+    must give a tensor or a tuple of several tensors.
 
     >>> h = remat(block)(params, h)
 
@@ -171,7 +172,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _check_captured(f)
+        if not torch.compiler.is_compiling():  # dynamo cannot look into closures
+            _check_captured(f)
         leaves, treedef = tree.flatten((args, kwargs))
         where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         seen: list[Any] = []
@@ -181,61 +183,103 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             for i, x in zip(where, tensors, strict=True):
                 full[i] = x
             a, k = tree.unflatten(treedef, full)
-            out, out_def = tree.flatten(f(*a, **k))
-            seen[:] = [out_def, [None if isinstance(x, Tensor) else x for x in out]]
-            return tuple(x for x in out if isinstance(x, Tensor))
+            out = f(*a, **k)
+            if torch.compiler.is_compiling():
+                return _plain(f, out)  # dynamo lets nothing but tensors out of here
+            out_leaves, out_def = tree.flatten(out)
+            seen[:] = [out_def, [None if isinstance(x, Tensor) else x for x in out_leaves]]
+            return tuple(x for x in out_leaves if isinstance(x, Tensor))
 
-        got = _Remat.apply(of_tensors, *[leaves[i] for i in where])
+        xs = [leaves[i] for i in where]
+        if torch.compiler.is_compiling():
+            got = _RematCompiled.apply(_Body(of_tensors), *[x.view_as(x) for x in xs])  # views: see linear.apply
+            return got[0] if len(got) == 1 else got
+        got = _Remat.apply(_Body(of_tensors), *xs)
         return _fill_in(*seen, got)
 
     return wrapped
 
 
-class _Remat(torch.autograd.Function):
-    """Runs `f` forward and keeps its arguments; backward is the vjp of `f`, made anew."""
+def _plain(f: Callable[..., Any], out: Any) -> tuple[Tensor, ...]:
+    """A tensor or several as a tuple: the results whose form a compiled program knows without being told."""
+    if isinstance(out, Tensor):
+        return (out,)
+    if not isinstance(out, tuple) or len(out) < 2 or not all(isinstance(x, Tensor) for x in out):
+        raise fail(f"remat({getattr(f, '__name__', f)}): gives a {type(out).__name__}",
+                   fix="in a compiled program give a tensor, or a tuple of two or more")  # fmt: skip
+    return out
 
-    generate_vmap_rule = True
+
+@dataclass(frozen=True)
+class _Body:
+    """A function of tensors, in an object: dynamo lets no bare callable be kept between forward and backward."""
+
+    f: Callable[..., tuple[Tensor, ...]]
+
+    def pull(self, xs: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The vjp of `f` at `xs`, made anew; `None` for what has no gradient.
+
+        It is the gradient of <f(xs), grads>, and not torch.func.vjp, whose pullback runs after its level has ended:
+        a remat inside `f` would then begin a level under tensors of the old one.
+        """
+        smooth = [i for i, x in enumerate(xs) if _smooth(x)]
+
+        def pairing(*chosen: Tensor) -> Tensor:
+            out = [y for y in self.f(*_replace(xs, smooth, chosen)) if _smooth(y)]
+            wanted = [g for g in grads if g is not None and _smooth(g)]
+            return sum(_inner(y, g) for y, g in zip(out, wanted, strict=True))  # type: ignore[return-value]
+
+        found = torch.func.grad(pairing, tuple(range(len(smooth))))(*[xs[i] for i in smooth])
+        return tuple(_replace([None] * len(xs), smooth, found))
+
+    def push(self, xs: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The jvp of `f` at `xs`."""
+        moving = [i for i, t in enumerate(tangents) if t is not None]
+        at, rates = tuple(xs[i] for i in moving), tuple(tangents[i] for i in moving)
+        out, pushed = torch.func.jvp(lambda *chosen: self.f(*_replace(xs, moving, chosen)), at, rates)
+        return tuple(t if _smooth(y) else None for y, t in zip(out, pushed, strict=True))
+
+
+def _replace(xs: Sequence[Any], at: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    out = list(xs)
+    for i, x in zip(at, by, strict=True):
+        out[i] = x
+    return out
+
+
+class _RematCompiled(torch.autograd.Function):
+    """Runs a body forward and keeps its arguments; backward runs it again. Dynamo refuses one with a jvp or vmap."""
 
     @staticmethod
-    def forward(f: Callable[..., tuple[Tensor, ...]], *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(y.view_as(y) if any(y is x for x in xs) else y for y in f(*xs))
+    def forward(body: _Body, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y.view_as(y) if any(y is x for x in xs) else y for y in body.f(*xs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.f, *xs = inputs
-        ctx.save_for_backward(*xs)
-        ctx.save_for_forward(*xs)
+        ctx.body = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
         ctx.mark_non_differentiable(*[y for y in output if not _smooth(y)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        xs = ctx.saved_tensors
-        smooth = [i for i, x in enumerate(xs) if _smooth(x)]
+        return None, *ctx.body.pull(ctx.saved_tensors, grads)
 
-        def of_smooth(*chosen: Tensor) -> tuple[Tensor, ...]:
-            full = list(xs)
-            for i, x in zip(smooth, chosen, strict=True):
-                full[i] = x
-            return tuple(y for y in ctx.f(*full) if _smooth(y))
 
-        out, pull = torch.func.vjp(of_smooth, *[xs[i] for i in smooth])
-        wanted = [g for g in grads if g is not None and _smooth(g)]
-        found = dict(zip(smooth, pull(tuple(wanted)), strict=True)) if out else {}
-        return None, *[found.get(i) for i in range(len(xs))]
+class _Remat(_RematCompiled):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _RematCompiled.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        xs = ctx.saved_tensors
-        moving = [i for i, t in enumerate(tangents) if t is not None]
+        return ctx.body.push(ctx.saved_tensors, tangents)  # type: ignore[no-any-return]
 
-        def of_moving(*chosen: Tensor) -> tuple[Tensor, ...]:
-            full = list(xs)
-            for i, x in zip(moving, chosen, strict=True):
-                full[i] = x
-            return ctx.f(*full)  # type: ignore[no-any-return]
 
-        out, rates = torch.func.jvp(of_moving, tuple(xs[i] for i in moving), tuple(tangents[i] for i in moving))
-        return tuple(t if _smooth(y) else None for y, t in zip(out, rates, strict=True))
+def _inner(y: Tensor, g: Tensor) -> Tensor:
+    return torch.real(y * g.conj()).sum() if y.is_complex() else (y * g).sum()
 
 
 def _smooth(x: Tensor) -> bool:

@@ -6,18 +6,15 @@ A leaf is whatever optree does not know as a container: a tensor, a `P`, a `Defe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import optree
+import torch
 from optree import tree_all as all
-from optree import tree_flatten as flatten
-from optree import tree_leaves as leaves
-from optree import tree_map as map
 from optree import tree_reduce as reduce
 from optree import tree_structure as structure
 from optree import tree_transpose as transpose
-from optree import tree_unflatten as unflatten
 
 from .errors import ShardingError, fail
 
@@ -25,6 +22,76 @@ __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path"
            "show", "structure", "transpose", "unflatten"]  # fmt: skip
 
 Path = tuple[Any, ...]
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves in order, dicts by sorted key, and the structure that `unflatten` takes.
+
+    >>> flatten({"b": [1, 2], "a": 0})[0]
+    [0, 1, 2]
+    """
+    if not torch.compiler.is_compiling():
+        return optree.tree_flatten(tree)  # type: ignore[return-value]
+    out: list[Any] = []
+    return out, _flatten_traced(tree, out)
+
+
+def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
+    """The tree of that structure with these leaves."""
+    if not torch.compiler.is_compiling():
+        return optree.tree_unflatten(treedef, leaves)
+    return _unflatten_traced(treedef, iter(leaves))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves in order."""
+    return flatten(tree)[0]
+
+
+def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:  # noqa: A001
+    """`f` of every leaf, and of the leaves at the same place of `rest`, which may have deeper trees there.
+
+    >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
+    {'x': 3}
+    """
+    if not torch.compiler.is_compiling():
+        return optree.tree_map(f, tree, *rest)
+    first, treedef = flatten(tree)
+    columns = [first, *(flatten(other)[0] for other in rest)]
+    return unflatten(treedef, [f(*row) for row in zip(*columns, strict=True)])
+
+
+# Dynamo has a form of optree of its own, which cannot take the structure of a dict into another graph (torch 2.13 with
+# optree 0.20), so traced programs use these. The order of the leaves is the same.
+
+
+def _flatten_traced(tree: Any, out: list[Any]) -> Any:
+    if tree is None:
+        return ("none",)
+    if isinstance(tree, dict):
+        keys = sorted(tree)
+        return ("dict", tuple(tree), tuple(keys), tuple([_flatten_traced(tree[k], out) for k in keys]))
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return ("namedtuple", type(tree), tuple([_flatten_traced(x, out) for x in tree]))
+    if isinstance(tree, (list, tuple)):
+        return ("list" if isinstance(tree, list) else "tuple", tuple([_flatten_traced(x, out) for x in tree]))
+    out.append(tree)
+    return ("leaf",)
+
+
+def _unflatten_traced(treedef: Any, rest: Iterator[Any]) -> Any:
+    kind = treedef[0]
+    if kind == "leaf":
+        return next(rest)
+    if kind == "none":
+        return None
+    if kind == "dict":
+        made = {}
+        for key, child in zip(treedef[2], treedef[3], strict=True):
+            made[key] = _unflatten_traced(child, rest)
+        return {key: made[key] for key in treedef[1]}
+    children = [_unflatten_traced(child, rest) for child in treedef[-1]]
+    return treedef[1](*children) if kind == "namedtuple" else children if kind == "list" else tuple(children)
 
 
 def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
