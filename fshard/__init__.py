@@ -1,6 +1,6 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
-from . import init, models, nn, random, tree
+from . import checkpoint, data, init, models, nn, optim, random, tree
 from .collectives import (
     all_gather,
     all_to_all,
@@ -18,6 +18,7 @@ from .collectives import (
 )
 from .comm import recording
 from .deferred import Deferred
+from .display import show
 from .errors import ShardingError
 from .mesh import Mesh, make_mesh
 from .random import fold_in, key, split
@@ -28,8 +29,8 @@ from .transforms import Policy, accumulate, cast, grad, remat, value_and_grad
 
 __all__ = [
     "Deferred", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather", "all_to_all",
-    "axis_index", "axis_size", "cast", "column", "device_get", "device_put", "fold_in", "from_callback", "fully_shard",
-    "grad", "init", "key", "make_mesh", "materialize", "models", "nn", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum",
-    "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "shard_map",
+    "axis_index", "axis_size", "cast", "checkpoint", "column", "data", "device_get", "device_put", "fold_in", "from_callback", "fully_shard",
+    "grad", "init", "key", "make_mesh", "materialize", "models", "nn", "optim", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum",
+    "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "shard_map", "show",
     "split", "tree", "unshard", "value_and_grad",
 ]  # fmt: skip

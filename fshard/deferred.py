@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol
 
 import torch
@@ -25,7 +25,7 @@ class Initializer(Protocol):
 class Deferred:
     """A described leaf: no storage, no values. `materialize` makes it; `fs.init.*` and `like` describe it.
 
-    >>> Deferred((64, 256), torch.float32, Normal(std=0.02))
+    >>> fs.init.normal((64, 256), std=0.02)
     f32[64, 256] = normal(std=0.02)
     """
 
@@ -59,9 +59,11 @@ class Deferred:
 
 
 def words(init: object) -> str:
-    """`normal(std=0.02)`: an initializer's name and what differs from its defaults."""
-    name = type(init).__name__.lower()
-    changed = [f"{f.name}={getattr(init, f.name)!r}" for f in fields(init) if getattr(init, f.name) != f.default]  # type: ignore[arg-type]
+    """`trunc_normal(std=0.02)`: an initializer's name and what differs from its defaults."""
+    name = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(type(init).__name__))
+    if not is_dataclass(init):
+        return name
+    changed = [f"{f.name}={getattr(init, f.name)!r}" for f in fields(init) if getattr(init, f.name) != f.default]
     return f"{name}({', '.join(changed)})"
 
 

@@ -66,7 +66,7 @@ class Eye:
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows, columns = (torch.arange(s.start, s.stop, device=device) for s in box)
-        return (rows[:, None] == columns[None, :]).to(dtype) * self.gain
+        return ((rows[:, None] == columns[None, :]) * self.gain).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
         raise fail(f"make_mesh: no kind of mesh is called {kind!r}", fix="kind='process' or kind='simulated'")
     given = ", ".join(f"{a}={n}" for a, n in axes.items())
     wild = [a for a, n in axes.items() if n == -1]
-    if not axes or len(wild) > 1 or any(not isinstance(n, int) or n < 1 for a, n in axes.items() if a not in wild):
+    if not axes or len(wild) > 1 or any(type(n) is not int or n < 1 for a, n in axes.items() if a not in wild):
         raise fail(f"make_mesh({given}): not the sizes of a mesh", fix="name at least one axis, each with a size of 1 "
                    "or more, e.g. data=2, model=4; in a process mesh one may be -1")  # fmt: skip
     if kind == "simulated":

@@ -1,19 +1,440 @@
-"""Placeholder until the real random.py lands (being written): torch generator seeded by the key; whole leaf, then sliced."""
+"""Keys and element-addressed draws: element i of a draw is a function of (key, i), whatever the mesh.
+
+A key is a CPU int64 tensor of shape [2]: two 32-bit words, for one draw. `split` and `fold_in` make more.
+Inside `shard_map` a draw takes the global shape and a spec and returns this rank's part, with the type of the
+spec; work and memory are those of the part. Words, and so keys, `bits`, `bernoulli`, `randint`, are the same
+everywhere; floats are bitwise the same for every mesh, spec and world size on one device type and build.
+
+Layout, version 1. Any change is another version, as it changes everybody's initial values and masks.
+
+    block        Philox4x32-10 of counter (n mod 2^32, n >> 32, 0, tag) under the key's two words
+    tag          0 a draw, 1 fold_in of an int, 2 split, 3 fold_in of a str
+    element i    (row-major, in the global shape) has word w = word i & 3 of block i >> 2
+    key(n)       (n mod 2^32, n >> 32)
+    fold_in      words 0, 1 of block n: the int in two's complement, or the str's BLAKE2b-64, little-endian
+    split        words 0, 1 of block j, for key j
+    uniform      low + w (high - low) / 2^32
+    normal       mean + std sqrt(2) erfinv(y), y = (w + 1/2) / 2^31 - 1: within 6.34 std of the mean
+    trunc_normal the same of y = lo + (w + 1/2) (hi - lo) / 2^32; lo, hi = erf((a|b - mean) / (std sqrt(2)))
+    bernoulli    w < round(2^32 p)
+    randint      low + floor(w (high - low) / 2^32)
+    floats       in float64, rounded to float32, then to the dtype (float64: not at all, with 32 random bits);
+                 where there are bounds, last clamped to the values of the dtype within them
+
+Source: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
 from __future__ import annotations
+
 import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
 import torch
-from .errors import fail
-def check_key(verb, key):
-    if not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or tuple(key.shape) != (2,):
-        raise fail(f"{verb}: not a key", fix="fs.key(0)")
-def key(n): return torch.tensor([n & 0xFFFFFFFF, n >> 32])
-def fold_in(key, data):
-    d = hashlib.blake2b(repr((key.tolist(), data)).encode(), digest_size=8).digest()
-    return torch.tensor([int.from_bytes(d[:4], "little"), int.from_bytes(d[4:], "little")])
-def split(key, n=2): return torch.stack([fold_in(key, i) for i in range(n)])
-def _g(key):
-    a, b = key.tolist(); g = torch.Generator(); g.manual_seed(a + (b << 32) >> 1); return g
-def normal_box(key, shape, box, *, mean, std, dtype, device): return (torch.randn(shape, generator=_g(key))[box] * std + mean).to(dtype)
-def trunc_normal_box(key, shape, box, *, mean, std, a, b, dtype, device): return normal_box(key, shape, box, mean=mean, std=std, dtype=dtype, device=device).clamp(a, b)
-def uniform_box(key, shape, box, *, low, high, dtype, device): return (torch.rand(shape, generator=_g(key))[box] * (high - low) + low).to(dtype)
-def normal(key, shape, *, mean=0.0, std=1.0, dtype=torch.float32): return normal_box(key, shape, (), mean=mean, std=std, dtype=dtype, device=None)
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from . import comm
+from .errors import fail, raise_all
+from .spec import Box, P, box_shape, describe, local_box, problems
+
+VERSION = 1
+
+_M = 0xFFFFFFFF
+_MULTIPLY = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_DRAW, _FOLD, _SPLIT, _NAME = range(4)  # the tags
+_ALL = P()
+_LANES = 1 << 15  # blocks at a time for each CPU thread; torch gives none a smaller share of an operation
+
+Word = Any  # 32 bits, as a Python int or as each lane of an int64 tensor: one text serves both
+
+
+# --- the generator ----------------------------------------------------------------------------------------
+
+
+def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[Word, Word, Word, Word]:
+    """Philox4x32-10: four random words from four counter words and two key words.
+
+    >>> [f"{w:08x}" for w in philox((0, 0, 0, 0), (0, 0))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    a, b, c, d = counter
+    for k0, k1 in _round_keys(key):
+        (high0, low0), (high1, low1) = _product(_MULTIPLY[0], a), _product(_MULTIPLY[1], c)
+        a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
+    return a, b, c, d
+
+
+def _round_keys(key: Sequence[Word]) -> list[tuple[Word, Word]]:
+    return [((key[0] + r * _WEYL[0]) & _M, (key[1] + r * _WEYL[1]) & _M) for r in range(10)]
+
+
+def _product(m: int, x: Word) -> tuple[Word, Word]:
+    """The high and the low word of m x, by way of (m - 2^32) x, which overflows no int64.
+
+    Overflow is undefined in C++: a compiler may take m x for positive, and drop the mask of (m x >> 32) & M.
+    """
+    p = (m - (1 << 32)) * x
+    return ((p >> 32) + x) & _M, p & _M
+
+
+def _philox_lanes(words: Tensor, spare: Tensor, high: Word, key: Sequence[int]) -> None:
+    """`philox` of (words[3], high, 0, 0), in place, a third of the time: int64 words [4, N], spare [N].
+
+    Products wrap. Of a product the high word is masked before it is multiplied, the low word only at the end.
+    The rows trade places every round. Rounds 1 and 2, half of whose words are constants, are written out.
+    """
+    a, b, c, d = words.unbind()
+    keys = _round_keys(key)
+    d.mul_(_MULTIPLY[0])
+    torch.bitwise_right_shift(d, 32, out=b).bitwise_xor_(keys[0][1]).bitwise_and_(_M).mul_(_MULTIPLY[1])
+    torch.bitwise_right_shift(b, 32, out=a).bitwise_xor_(keys[1][0]).bitwise_and_(_M)
+    high, low = _product(_MULTIPLY[0], high ^ keys[0][0])
+    torch.bitwise_xor(d, high ^ keys[1][1], out=c).bitwise_and_(_M)
+    d[...] = low
+    for k0, k1 in keys[2:]:
+        for x, m, other, k in ((c, _MULTIPLY[1], b, k0), (a, _MULTIPLY[0], d, k1)):
+            torch.bitwise_right_shift(x.mul_(m), 32, out=spare)
+            other.bitwise_xor_(spare).bitwise_xor_(k).bitwise_and_(_M)
+        a, b, c, d = b, c, d, a
+    words[1::2].bitwise_and_(_M)
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+
+def key(n: int) -> Tensor:
+    """The key of an integer of up to 64 bits: int64[2], on the CPU.
+
+    >>> key(2**32 + 7)
+    tensor([7, 1])
+
+    Raises ShardingError for anything else, negative integers included.
+    """
+    if not isinstance(n, int) or not 0 <= n < 1 << 64:
+        raise fail(f"key: {n!r} makes no key", needed="an int, 0 <= n < 2^64", fix="fs.key(0)")
+    return torch.tensor([n & _M, n >> 32], device="cpu")
+
+
+def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
+    """Another key, for this `data`: the name of a layer, the number of a step or an example.
+
+    An int has 64 bits and may be negative; a tensor is an integer of shape []. A compiled step that takes its
+    number as a tensor is compiled once.
+
+    >>> fold_in(fold_in(key(0), "h.3.up"), 100)
+    tensor([2581983587, 1866330723])
+    """
+    k = _words_of("fold_in", key)
+    n: Word = data
+    if isinstance(data, str):
+        n = _digest(data)
+    elif isinstance(data, Tensor) and data.ndim == 0 and data.dtype in (torch.int64, torch.int32):
+        n = int(data) if _is_plain(data) else data.long()
+    elif not isinstance(data, int) or not -(1 << 63) <= data < 1 << 63:
+        got = describe(data.dtype, data.shape) if isinstance(data, Tensor) else repr(data)
+        raise fail("fold_in: this cannot be folded in", got=got,
+                   needed="a str, an int of 64 bits, i64[], i32[]", fix="fs.fold_in(key, step)")  # fmt: skip
+    tag = _NAME if isinstance(data, str) else _FOLD
+    made = philox((n & _M, (n >> 32) & _M, 0, tag), k)[:2]
+    return torch.stack(made) if isinstance(made[0], Tensor) else torch.tensor(made, device="cpu")
+
+
+def split(key: Tensor, n: int = 2) -> Tensor:
+    """Several keys from one: int64[n, 2].
+
+    >>> a, b = split(key(0))
+    >>> a
+    tensor([3710895380, 2918555867])
+    """
+    k = _words_of("split", key)
+    if isinstance(k[0], int) and 0 < n <= 64:
+        return torch.tensor([philox((j, 0, 0, _SPLIT), k)[:2] for j in range(n)], device="cpu")
+    return torch.stack(philox((torch.arange(n, device=key.device), 0, 0, _SPLIT), k)[:2], -1)
+
+
+def check_key(verb: str, key: object) -> None:
+    """Raise ShardingError, naming `verb`, unless `key` is a key."""
+    if isinstance(key, Tensor) and key.dtype == torch.int64 and tuple(key.shape) == (2,):
+        return
+    fix = f"fs.key({key})" if isinstance(key, int) and 0 <= key < 1 << 64 else "fs.key(0)"
+    if isinstance(key, Tensor) and key.dtype == torch.int64 and key.ndim == 2 and key.shape[1] == 2:
+        fix = "pass one of these keys, keys[0], or map over them with torch.vmap"
+    got = describe(key.dtype, key.shape) if isinstance(key, Tensor) else repr(key)
+    raise fail(f"{verb}: this is no key", got=got, needed="i64[2]", fix=fix)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor is just its values, here and now: not traced, not batched, not fake."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and not is_functorch_wrapped_tensor(x)
+
+
+def _words_of(verb: str, key: Tensor) -> Sequence[Word]:
+    check_key(verb, key)
+    return [w & _M for w in key.tolist()] if _is_plain(key) else (key & _M).unbind()
+
+
+def _digest(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+# Dynamo cannot trace hashlib. This is torch.compiler.assume_constant_result, less its import of the compiler.
+_digest._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# --- any part of a draw -----------------------------------------------------------------------------------
+
+
+class _Law(NamedTuple):
+    """How words, int64, become values; for floats, words as float64, which `of` may overwrite."""
+
+    of: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+    low: float | None = None  # bounds, after the cast
+    high: float | None = None
+
+
+class _Runs(NamedTuple):
+    """A box as equally long runs of elements that are contiguous in the global row-major order."""
+
+    many: int
+    length: int
+    base: int  # the global index of the box's first element
+    outer: list[tuple[int, int]]  # (size, stride) of the dims that lead from run to run
+
+    @staticmethod
+    def of(shape: Sequence[int], box: Box) -> _Runs:
+        sizes = box_shape(box)
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        cut = max([0, *(d for d, n in enumerate(sizes) if n != shape[d])])  # the dims after it are whole
+        base = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
+        outer = list(zip(sizes[:cut], strides[:cut], strict=True))
+        return _Runs(math.prod(sizes[:cut]), math.prod(sizes[cut:]), base, outer)
+
+    def start(self, run: Word) -> Word:
+        """The global index of the first element of a run (an int), or of many (an int64 tensor)."""
+        at = run * 0 + self.base
+        for size, stride in reversed(self.outer):
+            at, run = at + run % size * stride, run // size
+        return at
+
+    def offset(self) -> int | None:
+        """Where in its block of four every run starts; None where they differ."""
+        return self.base & 3 if all(n == 1 or stride % 4 == 0 for n, stride in self.outer) else None
+
+    def blocks(self, length: int) -> int:
+        """How many blocks hold the words of `length` elements of any run, from a multiple of four on."""
+        offset = self.offset()
+        return ((3 if offset is None else offset) + length + 3) >> 2
+
+    def trim(self, x: Tensor, start: Tensor, length: int) -> Tensor:
+        """From whole blocks [R, 4 N] the runs themselves, [R, length]."""
+        offset = self.offset()
+        if offset is not None:
+            return x[:, offset : offset + length]
+        return x.gather(1, (start & 3) + torch.arange(length, device=x.device))
+
+
+def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, law: _Law, device: Any) -> Tensor:
+    """The part of a draw of global `shape` that `box` selects.
+
+    It is made in tiles that stay in the cache: at most 16 MiB of extra memory on a CPU, whatever the size.
+    """
+    k = _words_of(f"random.{verb}", key)
+    out = torch.empty(box_shape(box), dtype=law.dtype, device=device)
+    if out.numel() == 0:
+        return out
+    runs = _Runs.of(shape, box)
+    if not (_is_plain(key) and _is_plain(out)):
+        return _traced(law, k, runs, out.device).view(out.shape)
+    lanes = _LANES * min(torch.get_num_threads(), 4) if out.device.type == "cpu" else 1 << 20
+    width = min(runs.length, 4 * lanes - 8)  # reaches into at most `lanes` blocks, wherever it starts
+    height = min(runs.many, max(1, lanes // runs.blocks(width)))
+    scratch = torch.empty(5 * height * runs.blocks(width), dtype=torch.int64, device=out.device)
+    rows = out.view(runs.many, runs.length)
+    for top in range(0, runs.many, height):
+        for left in range(0, runs.length, width):
+            _tile(law, k, runs, (top, left), rows[top : top + height, left : left + width], scratch)
+    return out
+
+
+def _tile(law: _Law, k: Sequence[int], runs: _Runs, at: tuple[int, int], out: Tensor, lanes: Tensor) -> None:
+    """Fill out [R, L] with the runs from at[0] on, of each the elements from at[1] on."""
+    top, left = at
+    count, length = out.shape
+    n = runs.blocks(length)
+    lanes = lanes[: 5 * count * n].view(5, -1)
+    words = lanes[1:]
+    start = runs.start(torch.arange(top, top + count, device=out.device)[:, None]) + left  # [R, 1]
+    torch.add(start >> 2, torch.arange(n, device=out.device), out=words[3].view(count, n))
+    first, last = runs.start(top) + left, runs.start(top + count - 1) + left + length + 3
+    high = first >> 34 if first >> 34 == last >> 34 else words[3] >> 32
+    words[3].bitwise_and_(_M)
+    _philox_lanes(words, lanes[0], high, k)
+    x = law.of(words.view(torch.float64).copy_(words) if law.dtype.is_floating_point else words)
+    whole_blocks = runs.offset() == 0 and length % 4 == 0
+    to = out if whole_blocks else torch.empty(count, 4 * n, dtype=law.dtype, device=out.device)
+    to.view(count, n, 4).permute(2, 0, 1).copy_(x.view(4, count, n))
+    if not whole_blocks:
+        out.copy_(runs.trim(to, start, length))
+    if law.low is not None:
+        out.clamp_(law.low, law.high)
+
+
+def _traced(law: _Law, k: Sequence[Word], runs: _Runs, device: torch.device) -> Tensor:
+    """All at once and out of place: for compilers, which fuse it, for vmap and for fake tensors."""
+    k = [w.to(device) if isinstance(w, Tensor) else w for w in k]
+    start = runs.start(torch.arange(runs.many, device=device)[:, None])
+    block = (start >> 2) + torch.arange(runs.blocks(runs.length), device=device)
+    words = torch.stack(philox((block & _M, block >> 32, 0, _DRAW), k), -1).flatten(-2)
+    words = runs.trim(words, start, runs.length)
+    x = law.of(words.double() if law.dtype.is_floating_point else words).to(law.dtype)
+    return x if law.low is None else x.clamp(law.low, law.high)
+
+
+# --- laws -------------------------------------------------------------------------------------------------
+
+
+def _float_law(
+    of: Callable[[Tensor], Tensor], dtype: torch.dtype, low: float | None = None, high: float = 0.0
+) -> _Law:
+    def rounded(words: Tensor) -> Tensor:
+        return of(words) if dtype.itemsize >= 4 else of(words).float()
+
+    bounds = () if low is None else (-_floor(-low, dtype), _floor(high, dtype))
+    return _Law(rounded, dtype, *bounds)
+
+
+def _floor(x: float, dtype: torch.dtype) -> float:
+    """The largest value of `dtype` that is at most x."""
+    if not math.isfinite(x):
+        return x
+    info = torch.finfo(dtype)
+    spacing = info.eps * max(2.0 ** (math.frexp(x)[1] - 1), info.tiny)
+    return math.floor(x / spacing) * spacing
+
+
+def _inverse_cdf(lo: float, hi: float, mean: float, std: float) -> Callable[[Tensor], Tensor]:
+    scale = (hi - lo) * 2.0**-32
+
+    def of(w: Tensor) -> Tensor:
+        # Each operation rounds. A fused multiply-add would make a value depend on its place in a vector.
+        x = w.mul_(scale).add_(lo + scale / 2).erfinv_().mul_(std * math.sqrt(2))
+        return x.add_(mean) if mean else x
+
+    return of
+
+
+def normal_box(
+    key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0,
+    dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """`normal`, for an explicit box of the global shape: no mesh, no region. Initializers use these three."""
+    return _draw("normal", key, shape, box, _float_law(_inverse_cdf(-1.0, 1.0, mean, std), dtype), device)
+
+
+def trunc_normal_box(
+    key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
+    b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """`trunc_normal`, for an explicit box of the global shape."""
+    lo, hi = (math.erf((x - mean) / (std * math.sqrt(2))) if std > 0 else 0.0 for x in (a, b))
+    if not hi - lo > 1e-9:  # float64 has too few values there to draw from
+        raise fail("random.trunc_normal: next to nothing of this normal lies in [a, b]", mean=mean, std=std,
+                   a=a, b=b, fix="std > 0 and a < b, which are values, not multiples of std")  # fmt: skip
+    law = _float_law(_inverse_cdf(lo, hi, mean, std), dtype, a, b)
+    return _draw("trunc_normal", key, shape, box, law, device)
+
+
+def uniform_box(
+    key: Tensor, shape: Sequence[int], box: Box, *, low: float = 0.0, high: float = 1.0,
+    dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """`uniform`, for an explicit box of the global shape."""
+    if not low < high:
+        raise fail("random.uniform: nothing lies in [low, high)", low=low, high=high, fix="low < high")
+    scale, last = (high - low) * 2.0**-32, math.nextafter(high, -math.inf)
+    law = _float_law(lambda w: w.mul_(scale).add_(low), dtype, low, last)
+    return _draw("uniform", key, shape, box, law, device)
+
+
+# --- draws ------------------------------------------------------------------------------------------------
+
+
+def _here(
+    verb: str, shape: Sequence[int], spec: P, device: torch.device | None
+) -> tuple[Box, torch.device | None]:
+    """This rank's box, and where it is made: if not said, on the region's device."""
+    if device is None and comm.in_region():
+        device = comm.region().device
+    if not spec.axes:
+        return tuple(slice(0, n) for n in shape), device
+    region = comm.region(f"random.{verb} with spec={spec}")
+    raise_all(problems(f"random.{verb}", tuple(shape), spec, region.sizes))
+    return local_box(shape, spec, region.sizes, region.coords), device
+
+
+def normal(
+    key: Tensor, shape: Sequence[int], *, spec: P = _ALL, mean: float = 0.0, std: float = 1.0,
+    dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """N(mean, std^2): of a draw of global `shape`, this rank's part by `spec`.
+
+    >>> normal(key(0), (3,))
+    tensor([-0.2558,  1.1776,  0.6302])
+    """
+    box, device = _here("normal", shape, spec, device)
+    return normal_box(key, shape, box, mean=mean, std=std, dtype=dtype, device=device)
+
+
+def trunc_normal(
+    key: Tensor, shape: Sequence[int], *, spec: P = _ALL, mean: float = 0.0, std: float = 1.0,
+    a: float = -2.0, b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """N(mean, std^2) cut to [a, b]: values, not multiples of std, as in `torch.nn.init.trunc_normal_`."""
+    box, device = _here("trunc_normal", shape, spec, device)
+    return trunc_normal_box(key, shape, box, mean=mean, std=std, a=a, b=b, dtype=dtype, device=device)
+
+
+def uniform(
+    key: Tensor, shape: Sequence[int], *, spec: P = _ALL, low: float = 0.0, high: float = 1.0,
+    dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """U[low, high): never `high`, also where the dtype would round to it."""
+    box, device = _here("uniform", shape, spec, device)
+    return uniform_box(key, shape, box, low=low, high=high, dtype=dtype, device=device)
+
+
+def bernoulli(
+    key: Tensor, shape: Sequence[int], *, p: float = 0.5, spec: P = _ALL, device: torch.device | None = None
+) -> Tensor:
+    """True with probability p, to within 2^-33: a bool mask. p = 0 and p = 1 are exact."""
+    if not 0 <= p <= 1:
+        raise fail("random.bernoulli: p is no probability", p=p, fix="0 <= p <= 1")
+    threshold = round(p * (1 << 32))
+    box, device = _here("bernoulli", shape, spec, device)
+    return _draw("bernoulli", key, shape, box, _Law(lambda w: w < threshold, torch.bool), device)
+
+
+def randint(
+    key: Tensor, shape: Sequence[int], *, low: int = 0, high: int, spec: P = _ALL,
+    device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """An int64 of range(low, high), each with probability 1 / (high - low) to within 2^-32.
+
+    Raises ShardingError unless 0 < high - low <= 2^31.
+    """
+    n = high - low
+    if not 0 < n <= 1 << 31:
+        raise fail("random.randint: no range to draw from", low=low, high=high,
+                   needed="0 < high - low <= 2^31", fix="low < high; for more bits, random.bits")  # fmt: skip
+    box, device = _here("randint", shape, spec, device)
+    return _draw("randint", key, shape, box, _Law(lambda w: (w * n >> 32) + low, torch.int64), device)
+
+
+def bits(key: Tensor, shape: Sequence[int], *, spec: P = _ALL, device: torch.device | None = None) -> Tensor:
+    """The words themselves: 32 random bits in each int64."""
+    box, device = _here("bits", shape, spec, device)
+    return _draw("bits", key, shape, box, _Law(lambda w: w, torch.int64), device)

@@ -92,7 +92,7 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
 
     Each element depends on `key`, the leaf's path and the element's global index alone, so the values are bitwise the
     same on every mesh and by every spec, and adding a leaf changes no other. Tensors in the tree are placed as they
-    are. One `Deferred` object at several paths is one leaf, with the key of its first path.
+    are. One object at several paths is one leaf, with the key of its first path.
 
     Args:
         specs: a `P` per leaf, or a prefix: one `P` for a whole subtree.
@@ -104,17 +104,11 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     Raises ShardingError listing every leaf that cannot be placed.
     """
     random.check_key("materialize", key)
-    made: dict[int, Sharded] = {}
 
     def place(path: tree.Path, leaf: Any, spec: P) -> Sharded:
         if isinstance(leaf, Tensor):
             return _put(leaf, spec, mesh)
-        known = made.get(id(leaf))
-        if known is None:
-            made[id(leaf)] = known = _fill(leaf, spec, mesh, random.fold_in(key, tree.dotted(path)), dtype)
-        elif not same(known.spec, spec, leaf.ndim):
-            raise fail(f"{tree.show('tree', path)}: tied to a leaf that is placed as {known.spec}", fix="use one spec", spec=spec)
-        return known
+        return _fill(leaf, spec, mesh, random.fold_in(key, tree.dotted(path)), dtype)
 
     return _place_all("materialize", tree_, specs, mesh, (Deferred, Tensor), place)
 
@@ -149,7 +143,9 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
     >>> from_callback((8, 4), P("data"), mesh, lambda box: torch.from_numpy(memory_map[box]))
     f32[8@data, 4]
 
-    Raises ShardingError where `fn` gives a tensor of another shape than its slices.
+    The tensors become the leaf's storage: copy what something else still uses.
+
+    Raises ShardingError where `fn` gives something else than a tensor of the shape of its slices.
     """
     shape = tuple(shape)
     raise_all(problems("from_callback", shape, spec, mesh.axes))
@@ -161,33 +157,48 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
         if at in parts:
             shards.append(parts[at].clone())
             continue
-        part = fn(box).to(mesh.device)
-        if tuple(part.shape) != box_shape(box):
-            raise fail(f"from_callback: the callback gave {list(part.shape)} for rank {rank}",
+        part = fn(box)
+        if not isinstance(part, Tensor) or tuple(part.shape) != box_shape(box):
+            got = list(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise fail(f"from_callback: the callback gave {got} for rank {rank}",
                        fix=f"return the elements of the slices it is called with: {list(box_shape(box))}",
                        slices=[f"{s.start}:{s.stop}" for s in box])  # fmt: skip
-        parts[at] = part
-        shards.append(part)
+        parts[at] = part.to(mesh.device)
+        shards.append(parts[at])
     return Sharded(shape, spec, mesh, shards)
 
 
 def _place_all(verb: str, tree_: Any, specs: Any, mesh: Mesh, kinds: tuple[type, ...], place: Callable[..., Sharded]) -> Any:
-    """Check every leaf against its spec, then place them all."""
+    """Check every leaf against its spec, then place them all. An object at two paths, a tie, stays one leaf."""
     _, treedef = tree.flatten(tree_)
     found = tree.leaves_with_path(tree_)
     flat = tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
     errors: list[ShardingError] = []
+    first: dict[int, tuple[tree.Path, P]] = {}
     for (path, leaf), spec in zip(found, flat, strict=True):
         where = f"{verb}: {tree.show('tree', path)}"
+        twin, its_spec = first.setdefault(id(leaf), (path, spec))
+        if isinstance(leaf, (Deferred, Sharded, Tensor)) and its_spec != spec and not same(its_spec, spec, leaf.ndim):
+            errors.append(fail(f"{where}: is tied to {tree.show('tree', twin)}, which has another spec",
+                               fix="give both one spec, or untie them", spec=spec, other=its_spec))  # fmt: skip
         if not isinstance(leaf, kinds):
             fix = "fs.reshard(tree, specs) moves placed leaves" if isinstance(leaf, Sharded) else \
                 "fs.materialize makes described leaves" if isinstance(leaf, Deferred) else "give a tensor"  # fmt: skip
             errors.append(fail(f"{where}: cannot place a {type(leaf).__name__}", fix=fix))
         else:
-            shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred)) else ()
+            shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded)) else ()
             errors += problems(where, shape, spec, mesh.axes)
     raise_all(errors)
-    return tree.unflatten(treedef, [place(path, leaf, spec) for (path, leaf), spec in zip(found, flat, strict=True)])
+    made: dict[int, Sharded] = {}
+    out = []
+    for (path, leaf), spec in zip(found, flat, strict=True):
+        if isinstance(leaf, (int, float, complex)):  # equal numbers may be one object, and are no tie
+            out.append(place(path, leaf, spec))
+            continue
+        if id(leaf) not in made:
+            made[id(leaf)] = place(path, leaf, spec)
+        out.append(made[id(leaf)])
+    return tree.unflatten(treedef, out)
 
 
 # --- moving them ----------------------------------------------------------------------------------------------
@@ -260,13 +271,14 @@ def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     Every device receives just the elements it will hold and sends just those it has: a full leaf is never held by a
     device that needs only part of it. `specs` may be a prefix; `mesh` defaults to the one each leaf is on.
 
-    >>> reshard(params, {"up": row("model"), "down": P()})
-    {'down': f32[256, 64], 'up': f32[64@model, 256]}
+    >>> reshard(device_put(torch.zeros(4, 6), P("data"), mesh), P(None, "model"))
+    f32[4, 6@model]
     """
 
     def move(path: tree.Path, x: Sharded, spec: P) -> Sharded:
         return _move(x, spec, mesh or x.mesh)
 
+    flat_mesh = mesh
     for path, leaf in tree.leaves_with_path(tree_):
         if not isinstance(leaf, Sharded):
             raise fail(f"reshard: {tree.show('tree', path)} is a {type(leaf).__name__}, not a placed leaf",
@@ -275,8 +287,8 @@ def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
         if target.kind != leaf.mesh.kind:
             raise fail(f"reshard: from a {leaf.mesh.kind} mesh to a {target.kind} one",
                        fix="fs.device_put(fs.device_get(tree), specs, mesh)")  # fmt: skip
-        flat_mesh = target
-    if not tree.leaves(tree_):
+        flat_mesh = flat_mesh or target
+    if flat_mesh is None:  # no leaves
         return tree_
     return _place_all("reshard", tree_, specs, flat_mesh, (Sharded,), move)
 

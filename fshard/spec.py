@@ -191,7 +191,7 @@ def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
     A path is written `h.3.attn.qkv`; `*` matches within one part, `**` any number of parts.
 
     >>> rules({"h.*.up": column("model"), "**": P()})({"h": [{"up": 1, "b": 2}]})
-    {'h': [{'b': P(), 'up': P(Ellipsis, 'model')}]}
+    {'h': [{'up': P(..., 'model'), 'b': P()}]}
 
     Raises ShardingError listing every leaf no rule matches and every rule no leaf uses.
     """
@@ -237,7 +237,7 @@ def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
     the largest split one. Leaves with fewer than `min_size` elements and 0-d leaves stay as they are.
 
     >>> fully_shard({"w": P(None, "model"), "b": P()}, {"w": torch.empty(64, 8), "b": torch.empty(8)}, axis="data")
-    {'b': P('data'), 'w': P('data', 'model')}
+    {'w': P('data', 'model'), 'b': P('data')}
 
     `specs` may be a prefix of `tree`, whose leaves need a `.shape`. Leaves that already name `axis` stay as they are.
     """

@@ -1,0 +1,184 @@
+"""The manifest of a checkpoint: what it holds and where, in one JSON file.
+
+    step_000025/manifest.json             every leaf: shape, dtype, and where each of its chunks lies
+                part-00000.safetensors    the chunks that rank 0 wrote
+                part-00003.safetensors    the chunks that rank 3 wrote
+
+`manifest.json` is one object. Its first line holds `format`, `version` and the blake2b of all that follows
+it. Then
+
+    "step": 25 or null
+    "files": {"part-00000.safetensors": {"bytes": 1208, "header_bytes": 184, "header_crc32": 1163250126}}
+    "leaves": {
+        "params.up":   {"dtype": "float32", "shape": [64, 256], "chunks": [
+                           {"offset": [0, 64], "shape": [64, 64], "file": "part-00001.safetensors",
+                            "start": 184, "crc32": [3906543921]}]},
+        "params.head": {"same_as": "params.up"},            two paths of one leaf
+        "cursor":      {"type": "int", "value": 1200}}      a Python value; floats as text, by `repr`
+
+The chunks of a leaf fill it and do not overlap; how they are checked is in `parts`. Nothing is pickled. A
+path in the manifest is the plain name of a part file, so that none leads out of the directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fshard.errors import fail
+from fshard.spec import describe
+
+from .parts import DTYPES, ELSE, NAME, Chunk, Part, count, unwritable
+
+FORMAT, VERSION, MANIFEST = "fshard.checkpoint", 1, "manifest.json"
+SCALARS = (bool, int, float, str)
+Scalar = bool | int | float | str
+
+
+@dataclass(frozen=True, repr=False)
+class Saved:
+    """A leaf as a checkpoint holds it. Shown as `f32[64, 256]`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+    same_as: str | None = None
+
+    def __repr__(self) -> str:
+        return describe(self.dtype, self.shape) + (f" = {self.same_as}" if self.same_as else "")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint holds except the numbers."""
+
+    step: int | None
+    files: Mapping[str, Part]
+    leaves: Mapping[str, Saved | Scalar]
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `manifest.json`, a leaf to a line, to the disk itself."""
+    files = _lines({name: dataclasses.asdict(part) for name, part in manifest.files.items()})
+    leaves = _lines({path: encode(leaf) for path, leaf in manifest.leaves.items()})
+    body = f'"step": {json.dumps(manifest.step)},\n"files": {files},\n"leaves": {leaves}}}\n'.encode()
+    head = f'{{"format": "{FORMAT}", "version": {VERSION}, "blake2b": "{_digest(body)}",\n'.encode()
+    path = directory / MANIFEST
+    try:
+        with open(path, "xb") as f:
+            f.write(head + body)
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        raise unwritable(path, e) from e
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check `manifest.json`. Raises ShardingError where it is damaged or of another version."""
+    path = directory / MANIFEST
+    try:
+        head, _, body = path.read_bytes().partition(b"\n")
+    except OSError as e:
+        raise fail(f"{path}: cannot be read", str(e.strerror), fix=ELSE) from e
+    try:
+        first = json.loads(head.strip().removesuffix(b",") + b"}")
+        known = first["format"] == FORMAT
+        version, digest = first["version"], first["blake2b"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        known = False
+    if not known:
+        raise fail(
+            f"{path} is not a manifest of fshard, or is damaged",
+            "its first line names no format",
+            fix=ELSE,
+        )
+    if version != VERSION:
+        raise fail(f"{path} is of another version of fshard", fix="restore it with that version",
+                   expected=VERSION, got=version)  # fmt: skip
+    if digest != _digest(body):
+        raise fail(f"{path} is damaged", fix=ELSE, expected=f"blake2b {digest}", got=_digest(body))
+    try:
+        return _decode(json.loads(b"{" + body))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise fail(f"{path} is malformed", f"{type(e).__name__}: {e}", fix=ELSE) from e
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    rows = (f"\n{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items())
+    return f"{{{','.join(rows)}}}"
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=16).hexdigest()
+
+
+def encode(leaf: Saved | Scalar) -> Any:
+    if not isinstance(leaf, Saved):
+        return {"type": type(leaf).__name__, "value": repr(leaf) if isinstance(leaf, float) else leaf}
+    if leaf.same_as is not None:
+        return {"same_as": leaf.same_as}
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": leaf.shape, "chunks": [dataclasses.asdict(c) for c in leaf.chunks]}
+
+
+def _decode(body: Any) -> Manifest:
+    files = {name: Part(**fields) for name, fields in body["files"].items()}
+    for name, part in files.items():
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a part file")
+        _sizes(dataclasses.astuple(part))
+    leaves: dict[str, Saved | Scalar] = {}
+    for path, entry in body["leaves"].items():
+        if "value" in entry:
+            leaves[path] = decode_scalar(entry)
+        elif "same_as" in entry:
+            first = leaves[entry["same_as"]]
+            if not isinstance(first, Saved):
+                raise ValueError(f"{path}: is tied to a Python value")
+            leaves[path] = dataclasses.replace(first, same_as=entry["same_as"])
+        else:
+            leaves[path] = _decode_saved(path, entry, files)
+    if body["step"] is not None:
+        _sizes([body["step"]])
+    return Manifest(body["step"], files, leaves)
+
+
+def decode_scalar(entry: Any) -> Scalar:
+    value = float(entry["value"]) if entry["type"] == "float" else entry["value"]
+    if not isinstance(value, SCALARS) or type(value).__name__ != entry["type"]:
+        raise ValueError(f"{entry['value']!r} is no {entry['type']}")
+    return value
+
+
+def _decode_saved(path: str, entry: Any, files: Mapping[str, Part]) -> Saved:
+    shape, dtype = _sizes(entry["shape"]), DTYPES[entry["dtype"]]
+    chunks = []
+    for fields in entry["chunks"]:
+        c = Chunk(_sizes(fields["offset"]), _sizes(fields["shape"]), fields["file"],
+                  _sizes([fields["start"]])[0], _sizes(fields["crc32"]))  # fmt: skip
+        fits = len(c.offset) == len(c.shape) == len(shape) and all(
+            o + n <= m for o, n, m in zip(c.offset, c.shape, shape, strict=True)
+        )
+        end = c.start + math.prod(c.shape) * dtype.itemsize
+        if not fits or end > files[c.file].bytes or len(c.crc32) != count(c.shape, dtype.itemsize):
+            raise ValueError(f"{path}: the chunk at {list(c.offset)} does not fit its leaf or its file")
+        chunks.append(c)
+    filled = sum(math.prod(c.shape) for c in chunks)
+    if filled != math.prod(shape) or len({c.offset for c in chunks}) != len(chunks):
+        raise ValueError(f"{path}: the chunks fill {filled} of {math.prod(shape)} elements")
+    return Saved(shape, dtype, tuple(chunks))
+
+
+def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    if any(type(n) is not int or n < 0 for n in values):
+        raise ValueError(f"{values!r} are not sizes")
+    return tuple(values)

@@ -1,0 +1,428 @@
+"""What a tree weighs and how a leaf lies on a mesh, to look at: as text, and as HTML in a notebook.
+
+Nothing here touches storage: shapes, specs and axis sizes are enough, so a mesh may be a dict of sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+
+from . import tree
+from .deferred import Deferred, words
+from .errors import ShardingError, fail, raise_all
+from .mesh import Mesh
+from .sharded import Sharded
+from .spec import P, describe, is_spec, lengths, piece, problems
+
+Sizes = Mapping[str, int]
+# Bytes on each device: an int where all have as many, else an array that broadcasts over the mesh.
+Grid = Any
+
+
+@dataclass(frozen=True)
+class View:
+    """What `show` gives: `text` when printed, `html` when it is the value of a notebook cell."""
+
+    text: str
+    html: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold: bool = True) -> View:
+    """A tree as a table: each leaf's dtype, shape and split, its initializer, and its bytes on one device.
+
+    One placed leaf is shown as a picture of which ranks hold which block, a mesh as the grid of its ranks.
+
+    Args:
+        tree: `Deferred`, `Sharded` or tensor leaves, or specs, or a mesh.
+        mesh: a mesh, or axis sizes such as `{"data": 64, "model": 8}`; placed leaves bring their own.
+        specs: how the leaves would lie, a prefix tree; placed leaves bring their own.
+        fold: show equal neighbours (`h.0`, `h.1`, ...) once.
+
+    >>> h = [{"up": fs.init.normal((64, 256), std=0.02)} for _ in range(12)]
+    >>> specs = {"h": fs.column("model"), "scale": P()}
+    >>> show({"h": h, "scale": fs.init.ones(64)}, specs=specs, mesh={"model": 4})
+                                                             per device
+    h.0–11.up  ×12  f32[64, 256@model]  normal(std=0.02)  12 × 16.0 KiB
+    scale           f32[64]             full(value=1.0)           256 B
+    total  196,672 parameters, 768.2 KiB; 192.2 KiB on each of 4 devices (model=4)
+
+    Raises ShardingError listing every leaf that does not fit its spec, and for leaves on different meshes.
+    """
+    if isinstance(tree, Mesh):
+        return _mesh(tree)
+    leaves, sizes = _leaves(tree, mesh, specs)
+    if len(leaves) == 1 and optree.tree_is_leaf(tree) and leaves[0].spec is not None and sizes:
+        return _picture(leaves[0].what, leaves[0].shape, leaves[0].spec, sizes)
+    root = _node("", tree, iter(leaves), fold)
+    return View(_table(root, sizes), _html_table(root, sizes))
+
+
+def layout(shape: Sequence[int], spec: P, *, mesh: Mesh | Sizes) -> View:
+    """Which ranks hold which block of a leaf.
+
+    >>> layout((5, 8), P("data", "model"), mesh={"data": 2, "model": 2})
+    [5@data, 8@model] on data=2, model=2
+           0:4   4:8
+         ┌─────┬─────┐
+     0:3 │  0  │  1  │
+         ├─────┼─────┤
+     3:5 │  2  │  3  │
+         └─────┴─────┘
+
+    Raises ShardingError where the spec does not fit the shape or the mesh.
+    """
+    sizes = _sizes(mesh)
+    raise_all(problems("layout", tuple(shape), spec, sizes))
+    what = describe(torch.float32, shape, spec).removeprefix("f32")
+    return _picture(what, tuple(shape), spec, sizes)
+
+
+# --- the leaves ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    what: str
+    init: str = ""
+    shape: tuple[int, ...] = ()
+    spec: P | None = None
+    weighs: bool = False  # False for what has no bytes of its own: a spec, a number, a leaf shown before
+    numel: int = 0
+    nbytes: int = 0
+    local: Grid = 0
+
+
+def _sizes(mesh: Mesh | Sizes) -> Sizes:
+    return mesh.axes if isinstance(mesh, Mesh) else dict(mesh)
+
+
+def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Leaf], Sizes]:
+    found = tree.leaves_with_path(tree_)
+    own = {tuple(x.mesh.axes.items()) for _, x in found if isinstance(x, Sharded)}
+    if mesh is None and len(own) > 1:
+        names = [", ".join(f"{a}={n}" for a, n in axes) for axes in sorted(own)]
+        raise fail("show: leaves on different meshes", *names, fix="pass mesh=, or show them one by one")
+    sizes = _sizes(mesh) if mesh is not None else dict(*own)
+    flat = [None] * len(found) if specs is None else tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
+    seen: dict[int, str] = {}
+    errors: list[ShardingError] = []
+    out = []
+    for (path, x), spec in zip(found, flat, strict=True):
+        if not isinstance(x, (Deferred, Sharded, torch.Tensor)):
+            text = " ".join(repr(x).split())
+            out.append(_Leaf(text if len(text) <= 60 else text[:59] + "…"))
+            continue
+        shape = tuple(x.shape)
+        spec = spec if spec is not None else x.spec if isinstance(x, Sharded) else None
+        wrong = (
+            problems(f"show: {tree.show('tree', path)}", shape, spec, sizes)
+            if spec is not None and sizes
+            else []
+        )
+        errors += wrong
+        if wrong:
+            continue
+        what = describe(x.dtype, shape, spec)
+        if id(x) in seen:
+            out.append(_Leaf(what, f"= {seen[id(x)]}", shape, spec))
+            continue
+        seen[id(x)] = tree.dotted(path)
+        init = words(x.init) if isinstance(x, Deferred) else ""
+        local = _local(shape, spec or P(), tuple(sizes.items()), x.dtype.itemsize) if sizes else x.nbytes
+        out.append(_Leaf(what, init, shape, spec, True, x.numel(), x.nbytes, local))
+    raise_all(errors)
+    return out, sizes
+
+
+@functools.lru_cache(maxsize=4096)
+def _local(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], itemsize: int) -> Grid:
+    """The bytes of a leaf on every device."""
+    sizes = dict(axes)
+    out: Grid = itemsize
+    for n, names in zip(shape, spec.parts(len(shape)), strict=True):
+        cut = [sizes[a] for a in names]
+        if n % math.prod(cut) == 0:
+            out = out * (n // math.prod(cut))
+            continue
+        order = sorted(range(len(names)), key=lambda i: list(sizes).index(names[i]))
+        line = np.array(lengths(n, cut)).reshape(cut).transpose(order)
+        out = out * line.reshape([k if a in names else 1 for a, k in sizes.items()])
+    return out
+
+
+# --- the tree -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Node:
+    name: str
+    leaf: _Leaf | None
+    children: tuple[_Node, ...]
+    times: int
+    numel: int
+    nbytes: int
+    weighs: bool
+    one: Grid  # bytes per device of one of the `times` equal subtrees
+    key: Any  # equal for subtrees that look the same
+
+
+def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node | None:
+    """The subtree at `tree_`, whose leaves come next; None if it has none."""
+    if tree_ is None:
+        return None
+    if optree.tree_is_leaf(tree_):
+        leaf = next(leaves)
+        return _Node(
+            name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.weighs, leaf.local, (leaf.what, leaf.init)
+        )
+    values, _, entries, _ = optree.tree_flatten_one_level(tree_)
+    made = {e: _node(str(e), v, leaves, fold) for e, v in zip(entries, values, strict=True)}
+    order = list(tree_) if isinstance(tree_, dict) else list(entries)  # a dict's own order: optree sorts it
+    if all(str(e).isdecimal() for e in order):
+        order.sort(key=int)
+    nodes = [node for node in (made[e] for e in order) if node is not None]
+    children = _fold(nodes) if fold else nodes
+    if not children:
+        return None
+    return _Node(
+        name=name,
+        leaf=None,
+        children=tuple(children),
+        times=1,
+        numel=sum(c.numel for c in children),
+        nbytes=sum(c.nbytes for c in children),
+        weighs=any(c.weighs for c in children),
+        one=sum(c.one * c.times for c in children),
+        key=tuple((c.name, c.times, c.key) for c in children),
+    )
+
+
+def _fold(nodes: Sequence[_Node]) -> list[_Node]:
+    """Runs of equal neighbours with successive numbers, each as one."""
+    out: list[_Node] = []
+    first = 0
+    for i in range(1, len(nodes) + 1):
+        a = nodes[first]
+        numbers = a.name.isdecimal() and i < len(nodes) and nodes[i].name == str(int(a.name) + i - first)
+        if numbers and nodes[i].key == a.key:
+            continue
+        n, first = i - first, i
+        if n > 1:
+            name = f"{a.name}–{nodes[i - 1].name}"
+            a = replace(a, name=name, times=n, numel=n * a.numel, nbytes=n * a.nbytes)
+        out.append(a)
+    return out
+
+
+def _chain(node: _Node) -> tuple[str, int, _Node]:
+    """`a.b.c` for a chain of only children: (name, times, the last of them)."""
+    name, times = node.name, node.times
+    while len(node.children) == 1 and (times == 1 or node.children[0].times == 1):
+        (node,) = node.children
+        name, times = f"{name}.{node.name}" if name else node.name, times * node.times
+    return name, times, node
+
+
+# --- as text ------------------------------------------------------------------------------------------------
+
+
+def size(n: int) -> str:
+    """Bytes for people.
+
+    >>> size(640), size(1536), size(3 * 2**30)
+    ('640 B', '1.5 KiB', '3.0 GiB')
+    """
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if n >= 1 << power:
+            return f"{n / (1 << power):.1f} {unit}"
+    return f"{n} B"
+
+
+def _span(local: Grid) -> str:
+    """The bytes of the emptiest and of the fullest device: `118.7–119.1 MiB`, or once if they agree."""
+    low, high = size(int(np.min(local))), size(int(np.max(local)))
+    if low == high:
+        return high
+    return f"{low.split()[0]}–{high}" if low.split()[1] == high.split()[1] else f"{low}–{high}"
+
+
+def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
+    """Name, what, initializer and bytes of a row, and the node whose children stand below it."""
+    name, times, last = _chain(node)
+    leaf = last.leaf or _Leaf("", weighs=True)
+    weighs = _span(last.one) if leaf.weighs and last.weighs else ""
+    if times > 1:
+        name, weighs = f"{name}  ×{times}", f"{times} × {weighs}" if weighs else ""
+    return name, leaf.what, leaf.init, weighs, last
+
+
+def _tops(root: _Node | None) -> Sequence[_Node]:
+    """What stands at the margin: the root only where it is a leaf or has a name by its chain."""
+    if root is None:
+        return ()
+    _, _, last = _chain(root)
+    return root.children if last is root and root.children else (root,)
+
+
+def _rows(nodes: Sequence[_Node], depth: int = 0) -> Iterator[tuple[str, str, str, str]]:
+    for node in nodes:
+        name, what, init, weighs, last = _cells(node)
+        yield "  " * depth + name, what, init, weighs
+        yield from _rows(last.children, depth + 1)
+
+
+def _total(root: _Node, sizes: Sizes) -> str:
+    whole = f"{root.numel:,} parameters, {size(root.nbytes)}"
+    if not sizes:
+        return whole
+    n = math.prod(sizes.values())
+    return f"{whole}; {_span(root.one)} on each of {n} devices ({_named(sizes)})"
+
+
+def _named(sizes: Sizes) -> str:
+    return ", ".join(f"{a}={n}" for a, n in sizes.items())
+
+
+def _table(root: _Node | None, sizes: Sizes) -> str:
+    rows = list(_rows(_tops(root)))
+    if root is None or not rows:
+        return "(no leaves)"
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    widths[3] = max(widths[3], len("per device")) if root.weighs and sizes else widths[3]
+    head = [("", "", "", "per device")] if root.weighs and sizes else []
+    lines = []
+    for *left, weighs in [*head, *rows]:
+        cells = [text.ljust(w) for text, w in zip(left, widths, strict=False) if w]
+        lines.append("  ".join([*cells, weighs.rjust(widths[3])]).rstrip())
+    return "\n".join([*lines, f"total  {_total(root, sizes)}"] if root.weighs else lines)
+
+
+# --- as HTML ------------------------------------------------------------------------------------------------
+
+# No colour of text or page is set: grey lines and tints read on light and on dark.
+_STYLE = """<style>
+.fshard {font: 12px/1.6 ui-monospace, monospace; color: inherit}
+.fshard .row {display: grid; grid-template-columns: 3fr 3fr 3fr 2fr; column-gap: 1em}
+.fshard .row {border-top: 1px solid rgba(128, 128, 128, .2); white-space: pre}
+.fshard .row :last-child {text-align: right}
+.fshard summary {cursor: pointer; list-style: none}
+.fshard summary .name::before {content: "▸ "}
+.fshard details[open] > summary .name::before {content: "▾ "}
+.fshard td, .fshard th {border: 1px solid rgba(128, 128, 128, .4); padding: .2em .8em; text-align: center}
+</style>"""
+
+
+def _div(*parts: str) -> str:
+    return "\n".join([f'<div class="fshard">{_STYLE}', *parts, "</div>"])
+
+
+def _html_table(root: _Node | None, sizes: Sizes) -> str:
+    if root is None:
+        return _div("(no leaves)")
+    few = len(list(_rows(_tops(root)))) <= 40
+    total = [f"<div>total  {escape(_total(root, sizes))}</div>"] if root.weighs else []
+    return _div(*(_html_row(node, 0, few) for node in _tops(root)), *total)
+
+
+def _html_row(node: _Node, depth: int, few: bool) -> str:
+    name, *cells, last = _cells(node)
+    spans = "".join(f"<span>{escape(text)}</span>" for text in cells)
+    line = f'<span class="name" style="padding-left: {2 * depth}ch">{escape(name)}</span>{spans}'
+    if not last.children:
+        return f'<div class="row">{line}</div>'
+    inside = "\n".join(_html_row(child, depth + 1, few) for child in last.children)
+    is_open = " open" if few else ""
+    return f'<details{is_open}><summary class="row">{line}</summary>\n{inside}</details>'
+
+
+# --- pictures -----------------------------------------------------------------------------------------------
+
+
+def _mesh(mesh: Mesh) -> View:
+    *rest, last = mesh.axes
+    n = mesh.axes[last]
+    down = [", ".join(f"{a}={mesh.coords(r)[a]}" for a in rest) for r in range(0, mesh.size, n)]
+    cells = [[str(r + i) for i in range(n)] for r in range(0, mesh.size, n)]
+    text, html = _grid(repr(mesh), down, [f"{last}={i}" for i in range(n)], cells)
+    return View(text, _div(html))
+
+
+def _picture(what: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> View:
+    """The ranks that hold each block, over the two dims that are split, or the last ones."""
+    parts = spec.parts(len(shape))
+    split = [d for d, axes in enumerate(parts) if math.prod(sizes[a] for a in axes) > 1]
+    title = f"{what} on {_named(sizes)}"
+    shown = sorted((split + [d for d in reversed(range(len(shape))) if d not in split])[: max(2, len(split))])
+    boxes: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank, at in enumerate(np.ndindex(*sizes.values())):
+        coords = dict(zip(sizes, at, strict=True))
+        cuts = [piece(shape[d], [sizes[a] for a in parts[d]], [coords[a] for a in parts[d]]) for d in shown]
+        boxes.setdefault(tuple((start, start + n) for start, n in cuts), []).append(rank)
+    empty = [r for box, ranks in boxes.items() if any(a == b for a, b in box) for r in ranks]
+    held = {box: ranks for box, ranks in boxes.items() if all(a < b for a, b in box)}
+    notes = [f"empty on {_ranks(sorted(empty))}"] if empty else []
+    # The last dim shown runs across, all before it down.
+    down = sorted({box[:-1] for box in held})
+    across = sorted({box[-1:] for box in held})
+    cells = [[_ranks(held[a + b]) for b in across] for a in down]
+    if len(shape) > 2:
+        notes.insert(0, f"down: dim {', '.join(map(str, shown[:-1]))}    across: dim {shown[-1]}")
+    names = [[", ".join(f"{a}:{b}" for a, b in box) for box in side] for side in (down, across)]
+    text, html = _grid(title, names[0], names[1], cells)
+    return View("\n".join([text, *notes]), _div(html, *(f"<div>{escape(n)}</div>" for n in notes)))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`0–3 8` for 0, 1, 2, 3, 8; long lists are cut."""
+    runs: list[list[int]] = []
+    for r in ranks:
+        if runs and runs[-1][-1] == r - 1:
+            runs[-1].append(r)
+        else:
+            runs.append([r])
+    words_ = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
+    return " ".join(words_ if len(words_) <= 8 else [*words_[:6], "…", words_[-1]])
+
+
+_MOST = 16  # blocks shown in each direction
+
+
+def _few(items: Sequence[Any], gap: Any) -> list[Any]:
+    return list(items) if len(items) <= _MOST else [*items[: _MOST - 2], gap, items[-1]]
+
+
+def _grid(title: str, down: list[str], across: list[str], cells: Sequence[Sequence[str]]) -> tuple[str, str]:
+    """A grid of short texts with a name for each row and column, as text and as HTML."""
+    down, across = _few(down, "⋮"), _few(across, "…")
+    cells = [_few(line, "…") for line in _few(cells, ["…"] * len(cells[0]))] if cells else []
+    side = max(map(len, down), default=0)
+    wide = max(map(len, [*across, *(c for line in cells for c in line)]), default=0) + 2
+    margin = " " * (side + 2)
+    lines = [title, (margin + " " + " ".join(c.center(wide) for c in across)).rstrip()][: 1 + any(across)]
+    rules = [margin + a + b.join(["─" * wide] * len(across)) + c for a, b, c in ("┌┬┐", "├┼┤", "└┴┘")]
+    body = ""
+    for i, (name, line) in enumerate(zip(down, cells, strict=True)):
+        lines += [rules[i > 0], f" {name.rjust(side)} │{'│'.join(c.center(wide) for c in line)}│"]
+        body += f"<tr><th>{escape(name)}</th>"
+        for j, c in enumerate(line):
+            hue = (i * len(across) + j) * 137 % 360  # the golden angle: neighbours differ
+            body += f'<td style="background: hsla({hue}, 70%, 50%, .25)">{escape(c)}</td>'
+        body += "</tr>"
+    head = "".join(f"<th>{escape(c)}</th>" for c in ["", *across])
+    table = f"<div>{escape(title)}</div>\n<table><tr>{head}</tr>{body}</table>" if cells else escape(title)
+    return "\n".join([*lines, rules[2]] if cells else [title]), table

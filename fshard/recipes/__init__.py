@@ -1,0 +1,1 @@
+"""Whole jobs, one file each, to be read from top to bottom and copied."""

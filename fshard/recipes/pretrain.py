@@ -1,0 +1,277 @@
+"""Pretrain a small GPT-2 on the source code of the Python that runs this, byte by byte.
+
+    python -m fshard.recipes.pretrain                                         one device
+    python -m fshard.recipes.pretrain --mesh data=2,model=2                   four simulated ones: the same losses
+    torchrun --nproc-per-node 4 -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --sequence-parallel
+    python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  go on, on another mesh
+
+Everything the run is made of is in one tree, the train state: parameters, optimizer moments, the step, the key. The batch of a
+step is a function of the key and the step. So the state is the checkpoint, and any mesh may go on with it.
+
+Legend: B batch, T time, V vocabulary; [B@data] is a dim split over an axis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+import fshard as fs
+from fshard import P, checkpoint, data, optim
+from fshard.models import gpt2
+
+FILE = 256  # the token between files; 0 to 255 are bytes
+VOCAB = 257
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="python -m fshard.recipes.pretrain", description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--mesh", default="", help="axes and sizes, e.g. data=2,model=2 (default: data=1, or data=-1 under torchrun)")
+    p.add_argument("--fsdp", action="store_true", help="shard parameters and optimizer state over data as well")
+    p.add_argument("--sequence-parallel", action="store_true", help="split the residual stream along time over model")
+    p.add_argument("--text", type=Path, help="train on this file instead of the standard library")
+    p.add_argument("--steps", type=int, default=1200)
+    p.add_argument("--batch", type=int, default=16, help="sequences per step, over all devices")
+    p.add_argument("--context", type=int, default=128, help="tokens per sequence")
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--heads", type=int, default=6)
+    p.add_argument("--width", type=int, default=192)
+    p.add_argument("--dropout", type=float, default=0.0)
+    p.add_argument("--lr", type=float, default=4e-3)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
+    p.add_argument("--compile", action="store_true", help="the whole step as one graph")
+    p.add_argument("--remat", action="store_true", help="recompute blocks in the backward pass")
+    p.add_argument("--out", type=Path, help="write metrics.jsonl and checkpoints here")
+    p.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (the last is always saved)")
+    p.add_argument("--resume", type=Path, help="go on from the last checkpoint in this folder, on any mesh")
+    p.add_argument("--sample", type=int, default=0, help="write this many bytes of text at the end")
+    return p.parse_args(argv)
+
+
+# --- text -----------------------------------------------------------------------------------------------------
+
+
+def standard_library() -> Iterator[tuple[str, bytes]]:
+    """(name, source) of every module of the Python that runs this, without its tests and what others installed."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+    for path in sorted(root.rglob("*.py")):
+        if not left_out & set(path.relative_to(root).parts):
+            yield path.relative_to(root).as_posix(), path.read_bytes()
+
+
+def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(training, validation) tokens, int16. Of the library every 20th file, by its name, is held out; of one text its end."""
+    if text is not None:
+        whole = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int16)
+        return whole[: len(whole) * 19 // 20], whole[len(whole) * 19 // 20 :]
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for name, source in standard_library():
+        held_out = zlib.crc32(name.encode()) % 20 == 0
+        parts[held_out].append(np.concatenate([[FILE], np.frombuffer(source, np.uint8)]).astype(np.int16))
+    return np.concatenate(parts[0]), np.concatenate(parts[1])
+
+
+def batches(text: np.ndarray[Any, Any], length: int, batch: int, key: Tensor | None, mesh: fs.Mesh) -> Any:
+    """A function from a step to its placed batch {"ids", "targets"}, each [B@data, T]: every rank reads only its rows."""
+    size = (len(text) - 1) // length
+    if size < batch:
+        raise SystemExit(f"pretrain: the text has {len(text)} tokens: fewer than {batch} sequences of {length} + 1")
+
+    def fetch(rows: Any) -> dict[str, Tensor]:
+        ids = data.crop(text, rows * length, length=length + 1)
+        return {"ids": ids[:, :-1], "targets": ids[:, 1:]}
+
+    return lambda step: data.load(fetch, data.indices(key, step=step, size=size, batch=batch), mesh=mesh, spec=P("data"))
+
+
+# --- the job --------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> float:
+    """Train, and give the validation loss in nats per token."""
+    args = arguments(argv)
+    mesh = make_mesh(args.mesh)
+    first = mesh.ranks[0] == 0
+    say = Console(highlight=False, soft_wrap=True).print if first else (lambda *_: None)
+    start = time.time()
+
+    # What the train state is, and where it lies: described, not yet made.
+    cfg = gpt2.Config(vocab_size=VOCAB, n_positions=args.context, n_embd=args.width, n_layer=args.layers, n_head=args.heads,
+                      embd_pdrop=args.dropout, attn_pdrop=args.dropout, resid_pdrop=args.dropout)  # fmt: skip
+    layout = gpt2.Layout("data", "model", args.sequence_parallel)
+    policy = fs.Policy(compute=DTYPES[args.dtype])
+    described = gpt2.init(cfg)
+    specs = gpt2.specs(cfg, model="model")
+    if args.fsdp:
+        specs = fs.fully_shard(specs, described, axis="data")
+    optimizer = make_optimizer(args, described, specs)
+    key = fs.key(args.seed)
+    state = {"params": described, "opt": optimizer.init(described)}
+    state_specs = {"params": specs, "opt": optimizer.specs(specs), "key": P(), "step": P()}
+    like = {**state, "key": key, "step": torch.tensor(0)}
+
+    if args.resume:
+        state = checkpoint.restore(args.resume, like, specs=state_specs, mesh=mesh, step=checkpoint.latest(args.resume))
+    else:
+        state = fs.materialize(like, state_specs, mesh, key=fs.fold_in(key, "init"))
+    begin = int(state["step"])
+    params = sum(x.numel() for x in fs.tree.leaves(state["params"]))
+    say(f"{params / 1e6:.2f}M parameters on {mesh!r}" + (f", resumed at step {begin}" if begin else ""))
+
+    def loss_fn(params: Any, ids: Tensor, targets: Tensor, key: Tensor | None) -> Tensor:
+        return gpt2.loss(cfg, policy.to_compute(params), ids, targets, layout=layout, specs=specs, key=key, remat=args.remat)
+
+    @fs.shard_map(mesh=mesh, in_specs=(state_specs, P("data")), out_specs=(state_specs, P()), donate=0, compile=args.compile)
+    def train_step(state: Any, batch: Any) -> Any:
+        key = fs.fold_in(state["key"], state["step"]) if args.dropout else None
+        loss, grads = fs.value_and_grad(loss_fn)(state["params"], batch["ids"], batch["targets"], key)
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}, {"loss": loss, "grad_norm": opt[0]["norm"]}
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=P())
+    def eval_step(params: Any, batch: Any) -> Tensor:
+        with torch.no_grad():
+            return loss_fn(params, batch["ids"], batch["targets"], None)
+
+    text, held_out = tokens(args.text)
+    train_batch = batches(text, args.context, args.batch, fs.fold_in(key, "data"), mesh)
+    schedule = learning_rate(args)
+    out = args.out or args.resume
+    log = Log(out, begin, args.steps, first, say)
+    with log:
+        for step in range(begin, args.steps):
+            clock = time.perf_counter()
+            state, metrics = train_step(state, train_batch(step))
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            seconds = time.perf_counter() - clock
+            log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)),
+                      tokens_per_s=args.batch * args.context / seconds)  # fmt: skip
+            last = step + 1 == args.steps
+            if out and (last or (args.save_every and (step + 1) % args.save_every == 0)):
+                checkpoint.save(out, state, step=step + 1, overwrite=True)
+
+    eval_batch = batches(held_out, args.context, args.batch, None, mesh)
+    n = min(50, (len(held_out) - 1) // (args.context * args.batch))
+    every = max(1, (len(held_out) - 1) // (args.context * args.batch) // max(n, 1))
+    val = sum(float(eval_step(state["params"], eval_batch(i * every))) for i in range(n)) / max(n, 1)
+    say(f"validation loss {val:.3f} nats per byte ({val / np.log(2):.2f} bits) after {args.steps} steps, {time.time() - start:.0f} s")
+    if args.sample:
+        say(f"--- {args.sample} bytes, written by the model")
+        say(sample(cfg, state["params"], specs, layout, mesh, args.sample, fs.fold_in(key, "sample")), markup=False)
+    return val
+
+
+def make_mesh(text: str) -> fs.Mesh:
+    """`data=2,model=2`; axes that are left out have size 1."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, n = part.partition("=")
+        if axis not in ("data", "model") or not n.lstrip("-").isdigit():
+            raise SystemExit(f"pretrain: --mesh {text}: {part!r} is not data=N or model=N")
+        sizes[axis] = int(n)
+    launched = "RANK" in os.environ
+    return fs.make_mesh(**{"data": -1 if launched and not text else 1, "model": 1, **sizes})
+
+
+def learning_rate(args: argparse.Namespace) -> optim.Schedule:
+    """Up over the first 5% of the steps, then down a cosine to a hundredth."""
+    warm = max(1, args.steps // 20)
+    return optim.warmup(optim.cosine(args.lr, max(1, args.steps - warm), end=args.lr / 100), warm, start=args.lr / warm)
+
+
+def make_optimizer(args: argparse.Namespace, described: Any, specs: Any) -> optim.Optimizer:
+    """AdamW; matrices decay, vectors do not."""
+    decays = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
+    adamw = optim.adamw(learning_rate(args), b2=0.99, weight_decay=0.1, mask=decays)
+    return optim.chain(optim.clip_by_global_norm(1.0, specs), adamw)
+
+
+def sample(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh: fs.Mesh, n: int, key: Tensor) -> str:
+    """`n` bytes, each drawn from the model's distribution at temperature 0.8; the same on every mesh."""
+    t = cfg.n_positions
+    layout = gpt2.Layout(layout.data, layout.model)  # one token has no sequence to split
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P()), out_specs=P("data"))
+    def next_logits(params: Any, ids: Tensor, at: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = gpt2.apply(cfg, params, ids, layout=layout, specs=specs)[:, int(at)]  # [B@data, V@model]
+            return fs.all_gather(logits, layout.model, 1, size=cfg.vocab_size, to="invariant")
+
+    written = [FILE]
+    rows = mesh.axes["data"]  # every data rank writes the same text
+    for i in range(n):
+        window = written[-t:]
+        ids = torch.tensor(window + [0] * (t - len(window))).expand(rows, t)
+        logits = fs.device_get(next_logits(params, ids, torch.tensor(len(window) - 1)))[0]
+        logits[FILE] = -torch.inf
+        odds = torch.softmax(logits.double() / 0.8, -1).cumsum(-1)
+        written.append(int((odds < fs.random.uniform(fs.fold_in(key, i), ())).sum().clamp(max=VOCAB - 2)))
+    return bytes(written[1:]).decode("utf-8", errors="replace")
+
+
+class Log:
+    """metrics.jsonl, and progress for people: a bar on a terminal, plain lines elsewhere, on rank 0 only."""
+
+    def __init__(self, out: Path | None, begin: int, steps: int, first: bool, say: Any) -> None:
+        self.file = None
+        if out and first:
+            out.mkdir(parents=True, exist_ok=True)
+            path = out / "metrics.jsonl"
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < begin] if path.exists() else []
+            self.file = path.open("w")
+            self.file.writelines(line + "\n" for line in kept)
+        self.begin, self.steps, self.first, self.say = begin, steps, first, say
+        self.bar: Progress | None = None
+        self.recent: list[float] = []
+
+    def __enter__(self) -> Log:
+        if self.first and sys.stdout.isatty():
+            columns = [BarColumn(), TextColumn("{task.completed}/{task.total}  {task.description}"), TimeRemainingColumn()]
+            self.bar = Progress(*columns)
+            self.bar.start()
+            self.task = self.bar.add_task("", total=self.steps, completed=self.begin)
+        self.clock = time.perf_counter()
+        return self
+
+    def write(self, **metrics: float) -> None:
+        if not self.first:
+            return
+        if self.file:
+            self.file.write(json.dumps(metrics) + "\n")
+            self.file.flush()
+        step = int(metrics["step"])
+        self.recent = [*self.recent[-49:], metrics["tokens_per_s"]]
+        speed = sorted(self.recent)[len(self.recent) // 2]
+        words = f"loss {metrics['loss']:.3f}  {speed / 1e3:.1f}k tokens/s"
+        if self.bar:
+            self.bar.update(self.task, completed=step + 1, description=words)
+        elif step % 100 == 0 or step + 1 == self.steps:
+            left = (time.perf_counter() - self.clock) / (step + 1 - self.begin) * (self.steps - step - 1)
+            self.say(f"step {step:5d}  {words}  {left:.0f} s left")
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.stop()
+        if self.file:
+            self.file.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What every test may use: `ranks`, for tests on real processes; and the rules that keep those few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from processes import Pool
+
+import fshard  # noqa: F401  loaded before the workers are forked, so that they need not
+
+MOST_PROCESS_TESTS = 25
+_pool = pytest.StashKey[Pool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_pool] = Pool()  # before anything computes; a fork of some 20 ms
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_pool].close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    starting = [item.nodeid for item in items if item.get_closest_marker("process")]
+    if len(starting) > MOST_PROCESS_TESTS:
+        listed = "\n  ".join(starting)
+        raise pytest.UsageError(
+            f"{len(starting)} tests start processes, the most is {MOST_PROCESS_TESTS}: join some\n  {listed}"
+        )
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session")
+def _ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    pool = request.config.stash[_pool]
+    yield pool
+    pool.end_teams()  # here, and not at the very end, so that their coverage is there to be combined
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, _ranks: Pool) -> Pool:
+    """`ranks(4, job, *args)`: `job(*args)` on four real ranks; a list of results. For tests marked `process`."""
+    if request.node.get_closest_marker("process") is None:
+        raise pytest.UsageError(f"{request.node.nodeid} uses ranks: mark it pytest.mark.process")
+    return _ranks
