@@ -77,7 +77,7 @@ def _product(m: int, x: Word) -> tuple[Word, Word]:
     Overflow is undefined in C++: a compiler may take m x for positive, and drop the mask of (m x >> 32) & M.
     """
     p = (m - (1 << 32)) * x
-    return ((p >> 32) + x) & _M, p & _M
+    return (p >> 32) + x, p & _M
 
 
 def _philox_lanes(words: Tensor, spare: Tensor, high: Word, key: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ _digest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Law(NamedTuple):
-    """How words, int64, become values; for floats, words as float64, which `of` may overwrite."""
+    """How words become values; `of` may overwrite them. They are int64; float64 where the dtype is floating."""
 
     of: Callable[[Tensor], Tensor]
     dtype: torch.dtype
@@ -249,8 +249,9 @@ def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, law: _Law, dev
     runs = _Runs.of(shape, box)
     if not (_is_plain(key) and _is_plain(out)):
         return _traced(law, k, runs, out.device).view(out.shape)
-    lanes = _LANES * min(torch.get_num_threads(), 4) if out.device.type == "cpu" else 1 << 20
-    width = min(runs.length, 4 * lanes - 8)  # reaches into at most `lanes` blocks, wherever it starts
+    threads = min(torch.get_num_threads(), 2 if runs.offset() is None else 4)  # a gather needs twice the memory
+    lanes = _LANES * threads if out.device.type == "cpu" else 1 << 20
+    width = min(runs.length, 4 * lanes)
     height = min(runs.many, max(1, lanes // runs.blocks(width)))
     scratch = torch.empty(5 * height * runs.blocks(width), dtype=torch.int64, device=out.device)
     rows = out.view(runs.many, runs.length)
@@ -430,8 +431,12 @@ def randint(
     if not 0 < n <= 1 << 31:
         raise fail("random.randint: no range to draw from", low=low, high=high,
                    needed="0 < high - low <= 2^31", fix="low < high; for more bits, random.bits")  # fmt: skip
+
+    def of(w: Tensor) -> Tensor:
+        return w.mul_(n).bitwise_right_shift_(32).add_(low)
+
     box, device = _here("randint", shape, spec, device)
-    return _draw("randint", key, shape, box, _Law(lambda w: (w * n >> 32) + low, torch.int64), device)
+    return _draw("randint", key, shape, box, _Law(of, torch.int64), device)
 
 
 def bits(key: Tensor, shape: Sequence[int], *, spec: P = _ALL, device: torch.device | None = None) -> Tensor:

@@ -98,7 +98,7 @@ class ShardMapped:
             storages = frozenset(x.shards[at].untyped_storage().data_ptr() for x in donated)
             with bind(Region(comm, rank, self.mesh.device, plan.uneven, storages)):
                 out = self._body(*tree.unflatten(treedef, local))
-                return [out, self._agree_on_shapes(signature, out, comm)]
+                return [_own_storage(out, local, storages), self._agree_on_shapes(signature, out, comm)]
 
         try:
             results = self.mesh.run(rank_main)
@@ -252,6 +252,26 @@ def _signature(leaf: Any) -> Any:
 
 def _part(leaf: Any, box: Any, mesh: Mesh) -> Any:
     return leaf if box is None else leaf.detach()[box].to(mesh.device)
+
+
+def _own_storage(out: Any, local: Sequence[Any], donated: frozenset[int]) -> Any:
+    """The results, copied where they share storage with an argument that was not donated, or with one another."""
+    taken = {_storage(x) for x in local if isinstance(x, Tensor)} - donated
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        at = _storage(x)
+        if at in taken:
+            return x.clone()
+        taken.add(at)
+        return x
+
+    return tree.map(own, out)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr() or id(x)  # empty storages are at 0, and nobody's
 
 
 def _along(mesh: Mesh, axes: Sequence[str], shapes: Sequence[tuple[int, ...]], dim: int) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import random, tree
@@ -163,7 +164,8 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
             raise fail(f"from_callback: the callback gave {got} for rank {rank}",
                        fix=f"return the elements of the slices it is called with: {list(box_shape(box))}",
                        slices=[f"{s.start}:{s.stop}" for s in box])  # fmt: skip
-        parts[at] = part.to(mesh.device)
+        # A view shares the storage of something else, which a donated leaf would overwrite.
+        parts[at] = part.to(mesh.device, copy=part._is_view())
         shards.append(parts[at])
     return Sharded(shape, spec, mesh, shards)
 
@@ -228,29 +230,23 @@ def _get(x: Sharded, rank: int | None) -> Tensor | None:
 
 
 def _gather_to_host(x: Sharded, rank: int | None) -> Tensor | None:
-    import torch.distributed as dist
-
+    """Every part from its first owner, to `rank` or to all, one at a time."""
     me = x.mesh.ranks[0]
     part = x.shards[0].detach().contiguous()
     out = torch.empty(x.shape, dtype=x.dtype) if rank in (None, me) else None
     for owner, box in owners(x):
-        if rank is None:
-            buffer = part if owner == me else torch.empty(box_shape(box), dtype=x.dtype, device=part.device)
-            if x.mesh.size > 1 and x.spec.axes:
-                dist.broadcast(buffer, owner)
-        elif me not in (owner, rank):
-            continue
-        elif owner == rank or (not x.spec.axes and me == rank):
-            buffer = part
+        if not x.spec.axes or me == owner == rank:
+            piece = part
+        elif rank is None:
+            piece = part if me == owner else torch.empty(box_shape(box), dtype=x.dtype, device=part.device)
+            dist.broadcast(piece, owner)
         elif me == owner:
-            if x.spec.axes:
-                dist.send(part, rank)
-            continue
-        else:
-            buffer = torch.empty(box_shape(box), dtype=x.dtype, device=part.device)
-            dist.recv(buffer, owner)
+            dist.send(part, rank)
+        elif me == rank:
+            piece = torch.empty(box_shape(box), dtype=x.dtype, device=part.device)
+            dist.recv(piece, owner)
         if out is not None:
-            out[box] = buffer.cpu()
+            out[box] = piece.cpu()
     return out
 
 
@@ -311,8 +307,6 @@ def _copy(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
 
 
 def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
-    import torch.distributed as dist
-
     me = mesh.ranks[0]
     boxes = [local_box(x.shape, spec, mesh.axes, mesh.coords(rank)) for rank in range(mesh.size)]
     mine = x.box(me)

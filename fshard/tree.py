@@ -16,7 +16,7 @@ from optree import tree_reduce as reduce
 from optree import tree_structure as structure
 from optree import tree_transpose as transpose
 
-from .errors import ShardingError, fail
+from .errors import fail
 
 __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path", "map", "map_with_path", "reduce",
            "show", "structure", "transpose", "unflatten"]  # fmt: skip
@@ -131,10 +131,10 @@ def show(name: str, path: Path) -> str:
     return name + "".join(f"[{p!r}]" for p in path)
 
 
-def broadcast(prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool]) -> list[Any]:
+def broadcast(prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool], kind: str = "P") -> list[Any]:
     """One entry of `prefix` per leaf of `tree`: a leaf of the prefix stands for the whole subtree below it.
 
-    `leaf` says what counts as a leaf of the prefix; `name` names the prefix in errors.
+    `leaf` says what counts as a leaf of the prefix; `name` names the prefix and `kind` its leaves in errors.
 
     >>> broadcast({"a": 1, "b": 2}, {"a": [5, 6], "b": 7}, name="specs", leaf=lambda x: isinstance(x, int))
     [1, 1, 2]
@@ -142,40 +142,40 @@ def broadcast(prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool])
     Raises ShardingError where the prefix has other keys, another length or another container than the tree.
     """
     out: list[Any] = []
-    _broadcast(prefix, tree, (), name, leaf, out)
+    _broadcast(prefix, tree, (), name, leaf, kind, out)
     return out
 
 
-def _broadcast(prefix: Any, tree: Any, path: Path, name: str, leaf: Callable[[Any], bool], out: list[Any]) -> None:
+def _broadcast(prefix: Any, tree: Any, path: Path, name: str, leaf: Callable[[Any], bool], kind: str, out: list[Any]) -> None:
     if leaf(prefix):
-        out.extend([prefix] * len(optree.tree_leaves(tree)))
+        out.extend([prefix] * len(leaves(tree)))
         return
-    if optree.tree_is_leaf(prefix):
-        raise fail(f"{show(name, path)}: {prefix!r} is a {type(prefix).__name__}, not a spec", fix="use a P, e.g. P()")
-    if optree.tree_is_leaf(tree):
-        raise _mismatch(prefix, tree, path, name, "the tree has one leaf there")
-    want, want_keys = _children(tree)
-    have, have_keys = _children(prefix)
+    have, want = _children(prefix), _children(tree)
+    if have is None:
+        raise fail(f"{show(name, path)}: {prefix!r} is a {type(prefix).__name__}, not a {kind}", fix=f"use a {kind}")
     # A tuple of specs over a list of arguments (or the reverse) is what users write: containers of a kind match.
     same = type(prefix) is type(tree) or (isinstance(prefix, (list, tuple)) and isinstance(tree, (list, tuple)))
-    if not same or have_keys != want_keys:
-        missing = [k for k in want_keys if k not in have_keys]
-        extra = [k for k in have_keys if k not in want_keys]
-        raise _mismatch(prefix, tree, path, name, f"missing {missing}    extra {extra}")
-    for key, p, t in zip(want_keys, have, want, strict=True):
-        _broadcast(p, t, (*path, key), name, leaf, out)
+    if want is None or not same or list(have) != list(want):
+        missing, extra = [k for k in want or () if k not in have], [k for k in have if k not in (want or ())]
+        why = "the tree has one leaf there" if want is None else f"missing {missing}    extra {extra}"
+        raise fail(f"{show(name, path)}: not a prefix of the tree it describes", why,
+                   fix=f"give every key a {kind}, or one {kind} for the whole subtree",
+                   got=type(prefix).__name__, expected=type(tree).__name__)  # fmt: skip
+    for key, child in want.items():
+        _broadcast(have[key], child, (*path, key), name, leaf, kind, out)
 
 
-def _children(tree: Any) -> tuple[Sequence[Any], list[Any]]:
+def _children(tree: Any) -> dict[Any, Any] | None:
+    """The children of a container by key, in the order of its leaves; `None` for a leaf."""
+    if tree is None:
+        return {}
+    if isinstance(tree, dict):
+        return {key: tree[key] for key in sorted(tree)}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return dict(zip(tree._fields, tree, strict=True))
+    if isinstance(tree, (list, tuple)):
+        return dict(enumerate(tree))
+    if torch.compiler.is_compiling() or optree.tree_is_leaf(tree):
+        return None
     children, _, entries, _ = optree.tree_flatten_one_level(tree)
-    return children, list(entries)
-
-
-def _mismatch(prefix: Any, tree: Any, path: Path, name: str, why: str) -> ShardingError:
-    return fail(
-        f"{show(name, path)}: not a prefix of the tree it describes",
-        why,
-        fix="give every key a spec, or one P for the whole subtree",
-        got=type(prefix).__name__,
-        expected=type(tree).__name__,
-    )
+    return dict(zip(entries, children, strict=True))

@@ -110,6 +110,8 @@ def test_big_row_and_column_parts_and_threads_are_bitwise_equal(law):
 
 @pytest.mark.parametrize("first", [2**32 - 3, 2**34 - 5, 2**34 - 7, 2**50 + 1])
 def test_indices_beyond_32_bits(first):
+    traced = torch.vmap(lambda k: R._draw("bits", k, (2**60,), (slice(first, first + 17),), WORDS, None))
+    assert traced(KEY[None])[0].tolist() == words_at(KEY, range(first, first + 17))
     row = R._draw("bits", KEY, (2**60,), (slice(first, first + 17),), WORDS, None)
     assert row.tolist() == words_at(KEY, range(first, first + 17))
     shape, width = (2**40, 2**20 + 1), 2**20 + 1  # rows that start anywhere in a block, across 2^34 blocks
@@ -364,8 +366,8 @@ def test_streams_are_independent():
     assert (shares - 0.5).abs().max() < 4 * 0.5 / math.sqrt(n)
 
 
-# --- golden values: when one changes, R.VERSION must too. Floats are float64 results rounded to 24 bits or fewer,
-# so another build's last bit of erfinv does not show.
+# --- golden values: when one changes, R.VERSION must too. Floats are float64 results rounded to 24 bits or
+# fewer, so another build's last bit of erfinv does not show.
 
 GOLDEN = {
     "normal": (R.normal_box, {}, "0x1.f577c6p+0 -0x1.430d3p-5 0x1.fdaadep-2"),

@@ -146,7 +146,8 @@ class Reads(LoadPlanner):
         lines += [f"extra    {path}  {leaves[path]!r}" for path in extra]
         if lines:
             raise fail(f"restore: {self.directory} does not hold the leaves of `like`", *lines,
-                       fix="give `like` what fs.checkpoint.inspect shows; at='params' restores one subtree")  # fmt: skip
+                       fix="give `like` what fs.checkpoint.inspect shows; "
+                           "at='params' restores one subtree")  # fmt: skip
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
