@@ -13,7 +13,6 @@ parameters in float32 and compute in half precision, by a `Policy`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +22,15 @@ from torch import Tensor
 
 from . import init as _init
 from . import tree
-from .collectives import axis_index, psum, pvary
+from .collectives import pvary
 from .comm import in_region, region
 from .deferred import Deferred
 from .errors import fail, raise_all
+from .norm import global_norm
+from .schedules import Schedule, constant, cosine, linear, not_negative, warmup
 from .sharded import Sharded, from_callback
 from .spec import P, describe, is_spec
 
-Schedule = Callable[[Any], Any]  # the count of steps taken, an int or 0-d tensor -> a number or 0-d tensor
 Mask = Any  # a tree of bools, a prefix of one, or a function from the parameters to either
 Columns = list[list[Tensor]]  # parameters, gradients, moments...: a list each, in one order
 
@@ -75,7 +75,7 @@ def sgd(
 
     Source: Polyak, 1964; Sutskever et al., 2013, "On the importance of initialization and momentum".
     """
-    _in_range("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
+    not_negative("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and (momentum == 0 or dampening != 0):
         raise fail("sgd: nesterov needs a momentum and no dampening", fix="momentum=0.9, dampening=0.0",
                    momentum=momentum, dampening=dampening)  # fmt: skip
@@ -111,7 +111,7 @@ def adamw(
 
     Source: Kingma & Ba, 2015, "Adam"; Loshchilov & Hutter, 2019, "Decoupled weight decay regularization".
     """
-    _in_range("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    not_negative("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     if max(b1, b2) >= 1:
         raise fail(f"adamw: b1={b1}, b2={b2}", fix="less than 1")
 
@@ -272,7 +272,7 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
 
     Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural networks".
     """
-    _in_range("clip_by_global_norm", max_norm=max_norm)
+    not_negative("clip_by_global_norm", max_norm=max_norm)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         norm = global_norm(grads, specs)
@@ -285,108 +285,6 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
 
     return Transform(lambda params: {"norm": _scalar(params, torch.float32)}, update,
                      lambda param_specs: {"norm": P()}, "clip_by_global_norm")  # fmt: skip
-
-
-def global_norm(x: Any, specs: Any) -> Tensor:
-    """The 2-norm of all elements of a tree, each counted once on any mesh.
-
-        tree of [*S@axes]{V axes} -> [] float32 {I}     cost: one number over all axes of `specs`
-
-    `specs`, a prefix tree, says what each leaf varies over. With no axes in it, this works anywhere.
-
-    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}, P())
-    tensor(5.)
-    """
-    groups: dict[tuple[str, ...], list[Tensor]] = {}
-    for leaf, spec in zip(tree.leaves(x), tree.broadcast(specs, x, name="specs", leaf=is_spec), strict=True):
-        groups.setdefault(tuple(sorted(spec.axes)), []).append(leaf)
-    every = tuple(sorted({a for axes in groups for a in axes}))
-    parts = []
-    for axes, leaves in groups.items():
-        part = _sum_of_squares(leaves)
-        rest = tuple(a for a in every if a not in axes)
-        if rest:  # of the ranks that hold one part the first counts it, so that one psum serves every leaf
-            part = torch.where(axis_index(rest) == 0, pvary(part, rest), 0.0)
-        parts.append(part)
-    total = torch.stack(parts).sum() if parts else torch.zeros(())
-    return torch.sqrt(psum(total, every) if every else total)
-
-
-def _sum_of_squares(xs: list[Tensor]) -> Tensor:
-    if xs[0].is_cuda and not torch.compiler.is_compiling():
-        return torch.stack(torch._foreach_norm(xs, 2, torch.float32)).square().sum()
-    # The CPU's norm adds one by one, 1e-5 off after a few million elements; its sum adds by halves.
-    return torch.stack([x.to(torch.float32).square().sum() for x in xs]).sum()
-
-
-# --- schedules ----------------------------------------------------------------------------------------------
-
-
-def _schedule(f: Callable[[Tensor], Tensor]) -> Schedule:
-    """A function of the count, in float64: of a tensor a 0-d tensor, of an int a float."""
-
-    def at(count: Any) -> Any:
-        if isinstance(count, Tensor):
-            return f(count.to(torch.float64))
-        return f(torch.tensor(count, dtype=torch.float64)).item()
-
-    return at
-
-
-def _progress(count: Tensor, steps: int) -> Tensor:
-    return torch.clamp(count / steps, 0, 1) if steps else torch.ones_like(count)
-
-
-def constant(value: float) -> Schedule:
-    """The same number at every step."""
-    return _schedule(lambda count: torch.full_like(count, value))
-
-
-def linear(start: float, end: float, *, steps: int) -> Schedule:
-    """A straight line from `start` at 0 to `end` at `steps`, and `end` from there on.
-
-    >>> [linear(0.0, 1.0, steps=4)(i) for i in (0, 1, 4, 9)]
-    [0.0, 0.25, 1.0, 1.0]
-    """
-    _in_range("linear", steps=steps)
-    return _schedule(lambda count: _between(start, end, _progress(count, steps)))
-
-
-def cosine(peak: float, steps: int, *, end: float = 0.0) -> Schedule:
-    """Half a cosine from `peak` at 0 to `end` at `steps`, and `end` from there on.
-
-    >>> cosine(1.0, 10)(10)
-    0.0
-
-    Source: Loshchilov & Hutter, 2017, "SGDR: stochastic gradient descent with warm restarts".
-    """
-    _in_range("cosine", steps=steps)
-
-    def at(count: Tensor) -> Tensor:
-        return _between(end, peak, (torch.cos(math.pi * _progress(count, steps)) + 1) / 2)
-
-    return _schedule(at)
-
-
-def warmup(after: float | Schedule, steps: int, *, start: float = 0.0) -> Schedule:
-    """For `steps` steps a line from `start` to where `after` starts; then `after`, counted from there.
-
-    >>> lr = warmup(cosine(3e-4, 10_000 - 500, end=3e-5), 500)
-    >>> [lr(0), lr(250), lr(500), lr(10_000)]
-    [0.0, 0.00015, 0.0003, 3e-05]
-    """
-    _in_range("warmup", steps=steps)
-    then = after if callable(after) else constant(after)
-
-    def at(count: Tensor) -> Tensor:
-        rising = _between(start, then(torch.zeros_like(count)), _progress(count, steps))
-        return torch.where(count < steps, rising, then(torch.clamp(count - steps, min=0)))
-
-    return _schedule(at)
-
-
-def _between(start: float | Tensor, end: float | Tensor, t: Tensor) -> Tensor:
-    return torch.mul(1 - t, start) + torch.mul(t, end)  # exact at both ends
 
 
 # --- states and checks --------------------------------------------------------------------------------------
@@ -410,27 +308,14 @@ def _scalar(params: Any, dtype: torch.dtype) -> Any:
     return torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None)
 
 
-def _in_range(name: str, **options: Any) -> None:
-    for option, value in options.items():
-        if not callable(value) and not value >= 0:
-            raise fail(f"{name}: {option}={value}", fix="0 or more")
-
-
 def _decays(name: str, mask: Mask, params: Any) -> list[bool]:
     given: Any = True if mask is None else mask(params) if callable(mask) else mask
     if not all(isinstance(leaf, bool) for leaf in tree.leaves(given)):
         wrong = [tree.show("mask", at) for at, x in tree.leaves_with_path(given) if not isinstance(x, bool)]
         raise fail(f"{name}: {', '.join(wrong)}: not a bool", fix="True where a leaf decays, False elsewhere")
-    flags = tree.map(_Flag, given)
-    found = tree.broadcast(flags, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, _Flag))
-    return [flag.on for flag in found]
-
-
-class _Flag:
-    """A bool of a mask. Dynamo cannot take apart a dict of which it knows every value as a constant."""
-
-    def __init__(self, on: bool) -> None:
-        self.on = on
+    return tree.broadcast(
+        given, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool"
+    )
 
 
 def _check(name: str, moments: Sequence[str], grads: Any, state: Any, params: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, ShardingError, checkpoint
 from fshard.checkpoint import parts
+from fshard.checkpoint.manifest import read_manifest
 
 MESHES: list[dict[str, int]] = [{"data": 1}, {"data": 4}, {"data": 2, "model": 3}, {"model": 8, "data": 1}]
 
@@ -185,6 +187,32 @@ def test_part_files_are_safetensors(tmp_path: Path) -> None:
         assert torch.equal(torch.view_as_complex(f.get_tensor("complex[0:7, 0:10]")), values()["complex"])
         assert f.get_tensor("empty[0:0, 0:4]").shape == (0, 4)
         assert f.get_tensor("scalar[]").item() == 2.5
+    for leaf in read_manifest(at).leaves.values():  # aligned, for those who map the file
+        assert isinstance(leaf, checkpoint.Saved)
+        assert all(c.start % leaf.dtype.itemsize == 0 or leaf.dtype.itemsize > 8 for c in leaf.chunks)
+
+
+def test_the_manifest_is_json_of_every_parser(tmp_path: Path) -> None:
+    at = checkpoint.save(tmp_path / "c", {"a": math.nan, "b": -math.inf, "w": torch.tensor(math.nan)})
+    body = json.loads((at / "manifest.json").read_bytes(), parse_constant=pytest.fail)
+    assert body["format"] == "fshard.checkpoint"
+    assert body["leaves"]["b"] == {"type": "float", "value": "-inf"}
+
+
+def test_views_of_every_sort(tmp_path: Path) -> None:
+    x = torch.randn(4, 6, dtype=torch.complex64)
+    want = {
+        "conj": x.conj(),
+        "neg": x.conj().imag,
+        "t": x.real.T,
+        "step": x.real[::2, 1::3],
+        "n": x.real[:1].expand(3, 6),
+    }
+    want["grad"] = torch.nn.Parameter(torch.randn(3))
+    checkpoint.save(tmp_path / "c", want)
+    got = checkpoint.restore(tmp_path / "c", want)
+    same(got, {k: v.detach().clone() for k, v in want.items()})
+    assert not any(v.requires_grad for v in got.values())
 
 
 # --- ties ---------------------------------------------------------------------------------------------------
