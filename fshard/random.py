@@ -188,7 +188,7 @@ _digest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Law(NamedTuple):
-    """How words become values; `of` may overwrite them. They are int64; float64 where the dtype is floating."""
+    """How words become values; `of` may overwrite them. They are int64, or float64 if `dtype` is floating."""
 
     of: Callable[[Tensor], Tensor]
     dtype: torch.dtype
@@ -249,7 +249,7 @@ def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, law: _Law, dev
     runs = _Runs.of(shape, box)
     if not (_is_plain(key) and _is_plain(out)):
         return _traced(law, k, runs, out.device).view(out.shape)
-    threads = min(torch.get_num_threads(), 2 if runs.offset() is None else 4)  # a gather needs twice the memory
+    threads = min(torch.get_num_threads(), 2 if runs.offset() is None else 4)  # a gather takes more memory
     lanes = _LANES * threads if out.device.type == "cpu" else 1 << 20
     width = min(runs.length, 4 * lanes)
     height = min(runs.many, max(1, lanes // runs.blocks(width)))

@@ -90,6 +90,7 @@ class _Team:
         met = sorted(((*pickle.loads(c.recv_bytes()), c) for c in connections), key=lambda m: m[0])
         self.pids = [pid for _, pid, _ in met]
         self.connections: list[Connection] = [c for _, _, c in met]
+        self.printed: dict[int, int] = {}
 
     def run(self, job: bytes, timeout: float) -> tuple[list[Any], str]:
         """The results, and a report of what went wrong: empty where nothing did."""
@@ -115,11 +116,21 @@ class _Team:
                 failed[rank] = f"no answer after {timeout:.0f} s; it was in\n{self._stack(rank)}"
         elif waiting:
             failed |= {rank: "was waiting for the others" for rank in waiting.values()}
+        self._print_output()
         same: dict[str, list[int]] = {}
         for rank in sorted(failed):
             same.setdefault(failed[rank].rstrip(), []).append(rank)
         reports = [f"rank {', '.join(map(str, ranks))} of {len(self.pids)}: {text}" for text, ranks in same.items()]
         return [results.get(i) for i in range(len(self.pids))], "\n\n".join(reports)
+
+    def _print_output(self) -> None:
+        """What the ranks printed, printed here, where pytest captures it."""
+        for rank in range(len(self.pids)):
+            with open(self.place / f"out{rank}", errors="replace") as out:
+                out.seek(self.printed.get(rank, 0))
+                for line in out.read().splitlines():
+                    print(f"rank {rank}: {line}")
+                self.printed[rank] = out.tell()
 
     def _stack(self, rank: int) -> str:
         """Where a hanging rank is: its faulthandler writes that on a signal."""
@@ -179,8 +190,11 @@ def _nurse(orders: Connection, address: Any) -> None:
 def _serve(rank: int, size: int, place: Path, address: Any) -> None:
     """One worker: a rank of a process group, running one job after another."""
     with Client(address) as main, open(place / f"stack{rank}", "w") as stack:
-        main.send_bytes(pickle.dumps((rank, os.getpid())))
         faulthandler.register(signal.SIGUSR1, stack)
+        out = os.open(place / f"out{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        main.send_bytes(pickle.dumps((rank, os.getpid())))
         torch.set_num_threads(1)
         timeout = datetime.timedelta(seconds=TIMEOUT)
         dist.init_process_group(

@@ -229,6 +229,18 @@ def test_errors(call, text):
     assert str(caught.value) == text
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("law", LAWS)
+def test_on_cuda_any_box_is_that_part_and_words_are_those_of_the_cpu(law):
+    for shape in [(512, 640), (509, 1031)]:
+        with torch.device("cuda"):
+            full = LAWS[law](KEY, shape, whole(shape))
+            for box in [(slice(1, 508), slice(0, shape[1])), (slice(0, 500), slice(3, 515))]:
+                assert torch.equal(LAWS[law](KEY, shape, box), full[box])
+        if not full.dtype.is_floating_point:
+            assert torch.equal(full.cpu(), LAWS[law](KEY, shape, whole(shape)))
+
+
 # --- traced
 
 

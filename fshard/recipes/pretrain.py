@@ -128,6 +128,8 @@ def main(argv: list[str] | None = None) -> float:
     like = {**state, "key": key, "step": torch.tensor(0)}
 
     if args.resume:
+        if checkpoint.latest(args.resume) is None:
+            raise SystemExit(f"pretrain: --resume {args.resume}: there is no complete checkpoint in it")
         state = checkpoint.restore(args.resume, like, specs=state_specs, mesh=mesh, step=checkpoint.latest(args.resume))
     else:
         state = fs.materialize(like, state_specs, mesh, key=fs.fold_in(key, "init"))

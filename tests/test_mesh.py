@@ -1,0 +1,160 @@
+"""Meshes: their sizes, coordinates and identity, and how they run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P, ShardingError
+
+SIZES = [
+    {"a": 1},
+    {"a": 3},
+    {"a": 8},
+    {"a": 2, "b": 3},
+    {"b": 3, "a": 2},
+    {"a": 2, "b": 1, "c": 2},
+    {"a": 2, "b": 2, "c": 1, "d": 2},
+]
+
+
+@pytest.mark.parametrize("axes", SIZES, ids=repr)
+def test_coordinates_are_row_major(axes):
+    mesh = fs.make_mesh(**axes)
+    assert mesh.axes == axes
+    assert list(mesh.axes) == list(axes)
+    assert mesh.size == np.prod(list(axes.values()))
+    assert mesh.ranks == tuple(range(mesh.size))
+    for rank in mesh.ranks:
+        coords = mesh.coords(rank)
+        assert list(coords) == list(axes)
+        assert tuple(coords.values()) == np.unravel_index(rank, tuple(axes.values()))
+
+
+@pytest.mark.parametrize("axes", SIZES, ids=repr)
+def test_run_gives_each_rank_its_view_and_returns_in_rank_order(axes):
+    mesh = fs.make_mesh(**axes)
+    out = mesh.run(lambda comm, rank: (rank, dict(comm.coords), dict(comm.sizes)))
+    assert out == [(rank, mesh.coords(rank), axes) for rank in range(mesh.size)]
+
+
+def test_all_ranks_run_at_once_each_on_a_thread():
+    mesh = fs.make_mesh(a=2, b=2)
+    together = threading.Barrier(4)
+
+    def f(comm, rank):
+        together.wait(20)
+        return threading.get_ident()
+
+    idents = mesh.run(f)
+    assert len(set(idents)) == 4
+    assert threading.get_ident() not in idents
+
+
+@pytest.mark.parametrize("axes", [{"a": 1}, {"a": 1, "b": 1}], ids=repr)
+def test_one_rank_runs_in_the_callers_thread(axes):
+    assert fs.make_mesh(**axes).run(lambda comm, rank: threading.get_ident()) == [threading.get_ident()]
+
+
+def test_the_callers_compute_threads_are_left_alone():
+    before = torch.get_num_threads()
+    try:
+        for n in (3, 1, 2):
+            torch.set_num_threads(n)
+            mesh = fs.make_mesh(a=2)
+            for _ in range(2):
+                assert mesh.run(lambda comm, rank: torch.get_num_threads()) == [1, 1]
+                assert torch.get_num_threads() == n
+            with pytest.raises(ZeroDivisionError):
+                mesh.run(lambda comm, rank: 1 // 0)
+            assert torch.get_num_threads() == n
+            fs.make_mesh(a=1).run(lambda comm, rank: None)
+            assert torch.get_num_threads() == n
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_equal_meshes():
+    assert fs.make_mesh(a=2, b=2) == fs.make_mesh(a=2, b=2)
+    assert hash(fs.make_mesh(a=2, b=2)) == hash(fs.make_mesh(a=2, b=2))
+    others = [
+        fs.make_mesh(b=2, a=2),
+        fs.make_mesh(a=4),
+        fs.make_mesh(a=2, c=2),
+        fs.make_mesh(a=2, b=2, device="meta"),
+    ]
+    assert all(fs.make_mesh(a=2, b=2) != other for other in others)
+    assert len({fs.make_mesh(a=2, b=2), fs.make_mesh(a=2, b=2), *others}) == 1 + len(others)
+    assert fs.make_mesh(a=2) != "Mesh"
+
+
+def test_leaves_of_one_mesh_serve_on_an_equal_one():
+    x = fs.device_put(torch.arange(4.0), P("a"), fs.make_mesh(a=2))
+    double = fs.shard_map(lambda x: 2 * x, mesh=fs.make_mesh(a=2), in_specs=P("a"), out_specs=P("a"))
+    assert fs.device_get(double(x)).tolist() == [0, 2, 4, 6]
+
+
+def test_repr():
+    assert repr(fs.make_mesh(data=2, model=4)) == "Mesh(data=2, model=4; simulated, 8 x cpu)"
+
+
+def test_a_mesh_is_not_pickled_nor_copied():
+    message = "a Mesh stands for live devices and cannot be pickled: make it again with fs.make_mesh"
+    for f in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError) as caught:
+            f(fs.make_mesh(a=2))
+        assert str(caught.value) == message
+
+
+def text(**kwargs):
+    with pytest.raises(ShardingError) as caught:
+        fs.make_mesh(**kwargs)
+    return str(caught.value)
+
+
+SIZES_FIX = (
+    "\n  fix: name at least one axis, each with a size of 1 or more, e.g. data=2, model=4; "
+    "in a process mesh one may be -1"
+)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shown"),
+    [
+        ({}, ""),
+        ({"data": 0}, "data=0"),
+        ({"data": 2, "model": -2}, "data=2, model=-2"),
+        ({"data": 2.0}, "data=2.0"),
+        ({"data": True}, "data=True"),
+        ({"data": "2"}, "data=2"),
+        ({"a": -1, "b": -1}, "a=-1, b=-1"),
+    ],
+)
+def test_text_of_sizes_that_are_none(axes, shown):
+    assert text(**axes) == f"make_mesh({shown}): not the sizes of a mesh" + SIZES_FIX
+
+
+def test_text_of_a_wild_size_without_a_world():
+    assert text(kind="simulated", data=-1, model=2) == (
+        "make_mesh(data=-1, model=2): a simulated mesh has no world size to take 'data' from\n"
+        "  fix: say how many ranks to simulate: data=2"
+    )
+
+
+def test_text_of_an_unknown_kind():
+    assert text(kind="real", data=2).startswith("make_mesh: no kind of mesh is called 'real'\n  fix: kind=")
+
+
+def test_text_of_a_process_mesh_outside_a_launch(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert text(kind="process", device="cpu", data=2) == (
+        "make_mesh(data=2, kind='process'): this process was not launched as a rank\n"
+        "  fix: start it with torchrun --nproc-per-node N, or use kind='simulated'"
+    )

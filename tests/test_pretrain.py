@@ -1,0 +1,155 @@
+"""The whole job: the losses of 50 steps are the same on every mesh, and after going on on another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from fshard import checkpoint
+from fshard.recipes import pretrain
+
+TEXT = "\n".join(f"def f{i}(x, y={i}):\n    return x * {i} + y  # line {i * i}\n" for i in range(600))
+SMALL = ["--steps", "50", "--batch", "8", "--context", "16", "--layers", "2", "--heads", "3", "--width", "24", "--lr", "1e-3"]
+MESHES = {
+    "data=2": "--mesh data=2",
+    "model=2": "--mesh model=2",
+    "data=2,model=2": "--mesh data=2,model=2",
+    "data=4 fsdp": "--mesh data=4 --fsdp",
+    "data=2,model=2 fsdp sequence": "--mesh data=2,model=2 --fsdp --sequence-parallel",
+    "model=4": "--mesh model=4",  # 257 tokens and 3 heads over 4
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def run(out, text, *flags):
+    pretrain.main([*SMALL, "--text", text, "--out", str(out), *flags])
+    return metrics(out)
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_curve(got, want):
+    """1e-6 relative over the first 5 steps, 1e-4 over all, in loss and in gradient norm."""
+    assert [m["step"] for m in got] == [m["step"] for m in want]
+    for a, b in zip(got, want, strict=True):
+        rtol = 1e-6 if a["step"] < 5 else 1e-4
+        for what in ("loss", "grad_norm"):
+            assert abs(a[what] - b[what]) <= rtol * abs(b[what]), (a["step"], what, a[what], b[what])
+        assert a["lr"] == b["lr"]
+
+
+@pytest.fixture(scope="module")
+def one(text, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("one"), text)
+
+
+@pytest.fixture(scope="module")
+def one_with_dropout(text, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("one"), text, "--dropout", "0.1")
+
+
+def test_it_learns(one):
+    assert [m["step"] for m in one] == list(range(50))
+    assert one[0]["loss"] == pytest.approx(5.55, abs=0.2)  # about ln 257
+    assert one[-1]["loss"] < 4
+    assert all(m["tokens_per_s"] > 0 for m in one)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_the_mesh_never_changes_the_curve(name, text, one, tmp_path):
+    same_curve(run(tmp_path, text, *MESHES[name].split()), one)
+
+
+@pytest.mark.parametrize("name", ["data=2", "data=2,model=2 fsdp sequence", "model=4"])
+def test_nor_with_dropout(name, text, one, one_with_dropout, tmp_path):
+    assert abs(one_with_dropout[9]["loss"] - one[9]["loss"]) > 1e-3
+    same_curve(run(tmp_path, text, "--dropout", "0.1", *MESHES[name].split()), one_with_dropout)
+
+
+@pytest.mark.parametrize(("before", "after"), [("data=1", "data=2,model=2 fsdp sequence"), ("model=4", "data=4 fsdp")])
+def test_going_on_on_another_mesh(before, after, text, one_with_dropout, tmp_path):
+    flags = MESHES.get(before, "--mesh data=1").split()
+    with pytest.raises(Stop):
+        stop_after(25, tmp_path, text, *flags)
+    assert checkpoint.latest(tmp_path) == 25
+    run(tmp_path, text, "--dropout", "0.1", "--resume", str(tmp_path), *MESHES[after].split())
+    same_curve(metrics(tmp_path), one_with_dropout)
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(step, out, text, *flags):
+    """Train as if for 50 steps, and be interrupted right after the checkpoint of `step`."""
+    saved = checkpoint.save
+
+    def save_and_stop(path, state, *, step, **options):
+        saved(path, state, step=step, **options)
+        raise Stop
+
+    try:
+        checkpoint.save = save_and_stop
+        run(out, text, "--dropout", "0.1", "--save-every", str(step), *flags)
+    finally:
+        checkpoint.save = saved
+
+
+def test_precisions_remat_and_compile_train_alike(text, one, tmp_path):
+    same_curve(run(tmp_path / "remat", text, "--remat", "--mesh", "data=2"), one)
+    low = run(tmp_path / "bf16", text, "--dtype", "bfloat16")
+    assert abs(low[-1]["loss"] - one[-1]["loss"]) < 0.05
+    same_curve(run(tmp_path / "compiled", text, "--compile", "--dropout", "0"), one)
+
+
+def test_a_sample_is_the_same_on_every_mesh(text, tmp_path, capsys):
+    texts = []
+    for mesh in ("data=1", "data=2,model=2"):
+        pretrain.main([*SMALL, "--text", text, "--steps", "10", "--mesh", mesh, "--sample", "30"])
+        out = capsys.readouterr().out
+        assert "validation loss" in out and "nats per byte" in out
+        texts.append(out.split("written by the model\n")[1])
+    assert texts[0] == texts[1] and len(texts[0]) > 20
+
+
+def test_bad_flags(text):
+    with pytest.raises(SystemExit, match="'stage=2' is not data=N or model=N"):
+        pretrain.main(["--mesh", "stage=2"])
+    with pytest.raises(SystemExit, match="fewer than 9000 sequences"):
+        pretrain.main([*SMALL, "--text", text, "--batch", "9000"])
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------
+
+
+def job(out, text, *flags):
+    torch.set_num_threads(1)
+    os.environ["RANK"] = str(torch.distributed.get_rank())
+    pretrain.main([*SMALL, "--text", text, "--out", out, *flags])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("n", [2, 4])
+def test_real_ranks_have_the_same_curve(n, text, one, one_with_dropout, tmp_path, ranks):
+    plain, dropped = {2: ("data=2", "model=2"), 4: ("data=2,model=2 fsdp sequence", "data=4 fsdp")}[n]
+    ranks(n, job, str(tmp_path / "plain"), text, *MESHES[plain].split(), timeout=120)
+    same_curve(metrics(tmp_path / "plain"), one)
+    out = tmp_path / "dropout"
+    ranks(n, job, str(out), text, "--dropout", "0.1", "--save-every", "25", *MESHES[dropped].split(), timeout=120)
+    same_curve(metrics(out), one_with_dropout)
+    # go on from the middle, on a simulated mesh
+    shutil.rmtree(out / "step_000050")
+    run(out, text, "--dropout", "0.1", "--resume", str(out), "--mesh", "data=2,model=2")
+    same_curve(metrics(out), one_with_dropout)

@@ -1,0 +1,212 @@
+"""Paths, and prefix trees and their errors, over every container that optree knows."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from typing import NamedTuple
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P, ShardingError, tree
+from fshard.spec import is_spec
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+def prefix(specs, t, **kwargs):
+    return tree.broadcast(specs, t, name="specs", leaf=is_spec, **kwargs)
+
+
+TREES = [
+    1,
+    None,
+    {},
+    [],
+    (),
+    {"b": 1, "a": 2},
+    {"b": [1, (2, None, {})], "a": {"z": 3, "y": {}}, "c": ()},
+    Pair(1, {"x": [2, 3]}),
+    [Pair(None, 1), Pair({"k": 2}, [])],
+    OrderedDict(b=1, a=2),
+    {"o": OrderedDict(z=1, a=OrderedDict(q=2, b=3))},
+    defaultdict(int, {"b": 1, "a": 2}),
+    {2: "x", 10: "y"},
+    {2: "x", "a": "y"},
+    deque([1, 2]),
+]
+
+
+@pytest.mark.parametrize("t", TREES, ids=repr)
+def test_flatten_is_optrees_and_unflatten_undoes_it(t):
+    leaves, treedef = tree.flatten(t)
+    assert leaves == optree.tree_leaves(t)
+    assert treedef == tree.structure(t)
+    assert tree.unflatten(treedef, leaves) == t
+    assert tree.leaves(t) == leaves
+    assert [x for _, x in tree.leaves_with_path(t)] == leaves
+    assert tree.map(lambda x: x, t) == t
+
+
+@pytest.mark.parametrize("t", TREES, ids=repr)
+def test_every_path_leads_to_its_leaf(t):
+    for path, leaf in tree.leaves_with_path(t):
+        at = t
+        for entry in path:
+            at = getattr(at, entry) if isinstance(at, Pair) and isinstance(entry, str) else at[entry]
+        assert at is leaf
+
+
+# deques and dicts of unlike keys are for eager programs
+@pytest.mark.parametrize(
+    "t", [t for t in TREES if not isinstance(t, deque) and t != {2: "x", "a": "y"}], ids=repr
+)
+def test_the_traced_form_has_the_order_of_optree(t):
+    out: list[object] = []
+    treedef = tree._flatten_traced(t, out)
+    assert out == tree.leaves(t)
+    back = tree._unflatten_traced(treedef, iter(out))
+    assert back == t
+    assert [x for _, x in tree.leaves_with_path(back)] == tree.leaves(t)
+    if isinstance(t, dict):
+        assert list(back) == list(t)
+
+
+containers = st.recursive(
+    st.none() | st.integers(0, 9),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from("cab"), inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(containers)
+def test_any_tree_flattens_alike_traced_and_not(t):
+    out: list[object] = []
+    treedef = tree._flatten_traced(t, out)
+    assert out == tree.leaves(t)
+    assert tree._unflatten_traced(treedef, iter(out)) == t
+
+
+@settings(max_examples=40, deadline=None)
+@given(containers)
+def test_a_tree_of_specs_is_its_own_prefix(t):
+    specs = tree.map(lambda n: P(f"axis{n}"), t)
+    assert prefix(specs, t) == tree.leaves(specs)
+    assert prefix(P("a"), t) == [P("a")] * len(tree.leaves(t))
+
+
+def test_display_and_dotted_paths():
+    path = ("h", 3, "up")
+    assert tree.show("params", path) == "params['h'][3]['up']"
+    assert tree.dotted(path) == "h.3.up"
+    assert tree.show("params", ()) == "params"
+    assert tree.dotted(()) == ""
+
+
+def test_map_with_path_gives_each_leaf_its_path_and_the_others_leaves():
+    t = {"h": [1, Pair(2, None)], "e": {}}
+    got = tree.map_with_path(
+        lambda path, x, y: (tree.dotted(path), x, y), t, {"h": [10, Pair(20, None)], "e": {}}
+    )
+    assert got == {"h": [("h.0", 1, 10), Pair(("h.1.0", 2, 20), None)], "e": {}} or got == {
+        "h": [("h.0", 1, 10), Pair(("h.1.left", 2, 20), None)],
+        "e": {},
+    }
+
+
+def test_map_takes_deeper_trees_in_the_rest():
+    assert tree.map(lambda a, b: (a, b), {"x": 1}, {"x": [2, 3]}) == {"x": (1, [2, 3])}
+
+
+def test_specs_described_and_placed_leaves_are_leaves():
+    mesh = fs.make_mesh(a=1)
+    placed = fs.device_put(torch.zeros(2), P(), mesh)
+    described = fs.init.zeros(2)
+    assert tree.leaves([P("a"), described, placed]) == [P("a"), described, placed]
+
+
+def test_a_prefix_covers_whole_subtrees_and_empty_ones():
+    t = {"a": [1, 2, None], "b": {"c": 3, "d": {}}, "e": None, "f": Pair(4, (5,))}
+    specs = {"a": P("x"), "b": {"c": P("y"), "d": P("z")}, "e": P("w"), "f": Pair(P("u"), P("v"))}
+    assert prefix(specs, t) == [P("x"), P("x"), P("y"), P("u"), P("v")]
+    # an empty subtree needs no spec
+    assert prefix({**specs, "e": None, "b": {"c": P("y"), "d": {}}}, t) == prefix(specs, t)
+
+
+def test_lists_and_tuples_match_each_other():
+    assert prefix((P("x"), P("y")), [1, 2]) == [P("x"), P("y")]
+    assert prefix([P("x"), P("y")], (1, [2, 3])) == [P("x"), P("y"), P("y")]
+
+
+def test_ordered_dicts_keep_the_order_of_their_leaves():
+    t = OrderedDict(b=1, a=2)
+    assert tree.leaves(t) == [1, 2]
+    assert prefix(OrderedDict(b=P("for b"), a=P("for a")), t) == [P("for b"), P("for a")]
+
+
+def test_dicts_of_unlike_keys():
+    t = {2: "x", "a": "y"}
+    assert prefix({2: P("two"), "a": P("a")}, t) == [P("two") if x == "x" else P("a") for x in tree.leaves(t)]
+
+
+def text(specs, t, **kwargs):
+    with pytest.raises(ShardingError) as caught:
+        prefix(specs, t, **kwargs)
+    return str(caught.value)
+
+
+def test_text_of_missing_and_extra_keys():
+    assert text({"h": {"a": P(), "c": P()}}, {"h": {"a": 1, "b": 2}}) == (
+        "specs['h']: not a prefix of the tree it describes\n"
+        "  got  dict    expected  dict\n"
+        "  missing ['b']    extra ['c']\n"
+        "  fix: give every key a P, or one P for the whole subtree"
+    )
+
+
+def test_text_of_another_length():
+    assert text([P()], [1, 2]) == (
+        "specs: not a prefix of the tree it describes\n"
+        "  got  list    expected  list\n"
+        "  missing [1]    extra []\n"
+        "  fix: give every key a P, or one P for the whole subtree"
+    )
+
+
+def test_text_of_a_prefix_that_is_deeper_than_the_tree():
+    assert text({"w": {"deep": P()}}, {"w": 1}) == (
+        "specs['w']: not a prefix of the tree it describes\n"
+        "  got  dict    expected  int\n"
+        "  the tree has one leaf there\n"
+        "  fix: give every key a P, or one P for the whole subtree"
+    )
+
+
+def test_text_of_another_container():
+    assert "got  list    expected  dict" in text({"w": [P()]}, {"w": {"a": 1}})
+    assert "got  Pair    expected  tuple" not in (text({"w": {"a": P()}}, {"w": Pair(1, 2)}))
+    assert "got  dict    expected  Pair" in text({"w": {"a": P()}}, {"w": Pair(1, 2)})
+
+
+def test_text_of_a_leaf_that_is_no_spec():
+    assert text({"w": [P(), "model"]}, {"w": [1, 2]}) == (
+        "specs['w'][1]: 'model' is a str, not a P\n  fix: use a P"
+    )
+    assert text(3, 1, kind="policy") == "specs: 3 is a int, not a policy\n  fix: use a policy"
+
+
+def test_a_spec_missing_for_a_leaf_is_an_error():
+    assert "the tree has one leaf there" in text({"w": None}, {"w": 1})
