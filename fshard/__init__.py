@@ -20,10 +20,11 @@ from .comm import recording
 from .deferred import Deferred
 from .display import show
 from .errors import ShardingError
+from .keys import fold_in, key, split
 from .mesh import Mesh, make_mesh
-from .random import fold_in, key, split
+from .reshard import device_get, reshard
 from .shard_map import shard_map
-from .sharded import Sharded, device_get, device_put, from_callback, materialize, reshard
+from .sharded import Sharded, device_put, from_callback, materialize
 from .spec import P, column, fully_shard, replicated, row, rules
 from .transforms import Policy, accumulate, cast, grad, remat, value_and_grad
 from .verify import verify

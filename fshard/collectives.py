@@ -16,9 +16,9 @@ from torch import Tensor
 from . import tree
 from .comm import Comm, Region, index_of, region, size_of
 from .errors import ShardingError, fail, raise_all
-from .linear import Exchange, Gather, Map, Permute, Scatter, Slice, Sum, Vary, apply, extreme
-from .spec import lengths, names_of, piece
+from .linear import Exchange, Gather, Permute, Scatter, Slice, Sum, Vary, apply, extreme
 from .spec import is_spec as _is_spec
+from .spec import lengths, names_of, piece
 
 Axis = str | tuple[str, ...] | None
 

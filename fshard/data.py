@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from . import random, tree
+from . import tree
 from .errors import ShardingError, fail, raise_all
+from .keys import check_key, fold_in
 from .mesh import Mesh
 from .sharded import Sharded, from_callback
 from .spec import Box, P, describe, is_spec, local_box, problems
@@ -49,7 +50,7 @@ def permute(key: Tensor, positions: Integers, *, size: int) -> Tensor:
     arbitrary finite domains". Its round function is the finalizer of SplitMix64 (Steele, Lea & Flood, 2014),
     its round keys are `fold_in(key, round)`. It gives an order, not secrecy.
     """
-    random.check_key("permute", key)
+    check_key("permute", key)
     if not 1 <= size <= _LARGEST:
         raise fail(f"permute: size={size}", fix="a size from 1 to 2^62")
     at = _integers("permute: positions", positions)
@@ -88,7 +89,7 @@ def _mix(x: Words) -> Words:
 @functools.lru_cache(maxsize=64)
 def _round_keys(first: int, second: int) -> tuple[Words, ...]:
     """A 64-bit word for each round, as arrays, whose products wrap without a warning."""
-    words = [random.fold_in(torch.tensor([first, second], device="cpu"), i).tolist() for i in range(_ROUNDS)]
+    words = [fold_in(torch.tensor([first, second], device="cpu"), i).tolist() for i in range(_ROUNDS)]
     return tuple(np.array([a | b << 32], dtype=np.uint64) for a, b in words)
 
 
@@ -138,7 +139,7 @@ def indices(
         raise fail(f"indices: epoch {epoch} has no step {step}", lines, fix=fix)
     turn, at = divmod(step, steps) if epoch is None else (epoch, step)
     positions = torch.arange(at * batch, min((at + 1) * batch, size))  # [B]
-    return positions if key is None else permute(random.fold_in(key, turn), positions, size=size)
+    return positions if key is None else permute(fold_in(key, turn), positions, size=size)
 
 
 def load(fetch: Callable[[Rows], Any], indices: Integers, *, mesh: Mesh, spec: Any = _BY_ROW) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
@@ -20,26 +20,12 @@ from . import tree
 from .deferred import Deferred, words
 from .errors import ShardingError, fail, raise_all
 from .mesh import Mesh
+from .picture import Sizes, View, div, mesh_grid, named, picture, sizes_of
 from .sharded import Sharded
-from .spec import P, describe, is_spec, lengths, piece, problems
+from .spec import P, describe, is_spec, lengths, problems
 
-Sizes = Mapping[str, int]
 # Bytes on each device: an int where all have as many, else an array that broadcasts over the mesh.
 Grid = Any
-
-
-@dataclass(frozen=True)
-class View:
-    """What `show` gives: `text` when printed, `html` when it is the value of a notebook cell."""
-
-    text: str
-    html: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-    def _repr_html_(self) -> str:
-        return self.html
 
 
 def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold: bool = True) -> View:
@@ -64,32 +50,12 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
     Raises ShardingError listing every leaf that does not fit its spec, and for leaves on different meshes.
     """
     if isinstance(tree, Mesh):
-        return _mesh(tree)
+        return mesh_grid(tree)
     leaves, sizes = _leaves(tree, mesh, specs)
     if len(leaves) == 1 and optree.tree_is_leaf(tree) and leaves[0].spec is not None and sizes:
-        return _picture(leaves[0].what, leaves[0].shape, leaves[0].spec, sizes)
+        return picture(leaves[0].what, leaves[0].shape, leaves[0].spec, sizes)
     root = _node("", tree, iter(leaves), fold)
     return View(_table(root, sizes), _html_table(root, sizes))
-
-
-def layout(shape: Sequence[int], spec: P, *, mesh: Mesh | Sizes) -> View:
-    """Which ranks hold which block of a leaf.
-
-    >>> layout((5, 8), P("data", "model"), mesh={"data": 2, "model": 2})
-    [5@data, 8@model] on data=2, model=2
-           0:4   4:8
-         ┌─────┬─────┐
-     0:3 │  0  │  1  │
-         ├─────┼─────┤
-     3:5 │  2  │  3  │
-         └─────┴─────┘
-
-    Raises ShardingError where the spec does not fit the shape or the mesh.
-    """
-    sizes = _sizes(mesh)
-    raise_all(problems("layout", tuple(shape), spec, sizes))
-    what = describe(torch.float32, shape, spec).removeprefix("f32")
-    return _picture(what, tuple(shape), spec, sizes)
 
 
 # --- the leaves ---------------------------------------------------------------------------------------------
@@ -107,17 +73,13 @@ class _Leaf:
     local: Grid = 0
 
 
-def _sizes(mesh: Mesh | Sizes) -> Sizes:
-    return mesh.axes if isinstance(mesh, Mesh) else dict(mesh)
-
-
 def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Leaf], Sizes]:
     found = tree.leaves_with_path(tree_)
     own = {tuple(x.mesh.axes.items()) for _, x in found if isinstance(x, Sharded)}
     if mesh is None and len(own) > 1:
         names = [", ".join(f"{a}={n}" for a, n in axes) for axes in sorted(own)]
         raise fail("show: leaves on different meshes", *names, fix="pass mesh=, or show them one by one")
-    sizes = _sizes(mesh) if mesh is not None else dict(*own)
+    sizes = sizes_of(mesh) if mesh is not None else dict(*own)
     flat = [None] * len(found) if specs is None else tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
     seen: dict[int, str] = {}
     errors: list[ShardingError] = []
@@ -291,11 +253,7 @@ def _total(root: _Node, sizes: Sizes) -> str:
     if not sizes:
         return whole
     n = math.prod(sizes.values())
-    return f"{whole}; {_span(root.one)} on each of {n} devices ({_named(sizes)})"
-
-
-def _named(sizes: Sizes) -> str:
-    return ", ".join(f"{a}={n}" for a, n in sizes.items())
+    return f"{whole}; {_span(root.one)} on each of {n} devices ({named(sizes)})"
 
 
 def _table(root: _Node | None, sizes: Sizes) -> str:
@@ -314,29 +272,12 @@ def _table(root: _Node | None, sizes: Sizes) -> str:
 
 # --- as HTML ------------------------------------------------------------------------------------------------
 
-# No colour of text or page is set: grey lines and tints read on light and on dark.
-_STYLE = """<style>
-.fshard {font: 12px/1.6 ui-monospace, monospace; color: inherit}
-.fshard .row {display: grid; grid-template-columns: 3fr 3fr 3fr 2fr; column-gap: 1em}
-.fshard .row {border-top: 1px solid rgba(128, 128, 128, .2); white-space: pre}
-.fshard .row :last-child {text-align: right}
-.fshard summary {cursor: pointer; list-style: none}
-.fshard summary .name::before {content: "▸ "}
-.fshard details[open] > summary .name::before {content: "▾ "}
-.fshard td, .fshard th {border: 1px solid rgba(128, 128, 128, .4); padding: .2em .8em; text-align: center}
-</style>"""
-
-
-def _div(*parts: str) -> str:
-    return "\n".join([f'<div class="fshard">{_STYLE}', *parts, "</div>"])
-
-
 def _html_table(root: _Node | None, sizes: Sizes) -> str:
     if root is None:
-        return _div("(no leaves)")
+        return div("(no leaves)")
     few = len(list(_rows(_tops(root)))) <= 40
     total = [f"<div>total  {escape(_total(root, sizes))}</div>"] if root.weighs else []
-    return _div(*(_html_row(node, 0, few) for node in _tops(root)), *total)
+    return div(*(_html_row(node, 0, few) for node in _tops(root)), *total)
 
 
 def _html_row(node: _Node, depth: int, few: bool) -> str:
@@ -350,79 +291,4 @@ def _html_row(node: _Node, depth: int, few: bool) -> str:
     return f'<details{is_open}><summary class="row">{line}</summary>\n{inside}</details>'
 
 
-# --- pictures -----------------------------------------------------------------------------------------------
-
-
-def _mesh(mesh: Mesh) -> View:
-    *rest, last = mesh.axes
-    n = mesh.axes[last]
-    down = [", ".join(f"{a}={mesh.coords(r)[a]}" for a in rest) for r in range(0, mesh.size, n)]
-    cells = [[str(r + i) for i in range(n)] for r in range(0, mesh.size, n)]
-    text, html = _grid(repr(mesh), down, [f"{last}={i}" for i in range(n)], cells)
-    return View(text, _div(html))
-
-
-def _picture(what: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> View:
-    """The ranks that hold each block, over the two dims that are split, or the last ones."""
-    parts = spec.parts(len(shape))
-    split = [d for d, axes in enumerate(parts) if math.prod(sizes[a] for a in axes) > 1]
-    title = f"{what} on {_named(sizes)}"
-    shown = sorted((split + [d for d in reversed(range(len(shape))) if d not in split])[: max(2, len(split))])
-    boxes: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for rank, at in enumerate(np.ndindex(*sizes.values())):
-        coords = dict(zip(sizes, at, strict=True))
-        cuts = [piece(shape[d], [sizes[a] for a in parts[d]], [coords[a] for a in parts[d]]) for d in shown]
-        boxes.setdefault(tuple((start, start + n) for start, n in cuts), []).append(rank)
-    empty = [r for box, ranks in boxes.items() if any(a == b for a, b in box) for r in ranks]
-    held = {box: ranks for box, ranks in boxes.items() if all(a < b for a, b in box)}
-    notes = [f"empty on {_ranks(sorted(empty))}"] if empty else []
-    # The last dim shown runs across, all before it down.
-    down = sorted({box[:-1] for box in held})
-    across = sorted({box[-1:] for box in held})
-    cells = [[_ranks(held[a + b]) for b in across] for a in down]
-    if len(shape) > 2:
-        notes.insert(0, f"down: dim {', '.join(map(str, shown[:-1]))}    across: dim {shown[-1]}")
-    names = [[", ".join(f"{a}:{b}" for a, b in box) for box in side] for side in (down, across)]
-    text, html = _grid(title, names[0], names[1], cells)
-    return View("\n".join([text, *notes]), _div(html, *(f"<div>{escape(n)}</div>" for n in notes)))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """`0–3 8` for 0, 1, 2, 3, 8; long lists are cut."""
-    runs: list[list[int]] = []
-    for r in ranks:
-        if runs and runs[-1][-1] == r - 1:
-            runs[-1].append(r)
-        else:
-            runs.append([r])
-    words_ = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
-    return " ".join(words_ if len(words_) <= 8 else [*words_[:6], "…", words_[-1]])
-
-
-_MOST = 16  # blocks shown in each direction
-
-
-def _few(items: Sequence[Any], gap: Any) -> list[Any]:
-    return list(items) if len(items) <= _MOST else [*items[: _MOST - 2], gap, items[-1]]
-
-
-def _grid(title: str, down: list[str], across: list[str], cells: Sequence[Sequence[str]]) -> tuple[str, str]:
-    """A grid of short texts with a name for each row and column, as text and as HTML."""
-    down, across = _few(down, "⋮"), _few(across, "…")
-    cells = [_few(line, "…") for line in _few(cells, ["…"] * len(cells[0]))] if cells else []
-    side = max(map(len, down), default=0)
-    wide = max(map(len, [*across, *(c for line in cells for c in line)]), default=0) + 2
-    margin = " " * (side + 2)
-    lines = [title, (margin + " " + " ".join(c.center(wide) for c in across)).rstrip()][: 1 + any(across)]
-    rules = [margin + a + b.join(["─" * wide] * len(across)) + c for a, b, c in ("┌┬┐", "├┼┤", "└┴┘")]
-    body = ""
-    for i, (name, line) in enumerate(zip(down, cells, strict=True)):
-        lines += [rules[i > 0], f" {name.rjust(side)} │{'│'.join(c.center(wide) for c in line)}│"]
-        body += f"<tr><th>{escape(name)}</th>"
-        for j, c in enumerate(line):
-            hue = (i * len(across) + j) * 137 % 360  # the golden angle: neighbours differ
-            body += f'<td style="background: hsla({hue}, 70%, 50%, .25)">{escape(c)}</td>'
-        body += "</tr>"
-    head = "".join(f"<th>{escape(c)}</th>" for c in ["", *across])
-    table = f"<div>{escape(title)}</div>\n<table><tr>{head}</tr>{body}</table>" if cells else escape(title)
-    return "\n".join([*lines, rules[2]] if cells else [title]), table
+__all__ = ["View", "show", "size"]

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .comm import Comm, ProcessComm, simulate
+from .comm import Comm, ProcessComm
 from .errors import fail
+from .simulated import simulate
 
 T = TypeVar("T")
 

@@ -1,110 +1,137 @@
 """Pure layers and losses. With `axis=` a layer is split over a mesh axis; without, it is the dense one.
 
-Legend: B batch, T time, D width, H heads, K head width, V vocabulary; [D@model] is a dim split over an axis.
-Matrices are stored `[in, out]` and used as `x @ w`.
+Legend: B batch, T time, S keys, D width, F hidden width, H heads, K head width, V vocabulary; [D@model] is a
+dim split over an axis; {V} varies over it, {I} does not. Matrices are stored `[in, out]` and used as `x @ w`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from . import random
-from .collectives import Axis, axis_size, pmax, psum, pvary
-from .comm import region
+from .collectives import Axis, psum, pvary
 from .errors import fail
-from .spec import P, names_of, piece
+from .extent import part, whole
+from .loss import cross_entropy
+from .spec import P
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """x @ w + b: [..., D] -> [..., F], with w [D, F] and b [F]."""
+    """x @ w + b: x [..., D], w [D, F], b [F] -> [..., F].
+
+    Column parallel is w [D, F@model] and x {V model}; row parallel is w [D@model, F], then a psum.
+    """
     return F.linear(x, w.transpose(0, 1), b)
 
 
-def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
-    """Rows of a table: ids [...] -> [..., D].
+def mlp(
+    x: Tensor, up: Tensor, down: Tensor, *, up_b: Tensor | None = None, down_b: Tensor | None = None,
+    activation: Callable[[Tensor], Tensor] = F.relu, axis: Axis = None,
+) -> Tensor:  # fmt: skip
+    """down(activation(up(x))): [..., D] -> [..., D].
 
-        table [V, D]; with `axis` the table is [V@axis, D]{V} and the result a partial one, zero where another rank
-        holds the row: [..., D]{V}, to be summed with `psum` or `psum_scatter`
+        x {I}, up [D, F@axis], up_b [F@axis], down [F@axis, D], down_b [D]{I} -> {I}
+        one psum forward, one backward
 
-    `size` is V, needed only where the axis does not divide it. Ids that no rank holds give zeros under `axis`.
+    Source: Shoeybi et al., 2019, "Megatron-LM".
+
+    >>> y = nn.mlp(x, params["up"], params["down"], activation=nn.gelu, axis="model")
     """
-    if not names_of(axis):
+    h = activation(linear(pvary(x, axis) if axis else x, up, up_b))  # [..., F@axis]
+    y = linear(h, down)
+    y = psum(y, axis) if axis else y
+    return y if down_b is None else y + down_b
+
+
+def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
+    """Rows of a table: ids [...], table [V, D] -> [..., D].
+
+        with `axis`: ids {I}, table [V@axis, D]{V} -> [..., D]{V}, zero where another rank holds the row:
+        sum it, with psum or psum_scatter. The gradient of the table's part stays where it is.
+
+    `size` is V, needed only where the axis does not divide it. An id that the table lacks gives NaN with
+    `axis` (to raise, the host would have to wait for the device), and torch's IndexError without.
+
+    >>> x = fs.psum(nn.embedding(ids, params["wte"], axis="model", size=50257), "model")
+    """
+    if not axis:
         return F.embedding(ids, table)
-    start, length = _own_rows("embedding", axis, table.shape[0], size)
-    local = ids - start
-    mine = (local >= 0) & (local < length)
-    if not length:
-        return table.new_zeros(*ids.shape, table.shape[1]) + 0 * table.sum()
-    return F.embedding(local.where(mine, 0), table) * mine.unsqueeze(-1).to(table.dtype)
-
-
-def _own_rows(verb: str, axis: Axis, local: int, size: int | None) -> tuple[int, int]:
-    """(first, count) of this rank's part of a dim of global `size` that `axis` splits."""
-    n = axis_size(axis)
-    whole = local * n if size is None else size
-    where = region(verb)
-    start, length = piece(whole, [where.sizes[a] for a in names_of(axis)], [where.coords[a] for a in names_of(axis)])
-    if length != local:
-        raise fail(f"{verb}: this rank holds {local} rows of {whole} over {axis!r}, not {length}", fix="pass size=, the whole number")
-    return start, length
+    n = table.shape[0]
+    start, end = part("embedding", n, axis, size)
+    local = ids.long() - start
+    mine = (local >= 0) & (local < n)
+    rows = F.embedding(local.where(mine, 0), table if n else F.pad(table, (0, 0, 0, 1)))
+    blank = torch.where((ids >= 0) & (ids < end), 0.0, math.nan).to(rows.dtype)
+    return torch.where(mine.unsqueeze(-1), rows, blank.unsqueeze(-1))
 
 
 def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * w + b over the last dim. Source: Ba et al., 2016."""
+    """(x - mean) / sqrt(var + eps) * w + b over the last dim: [..., D] -> [..., D].
+
+    Source: Ba et al., 2016.
+    """
     return F.layer_norm(x, x.shape[-1:], w, b, eps)
 
 
 def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * w over the last dim, computed in float32 or better. Source: Zhang & Sennrich, 2019."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return y if w is None else y * w
+    """x / sqrt(mean(x^2) + eps) * w over the last dim: [..., D] -> [..., D]; inside, float32 or better.
+
+    Half precision is rounded once, after `w`; Llama's own code rounds before it too.
+    Source: Zhang & Sennrich, 2019.
+    """
+    return F.rms_norm(x, x.shape[-1:], w, eps)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None, scale: float | None = None,
-    rate: float = 0.0, key: Tensor | None = None, spec: P | None = None, shape: tuple[int, ...] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None,
+    scale: float | None = None, rate: float = 0.0, key: Tensor | None = None, spec: P | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> Tensor:  # fmt: skip
     """Scaled dot-product attention: q [B, H, T, K], k and v [B, H, S, K] -> [B, H, T, K].
 
-    `causal` lets position t of the last T of S positions see the positions up to its own. With a dropout `rate` the
-    weights are dropped by a mask that is the same on every mesh: `spec` and `shape` place the global [B, H, T, S]
-    weights, as in `dropout`. Source: Vaswani et al., 2017.
+    With `causal` the T positions are the last of the S, and each sees those up to its own. `mask` [..., T, S]
+    is True where a position is seen, or a number to add to its score; who sees nothing gets 0. With a dropout
+    `rate` and a `key` the weights are dropped by one mask on every mesh: `spec` and `shape` place the global
+    weights, [B, H, T, S], as in `dropout`. Heads may be split over an axis: nothing moves.
+
+    Without dropout this is torch's fused kernel. On a CPU it has neither jvp nor second derivatives; torch's
+    other one has: `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. Source: Vaswani et al., 2017.
+
+    >>> nn.attention(q, k, v, causal=True, rate=0.1, key=key, spec=P("data", "model"))
     """
     if causal and mask is not None:
-        raise fail("attention: causal=True and a mask", fix="put causality into the mask")
-    if causal and q.shape[-2] != k.shape[-2]:
-        mask, causal = causal_mask(q.shape[-2], k.shape[-2], device=q.device), False
-    if not rate or key is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-    if causal:
-        mask = causal_mask(q.shape[-2], k.shape[-2], device=q.device)
-    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        raise fail("attention: causal=True and a mask", fix="put nn.causal_mask(T, S) into the mask")
+    t, s, drops = q.shape[-2], k.shape[-2], _drops("attention", rate, key)
+    if causal and t > 1 and (drops or t != s):
+        mask = causal_mask(t, s, device=q.device)
+    if not drops:
+        square = causal and t == s and t > 1
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale)
+    scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)  # [B, H, T, S]
+    blind = None  # who sees nothing: a softmax of it would be NaN
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype)
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        scores = scores.masked_fill(blind, 0)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    if blind is not None:
+        weights = weights.masked_fill(blind, 0)
     return dropout(weights, rate, key=key, spec=spec, shape=shape) @ v
 
 
 def causal_mask(t: int, s: int, *, device: torch.device | None = None) -> Tensor:
-    """[T, S] bool: whether each of the last T of S positions may see a position."""
-    return torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
+    """[T, S] bool: whether each of the last T of S positions may see a position.
 
-
-def mlp(x: Tensor, up: Tensor, up_b: Tensor | None, down: Tensor, down_b: Tensor | None, *, axis: Axis = None,
-        activation: Any = F.relu) -> Tensor:  # fmt: skip
-    """down(activation(up(x))): [..., D]{I} -> [..., D]{I}; with `axis`, up is [D, F@axis] and down [F@axis, D].
-
-    One psum forward and one backward. Source: Shoeybi et al., 2019, "Megatron-LM".
+    >>> causal_mask(2, 3)
+    tensor([[ True,  True, False],
+            [ True,  True,  True]])
     """
-    h = activation(linear(pvary(x, axis), up, up_b))
-    y = psum(linear(h, down), axis)
-    return y if down_b is None else y + down_b
+    return torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
 
 
 def dropout(
@@ -112,92 +139,39 @@ def dropout(
 ) -> Tensor:
     """Zero a share `rate` of the elements and scale the rest by 1 / (1 - rate).
 
-    The mask is a function of `key` and of each element's global index, hence the same on every mesh. `spec` says how
-    the global array lies (its axes are those `x` varies over); `shape` is the global shape, needed only where an
-    axis does not divide it. `rate` 0 or key `None` does nothing. Source: Srivastava et al., 2014.
+    The mask is a function of `key` and of each element's global index, hence the same on every mesh, and the
+    same when recomputed. `spec` says how the global array lies (its axes are those `x` varies over); `shape`
+    is the global shape, needed only where an axis does not divide it. `rate` 0 or key `None` does nothing.
+    Source: Srivastava et al., 2014.
 
     >>> nn.dropout(x, 0.1, key=fs.fold_in(key, layer), spec=P("data"))        # x [B@data, T, D]
     """
-    if not 0 <= rate < 1:
-        raise fail(f"dropout: rate={rate}", fix="a share of at least 0 and less than 1")
-    if rate == 0 or key is None:
+    if not _drops("dropout", rate, key):
         return x
+    assert key is not None
     spec = spec or P()
     if shape is None:
-        shape = tuple(n * axis_size(axes) if axes else n for n, axes in zip(x.shape, spec.parts(x.ndim), strict=True))
+        parts = zip(x.shape, spec.parts(x.ndim), strict=True)
+        shape = tuple(whole("dropout", n, axes, word="shape=") if axes else n for n, axes in parts)
     keep = random.bernoulli(key, shape, p=1 - rate, spec=spec, device=x.device)
     if keep.shape != x.shape:
-        raise fail(f"dropout: x is {list(x.shape)} here, but its part of {list(shape)} is {list(keep.shape)}",
-                   fix="pass the global shape=", spec=spec)  # fmt: skip
+        raise fail("dropout: x is not this rank's part of the global array", fix="pass the global shape=",
+                   shape=list(shape), spec=spec, part=list(keep.shape), x=list(x.shape))  # fmt: skip
     return torch.where(keep, x / (1 - rate), 0)
 
 
-def cross_entropy(
-    logits: Tensor, targets: Tensor, *, axis: Axis = None, size: int | None = None, over: Axis = None,
-    weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
-    reduction: Literal["none", "mean", "sum"] = "mean",
-) -> Tensor:  # fmt: skip
-    """Softmax cross-entropy in nats: logits [..., V], integer targets [...] -> [] or [...].
-
-        with `axis`: logits [..., V@axis]{V}, targets {I} over it, result {I}: no rank sees another's logits.
-        forward: one pmax and one psum of two numbers per target; backward: nothing
-
-    Args:
-        size: V, needed only where the axis does not divide it.
-        over: axes the targets are split over (`"data"`): "mean" and "sum" are then over all of their ranks, each
-            target counted once also where the counts differ.
-        weight: [V], or [V@axis], a weight per class; the mean is a weighted one.
-        ignore_index: targets of this value count nothing. A mean over no targets is NaN, as in torch.
-        label_smoothing: share of the target spread evenly over all classes.
-        reduction: "none" gives one loss per target, 0 where ignored.
-
-    Semantics follow torch.nn.functional.cross_entropy with class indices; float32 inside.
-    """
-    if reduction not in ("none", "mean", "sum"):
-        raise fail(f"cross_entropy: reduction={reduction!r}", fix="'none', 'mean' or 'sum'")
-    if targets.is_floating_point() or tuple(targets.shape) != tuple(logits.shape[:-1]):
-        raise fail("cross_entropy: targets must be one integer class for each row of logits",
-                   logits=list(logits.shape), targets=f"{str(targets.dtype)[6:]}{list(targets.shape)}")  # fmt: skip
-    v = logits.shape[-1]
-    start, length = _own_rows("cross_entropy", axis, v, size) if names_of(axis) else (0, v)
-    whole = size if size is not None else v * (axis_size(axis) if names_of(axis) else 1)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    counted = targets != ignore_index
-    local = targets.where(counted, 0) - start
-    mine = (local >= 0) & (local < length)
-    at = local.where(mine, 0).unsqueeze(-1)
-
-    # log sum exp over all ranks from each rank's own: shifted by the largest, which is a constant to the derivative.
-    own = torch.logsumexp(wide, -1) if length else wide.new_full(targets.shape, -math.inf) + 0 * wide.sum()
-    top = pmax(own.detach(), axis)
-    pick = lambda values: values.gather(-1, at).squeeze(-1) * mine if length else own * 0  # noqa: E731
-    parts = {"exp": (own - pvary(top, axis)).exp(), "target": pick(wide)}
-    if weight is not None:
-        parts["weight"] = pick(weight.to(wide.dtype).expand_as(wide))
-    if label_smoothing:
-        parts["smooth"] = (wide if weight is None else wide * weight).sum(-1)
-        if weight is not None:
-            parts["weights"] = weight.to(wide.dtype).sum()
-    sums = psum(parts, axis)
-    lse = sums["exp"].log() + top
-    share = sums.get("weight", torch.ones_like(lse)) * counted
-    losses = torch.where(counted, (lse - sums["target"]) * share, 0)
-    if label_smoothing:
-        total = sums["weights"] if weight is not None else float(whole)
-        smooth = torch.where(counted, lse * total - sums["smooth"], 0)
-        losses = (1 - label_smoothing) * losses + label_smoothing / whole * smooth
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return psum(losses.sum(), over)
-    total_loss, total_share = psum((losses.sum(), share.sum()), over)
-    return total_loss / total_share
-
-
 def gelu(x: Tensor) -> Tensor:
-    """The tanh form of GELU, GPT-2's. Source: Hendrycks & Gimpel, 2016."""
+    """The tanh form of GELU, GPT-2's: [...] -> [...]. Source: Hendrycks & Gimpel, 2016."""
     return F.gelu(x, approximate="tanh")
 
 
-__all__ = ["attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear", "mlp",
-           "rms_norm"]  # fmt: skip
+def _drops(verb: str, rate: float, key: Tensor | None) -> bool:
+    if not 0 <= rate < 1:
+        raise fail(f"{verb}: rate={rate}", fix="a share, of at least 0 and less than 1")
+    return rate > 0 and key is not None
+
+
+__all__ = [
+    "attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear",
+    "mlp", "rms_norm",
+]  # fmt: skip

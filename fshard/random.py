@@ -26,162 +26,23 @@ Source: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3".
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import comm
 from .errors import fail, raise_all
-from .spec import Box, P, box_shape, describe, local_box, problems
+from .keys import DRAW, plain, words_of
+from .philox import M, Word, philox, philox_lanes
+from .spec import Box, P, box_shape, local_box, problems
 
 VERSION = 1
 
-_M = 0xFFFFFFFF
-_MULTIPLY = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_DRAW, _FOLD, _SPLIT, _NAME = range(4)  # the tags
 _ALL = P()
 _LANES = 1 << 15  # blocks at a time for each CPU thread; torch gives none a smaller share of an operation
-
-Word = Any  # 32 bits, as a Python int or as each lane of an int64 tensor: one text serves both
-
-
-# --- the generator ----------------------------------------------------------------------------------------
-
-
-def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32-10: four random words from four counter words and two key words.
-
-    >>> [f"{w:08x}" for w in philox((0, 0, 0, 0), (0, 0))]
-    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-    """
-    a, b, c, d = counter
-    for k0, k1 in _round_keys(key):
-        (high0, low0), (high1, low1) = _product(_MULTIPLY[0], a), _product(_MULTIPLY[1], c)
-        a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
-    return a, b, c, d
-
-
-def _round_keys(key: Sequence[Word]) -> list[tuple[Word, Word]]:
-    return [((key[0] + r * _WEYL[0]) & _M, (key[1] + r * _WEYL[1]) & _M) for r in range(10)]
-
-
-def _product(m: int, x: Word) -> tuple[Word, Word]:
-    """The high and the low word of m x, by way of (m - 2^32) x, which overflows no int64.
-
-    Overflow is undefined in C++: a compiler may take m x for positive, and drop the mask of (m x >> 32) & M.
-    """
-    p = (m - (1 << 32)) * x
-    return (p >> 32) + x, p & _M
-
-
-def _philox_lanes(words: Tensor, spare: Tensor, high: Word, key: Sequence[int]) -> None:
-    """`philox` of (words[3], high, 0, 0), in place, a third of the time: int64 words [4, N], spare [N].
-
-    Products wrap. Of a product the high word is masked before it is multiplied, the low word only at the end.
-    The rows trade places every round. Rounds 1 and 2, half of whose words are constants, are written out.
-    """
-    a, b, c, d = words.unbind()
-    keys = _round_keys(key)
-    d.mul_(_MULTIPLY[0])
-    torch.bitwise_right_shift(d, 32, out=b).bitwise_xor_(keys[0][1]).bitwise_and_(_M).mul_(_MULTIPLY[1])
-    torch.bitwise_right_shift(b, 32, out=a).bitwise_xor_(keys[1][0]).bitwise_and_(_M)
-    high, low = _product(_MULTIPLY[0], high ^ keys[0][0])
-    torch.bitwise_xor(d, high ^ keys[1][1], out=c).bitwise_and_(_M)
-    d[...] = low
-    for k0, k1 in keys[2:]:
-        for x, m, other, k in ((c, _MULTIPLY[1], b, k0), (a, _MULTIPLY[0], d, k1)):
-            torch.bitwise_right_shift(x.mul_(m), 32, out=spare)
-            other.bitwise_xor_(spare).bitwise_xor_(k).bitwise_and_(_M)
-        a, b, c, d = b, c, d, a
-    words[1::2].bitwise_and_(_M)
-
-
-# --- keys -------------------------------------------------------------------------------------------------
-
-
-def key(n: int) -> Tensor:
-    """The key of an integer of up to 64 bits: int64[2], on the CPU.
-
-    >>> key(2**32 + 7)
-    tensor([7, 1])
-
-    Raises ShardingError for anything else, negative integers included.
-    """
-    if not isinstance(n, int) or not 0 <= n < 1 << 64:
-        raise fail(f"key: {n!r} makes no key", needed="an int, 0 <= n < 2^64", fix="fs.key(0)")
-    return torch.tensor([n & _M, n >> 32], device="cpu")
-
-
-def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
-    """Another key, for this `data`: the name of a layer, the number of a step or an example.
-
-    An int has 64 bits and may be negative; a tensor is an integer of shape []. A compiled step that takes its
-    number as a tensor is compiled once.
-
-    >>> fold_in(fold_in(key(0), "h.3.up"), 100)
-    tensor([2581983587, 1866330723])
-    """
-    k = _words_of("fold_in", key)
-    n: Word = data
-    if isinstance(data, str):
-        n = _digest(data)
-    elif isinstance(data, Tensor) and data.ndim == 0 and data.dtype in (torch.int64, torch.int32):
-        n = int(data) if _is_plain(data) else data.long()
-    elif not isinstance(data, int) or not -(1 << 63) <= data < 1 << 63:
-        got = describe(data.dtype, data.shape) if isinstance(data, Tensor) else repr(data)
-        raise fail("fold_in: this cannot be folded in", got=got,
-                   needed="a str, an int of 64 bits, i64[], i32[]", fix="fs.fold_in(key, step)")  # fmt: skip
-    tag = _NAME if isinstance(data, str) else _FOLD
-    made = philox((n & _M, (n >> 32) & _M, 0, tag), k)[:2]
-    return torch.stack(made) if isinstance(made[0], Tensor) else torch.tensor(made, device="cpu")
-
-
-def split(key: Tensor, n: int = 2) -> Tensor:
-    """Several keys from one: int64[n, 2].
-
-    >>> a, b = split(key(0))
-    >>> a
-    tensor([3710895380, 2918555867])
-    """
-    k = _words_of("split", key)
-    if isinstance(k[0], int) and 0 < n <= 64:
-        return torch.tensor([philox((j, 0, 0, _SPLIT), k)[:2] for j in range(n)], device="cpu")
-    return torch.stack(philox((torch.arange(n, device=key.device), 0, 0, _SPLIT), k)[:2], -1)
-
-
-def check_key(verb: str, key: object) -> None:
-    """Raise ShardingError, naming `verb`, unless `key` is a key."""
-    if isinstance(key, Tensor) and key.dtype == torch.int64 and tuple(key.shape) == (2,):
-        return
-    fix = f"fs.key({key})" if isinstance(key, int) and 0 <= key < 1 << 64 else "fs.key(0)"
-    if isinstance(key, Tensor) and key.dtype == torch.int64 and key.ndim == 2 and key.shape[1] == 2:
-        fix = "pass one of these keys, keys[0], or map over them with torch.vmap"
-    got = describe(key.dtype, key.shape) if isinstance(key, Tensor) else repr(key)
-    raise fail(f"{verb}: this is no key", got=got, needed="i64[2]", fix=fix)
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor is just its values, here and now: not traced, not batched, not fake."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and not is_functorch_wrapped_tensor(x)
-
-
-def _words_of(verb: str, key: Tensor) -> Sequence[Word]:
-    check_key(verb, key)
-    return [w & _M for w in key.tolist()] if _is_plain(key) else (key & _M).unbind()
-
-
-def _digest(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-# Dynamo cannot trace hashlib. This is torch.compiler.assume_constant_result, less its import of the compiler.
-_digest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # --- any part of a draw -----------------------------------------------------------------------------------
@@ -242,13 +103,19 @@ def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, law: _Law, dev
 
     It is made in tiles that stay in the cache: at most 16 MiB of extra memory on a CPU, whatever the size.
     """
-    k = _words_of(f"random.{verb}", key)
-    out = torch.empty(box_shape(box), dtype=law.dtype, device=device)
-    if out.numel() == 0:
+    k = words_of(f"random.{verb}", key)
+    if plain(key) is None:
+        return _traced(law, k, shape, box, device)
+    with torch._C._DisableFuncTorch():  # a draw is a constant to any gradient
+        out = torch.empty(box_shape(box), dtype=law.dtype, device=device)
+        if plain(out) is None:
+            return _traced(law, k, shape, box, device)
+        if out.numel():
+            _fill(law, k, _Runs.of(shape, box), out)
         return out
-    runs = _Runs.of(shape, box)
-    if not (_is_plain(key) and _is_plain(out)):
-        return _traced(law, k, runs, out.device).view(out.shape)
+
+
+def _fill(law: _Law, k: Sequence[int], runs: _Runs, out: Tensor) -> None:
     threads = min(torch.get_num_threads(), 2 if runs.offset() is None else 4)  # a gather takes more memory
     lanes = _LANES * threads if out.device.type == "cpu" else 1 << 20
     width = min(runs.length, 4 * lanes)
@@ -258,7 +125,6 @@ def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, law: _Law, dev
     for top in range(0, runs.many, height):
         for left in range(0, runs.length, width):
             _tile(law, k, runs, (top, left), rows[top : top + height, left : left + width], scratch)
-    return out
 
 
 def _tile(law: _Law, k: Sequence[int], runs: _Runs, at: tuple[int, int], out: Tensor, lanes: Tensor) -> None:
@@ -272,8 +138,8 @@ def _tile(law: _Law, k: Sequence[int], runs: _Runs, at: tuple[int, int], out: Te
     torch.add(start >> 2, torch.arange(n, device=out.device), out=words[3].view(count, n))
     first, last = runs.start(top) + left, runs.start(top + count - 1) + left + length + 3
     high = first >> 34 if first >> 34 == last >> 34 else words[3] >> 32
-    words[3].bitwise_and_(_M)
-    _philox_lanes(words, lanes[0], high, k)
+    words[3].bitwise_and_(M)
+    philox_lanes(words, lanes[0], high, k)
     x = law.of(words.view(torch.float64).copy_(words) if law.dtype.is_floating_point else words)
     whole_blocks = runs.offset() == 0 and length % 4 == 0
     to = out if whole_blocks else torch.empty(count, 4 * n, dtype=law.dtype, device=out.device)
@@ -284,15 +150,19 @@ def _tile(law: _Law, k: Sequence[int], runs: _Runs, at: tuple[int, int], out: Te
         out.clamp_(law.low, law.high)
 
 
-def _traced(law: _Law, k: Sequence[Word], runs: _Runs, device: torch.device) -> Tensor:
+def _traced(law: _Law, k: Sequence[Word], shape: Sequence[int], box: Box, device: Any) -> Tensor:
     """All at once and out of place: for compilers, which fuse it, for vmap and for fake tensors."""
+    out = torch.empty(box_shape(box), dtype=law.dtype, device=device)
+    if out.numel() == 0:
+        return out
+    runs, device = _Runs.of(shape, box), out.device
     k = [w.to(device) if isinstance(w, Tensor) else w for w in k]
     start = runs.start(torch.arange(runs.many, device=device)[:, None])
     block = (start >> 2) + torch.arange(runs.blocks(runs.length), device=device)
-    words = torch.stack(philox((block & _M, block >> 32, 0, _DRAW), k), -1).flatten(-2)
+    words = torch.stack(philox((block & M, block >> 32, 0, DRAW), k), -1).flatten(-2)
     words = runs.trim(words, start, runs.length)
     x = law.of(words.double() if law.dtype.is_floating_point else words).to(law.dtype)
-    return x if law.low is None else x.clamp(law.low, law.high)
+    return (x if law.low is None else x.clamp(law.low, law.high)).view(out.shape)
 
 
 # --- laws -------------------------------------------------------------------------------------------------

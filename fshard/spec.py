@@ -53,7 +53,7 @@ class P:
         if entries.count(...) > 1:
             raise fail("P: '...' may stand once", fix="keep one '...'")
         trimmed = [e[0] if isinstance(e, tuple) and len(e) == 1 else None if e == () else e for e in entries]
-        while trimmed and (trimmed[-1] is None and ... not in trimmed or trimmed[-1] is ...):
+        while trimmed and ((trimmed[-1] is None and ... not in trimmed) or trimmed[-1] is ...):
             trimmed.pop()
         object.__setattr__(self, "entries", tuple(trimmed))
 

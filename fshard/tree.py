@@ -6,7 +6,7 @@ A leaf is whatever optree does not know as a container: a tensor, a `P`, a `Defe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import optree
@@ -48,7 +48,7 @@ def leaves(tree: Any) -> list[Any]:
     return flatten(tree)[0]
 
 
-def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:  # noqa: A001
+def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`f` of every leaf, and of the leaves at the same place of `rest`, which may have deeper trees there.
 
     >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})

@@ -11,8 +11,9 @@ from torch import Tensor
 from . import tree
 from .errors import ShardingError, fail
 from .mesh import Mesh, make_mesh
+from .reshard import device_get
 from .shard_map import ShardMapped
-from .sharded import Sharded, device_get, device_put
+from .sharded import Sharded, device_put
 from .spec import describe
 
 

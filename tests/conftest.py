@@ -44,7 +44,7 @@ def _ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, _ranks: Pool) -> Pool:
-    """`ranks(4, job, *args)`: `job(*args)` on four real ranks; a list of results. For tests marked `process`."""
+    """`ranks(4, job, *args)`: `job(*args)` on four real ranks; their results. For tests marked `process`."""
     if request.node.get_closest_marker("process") is None:
         raise pytest.UsageError(f"{request.node.nodeid} uses ranks: mark it pytest.mark.process")
     return _ranks

@@ -2,9 +2,9 @@
 
     main ──fork──> nursery ──fork──> ranks 0, 1 of the team of two; ranks 0..3 of the team of four; ...
 
-The nursery is forked before the main process computes anything. It never computes itself, so it holds no thread and
-no OpenMP pool, and a worker forked from it at any later time is sound: a team that hung or failed is thrown away,
-and the next test gets another one within a tenth of a second.
+The nursery is forked before the main process computes anything. It never computes itself, so it holds no
+thread and no OpenMP pool, and a worker forked from it at any later time is sound: a team that hung or failed
+is thrown away, and the next test gets another one within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT = 30.0  # seconds for one call on all ranks
 GRACE = 2.0  # seconds that the other ranks get once one has failed: long enough to fail as well
 
 
-class RanksFailed(AssertionError):
+class RanksError(AssertionError):
     """What the ranks of one call raised, or where they hung."""
 
 
@@ -55,7 +55,7 @@ class Pool:
     def __call__(self, size: int, job: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
         """`job(*args)` on each of `size` ranks; the results by rank. `job` is a module's own function.
 
-        Raises RanksFailed with the traceback of every rank that raised, or the stacks of those that hang.
+        Raises RanksError with the traceback of every rank that raised, or the stacks of those that hang.
         """
         __tracebackhide__ = True
         team = self._teams.get(size)
@@ -68,7 +68,7 @@ class Pool:
         results, problem = team.run(pickle.dumps((job, args)), timeout)
         if problem:
             self._teams.pop(size).kill()
-            raise RanksFailed(problem)
+            raise RanksError(problem)
         return results
 
     def end_teams(self) -> None:
@@ -115,12 +115,14 @@ class _Team:
             for rank in waiting.values():
                 failed[rank] = f"no answer after {timeout:.0f} s; it was in\n{self._stack(rank)}"
         elif waiting:
-            failed |= {rank: "was waiting for the others" for rank in waiting.values()}
+            failed |= dict.fromkeys(waiting.values(), "was waiting for the others")
         self._print_output()
         same: dict[str, list[int]] = {}
         for rank in sorted(failed):
             same.setdefault(failed[rank].rstrip(), []).append(rank)
-        reports = [f"rank {', '.join(map(str, ranks))} of {len(self.pids)}: {text}" for text, ranks in same.items()]
+        reports = [
+            f"rank {', '.join(map(str, ranks))} of {len(self.pids)}: {text}" for text, ranks in same.items()
+        ]
         return [results.get(i) for i in range(len(self.pids))], "\n\n".join(reports)
 
     def _print_output(self) -> None:

@@ -387,7 +387,7 @@ ERRORS = {
         lambda: load(lambda i: {"x": IMAGES[i]}, spec={"y": P("data")}),
         (
             "load: spec: not a prefix of the tree it describes\n  got  dict    expected  dict\n"
-            "  missing ['x']    extra ['y']\n  fix: give every key a spec, or one P for the whole subtree"
+            "  missing ['x']    extra ['y']\n  fix: give every key a P, or one P for the whole subtree"
         ),
     ),
     "crop past the end": (

@@ -8,7 +8,8 @@ import torch
 
 import fshard as fs
 from fshard import P, display
-from fshard.display import layout, show
+from fshard.display import show
+from fshard.picture import layout
 
 SIZES = {"data": 2, "model": 4}
 
@@ -402,7 +403,7 @@ ERRORS = {
         lambda: show({"a": fs.init.zeros(2)}, specs={"b": P()}),
         (
             "specs: not a prefix of the tree it describes\n  got  dict    expected  dict\n"
-            "  missing ['a']    extra ['b']\n  fix: give every key a spec, or one P for the whole subtree"
+            "  missing ['a']    extra ['b']\n  fix: give every key a P, or one P for the whole subtree"
         ),
     ),
     "layout": (

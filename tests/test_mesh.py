@@ -76,6 +76,11 @@ def test_the_callers_compute_threads_are_left_alone():
             assert torch.get_num_threads() == n
             fs.make_mesh(a=1).run(lambda comm, rank: None)
             assert torch.get_num_threads() == n
+            seen = []
+            other = threading.Thread(target=lambda seen=seen: seen.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            assert seen == [n]  # nor those of a thread that the caller starts later
     finally:
         torch.set_num_threads(before)
 

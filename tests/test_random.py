@@ -61,7 +61,7 @@ def test_lanes_in_place_equal_the_reference(key):
     for high in (0, 1, M, torch.arange(len(low)) * 12345 & M):
         lanes = torch.empty(5, len(low), dtype=torch.int64)
         lanes[4] = low
-        R._philox_lanes(lanes[1:], lanes[0], high, key)
+        R.philox_lanes(lanes[1:], lanes[0], high, key)
         expected = torch.stack(R.philox((low, high, 0, 0), key))
         assert torch.equal(lanes[1:], expected)
 
@@ -267,6 +267,8 @@ def test_vmap_over_keys():
     mapped = torch.vmap(lambda k: step(k, 7))(keys)
     for i, k in enumerate(keys):
         assert equal(step(k, 7), [x[i] for x in mapped])
+    wide = torch.tensor([-1, 1 << 40])  # only the low 32 bits of a key's words count
+    assert equal([torch.vmap(fs.split)(wide[None])[0]], [fs.split(wide)])
     numbers = torch.arange(3)
     assert torch.equal(torch.vmap(lambda n: fs.fold_in(KEY, n))(numbers)[2], fs.fold_in(KEY, 2))
 
@@ -314,7 +316,7 @@ def test_floor_is_the_neighbour_below(x, dtype):
 
 def test_extreme_words_stay_finite_and_inside(monkeypatch):
     extremes = torch.tensor([[0], [M], [1 << 31], [M - 1]])
-    monkeypatch.setattr(R, "_philox_lanes", lambda words, *_: words.copy_(extremes))
+    monkeypatch.setattr(R, "philox_lanes", lambda words, *_: words.copy_(extremes))
     x = R.normal(KEY, (4,), dtype=torch.float64)
     assert x[1] == -x[0]
     assert 6.33 < x[1] < 6.34

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,7 +20,7 @@ from .. import init as initial
 from .. import nn, tree
 from ..collectives import Axis, all_gather, axis_size, pslice, psum, psum_scatter, pvary, unshard
 from ..errors import fail, raise_all
-from ..random import fold_in
+from ..keys import fold_in
 from ..spec import P
 from ..transforms import remat as rematerialize
 

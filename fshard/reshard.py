@@ -1,0 +1,163 @@
+"""Placed leaves on the move: back to full tensors, and to other specs and meshes, part by part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import tree
+from .errors import fail
+from .mesh import Mesh
+from .sharded import Sharded, place_all
+from .spec import Box, P, box_shape, local_box, same
+
+
+def device_get(tree_: Any, *, rank: int | None = None) -> Any:
+    """The full leaves, as CPU tensors. Leaves that are not `Sharded` stay as they are.
+
+    On a process mesh every rank must call it. With `rank`, only that rank gets the leaves (the others get `None`),
+    gathered into its host memory leaf by leaf and part by part, so no device holds more than its own.
+
+    >>> device_get(params)["up"].shape
+    torch.Size([64, 256])
+    """
+    return tree.map(lambda x: _get(x, rank) if isinstance(x, Sharded) else x, tree_)
+
+
+def _get(x: Sharded, rank: int | None) -> Tensor | None:
+    if rank is not None and rank not in range(x.mesh.size):
+        raise fail(f"device_get: the mesh has no rank {rank}", fix=f"ranks are 0 to {x.mesh.size - 1}")
+    if x.mesh.kind == "process":
+        return _gather_to_host(x, rank)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for at, part in zip(x.mesh.ranks, x.shards, strict=True):
+        out[x.box(at)] = part.detach().cpu()
+    return out
+
+
+def _gather_to_host(x: Sharded, rank: int | None) -> Tensor | None:
+    """Every part from its first owner, to `rank` or to all, one at a time."""
+    me = x.mesh.ranks[0]
+    part = x.shards[0].detach().contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype) if rank in (None, me) else None
+    for owner, box in owners(x):
+        if not x.spec.axes or me == owner == rank:
+            piece = part
+        elif rank is None:
+            piece = part if me == owner else torch.empty(box_shape(box), dtype=x.dtype, device=part.device)
+            dist.broadcast(piece, owner)
+        elif me == owner:
+            dist.send(part, rank)
+        elif me == rank:
+            piece = torch.empty(box_shape(box), dtype=x.dtype, device=part.device)
+            dist.recv(piece, owner)
+        if out is not None:
+            out[box] = piece.cpu()
+    return out
+
+
+def owners(x: Sharded) -> Iterator[tuple[int, Box]]:
+    """Each different part of a leaf once, with the first rank that holds it."""
+    seen = set()
+    for rank in range(x.mesh.size):
+        box = x.box(rank)
+        at = tuple((s.start, s.stop) for s in box)
+        if at not in seen and 0 not in box_shape(box):
+            seen.add(at)
+            yield rank, box
+
+
+def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
+    """Move placed leaves to other specs, or to another mesh of the same kind.
+
+    Every device receives just the elements it will hold and sends just those it has: a full leaf is never held by a
+    device that needs only part of it. `specs` may be a prefix; `mesh` defaults to the one each leaf is on.
+
+    >>> reshard(device_put(torch.zeros(4, 6), P("data"), mesh), P(None, "model"))
+    f32[4, 6@model]
+    """
+
+    def move(path: tree.Path, x: Sharded, spec: P) -> Sharded:
+        return _move(x, spec, mesh or x.mesh)
+
+    flat_mesh = mesh
+    for path, leaf in tree.leaves_with_path(tree_):
+        if not isinstance(leaf, Sharded):
+            raise fail(f"reshard: {tree.show('tree', path)} is a {type(leaf).__name__}, not a placed leaf",
+                       fix="fs.device_put places tensors, fs.materialize described leaves")  # fmt: skip
+        target = mesh or leaf.mesh
+        if target.kind != leaf.mesh.kind:
+            raise fail(f"reshard: from a {leaf.mesh.kind} mesh to a {target.kind} one",
+                       fix="fs.device_put(fs.device_get(tree), specs, mesh)")  # fmt: skip
+        flat_mesh = flat_mesh or target
+    if flat_mesh is None:  # no leaves
+        return tree_
+    return place_all("reshard", tree_, specs, flat_mesh, (Sharded,), move)
+
+
+def _move(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
+    if mesh == x.mesh and same(spec, x.spec, x.ndim):
+        return Sharded(x.shape, spec, mesh, [s.clone() for s in x.shards])
+    return _exchange(x, spec, mesh) if mesh.kind == "process" else _copy(x, spec, mesh)
+
+
+def _copy(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
+    shards = []
+    for rank in mesh.ranks:
+        box = local_box(x.shape, spec, mesh.axes, mesh.coords(rank))
+        part = torch.empty(box_shape(box), dtype=x.dtype, device=mesh.device)
+        for source, common in _sources(x, box, rank):
+            part[_within(common, box)] = x.shards[source][_within(common, x.box(source))].to(mesh.device)
+        shards.append(part)
+    return Sharded(x.shape, spec, mesh, shards)
+
+
+def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
+    me = mesh.ranks[0]
+    boxes = [local_box(x.shape, spec, mesh.axes, mesh.coords(rank)) for rank in range(mesh.size)]
+    mine = x.box(me)
+    part = x.shards[0]
+    send = [[part[_within(c, mine)].reshape(-1) for s, c in _sources(x, box, rank) if s == me] for rank, box in enumerate(boxes)]
+    incoming = sorted(_sources(x, boxes[me], me), key=lambda pair: pair[0])  # stable: the sender's order within a rank
+    counts = [0] * mesh.size
+    for source, common in incoming:
+        counts[source] += math.prod(box_shape(common))
+    flat = torch.cat([p for pieces in send for p in pieces] or [part.new_empty(0)]).contiguous()
+    # As bytes: every backend moves those, whatever the dtype.
+    got = torch.empty(sum(counts), dtype=x.dtype, device=mesh.device)
+    size = x.dtype.itemsize
+    dist.all_to_all_single(got.view(torch.uint8), flat.view(torch.uint8), [n * size for n in counts],
+                           [sum(p.numel() for p in pieces) * size for pieces in send])  # fmt: skip
+    out = torch.empty(box_shape(boxes[me]), dtype=x.dtype, device=mesh.device)
+    at = 0
+    for _, common in incoming:
+        n = math.prod(box_shape(common))
+        out[_within(common, boxes[me])] = got[at : at + n].view(box_shape(common))
+        at += n
+    return Sharded(x.shape, spec, mesh, [out])
+
+
+def _sources(x: Sharded, box: Box, rank: int) -> list[tuple[int, Box]]:
+    """Whence `rank` takes each element of `box`: (source rank, common box). Itself if it can, else replicas in turn."""
+    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for source in range(x.mesh.size):
+        holders.setdefault(tuple((s.start, s.stop) for s in x.box(source)), []).append(source)
+    out = []
+    for at, ranks in holders.items():
+        common = tuple(slice(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(box, at, strict=True))
+        if all(s.start < s.stop for s in common):
+            out.append((rank if rank in ranks else ranks[rank % len(ranks)], common))
+    return out
+
+
+def _within(common: Box, box: Box) -> Box:
+    """Global slices as slices of the part that holds them."""
+    return tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, box, strict=True))
+
+
+__all__ = ["device_get", "owners", "reshard"]

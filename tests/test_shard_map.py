@@ -1,0 +1,487 @@
+"""`shard_map`: what goes in, what comes out, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P, Sharded, ShardingError
+
+TWO = fs.make_mesh(a=2)
+FOUR = fs.make_mesh(a=2, b=2)
+
+
+def message(f, *args, **kwargs):
+    with pytest.raises(ShardingError) as caught:
+        f(*args, **kwargs)
+    return str(caught.value)
+
+
+def put(x, spec=P("a"), mesh=TWO):  # noqa: B008
+    return fs.device_put(torch.as_tensor(x, dtype=torch.float32), spec, mesh)
+
+
+def mapped(f, *, mesh=TWO, ins=None, out=P("a"), **kwargs):  # noqa: B008
+    return fs.shard_map(f, mesh=mesh, in_specs=ins, out_specs=out, **kwargs)
+
+
+# --- arguments ---------------------------------------------------------------------------------------------
+
+
+def test_each_rank_gets_its_part_as_a_plain_tensor():
+    x = torch.arange(24.0).view(6, 4)
+    specs = [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(None, ("b", "a"))]
+    for spec in specs:
+        seen = {}
+
+        def f(x, seen=seen):
+            assert type(x) is torch.Tensor
+            seen[int(fs.axis_index(("a", "b")))] = x.clone()
+            return x
+
+        placed = fs.device_put(x, spec, FOUR)
+        for arg in (x, placed):
+            out = mapped(f, mesh=FOUR, ins=spec, out=spec)(arg)
+            for rank in FOUR.ranks:
+                assert torch.equal(seen[rank], x[placed.box(rank)])
+            assert (out.shape, out.spec, out.mesh) == ((6, 4), spec, FOUR)
+            assert torch.equal(fs.device_get(out), x)
+
+
+def test_in_specs_are_a_prefix_of_the_arguments():
+    def f(tree, x, n):
+        assert (tree["w"][0].shape, tree["w"][1].shape, tree["n"], x.shape, n) == (
+            (2, 3),
+            (1,),
+            None,
+            (2,),
+            7,
+        )
+        return x
+
+    args = ({"w": [torch.ones(4, 3), torch.ones(2)], "n": None}, torch.ones(2), 7)
+    for ins in [
+        ({"w": P("a"), "n": P()}, P(), P()),
+        ({"w": [P("a"), P("a")], "n": None}, P(), None),
+        [{"w": (P("a", None), P("a")), "n": None}, None, None],
+    ]:
+        assert mapped(f, ins=ins, out=P())(*args).shape == (2,)
+    assert mapped(lambda *xs: sum(x.sum() for x in xs)[None], ins=P("a"))(torch.ones(4), torch.ones(2)).shape == (2,)
+
+
+def test_without_in_specs_placed_leaves_stay_and_tensors_are_whole():
+    def f(x, y, tree):
+        assert (x.shape, y.shape, tree["z"].shape) == ((2,), (4,), (1, 3))
+        return x
+
+    args = (put(torch.ones(4)), torch.ones(4), {"z": put(torch.ones(2, 3))})
+    assert mapped(f)(*args).shape == (4,)
+    assert mapped(f, ins=(None, None, None))(*args).shape == (4,)
+    assert mapped(f, ins=(P("a"), None, {"z": None}))(*args).shape == (4,)
+
+
+def test_what_is_no_tensor_is_passed_on():
+    marker = object()
+
+    def f(x, *rest):
+        assert rest == (3, "word", None, marker, {"k": 2.5})
+        return x
+
+    assert mapped(f)(put([1, 2]), 3, "word", None, marker, {"k": 2.5}).shape == (2,)
+
+
+def test_a_global_value_on_another_dtype_and_0d():
+    out = mapped(lambda i, m: torch.where(m, i, -i), ins=P("a"))(torch.arange(3), torch.tensor([True, False, True]))
+    assert fs.device_get(out).tolist() == [0, -1, 2]
+    assert mapped(lambda x: x + 1, out=P())(torch.tensor(2.0)).item() == 3
+
+
+def test_specs_that_say_the_same_fit():
+    x = put(torch.ones(2, 4), P(None, "a"))
+    assert mapped(lambda x: x, ins=P(..., "a"), out=P(..., "a"))(x).shape == (2, 4)
+
+
+def test_text_of_specs_that_are_no_prefix():
+    assert message(mapped(lambda x, y: x, ins=(P("a"),)), torch.ones(2), torch.ones(2)) == (
+        "<lambda>: in_specs: not a prefix of the tree it describes\n"
+        "  got  tuple    expected  tuple\n"
+        "  missing [1]    extra []\n"
+        "  fix: give every key a P, or one P for the whole subtree"
+    )
+    assert message(mapped(lambda x: x, ins=({"w": "a"},)), {"w": torch.ones(2)}) == (
+        "<lambda>: in_specs[0]['w']: 'a' is a str, not a P\n  fix: use a P"
+    )
+
+
+def test_every_wrong_argument_is_listed():
+    def step(p, x):
+        return x
+
+    p = {
+        "fine": put(torch.ones(4)),
+        "elsewhere": put(torch.ones(4), P("a"), fs.make_mesh(a=4)),
+        "moved": put(torch.ones(4), P()),
+        "wide": torch.ones(4),
+    }
+    specs = {"fine": P("a"), "elsewhere": P("a"), "moved": P("a"), "wide": P(None, "a")}
+    assert message(mapped(step, ins=(specs, P("model"))), p, torch.ones(3)) == (
+        "4 problems\n"
+        "step: args[0]['elsewhere']: is on another mesh\n"
+        "  leaf  Mesh(a=4; simulated, 4 x cpu)    function  Mesh(a=2; simulated, 2 x cpu)\n"
+        "  fix: fs.reshard(x, specs, mesh), or f.on(mesh)\n"
+        "step: args[0]['moved']: is placed as P(), in_specs says P('a')\n"
+        "  leaf  f32[4]\n"
+        "  fix: fs.reshard(x, P('a'))\n"
+        "step: args[0]['wide']: the spec is longer than the shape\n"
+        "  shape  [4]    spec  P(None, 'a')    mesh  a=2\n"
+        "  2 > 1 dims\n"
+        "  fix: drop 1 of its entries\n"
+        "step: args[1]: the mesh has no axis 'model'\n"
+        "  shape  [3]    spec  P('model')    mesh  a=2\n"
+        "  fix: use one of ['a']"
+    )
+
+
+def test_an_argument_that_requires_grad():
+    f = mapped(lambda x: 2 * x, ins=P("a"))
+    x = torch.ones(2, requires_grad=True)
+    said = (
+        "<lambda>: args[0]: requires grad, and no gradient flows out of shard_map\n"
+        "  fix: differentiate inside, with fs.value_and_grad, or pass x.detach()"
+    )
+    assert message(f, x) == said
+    with torch.no_grad():
+        assert fs.device_get(f(x)).tolist() == [2, 2]
+    assert message(f, x) == said  # also after a call that was fine
+    assert fs.device_get(f(x.detach())).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("mesh", [fs.make_mesh(a=1), TWO], ids=repr)
+def test_vmap_over_it_is_an_error(mesh):
+    f = mapped(lambda x: 2 * x, mesh=mesh, out=P())
+    message(torch.vmap(lambda x: f(x).shards[0]), torch.ones(3, 2))
+
+
+# --- results -----------------------------------------------------------------------------------------------
+
+
+def test_results_are_placed_by_a_prefix_of_specs():
+    def f(x):
+        return {"p": {"w": x, "b": [x[:, 0], None]}, "loss": fs.psum(x.sum(), "a")}, ()
+
+    out, empty = mapped(f, ins=P("a"), out=({"p": P("a"), "loss": P()}, P()))(torch.ones(4, 3))
+    assert repr(out) == "{'p': {'w': f32[4@a, 3], 'b': [f32[4@a], None]}, 'loss': f32[]}"
+    assert empty == ()
+    assert out["loss"].item() == 12
+
+
+def test_nothing_is_a_result():
+    assert mapped(lambda x: None, ins=P("a"), out=P())(torch.ones(2)) is None
+    assert mapped(dict, ins=P("a"), out=P())() == {}
+
+
+def test_results_need_no_gradient():
+    out = mapped(lambda x: x.clone().requires_grad_() * 2, ins=P("a"))(torch.ones(2))
+    assert not any(s.requires_grad for s in out.shards)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 5, 7, 8])
+def test_uneven_results(n):
+    x = torch.arange(float(n))
+    for mesh, spec in [
+        (TWO, P("a")),
+        (FOUR, P(("a", "b"))),
+        (FOUR, P(("b", "a"))),
+        (fs.make_mesh(a=5), P("a")),
+    ]:
+        out = mapped(lambda x: 2 * x, mesh=mesh, ins=spec, out=spec)(x)
+        assert out.shape == (n,)
+        assert torch.equal(fs.device_get(out), 2 * x)
+
+
+def test_text_of_parts_that_make_up_no_dim():
+    def f(x):
+        return x[: 1 if int(fs.axis_index("a")) == 0 else 2]
+
+    assert message(mapped(f, ins=P("a")), torch.ones(4)) == (
+        "f: result: the parts do not make up dim 0 split by ('a',)\n"
+        "  the ranks hold [1, 2]\n"
+        "  a dim of 3 splits into [2, 1]\n"
+        "  fix: return equal parts, or parts of ceil(n / ranks) with the short ones last"
+    )
+
+
+def test_text_of_a_part_that_does_not_fit_the_others():
+    def f(x):
+        return x[: 1 if int(fs.axis_index("a")) else 2]
+
+    assert message(mapped(f, out=P()), torch.ones(4)) == (
+        "f: result: rank 1 returned [1], its part of [2] is [2]\n  spec  P()"
+    )
+
+
+def test_every_wrong_result_is_listed():
+    def step(x):
+        return {"long": x, "odd": x, "fine": x, "number": int(fs.axis_index("a"))}
+
+    out = {"long": P(None, "a"), "odd": P("model"), "fine": P("a"), "number": P()}
+    assert message(mapped(step, ins=P("a"), out=out), torch.ones(4)) == (
+        "3 problems\n"
+        "step: result['long']: the spec is longer than the shape\n"
+        "  shape  [2]    spec  P(None, 'a')    mesh  a=2\n"
+        "  2 > 1 dims\n"
+        "  fix: drop 1 of its entries\n"
+        "step: result['number']: is not a tensor and differs between ranks\n"
+        "  [0, 1]\n"
+        "  fix: return a tensor with a spec\n"
+        "step: result['odd']: the mesh has no axis 'model'\n"
+        "  shape  [2]    spec  P('model')    mesh  a=2\n"
+        "  fix: use one of ['a']"
+    )
+
+
+def test_text_of_out_specs_that_are_no_prefix():
+    assert message(mapped(lambda x: (x, x), out=(P("a"),)), put([1, 2])) == (
+        "<lambda>: out_specs: not a prefix of the tree it describes\n"
+        "  got  tuple    expected  tuple\n"
+        "  missing [1]    extra []\n"
+        "  fix: give every key a P, or one P for the whole subtree"
+    )
+
+
+def test_text_of_ranks_that_return_other_trees():
+    def f(x):
+        return [x] if int(fs.axis_index("a")) else {"x": x}
+
+    said = message(mapped(f), put([1, 2]))
+    assert said.startswith("f: rank 1 returned another tree than rank 0\n  rank_0  PyTreeSpec({'x': *})")
+    assert "other  PyTreeSpec([*])" in said
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_tensor_on_one_rank_and_none_on_another_is_an_error(first):
+    def f():
+        return torch.ones(2) if (int(fs.axis_index("a")) == 0) == first else 1.0
+
+    said = message(mapped(f, out=P()))
+    assert said.startswith("f: result: ")
+
+
+def test_text_of_other_dims_on_another_rank():
+    assert message(mapped(lambda: torch.ones([2] * (1 + int(fs.axis_index("a")))), out=P())) == (
+        "<lambda>: result: the ranks returned [1, 2] dims"
+    )
+
+
+def test_another_dtype_on_another_rank_is_an_error():
+    kinds = [torch.float32, torch.float64]
+    message(mapped(lambda: torch.ones(2, dtype=kinds[int(fs.axis_index("a"))])))
+
+
+@pytest.mark.parametrize("value", [3, 2.5, "word", True, math.nan, object()], ids=str)
+def test_what_is_no_tensor_comes_back_as_it_is(value):
+    got, x = mapped(lambda x: (value, x), ins=P("a"), out=(P(), P("a")))(torch.ones(2))
+    assert got is value
+    assert isinstance(x, Sharded)
+
+
+def test_what_is_no_tensor_must_be_the_same_everywhere():
+    array = lambda: fs.axis_index("a").numpy() * torch.ones(3).numpy()  # noqa: E731
+    for f in (object, lambda: str(fs.axis_index("a")), array):
+        assert "is not a tensor and differs between ranks" in message(mapped(f, out=P()))
+
+
+# --- storage -----------------------------------------------------------------------------------------------
+
+
+def storages(*leaves):
+    return [s.untyped_storage().data_ptr() for x in leaves for s in (x.shards if isinstance(x, Sharded) else (x,))]
+
+
+@pytest.mark.parametrize("mesh", [fs.make_mesh(a=1), TWO], ids=repr)
+@pytest.mark.parametrize("spec", [P(), P("a")], ids=repr)
+def test_results_share_storage_with_nothing(mesh, spec):
+    placed, plain = put(torch.ones(4), spec, mesh), torch.ones(4)
+
+    def f(x, y):
+        z = x + 1
+        return {"arg": x, "view": x[:1], "plain": y, "twice": [z, z], "of it": z.view(-1)}
+
+    out = mapped(f, mesh=mesh, ins=spec, out=spec)(placed, plain)
+    held = storages(placed, plain, *fs.tree.leaves(out))
+    assert len(set(held)) == len(held)
+
+
+def test_the_ranks_share_nothing_of_a_captured_result():
+    constant = torch.ones(4)
+    out = mapped(lambda: [constant, constant.view(2, 2)], out=P())()
+    held = [at for x in out for at in storages(x)]
+    assert len(set(held)) == len(held)
+
+
+def test_a_donated_argument_is_written_over_in_place():
+    x, kept = put(torch.ones(4)), put(torch.ones(4))
+    before = storages(x)
+    out, other = mapped(lambda x, y: (x.add_(1), y), donate=0)(x, kept)
+    assert storages(out) == before
+    assert not set(storages(other)) & set(storages(kept))
+    assert fs.device_get(out).tolist() == [2] * 4
+    assert fs.device_get(kept).tolist() == [1] * 4
+
+
+def test_two_results_never_share_a_donated_storage():
+    x = put(torch.ones(4))
+    before = set(storages(x))
+    one, two = mapped(lambda x: (x, x.view(-1)), donate=(0,))(x)
+    assert not set(storages(one)) & set(storages(two))
+    assert set(storages(one)) == before
+
+
+def test_a_donated_argument_is_gone():
+    def step(p, n, x):
+        return fs.tree.map(lambda w: w + 1, p)
+
+    f = mapped(step, donate=[0])
+    p, x = {"w": put(torch.ones(4)), "b": put(torch.ones(2))}, put(torch.ones(2))
+    f(p, 3, x)
+    for leaf in p.values():
+        assert "was donated to step, which may have overwritten it" in message(lambda leaf=leaf: leaf.shards)
+    assert x.shards
+    assert message(f, p, 3, x) == (
+        "f32[2@a] was donated to step, which may have overwritten it\n"
+        "  fix: use the value that call returned, or leave the argument out of donate="
+    )
+
+
+def test_a_call_that_is_refused_takes_nothing_and_one_that_fails_does():
+    x = put(torch.ones(4))
+    message(mapped(lambda x: x, ins=P(), donate=0), x)
+    assert x.shards
+    with pytest.raises(ZeroDivisionError):
+        mapped(lambda x: 1 // 0, donate=0)(x)
+    assert "was donated" in message(lambda: x.shards)
+
+
+def test_texts_of_wrong_donations():
+    x = put(torch.ones(4))
+
+    def step(p, y):
+        return y
+
+    assert message(mapped(step, donate=0), {"wte": x, "head": [x]}, x) == (
+        "step: args[0]['wte'] is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
+    )
+    assert message(mapped(step, donate=(0, 1)), {"w": x}, x) == (
+        "step: args[1] is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
+    )
+    assert message(mapped(step, donate=2), {"w": x}, x) == (
+        "step: donate=2, but there are 2 arguments\n  fix: count from 0"
+    )
+    assert x.shards
+
+
+def test_plain_tensors_and_numbers_in_a_donated_argument_stay():
+    x = torch.ones(4)
+    mapped(lambda t: t["x"] + 1, ins=P("a"), donate=0)({"x": x, "n": 3})
+    assert x.tolist() == [1] * 4
+
+
+# --- the mapped function -----------------------------------------------------------------------------------
+
+
+def test_the_decorator_form_keeps_name_and_docstring():
+    @fs.shard_map(mesh=TWO, in_specs=(P("a"),), out_specs=P())
+    def total(x):
+        """The sum."""
+        return fs.psum(x.sum(), "a")
+
+    assert total(torch.ones(4)).item() == 4
+    assert (total.__name__, total.__doc__) == ("total", "The sum.")
+    assert repr(total) == "shard_map(total, Mesh(a=2; simulated, 2 x cpu))"
+
+
+def test_on_is_the_same_function_on_another_mesh():
+    f = mapped(lambda x: fs.psum(x.sum(), "a"), ins=P("a"), out=P(), donate=0)
+    x = torch.arange(7.0)
+    for n in (1, 2, 3, 8):
+        g = f.on(fs.make_mesh(a=n))
+        assert g(x).item() == 21
+        assert g.mesh.size == n
+        placed = put(x, P("a"), g.mesh)
+        g(placed)
+        assert "was donated" in message(lambda placed=placed: placed.shards)
+    assert f.mesh == TWO
+    assert f(x).item() == 21
+
+
+def test_text_of_compiling_simulated_ranks():
+    assert message(mapped, lambda x: x, compile=True) == (
+        "shard_map: compile=True on Mesh(a=2; simulated, 2 x cpu)\n"
+        "  simulated ranks are threads, and one compiler serves them all\n"
+        "  fix: compile on a process mesh or on a mesh of one rank"
+    )
+    one = mapped(lambda x: x, mesh=fs.make_mesh(a=1), compile=True)
+    assert message(one.on, TWO).startswith("shard_map: compile=True on Mesh(a=2;")
+
+
+@pytest.mark.parametrize("mesh", [fs.make_mesh(a=1), TWO], ids=repr)
+@pytest.mark.parametrize("error", [KeyError, RuntimeError, KeyboardInterrupt])
+def test_an_exception_inside_is_the_one_outside(mesh, error):
+    def culprit(x):
+        raise error("mine")
+
+    with pytest.raises(error, match="mine") as caught:
+        mapped(culprit, mesh=mesh)(torch.ones(2))
+    assert type(caught.value) is error
+    assert caught.traceback[-1].name == "culprit"
+
+
+def test_a_call_of_other_shapes_specs_or_kinds_is_planned_anew():
+    f = mapped(lambda x, n=1: x * n)
+    for n in (4, 6, 4, 5, 0):
+        assert f(put(torch.ones(n))).shape == (n,)
+    for spec in (P("a"), P(), P("a")):
+        x = torch.arange(6.0).view(2, 3)
+        out = mapped(lambda x: x, out=spec)(put(x, spec))
+        assert torch.equal(fs.device_get(out), x)
+    g = mapped(lambda x, n: x * n, out=P())
+    for n, total in [(2, 2), (3.0, 3), (True, 1), (torch.tensor(5.0), 5), (put(7.0, P()), 7), (2, 2)]:
+        assert fs.device_get(g(torch.ones(3), n)).tolist() == [total] * 3
+    h = mapped(lambda x: x, ins=P("a"))
+    for x in (torch.arange(6), torch.arange(4), torch.arange(4).view(2, 2), torch.arange(6).double()):
+        assert torch.equal(fs.device_get(h(x)), x)
+    k = mapped(lambda t: fs.tree.leaves(t)[0], ins=P("a"))
+    for t in ({"x": torch.ones(4)}, [torch.ones(4)], torch.ones(4), {"y": torch.ones(4)}):
+        assert k(t).shape == (4,)
+    # a good call makes no later one good
+    pair = mapped(lambda t: t["x"], ins=({"x": P("a"), "y": P()},))
+    assert pair({"x": torch.ones(2), "y": torch.ones(2)}).shape == (2,)
+    assert "missing ['z']    extra ['y']" in message(pair, {"x": torch.ones(2), "z": torch.ones(2)})
+    assert "is on another mesh" in message(f, put(torch.ones(4), P("a"), fs.make_mesh(a=4)))
+    assert message(mapped(lambda x: x, ins=P("a")), put(torch.ones(4), P())).count("in_specs says P('a')") == 1
+
+
+def test_equal_shapes_but_uneven_parts_are_planned_apart():
+    """Whether a gather must ask for sizes follows from the specs of the call at hand."""
+    f = mapped(lambda x: fs.all_gather(x, "a"), mesh=TWO, ins=P("a"), out=P())
+    for n in (4, 3, 4, 1, 5):
+        x = torch.arange(float(n))
+        assert torch.equal(fs.device_get(f(x)), x)
+
+
+def test_the_law_in_one_step():
+    def step(p, x):
+        loss = lambda p: fs.pmean((torch.relu(x @ fs.pvary(p, "a")) ** 2).mean(), "a")  # noqa: E731
+        value, grad = fs.value_and_grad(loss)(p)
+        return p - 0.1 * grad, value
+
+    p, x = torch.randn(5, 3, dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
+    results = []
+    for n in (1, 2, 3, 4):
+        f = mapped(step, mesh=fs.make_mesh(a=n), ins=(P(), P("a")), out=P())
+        results.append(fs.device_get(f(p, x)))
+    for out in results[1:]:
+        torch.testing.assert_close(out, results[0])
