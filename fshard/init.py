@@ -24,6 +24,8 @@ Shape = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Normal:
+    """Draws from N(mean, std^2)."""
+
     mean: float = 0.0
     std: float = 1.0
 
@@ -33,6 +35,8 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncNormal:
+    """Draws from N(mean, std^2) within [a, b]."""
+
     mean: float = 0.0
     std: float = 1.0
     a: float = -2.0
@@ -45,6 +49,8 @@ class TruncNormal:
 
 @dataclass(frozen=True)
 class Uniform:
+    """Draws from U[low, high)."""
+
     low: float = 0.0
     high: float = 1.0
 
@@ -54,6 +60,8 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Full:
+    """One value everywhere."""
+
     value: float = 0.0
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -62,6 +70,8 @@ class Full:
 
 @dataclass(frozen=True)
 class Eye:
+    """`gain` on the diagonal, 0 elsewhere."""
+
     gain: float = 1.0
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -71,6 +81,8 @@ class Eye:
 
 @dataclass(frozen=True)
 class Arange:
+    """start + step * i."""
+
     start: float = 0
     step: float = 1
 
@@ -82,6 +94,8 @@ class Arange:
 
 @dataclass(frozen=True)
 class Orthogonal:
+    """A random orthonormal matrix, times `gain`."""
+
     gain: float = 1.0
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -123,14 +137,17 @@ def uniform(shape: Shape, *, low: float = 0.0, high: float = 1.0, dtype: torch.d
 
 
 def full(shape: Shape, value: float, *, dtype: torch.dtype | None = None) -> Deferred:
+    """`value` everywhere."""
     return _describe(shape, Full(value), dtype)
 
 
 def zeros(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
+    """0 everywhere."""
     return full(shape, 0.0, dtype=dtype)
 
 
 def ones(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
+    """1 everywhere."""
     return full(shape, 1.0, dtype=dtype)
 
 

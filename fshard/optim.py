@@ -313,9 +313,7 @@ def _decays(name: str, mask: Mask, params: Any) -> list[bool]:
     if not all(isinstance(leaf, bool) for leaf in tree.leaves(given)):
         wrong = [tree.show("mask", at) for at, x in tree.leaves_with_path(given) if not isinstance(x, bool)]
         raise fail(f"{name}: {', '.join(wrong)}: not a bool", fix="True where a leaf decays, False elsewhere")
-    return tree.broadcast(
-        given, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool"
-    )
+    return tree.broadcast(given, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool")
 
 
 def _check(name: str, moments: Sequence[str], grads: Any, state: Any, params: Any) -> None:
@@ -332,8 +330,7 @@ def _check(name: str, moments: Sequence[str], grads: Any, state: Any, params: An
     if alike and all(x.is_floating_point() for x in leaves):
         return
     want = {tree.show("", path): p for path, p in tree.leaves_with_path(params)}
-    errors = [fail(f"{name}: params{at}: {describe(p.dtype, p.shape)} is not floating",
-                   fix="keep what is not trained in another tree")
+    errors = [fail(f"{name}: params{at}: {describe(p.dtype, p.shape)} is not floating", fix="keep it in another tree")
               for at, p in want.items() if not p.is_floating_point()]  # fmt: skip
     for what, other, _, structure in flat:
         have = {tree.show("", path): x for path, x in tree.leaves_with_path(other)}

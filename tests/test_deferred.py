@@ -70,9 +70,7 @@ MESHES = [
 
 
 def shapes_for(name):
-    dims = {"eye": (2, 2), "arange": (1, 1)}.get(
-        name, (0, 9) if "_" not in name or name == "trunc_normal" else (2, 9)
-    )
+    dims = {"eye": (2, 2), "arange": (1, 1)}.get(name, (0, 9) if "_" not in name or name == "trunc_normal" else (2, 9))
     dims = (2, 9) if name == "orthogonal" else dims
     return [s for s in SHAPES if dims[0] <= len(s) <= dims[1]]
 
@@ -191,18 +189,12 @@ def test_a_tie_is_one_leaf():
     specs = {"wte": P("m"), "head": P("m")}
     tied = fs.materialize({"wte": shared, "head": shared}, specs, mesh, key=fs.key(7))
     assert tied["wte"] is tied["head"]
-    same_bits(
-        fs.device_get(tied["head"]), on_one({"head": fs.init.normal((4, 6))})["head"]
-    )  # its first path's values
+    same_bits(fs.device_get(tied["head"]), on_one({"head": fs.init.normal((4, 6))})["head"])  # its first path's values
     # equal descriptions are no tie
-    untied = fs.materialize(
-        {"wte": fs.init.normal((4, 6)), "head": fs.init.normal((4, 6))}, specs, mesh, key=fs.key(7)
-    )
+    untied = fs.materialize({"wte": fs.init.normal((4, 6)), "head": fs.init.normal((4, 6))}, specs, mesh, key=fs.key(7))
     assert untied["wte"] is not untied["head"]
     # specs that say the same are one spec
-    both = fs.materialize(
-        {"wte": shared, "head": shared}, {"wte": P("m"), "head": P("m", ...)}, mesh, key=fs.key(7)
-    )
+    both = fs.materialize({"wte": shared, "head": shared}, {"wte": P("m"), "head": P("m", ...)}, mesh, key=fs.key(7))
     assert both["wte"] is both["head"]
 
 
@@ -225,9 +217,7 @@ def test_text_of_a_tie_with_two_specs():
 def test_tensors_in_the_tree_are_placed_as_they_are():
     mesh = fs.make_mesh(a=2)
     table = torch.arange(5, dtype=torch.float64)
-    placed = fs.materialize(
-        {"t": table, "w": fs.init.zeros(5)}, P("a"), mesh, key=fs.key(0), dtype=torch.bfloat16
-    )
+    placed = fs.materialize({"t": table, "w": fs.init.zeros(5)}, P("a"), mesh, key=fs.key(0), dtype=torch.bfloat16)
     assert (placed["t"].dtype, placed["w"].dtype) == (torch.float64, torch.bfloat16)
     same_bits(fs.device_get(placed["t"]), table)
     placed["t"].shards[0].add_(1)
@@ -401,9 +391,7 @@ class LiveBytes(TorchDispatchMode):
         self._live = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        old = {
-            x.untyped_storage()._cdata for x in fs.tree.leaves([args, kwargs]) if isinstance(x, torch.Tensor)
-        }
+        old = {x.untyped_storage()._cdata for x in fs.tree.leaves([args, kwargs]) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in fs.tree.leaves(out):
             if isinstance(x, torch.Tensor) and (s := x.untyped_storage())._cdata not in old:

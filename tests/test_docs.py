@@ -210,7 +210,7 @@ GIVEN = {
     "fshard.nn.embedding": VOCABULARY + 'params = {"wte": torch.ones(v, 4)}',
     "fshard.nn.mlp": LOCAL_MLP,
     "fshard.optim.chain": CHAIN,
-    "fshard.sharded.device_get": MLP,
+    "fshard.reshard.device_get": MLP,
     "fshard.sharded.from_callback": "memory_map = np.zeros((8, 4), np.float32)",
     "fshard.transforms.Policy": LOCAL_MLP + 'apply = lambda p, x: x @ p["up"]',
     "fshard.transforms.accumulate": LOCAL_MLP + BATCH,

@@ -690,8 +690,8 @@ def test_compiled():
         (lambda: nn.attention(Q, K, V, rate=math.nan),
          "attention: rate=nan\n  fix: a share, of at least 0 and less than 1"),
         (lambda: nn.dropout(X, 0.1, key=KEY, shape=(2, 5, 3)),
-         "dropout: x is not this rank's part of the global array\n"
-         "  shape  [2, 5, 3]    spec  P()    part  [2, 5, 3]    x  [2, 5, 4]\n  fix: pass the global shape="),
+         ("dropout: x is not this rank's part of the global array\n"
+         "  shape  [2, 5, 3]    spec  P()    part  [2, 5, 3]    x  [2, 5, 4]\n  fix: pass the global shape=")),
         (lambda: nn.attention(Q, K, V, causal=True, mask=BOOL),
          "attention: causal=True and a mask\n  fix: put nn.causal_mask(T, S) into the mask"),
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), reduction="avg"),
@@ -699,19 +699,19 @@ def test_compiled():
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), label_smoothing=1.5),
          "cross_entropy: label_smoothing=1.5\n  fix: a share, from 0 to 1"),
         (lambda: nn.cross_entropy(X, X),
-         "cross_entropy: targets must be one integer class for each row of logits\n"
-         "  logits  f64[2, 5, 4]    targets  f64[2, 5, 4]"),
+         ("cross_entropy: targets must be one integer class for each row of logits\n"
+         "  logits  f64[2, 5, 4]    targets  f64[2, 5, 4]")),
         (lambda: nn.cross_entropy(X, ints(4, 5)),
-         "cross_entropy: targets must be one integer class for each row of logits\n"
-         "  logits  f64[2, 5, 4]    targets  i64[5]"),
+         ("cross_entropy: targets must be one integer class for each row of logits\n"
+         "  logits  f64[2, 5, 4]    targets  i64[5]")),
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), weight=B),
          "cross_entropy: weight must be one number for each class here\n  logits  f64[2, 5, 4]    weight  f64[3]"),
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), axis="m"),
-         "cross_entropy: called outside shard_map, where no mesh axis is bound\n"
-         "  fix: call it inside a function wrapped by fs.shard_map(f, mesh=..., ...)"),
+         ("cross_entropy: called outside shard_map, where no mesh axis is bound\n"
+         "  fix: call it inside a function wrapped by fs.shard_map(f, mesh=..., ...)")),
         (lambda: nn.embedding(ints(4, 2), W, axis="m", size=4),
-         "embedding: called outside shard_map, where no mesh axis is bound\n"
-         "  fix: call it inside a function wrapped by fs.shard_map(f, mesh=..., ...)"),
+         ("embedding: called outside shard_map, where no mesh axis is bound\n"
+         "  fix: call it inside a function wrapped by fs.shard_map(f, mesh=..., ...)")),
     ],
 )  # fmt: skip
 def test_bad_input(call, text):

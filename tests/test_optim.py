@@ -617,7 +617,7 @@ def test_gradients_and_states_of_another_tree():
     )
     ids = {"ids": torch.arange(3)}
     assert text(optim.sgd(0.1).update, ids, {"count": torch.tensor(0)}, ids) == (
-        "sgd: params['ids']: i64[3] is not floating\n  fix: keep what is not trained in another tree"
+        "sgd: params['ids']: i64[3] is not floating\n  fix: keep it in another tree"
     )
 
 

@@ -42,9 +42,7 @@ def specs_for(ndim, axes):
     found = set()
     for names in (tuple(axes), tuple(axes)[::-1]):
         for dims in itertools.product(range(-1, ndim), repeat=len(names)):
-            found.add(
-                P(*[tuple(a for a, d in zip(names, dims, strict=True) if d == dim) for dim in range(ndim)])
-            )
+            found.add(P(*[tuple(a for a, d in zip(names, dims, strict=True) if d == dim) for dim in range(ndim)]))
     return sorted(found, key=repr)
 
 
@@ -244,9 +242,7 @@ def test_the_callback_is_called_once_for_each_part(axes, shape):
         check_placed(leaf, x, spec, mesh)
         assert len(set(asked)) == len(asked)
         assert set(asked) == {tuple((s.start, s.stop) for s in leaf.box(rank)) for rank in mesh.ranks}
-        assert len({s.data_ptr() for s in leaf.shards if s.numel()}) == len(
-            [s for s in leaf.shards if s.numel()]
-        )
+        assert len({s.data_ptr() for s in leaf.shards if s.numel()}) == len([s for s in leaf.shards if s.numel()])
 
 
 def test_a_view_from_the_callback_is_copied():
@@ -383,8 +379,7 @@ def test_leaves_of_several_meshes_each_stay_on_theirs():
     check_placed(first, numbered(6), P("a"), on_a)
     check_placed(second, numbered(6), P("b"), on_b)
     assert message(fs.reshard, tree, P("a")) == (
-        "reshard: tree[1]: the mesh has no axis 'a'\n  shape  [6]    spec  P('a')    mesh  b=3\n"
-        "  fix: use one of ['b']"
+        "reshard: tree[1]: the mesh has no axis 'a'\n  shape  [6]    spec  P('a')    mesh  b=3\n  fix: use one of ['b']"
     )
     for moved in fs.reshard(tree, P("a"), on_a):
         check_placed(moved, numbered(6), P("a"), on_a)
@@ -405,6 +400,5 @@ def test_texts_of_what_cannot_be_moved():
     other = fs.Mesh({"a": 1}, "simulated", torch.device("cpu"))
     other.kind = "abstract"
     assert message(fs.reshard, x, P(), other) == (
-        "reshard: from a simulated mesh to a abstract one\n"
-        "  fix: fs.device_put(fs.device_get(tree), specs, mesh)"
+        "reshard: from a simulated mesh to a abstract one\n  fix: fs.device_put(fs.device_get(tree), specs, mesh)"
     )

@@ -259,9 +259,7 @@ def test_text_of_an_unknown_axis_and_of_a_long_spec():
 
 def test_every_failing_leaf_is_listed_at_once():
     tree = {"fine": torch.zeros(2), "long": torch.zeros(2), "odd": [torch.zeros(2)]}
-    got = message(
-        fs.device_put, tree, {"fine": P("a"), "long": P(None, "a"), "odd": P("model")}, fs.make_mesh(a=2)
-    )
+    got = message(fs.device_put, tree, {"fine": P("a"), "long": P(None, "a"), "odd": P("model")}, fs.make_mesh(a=2))
     assert got == (
         "2 problems\n"
         "device_put: tree['long']: the spec is longer than the shape\n"
@@ -403,8 +401,6 @@ def test_fully_shard_takes_prefix_specs_and_described_trees():
 def test_fully_shard_adds_just_the_axis(data, shape):
     before = data.draw(specs(len(shape)))
     after = added(before, tuple(shape))
-    changed = [
-        (a, b) for a, b in zip(before.parts(len(shape)), after.parts(len(shape)), strict=True) if a != b
-    ]
+    changed = [(a, b) for a, b in zip(before.parts(len(shape)), after.parts(len(shape)), strict=True) if a != b]
     assert len(changed) == 1
     assert changed[0][1] == (*changed[0][0], "z")

@@ -65,9 +65,7 @@ def test_every_path_leads_to_its_leaf(t):
 
 
 # deques and dicts of unlike keys are for eager programs
-@pytest.mark.parametrize(
-    "t", [t for t in TREES if not isinstance(t, deque) and t != {2: "x", "a": "y"}], ids=repr
-)
+@pytest.mark.parametrize("t", [t for t in TREES if not isinstance(t, deque) and t != {2: "x", "a": "y"}], ids=repr)
 def test_the_traced_form_has_the_order_of_optree(t):
     out: list[object] = []
     treedef = tree._flatten_traced(t, out)
@@ -198,9 +196,7 @@ def test_text_of_another_container():
 
 
 def test_text_of_a_leaf_that_is_no_spec():
-    assert text({"w": [P(), "model"]}, {"w": [1, 2]}) == (
-        "specs['w'][1]: 'model' is a str, not a P\n  fix: use a P"
-    )
+    assert text({"w": [P(), "model"]}, {"w": [1, 2]}) == ("specs['w'][1]: 'model' is a str, not a P\n  fix: use a P")
     assert text(3, 1, kind="policy") == "specs: 3 is a int, not a policy\n  fix: use a policy"
 
 

@@ -129,7 +129,7 @@ def restore(
         at: the dotted path of the subtree to restore: `"params"` for the parameters of a train state.
 
     >>> restore("out", init(), specs=specs, mesh=fs.make_mesh(model=2), step=25, at="params")
-    {'down': f32[256@model, 64], 'up': f32[64, 256@model]}
+    {'up': f32[64, 256@model], 'down': f32[256@model, 64]}
 
     Raises ShardingError, before anything is loaded, listing every leaf that is missing, extra, or of another
     shape or dtype, and every file that is missing, cut short or damaged; and where data that was read is
