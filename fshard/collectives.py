@@ -44,7 +44,8 @@ def pmean(x: Any, axis: Axis) -> Any:
 
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not (xs[0].is_floating_point() or xs[0].is_complex()):
-            raise fail(f"pmean: the mean of {_dtype(xs[0])} is no {_dtype(xs[0])}", fix="cast to a floating dtype first")
+            kind = _dtype(xs[0])
+            raise fail(f"pmean: the mean of {kind} is no {kind}", fix="cast to a floating dtype first")
         return apply(Sum(comm, axes, size_of(axes, comm.sizes)), xs)
 
     return _on_leaves("pmean", x, axis, mean)
@@ -101,7 +102,11 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
 
         [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
     """
-    return _on_leaves("psum_scatter", x, axis, lambda c, a, xs: apply(Scatter(c, a, _whole("psum_scatter", xs, dim)), xs))
+
+    def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return apply(Scatter(comm, axes, _whole("psum_scatter", xs, dim)), xs)
+
+    return _on_leaves("psum_scatter", x, axis, scatter)
 
 
 def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
@@ -144,8 +149,8 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     for position, what in ((0, "source"), (1, "target")):
         seen = [pair[position] for pair in perm]
         if len(set(seen)) < len(seen) or any(not 0 <= i < n for i in seen):
-            raise fail(f"ppermute: {what}s {seen} are not distinct positions of axis {axis!r}", f"positions are 0 to {n - 1}",
-                       fix="name every source and every target once")  # fmt: skip
+            raise fail(f"ppermute: {what}s {seen} are not distinct positions of axis {axis!r}",
+                       f"positions are 0 to {n - 1}", fix="name every source and every target once")  # fmt: skip
     pairs = tuple((int(source), int(target)) for source, target in perm)
     if names and n == 1 and not pairs:
         return tree.map(torch.zeros_like, x)
@@ -182,7 +187,9 @@ def unshard(params: Any, specs: Any, axis: Axis, *, shapes: Any = None) -> Any:
     names = _known("unshard", where, axis)
     leaves, treedef = tree.flatten(params)
     flat = tree.broadcast(specs, params, name="specs", leaf=_is_spec)
-    known = [tuple(s.shape) for s in tree.leaves(shapes)] if shapes is not None else [None] * len(leaves)
+    known: list[tuple[int, ...] | None] = [None] * len(leaves)
+    if shapes is not None:
+        known = [tuple(s.shape) for s in tree.leaves(shapes)]
     if len(known) != len(leaves):
         raise fail("unshard: shapes is another tree than params", f"{len(known)} leaves, not {len(leaves)}",
                    fix="pass the tree that params were materialized from")  # fmt: skip
@@ -195,22 +202,25 @@ def unshard(params: Any, specs: Any, axis: Axis, *, shapes: Any = None) -> Any:
             joined = tuple(a for a in split if a in names)
             major = split[: len(split) - len(joined)]
             if joined and split[len(major) :] != joined:
+                first = tuple(a for a in split if a not in names)
                 errors.append(fail(f"unshard: leaf {i} has dim {dim} split by {split}; {joined} cannot be joined first",
-                                   fix=f"make {joined} the minor axes: {(*(a for a in split if a not in names), *joined)}"))
+                                   fix=f"make {joined} the minor axes: {(*first, *joined)}"))  # fmt: skip
             elif joined:
-                n = shape and piece(shape[dim], *_sizes_coords(where, major))[1]
-                gather.setdefault(joined, []).append((i, dim, n if shape else None))
+                n = piece(shape[dim], *_sizes_coords(where, major))[1] if shape is not None else None
+                gather.setdefault(joined, []).append((i, dim, n))
     raise_all(errors)
     out = list(leaves)
     for axes, which in vary.items():
         for i, x in zip(which, pvary([out[i] for i in which], axes or None), strict=True):
             out[i] = x
-    for axes, which in gather.items():
-        _gather_leaves(where.comm, axes, which, out)
+    for axes, parts in gather.items():
+        _gather_leaves(where.comm, axes, parts, out)
     return tree.unflatten(treedef, out)
 
 
-def _gather_leaves(comm: Comm, axes: tuple[str, ...], which: list[tuple[int, int, int | None]], out: list[Tensor]) -> None:
+def _gather_leaves(
+    comm: Comm, axes: tuple[str, ...], which: list[tuple[int, int, int | None]], out: list[Tensor]
+) -> None:
     live = _live(comm, axes)
     if not live:
         return
@@ -230,7 +240,9 @@ def _gather_leaves(comm: Comm, axes: tuple[str, ...], which: list[tuple[int, int
 # --- shared by the verbs --------------------------------------------------------------------------------------
 
 
-def _on_leaves(verb: str, x: Any, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]]) -> Any:
+def _on_leaves(
+    verb: str, x: Any, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]]
+) -> Any:
     """Apply `f` to the leaves of each dtype together; axes of size 1 do nothing."""
     where = region(verb)
     live = _live(where.comm, _known(verb, where, axis))

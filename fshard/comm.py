@@ -1,7 +1,8 @@
 """What carries the bytes: one small protocol, and the thread-bound region in which it may be used.
 
 `ProcessComm`, here, is one rank of `torch.distributed`; `SimulatedComm`, in `simulated`, is one thread of this process.
-Nothing above `mesh` knows which it is. All parts have equal shapes here: uneven sizes, dims and dtypes of a tree are the business of `collectives`.
+Nothing above `mesh` knows which it is. All parts have equal shapes here: uneven sizes, dims and dtypes of a tree are
+the business of `collectives`.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def recording() -> Iterator[list[Transfer]]:
     >>> with recording() as log: step(params, batch)
     >>> len(log)
     """
-    global _record
+    global _record  # noqa: PLW0603 - one record for the ranks of all threads
     before, _record = _record, []
     try:
         yield _record
@@ -139,14 +140,16 @@ class ProcessComm:
     """A rank of torch.distributed: functional collectives, so that `torch.compile(fullgraph=True)` sees them."""
 
     def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
-        self.sizes, self.coords = dict(sizes), dict(coords)
+        self.sizes: Mapping[str, int] = dict(sizes)
+        self.coords: Mapping[str, int] = dict(coords)
         self._axes = tuple(a for a, n in sizes.items() if n > 1)
         self._groups: dict[Axes, str] = {}
         # Every subset, in one order on every rank: a group made later, by some ranks only, would be a hang.
         for k in range(1, len(self._axes) + 1):
             for axes in itertools.combinations(self._axes, k):
-                whole = len(axes) == len(self._axes)
-                group = dist.group.WORLD if whole else dist.new_group(self._members(axes), use_local_synchronization=True)
+                group = dist.group.WORLD
+                if len(axes) < len(self._axes):
+                    group = dist.new_group(self._members(axes), use_local_synchronization=True)
                 assert group is not None
                 self._groups[axes] = group.group_name
 
@@ -222,9 +225,11 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 def _wait(op: Callable[..., Tensor], x: Tensor, *args: object) -> Tensor:
     if torch.compiler.is_compiling():
-        return torch.ops._c10d_functional.wait_tensor(op(x, *args))
+        traced: Tensor = torch.ops._c10d_functional.wait_tensor(op(x, *args))
+        return traced
     try:
-        return torch.ops._c10d_functional.wait_tensor(op(x, *args))
+        out: Tensor = torch.ops._c10d_functional.wait_tensor(op(x, *args))
+        return out
     except RuntimeError as e:
         raise fail(f"rank {dist.get_rank()}: a collective broke off: another rank has failed, or left the program",
                    str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip
@@ -246,5 +251,5 @@ def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) ->
     return at
 
 
-__all__ = ["Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "in_region", "index_of", "note", "recording", "region",
-           "size_of"]  # fmt: skip
+__all__ = ["Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "in_region", "index_of", "note", "recording",
+           "region", "size_of"]  # fmt: skip

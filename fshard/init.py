@@ -105,7 +105,7 @@ class Orthogonal:
         gaussian = random.normal(key, tall, dtype=torch.float64)
         q, r = torch.linalg.qr(gaussian)
         q = q * r.diagonal().sign()  # makes the distribution uniform, and the factor unique
-        whole = (q if rows >= columns else q.T).reshape(shape) * self.gain
+        whole: Tensor = (q if rows >= columns else q.T).reshape(shape) * self.gain
         return whole[box].to(device=device, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -123,8 +123,9 @@ def normal(shape: Shape, *, mean: float = 0.0, std: float = 1.0, dtype: torch.dt
 
 
 def trunc_normal(
-    shape: Shape, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, dtype: torch.dtype | None = None
-) -> Deferred:
+    shape: Shape, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0,
+    dtype: torch.dtype | None = None,
+) -> Deferred:  # fmt: skip
     """N(mean, std^2) cut to [a, b], two values and not multiples of std, as in `torch.nn.init.trunc_normal_`."""
     if not a < b:
         raise fail(f"trunc_normal: nothing lies between a={a} and b={b}", fix="a < b")
@@ -165,8 +166,8 @@ def arange(n: int, *, start: float = 0, step: float = 1, dtype: torch.dtype | No
 def orthogonal(shape: Shape, *, gain: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
     """A random matrix with orthonormal rows or columns (whichever are fewer), dims before the last taken as rows.
 
-    Every device makes the whole matrix, on the CPU, before it keeps its part. Source: Saxe et al., 2013, "Exact solutions
-    to the nonlinear dynamics of learning in deep linear neural networks"; Mezzadri, 2007, for the signs.
+    Every device makes the whole matrix, on the CPU, before it keeps its part. Source: Saxe et al., 2013, "Exact
+    solutions to the nonlinear dynamics of learning in deep linear neural networks"; Mezzadri, 2007, for the signs.
     """
     described = _describe(shape, Orthogonal(gain), dtype)
     if described.ndim < 2:

@@ -163,7 +163,9 @@ class Exchange(Map):
         return Exchange(self.comm, self.axes, self.concat, self.split)
 
     def batched(self, which: Sequence[bool]) -> Map:
-        shift = lambda layout: tuple((d + b, n) for (d, n), b in zip(layout, which, strict=True))  # noqa: E731
+        def shift(layout: Layout) -> Layout:
+            return tuple((d + b, n) for (d, n), b in zip(layout, which, strict=True))
+
         return replace(self, split=shift(self.split), concat=shift(self.concat))
 
 
@@ -203,7 +205,8 @@ def _pad(x: Tensor, dim: int, length: int) -> Tensor:
 def _cut(x: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
     """Split a dim into padded pieces, stacked in front: [.., size, ..] -> [n, .., chunk, ..]."""
     if min(pieces) == pieces[0]:
-        return x.unflatten(dim, (len(pieces), pieces[0])).movedim(dim, 0)
+        chunks: Tensor = x.unflatten(dim, (len(pieces), pieces[0]))  # type: ignore[no-untyped-call]
+        return chunks.movedim(dim, 0)
     return torch.stack([_pad(p, dim, pieces[0]) for p in torch.split(x, list(pieces), dim)])
 
 
@@ -306,10 +309,10 @@ class _Extreme(torch.autograd.Function):
     def _share(ctx: Any) -> Tensor:
         """This rank's share of each element: 1 / (ranks that hold it), or 0."""
         if not ctx.tied:
-            raise fail(f"p{ctx.op}: has no derivative",
-                       fix=f"detach the argument, or p{ctx.op}(x, axis, grad='tied') to split it among ties")  # fmt: skip
+            fix = f"detach the argument, or p{ctx.op}(x, axis, grad='tied') to split it among ties"
+            raise fail(f"p{ctx.op}: has no derivative", fix=fix)
         x, out = ctx.saved_tensors
-        mine = (x == out).to(out.dtype)
+        mine: Tensor = (x == out).to(out.dtype)
         return mine / apply(Sum(ctx.comm, ctx.axes), [mine])[0]
 
     @staticmethod
@@ -324,12 +327,14 @@ class _ExtremeEager(_Extreme):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Any:
-        return _ExtremeEager.apply(comm, axes, op, tied, x.movedim(in_dims[4], 0)), 0
+        front = x.movedim(in_dims[4], 0)
+        return _ExtremeEager.apply(comm, axes, op, tied, front), 0  # type: ignore[no-untyped-call]
 
 
 def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Tensor:
     compiling = torch.compiler.is_compiling()
-    out: Tensor = (_Extreme if compiling else _ExtremeEager).apply(comm, axes, op, tied, x.view_as(x) if compiling else x)
+    function: Any = _Extreme if compiling else _ExtremeEager
+    out: Tensor = function.apply(comm, axes, op, tied, x.view_as(x) if compiling else x)
     return out
 
 

@@ -122,7 +122,7 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
 def _process_mesh(axes: dict[str, int], wild: list[str], given: str, device: str | torch.device | None) -> Mesh:
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda":
-        where = torch.device("cuda", where.index if where.index is not None else int(os.environ.get("LOCAL_RANK", 0)))
+        where = torch.device("cuda", where.index if where.index is not None else int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
     if not dist.is_initialized():
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():

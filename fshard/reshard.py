@@ -122,7 +122,10 @@ def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     boxes = [local_box(x.shape, spec, mesh.axes, mesh.coords(rank)) for rank in range(mesh.size)]
     mine = x.box(me)
     part = x.shards[0]
-    send = [[part[_within(c, mine)].reshape(-1) for s, c in _sources(x, box, rank) if s == me] for rank, box in enumerate(boxes)]
+    send = [
+        [part[_within(c, mine)].reshape(-1) for s, c in _sources(x, box, rank) if s == me]
+        for rank, box in enumerate(boxes)
+    ]
     incoming = sorted(_sources(x, boxes[me], me), key=lambda pair: pair[0])  # stable: the sender's order within a rank
     counts = [0] * mesh.size
     for source, common in incoming:

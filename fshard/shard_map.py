@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,20 @@ from .sharded import Sharded
 from .spec import P, is_even, is_spec, lengths, local_box, problems, same
 
 
+@overload
+def shard_map(
+    f: Callable[..., Any], *, mesh: Mesh, in_specs: Any = None, out_specs: Any, compile: bool = False,
+    donate: int | Sequence[int] = (),
+) -> ShardMapped: ...  # fmt: skip
+
+
+@overload
+def shard_map(
+    f: None = None, *, mesh: Mesh, in_specs: Any = None, out_specs: Any, compile: bool = False,
+    donate: int | Sequence[int] = (),
+) -> Callable[[Callable[..., Any]], ShardMapped]: ...  # fmt: skip
+
+
 def shard_map(
     f: Callable[..., Any] | None = None,
     *,
@@ -26,7 +40,7 @@ def shard_map(
     out_specs: Any,
     compile: bool = False,
     donate: int | Sequence[int] = (),
-) -> Any:
+) -> ShardMapped | Callable[[Callable[..., Any]], ShardMapped]:
     """Run `f` on every device of `mesh`, on local tensors, with the mesh axes bound.
 
     A `Sharded` argument arrives as its local part, and must be placed as `in_specs` says. A plain tensor is a global
@@ -49,7 +63,9 @@ def shard_map(
     donated arguments. If a rank raises, its own exception is the one seen and the other ranks end.
     """
     if f is None:
-        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, compile=compile, donate=donate)
+        return functools.partial(
+            shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, compile=compile, donate=donate
+        )
     return ShardMapped(f, mesh, in_specs, out_specs, compile, (donate,) if isinstance(donate, int) else tuple(donate))
 
 
@@ -60,7 +76,8 @@ class ShardMapped:
         self, f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, compile: bool, donate: tuple[int, ...]
     ) -> None:
         if compile and mesh.kind == "simulated" and mesh.size > 1:
-            raise fail(f"shard_map: compile=True on {mesh!r}", "simulated ranks are threads, and one compiler serves them all",
+            raise fail(f"shard_map: compile=True on {mesh!r}",
+                       "simulated ranks are threads, and one compiler serves them all",
                        fix="compile on a process mesh or on a mesh of one rank")  # fmt: skip
         functools.update_wrapper(self, f)
         self.mesh = mesh
@@ -69,7 +86,8 @@ class ShardMapped:
         self._compile, self._donate = compile, donate
         self._body = torch.compile(f, fullgraph=True) if compile else f
         self._plans: dict[Any, _Plan] = {}
-        self._shapes: dict[Any, tuple[tuple[int, ...], ...]] = {}
+        # signature -> the shapes of this rank's results, and the sizes of every rank's, flat, in a row each
+        self._shapes: dict[Any, tuple[tuple[tuple[int, ...], ...], list[list[int]]]] = {}
 
     def on(self, mesh: Mesh) -> ShardMapped:
         """The same function on another mesh."""
@@ -131,7 +149,8 @@ class ShardMapped:
     def _flat_in_specs(self, args: tuple[Any, ...], n: int) -> list[P | None]:
         if self._in_specs is None:
             return [None] * n
-        return tree.broadcast(self._in_specs, args, name=f"{self._name}: in_specs", leaf=lambda s: s is None or is_spec(s))
+        name = f"{self._name}: in_specs"
+        return tree.broadcast(self._in_specs, args, name=name, leaf=lambda s: s is None or is_spec(s))
 
     def _misplaced(self, where: str, leaf: Sharded | Tensor, spec: P) -> list[ShardingError]:
         if isinstance(leaf, Tensor):
@@ -143,7 +162,8 @@ class ShardMapped:
             return [fail(f"{where}: is on another mesh", fix="fs.reshard(x, specs, mesh), or f.on(mesh)",
                          leaf=leaf.mesh, function=self.mesh)]  # fmt: skip
         if not same(leaf.spec, spec, leaf.ndim):
-            return [fail(f"{where}: is placed as {leaf.spec}, in_specs says {spec}", fix=f"fs.reshard(x, {spec})", leaf=leaf)]
+            return [fail(f"{where}: is placed as {leaf.spec}, in_specs says {spec}", fix=f"fs.reshard(x, {spec})",
+                         leaf=leaf)]  # fmt: skip
         return []
 
     def _donated(self, args: tuple[Any, ...]) -> list[Sharded]:
@@ -168,24 +188,25 @@ class ShardMapped:
         if signature not in self._shapes:
             live = tuple(a for a, n in self.mesh.axes.items() if n > 1)
             flat = torch.tensor([n for shape in mine for n in shape], dtype=torch.int64, device=self.mesh.device)
-            everyone = comm.all_gather(flat, live).tolist() if live else [flat.tolist()]
-            self._shapes[signature] = (mine, everyone)  # type: ignore[assignment]
+            rows: list[list[int]] = comm.all_gather(flat, live).tolist() if live else [flat.tolist()]
+            self._shapes[signature] = (mine, rows)
         known, everyone = self._shapes[signature]
         if known != mine:
             raise fail(f"{self._name}: the results changed shape between calls with like arguments",
-                       fix="shapes must follow from the arguments' shapes", before=known, now=mine)  # type: ignore[arg-type]  # fmt: skip
+                       fix="shapes must follow from the arguments' shapes", before=known, now=mine)  # fmt: skip
         return everyone
 
     def _collect(self, results: list[list[Any]]) -> Any:
         """Join the ranks' results by out_specs."""
         first = results[0][0]
-        leaves, treedef = tree.flatten(first)
+        _, treedef = tree.flatten(first)
         flat = tree.broadcast(self._out_specs, first, name=f"{self._name}: out_specs", leaf=is_spec)
         columns = []
         for rank, (out, _) in zip(self.mesh.ranks, results, strict=True):
             own, own_def = tree.flatten(out)
             if own_def != treedef:
-                raise fail(f"{self._name}: rank {rank} returned another tree than rank 0", rank_0=treedef, other=own_def)
+                raise fail(f"{self._name}: rank {rank} returned another tree than rank 0",
+                           rank_0=treedef, other=own_def)  # fmt: skip
             columns.append(own)
         everyone = results[0][1]
         errors: list[ShardingError] = []
@@ -213,7 +234,9 @@ class ShardMapped:
         raise_all(errors)
         return tree.unflatten(treedef, joined)
 
-    def _global_shape(self, where: str, shapes: Sequence[tuple[int, ...]], spec: P) -> tuple[tuple[int, ...], list[ShardingError]]:
+    def _global_shape(
+        self, where: str, shapes: Sequence[tuple[int, ...]], spec: P
+    ) -> tuple[tuple[int, ...], list[ShardingError]]:
         """The shape whose parts by `spec` are these, rank by rank."""
         ndim = len(shapes[0])
         if any(len(s) != ndim for s in shapes):
@@ -224,14 +247,16 @@ class ShardMapped:
             line = _along(self.mesh, axes, shapes, dim)
             total = sum(line) if axes else shapes[0][dim]
             if lengths(total, sizes) != line:
-                return (), [fail(f"{where}: the parts do not make up dim {dim} split by {axes}", f"the ranks hold {line}",
-                                 f"a dim of {total} splits into {lengths(total, sizes)}",
-                                 fix="return equal parts, or parts of ceil(n / ranks) with the short ones last")]  # fmt: skip
+                fix = "return equal parts, or parts of ceil(n / ranks) with the short ones last"
+                return (), [fail(f"{where}: the parts do not make up dim {dim} split by {axes}",
+                                 f"the ranks hold {line}", f"a dim of {total} splits into {lengths(total, sizes)}",
+                                 fix=fix)]  # fmt: skip
             shape.append(total)
         for rank, have in enumerate(shapes):
             want = tuple(s.stop - s.start for s in local_box(shape, spec, self.mesh.axes, self.mesh.coords(rank)))
             if have != want:
-                return (), [fail(f"{where}: rank {rank} returned {list(have)}, its part of {shape} is {list(want)}", spec=spec)]
+                return (), [fail(f"{where}: rank {rank} returned {list(have)}, its part of {shape} is {list(want)}",
+                                 spec=spec)]  # fmt: skip
         return tuple(shape), []
 
 
@@ -295,7 +320,8 @@ def _disagreeing(where: str, parts: Sequence[Any]) -> list[ShardingError]:
         equal = all(p is parts[0] for p in parts)
     if equal:
         return []
-    return [fail(f"{where}: is not a tensor and differs between ranks", f"{parts[:4]}", fix="return a tensor with a spec")]
+    return [fail(f"{where}: is not a tensor and differs between ranks", f"{parts[:4]}",
+                 fix="return a tensor with a spec")]  # fmt: skip
 
 
 __all__ = ["ShardMapped", "shard_map"]

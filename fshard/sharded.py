@@ -129,7 +129,8 @@ def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
     >>> device_put({"x": torch.arange(6)}, P("data"), make_mesh(data=4))
     {'x': i64[6@data]}
     """
-    return place_all("device_put", tree_, specs, mesh, (Tensor, int, float, complex), lambda _, x, spec: _put(x, spec, mesh))
+    kinds = (Tensor, int, float, complex)
+    return place_all("device_put", tree_, specs, mesh, kinds, lambda _, x, spec: _put(x, spec, mesh))
 
 
 def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
@@ -172,7 +173,9 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
     return Sharded(shape, spec, mesh, shards)
 
 
-def place_all(verb: str, tree_: Any, specs: Any, mesh: Mesh, kinds: tuple[type, ...], place: Callable[..., Sharded]) -> Any:
+def place_all(
+    verb: str, tree_: Any, specs: Any, mesh: Mesh, kinds: tuple[type, ...], place: Callable[..., Sharded]
+) -> Any:
     """Check every leaf against its spec, then place them all. An object at two paths, a tie, stays one leaf."""
     _, treedef = tree.flatten(tree_)
     found = tree.leaves_with_path(tree_)

@@ -128,7 +128,10 @@ class SimulatedComm:
         return self._meet("all_gather", x, axes, lambda xs: [torch.stack(xs) for _ in xs])
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._meet("reduce_scatter", x, axes, lambda xs: [_reduce(list(r), "sum") for r in zip(*xs, strict=True)])
+        def combine(xs: list[Tensor]) -> list[Tensor]:
+            return [_reduce(row, "sum") for row in zip(*xs, strict=True)]
+
+        return self._meet("reduce_scatter", x, axes, combine)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         return self._meet("all_to_all", x, axes, lambda xs: [torch.stack(r) for r in zip(*xs, strict=True)])
@@ -143,12 +146,16 @@ class SimulatedComm:
 
 def _reduce(xs: Sequence[Tensor], op: str) -> Tensor:
     """Reduce in rank order; sums of half precision are kept in float32 and rounded once."""
-    step = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+    steps: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "sum": torch.add,
+        "max": torch.maximum,
+        "min": torch.minimum,
+    }
     dtype = xs[0].dtype
     wide = torch.float32 if op == "sum" and dtype in (torch.float16, torch.bfloat16) else dtype
     total = xs[0].to(wide, copy=True)
     for x in xs[1:]:
-        total = step(total, x.to(wide))
+        total = steps[op](total, x.to(wide))
     return total.to(dtype)
 
 
@@ -198,14 +205,14 @@ def _shared_dual_level() -> Iterator[None]:
     starts high enough that no rank opens or closes another.
     """
     depth = eager_transforms.JVP_NESTING
-    level = None if depth else forward_ad.enter_dual_level()
+    level = None if depth else forward_ad.enter_dual_level()  # type: ignore[no-untyped-call]
     eager_transforms.JVP_NESTING = 1 << 20
     try:
         yield
     finally:
         eager_transforms.JVP_NESTING = depth
         if level is not None:
-            forward_ad.exit_dual_level(level=level)
+            forward_ad.exit_dual_level(level=level)  # type: ignore[no-untyped-call]
 
 
 __all__ = ["SimulatedComm", "simulate"]

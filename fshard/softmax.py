@@ -33,10 +33,10 @@ def exp_sums(x: Tensor, at: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def highest(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest entry of each row as a `shift`: finite where all of a row is -inf, or where V is 0."""
-    rows = x.detach()
-    top = rows.amax(-1).to(dtype) if x.shape[-1] else rows.new_full(x.shape[:-1], -math.inf, dtype=dtype)
-    return top.clamp(min=torch.finfo(dtype).min)
+    """The largest entry of each row, -inf where V is 0: a constant to the derivative."""
+    if not x.shape[-1]:
+        return x.new_full(x.shape[:-1], -math.inf, dtype=dtype)
+    return x.detach().amax(-1).to(dtype)
 
 
 def _exp(x: Tensor, shift: Tensor) -> Tensor:

@@ -164,7 +164,8 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 def is_even(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> bool:
     """Whether every device's part has the same shape."""
-    return all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, spec.parts(len(shape)), strict=True))
+    parts = spec.parts(len(shape))
+    return all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, parts, strict=True))
 
 
 def problems(where: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
@@ -206,15 +207,17 @@ def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
                 if _matches(parts, glob.split(".")):
                     used.add(glob)
                     return spec
-            errors.append(fail(f"rules: no rule matches {_tree.dotted(path)!r}", fix="add a rule, or '**': P() at the end"))
+            name = _tree.dotted(path)
+            errors.append(fail(f"rules: no rule matches {name!r}", fix="add a rule, or '**': P() at the end"))
             return P()
 
         out = _tree.map_with_path(find, tree)
         errors += [
-            fail(f"rules: {glob!r} matches no leaf", "(an earlier rule may take all it would match)", fix="remove or mend it")
+            fail(f"rules: {glob!r} matches no leaf", "(an earlier rule may take all it would match)",
+                 fix="remove or mend it")
             for glob in table
             if glob not in used
-        ]
+        ]  # fmt: skip
         raise_all(errors)
         return out
 
@@ -243,7 +246,8 @@ def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
     """
     leaves, treedef = _tree.flatten(tree)
     flat = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)
-    return _tree.unflatten(treedef, [_add(s, tuple(x.shape), axis, min_size) for s, x in zip(flat, leaves, strict=True)])
+    added = [_add(s, tuple(x.shape), axis, min_size) for s, x in zip(flat, leaves, strict=True)]
+    return _tree.unflatten(treedef, added)
 
 
 def _add(spec: P, shape: tuple[int, ...], axis: str, min_size: int) -> P:

@@ -14,7 +14,9 @@ from . import tree
 from .errors import fail
 
 
-def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
     """A function that gives the value of `f` and its gradient, as `jax.value_and_grad` does.
 
         f: (params, ...) -> loss [] {I}          gives (loss, grads); a gradient has its parameter's shape and type
@@ -54,7 +56,8 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, h
             return loss, tuple(x for x in aux_leaves if isinstance(x, Tensor))
 
         if not leaves:
-            raise fail(f"value_and_grad({name}): argument {argnums} has no leaves", fix="pass the parameters, or other argnums")
+            raise fail(f"value_and_grad({name}): argument {argnums} has no leaves",
+                       fix="pass the parameters, or other argnums")  # fmt: skip
         transform = torch.func.grad_and_value(of_leaves, argnums=tuple(range(len(leaves))), has_aux=True)
         flat_grads, (loss, tensors) = transform(*leaves)
         grads = tree.unflatten(treedef, flat_grads)
@@ -88,10 +91,11 @@ def _fill_in(treedef: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> 
 
 def _check_loss(name: str, loss: Any) -> None:
     if not isinstance(loss, Tensor):
-        raise fail(f"value_and_grad({name}): the loss is a {type(loss).__name__}, not a tensor",
-                   fix="return (loss, aux) with has_aux=True" if isinstance(loss, tuple) else "return a 0-d tensor")  # fmt: skip
+        fix = "return (loss, aux) with has_aux=True" if isinstance(loss, tuple) else "return a 0-d tensor"
+        raise fail(f"value_and_grad({name}): the loss is a {type(loss).__name__}, not a tensor", fix=fix)
     if loss.ndim or not loss.is_floating_point():
-        raise fail(f"value_and_grad({name}): the loss must be one floating number, not {str(loss.dtype)[6:]}{list(loss.shape)}",
+        kind = f"{str(loss.dtype)[6:]}{list(loss.shape)}"
+        raise fail(f"value_and_grad({name}): the loss must be one floating number, not {kind}",
                    fix="reduce it: loss.mean() or loss.sum()")  # fmt: skip
 
 
@@ -147,8 +151,8 @@ def _micro(i: int, arg: Any, step: int, steps: int) -> Any:
             return x
         if x.shape[0] % steps:
             raise fail(f"accumulate: {tree.show(f'args[{i}]', path)} does not cut into {steps} equal microbatches",
-                       f"{x.shape[0]} % {steps} = {x.shape[0] % steps}", fix="another number of steps, or another batch size",
-                       shape=list(x.shape))  # fmt: skip
+                       f"{x.shape[0]} % {steps} = {x.shape[0] % steps}", shape=list(x.shape),
+                       fix="another number of steps, or another batch size")  # fmt: skip
         size = x.shape[0] // steps
         return x.narrow(0, step * size, size)
 
@@ -192,10 +196,12 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
         xs = [leaves[i] for i in where]
         if torch.compiler.is_compiling():
-            got = _RematCompiled.apply(_Body(of_tensors), *[x.view_as(x) for x in xs])  # views: see linear.apply
+            xs = [x.view_as(x) for x in xs]  # see linear.apply
+            got = _RematCompiled.apply(_Body(of_tensors), *xs)  # type: ignore[no-untyped-call]
             return got[0] if len(got) == 1 else got
-        got = _Remat.apply(_Body(of_tensors), *xs)
-        return _fill_in(*seen, got)
+        got = _Remat.apply(_Body(of_tensors), *xs)  # type: ignore[no-untyped-call]
+        out_def, others = seen
+        return _fill_in(out_def, others, got)
 
     return wrapped
 
@@ -236,7 +242,9 @@ class _Body:
         """The jvp of `f` at `xs`."""
         moving = [i for i, t in enumerate(tangents) if t is not None]
         at, rates = tuple(xs[i] for i in moving), tuple(tangents[i] for i in moving)
-        out, pushed = torch.func.jvp(lambda *chosen: self.f(*_replace(xs, moving, chosen)), at, rates)
+        out, pushed = torch.func.jvp(  # type: ignore[misc]  # without has_aux it gives two
+            lambda *chosen: self.f(*_replace(xs, moving, chosen)), at, rates
+        )
         return tuple(t if _smooth(y) else None for y, t in zip(out, pushed, strict=True))
 
 

@@ -31,7 +31,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     [0, 1, 2]
     """
     if not torch.compiler.is_compiling():
-        return optree.tree_flatten(tree)  # type: ignore[return-value]
+        return optree.tree_flatten(tree)
     out: list[Any] = []
     return out, _flatten_traced(tree, out)
 
@@ -146,7 +146,9 @@ def broadcast(prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool],
     return out
 
 
-def _broadcast(prefix: Any, tree: Any, path: Path, name: str, leaf: Callable[[Any], bool], kind: str, out: list[Any]) -> None:
+def _broadcast(
+    prefix: Any, tree: Any, path: Path, name: str, leaf: Callable[[Any], bool], kind: str, out: list[Any]
+) -> None:
     if leaf(prefix):
         out.extend([prefix] * len(leaves(tree)))
         return

@@ -30,7 +30,9 @@ class Verified:
         return f"verified: {count} the same on {'; '.join(self.meshes)} (largest relative error {self.error:.0e})"
 
 
-def verify(f: ShardMapped, *args: Any, rtol: float = 1e-4, atol: float | None = None, bitwise: bool = False) -> Verified:
+def verify(
+    f: ShardMapped, *args: Any, rtol: float = 1e-4, atol: float | None = None, bitwise: bool = False
+) -> Verified:
     """Run `f` on its mesh, on the same mesh with each axis in turn collapsed to size 1, and with all; compare.
 
     Arguments are placed anew on every mesh, so donated ones are not lost. The smaller meshes are simulated.
@@ -41,11 +43,12 @@ def verify(f: ShardMapped, *args: Any, rtol: float = 1e-4, atol: float | None = 
             is off by a rounding of its largest term.
         bitwise: allow no difference at all.
 
-    >>> verify(shard_map(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P()), torch.ones(8))
+    >>> total = shard_map(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
+    >>> verify(total, torch.ones(8))
     verified: 1 leaf the same on data=2, model=2; data=1, model=2; data=2, model=1; data=1, model=1 (...)
 
-    Raises ShardingError for the first leaf that differs on each mesh, with the axis to blame, the largest error, and the
-    ratio where it is constant. NaN equals nothing; another shape, dtype or tree is a difference.
+    Raises ShardingError for the first leaf that differs on each mesh, with the axis to blame, the largest error, and
+    the ratio where it is constant. NaN equals nothing; another shape, dtype or tree is a difference.
     """
     if not isinstance(f, ShardMapped):
         raise fail(f"verify: {f!r} is a {type(f).__name__}", fix="verify what fs.shard_map gives")
@@ -117,8 +120,8 @@ def _words(x: Tensor, y: Tensor, difference: Tensor, sizes: dict[str, int], axes
     if not bool(torch.isfinite(difference).all()):
         return [f"{int((~torch.isfinite(difference)).sum())} of {x.numel()} elements are not finite numbers"]
     at = int(difference.argmax())
-    value = lambda t: f"{t.flatten()[at].item():.6g}"  # noqa: E731
-    lines = [f"largest error {difference.max().item():.2g}, of {value(x)} against {value(y)}"]
+    mine, theirs = x.flatten()[at].item(), y.flatten()[at].item()
+    lines = [f"largest error {difference.max().item():.2g}, of {mine:.6g} against {theirs:.6g}"]
     big = y.abs() > 1e-3 * y.abs().max()
     ratios = (x[big] / y[big]).real if x.is_complex() else x[big] / y[big]
     if ratios.numel() and float(ratios.max() - ratios.min()) < 1e-3 * float(ratios.abs().max()):
@@ -128,7 +131,8 @@ def _words(x: Tensor, y: Tensor, difference: Tensor, sizes: dict[str, int], axes
             n *= sizes[a]
         lines.append(f"every value is {ratio:.4g} times what it should be")
         if abs(ratio - n) < 1e-3 * n:
-            lines.append(f"{n} is the size of {' x '.join(axes)}: a psum of what is a total already, or of what does not vary")
+            named = " x ".join(axes)
+            lines.append(f"{n} is the size of {named}: a psum of what is a total already, or of what does not vary")
         elif abs(ratio * n - 1) < 1e-3:
             lines.append(f"1/{n}, the size of {' x '.join(axes)}: a psum is missing, or a mean is taken of a total")
     return lines

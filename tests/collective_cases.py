@@ -36,11 +36,16 @@ def _shift(x: Any, axis: Any) -> Any:
     return fs.ppermute(x, axis, [(i, i + 1) for i in range(n - 1)])
 
 
+def _rotate(x: Any, axis: Any) -> Any:
+    n = fs.axis_size(axis)
+    return fs.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
 CASES = [
-    Case("psum", lambda x, a: fs.psum(x, a), "V", "I", lambda n: (3, 2)),
-    Case("pmean", lambda x, a: fs.pmean(x, a), "V", "I", lambda n: (3, 2)),
-    Case("pvary", lambda x, a: fs.pvary(x, a), "I", "V", lambda n: (3, 2)),
-    Case("all_gather", lambda x, a: fs.all_gather(x, a), "V", "V", lambda n: (2 * n, 3), 0),
+    Case("psum", fs.psum, "V", "I", lambda n: (3, 2)),
+    Case("pmean", fs.pmean, "V", "I", lambda n: (3, 2)),
+    Case("pvary", fs.pvary, "I", "V", lambda n: (3, 2)),
+    Case("all_gather", fs.all_gather, "V", "V", lambda n: (2 * n, 3), 0),
     Case("all_gather dim 1", lambda x, a: fs.all_gather(x, a, 1), "V", "V", lambda n: (3, 2 * n), 1),
     Case("all_gather dim -1", lambda x, a: fs.all_gather(x, a, -1), "V", "V", lambda n: (3, 4, n), 2),
     Case("all_gather uneven", lambda x, a: fs.all_gather(x, a, 1, size=5), "V", "V", lambda n: (3, 5), 1),
@@ -48,16 +53,16 @@ CASES = [
     Case("all_gather invariant", lambda x, a: fs.all_gather(x, a, to="invariant"), "V", "I", lambda n: (2 * n, 3), 0),
     Case("all_gather invariant uneven", lambda x, a: fs.all_gather(x, a, 1, size=7, to="invariant"), "V", "I",
          lambda n: (2, 7), 1),
-    Case("psum_scatter", lambda x, a: fs.psum_scatter(x, a), "V", "V", lambda n: (2 * n, 3)),
+    Case("psum_scatter", fs.psum_scatter, "V", "V", lambda n: (2 * n, 3)),
     Case("psum_scatter dim 1", lambda x, a: fs.psum_scatter(x, a, 1), "V", "V", lambda n: (3, n)),
     Case("psum_scatter uneven", lambda x, a: fs.psum_scatter(x, a, -1), "V", "V", lambda n: (2, 5)),
-    Case("pslice", lambda x, a: fs.pslice(x, a), "I", "V", lambda n: (2 * n, 3)),
+    Case("pslice", fs.pslice, "I", "V", lambda n: (2 * n, 3)),
     Case("pslice uneven", lambda x, a: fs.pslice(x, a, 1), "I", "V", lambda n: (3, 5)),
     Case("all_to_all", lambda x, a: fs.all_to_all(x, a, split=0, concat=1), "V", "V", lambda n: (2 * n, 3 * n), 1),
-    Case("all_to_all uneven", lambda x, a: fs.all_to_all(x, a, split=1, concat=0, size=5), "V", "V", lambda n: (5, 7), 0),
+    Case("all_to_all uneven", lambda x, a: fs.all_to_all(x, a, split=1, concat=0, size=5), "V", "V",
+         lambda n: (5, 7), 0),
     Case("ppermute shift", _shift, "V", "V", lambda n: (3, 2)),
-    Case("ppermute rotate", lambda x, a: fs.ppermute(x, a, [(i, (i + 1) % fs.axis_size(a)) for i in range(fs.axis_size(a))]),
-         "V", "V", lambda n: (4,)),
+    Case("ppermute rotate", _rotate, "V", "V", lambda n: (4,)),
 ]  # fmt: skip
 
 
@@ -91,7 +96,10 @@ def _pair(a: Tensor, b: Tensor, kind: str, axes: tuple[str, ...]) -> Tensor:
 def check_case(case: Case, axes: tuple[str, ...]) -> None:
     """The adjoint identity, double transposition, jvp, vmap and gradients: called inside a region."""
     axis = axes if len(axes) > 1 else axes[0]
-    f = lambda x: case.f(x, axis)  # noqa: E731
+
+    def f(x: Any) -> Any:
+        return case.f(x, axis)
+
     x = _draw(case, case.source, _local_shape(case, axes), axes, 1)
     y, pull = torch.func.vjp(f, x)
     g = _draw(case, case.target, tuple(y.shape), axes, 2)
@@ -175,10 +183,14 @@ def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
     n = math.prod(sizes)
     whole = torch.arange(float(n * 2 * 6)).view(n * 2, 6)
     spec = P(axis)
-    run = lambda f, out, *args, specs=(spec,): fs.device_get(  # noqa: E731
-        fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)(*args))
     parts = whole.view(n, 2, 6)
-    same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0)  # noqa: E731
+
+    def run(f: Callable[..., Any], out: Any, *args: Any, specs: Any = (spec,)) -> Any:
+        return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)(*args))
+
+    def same(a: Tensor, b: Tensor) -> None:
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
     same(run(lambda x: fs.psum(x, axis), P(), whole), parts.sum(0))
     same(run(lambda x: fs.pmean(x, axis), P(), whole), parts.mean(0))
     same(run(lambda x: fs.pmax(x, axis), P(), whole), parts.amax(0))

@@ -37,7 +37,10 @@ def test_vmap_is_one_transfer(mesh, axes):
     check_vmap_is_one_transfer(fs.make_mesh(**mesh), axes)
 
 
-def each_rank(mesh, f, *args, specs=None, out=P("a")):
+OVER_A = P("a")
+
+
+def each_rank(mesh, f, *args, specs=None, out=OVER_A):
     return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)(*args))
 
 
@@ -71,7 +74,8 @@ def test_tied_maximum_shares_its_gradient():
 
     def f(x):
         value, grad = fs.value_and_grad(lambda x: fs.pmax(x, "a", grad="tied").sum())(x)
-        _, rate = torch.func.jvp(lambda x: fs.pmax(x, "a", grad="tied"), (x,), (torch.ones_like(x) * fs.axis_index("a"),))
+        tangent = torch.ones_like(x) * fs.axis_index("a")
+        _, rate = torch.func.jvp(lambda x: fs.pmax(x, "a", grad="tied"), (x,), (tangent,))
         return grad, rate, value
 
     grad, rate, value = each_rank(mesh, f, x, specs=(P("a"),), out=(P("a"), P(), P()))
@@ -86,7 +90,8 @@ def test_tied_maximum_shares_its_gradient():
 def test_extremes_under_vmap_and_nan():
     mesh = fs.make_mesh(a=2)
     x = torch.randn(2, 5, 3)
-    got = each_rank(mesh, lambda x: torch.func.vmap(lambda v: fs.pmax(v, "a"), in_dims=1)(x), x, specs=(P("a"),), out=P())
+    batched = torch.func.vmap(lambda v: fs.pmax(v, "a"), in_dims=1)
+    got = each_rank(mesh, batched, x, specs=(P("a"),), out=P())
     torch.testing.assert_close(got, x.amax(0).unsqueeze(1))
     x[1, 0, 0] = float("nan")
     assert each_rank(mesh, lambda x: fs.pmin(x, "a"), x, specs=(P("a"),), out=P())[0, 0, 0].isnan()
@@ -116,16 +121,18 @@ def test_unshard_is_ddp_fsdp_and_hsdp(mesh):
 
     want_loss, want = fs.value_and_grad(local_loss)(params, x)
     batch_axes = tuple(a for a in mesh.axes if a != "model")
-    for specs in ({"w": P(), "v": P(), "b": P(), "s": P()}, {"w": P("data"), "v": P(None, "data"), "b": P("data"), "s": P()}):
+    replicated = dict.fromkeys(shapes, P())
+    split = {"w": P("data"), "v": P(None, "data"), "b": P("data"), "s": P()}
+    for specs in (replicated, split):
 
         @fs.shard_map(mesh=mesh, in_specs=(specs, P(batch_axes)), out_specs=(P(), specs))
         def step(p, x, specs=specs):
-            def loss(p, x):
+            def total(p, x):
                 full = fs.unshard(p, specs, batch_axes, shapes=params)
                 assert all(full[k].shape == shapes[k] for k in shapes)
                 return fs.psum(local_loss(full, x), batch_axes)
 
-            return fs.value_and_grad(loss)(p, x)
+            return fs.value_and_grad(total)(p, x)
 
         loss, grads = fs.device_get(step(fs.device_put(params, specs, mesh), x))
         torch.testing.assert_close(loss, want_loss)
@@ -137,12 +144,13 @@ def test_unshard_joins_the_minor_axis_of_a_nested_dim():
     mesh = fs.make_mesh(model=2, data=2)
     x = torch.arange(10.0)
     specs = P(("model", "data"))
-    got = each_rank(mesh, lambda p: fs.unshard(p, specs, "data", shapes=x), fs.device_put(x, specs, mesh), out=P("model"))
+    placed = fs.device_put(x, specs, mesh)
+    got = each_rank(mesh, lambda p: fs.unshard(p, specs, "data", shapes=x), placed, out=P("model"))
     torch.testing.assert_close(got, x)
-    both = each_rank(mesh, lambda p: fs.unshard(p, specs, ("model", "data"), shapes=x), fs.device_put(x, specs, mesh), out=P())
+    both = each_rank(mesh, lambda p: fs.unshard(p, specs, ("model", "data"), shapes=x), placed, out=P())
     torch.testing.assert_close(both, x)
     with pytest.raises(ShardingError, match=r"make \('model',\) the minor axes"):
-        each_rank(mesh, lambda p: fs.unshard(p, specs, "model"), fs.device_put(x, specs, mesh), out=P())
+        each_rank(mesh, lambda p: fs.unshard(p, specs, "model"), placed, out=P())
 
 
 def test_unshard_two_dims_and_one_transfer():
@@ -187,15 +195,16 @@ def test_half_precision_sums_round_once():
         (lambda x: fs.all_gather(x, "a", 2), "all_gather: a 1-d tensor has no dim 2\n  shape  [1]"),
         (lambda x: fs.all_gather(x, "a", to="V"), "all_gather: to='V'\n  fix: to='varying' or to='invariant'"),
         (lambda x: fs.all_gather(x, "a", size=5),
-         "all_gather: this rank's part is not its part of a dim of size 5\n"
-         "  over ('a',), 5 splits into [3, 2]; rank 0 of them holds 1\n"
-         "  fix: pass the global size of the dim that is gathered"),
+         ("all_gather: this rank's part is not its part of a dim of size 5\n"
+          "  over ('a',), 5 splits into [3, 2]; rank 0 of them holds 1\n"
+          "  fix: pass the global size of the dim that is gathered")),
         (lambda x: fs.all_to_all(x, "a", split=0, concat=0),
          "all_to_all: split and concat are both dim 0\n  fix: name two different dims"),
         (lambda x: fs.ppermute(x, "a", [(0, 1), (1, 1)]),
-         "ppermute: targets [1, 1] are not distinct positions of axis 'a'\n  positions are 0 to 1\n"
-         "  fix: name every source and every target once"),
-        (lambda x: fs.pmean(x.long(), "a"), "pmean: the mean of int64 is no int64\n  fix: cast to a floating dtype first"),
+         ("ppermute: targets [1, 1] are not distinct positions of axis 'a'\n  positions are 0 to 1\n"
+          "  fix: name every source and every target once")),
+        (lambda x: fs.pmean(x.long(), "a"),
+         "pmean: the mean of int64 is no int64\n  fix: cast to a floating dtype first"),
         (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad='x'\n  fix: grad='tied' or grad=None"),
     ],
 )  # fmt: skip

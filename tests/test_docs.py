@@ -20,8 +20,10 @@ import linecache
 import pkgutil
 import re
 import shlex
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -100,9 +102,7 @@ def test_readme_runs_and_prints_what_it_says() -> None:
 
 
 def test_readme_names_one_command_to_install_and_one_to_test() -> None:
-    marked = {
-        name: [b for b in blocks(README.read_text()) if b.marker == f"<!-- {name} -->"] for name in COMMANDS
-    }
+    marked = {name: [b for b in blocks(README.read_text()) if b.marker == f"<!-- {name} -->"] for name in COMMANDS}
     for name, found in marked.items():
         assert len(found) == 1, f"{len(found)} blocks after a line <!-- {name} -->"
         assert found[0].language in ("sh", "bash")
@@ -242,22 +242,39 @@ def namespace(held: Any) -> dict[str, Any]:
     return {key: value for key, value in names.items() if not key.startswith("__")}
 
 
+_compiling = threading.Lock()
+
+
+@functools.cache
+def _compiled(source: str) -> tuple[CodeType, CodeType]:
+    body = ast.parse(source, "<example>")
+    last = body.body.pop().value if body.body and isinstance(body.body[-1], ast.Expr) else ast.Constant(None)
+    expression = ast.fix_missing_locations(ast.Expression(last))
+    return compile(body, "<example>", "exec"), compile(expression, "<example>", "eval")
+
+
+def compiled(source: str) -> tuple[CodeType, CodeType]:
+    """All but a last expression, and that one. By one thread at a time: CPython 3.11's parser allows no more."""
+    with _compiling:
+        return _compiled(source)
+
+
 def session(name: str, mesh: fs.Mesh) -> list[str]:
     """Type a docstring's examples in, one after the other; what each shows."""
     held, test = DOCUMENTED[name]
     screen = io.StringIO()
     # Ranks are threads, and sys.stdout is all of theirs: so each session has a print of its own.
     names = namespace(held) | {"mesh": mesh, "print": functools.partial(print, file=screen)}
-    exec(GIVEN.get(name, ""), names)
+    for code in compiled(GIVEN.get(name, "")):
+        exec(code, names)
     shown = []
     for example in test.examples:
         screen.seek(0)
         screen.truncate()
-        body = ast.parse(example.source)
-        last = body.body.pop() if isinstance(body.body[-1], ast.Expr) else None
+        statements, expression = compiled(example.source)
         try:
-            exec(compile(body, f"<{name}>", "exec"), names)
-            value = eval(compile(ast.Expression(last.value), f"<{name}>", "eval"), names) if last else None
+            exec(statements, names)
+            value = eval(expression, names)
             shown.append(screen.getvalue() + ("" if value is None else repr(value)))
         except fs.ShardingError as e:
             if example.exc_msg is None:
@@ -277,9 +294,7 @@ def session_in_a_region(name: str, mesh: fs.Mesh) -> list[str]:
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_docstring_examples_show_what_they_say(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_docstring_examples_show_what_they_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mesh = MESHES.get(name) or fs.make_mesh(data=2, model=4)
     try:
@@ -290,9 +305,7 @@ def test_docstring_examples_show_what_they_say(
         shown = session_in_a_region(name, mesh)
     for example, got in zip(DOCUMENTED[name][1].examples, shown, strict=True):
         want = example.exc_msg or example.want
-        assert not want.strip() or matches(want, got), (
-            f"{name}: >>> {example.source}shows\n{got}\nand not\n{want}"
-        )
+        assert not want.strip() or matches(want, got), f"{name}: >>> {example.source}shows\n{got}\nand not\n{want}"
 
 
 def test_what_is_given_is_given_to_an_example() -> None:
@@ -300,9 +313,7 @@ def test_what_is_given_is_given_to_an_example() -> None:
 
 
 def test_a_docstring_that_is_wrong_is_found() -> None:
-    test = doctest.DocTestParser().get_doctest(
-        ">>> psum(1 + axis_index('data'), 'data')\n4", {}, "wrong", None, 0
-    )
+    test = doctest.DocTestParser().get_doctest(">>> psum(1 + axis_index('data'), 'data')\n4", {}, "wrong", None, 0)
     DOCUMENTED["wrong"] = fs.collectives, test
     try:
         assert session_in_a_region("wrong", fs.make_mesh(data=2)) == ["tensor(3)"]

@@ -37,7 +37,12 @@ def placed(cfg, params, sizes, fsdp):
     return mesh, specs, fs.materialize(params, specs, mesh, key=fs.key(7))
 
 
-def loss_and_grads(cfg, params, ids, targets, sizes, fsdp=False, sequence=False, key=None, remat=False, batch=P("data")):
+OVER_DATA = P("data")
+
+
+def loss_and_grads(
+    cfg, params, ids, targets, sizes, fsdp=False, sequence=False, key=None, remat=False, batch=OVER_DATA
+):
     mesh, specs, params = placed(cfg, params, sizes, fsdp)
     layout = gpt2.Layout("data", "model", sequence)
 
@@ -97,8 +102,8 @@ def hugging_face(cfg, seed=0):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
     theirs = transformers.GPT2Config(
-        vocab_size=cfg.vocab_size, n_positions=cfg.n_positions, n_embd=cfg.n_embd, n_layer=cfg.n_layer, n_head=cfg.n_head,
-        embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, initializer_range=0.2)  # fmt: skip
+        vocab_size=cfg.vocab_size, n_positions=cfg.n_positions, n_embd=cfg.n_embd, n_layer=cfg.n_layer,
+        n_head=cfg.n_head, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, initializer_range=0.2)  # fmt: skip
     model = transformers.GPT2LMHeadModel(theirs)
     with torch.no_grad():  # biases and norms that are not at their defaults
         for p in model.parameters():

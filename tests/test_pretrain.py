@@ -13,7 +13,10 @@ from fshard import checkpoint
 from fshard.recipes import pretrain
 
 TEXT = "\n".join(f"def f{i}(x, y={i}):\n    return x * {i} + y  # line {i * i}\n" for i in range(600))
-SMALL = ["--steps", "50", "--batch", "8", "--context", "16", "--layers", "2", "--heads", "3", "--width", "24", "--lr", "1e-3"]
+SMALL = [
+    "--steps", "50", "--batch", "8", "--context", "16", "--layers", "2", "--heads", "3", "--width", "24",
+    "--lr", "1e-3",
+]  # fmt: skip
 MESHES = {
     "data=2": "--mesh data=2",
     "model=2": "--mesh model=2",
@@ -81,15 +84,15 @@ def test_nor_with_dropout(name, text, one, one_with_dropout, tmp_path):
 @pytest.mark.parametrize(("before", "after"), [("data=1", "data=2,model=2 fsdp sequence"), ("model=4", "data=4 fsdp")])
 def test_going_on_on_another_mesh(before, after, text, one_with_dropout, tmp_path):
     flags = MESHES.get(before, "--mesh data=1").split()
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         stop_after(25, tmp_path, text, *flags)
     assert checkpoint.latest(tmp_path) == 25
     run(tmp_path, text, "--dropout", "0.1", "--resume", str(tmp_path), *MESHES[after].split())
     same_curve(metrics(tmp_path), one_with_dropout)
 
 
-class Stop(Exception):
-    pass
+class StopError(Exception):
+    """Ends a run on purpose."""
 
 
 def stop_after(step, out, text, *flags):
@@ -98,7 +101,7 @@ def stop_after(step, out, text, *flags):
 
     def save_and_stop(path, state, *, step, **options):
         saved(path, state, step=step, **options)
-        raise Stop
+        raise StopError
 
     try:
         checkpoint.save = save_and_stop
@@ -119,9 +122,11 @@ def test_a_sample_is_the_same_on_every_mesh(text, tmp_path, capsys):
     for mesh in ("data=1", "data=2,model=2"):
         pretrain.main([*SMALL, "--text", text, "--steps", "10", "--mesh", mesh, "--sample", "30"])
         out = capsys.readouterr().out
-        assert "validation loss" in out and "nats per byte" in out
+        assert "validation loss" in out
+        assert "nats per byte" in out
         texts.append(out.split("written by the model\n")[1])
-    assert texts[0] == texts[1] and len(texts[0]) > 20
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 20
 
 
 def test_bad_flags(text):

@@ -15,8 +15,8 @@ def mlp(p, x):
 
 def data(seed=0):
     g = torch.Generator().manual_seed(seed)
-    p = {"w": torch.randn(3, 3, generator=g, dtype=torch.float64), "b": torch.randn(3, generator=g, dtype=torch.float64)}
-    return p, torch.randn(4, 3, generator=g, dtype=torch.float64)
+    w, b, x = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((3, 3), (3,), (4, 3)))
+    return {"w": w, "b": b}, x
 
 
 def loss(p, x):
@@ -53,7 +53,7 @@ def test_argnums_and_aux():
 
     (value, aux), grads = fs.value_and_grad(with_aux, has_aux=True)(p, x)
     close((value, grads), by_autograd(p, x))
-    assert aux["n"] == 3 and aux["name"] == "aux" and aux["none"] is None
+    assert {k: aux[k] for k in ("n", "name", "none")} == {"n": 3, "name": "aux", "none": None}
     close(aux["h"], mlp(p, x))
     assert not aux["h"].requires_grad
     grads, aux = fs.grad(with_aux, has_aux=True)(p, x)
@@ -70,23 +70,23 @@ def test_second_derivatives():
     ("call", "text"),
     [
         (lambda: fs.value_and_grad(lambda x: x)(torch.ones(2)),
-         "value_and_grad(<lambda>): the loss must be one floating number, not float32[2]\n"
-         "  fix: reduce it: loss.mean() or loss.sum()"),
+         ("value_and_grad(<lambda>): the loss must be one floating number, not float32[2]\n"
+          "  fix: reduce it: loss.mean() or loss.sum()")),
         (lambda: fs.grad(lambda x: x.sum().long())(torch.ones(2)),
-         "value_and_grad(<lambda>): the loss must be one floating number, not int64[]\n"
-         "  fix: reduce it: loss.mean() or loss.sum()"),
+         ("value_and_grad(<lambda>): the loss must be one floating number, not int64[]\n"
+          "  fix: reduce it: loss.mean() or loss.sum()")),
         (lambda: fs.grad(lambda x: (x.sum(), 1))(torch.ones(2)),
          "value_and_grad(<lambda>): the loss is a tuple, not a tensor\n  fix: return (loss, aux) with has_aux=True"),
         (lambda: fs.grad(lambda p: p["w"].sum())({"w": torch.ones(2), "i": [torch.arange(3)]}),
-         "value_and_grad(<lambda>): args[0]['i'][0] is int64, which has no gradient\n"
-         "  fix: keep what is not trained in another argument"),
+         ("value_and_grad(<lambda>): args[0]['i'][0] is int64, which has no gradient\n"
+          "  fix: keep what is not trained in another argument")),
         (lambda: fs.grad(lambda x: x, 1)(torch.ones(2)),
          "value_and_grad(<lambda>): argnums=1, but there are 1 positional arguments"),
         (lambda: fs.grad(lambda x: torch.ones(()))({}),
          "value_and_grad(<lambda>): argument 0 has no leaves\n  fix: pass the parameters, or other argnums"),
         (lambda: fs.accumulate(loss, 3)(*data()),
-         "accumulate: args[1] does not cut into 3 equal microbatches\n  shape  [4, 3]\n  4 % 3 = 1\n"
-         "  fix: another number of steps, or another batch size"),
+         ("accumulate: args[1] does not cut into 3 equal microbatches\n  shape  [4, 3]\n  4 % 3 = 1\n"
+          "  fix: another number of steps, or another batch size")),
         (lambda: fs.accumulate(loss, 0), "accumulate: steps=0\n  fix: one or more"),
     ],
 )  # fmt: skip
@@ -169,7 +169,7 @@ def test_remat_with_aux_outputs_integers_and_statics():
 
     def f(p, x, wrap):
         out = wrap(block)(p, x, torch.tensor(2), 3.0, flag="on")
-        assert out["i"] == 3 and out["flag"] == "on" and out["top"].dtype == torch.int64
+        assert (int(out["i"]), out["flag"], out["top"].dtype) == (3, "on", torch.int64)
         return (out["h"] + out["same"]).square().sum()
 
     p, x = data()
@@ -183,7 +183,8 @@ def test_remat_refuses_a_captured_parameter():
     def f(p):
         return fs.remat(lambda x: mlp(p, x))(x).sum()
 
-    with pytest.raises(ShardingError, match="captures 'p', which is being differentiated\n  its gradient would be lost"):
+    text = "captures 'p', which is being differentiated\n  its gradient would be lost"
+    with pytest.raises(ShardingError, match=text):
         fs.grad(f)(p)
 
 
@@ -212,7 +213,7 @@ def test_policy_casts_floating_leaves_only():
     policy = fs.Policy(compute=torch.bfloat16)
     tree = {"w": torch.ones(2), "i": torch.arange(2), "n": 3, "s": "x"}
     low = policy.to_compute(tree)
-    assert low["w"].dtype == torch.bfloat16 and low["i"].dtype == torch.int64 and low["n"] == 3
+    assert (low["w"].dtype, low["i"].dtype, low["n"]) == (torch.bfloat16, torch.int64, 3)
     assert policy.to_output(low)["w"].dtype == policy.to_param(low)["w"].dtype == torch.float32
 
 

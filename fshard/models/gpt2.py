@@ -16,13 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import init as initial
-from .. import nn, tree
-from ..collectives import Axis, all_gather, axis_size, pslice, psum, psum_scatter, pvary, unshard
-from ..errors import fail, raise_all
-from ..keys import fold_in
-from ..spec import P
-from ..transforms import remat as rematerialize
+from fshard import init as initial
+from fshard import nn, tree
+from fshard.collectives import Axis, all_gather, axis_size, pslice, psum, psum_scatter, pvary, unshard
+from fshard.errors import fail, raise_all
+from fshard.keys import fold_in
+from fshard.spec import P
+from fshard.transforms import remat as rematerialize
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,27 @@ class Layout:
         return P(self.data, self.model if self.sequence else None)
 
 
+ONE_DEVICE = Layout()
+
+
 def init(cfg: Config) -> Any:
     """The described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer)."""
     d, h, k, f = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, 4 * cfg.n_embd
     std, residual = cfg.initializer_range, cfg.initializer_range / math.sqrt(2 * cfg.n_layer)
-    norm = lambda: {"w": initial.ones(d), "b": initial.zeros(d)}  # noqa: E731
-    block = lambda: {  # noqa: E731
-        "ln_1": norm(),
-        "qkv": {"w": initial.normal((d, 3, h, k), std=std), "b": initial.zeros((3, h, k))},
-        "proj": {"w": initial.normal((h, k, d), std=residual), "b": initial.zeros(d)},
-        "ln_2": norm(),
-        "up": {"w": initial.normal((d, f), std=std), "b": initial.zeros(f)},
-        "down": {"w": initial.normal((f, d), std=residual), "b": initial.zeros(d)},
-    }
+
+    def norm() -> Any:
+        return {"w": initial.ones(d), "b": initial.zeros(d)}
+
+    def block() -> Any:
+        return {
+            "ln_1": norm(),
+            "qkv": {"w": initial.normal((d, 3, h, k), std=std), "b": initial.zeros((3, h, k))},
+            "proj": {"w": initial.normal((h, k, d), std=residual), "b": initial.zeros(d)},
+            "ln_2": norm(),
+            "up": {"w": initial.normal((d, f), std=std), "b": initial.zeros(f)},
+            "down": {"w": initial.normal((f, d), std=residual), "b": initial.zeros(d)},
+        }
+
     return {
         "wte": initial.normal((cfg.vocab_size, d), std=std),
         "wpe": initial.normal((cfg.n_positions, d), std=std),
@@ -100,7 +108,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
 
 
 def apply(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = Layout(), specs: Any = None, key: Tensor | None = None,
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False,
 ) -> Tensor:  # fmt: skip
     """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model].
@@ -120,10 +128,8 @@ def apply(
     m, t = layout.model, ids.shape[-1]
     wte, wpe = whole("wte", params["wte"]), whole("wpe", params["wpe"])
     tokens = nn.embedding(ids if m is None else pvary(ids, m), wte, axis=m, size=cfg.vocab_size)  # [B, T, D]{V model}
-    if layout.sequence:
-        x = psum_scatter(tokens, m, 1) + pslice(wpe[:t], m)  # [B, T@model, D]
-    else:
-        x = psum(tokens, m) + wpe[:t]
+    # [B, T@model, D] under sequence parallelism
+    x = psum_scatter(tokens, m, 1) + pslice(wpe[:t], m) if layout.sequence else psum(tokens, m) + wpe[:t]
     x = _dropout(x, cfg.embd_pdrop, layout, key, "embd", t)
 
     block_specs = specs["h"] if specs is not None else [None] * cfg.n_layer
@@ -145,7 +151,8 @@ def _block(cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t
     """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     h = _enter(_norm(cfg, x, p["ln_1"], layout), layout, t)
     q, k, v = _heads(h, p["qkv"]["w"], p["qkv"]["b"])  # each [B, H@model, T, K]
-    a = nn.attention(q, k, v, causal=True, rate=cfg.attn_pdrop, key=_sub(key, "attn"), spec=P(layout.data, layout.model),
+    a = nn.attention(q, k, v, causal=True, rate=cfg.attn_pdrop, key=_sub(key, "attn"),
+                     spec=P(layout.data, layout.model),
                      shape=_global(layout, (x.shape[0], cfg.n_head, t, t)))  # fmt: skip
     a = a.transpose(1, 2).flatten(2)  # [B, T, HK@model]
     a = _leave(nn.linear(a, p["proj"]["w"].flatten(0, 1)), layout) + _shared(p["proj"]["b"], layout)
@@ -160,8 +167,9 @@ def _block(cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t
 def _heads(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     """[B, T, D] -> q, k, v, each [B, H, T, K]."""
     three, heads, k = w.shape[1:]
-    qkv = nn.linear(h, w.flatten(1), b.flatten())  # [B, T, 3HK]
-    return qkv.unflatten(-1, (three, heads, k)).permute(2, 0, 3, 1, 4).unbind(0)
+    flat = nn.linear(h, w.flatten(1), b.flatten())  # [B, T, 3HK]
+    qkv: Tensor = flat.unflatten(-1, (three, heads, k))  # type: ignore[no-untyped-call]
+    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
@@ -176,12 +184,14 @@ def _shared(p: Any, layout: Layout) -> Any:
 
 def _enter(x: Tensor, layout: Layout, t: int) -> Tensor:
     """From the residual stream into a part split over model: [B, T, D]{V model}."""
-    return all_gather(x, layout.model, 1, size=t) if layout.sequence else pvary(x, layout.model)
+    out: Tensor = all_gather(x, layout.model, 1, size=t) if layout.sequence else pvary(x, layout.model)
+    return out
 
 
 def _leave(x: Tensor, layout: Layout) -> Tensor:
     """The sum of the ranks' partial results, back in the residual stream."""
-    return psum_scatter(x, layout.model, 1) if layout.sequence else psum(x, layout.model)
+    out: Tensor = psum_scatter(x, layout.model, 1) if layout.sequence else psum(x, layout.model)
+    return out
 
 
 def _sub(key: Tensor | None, name: str) -> Tensor | None:
@@ -201,7 +211,7 @@ def _global(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def loss(
-    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = Layout(), specs: Any = None,
+    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False,
 ) -> Tensor:  # fmt: skip
     """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets of -100 count nothing."""
@@ -223,7 +233,8 @@ def _their_name(path: tree.Path) -> str:
     if path[0] == "h":
         return f"transformer.h.{path[1]}.{_NAMES[tree.dotted(path[2:])]}"
     last = {"w": "weight", "b": "bias"}
-    return "transformer." + ".".join([str(path[0]), *(last[p] for p in path[1:])] if len(path) > 1 else [path[0], "weight"])
+    rest = [last[p] for p in path[1:]] or ["weight"]  # the embeddings are leaves themselves
+    return ".".join(["transformer", str(path[0]), *rest])
 
 
 def load(path: str | Path) -> tuple[Config, Any]:
@@ -238,10 +249,13 @@ def load(path: str | Path) -> tuple[Config, Any]:
     given = json.loads(_must_exist(folder / "config.json").read_text())
     if given.get("model_type") != "gpt2" or given.get("tie_word_embeddings") is False:
         raise fail(f"{folder / 'config.json'}: not a GPT-2 with a tied head", fix="convert it, or use its own model",
-                   model_type=given.get("model_type"), tie_word_embeddings=given.get("tie_word_embeddings", True))  # fmt: skip
+                   model_type=given.get("model_type"),
+                   tie_word_embeddings=given.get("tie_word_embeddings", True))  # fmt: skip
     cfg = Config(**{k: given[k] for k in Config.__dataclass_fields__ if k in given})
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     found: dict[str, tuple[Path, str, list[int]]] = {}
     for name in names:
         with safe_open(_must_exist(folder / name), "pt") as file:
@@ -262,9 +276,11 @@ def save(path: str | Path, cfg: Config, params: Any) -> None:
     """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` are full CPU tensors (`fs.device_get`)."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {_their_name(p): x.reshape(_their_shape(p, x.shape)).contiguous() for p, x in tree.leaves_with_path(params)}
+    described = tree.leaves_with_path(params)
+    tensors = {_their_name(p): x.reshape(_their_shape(p, x.shape)).contiguous() for p, x in described}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new", **asdict(cfg)}
+    theirs = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new"}
+    config = {**theirs, **asdict(cfg)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -275,10 +291,13 @@ def _their_shape(path: tree.Path, shape: Any) -> tuple[int, ...]:
     return (shape[0] * shape[1], shape[2]) if "proj" in path and path[-1] == "w" else tuple(shape)
 
 
-def _check_names(folder: Path, found: dict[str, tuple[Path, str, list[int]]], wanted: dict[str, tuple[int, ...]]) -> None:
+def _check_names(
+    folder: Path, found: dict[str, tuple[Path, str, list[int]]], wanted: dict[str, tuple[int, ...]]
+) -> None:
     ignored = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")  # the tied head, and buffers of older versions
     errors = [fail(f"{folder}: {n!r} is missing") for n in wanted if n not in found]
-    errors += [fail(f"{folder}: {n!r} is not part of a GPT-2") for n in found if n not in wanted and not n.endswith(ignored)]
+    errors += [fail(f"{folder}: {n!r} is not part of a GPT-2")
+               for n in found if n not in wanted and not n.endswith(ignored)]  # fmt: skip
     errors += [fail(f"{folder}: {n!r} has another shape", got=found[n][2], expected=list(shape))
                for n, shape in wanted.items() if n in found and tuple(found[n][2]) != shape]  # fmt: skip
     raise_all(errors)
@@ -286,7 +305,8 @@ def _check_names(folder: Path, found: dict[str, tuple[Path, str, list[int]]], wa
 
 def _must_exist(path: Path) -> Path:
     if not path.is_file():
-        raise fail(f"{path}: there is no such file", fix="a folder with config.json and model.safetensors; pickles are refused")
+        raise fail(f"{path}: there is no such file",
+                   fix="a folder with config.json and model.safetensors; pickles are refused")  # fmt: skip
     return path
 
 

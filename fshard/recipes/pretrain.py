@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --sequence-parallel
     python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  go on, on another mesh
 
-Everything the run is made of is in one tree, the train state: parameters, optimizer moments, the step, the key. The batch of a
-step is a function of the key and the step. So the state is the checkpoint, and any mesh may go on with it.
+Everything the run is made of is in one tree, the train state: parameters, optimizer moments, the step, the key. The
+batch of a step is a function of the key and the step. So the state is the checkpoint, and any mesh may go on with it.
 
 Legend: B batch, T time, V vocabulary; [B@data] is a dim split over an axis.
 """
@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,15 @@ from fshard.models import gpt2
 FILE = 256  # the token between files; 0 to 255 are bytes
 VOCAB = 257
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LEFT_OUT = {
+    "test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "__pycache__",
+}  # fmt: skip
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m fshard.recipes.pretrain", description=(__doc__ or "").split("\n")[0])
-    p.add_argument("--mesh", default="", help="axes and sizes, e.g. data=2,model=2 (default: data=1, or data=-1 under torchrun)")
+    p.add_argument("--mesh", default="",
+                   help="axes and sizes, e.g. data=2,model=2 (default: data=1, or data=-1 under torchrun)")  # fmt: skip
     p.add_argument("--fsdp", action="store_true", help="shard parameters and optimizer state over data as well")
     p.add_argument("--sequence-parallel", action="store_true", help="split the residual stream along time over model")
     p.add_argument("--text", type=Path, help="train on this file instead of the standard library")
@@ -70,14 +74,16 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def standard_library() -> Iterator[tuple[str, bytes]]:
     """(name, source) of every module of the Python that runs this, without its tests and what others installed."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
     for path in sorted(root.rglob("*.py")):
-        if not left_out & set(path.relative_to(root).parts):
+        if not LEFT_OUT & set(path.relative_to(root).parts):
             yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
 def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(training, validation) tokens, int16. Of the library every 20th file, by its name, is held out; of one text its end."""
+    """(training, validation) tokens, int16.
+
+    Of the library every 20th file, by its name, is held out; of one text its end.
+    """
     if text is not None:
         whole = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int16)
         return whole[: len(whole) * 19 // 20], whole[len(whole) * 19 // 20 :]
@@ -89,7 +95,10 @@ def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
 
 
 def batches(text: np.ndarray[Any, Any], length: int, batch: int, key: Tensor | None, mesh: fs.Mesh) -> Any:
-    """A function from a step to its placed batch {"ids", "targets"}, each [B@data, T]: every rank reads only its rows."""
+    """A function from a step to its placed batch {"ids", "targets"}, each [B@data, T].
+
+    Every rank reads only its rows.
+    """
     size = (len(text) - 1) // length
     if size < batch:
         raise SystemExit(f"pretrain: the text has {len(text)} tokens: fewer than {batch} sequences of {length} + 1")
@@ -98,7 +107,11 @@ def batches(text: np.ndarray[Any, Any], length: int, batch: int, key: Tensor | N
         ids = data.crop(text, rows * length, length=length + 1)
         return {"ids": ids[:, :-1], "targets": ids[:, 1:]}
 
-    return lambda step: data.load(fetch, data.indices(key, step=step, size=size, batch=batch), mesh=mesh, spec=P("data"))
+    def load(step: int) -> Any:
+        rows = data.indices(key, step=step, size=size, batch=batch)
+        return data.load(fetch, rows, mesh=mesh, spec=P("data"))
+
+    return load
 
 
 # --- the job --------------------------------------------------------------------------------------------------
@@ -109,12 +122,13 @@ def main(argv: list[str] | None = None) -> float:
     args = arguments(argv)
     mesh = make_mesh(args.mesh)
     first = mesh.ranks[0] == 0
-    say = Console(highlight=False, soft_wrap=True).print if first else (lambda *_: None)
+    say: Callable[..., None] = Console(highlight=False, soft_wrap=True).print if first else _silence
     start = time.time()
 
     # What the train state is, and where it lies: described, not yet made.
-    cfg = gpt2.Config(vocab_size=VOCAB, n_positions=args.context, n_embd=args.width, n_layer=args.layers, n_head=args.heads,
-                      embd_pdrop=args.dropout, attn_pdrop=args.dropout, resid_pdrop=args.dropout)  # fmt: skip
+    cfg = gpt2.Config(vocab_size=VOCAB, n_positions=args.context, n_embd=args.width, n_layer=args.layers,
+                      n_head=args.heads, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
+                      resid_pdrop=args.dropout)  # fmt: skip
     layout = gpt2.Layout("data", "model", args.sequence_parallel)
     policy = fs.Policy(compute=DTYPES[args.dtype])
     described = gpt2.init(cfg)
@@ -138,14 +152,18 @@ def main(argv: list[str] | None = None) -> float:
     say(f"{params / 1e6:.2f}M parameters on {mesh!r}" + (f", resumed at step {begin}" if begin else ""))
 
     def loss_fn(params: Any, ids: Tensor, targets: Tensor, key: Tensor | None) -> Tensor:
-        return gpt2.loss(cfg, policy.to_compute(params), ids, targets, layout=layout, specs=specs, key=key, remat=args.remat)
+        params = policy.to_compute(params)
+        return gpt2.loss(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=args.remat)
 
-    @fs.shard_map(mesh=mesh, in_specs=(state_specs, P("data")), out_specs=(state_specs, P()), donate=0, compile=args.compile)
+    placed = (state_specs, P("data"))
+
+    @fs.shard_map(mesh=mesh, in_specs=placed, out_specs=(state_specs, P()), donate=0, compile=args.compile)
     def train_step(state: Any, batch: Any) -> Any:
         key = fs.fold_in(state["key"], state["step"]) if args.dropout else None
         loss, grads = fs.value_and_grad(loss_fn)(state["params"], batch["ids"], batch["targets"], key)
         params, opt = optimizer.update(grads, state["opt"], state["params"])
-        return {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}, {"loss": loss, "grad_norm": opt[0]["norm"]}
+        state = {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}
+        return state, {"loss": loss, "grad_norm": opt[0]["norm"]}
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=P())
     def eval_step(params: Any, batch: Any) -> Tensor:
@@ -172,12 +190,17 @@ def main(argv: list[str] | None = None) -> float:
     eval_batch = batches(held_out, args.context, args.batch, None, mesh)
     n = min(50, (len(held_out) - 1) // (args.context * args.batch))
     every = max(1, (len(held_out) - 1) // (args.context * args.batch) // max(n, 1))
-    val = sum(float(eval_step(state["params"], eval_batch(i * every))) for i in range(n)) / max(n, 1)
-    say(f"validation loss {val:.3f} nats per byte ({val / np.log(2):.2f} bits) after {args.steps} steps, {time.time() - start:.0f} s")
+    val: float = sum(float(eval_step(state["params"], eval_batch(i * every))) for i in range(n)) / max(n, 1)
+    took = f"{args.steps} steps, {time.time() - start:.0f} s"
+    say(f"validation loss {val:.3f} nats per byte ({val / np.log(2):.2f} bits) after {took}")
     if args.sample:
         say(f"--- {args.sample} bytes, written by the model")
         say(sample(cfg, state["params"], specs, layout, mesh, args.sample, fs.fold_in(key, "sample")), markup=False)
     return val
+
+
+def _silence(*_: object, **__: object) -> None:
+    """What `say` is on every rank but the first."""
 
 
 def make_mesh(text: str) -> fs.Mesh:
@@ -189,7 +212,8 @@ def make_mesh(text: str) -> fs.Mesh:
             raise SystemExit(f"pretrain: --mesh {text}: {part!r} is not data=N or model=N")
         sizes[axis] = int(n)
     launched = "RANK" in os.environ
-    return fs.make_mesh(**{"data": -1 if launched and not text else 1, "model": 1, **sizes})
+    sizes = {"data": -1 if launched and not text else 1, "model": 1, **sizes}
+    return fs.make_mesh(data=sizes["data"], model=sizes["model"])
 
 
 def learning_rate(args: argparse.Namespace) -> optim.Schedule:
@@ -214,7 +238,8 @@ def sample(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh:
     def next_logits(params: Any, ids: Tensor, at: Tensor) -> Tensor:
         with torch.no_grad():
             logits = gpt2.apply(cfg, params, ids, layout=layout, specs=specs)[:, int(at)]  # [B@data, V@model]
-            return fs.all_gather(logits, layout.model, 1, size=cfg.vocab_size, to="invariant")
+            whole: Tensor = fs.all_gather(logits, layout.model, 1, size=cfg.vocab_size, to="invariant")
+            return whole
 
     written = [FILE]
     rows = mesh.axes["data"]  # every data rank writes the same text
@@ -236,7 +261,8 @@ class Log:
         if out and first:
             out.mkdir(parents=True, exist_ok=True)
             path = out / "metrics.jsonl"
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < begin] if path.exists() else []
+            lines = path.read_text().splitlines() if path.exists() else []
+            kept = [line for line in lines if json.loads(line)["step"] < begin]
             self.file = path.open("w")
             self.file.writelines(line + "\n" for line in kept)
         self.begin, self.steps, self.first, self.say = begin, steps, first, say
@@ -245,8 +271,8 @@ class Log:
 
     def __enter__(self) -> Log:
         if self.first and sys.stdout.isatty():
-            columns = [BarColumn(), TextColumn("{task.completed}/{task.total}  {task.description}"), TimeRemainingColumn()]
-            self.bar = Progress(*columns)
+            words = TextColumn("{task.completed}/{task.total}  {task.description}")
+            self.bar = Progress(BarColumn(), words, TimeRemainingColumn())
             self.bar.start()
             self.task = self.bar.add_task("", total=self.steps, completed=self.begin)
         self.clock = time.perf_counter()
