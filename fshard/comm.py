@@ -84,11 +84,16 @@ def in_region() -> bool:
     return getattr(_bound, "region", None) is not None
 
 
+def refuse_nesting() -> None:
+    """Raise inside a region."""
+    if in_region():
+        raise fail("shard_map inside shard_map: the axes are bound already", fix="call the inner function directly")
+
+
 @contextlib.contextmanager
 def bind(new: Region) -> Iterator[None]:
     """Enter a region on this thread."""
-    if in_region():
-        raise fail("shard_map inside shard_map: the axes are bound already", fix="call the inner function directly")
+    refuse_nesting()
     _bound.region = new
     try:
         yield

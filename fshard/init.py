@@ -75,8 +75,11 @@ class Eye:
     gain: float = 1.0
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        rows, columns = (torch.arange(s.start, s.stop, device=device) for s in box)
-        return ((rows[:, None] == columns[None, :]) * self.gain).to(dtype)
+        out = torch.zeros(box_shape(box), dtype=dtype, device=device)
+        first, last = max(s.start for s in box), min(s.stop for s in box)
+        if first < last:
+            out[first - box[0].start :, first - box[1].start :].diagonal()[: last - first].fill_(self.gain)
+        return out
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Orthogonal:
         q, r = torch.linalg.qr(gaussian)
         q = q * r.diagonal().sign()  # makes the distribution uniform, and the factor unique
         whole: Tensor = (q if rows >= columns else q.T).reshape(shape) * self.gain
-        return whole[box].to(device=device, dtype=dtype, memory_format=torch.contiguous_format)
+        return whole[box].to(device=device, dtype=dtype).contiguous()
 
 
 def _describe(shape: Shape, init: Initializer, dtype: torch.dtype | None) -> Deferred:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .comm import Comm, ProcessComm
+from .comm import Comm, ProcessComm, refuse_nesting
 from .errors import fail
 from .simulated import simulate
 
@@ -49,6 +49,7 @@ class Mesh:
 
         One rank runs in the caller's thread; simulated ranks run on a thread each, with one compute thread each.
         """
+        refuse_nesting()  # before the lock, which the outer run holds
         if self._comm is not None:
             return [f(self._comm, self.ranks[0])]
         with self._lock:

@@ -85,7 +85,6 @@ def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     def move(path: tree.Path, x: Sharded, spec: P) -> Sharded:
         return _move(x, spec, mesh or x.mesh)
 
-    flat_mesh = mesh
     for path, leaf in tree.leaves_with_path(tree_):
         if not isinstance(leaf, Sharded):
             raise fail(f"reshard: {tree.show('tree', path)} is a {type(leaf).__name__}, not a placed leaf",
@@ -94,10 +93,7 @@ def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
         if target.kind != leaf.mesh.kind:
             raise fail(f"reshard: from a {leaf.mesh.kind} mesh to a {target.kind} one",
                        fix="fs.device_put(fs.device_get(tree), specs, mesh)")  # fmt: skip
-        flat_mesh = flat_mesh or target
-    if flat_mesh is None:  # no leaves
-        return tree_
-    return place_all("reshard", tree_, specs, flat_mesh, (Sharded,), move)
+    return place_all("reshard", tree_, specs, mesh, (Sharded,), move)
 
 
 def _move(x: Sharded, spec: P, mesh: Mesh) -> Sharded:

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import tree
 from .comm import Comm, Region, bind
@@ -116,7 +117,8 @@ class ShardMapped:
             storages = frozenset(x.shards[at].untyped_storage().data_ptr() for x in donated)
             with bind(Region(comm, rank, self.mesh.device, plan.uneven, storages)):
                 out = self._body(*tree.unflatten(treedef, local))
-                return [_own_storage(out, local, storages), self._agree_on_shapes(signature, out, comm)]
+                taken = {_storage(x) for x in local if isinstance(x, Tensor)} - storages
+                return [out, self._agree_on_shapes(signature, out, comm), taken]
 
         try:
             results = self.mesh.run(rank_main)
@@ -157,6 +159,9 @@ class ShardMapped:
             if leaf.requires_grad and torch.is_grad_enabled():
                 return [fail(f"{where}: requires grad, and no gradient flows out of shard_map",
                              fix="differentiate inside, with fs.value_and_grad, or pass x.detach()")]  # fmt: skip
+            if is_functorch_wrapped_tensor(leaf):
+                return [fail(f"{where}: is inside a torch.func transform, which cannot see into shard_map",
+                             fix="transform inside")]  # fmt: skip
             return []
         if leaf.mesh != self.mesh:
             return [fail(f"{where}: is on another mesh", fix="fs.reshard(x, specs, mesh), or f.on(mesh)",
@@ -202,19 +207,25 @@ class ShardMapped:
         _, treedef = tree.flatten(first)
         flat = tree.broadcast(self._out_specs, first, name=f"{self._name}: out_specs", leaf=is_spec)
         columns = []
-        for rank, (out, _) in zip(self.mesh.ranks, results, strict=True):
+        for rank, (out, *_) in zip(self.mesh.ranks, results, strict=True):
             own, own_def = tree.flatten(out)
             if own_def != treedef:
                 raise fail(f"{self._name}: rank {rank} returned another tree than rank 0",
                            rank_0=treedef, other=own_def)  # fmt: skip
             columns.append(own)
         everyone = results[0][1]
+        taken: set[int] = set().union(*(kept for _, _, kept in results))
         errors: list[ShardingError] = []
         joined = []
         at = 0
         for i, ((path, leaf), spec) in enumerate(zip(tree.leaves_with_path(first), flat, strict=True)):
             where = f"{self._name}: {tree.show('result', path)}"
             parts = [own[i] for own in columns]
+            kinds = [p.dtype if isinstance(p, Tensor) else None for p in parts]
+            if len(set(kinds)) > 1:
+                named = [type(p).__name__ if kind is None else str(kind) for p, kind in zip(parts, kinds, strict=True)]
+                errors.append(fail(f"{where}: the ranks returned different kinds", f"{named}"))
+                continue
             if not isinstance(leaf, Tensor):
                 errors += _disagreeing(where, parts)
                 joined.append(leaf)
@@ -230,7 +241,7 @@ class ShardMapped:
                 continue
             shape, wrong = self._global_shape(where, shapes, spec)
             errors += wrong
-            joined.append(None if wrong else Sharded(shape, spec, self.mesh, [p.detach() for p in parts]))
+            joined.append(None if wrong else Sharded(shape, spec, self.mesh, [_own(p.detach(), taken) for p in parts]))
         raise_all(errors)
         return tree.unflatten(treedef, joined)
 
@@ -271,28 +282,23 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Sharded):
         return leaf.shape, leaf.dtype, leaf.spec, leaf.mesh
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+        tracked = leaf.requires_grad and torch.is_grad_enabled()
+        return tuple(leaf.shape), leaf.dtype, tracked, is_functorch_wrapped_tensor(leaf)
     return type(leaf)
 
 
 def _part(leaf: Any, box: Any, mesh: Mesh) -> Any:
-    return leaf if box is None else leaf.detach()[box].to(mesh.device)
+    """This rank's part of a plain tensor; where threads would share it, a copy."""
+    return leaf if box is None else leaf.detach()[box].to(mesh.device, copy=mesh.kind == "simulated" and mesh.size > 1)
 
 
-def _own_storage(out: Any, local: Sequence[Any], donated: frozenset[int]) -> Any:
-    """The results, copied where they share storage with an argument that was not donated, or with one another."""
-    taken = {_storage(x) for x in local if isinstance(x, Tensor)} - donated
-
-    def own(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        at = _storage(x)
-        if at in taken:
-            return x.clone()
-        taken.add(at)
-        return x
-
-    return tree.map(own, out)
+def _own(x: Tensor, taken: set[int]) -> Tensor:
+    """A result, copied where it shares storage with an argument that was not donated, or with another result."""
+    at = _storage(x)
+    if at in taken:
+        return x.clone()
+    taken.add(at)
+    return x
 
 
 def _storage(x: Tensor) -> int:

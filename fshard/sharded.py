@@ -107,6 +107,7 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     Raises ShardingError listing every leaf that cannot be placed.
     """
     check_key("materialize", key)
+    _check_names(tree_)
 
     def place(path: tree.Path, leaf: Any, spec: P) -> Sharded:
         if isinstance(leaf, Tensor):
@@ -114,6 +115,17 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
         return _fill(leaf, spec, mesh, fold_in(key, tree.dotted(path)), dtype)
 
     return place_all("materialize", tree_, specs, mesh, (Deferred, Tensor), place)
+
+
+def _check_names(tree_: Any) -> None:
+    """Two leaves of one dotted name would have one key, hence the same values."""
+    names: dict[str, tree.Path] = {}
+    for path, leaf in tree.leaves_with_path(tree_):
+        twin = names.setdefault(tree.dotted(path), path)
+        if isinstance(leaf, Deferred) and twin != path:
+            raise fail(f"materialize: {tree.show('tree', path)} and {tree.show('tree', twin)} have one name",
+                       f"both are {tree.dotted(path)!r}, and would be filled alike",
+                       fix="rename one: no dots in keys")  # fmt: skip
 
 
 def _fill(leaf: Deferred, spec: P, mesh: Mesh, key: Tensor, dtype: torch.dtype | None) -> Sharded:
@@ -167,6 +179,9 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
             raise fail(f"from_callback: the callback gave {got} for rank {rank}",
                        fix=f"return the elements of the slices it is called with: {list(box_shape(box))}",
                        slices=[f"{s.start}:{s.stop}" for s in box])  # fmt: skip
+        if shards and shards[0].dtype != part.dtype:
+            raise fail(f"from_callback: the callback gave {part.dtype} for rank {rank}, and {shards[0].dtype} before",
+                       fix="return one dtype for every part")  # fmt: skip
         # A view shares the storage of something else, which a donated leaf would overwrite.
         parts[at] = part.to(mesh.device, copy=part._is_view())
         shards.append(parts[at])
@@ -174,9 +189,12 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
 
 
 def place_all(
-    verb: str, tree_: Any, specs: Any, mesh: Mesh, kinds: tuple[type, ...], place: Callable[..., Sharded]
+    verb: str, tree_: Any, specs: Any, mesh: Mesh | None, kinds: tuple[type, ...], place: Callable[..., Sharded]
 ) -> Any:
-    """Check every leaf against its spec, then place them all. An object at two paths, a tie, stays one leaf."""
+    """Check every leaf against its spec, then place them all. An object at two paths, a tie, stays one leaf.
+
+    Without a mesh, each leaf is `Sharded` and stays on its own.
+    """
     _, treedef = tree.flatten(tree_)
     found = tree.leaves_with_path(tree_)
     flat = tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
@@ -194,7 +212,7 @@ def place_all(
             errors.append(fail(f"{where}: cannot place a {type(leaf).__name__}", fix=fix))
         else:
             shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded)) else ()
-            errors += problems(where, shape, spec, mesh.axes)
+            errors += problems(where, shape, spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
     raise_all(errors)
     made: dict[int, Sharded] = {}
     out = []

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -168,12 +168,13 @@ def simulate(
     """
     n = math.prod(sizes.values())
     meeting = _Meeting(n)
-    grad = torch.is_grad_enabled()
+    modes = _modes_of_this_thread()
 
     def rank_main(rank: int, coords: Mapping[str, int]) -> T | None:
         try:
-            # Ranks differentiate on their own thread: the engine's device threads would be shared by all of them.
-            with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad):
+            with contextlib.ExitStack() as stack:
+                for mode in modes():
+                    stack.enter_context(mode)
                 out = f(SimulatedComm(sizes, coords, meeting), rank)
             meeting.finish(rank)
             return out
@@ -184,7 +185,7 @@ def simulate(
             return None
 
     grid = itertools.product(*(range(k) for k in sizes.values()))
-    with _shared_dual_level():
+    with _dual_level:
         futures = [pool.submit(rank_main, r, dict(zip(sizes, at, strict=True))) for r, at in enumerate(grid)]
         try:
             results = [future.result() for future in futures]
@@ -196,23 +197,51 @@ def simulate(
     return results  # type: ignore[return-value]
 
 
-@contextlib.contextmanager
-def _shared_dual_level() -> Iterator[None]:
-    """Let every rank use `torch.func.jvp` at once.
+def _modes_of_this_thread() -> Callable[[], list[contextlib.AbstractContextManager[Any]]]:
+    """The modes of torch that a thread does not inherit, to be entered by each rank."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    casts = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    return lambda: [
+        # Ranks differentiate on their own thread: the engine's device threads would be shared by all of them.
+        torch.autograd.set_multithreading_enabled(False),
+        torch.inference_mode(inference),
+        torch.set_grad_enabled(grad),
+        *(torch.autocast(device, dtype) for device, dtype in casts),
+    ]
+
+
+class _DualLevel:
+    """Lets every rank use `torch.func.jvp` at once.
 
     Forward-mode levels belong to the process, not to the thread: the first rank to leave its jvp would erase the
-    tangents of the others. So one level is opened here around them all, and the depth that functorch counts
+    tangents of the others. So one level is opened here around all that run, and the depth that functorch counts
     starts high enough that no rank opens or closes another.
     """
-    depth = eager_transforms.JVP_NESTING
-    level = None if depth else forward_ad.enter_dual_level()  # type: ignore[no-untyped-call]
-    eager_transforms.JVP_NESTING = 1 << 20
-    try:
-        yield
-    finally:
-        eager_transforms.JVP_NESTING = depth
-        if level is not None:
-            forward_ad.exit_dual_level(level=level)  # type: ignore[no-untyped-call]
 
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.running = 0
+        self.depth, self.level = 0, None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.running == 0:
+                self.depth = eager_transforms.JVP_NESTING
+                if self.depth == 0 and forward_ad._current_level < 0:
+                    self.level = forward_ad.enter_dual_level()  # type: ignore[no-untyped-call]
+                eager_transforms.JVP_NESTING = 1 << 20
+            self.running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.running -= 1
+            if self.running == 0:
+                eager_transforms.JVP_NESTING = self.depth
+                if self.level is not None:
+                    forward_ad.exit_dual_level(level=self.level)
+                    self.level = None
+
+
+_dual_level = _DualLevel()
 
 __all__ = ["SimulatedComm", "simulate"]

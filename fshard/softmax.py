@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Up to so many elements memory is no matter, and the Functions' own cost, half a millisecond, is.
-SMALL = 1 << 20
+# Up to so many elements plain torch is faster. Measured on a CPU, forward and backward, plain and here, in ms:
+# 5 and 11 for 4 million elements, 49 and 32 for 8 million, where fresh memory costs more than the arithmetic.
+SMALL = 1 << 22
 SLAB = 1 << 17  # elements at a time: what a core keeps close
 
 

@@ -202,7 +202,7 @@ def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
         errors: list[ShardingError] = []
 
         def find(path: _tree.Path, _: Any) -> P:
-            parts = [str(p) for p in path]
+            parts = _tree.dotted(path).split(".") if path else []
             for glob, spec in table.items():
                 if _matches(parts, glob.split(".")):
                     used.add(glob)

@@ -6,6 +6,7 @@ A leaf is whatever optree does not know as a container: a tensor, a `P`, a `Defe
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -69,8 +70,9 @@ def _flatten_traced(tree: Any, out: list[Any]) -> Any:
     if tree is None:
         return ("none",)
     if isinstance(tree, dict):
-        keys = sorted(tree)
-        return ("dict", tuple(tree), tuple(keys), tuple([_flatten_traced(tree[k], out) for k in keys]))
+        keys = _keys(tree)
+        cls = OrderedDict if isinstance(tree, OrderedDict) else dict
+        return ("dict", cls, tuple(tree), tuple(keys), tuple([_flatten_traced(tree[k], out) for k in keys]))
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return ("namedtuple", type(tree), tuple([_flatten_traced(x, out) for x in tree]))
     if isinstance(tree, (list, tuple)):
@@ -87,9 +89,9 @@ def _unflatten_traced(treedef: Any, rest: Iterator[Any]) -> Any:
         return None
     if kind == "dict":
         made = {}
-        for key, child in zip(treedef[2], treedef[3], strict=True):
+        for key, child in zip(treedef[3], treedef[4], strict=True):
             made[key] = _unflatten_traced(child, rest)
-        return {key: made[key] for key in treedef[1]}
+        return treedef[1]([(key, made[key]) for key in treedef[2]])
     children = [_unflatten_traced(child, rest) for child in treedef[-1]]
     return treedef[1](*children) if kind == "namedtuple" else children if kind == "list" else tuple(children)
 
@@ -167,12 +169,22 @@ def _broadcast(
         _broadcast(have[key], child, (*path, key), name, leaf, kind, out)
 
 
+def _keys(tree: dict[Any, Any]) -> list[Any]:
+    """In the order of optree: as inserted in an OrderedDict, else sorted, by type where keys do not compare."""
+    if isinstance(tree, OrderedDict):
+        return list(tree)
+    try:
+        return sorted(tree)
+    except TypeError:
+        return sorted(tree, key=lambda k: (f"{type(k).__module__}.{type(k).__qualname__}", k))
+
+
 def _children(tree: Any) -> dict[Any, Any] | None:
     """The children of a container by key, in the order of its leaves; `None` for a leaf."""
     if tree is None:
         return {}
     if isinstance(tree, dict):
-        return {key: tree[key] for key in sorted(tree)}
+        return {key: tree[key] for key in _keys(tree)}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return dict(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (list, tuple)):
