@@ -104,7 +104,7 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
     """
 
     def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply(Scatter(comm, axes, _whole("psum_scatter", xs, dim)), xs)
+        return apply(Scatter(comm, axes, _whole("psum_scatter", axes, xs, dim)), xs)
 
     return _on_leaves("psum_scatter", x, axis, scatter)
 
@@ -114,7 +114,7 @@ def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
 
         [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
     """
-    return _on_leaves("pslice", x, axis, lambda c, a, xs: apply(Slice(c, a, _whole("pslice", xs, dim)), xs))
+    return _on_leaves("pslice", x, axis, lambda c, a, xs: apply(Slice(c, a, _whole("pslice", a, xs, dim)), xs))
 
 
 def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None = None) -> Any:
@@ -131,7 +131,7 @@ def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None 
         if any(d == _dim("all_to_all", t, split) for t, d in zip(xs, gathered, strict=True)):
             raise fail(f"all_to_all: split and concat are both dim {split}", fix="name two different dims")
         layout = _layout("all_to_all", comm, axes, xs, gathered, [size] * len(xs))
-        return apply(Exchange(comm, axes, _whole("all_to_all", xs, split), layout), xs)
+        return apply(Exchange(comm, axes, _whole("all_to_all", axes, xs, split), layout), xs)
 
     return _on_leaves("all_to_all", x, axis, exchange)
 
@@ -165,7 +165,9 @@ def axis_index(axis: str | tuple[str, ...]) -> Tensor:
 
 
 def axis_size(axis: Axis) -> int:
-    """The number of ranks along an axis, or a tuple of axes."""
+    """The number of ranks along an axis, or a tuple of axes; 1 for `None`."""
+    if not axis:
+        return 1
     where = region("axis_size")
     return size_of(_known("axis_size", where, axis), where.sizes)
 
@@ -243,7 +245,9 @@ def _gather_leaves(
 def _on_leaves(
     verb: str, x: Any, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]]
 ) -> Any:
-    """Apply `f` to the leaves of each dtype together; axes of size 1 do nothing."""
+    """Apply `f` to the leaves of each dtype together; no axes, and axes of size 1, do nothing."""
+    if not axis:
+        return x
     where = region(verb)
     live = _live(where.comm, _known(verb, where, axis))
     if not live:
@@ -287,8 +291,13 @@ def _dim(verb: str, x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def _whole(verb: str, xs: Sequence[Tensor], dim: int) -> tuple[tuple[int, int], ...]:
-    return tuple((d, x.shape[d]) for x in xs for d in [_dim(verb, x, dim)])
+def _whole(verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: int) -> tuple[tuple[int, int], ...]:
+    """The dim to be split, of each tensor, and its size. Pieces of unequal size make the region an uneven one."""
+    layout = tuple((d, x.shape[d]) for x in xs for d in [_dim(verb, x, dim)])
+    where = region(verb)
+    if not where.uneven and any(size % size_of(axes, where.sizes) for _, size in layout):
+        where.uneven = True
+    return layout
 
 
 def _sizes_coords(where: Region, axes: Sequence[str]) -> tuple[list[int], list[int]]:

@@ -49,14 +49,14 @@ class Comm(Protocol):
 # --- the region -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Region:
     """The inside of one `shard_map` call, on one rank: axis names are bound here and nowhere else."""
 
     comm: Comm
     rank: int
     device: torch.device
-    uneven: bool = False  # some argument does not divide: gathers of unknown size ask first
+    uneven: bool = False  # something here does not divide: gathers of unknown size ask first
     donated: frozenset[int] = frozenset()  # storages the call may overwrite
 
     @property

@@ -179,6 +179,21 @@ def test_unknown_sizes_are_asked_for():
     assert len(log) == mesh.size
 
 
+def test_pieces_made_inside_may_be_uneven_too():
+    """Arguments that divide, and a pslice that does not: the gather after it asks for the size."""
+    mesh = fs.make_mesh(a=4)
+    x = torch.arange(8.0)
+    there_and_back = lambda x: fs.all_gather(fs.pslice(x[:7], "a"), "a", to="invariant")  # noqa: E731
+    torch.testing.assert_close(each_rank(mesh, there_and_back, x, out=P()), x[:7])
+
+
+def test_none_needs_no_region():
+    x = torch.ones(2)
+    assert fs.psum(x, None) is x
+    assert fs.pvary(x, ()) is x
+    assert fs.axis_size(None) == 1
+
+
 def test_half_precision_sums_round_once():
     mesh = fs.make_mesh(a=4)
     x = torch.full((4, 1), 1.0 / 3).bfloat16() * torch.tensor([[1.0], [256], [1], [1]]).bfloat16()
