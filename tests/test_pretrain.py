@@ -66,7 +66,7 @@ def one_with_dropout(text, tmp_path_factory):
 def test_it_learns(one):
     assert [m["step"] for m in one] == list(range(50))
     assert one[0]["loss"] == pytest.approx(5.55, abs=0.2)  # about ln 257
-    assert one[-1]["loss"] < 4
+    assert one[-1]["loss"] < 5
     assert all(m["tokens_per_s"] > 0 for m in one)
 
 
