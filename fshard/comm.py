@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -154,7 +154,7 @@ class ProcessComm:
             for axes in itertools.combinations(self._axes, k):
                 group = dist.group.WORLD
                 if len(axes) < len(self._axes):
-                    group = dist.new_group(self._members(axes), use_local_synchronization=True)
+                    group = dist.new_group(self._members(axes), timeout=_patience(), use_local_synchronization=True)
                 assert group is not None
                 self._groups[axes] = group.group_name
 
@@ -222,6 +222,13 @@ class ProcessComm:
         flat = x.reshape(-1)[: sum(send)]
         out = _wait(torch.ops._c10d_functional.all_to_all_single, flat, receive, send, group)
         return out.view(x.shape) if sum(receive) == x.numel() else torch.zeros_like(x)
+
+
+def _patience() -> Any:
+    """The timeout the job was started with, which groups made later do not inherit."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options._timeout
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
@@ -16,7 +17,7 @@ from .errors import ShardingError, fail, raise_all
 from .linear import prepare
 from .mesh import Mesh
 from .sharded import Sharded
-from .spec import P, is_even, is_spec, lengths, local_box, problems, same
+from .spec import P, is_even, is_spec, lengths, local_box, problems, same, short
 
 
 @overload
@@ -88,7 +89,7 @@ class ShardMapped:
         self._body = torch.compile(f, fullgraph=True) if compile else f
         self._plans: dict[Any, _Plan] = {}
         # signature -> the shapes of this rank's results, and the sizes of every rank's, flat, in a row each
-        self._shapes: dict[Any, tuple[tuple[tuple[int, ...], ...], list[list[int]]]] = {}
+        self._kinds: dict[Any, list[_Kinds]] = {}
 
     def on(self, mesh: Mesh) -> ShardMapped:
         """The same function on another mesh."""
@@ -118,7 +119,7 @@ class ShardMapped:
             with bind(Region(comm, rank, self.mesh.device, plan.uneven, storages)):
                 out = self._body(*tree.unflatten(treedef, local))
                 taken = {_storage(x) for x in local if isinstance(x, Tensor)} - storages
-                return [out, self._agree_on_shapes(signature, out, comm), taken]
+                return [out, self._agree(signature, out), taken]
 
         try:
             results = self.mesh.run(rank_main)
@@ -184,22 +185,26 @@ class ShardMapped:
                     found[id(leaf)] = leaf
         return list(found.values())
 
-    def _agree_on_shapes(self, signature: Any, out: Any, comm: Comm) -> Any:
-        """On a process mesh, the global shapes of the results: the ranks tell each other once per signature."""
-        if self.mesh.kind == "simulated":
+    def _agree(self, signature: Any, out: Any) -> list[_Kinds] | None:
+        """On a process mesh, what every rank returned: they tell each other, and compare, once per signature."""
+        if self.mesh.kind == "simulated" or self.mesh.size == 1:
             return None
-        leaves = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
-        mine = tuple(tuple(x.shape) for x in leaves)
-        if signature not in self._shapes:
-            live = tuple(a for a, n in self.mesh.axes.items() if n > 1)
-            flat = torch.tensor([n for shape in mine for n in shape], dtype=torch.int64, device=self.mesh.device)
-            rows: list[list[int]] = comm.all_gather(flat, live).tolist() if live else [flat.tolist()]
-            self._shapes[signature] = (mine, rows)
-        known, everyone = self._shapes[signature]
-        if known != mine:
+        leaves, treedef = tree.flatten(out)
+        mine = str(treedef), [_kind(x) for x in leaves]
+        if signature not in self._kinds:
+            everyone: list[Any] = [None] * self.mesh.size
+            dist.all_gather_object(everyone, mine)
+            for rank, other in enumerate(everyone):
+                if _alike(other) != _alike(everyone[0]):
+                    raise fail(f"{self._name}: rank {rank} returned something else than rank 0",
+                               f"rank 0  {_told(everyone[0])}", f"rank {rank}  {_told(other)}",
+                               fix="return the same tree, dtypes and Python values on every rank")  # fmt: skip
+            self._kinds[signature] = everyone
+        before = self._kinds[signature][self.mesh.ranks[0]]
+        if [shape for _, shape in before[1]] != [shape for _, shape in mine[1]]:
             raise fail(f"{self._name}: the results changed shape between calls with like arguments",
-                       fix="shapes must follow from the arguments' shapes", before=known, now=mine)  # fmt: skip
-        return everyone
+                       f"before  {_told(before)}", f"now     {_told(mine)}")  # fmt: skip
+        return self._kinds[signature]
 
     def _collect(self, results: list[list[Any]]) -> Any:
         """Join the ranks' results by out_specs."""
@@ -217,7 +222,6 @@ class ShardMapped:
         taken: set[int] = set().union(*(kept for _, _, kept in results))
         errors: list[ShardingError] = []
         joined = []
-        at = 0
         for i, ((path, leaf), spec) in enumerate(zip(tree.leaves_with_path(first), flat, strict=True)):
             where = f"{self._name}: {tree.show('result', path)}"
             parts = [own[i] for own in columns]
@@ -230,11 +234,7 @@ class ShardMapped:
                 errors += _disagreeing(where, parts)
                 joined.append(leaf)
                 continue
-            if everyone is None:
-                shapes = [tuple(p.shape) for p in parts]
-            else:
-                shapes = [tuple(row[at : at + leaf.ndim]) for row in everyone]
-            at += leaf.ndim
+            shapes = [tuple(p.shape) for p in parts] if everyone is None else [kinds[i][1] for _, kinds in everyone]
             wrong = problems(where, tuple(leaf.shape), spec, self.mesh.axes)
             if wrong:
                 errors += wrong
@@ -271,11 +271,28 @@ class ShardMapped:
         return tuple(shape), []
 
 
+_Kinds = tuple[str, list[tuple[str, tuple[int, ...]]]]  # a tree's structure, and each leaf's dtype and local shape
+
+
 class _Plan:
     """What a signature of arguments settles: the part of each plain tensor, and whether anything is uneven."""
 
     def __init__(self, boxes: list[list[Any]], uneven: bool) -> None:
         self.boxes, self.uneven = boxes, uneven
+
+
+def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
+    """A result in words that travel: its dtype and local shape, or a Python value."""
+    return (short(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else (f"{type(x).__name__} {x!r}", ())
+
+
+def _alike(kinds: _Kinds) -> Any:
+    """What must be the same on every rank: everything but the sizes."""
+    return kinds[0], [(word, len(shape)) for word, shape in kinds[1]]
+
+
+def _told(kinds: _Kinds) -> str:
+    return f"{', '.join(word if ' ' in word else f'{word}{list(shape)}' for word, shape in kinds[1])} in {kinds[0]}"
 
 
 def _signature(leaf: Any) -> Any:

@@ -49,7 +49,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--fsdp", action="store_true", help="shard parameters and optimizer state over data as well")
     p.add_argument("--sequence-parallel", action="store_true", help="split the residual stream along time over model")
     p.add_argument("--text", type=Path, help="train on this file instead of the standard library")
-    p.add_argument("--steps", type=int, default=1600)
+    p.add_argument("--steps", type=int, default=1900)
     p.add_argument("--batch", type=int, default=8, help="sequences per step, over all devices")
     p.add_argument("--context", type=int, default=128, help="tokens per sequence")
     p.add_argument("--layers", type=int, default=4)
@@ -65,6 +65,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (the last is always saved)")
     p.add_argument("--resume", type=Path, help="go on from the last checkpoint in this folder, on any mesh")
     p.add_argument("--sample", type=int, default=0, help="write this many bytes of text at the end")
+    p.add_argument("--prompt", default="def ", help="what that text begins with")
     return p.parse_args(argv)
 
 
@@ -195,7 +196,8 @@ def main(argv: list[str] | None = None) -> float:
     say(f"validation loss {val:.3f} nats per byte ({val / np.log(2):.2f} bits) after {took}")
     if args.sample:
         say(f"--- {args.sample} bytes, written by the model")
-        say(sample(cfg, state["params"], specs, layout, mesh, args.sample, fs.fold_in(key, "sample")), markup=False)
+        write = sampler(cfg, state["params"], specs, layout, mesh)
+        say(write(args.prompt, args.sample, fs.fold_in(key, "sample")), markup=False)
     return val
 
 
@@ -229,10 +231,11 @@ def make_optimizer(args: argparse.Namespace, described: Any, specs: Any) -> opti
     return optim.chain(optim.clip_by_global_norm(1.0, specs), adamw)
 
 
-def sample(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh: fs.Mesh, n: int, key: Tensor) -> str:
-    """`n` bytes, each drawn from the model's distribution at temperature 0.8; the same on every mesh."""
+def sampler(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh: fs.Mesh) -> Callable[..., str]:
+    """A function (prompt, n, key) -> the prompt and `n` more bytes, at temperature 0.8; the same on every mesh."""
     t = cfg.n_positions
     layout = gpt2.Layout(layout.data, layout.model)  # one token has no sequence to split
+    rows = mesh.axes["data"]  # every data rank writes the same text
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P()), out_specs=P("data"))
     def next_logits(params: Any, ids: Tensor, at: Tensor) -> Tensor:
@@ -241,16 +244,18 @@ def sample(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh:
             whole: Tensor = fs.all_gather(logits, layout.model, 1, size=cfg.vocab_size, to="invariant")
             return whole
 
-    written = [FILE]
-    rows = mesh.axes["data"]  # every data rank writes the same text
-    for i in range(n):
-        window = written[-t:]
-        ids = torch.tensor(window + [0] * (t - len(window))).expand(rows, t)
-        logits = fs.device_get(next_logits(params, ids, torch.tensor(len(window) - 1)))[0]
-        logits[FILE] = -torch.inf
-        odds = torch.softmax(logits.double() / 0.8, -1).cumsum(-1)
-        written.append(int((odds < fs.random.uniform(fs.fold_in(key, i), ())).sum().clamp(max=VOCAB - 2)))
-    return bytes(written[1:]).decode("utf-8", errors="replace")
+    def write(prompt: str, n: int, key: Tensor) -> str:
+        written = [FILE, *prompt.encode()]
+        for i in range(n):
+            window = written[-t:]
+            ids = torch.tensor(window + [0] * (t - len(window))).expand(rows, t)
+            logits = fs.device_get(next_logits(params, ids, torch.tensor(len(window) - 1)))[0]
+            logits[FILE] = -torch.inf
+            odds = torch.softmax(logits.double() / 0.8, -1).cumsum(-1)
+            written.append(int((odds < fs.random.uniform(fs.fold_in(key, i), ())).sum().clamp(max=VOCAB - 2)))
+        return bytes(written[1:]).decode("utf-8", errors="replace")
+
+    return write
 
 
 class Log:
