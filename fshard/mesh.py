@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
@@ -120,6 +121,12 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
     return _process_mesh(axes, wild, given, device)
 
 
+def _leave() -> None:
+    """Let gloo join its threads: a process that ends under them is aborted, now and then."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _process_mesh(axes: dict[str, int], wild: list[str], given: str, device: str | torch.device | None) -> Mesh:
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda":
@@ -130,6 +137,8 @@ def _process_mesh(axes: dict[str, int], wild: list[str], given: str, device: str
             raise fail(f"make_mesh({given}, kind='process'): this process was not launched as a rank",
                        fix="start it with torchrun --nproc-per-node N, or use kind='simulated'")  # fmt: skip
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+        if where.type == "cpu":
+            atexit.register(_leave)
     world = dist.get_world_size()
     known = math.prod(n for n in axes.values() if n != -1)
     if wild and world % known == 0:
