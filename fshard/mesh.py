@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -122,9 +125,20 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
 
 
 def _leave() -> None:
-    """Let gloo join its threads: a process that ends under them is aborted, now and then."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """End together: gloo aborts a process, now and then, that another one leaves behind.
+
+    A rank that fails does not wait, and none waits long for one that will not come.
+    """
+    if not dist.is_initialized():
+        return
+    end = time.monotonic() + (0 if hasattr(sys, "last_value") else 5)
+    with contextlib.suppress(RuntimeError):  # raised once the rank that holds the store has left
+        store = dist.distributed_c10d._get_default_store()
+        left = store.add("fshard/left", 1)
+        while left < dist.get_world_size() and time.monotonic() < end:
+            time.sleep(0.01)
+            left = store.add("fshard/left", 0)
+    dist.destroy_process_group()
 
 
 def _process_mesh(axes: dict[str, int], wild: list[str], given: str, device: str | torch.device | None) -> Mesh:
