@@ -90,7 +90,7 @@ def test_every_axis_to_blame_is_named(mesh):
     [
         (lambda: torch.full((2,), float("nan")), "2 of 2 elements are not finite numbers"),
         (lambda: torch.zeros(fs.axis_size("data")), "f32[2] is not f32[1]"),
-        (lambda: torch.zeros(1, dtype=[torch.float32, torch.float64][fs.axis_size("data") - 1]), "f64[1] is not f32[1]"),
+        (lambda: torch.zeros(1, dtype=(torch.float32, torch.double)[fs.axis_size("data") - 1]), "f64[1] is not f32[1]"),
         (lambda: torch.arange(3) * fs.axis_size("data"), "2 of 3 elements differ"),
         (lambda: {"n": fs.axis_size("data")}, "result['n'] of <lambda> changes with the mesh"),
         (lambda: [torch.zeros(1)] * fs.axis_size("data"), "the tree of results"),
