@@ -334,13 +334,7 @@ def _extreme(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) ->
     if grad not in (None, "tied"):
         raise fail(f"p{op}: grad={grad!r}", fix="grad='tied' or grad=None")
 
-    def of_leaves(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        flat = xs[0] if len(xs) == 1 else torch.cat([t.reshape(-1) for t in xs])
-        out = extreme(comm, axes, op, grad == "tied", flat)
-        parts = [out] if len(xs) == 1 else torch.split(out, [t.numel() for t in xs])
-        return [part.view(t.shape) for part, t in zip(parts, xs, strict=True)]
-
-    return _on_leaves(f"p{op}", x, axis, of_leaves)
+    return _on_leaves(f"p{op}", x, axis, lambda comm, axes, xs: extreme(comm, axes, op, grad == "tied", xs))
 
 
 def _dtype(x: Tensor) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol
 
@@ -65,8 +64,3 @@ def words(init: object) -> str:
         return name
     changed = [f"{f.name}={getattr(init, f.name)!r}" for f in fields(init) if getattr(init, f.name) != f.default]
     return f"{name}({', '.join(changed)})"
-
-
-def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a leaf."""
-    return tuple(slice(0, n) for n in shape)

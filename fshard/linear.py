@@ -331,11 +331,13 @@ class _ExtremeEager(_Extreme):
         return _ExtremeEager.apply(comm, axes, op, tied, front), 0  # type: ignore[no-untyped-call]
 
 
-def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Tensor:
+def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The elementwise `op` ("max", "min") over the ranks, of tensors of one dtype."""
     compiling = torch.compiler.is_compiling()
+    x = _pack(xs)
     function: Any = _Extreme if compiling else _ExtremeEager
     out: Tensor = function.apply(comm, axes, op, tied, x.view_as(x) if compiling else x)
-    return out
+    return _unpack(out, xs)
 
 
 __all__ = ["Exchange", "Gather", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply", "extreme", "prepare"]

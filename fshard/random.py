@@ -37,7 +37,7 @@ from . import comm
 from .errors import fail, raise_all
 from .keys import DRAW, plain, words_of
 from .philox import M, Word, philox, philox_lanes
-from .spec import Box, P, box_shape, local_box, problems
+from .spec import Box, P, box_shape, local_box, problems, whole
 
 VERSION = 1
 
@@ -241,7 +241,7 @@ def _here(
     if device is None and comm.in_region():
         device = comm.region().device
     if not spec.axes:
-        return tuple(slice(0, n) for n in shape), device
+        return whole(shape), device
     region = comm.region(f"random.{verb} with spec={spec}")
     raise_all(problems(f"random.{verb}", tuple(shape), spec, region.sizes))
     return local_box(shape, spec, region.sizes, region.coords), device

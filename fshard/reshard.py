@@ -14,7 +14,7 @@ from . import tree
 from .errors import fail
 from .mesh import Mesh
 from .sharded import Sharded, place_all
-from .spec import Box, P, box_shape, local_box, same
+from .spec import Box, P, box_shape, ends, local_box, same
 
 
 def device_get(tree_: Any, *, rank: int | None = None) -> Any:
@@ -66,7 +66,7 @@ def owners(x: Sharded) -> Iterator[tuple[int, Box]]:
     seen = set()
     for rank in range(x.mesh.size):
         box = x.box(rank)
-        at = tuple((s.start, s.stop) for s in box)
+        at = ends(box)
         if at not in seen and 0 not in box_shape(box):
             seen.add(at)
             yield rank, box
@@ -145,7 +145,7 @@ def _sources(x: Sharded, box: Box, rank: int) -> list[tuple[int, Box]]:
     """Whence `rank` takes each element of `box`: (source rank, common box). Itself if it can, else replicas in turn."""
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for source in range(x.mesh.size):
-        holders.setdefault(tuple((s.start, s.stop) for s in x.box(source)), []).append(source)
+        holders.setdefault(ends(x.box(source)), []).append(source)
     out = []
     for at, ranks in holders.items():
         common = tuple(slice(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(box, at, strict=True))

@@ -88,7 +88,7 @@ class ShardMapped:
         self._compile, self._donate = compile, donate
         self._body = torch.compile(f, fullgraph=True) if compile else f
         self._plans: dict[Any, _Plan] = {}
-        # signature -> the shapes of this rank's results, and the sizes of every rank's, flat, in a row each
+        # signature -> what every rank returned
         self._kinds: dict[Any, list[_Kinds]] = {}
 
     def on(self, mesh: Mesh) -> ShardMapped:
@@ -234,7 +234,7 @@ class ShardMapped:
                 errors += _disagreeing(where, parts)
                 joined.append(leaf)
                 continue
-            shapes = [tuple(p.shape) for p in parts] if everyone is None else [kinds[i][1] for _, kinds in everyone]
+            shapes = [tuple(p.shape) for p in parts] if everyone is None else [row[i][1] for _, row in everyone]
             wrong = problems(where, tuple(leaf.shape), spec, self.mesh.axes)
             if wrong:
                 errors += wrong
@@ -256,7 +256,7 @@ class ShardMapped:
         for dim, axes in enumerate(spec.parts(ndim)):
             sizes = [self.mesh.axes[a] for a in axes]
             line = _along(self.mesh, axes, shapes, dim)
-            total = sum(line) if axes else shapes[0][dim]
+            total = sum(line)
             if lengths(total, sizes) != line:
                 fix = "return equal parts, or parts of ceil(n / ranks) with the short ones last"
                 return (), [fail(f"{where}: the parts do not make up dim {dim} split by {axes}",
@@ -332,7 +332,7 @@ def _along(mesh: Mesh, axes: Sequence[str], shapes: Sequence[tuple[int, ...]], d
     ranks = [0]
     for a in axes:
         ranks = [r + i * strides[a] for r in ranks for i in range(mesh.axes[a])]
-    return [shapes[r][dim] for r in ranks] if axes else [shapes[0][dim]]
+    return [shapes[r][dim] for r in ranks]
 
 
 def _disagreeing(where: str, parts: Sequence[Any]) -> list[ShardingError]:

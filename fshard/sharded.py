@@ -14,7 +14,7 @@ from .deferred import Deferred
 from .errors import ShardingError, fail, raise_all
 from .keys import check_key, fold_in
 from .mesh import Mesh
-from .spec import Box, P, box_shape, describe, is_spec, local_box, problems, same
+from .spec import Box, P, box_shape, describe, ends, is_spec, local_box, problems, same
 
 
 class Sharded:
@@ -169,7 +169,7 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
     shards = []
     for rank in mesh.ranks:
         box = local_box(shape, spec, mesh.axes, mesh.coords(rank))
-        at = tuple((s.start, s.stop) for s in box)
+        at = ends(box)
         if at in parts:
             shards.append(parts[at].clone())
             continue

@@ -162,6 +162,16 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in box)
 
 
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a leaf."""
+    return tuple(slice(0, n) for n in shape)
+
+
+def ends(box: Box) -> tuple[tuple[int, int], ...]:
+    """The (start, stop) of each dim: a box that can be a key, as slices cannot before Python 3.12."""
+    return tuple((s.start, s.stop) for s in box)
+
+
 def is_even(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> bool:
     """Whether every device's part has the same shape."""
     parts = spec.parts(len(shape))

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.deferred import whole
-from fshard.spec import box_shape
+from fshard.spec import box_shape, whole
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

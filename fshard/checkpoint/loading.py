@@ -29,11 +29,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from fshard.deferred import whole
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.sharded import from_callback
-from fshard.spec import Box, P, box_shape, describe, local_box, same
+from fshard.spec import Box, P, box_shape, describe, local_box, same, whole
 
 from . import commit
 from .manifest import Manifest, Saved, Scalar, decode_scalar, encode, read_manifest
