@@ -1,6 +1,7 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
 from . import checkpoint, data, init, models, nn, optim, random, tree
+from .check import check
 from .collectives import (
     all_gather,
     all_to_all,
@@ -31,9 +32,9 @@ from .verify import verify
 
 __all__ = [
     "Deferred", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather", "all_to_all",
-    "axis_index", "axis_size", "cast", "checkpoint", "column", "data", "device_get", "device_put", "fold_in",
-    "from_callback", "fully_shard", "grad", "init", "key", "make_mesh", "materialize", "models", "nn", "optim", "pmax",
-    "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat",
-    "replicated", "reshard", "row", "rules", "shard_map", "show", "split", "tree", "unshard", "value_and_grad",
-    "verify",
+    "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "data", "device_get", "device_put",
+    "fold_in", "from_callback", "fully_shard", "grad", "init", "key", "make_mesh", "materialize", "models", "nn",
+    "optim", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording",
+    "remat", "replicated", "reshard", "row", "rules", "shard_map", "show", "split", "tree", "unshard",
+    "value_and_grad", "verify",
 ]  # fmt: skip

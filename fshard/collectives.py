@@ -16,9 +16,11 @@ from torch import Tensor
 from . import tree
 from .comm import Comm, Region, index_of, region, size_of
 from .errors import ShardingError, fail, raise_all
-from .linear import Exchange, Gather, Permute, Scatter, Slice, Sum, Vary, apply, extreme
+from .extreme import extreme
+from .linear import Copy, Exchange, Gather, Permute, Scatter, Slice, Sum, Vary, apply
+from .sizes import dim_of, gather_layout, split_layout
 from .spec import is_spec as _is_spec
-from .spec import lengths, names_of, piece
+from .spec import names_of, piece
 
 Axis = str | tuple[str, ...] | None
 
@@ -90,9 +92,9 @@ def all_gather(
         raise fail(f"all_gather: to={to!r}", fix="to='varying' or to='invariant'")
 
     def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        dims = [_dim("all_gather", t, dim) for t in xs]
-        layout = _layout("all_gather", comm, axes, xs, dims, [size] * len(xs))
-        return apply(Gather(comm, axes, layout, invariant=to == "invariant"), xs)
+        dims = [dim_of("all_gather", t, dim) for t in xs]
+        layout = gather_layout("all_gather", comm, axes, xs, dims, [size] * len(xs))
+        return apply((Copy if to == "invariant" else Gather)(comm, axes, layout), xs)
 
     return _on_leaves("all_gather", x, axis, gather)
 
@@ -104,7 +106,7 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
     """
 
     def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply(Scatter(comm, axes, _whole("psum_scatter", axes, xs, dim)), xs)
+        return apply(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim)), xs)
 
     return _on_leaves("psum_scatter", x, axis, scatter)
 
@@ -114,7 +116,7 @@ def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
 
         [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
     """
-    return _on_leaves("pslice", x, axis, lambda c, a, xs: apply(Slice(c, a, _whole("pslice", a, xs, dim)), xs))
+    return _on_leaves("pslice", x, axis, lambda c, a, xs: apply(Slice(c, a, split_layout("pslice", a, xs, dim)), xs))
 
 
 def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None = None) -> Any:
@@ -127,11 +129,11 @@ def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None 
     """
 
     def exchange(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        gathered = [_dim("all_to_all", t, concat) for t in xs]
-        if any(d == _dim("all_to_all", t, split) for t, d in zip(xs, gathered, strict=True)):
+        gathered = [dim_of("all_to_all", t, concat) for t in xs]
+        if any(d == dim_of("all_to_all", t, split) for t, d in zip(xs, gathered, strict=True)):
             raise fail(f"all_to_all: split and concat are both dim {split}", fix="name two different dims")
-        layout = _layout("all_to_all", comm, axes, xs, gathered, [size] * len(xs))
-        return apply(Exchange(comm, axes, _whole("all_to_all", axes, xs, split), layout), xs)
+        layout = gather_layout("all_to_all", comm, axes, xs, gathered, [size] * len(xs))
+        return apply(Exchange(comm, axes, split_layout("all_to_all", axes, xs, split), layout), xs)
 
     return _on_leaves("all_to_all", x, axis, exchange)
 
@@ -160,8 +162,11 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
 def axis_index(axis: str | tuple[str, ...]) -> Tensor:
     """This rank's position along an axis, or over a tuple of axes flattened: a 0-d int64 tensor, {V}."""
     where = region("axis_index")
-    at = index_of(_known("axis_index", where, axis), where.sizes, where.coords)
-    return torch.tensor(at, dtype=torch.int64, device=where.device)
+    names = _known("axis_index", where, axis)
+    out = torch.tensor(index_of(names, where.sizes, where.coords), dtype=torch.int64, device=where.device)
+    if where.checker is not None:
+        where.checker.made(out, "axis_index", varies=names)
+    return out
 
 
 def axis_size(axis: Axis) -> int:
@@ -234,7 +239,7 @@ def _gather_leaves(
         for group in _by_dtype([out[i] for i, _, _ in now]):
             xs = [out[now[g][0]] for g in group]
             dims, sizes = [now[g][1] for g in group], [now[g][2] for g in group]
-            layout = _layout("unshard", comm, live, xs, dims, sizes)
+            layout = gather_layout("unshard", comm, live, xs, dims, sizes)
             for g, y in zip(group, apply(Gather(comm, live, layout), xs), strict=True):
                 out[now[g][0]] = y
 
@@ -285,49 +290,8 @@ def _live(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a in names if comm.sizes[a] > 1)
 
 
-def _dim(verb: str, x: Tensor, dim: int) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise fail(f"{verb}: a {x.ndim}-d tensor has no dim {dim}", shape=list(x.shape))
-    return dim % x.ndim
-
-
-def _whole(verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: int) -> tuple[tuple[int, int], ...]:
-    """The dim to be split, of each tensor, and its size. Pieces of unequal size make the region an uneven one."""
-    layout = tuple((d, x.shape[d]) for x in xs for d in [_dim(verb, x, dim)])
-    where = region(verb)
-    if not where.uneven and any(size % size_of(axes, where.sizes) for _, size in layout):
-        where.uneven = True
-    return layout
-
-
 def _sizes_coords(where: Region, axes: Sequence[str]) -> tuple[list[int], list[int]]:
     return [where.sizes[a] for a in axes], [where.coords[a] for a in axes]
-
-
-def _layout(
-    verb: str, comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None]
-) -> tuple[tuple[int, int], ...]:
-    """The global size of each gathered dim: as given, or found out."""
-    ns = [comm.sizes[a] for a in axes]
-    me = index_of(axes, comm.sizes, comm.coords)
-    local = [x.shape[d] for x, d in zip(xs, dims, strict=True)]
-    if any(s is None for s in sizes) and region(verb).uneven:
-        sizes = _ask_sizes(verb, comm, axes, local, xs[0].device)
-    known = [m * size_of(axes, comm.sizes) if s is None else s for m, s in zip(local, sizes, strict=True)]
-    for m, size in zip(local, known, strict=True):
-        if lengths(size, ns)[me] != m:
-            raise fail(f"{verb}: this rank's part is not its part of a dim of size {size}",
-                       f"over {axes}, {size} splits into {lengths(size, ns)}; rank {me} of them holds {m}",
-                       fix="pass the global size of the dim that is gathered")  # fmt: skip
-    return tuple(zip(dims, known, strict=True))
-
-
-def _ask_sizes(verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], device: torch.device) -> list[int]:
-    if torch.compiler.is_compiling():
-        raise fail(f"{verb}: sizes that the axis does not divide must be known to a compiled program",
-                   fix="pass size= (for unshard: shapes=)")  # fmt: skip
-    everyone = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
-    return [int(n) for n in everyone.sum(0).tolist()]
 
 
 def _extreme(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) -> Any:

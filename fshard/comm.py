@@ -1,8 +1,8 @@
 """What carries the bytes: one small protocol, and the thread-bound region in which it may be used.
 
-`ProcessComm`, here, is one rank of `torch.distributed`; `SimulatedComm`, in `simulated`, is one thread of this process.
-Nothing above `mesh` knows which it is. All parts have equal shapes here: uneven sizes, dims and dtypes of a tree are
-the business of `collectives`.
+`ProcessComm`, here, is one rank of `torch.distributed`; `SimulatedComm`, in `simulated`, a thread of this process;
+`AbstractComm`, in `abstract`, moves nothing and knows the shapes. Nothing above `mesh` knows which it is. All parts
+have equal shapes here: uneven sizes, dims and dtypes of a tree are the business of `collectives`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import source
 from .errors import fail
 
 Axes = tuple[str, ...]
@@ -58,6 +59,7 @@ class Region:
     device: torch.device
     uneven: bool = False  # something here does not divide: gathers of unknown size ask first
     donated: frozenset[int] = frozenset()  # storages the call may overwrite
+    checker: Any = None  # the `vma.Checker` of a call that is checked
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -106,12 +108,17 @@ def bind(new: Region) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of one rank. `bytes` is the size of its argument there."""
+    """One collective of one rank. `bytes` is the size of its argument there; `where` the line that called it.
+
+    In the backward pass, that is the line of the forward collective whose transpose it is.
+    """
 
     op: str
     axes: Axes
     dtype: torch.dtype
     bytes: int
+    where: source.Site | None = None
+    phase: str = "forward"
 
 
 _record: list[Transfer] | None = None
@@ -135,7 +142,31 @@ def recording() -> Iterator[list[Transfer]]:
 def note(op: str, x: Tensor, axes: Axes) -> None:
     """Write a transfer down, where somebody is recording."""
     if _record is not None:
-        _record.append(Transfer(op, axes, x.dtype, x.numel() * x.element_size()))
+        origin: source.Site | None = getattr(_bound, "origin", None)
+        where, phase = (origin, "backward") if origin else (source.site(), "forward")
+        _record.append(Transfer(op, axes, x.dtype, x.numel() * x.element_size(), where, phase))
+
+
+def watched() -> bool:
+    """Whether somebody asks where collectives are called: a record or a checker."""
+    return _record is not None or checker() is not None
+
+
+def checker() -> Any:
+    """The checker of the region this thread is in; `None` outside, and where the call is not checked."""
+    found: Region | None = getattr(_bound, "region", None)
+    return None if found is None else found.checker
+
+
+@contextlib.contextmanager
+def transposing(origin: source.Site) -> Iterator[None]:
+    """What moves in here is the transpose of the collective called at `origin`."""
+    before = getattr(_bound, "origin", None)
+    _bound.origin = origin
+    try:
+        yield
+    finally:
+        _bound.origin = before
 
 
 # --- processes ------------------------------------------------------------------------------------------------
@@ -214,11 +245,11 @@ class ProcessComm:
         me = index_of(axes, self.sizes, self.coords)
         place = list(range(n)) if order is None else order
         send, receive = [0] * n, [0] * n
-        for source, target in pairs:
-            if source == me:
+        for start, target in pairs:
+            if start == me:
                 send[place[target]] = x.numel()
             if target == me:
-                receive[place[source]] = x.numel()
+                receive[place[start]] = x.numel()
         flat = x.reshape(-1)[: sum(send)]
         out = _wait(torch.ops._c10d_functional.all_to_all_single, flat, receive, send, group)
         return out.view(x.shape) if sum(receive) == x.numel() else torch.zeros_like(x)
@@ -263,5 +294,10 @@ def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) ->
     return at
 
 
-__all__ = ["Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "in_region", "index_of", "note", "recording",
-           "region", "size_of"]  # fmt: skip
+def storage_of(x: Tensor) -> int:
+    """What tells one storage from another while both live, empty and fake ones too."""
+    return int(x.untyped_storage()._cdata)
+
+
+__all__ = ["Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "note",
+           "recording", "region", "size_of", "storage_of", "transposing", "watched"]  # fmt: skip

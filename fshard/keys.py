@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
 
+from .comm import checker
 from .errors import fail
 from .philox import M, Word, philox
 from .spec import describe
@@ -52,7 +53,7 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
                    needed="a str, an int of 64 bits, i64[], i32[]", fix="fs.fold_in(key, step)")  # fmt: skip
     tag = _NAME if isinstance(data, str) else _FOLD
     made = philox((n & M, (n >> 32) & M, 0, tag), k)[:2]
-    return torch.stack(made) if isinstance(made[0], Tensor) else _tensor(made)
+    return torch.stack(made) if isinstance(made[0], Tensor) else _tensor(made, "fold_in", key, data)
 
 
 def split(key: Tensor, n: int = 2) -> Tensor:
@@ -64,7 +65,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     """
     k = words_of("split", key)
     if isinstance(k[0], int) and 0 < n <= 64:
-        return _tensor([philox((j, 0, 0, _SPLIT), k)[:2] for j in range(n)])
+        return _tensor([philox((j, 0, 0, _SPLIT), k)[:2] for j in range(n)], "split", key)
     return torch.stack(philox((torch.arange(n, device=key.device), 0, 0, _SPLIT), k)[:2], -1)
 
 
@@ -98,9 +99,14 @@ def words_of(verb: str, key: Tensor) -> Sequence[Word]:
     return (key & M).unbind() if known is None else [w & M for w in known.tolist()]
 
 
-def _tensor(words: Any) -> Tensor:
+def _tensor(words: Any, verb: str, *of: Any) -> Tensor:
+    """A key made of Python numbers, which `of` gave: it varies over what they vary over."""
     with torch._C._DisableFuncTorch():  # a constant to any gradient, and not wrapped by it
-        return torch.tensor(words, device="cpu")
+        out = torch.tensor(words, device="cpu")
+    found = checker()
+    if found is not None:
+        found.made(out, verb, of=of)
+    return out
 
 
 def _digest(name: str) -> int:

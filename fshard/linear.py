@@ -1,22 +1,25 @@
 """The linear maps behind the collectives, each with its transpose, and the one autograd Function that applies them.
 
 A map works on tensors of one dtype in one transfer. Its `transpose` is a map of the same family, so a backward pass
-is the same code again, and so is the backward of a backward. `layout` gives each tensor's (dim, global size).
+is the same code again, and so is the backward of a backward. `layout` gives each tensor's (dim, global size). What a
+map `takes` and `gives` varies over its axes ("V") or is invariant over them ("I"): the table that the checker reads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .comm import Comm, index_of, size_of
-from .errors import fail
+from .buffers import cut, join, pack, pad, unpack
+from .comm import Comm, checker, index_of, size_of, transposing, watched
+from .source import Site, site
 from .spec import lengths
 
 Layout = tuple[tuple[int, int], ...]
@@ -28,6 +31,10 @@ class Map:
 
     comm: Comm
     axes: tuple[str, ...]
+    origin: Site | None = field(default=None, compare=False, kw_only=True)  # of a transpose: who called the other
+    takes: ClassVar[str] = "V"
+    gives: ClassVar[str] = "V"
+    verb: ClassVar[str]  # how it is called
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         raise NotImplementedError
@@ -56,10 +63,15 @@ class Map:
 @dataclass(frozen=True)
 class Sum(Map):
     divisor: int = 1
+    gives = "I"
+
+    @property
+    def verb(self) -> str:  # type: ignore[override]
+        return "psum" if self.divisor == 1 else "pmean"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        total = self.comm.all_reduce(_pack(xs), "sum", self.axes)
-        return _unpack(total if self.divisor == 1 else total / self.divisor, xs)
+        total = self.comm.all_reduce(pack(xs), "sum", self.axes)
+        return unpack(total if self.divisor == 1 else total / self.divisor, xs)
 
     @property
     def transpose(self) -> Map:
@@ -69,6 +81,8 @@ class Sum(Map):
 @dataclass(frozen=True)
 class Vary(Map):
     divisor: int = 1
+    takes = "I"
+    verb = "pvary"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         return [x.view_as(x) if self.divisor == 1 else x / self.divisor for x in xs]
@@ -91,26 +105,41 @@ class _Laid(Map):
 
 @dataclass(frozen=True)
 class Gather(_Laid):
-    invariant: bool = False
+    """all_gather, for each rank a copy of its own."""
+
+    verb = "all_gather"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        chunks = [_pad(x, dim, self.pieces(size)[0]) for x, (dim, size) in zip(xs, self.layout, strict=True)]
-        rows = self.comm.all_gather(_pack(chunks), self.axes).view(self.n, -1)
+        chunks = [pad(x, dim, self.pieces(size)[0]) for x, (dim, size) in zip(xs, self.layout, strict=True)]
+        rows = self.comm.all_gather(pack(chunks), self.axes).view(self.n, -1)
         parts = torch.split(rows, [c.numel() for c in chunks], dim=1)
         return [
-            _join(part.view(self.n, *c.shape), dim, self.pieces(size))
+            join(part.view(self.n, *c.shape), dim, self.pieces(size))
             for part, c, (dim, size) in zip(parts, chunks, self.layout, strict=True)
         ]
 
     @property
     def transpose(self) -> Map:
-        return (Slice if self.invariant else Scatter)(self.comm, self.axes, self.layout)
+        return Scatter(self.comm, self.axes, self.layout)
+
+
+@dataclass(frozen=True)
+class Copy(Gather):
+    """all_gather(to="invariant"): one logical value."""
+
+    gives = "I"
+
+    @property
+    def transpose(self) -> Map:
+        return Slice(self.comm, self.axes, self.layout)
 
 
 @dataclass(frozen=True)
 class Scatter(_Laid):
+    verb = "psum_scatter"
+
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        stacks = [_cut(x, dim, self.pieces(size)) for x, (dim, size) in zip(xs, self.layout, strict=True)]
+        stacks = [cut(x, dim, self.pieces(size)) for x, (dim, size) in zip(xs, self.layout, strict=True)]
         rows = [s.reshape(self.n, -1) for s in stacks]
         total = self.comm.reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(total, [r.shape[1] for r in rows])
@@ -126,6 +155,9 @@ class Scatter(_Laid):
 
 @dataclass(frozen=True)
 class Slice(_Laid):
+    takes = "I"
+    verb = "pslice"
+
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         out = []
         for x, (dim, size) in zip(xs, self.layout, strict=True):
@@ -135,7 +167,7 @@ class Slice(_Laid):
 
     @property
     def transpose(self) -> Map:
-        return Gather(self.comm, self.axes, self.layout, invariant=True)
+        return Copy(self.comm, self.axes, self.layout)
 
 
 @dataclass(frozen=True)
@@ -144,17 +176,18 @@ class Exchange(Map):
 
     split: Layout = ()
     concat: Layout = ()
+    verb = "all_to_all"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         stacks = []
         for x, (s_dim, s_size), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
-            stacks.append(_cut(_pad(x, c_dim, lengths(c_size, self.sizes)[0]), s_dim, lengths(s_size, self.sizes)))
+            stacks.append(cut(pad(x, c_dim, lengths(c_size, self.sizes)[0]), s_dim, lengths(s_size, self.sizes)))
         rows = [s.reshape(self.n, -1) for s in stacks]
         got = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(got, [r.shape[1] for r in rows], dim=1)
         out = []
         for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
-            whole = _join(part.reshape(s.shape), c_dim, lengths(c_size, self.sizes))
+            whole = join(part.reshape(s.shape), c_dim, lengths(c_size, self.sizes))
             out.append(whole.narrow(s_dim, 0, lengths(s_size, self.sizes)[self.index]))
         return out
 
@@ -172,49 +205,14 @@ class Exchange(Map):
 @dataclass(frozen=True)
 class Permute(Map):
     pairs: tuple[tuple[int, int], ...] = ()
+    verb = "ppermute"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        return _unpack(self.comm.permute(_pack(xs), self.pairs, self.axes), xs)
+        return unpack(self.comm.permute(pack(xs), self.pairs, self.axes), xs)
 
     @property
     def transpose(self) -> Map:
         return Permute(self.comm, self.axes, tuple((target, source) for source, target in self.pairs))
-
-
-# --- buffers --------------------------------------------------------------------------------------------------
-
-
-def _pack(xs: Sequence[Tensor]) -> Tensor:
-    return xs[0] if len(xs) == 1 else torch.cat([x.reshape(-1) for x in xs])
-
-
-def _unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    if len(like) == 1:
-        return [flat]
-    parts = torch.split(flat, [x.numel() for x in like])
-    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
-
-
-def _pad(x: Tensor, dim: int, length: int) -> Tensor:
-    short = length - x.shape[dim]
-    if not short:
-        return x
-    return torch.cat([x, x.new_zeros([short if d == dim else n for d, n in enumerate(x.shape)])], dim)
-
-
-def _cut(x: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
-    """Split a dim into padded pieces, stacked in front: [.., size, ..] -> [n, .., chunk, ..]."""
-    if min(pieces) == pieces[0]:
-        chunks: Tensor = x.unflatten(dim, (len(pieces), pieces[0]))  # type: ignore[no-untyped-call]
-        return chunks.movedim(dim, 0)
-    return torch.stack([_pad(p, dim, pieces[0]) for p in torch.split(x, list(pieces), dim)])
-
-
-def _join(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
-    """Undo `_cut`: [n, .., chunk, ..] -> [.., size, ..]."""
-    if len(pieces) == 1 or min(pieces) == pieces[0]:
-        return stack.movedim(0, dim).flatten(dim, dim + 1)
-    return torch.cat([stack[i].narrow(dim, 0, m) for i, m in enumerate(pieces)], dim)
 
 
 # --- the Function ---------------------------------------------------------------------------------------------
@@ -250,7 +248,7 @@ def _make_function(arity: int, compiling: bool) -> Any:
     """The Function of `arity` tensors. Dynamo needs the exact signature, and refuses Functions with a jvp or vmap."""
 
     def forward(m: Map, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(m.run(xs))
+        return tuple(m.run(xs)) if compiling else run(m, xs)
 
     names = ["m", *(f"x{i}" for i in range(arity))]
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
@@ -269,10 +267,12 @@ def _make_function(arity: int, compiling: bool) -> Any:
 
     def setup_context_with_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.map = inputs[0]
+        ctx.origin = (ctx.map.origin or site()) if watched() else None
         ctx.blank = [functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in inputs[1:]]
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (None, *apply(ctx.map.transpose, grads))
+        back = ctx.map.transpose
+        return (None, *apply(back if ctx.origin is None else replace(back, origin=ctx.origin), grads))
 
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         known = [blank() if t is None else t for t, blank in zip(tangents, ctx.blank, strict=True)]
@@ -289,55 +289,11 @@ def _make_function(arity: int, compiling: bool) -> Any:
     return type("Linear", (torch.autograd.Function,), members)
 
 
-# --- maximum and minimum --------------------------------------------------------------------------------------
+def run(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The map itself, its types checked where the call is, and its line known to a record of transfers."""
+    with transposing(m.origin) if m.origin else contextlib.nullcontext():
+        found = checker()
+        return tuple(m.run(xs)) if found is None else found.collective(m, xs)
 
 
-class _Extreme(torch.autograd.Function):
-    """The elementwise maximum (or minimum) over ranks: not linear; differentiated only by sharing among ties."""
-
-    @staticmethod
-    def forward(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Tensor:
-        return comm.all_reduce(x, op, axes)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.comm, ctx.axes, ctx.op, ctx.tied, x = inputs
-        ctx.save_for_backward(x, output)
-        ctx.save_for_forward(x, output)
-
-    @staticmethod
-    def _share(ctx: Any) -> Tensor:
-        """This rank's share of each element: 1 / (ranks that hold it), or 0."""
-        if not ctx.tied:
-            fix = f"detach the argument, or p{ctx.op}(x, axis, grad='tied') to split it among ties"
-            raise fail(f"p{ctx.op}: has no derivative", fix=fix)
-        x, out = ctx.saved_tensors
-        mine: Tensor = (x == out).to(out.dtype)
-        return mine / apply(Sum(ctx.comm, ctx.axes), [mine])[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, None, None, grad * _Extreme._share(ctx)
-
-
-class _ExtremeEager(_Extreme):
-    @staticmethod
-    def jvp(ctx: Any, _comm: None, _axes: None, _op: None, _tied: None, tangent: Tensor) -> Tensor:
-        return apply(Sum(ctx.comm, ctx.axes), [tangent * _Extreme._share(ctx)])[0]
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Any:
-        front = x.movedim(in_dims[4], 0)
-        return _ExtremeEager.apply(comm, axes, op, tied, front), 0  # type: ignore[no-untyped-call]
-
-
-def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The elementwise `op` ("max", "min") over the ranks, of tensors of one dtype."""
-    compiling = torch.compiler.is_compiling()
-    x = _pack(xs)
-    function: Any = _Extreme if compiling else _ExtremeEager
-    out: Tensor = function.apply(comm, axes, op, tied, x.view_as(x) if compiling else x)
-    return _unpack(out, xs)
-
-
-__all__ = ["Exchange", "Gather", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply", "extreme", "prepare"]
+__all__ = ["Copy", "Exchange", "Gather", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply", "prepare", "run"]

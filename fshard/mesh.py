@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .abstract import AbstractComm
 from .comm import Comm, ProcessComm, refuse_nesting
 from .errors import fail
 from .simulated import simulate
@@ -26,19 +28,21 @@ T = TypeVar("T")
 class Mesh:
     """A grid of ranks. Made by `make_mesh`; two meshes are equal if their axes, kind and device are.
 
-    Attributes: `axes` (name -> size, in order), `kind` ("process" or "simulated"), `device`, `size` (ranks in all),
-    `ranks` (those this process runs).
+    Attributes: `axes` (name -> size, in order), `kind` ("process", "simulated" or "abstract"), `device`,
+    `size` (ranks in all), `ranks` (those this process runs; of an abstract mesh the first).
     """
 
     def __init__(self, axes: Mapping[str, int], kind: str, device: torch.device) -> None:
         self.axes = dict(axes)
         self.kind, self.device = kind, device
         self.size = math.prod(self.axes.values())
-        self.ranks = (dist.get_rank(),) if kind == "process" else tuple(range(self.size))
+        self.ranks = (dist.get_rank(),) if kind == "process" else tuple(range(self.size if kind != "abstract" else 1))
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._comm: Comm | None = None
-        if kind == "process" or self.size == 1:
+        if kind == "abstract":
+            self._comm = AbstractComm(self.axes)
+        elif kind == "process" or self.size == 1:
             self._comm = ProcessComm(self.axes, self.coords(self.ranks[0]))
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -51,9 +55,14 @@ class Mesh:
     def run(self, f: Callable[[Comm, int], T]) -> list[T]:
         """`f(comm, rank)` for every rank of this process, all at once; the results in the order of `ranks`.
 
-        One rank runs in the caller's thread; simulated ranks run on a thread each, with one compute thread each.
+        One rank runs in the caller's thread; simulated ranks run on a thread each, with one compute thread each. The
+        one rank of an abstract mesh runs on fake tensors.
         """
         refuse_nesting()  # before the lock, which the outer run holds
+        if self.kind == "abstract":
+            assert self._comm is not None
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return [f(self._comm, 0)]
         if self._comm is not None:
             return [f(self._comm, self.ranks[0])]
         with self._lock:
@@ -99,8 +108,8 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
 
     `kind`: "process" is one rank per process over torch.distributed, which is started if needed (nccl on CUDA,
     gloo on CPU); it is the default under torchrun and wherever torch.distributed is initialized. "simulated" is
-    the default elsewhere: every rank is a thread of this process. In a process mesh one axis may be -1: whatever
-    is left of the world size.
+    the default elsewhere: every rank is a thread of this process. "abstract" has no ranks: for dry runs, of any size.
+    In a process mesh one axis may be -1: whatever is left of the world size.
 
     >>> make_mesh(data=2, model=4)
     Mesh(data=2, model=4; simulated, 8 x cpu)
@@ -109,17 +118,19 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
     """
     launched = dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     kind = kind or ("process" if launched else "simulated")
-    if kind not in ("process", "simulated"):
-        raise fail(f"make_mesh: no kind of mesh is called {kind!r}", fix="kind='process' or kind='simulated'")
+    if kind not in ("process", "simulated", "abstract"):
+        fix = "kind='process', kind='simulated' or kind='abstract'"
+        raise fail(f"make_mesh: no kind of mesh is called {kind!r}", fix=fix)
     given = ", ".join(f"{a}={n}" for a, n in axes.items())
     wild = [a for a, n in axes.items() if n == -1]
     if not axes or len(wild) > 1 or any(type(n) is not int or n < 1 for a, n in axes.items() if a not in wild):
         raise fail(f"make_mesh({given}): not the sizes of a mesh", fix="name at least one axis, each with a size of 1 "
                    "or more, e.g. data=2, model=4; in a process mesh one may be -1")  # fmt: skip
-    if kind == "simulated":
+    if kind != "process":
         if wild:
-            raise fail(f"make_mesh({given}): a simulated mesh has no world size to take {wild[0]!r} from",
-                       fix=f"say how many ranks to simulate: {wild[0]}=2")  # fmt: skip
+            raise fail(f"make_mesh({given}): a{'n' * (kind == 'abstract')} {kind} mesh has no world size to take "
+                       f"{wild[0]!r} from",
+                       fix=f"say how many ranks it has: {wild[0]}=2")  # fmt: skip
         return Mesh(axes, kind, torch.device(device) if device is not None else torch.get_default_device())
     return _process_mesh(axes, wild, given, device)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import init as _init
 from . import tree
 from .collectives import pvary
-from .comm import in_region, region
+from .comm import in_region, region, storage_of
 from .deferred import Deferred
 from .errors import fail, raise_all
 from .norm import global_norm
@@ -200,7 +200,7 @@ def _own(columns: Columns) -> Columns:
 
     def own(x: Tensor, read_only: bool) -> Tensor:
         x = x.detach()
-        ours = bool(donated) and x.untyped_storage().data_ptr() in donated
+        ours = bool(donated) and storage_of(x) in donated
         # A gradient that lies in a donated leaf is copied: that leaf may be overwritten before this is read.
         copy = ours if read_only else not ours or not x.is_contiguous()
         return x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()

@@ -234,6 +234,21 @@ def uniform_box(
 # --- draws ------------------------------------------------------------------------------------------------
 
 
+def _part(
+    verb: str, key: Tensor, shape: Sequence[int], spec: P, device: torch.device | None,
+    draw: Callable[[Box, torch.device | None], Tensor],
+) -> Tensor:  # fmt: skip
+    """This rank's part by `spec`, made by `draw`, and in a checked call typed."""
+    box, device = _here(verb, shape, spec, device)
+    found = comm.checker()
+    if found is None:
+        return draw(box, device)
+    with found.resting():
+        out = draw(box, device)
+    found.draw(out, f"random.{verb}", key, spec.axes)
+    return out
+
+
 def _here(
     verb: str, shape: Sequence[int], spec: P, device: torch.device | None
 ) -> tuple[Box, torch.device | None]:
@@ -256,8 +271,8 @@ def normal(
     >>> normal(key(0), (3,))
     tensor([-0.2558,  1.1776,  0.6302])
     """
-    box, device = _here("normal", shape, spec, device)
-    return normal_box(key, shape, box, mean=mean, std=std, dtype=dtype, device=device)
+    return _part("normal", key, shape, spec, device, lambda box, at: normal_box(
+        key, shape, box, mean=mean, std=std, dtype=dtype, device=at))  # fmt: skip
 
 
 def trunc_normal(
@@ -265,8 +280,8 @@ def trunc_normal(
     a: float = -2.0, b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     """N(mean, std^2) cut to [a, b]: values, not multiples of std, as in `torch.nn.init.trunc_normal_`."""
-    box, device = _here("trunc_normal", shape, spec, device)
-    return trunc_normal_box(key, shape, box, mean=mean, std=std, a=a, b=b, dtype=dtype, device=device)
+    return _part("trunc_normal", key, shape, spec, device, lambda box, at: trunc_normal_box(
+        key, shape, box, mean=mean, std=std, a=a, b=b, dtype=dtype, device=at))  # fmt: skip
 
 
 def uniform(
@@ -274,8 +289,8 @@ def uniform(
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     """U[low, high): never `high`, also where the dtype would round to it."""
-    box, device = _here("uniform", shape, spec, device)
-    return uniform_box(key, shape, box, low=low, high=high, dtype=dtype, device=device)
+    return _part("uniform", key, shape, spec, device, lambda box, at: uniform_box(
+        key, shape, box, low=low, high=high, dtype=dtype, device=at))  # fmt: skip
 
 
 def bernoulli(
@@ -285,8 +300,8 @@ def bernoulli(
     if not 0 <= p <= 1:
         raise fail("random.bernoulli: p is no probability", p=p, fix="0 <= p <= 1")
     threshold = round(p * (1 << 32))
-    box, device = _here("bernoulli", shape, spec, device)
-    return _draw("bernoulli", key, shape, box, _Law(lambda w: w < threshold, torch.bool), device)
+    law = _Law(lambda w: w < threshold, torch.bool)
+    return _part("bernoulli", key, shape, spec, device, lambda box, at: _draw("bernoulli", key, shape, box, law, at))
 
 
 def randint(
@@ -305,11 +320,11 @@ def randint(
     def of(w: Tensor) -> Tensor:
         return w.mul_(n).bitwise_right_shift_(32).add_(low)
 
-    box, device = _here("randint", shape, spec, device)
-    return _draw("randint", key, shape, box, _Law(of, torch.int64), device)
+    law = _Law(of, torch.int64)
+    return _part("randint", key, shape, spec, device, lambda box, at: _draw("randint", key, shape, box, law, at))
 
 
 def bits(key: Tensor, shape: Sequence[int], *, spec: P = _ALL, device: torch.device | None = None) -> Tensor:
     """The words themselves: 32 random bits in each int64."""
-    box, device = _here("bits", shape, spec, device)
-    return _draw("bits", key, shape, box, _Law(lambda w: w, torch.int64), device)
+    law = _Law(lambda w: w, torch.int64)
+    return _part("bits", key, shape, spec, device, lambda box, at: _draw("bits", key, shape, box, law, at))

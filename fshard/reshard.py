@@ -32,6 +32,8 @@ def device_get(tree_: Any, *, rank: int | None = None) -> Any:
 def _get(x: Sharded, rank: int | None) -> Tensor | None:
     if rank is not None and rank not in range(x.mesh.size):
         raise fail(f"device_get: the mesh has no rank {rank}", fix=f"ranks are 0 to {x.mesh.size - 1}")
+    if x.mesh.kind == "abstract":
+        raise fail(f"device_get: {x!r} is on an abstract mesh, where leaves have no values")
     if x.mesh.kind == "process":
         return _gather_to_host(x, rank)
     out = torch.empty(x.shape, dtype=x.dtype)

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import tree
-from .comm import Comm, Region, bind
+from .comm import Comm, Region, bind, storage_of
+from .deferred import Deferred
 from .errors import ShardingError, fail, raise_all
 from .linear import prepare
-from .mesh import Mesh
-from .sharded import Sharded
-from .spec import P, is_even, is_spec, lengths, local_box, problems, same, short
+from .mesh import Mesh, make_mesh
+from .results import Kinds, agree, collect, specs_of
+from .sharded import Sharded, described
+from .spec import P, box_shape, is_even, is_spec, local_box, problems, same
+from .vma import Checker, same_numbers
+
+Check = Literal["first", "always", "never", "values"]
 
 
 @overload
 def shard_map(
-    f: Callable[..., Any], *, mesh: Mesh, in_specs: Any = None, out_specs: Any, compile: bool = False,
-    donate: int | Sequence[int] = (),
+    f: Callable[..., Any], *, mesh: Mesh, in_specs: Any = None, out_specs: Any, check: Check = "first",
+    compile: bool = False, donate: int | Sequence[int] = (),
 ) -> ShardMapped: ...  # fmt: skip
 
 
 @overload
 def shard_map(
-    f: None = None, *, mesh: Mesh, in_specs: Any = None, out_specs: Any, compile: bool = False,
-    donate: int | Sequence[int] = (),
+    f: None = None, *, mesh: Mesh, in_specs: Any = None, out_specs: Any, check: Check = "first",
+    compile: bool = False, donate: int | Sequence[int] = (),
 ) -> Callable[[Callable[..., Any]], ShardMapped]: ...  # fmt: skip
 
 
@@ -40,6 +46,7 @@ def shard_map(
     mesh: Mesh,
     in_specs: Any = None,
     out_specs: Any,
+    check: Check = "first",
     compile: bool = False,
     donate: int | Sequence[int] = (),
 ) -> ShardMapped | Callable[[Callable[..., Any]], ShardMapped]:
@@ -54,6 +61,9 @@ def shard_map(
         in_specs: specs for the tuple of arguments, a prefix tree. `None`, for all or for one argument, takes each
             `Sharded` leaf as it is placed and plain tensors whole.
         out_specs: specs for the result, a prefix tree.
+        check: follow what each tensor varies over, and raise at the line that breaks the rules: at the "first" call of
+            each signature, "always" or "never". "values" also compares, at every call and across the ranks, results
+            that are declared replicated. Whichever it is, the results are the same.
         compile: run `torch.compile(f, fullgraph=True)`; needs a process mesh, or a mesh of one rank.
         donate: positions of arguments whose storage the call may overwrite; using them afterwards is an error.
 
@@ -61,39 +71,44 @@ def shard_map(
     >>> double(torch.arange(3))
     i64[3@data]
 
-    Raises ShardingError for arguments that do not fit `in_specs`, results that do not fit `out_specs`, mixed meshes and
-    donated arguments. If a rank raises, its own exception is the one seen and the other ranks end.
+    Raises ShardingError for arguments that do not fit `in_specs`, results that do not fit `out_specs`, mixed meshes,
+    donated arguments, and what `check` finds. If a rank raises, its own exception is the one seen, and the others end.
     """
     if f is None:
         return functools.partial(
-            shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, compile=compile, donate=donate
+            shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check, compile=compile, donate=donate
         )
-    return ShardMapped(f, mesh, in_specs, out_specs, compile, (donate,) if isinstance(donate, int) else tuple(donate))
+    donate = (donate,) if isinstance(donate, int) else tuple(donate)
+    return ShardMapped(f, mesh, in_specs, out_specs, check, compile, donate)
 
 
 class ShardMapped:
     """A function bound to a mesh by `shard_map`. Call it with global values."""
 
     def __init__(
-        self, f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, compile: bool, donate: tuple[int, ...]
-    ) -> None:
+        self, f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, check: Check, compile: bool,
+        donate: tuple[int, ...],
+    ) -> None:  # fmt: skip
         if compile and mesh.kind == "simulated" and mesh.size > 1:
             raise fail(f"shard_map: compile=True on {mesh!r}",
                        "simulated ranks are threads, and one compiler serves them all",
                        fix="compile on a process mesh or on a mesh of one rank")  # fmt: skip
+        if check not in ("first", "always", "never", "values"):
+            raise fail(f"shard_map: check={check!r}", fix="'first', 'always', 'never' or 'values'")
         functools.update_wrapper(self, f)
         self.mesh = mesh
         self._name = getattr(f, "__name__", type(f).__name__)
         self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
-        self._compile, self._donate = compile, donate
-        self._body = torch.compile(f, fullgraph=True) if compile else f
+        self._check, self._compile, self._donate = check, compile and mesh.kind != "abstract", donate
+        self._body = torch.compile(f, fullgraph=True) if self._compile else f
+        self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: dict[Any, _Plan] = {}
-        # signature -> what every rank returned
-        self._kinds: dict[Any, list[_Kinds]] = {}
+        self._kinds: dict[Any, list[Kinds]] = {}  # signature -> what every rank returned
 
-    def on(self, mesh: Mesh) -> ShardMapped:
-        """The same function on another mesh."""
-        return ShardMapped(self._f, mesh, self._in_specs, self._out_specs, self._compile, self._donate)
+    def on(self, mesh: Mesh, *, check: Check | None = None) -> ShardMapped:
+        """The same function on another mesh; with `check`, checked in another way."""
+        check = check or self._check
+        return ShardMapped(self._f, mesh, self._in_specs, self._out_specs, check, self._compile, self._donate)
 
     def __repr__(self) -> str:
         return f"shard_map({self._name}, {self.mesh!r})"
@@ -107,26 +122,57 @@ class ShardMapped:
                 prepare(max(256, 2 * len(leaves)))
             self._plans[signature] = plan = self._plan(args, leaves)
         given = [leaf.shards if isinstance(leaf, Sharded) else None for leaf in leaves]
+        checked = bool(self._live) and (self._check == "always" or (self._check != "never" and not plan.checked))
+        if checked and self._compile:
+            dry_run(self, args)  # below the compiler no mode sees anything
+            plan.checked, checked = True, False
         donated = self._donated(args) if self._donate else []
 
-        def rank_main(comm: Comm, rank: int) -> list[Any]:
+        def rank_main(comm: Comm, rank: int) -> tuple[Any, list[Kinds] | None, set[int], Any]:
             at = rank if self.mesh.kind == "simulated" else 0
             local = [
-                shards[at] if shards is not None else _part(leaf, box, self.mesh)
+                _local(leaf, None if shards is None else shards[at], box, self.mesh)
                 for leaf, shards, box in zip(leaves, given, plan.boxes[at], strict=True)
             ]
-            storages = frozenset(x.shards[at].untyped_storage().data_ptr() for x in donated)
-            with bind(Region(comm, rank, self.mesh.device, plan.uneven, storages)):
+            storages = frozenset(storage_of(x.shards[at]) for x in donated)
+            watch = Checker(self._live, self.mesh.axes) if checked else None
+            here = Region(comm, rank, self.mesh.device, plan.uneven, storages, watch)
+            # Backward runs on this thread, where the region is, and not on a device's own.
+            with bind(here), torch.autograd.set_multithreading_enabled(False), watch or contextlib.nullcontext():
+                if watch is not None:
+                    for x, spec, name in zip(local, plan.specs, plan.names, strict=True):
+                        if isinstance(x, Tensor):
+                            watch.argument(x, frozenset(spec.axes), name)
                 out = self._body(*tree.unflatten(treedef, local))
-                taken = {_storage(x) for x in local if isinstance(x, Tensor)} - storages
-                return [out, self._agree(signature, out), taken]
+                if watch is not None:
+                    with watch.resting():
+                        self._check_results(watch, out)
+                everyone = agree(self._name, self.mesh, self._kinds, signature, out)
+                if watch is not None and self.mesh.kind == "process":
+                    same_numbers(self.mesh, [watch])
+                taken = {storage_of(x) for x in local if isinstance(x, Tensor)} - storages
+                return out, everyone, taken, watch
 
         try:
             results = self.mesh.run(rank_main)
         finally:
             for x in donated:
                 x.give_away(self._name)
-        return self._collect(results)
+        joined = collect(self._name, self.mesh, self._out_specs, [row[:3] for row in results])
+        if checked and self.mesh.kind == "simulated":
+            same_numbers(self.mesh, [watch for *_, watch in results])
+        plan.checked = True
+        return joined
+
+    def _check_results(self, watch: Checker, out: Any) -> None:
+        specs = specs_of(self._name, out, self._out_specs)
+        found = zip(tree.leaves_with_path(out), specs, strict=True)
+        wrong = []
+        for (path, x), spec in found:
+            where = f"{self._name}: {tree.show('result', path)}"
+            if isinstance(x, Tensor) and not problems(where, tuple(x.shape), spec, self.mesh.axes):
+                wrong.append(watch.result(where, x, spec))
+        raise_all([e for e in wrong if e is not None])
 
     def _plan(self, args: tuple[Any, ...], leaves: list[Any]) -> _Plan:
         """Check the arguments against the specs, once for each signature."""
@@ -137,17 +183,18 @@ class ShardMapped:
             where = f"{self._name}: {tree.show('args', path)}"
             spec = spec if spec is not None else leaf.spec if isinstance(leaf, Sharded) else P()
             specs.append(spec)
-            if isinstance(leaf, (Sharded, Tensor)):
+            if isinstance(leaf, (Sharded, Tensor, Deferred)):
                 wrong = problems(where, tuple(leaf.shape), spec, self.mesh.axes)
                 errors += wrong or self._misplaced(where, leaf, spec)
         raise_all(errors)
         boxes = []
         for rank in self.mesh.ranks:
             coords = self.mesh.coords(rank)
-            boxes.append([local_box(tuple(x.shape), s, self.mesh.axes, coords) if isinstance(x, Tensor) else None
-                          for x, s in zip(leaves, specs, strict=True)])  # fmt: skip
-        placed = [(x, s) for x, s in zip(leaves, specs, strict=True) if isinstance(x, (Tensor, Sharded))]
-        return _Plan(boxes, any(not is_even(tuple(x.shape), s, self.mesh.axes) for x, s in placed))
+            boxes.append([local_box(tuple(x.shape), s, self.mesh.axes, coords) if isinstance(x, (Tensor, Deferred))
+                          else None for x, s in zip(leaves, specs, strict=True)])  # fmt: skip
+        placed = [(x, s) for x, s in zip(leaves, specs, strict=True) if isinstance(x, (Tensor, Sharded, Deferred))]
+        uneven = any(not is_even(tuple(x.shape), s, self.mesh.axes) for x, s in placed)
+        return _Plan(boxes, specs, _names(self._f, args), uneven)
 
     def _flat_in_specs(self, args: tuple[Any, ...], n: int) -> list[P | None]:
         if self._in_specs is None:
@@ -155,7 +202,10 @@ class ShardMapped:
         name = f"{self._name}: in_specs"
         return tree.broadcast(self._in_specs, args, name=name, leaf=lambda s: s is None or is_spec(s))
 
-    def _misplaced(self, where: str, leaf: Sharded | Tensor, spec: P) -> list[ShardingError]:
+    def _misplaced(self, where: str, leaf: Sharded | Tensor | Deferred, spec: P) -> list[ShardingError]:
+        if isinstance(leaf, Deferred):
+            fix = "fs.materialize it, or fs.check(f, ...), which needs no values"
+            return [] if self.mesh.kind == "abstract" else [fail(f"{where}: is only described", fix=fix, leaf=leaf)]
         if isinstance(leaf, Tensor):
             if leaf.requires_grad and torch.is_grad_enabled():
                 return [fail(f"{where}: requires grad, and no gradient flows out of shard_map",
@@ -185,114 +235,32 @@ class ShardMapped:
                     found[id(leaf)] = leaf
         return list(found.values())
 
-    def _agree(self, signature: Any, out: Any) -> list[_Kinds] | None:
-        """On a process mesh, what every rank returned: they tell each other, and compare, once per signature."""
-        if self.mesh.kind == "simulated" or self.mesh.size == 1:
-            return None
-        leaves, treedef = tree.flatten(out)
-        mine = str(treedef), [_kind(x) for x in leaves]
-        if signature not in self._kinds:
-            everyone: list[Any] = [None] * self.mesh.size
-            dist.all_gather_object(everyone, mine)
-            for rank, other in enumerate(everyone):
-                if _alike(other) != _alike(everyone[0]):
-                    raise fail(f"{self._name}: rank {rank} returned something else than rank 0",
-                               f"rank 0  {_told(everyone[0])}", f"rank {rank}  {_told(other)}",
-                               fix="return the same tree, dtypes and Python values on every rank")  # fmt: skip
-            self._kinds[signature] = everyone
-        before = self._kinds[signature][self.mesh.ranks[0]]
-        if [shape for _, shape in before[1]] != [shape for _, shape in mine[1]]:
-            raise fail(f"{self._name}: the results changed shape between calls with like arguments",
-                       f"before  {_told(before)}", f"now     {_told(mine)}")  # fmt: skip
-        return self._kinds[signature]
 
-    def _collect(self, results: list[list[Any]]) -> Any:
-        """Join the ranks' results by out_specs."""
-        first = results[0][0]
-        _, treedef = tree.flatten(first)
-        flat = tree.broadcast(self._out_specs, first, name=f"{self._name}: out_specs", leaf=is_spec)
-        columns = []
-        for rank, (out, *_) in zip(self.mesh.ranks, results, strict=True):
-            own, own_def = tree.flatten(out)
-            if own_def != treedef:
-                raise fail(f"{self._name}: rank {rank} returned another tree than rank 0",
-                           rank_0=treedef, other=own_def)  # fmt: skip
-            columns.append(own)
-        everyone = results[0][1]
-        taken: set[int] = set().union(*(kept for _, _, kept in results))
-        errors: list[ShardingError] = []
-        joined = []
-        for i, ((path, leaf), spec) in enumerate(zip(tree.leaves_with_path(first), flat, strict=True)):
-            where = f"{self._name}: {tree.show('result', path)}"
-            parts = [own[i] for own in columns]
-            kinds = [p.dtype if isinstance(p, Tensor) else None for p in parts]
-            if len(set(kinds)) > 1:
-                named = [type(p).__name__ if kind is None else str(kind) for p, kind in zip(parts, kinds, strict=True)]
-                errors.append(fail(f"{where}: the ranks returned different kinds", f"{named}"))
-                continue
-            if not isinstance(leaf, Tensor):
-                errors += _disagreeing(where, parts)
-                joined.append(leaf)
-                continue
-            shapes = [tuple(p.shape) for p in parts] if everyone is None else [row[i][1] for _, row in everyone]
-            wrong = problems(where, tuple(leaf.shape), spec, self.mesh.axes)
-            if wrong:
-                errors += wrong
-                continue
-            shape, wrong = self._global_shape(where, shapes, spec)
-            errors += wrong
-            joined.append(None if wrong else Sharded(shape, spec, self.mesh, [_own(p.detach(), taken) for p in parts]))
-        raise_all(errors)
-        return tree.unflatten(treedef, joined)
-
-    def _global_shape(
-        self, where: str, shapes: Sequence[tuple[int, ...]], spec: P
-    ) -> tuple[tuple[int, ...], list[ShardingError]]:
-        """The shape whose parts by `spec` are these, rank by rank."""
-        ndim = len(shapes[0])
-        if any(len(s) != ndim for s in shapes):
-            return (), [fail(f"{where}: the ranks returned {sorted(set(map(len, shapes)))} dims")]
-        shape = []
-        for dim, axes in enumerate(spec.parts(ndim)):
-            sizes = [self.mesh.axes[a] for a in axes]
-            line = _along(self.mesh, axes, shapes, dim)
-            total = sum(line)
-            if lengths(total, sizes) != line:
-                fix = "return equal parts, or parts of ceil(n / ranks) with the short ones last"
-                return (), [fail(f"{where}: the parts do not make up dim {dim} split by {axes}",
-                                 f"the ranks hold {line}", f"a dim of {total} splits into {lengths(total, sizes)}",
-                                 fix=fix)]  # fmt: skip
-            shape.append(total)
-        for rank, have in enumerate(shapes):
-            want = tuple(s.stop - s.start for s in local_box(shape, spec, self.mesh.axes, self.mesh.coords(rank)))
-            if have != want:
-                return (), [fail(f"{where}: rank {rank} returned {list(have)}, its part of {shape} is {list(want)}",
-                                 spec=spec)]  # fmt: skip
-        return tuple(shape), []
-
-
-_Kinds = tuple[str, list[tuple[str, tuple[int, ...]]]]  # a tree's structure, and each leaf's dtype and local shape
+def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> Any:
+    """Check a call on an abstract mesh of the same axes, with no data: the described result."""
+    mesh = make_mesh(kind="abstract", device=f.mesh.device, **f.mesh.axes)
+    placed = lambda x: described(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x  # noqa: E731
+    return f.on(mesh, check="always")(*tree.map(placed, args))
 
 
 class _Plan:
-    """What a signature of arguments settles: the part of each plain tensor, and whether anything is uneven."""
+    """What a signature of arguments settles: where each leaf lies and what it is called, and if anything is uneven."""
 
-    def __init__(self, boxes: list[list[Any]], uneven: bool) -> None:
-        self.boxes, self.uneven = boxes, uneven
-
-
-def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
-    """A result in words that travel: its dtype and local shape, or a Python value."""
-    return (short(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else (f"{type(x).__name__} {x!r}", ())
+    def __init__(self, boxes: list[list[Any]], specs: list[P], names: list[str], uneven: bool) -> None:
+        self.boxes, self.specs, self.names, self.uneven = boxes, specs, names, uneven
+        self.checked = False
 
 
-def _alike(kinds: _Kinds) -> Any:
-    """What must be the same on every rank: everything but the sizes."""
-    return kinds[0], [(word, len(shape)) for word, shape in kinds[1]]
-
-
-def _told(kinds: _Kinds) -> str:
-    return f"{', '.join(word if ' ' in word else f'{word}{list(shape)}' for word, shape in kinds[1])} in {kinds[0]}"
+def _names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """Each leaf as `f` would write it: `params['up']`, by the names of its parameters."""
+    try:
+        bound = inspect.signature(f).bind(*args)
+    except (TypeError, ValueError):  # no signature, or a call that will fail by itself
+        return [tree.show("args", path) for path, _ in tree.leaves_with_path(args)]
+    named = []
+    for name, given in bound.arguments.items():
+        named += [tree.show(name, path) for path, _ in tree.leaves_with_path(given)]
+    return named
 
 
 def _signature(leaf: Any) -> Any:
@@ -301,50 +269,17 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         tracked = leaf.requires_grad and torch.is_grad_enabled()
         return tuple(leaf.shape), leaf.dtype, tracked, is_functorch_wrapped_tensor(leaf)
-    return type(leaf)
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Deferred) else type(leaf)
 
 
-def _part(leaf: Any, box: Any, mesh: Mesh) -> Any:
-    """This rank's part of a plain tensor; where threads would share it, a copy."""
+def _local(leaf: Any, shard: Tensor | None, box: Any, mesh: Mesh) -> Any:
+    """This rank's part of a leaf: its own shard; of a plain tensor a part, and where threads would share it a copy."""
+    if mesh.kind == "abstract" and (shard is not None or box is not None):
+        shape = box_shape(box) if shard is None else shard.shape
+        return torch.empty(shape, dtype=leaf.dtype, device=mesh.device)  # a fake one, under the mesh's mode
+    if shard is not None:
+        return shard
     return leaf if box is None else leaf.detach()[box].to(mesh.device, copy=mesh.kind == "simulated" and mesh.size > 1)
 
 
-def _own(x: Tensor, taken: set[int]) -> Tensor:
-    """A result, copied where it shares storage with an argument that was not donated, or with another result."""
-    at = _storage(x)
-    if at in taken:
-        return x.clone()
-    taken.add(at)
-    return x
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr() or id(x)  # empty storages are at 0, and nobody's
-
-
-def _along(mesh: Mesh, axes: Sequence[str], shapes: Sequence[tuple[int, ...]], dim: int) -> list[int]:
-    """The local sizes of a dim over the flattened axes, on the ranks at the origin of all other axes."""
-    strides = {}
-    stride = mesh.size
-    for a, n in mesh.axes.items():
-        stride //= n
-        strides[a] = stride
-    ranks = [0]
-    for a in axes:
-        ranks = [r + i * strides[a] for r in ranks for i in range(mesh.axes[a])]
-    return [shapes[r][dim] for r in ranks]
-
-
-def _disagreeing(where: str, parts: Sequence[Any]) -> list[ShardingError]:
-    """A result that is no tensor must be the same on every rank this process runs."""
-    try:
-        equal = all(bool(p == parts[0]) or (p != p and parts[0] != parts[0]) for p in parts)
-    except (TypeError, ValueError, RuntimeError):
-        equal = all(p is parts[0] for p in parts)
-    if equal:
-        return []
-    return [fail(f"{where}: is not a tensor and differs between ranks", f"{parts[:4]}",
-                 fix="return a tensor with a spec")]  # fmt: skip
-
-
-__all__ = ["ShardMapped", "shard_map"]
+__all__ = ["ShardMapped", "dry_run", "shard_map"]

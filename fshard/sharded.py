@@ -67,6 +67,8 @@ class Sharded:
         """The value of a leaf with one element, as a Python number."""
         if self.numel() != 1:
             raise fail(f"item: {self!r} has {self.numel()} elements", fix="fs.device_get(x)")
+        if self.mesh.kind == "abstract":
+            raise fail(f"item: {self!r} is on an abstract mesh, where leaves have no values")
         if self.mesh.kind == "process" and self.spec.axes:
             raise fail(f"item: {self!r} is held by one rank of several", fix="fs.device_get(x).item() on every rank")
         return next(x for x in self.shards if x.numel()).item()
@@ -130,7 +132,15 @@ def _check_names(tree_: Any) -> None:
 
 def _fill(leaf: Deferred, spec: P, mesh: Mesh, key: Tensor, dtype: torch.dtype | None) -> Sharded:
     kind = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
+    if mesh.kind == "abstract":
+        return described(leaf.shape, kind, spec, mesh)
     return from_callback(leaf.shape, spec, mesh, lambda box: leaf.init.fill(key, leaf.shape, box, kind, mesh.device))
+
+
+def described(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Mesh) -> Sharded:
+    """A leaf on an abstract mesh: the shape of the first rank's part, and no values."""
+    box = local_box(tuple(shape), spec, mesh.axes, mesh.coords(mesh.ranks[0]))
+    return Sharded(shape, spec, mesh, [torch.empty(box_shape(box), dtype=dtype, device="meta")])
 
 
 def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
@@ -147,6 +157,8 @@ def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
 
 def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
     whole_ = torch.as_tensor(x).detach()
+    if mesh.kind == "abstract":
+        return described(tuple(whole_.shape), whole_.dtype, spec, mesh)
     part = lambda box: whole_[box].to(mesh.device, copy=True, memory_format=torch.contiguous_format)  # noqa: E731
     return from_callback(whole_.shape, spec, mesh, part)
 
@@ -183,7 +195,7 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
             raise fail(f"from_callback: the callback gave {part.dtype} for rank {rank}, and {shards[0].dtype} before",
                        fix="return one dtype for every part")  # fmt: skip
         # A view shares the storage of something else, which a donated leaf would overwrite.
-        parts[at] = part.to(mesh.device, copy=part._is_view())
+        parts[at] = part.to("meta" if mesh.kind == "abstract" else mesh.device, copy=part._is_view())
         shards.append(parts[at])
     return Sharded(shape, spec, mesh, shards)
 
@@ -226,4 +238,4 @@ def place_all(
     return tree.unflatten(treedef, out)
 
 
-__all__ = ["Sharded", "device_put", "from_callback", "materialize", "place_all"]
+__all__ = ["Sharded", "described", "device_put", "from_callback", "materialize", "place_all"]

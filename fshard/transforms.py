@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .comm import checker
 from .errors import fail
 
 
@@ -40,8 +41,9 @@ def value_and_grad(
                 raise fail(f"value_and_grad({name}): argnums={argnums}, but there are {len(args)} positional arguments")
         chosen = tuple(args[i] for i in numbers)
         leaves, treedef = tree.flatten(chosen)
-        _check_differentiable(name, numbers, chosen)
+        _check_differentiable(name, numbers, args)
 
+        checks = None if torch.compiler.is_compiling() else checker()
         kept: list[Any] = []  # the aux tree, its tensors replaced by None: torch.func lets only tensors out
 
         def of_leaves(*flat: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -51,6 +53,8 @@ def value_and_grad(
             out = f(*full, **kwargs)
             loss, aux = out if has_aux else (out, None)
             _check_loss(name, loss)
+            if checks is not None:
+                checks.loss(name, loss)
             aux_leaves, aux_def = tree.flatten(aux)
             kept[:] = [aux_def, [None if isinstance(x, Tensor) else x for x in aux_leaves]]
             return loss, tuple(x for x in aux_leaves if isinstance(x, Tensor))
@@ -60,6 +64,9 @@ def value_and_grad(
                        fix="pass the parameters, or other argnums")  # fmt: skip
         transform = torch.func.grad_and_value(of_leaves, argnums=tuple(range(len(leaves))), has_aux=True)
         flat_grads, (loss, tensors) = transform(*leaves)
+        if checks is not None:
+            for (path, x), grad in zip(_named(args, numbers), flat_grads, strict=True):
+                checks.gradient(f"value_and_grad({name}): {path}", x, grad)
         grads = tree.unflatten(treedef, flat_grads)
         aux_def, others = kept
         aux = _fill_in(aux_def, others, tensors)
@@ -99,13 +106,17 @@ def _check_loss(name: str, loss: Any) -> None:
                    fix="reduce it: loss.mean() or loss.sum()")  # fmt: skip
 
 
-def _check_differentiable(name: str, numbers: Sequence[int], chosen: Sequence[Any]) -> None:
-    for i, arg in zip(numbers, chosen, strict=True):
-        for path, leaf in tree.leaves_with_path(arg):
-            if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-                kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise fail(f"value_and_grad({name}): {tree.show(f'args[{i}]', path)} is {kind}, which has no gradient",
-                           fix="keep what is not trained in another argument")  # fmt: skip
+def _named(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[str, Any]]:
+    """The leaves of some arguments, each with its path."""
+    return [(tree.show(f"args[{i}]", path), leaf) for i in numbers for path, leaf in tree.leaves_with_path(args[i])]
+
+
+def _check_differentiable(name: str, numbers: Sequence[int], args: Sequence[Any]) -> None:
+    for path, leaf in _named(args, numbers):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise fail(f"value_and_grad({name}): {path} is {kind}, which has no gradient",
+                       fix="keep what is not trained in another argument")  # fmt: skip
 
 
 def accumulate(

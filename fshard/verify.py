@@ -2,151 +2,388 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import tree
+from .comm import Comm
 from .errors import ShardingError, fail
 from .mesh import Mesh, make_mesh
+from .replicas import differing
 from .reshard import device_get
 from .shard_map import ShardMapped
 from .sharded import Sharded, device_put
-from .spec import describe
+from .spec import P, describe
+
+# How far two right answers may be apart. A sum in another order is off by roundings of its largest terms: by some eps
+# of an element (rtol), and of the largest value of its leaf (a floor). float32 and float64 are summed in themselves,
+# over thousands of terms; half precision in float32, and rounded once: hence (1000, 100) eps, or (4, 2).
+#
+# That is not enough where a leaf is small because large terms cancel: the gradient of a key's bias in attention is 0,
+# and comes out as 1e-9 of noise, another one on each mesh. How large such noise may be, the results cannot tell (the
+# largest leaf says nothing: second moments of 1e-8 stand beside a loss of 5). The program can: flip the last bit of
+# every floating argument, and see how far each leaf moves. A leaf that moves by d when its arguments move by one
+# rounding is not known better than to about d; inner roundings are a few times as many, so NOISE * d is allowed. A
+# wrong leaf is missed only where a rounding of the arguments moves it by 1/NOISE of its error: where it is noise.
+NOISE = 16
+FULL = 4  # leaves told in full for each axis, and then
+NAMED = 3  # named
+
+_Same = Callable[[Tensor, Tensor], bool]
+_Order = tuple[float, float]
+_Parts = dict[tuple[int, str], Tensor]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` compared: the meshes, and the largest error found, relative to the largest value of its leaf."""
+    """What `verify` compared: the meshes, and the largest error found, relative to the largest value of its leaf.
+
+    `noise` names the leaves that differ by more than that, and by no more than roundings of the arguments change them.
+    """
 
     meshes: tuple[str, ...]
     leaves: int
     error: float
+    noise: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
+        if len(self.meshes) == 1:
+            return f"verified: nothing, as {self.meshes[0]} has no axis to collapse"
         count = f"{self.leaves} leaves" if self.leaves != 1 else "1 leaf"
-        return f"verified: {count} the same on {'; '.join(self.meshes)} (largest relative error {self.error:.0e})"
+        noise = f"; only noise: {_listed(self.noise)}" if self.noise else ""
+        where = "; ".join(self.meshes)
+        return f"verified: {count} the same on {where} (largest relative error {self.error:.0e}{noise})"
 
 
 def verify(
-    f: ShardMapped, *args: Any, rtol: float = 1e-4, atol: float | None = None, bitwise: bool = False
+    f: ShardMapped, *args: Any, rtol: float | None = None, atol: float | None = None, bitwise: bool = False
 ) -> Verified:
     """Run `f` on its mesh, on the same mesh with each axis in turn collapsed to size 1, and with all; compare.
 
-    Arguments are placed anew on every mesh, so donated ones are not lost. The smaller meshes are simulated.
+    Arguments are placed anew on every mesh, so donated ones are not lost. The smaller meshes are simulated, by every
+    process, and not compiled. Where something differs, three more runs tell it from noise.
 
     Args:
-        rtol: allowed error relative to each value.
-        atol: allowed absolute error; by default 1e-5 of the largest value of the leaf, since a sum in another order
-            is off by a rounding of its largest term.
+        rtol: allowed error relative to each value; by default 1000 eps of the leaf's dtype, 4 eps of half precision.
+        atol: allowed absolute error; by default 100 (or 2) eps of the largest value of the leaf, or what roundings of
+            the arguments change, where that is more.
         bitwise: allow no difference at all.
 
     >>> total = shard_map(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
     >>> verify(total, torch.ones(8))
     verified: 1 leaf the same on data=2, model=2; data=1, model=2; data=2, model=1; data=1, model=1 (...)
 
-    Raises ShardingError for the first leaf that differs on each mesh, with the axis to blame, the largest error, and
-    the ratio where it is constant. NaN equals nothing; another shape, dtype or tree is a difference.
+    Raises ShardingError with the leaves that differ, by the axis to blame: the largest error, the ratio where it is
+    constant, the likely cause. NaN equals nothing; another shape, dtype or tree is a difference, and so is a result
+    that should be the same along an axis and is not.
     """
     if not isinstance(f, ShardMapped):
         raise fail(f"verify: {f!r} is a {type(f).__name__}", fix="verify what fs.shard_map gives")
-    axes = f.mesh.axes
+    axes, allowed = f.mesh.axes, _Allowed(rtol, atol, bitwise)
     collapsed = [{**axes, a: 1} for a, n in axes.items() if n > 1]
     if len(collapsed) > 1:
         collapsed.append(dict.fromkeys(axes, 1))
     whole = device_get(args)
-    got = _run(f, f.mesh, args, whole)
-    errors: list[ShardingError] = []
+    placed = f(*_placed(args, whole, f.mesh))
+    got = device_get(placed)
+    names = [*(tree.show("result", path) for path, _ in tree.leaves_with_path(got)), "the tree of results"]
+    parts = _parts(placed, f.mesh)
+    plain, one = copy.copy(f), f
+    plain._compile = False  # simulated ranks cannot be compiled
+    found: list[_Difference] = []
     worst = 0.0
     for sizes in collapsed:
-        want = _run(f, make_mesh(kind="simulated", device=f.mesh.device, **sizes), args, whole)
-        changed = [a for a in axes if sizes[a] != axes[a]]
-        found, error = _compare(f, got, want, changed, rtol, atol, bitwise)
-        worst = max(worst, error)
-        errors += found
-    if errors:
-        raise _worst_first(errors)
-    shown = tuple(", ".join(f"{a}={n}" for a, n in sizes.items()) for sizes in [axes, *collapsed])
-    return Verified(shown, len(tree.leaves(got)), worst)
+        one = plain.on(make_mesh(kind="simulated", device=f.mesh.device, **sizes), check="never")  # f was checked
+        try:
+            want = _run(one, args, whole)
+        except Exception as e:
+            raise fail(f"verify: {f._name} runs on {_sizes(axes)}, and raises on {_sizes(sizes)}",
+                       f"{type(e).__name__}: {e}") from e  # fmt: skip
+        more, error = _compare(got, want, tuple(a for a in axes if sizes[a] != axes[a]), parts, allowed)
+        found, worst = found + more, max(worst, error)
+    noise: list[str] = []
+    if any(_everyone(f.mesh, bool(found))):
+        again, moved = _measure(f, one, args, whole, atol is None and not bitwise)
+        real = [d for d in found if d.beyond(allowed, moved[d.leaf])]
+        unsteady = [names[i] for i in sorted({d.leaf for d in real if d.unsteady(again, allowed)})]
+        noise = [names[i] for i in sorted({d.leaf for d in found} - {d.leaf for d in real})]
+        text = _tell(f, real, names, allowed, moved)
+        if unsteady:
+            text = str(fail(f"verify: {_listed(unsteady)} of {f._name}: another run on the same mesh gives another "
+                            "answer", fix="draw with fs.random and a key, not with torch's own generator"))  # fmt: skip
+        if told := next(filter(None, _everyone(f.mesh, text)), ""):
+            raise ShardingError(told)
+    return Verified(tuple(map(_sizes, [axes, *collapsed])), len(names) - 1, worst, tuple(noise))
 
 
-def _run(f: ShardMapped, mesh: Mesh, args: tuple[Any, ...], whole: tuple[Any, ...]) -> Any:
-    """The results of `f` on `mesh`, as full tensors, on copies of the arguments."""
-    place = lambda x, full: device_put(full, x.spec, mesh) if isinstance(x, Sharded) else _copy(x)  # noqa: E731
-    return device_get(f.on(mesh)(*tree.map(place, args, whole)))
+# --- running ----------------------------------------------------------------------------------------------------
 
 
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
+def _run(f: ShardMapped, args: tuple[Any, ...], whole: tuple[Any, ...]) -> Any:
+    """The results of `f`, as full tensors."""
+    return device_get(f(*_placed(args, whole, f.mesh)))
+
+
+def _placed(args: tuple[Any, ...], whole: tuple[Any, ...], mesh: Mesh) -> Any:
+    """Copies of the arguments on `mesh`. One object at several places, a tie, stays one."""
+    made: dict[int, Any] = {}
+
+    def place(x: Any, full: Any) -> Any:
+        if isinstance(full, Tensor) and id(x) not in made:
+            made[id(x)] = device_put(full, x.spec, mesh) if isinstance(x, Sharded) else full.clone()
+        return made.get(id(x), x)
+
+    return tree.map(place, args, whole)
+
+
+def _parts(placed: Any, mesh: Mesh) -> _Parts:
+    """Leaves that should be the same along an axis and are not: (leaf, axis) -> what its ranks hold, stacked."""
+    leaves = [(i, x) for i, x in enumerate(tree.leaves(placed)) if isinstance(x, Sharded)]
+
+    def compare(comm: Comm, rank: int) -> set[tuple[int, str]]:
+        mine = [x.shards[mesh.ranks.index(rank)] for _, x in leaves]
+        return {(d.leaf, d.axis) for d in differing(comm, mine, [x.spec for _, x in leaves], mesh.device)}
+
+    out = {}
+    for at, a in sorted(mesh.run(compare)[0]):
+        i, x = leaves[at]
+        spec = P(a, *x.spec.parts(x.ndim))
+        out[i, a] = device_get(Sharded((mesh.axes[a], *x.shape), spec, mesh, [s[None] for s in x.shards]))
+    return out
+
+
+def _everyone(mesh: Mesh, mine: Any) -> list[Any]:
+    """What each process has, on every one of them: so that all go one way."""
+    everyone = [mine] * (mesh.size if mesh.kind == "process" else 1)
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _measure(f: ShardMapped, one: ShardMapped, args: Any, whole: Any, nudge: bool) -> tuple[list[Any], list[float]]:
+    """The results of another run of `f`, and how far a rounding of the arguments moves each leaf, on either mesh."""
+    again = tree.leaves(_run(f, args, whole))
+    moved = [0.0] * (len(again) + 1)
+    for g in (f, one) if nudge else ():
+        try:
+            before = again if g is f else tree.leaves(_run(g, args, whole))
+            after = tree.leaves(_run(g, args, tree.map(_nudged, whole)))
+        except Exception:  # a program may refuse such arguments: then nothing is learned
+            continue
+        for i, (a, b) in enumerate(zip(before, after, strict=False)):
+            if i < len(again) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+                moved[i] = max(moved[i], _largest(_wide(a) - _wide(b)))
+    return again, moved
+
+
+def _nudged(x: Any) -> Any:
+    """The last bit of every float flipped: a rounding, the same for equal values, so that ties stay ties."""
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    if x.is_complex():
+        return torch.view_as_complex(_nudged(torch.view_as_real(x.resolve_conj())))
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    flipped = (x.detach().contiguous().view(bits) ^ 1).view(x.dtype)
+    return torch.where((x == 0) | ~torch.isfinite(x), x, flipped)
+
+
+# --- comparing --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Allowed:
+    rtol: float | None
+    atol: float | None
+    bitwise: bool
+
+    def off(self, x: Tensor, y: Tensor, noise: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Where `x` is too far from `y`, of a leaf of that dtype; NaN is from everything."""
+        dtype = dtype or y.dtype
+        if self.bitwise or not (dtype.is_floating_point or dtype.is_complex):
+            return x != y
+        x, y, eps = _wide(x), _wide(y), torch.finfo(dtype).eps
+        many, few = (1000, 100) if eps < 1e-6 else (4, 2)
+        floor = max(few * eps * _largest(y), NOISE * noise) if self.atol is None else self.atol
+        difference = (x - y).abs()
+        near = difference <= (many * eps if self.rtol is None else self.rtol) * y.abs() + floor
+        return (x != y) & ~(near & torch.isfinite(difference))
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """A leaf that differs where `axes` are collapsed: by its values, or for the reason `why`."""
+
+    leaf: int
+    axes: tuple[str, ...]
+    why: str = ""
+    x: Tensor | None = None
+    y: Tensor | None = None
+    rows: Tensor | None = None  # what the ranks along the axis hold, where they do not agree
+
+    def beyond(self, allowed: _Allowed, noise: float) -> bool:
+        if self.x is None or self.y is None:
+            return True
+        held = [self.x] if self.rows is None else [self.x, *self.rows]
+        return any(bool(allowed.off(x, self.y, noise).any()) for x in held)
+
+    def unsteady(self, again: list[Any], allowed: _Allowed) -> bool:
+        """Whether another run gave another value, or NaN elsewhere."""
+        x, y = self.x, again[self.leaf]
+        return isinstance(x, Tensor) and bool((allowed.off(y, x) & ~((x != x) & (y != y))).any())
 
 
 def _compare(
-    f: ShardMapped, got: Any, want: Any, axes: list[str], rtol: float, atol: float | None, bitwise: bool
-) -> tuple[list[ShardingError], float]:
-    """The first differing leaf, as an error, and the largest relative error of all."""
-    have, want_leaves = tree.leaves_with_path(got), tree.leaves(want)
+    got: Any, want: Any, axes: tuple[str, ...], parts: _Parts, allowed: _Allowed
+) -> tuple[list[_Difference], float]:
+    """What differs, and the largest relative error of what does not."""
     if tree.structure(got) != tree.structure(want):
-        return [_blame(f, "the tree of results", axes, f"{tree.structure(got)} is not {tree.structure(want)}")], 0.0
-    worst = 0.0
-    for (path, a), b in zip(have, want_leaves, strict=True):
-        where = tree.show("result", path)
-        if not isinstance(a, Tensor):
-            if a != b:
-                return [_blame(f, where, axes, f"{a!r} is not {b!r}")], worst
-            continue
-        if a.shape != b.shape or a.dtype != b.dtype:
-            why = f"{describe(a.dtype, a.shape)} is not {describe(b.dtype, b.shape)}"
-            return [_blame(f, where, axes, why)], worst
-        if not a.numel() or torch.equal(a, b):
-            continue
-        if bitwise or not (a.is_floating_point() or a.is_complex()):
-            n = int((a != b).sum())
-            return [_blame(f, where, axes, f"{n} of {a.numel()} elements differ")], worst
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        x, y = a.to(wide), b.to(wide)
-        scale = float(y.abs().max())
-        allowed = rtol * y.abs() + (1e-5 * scale if atol is None else atol)
-        difference = (x - y).abs()
-        if not bool((difference <= allowed).all()):  # also where either is NaN
-            return [_blame(f, where, axes, *_words(x, y, difference, f.mesh.axes, axes))], worst
-        worst = max(worst, float(difference.max()) / scale if scale else 0.0)
-    return [], worst
+        return [_Difference(-1, axes, f"{tree.structure(got)} is not {tree.structure(want)}")], 0.0
+    found, worst = [], 0.0
+    for i, (a, b) in enumerate(zip(tree.leaves(got), tree.leaves(want), strict=True)):
+        difference = _Difference(i, axes, x=a, y=b, rows=parts.get((i, axes[0])) if len(axes) == 1 else None)
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            if type(a) is not type(b) or a != b:
+                found.append(_Difference(i, axes, f"{a!r} is not {b!r}"))
+        elif a.shape != b.shape or a.dtype != b.dtype:
+            found.append(_Difference(i, axes, f"{describe(a.dtype, a.shape)} is not {describe(b.dtype, b.shape)}"))
+        elif (difference.rows is not None or not torch.equal(a, b)) and difference.beyond(allowed, 0.0):
+            found.append(difference)
+        elif a.is_floating_point() or a.is_complex():
+            worst = max(worst, _relative(a, b))
+    return found, worst
 
 
-def _words(x: Tensor, y: Tensor, difference: Tensor, sizes: dict[str, int], axes: list[str]) -> list[str]:
-    """The largest error, and the ratio if it is constant, with the likely cause."""
-    if not bool(torch.isfinite(difference).all()):
-        return [f"{int((~torch.isfinite(difference)).sum())} of {x.numel()} elements are not finite numbers"]
-    at = int(difference.argmax())
-    mine, theirs = x.flatten()[at].item(), y.flatten()[at].item()
-    lines = [f"largest error {difference.max().item():.2g}, of {mine:.6g} against {theirs:.6g}"]
-    big = y.abs() > 1e-3 * y.abs().max()
-    ratios = (x[big] / y[big]).real if x.is_complex() else x[big] / y[big]
-    if ratios.numel() and float(ratios.max() - ratios.min()) < 1e-3 * float(ratios.abs().max()):
-        ratio = float(ratios.mean())
-        n = 1
-        for a in axes:
-            n *= sizes[a]
-        lines.append(f"every value is {ratio:.4g} times what it should be")
-        if abs(ratio - n) < 1e-3 * n:
-            named = " x ".join(axes)
-            lines.append(f"{n} is the size of {named}: a psum of what is a total already, or of what does not vary")
-        elif abs(ratio * n - 1) < 1e-3:
-            lines.append(f"1/{n}, the size of {' x '.join(axes)}: a psum is missing, or a mean is taken of a total")
-    return lines
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _blame(f: ShardMapped, where: str, axes: list[str], *why: str) -> ShardingError:
-    named = " and ".join(map(repr, axes))
-    return fail(f"verify: {where} of {f._name} changes with the mesh: collapsing {named} gives another answer", *why)
+def _largest(x: Tensor) -> float:
+    return float(torch.where(torch.isfinite(x), x.abs(), 0).max()) if x.numel() else 0.0
 
 
-def _worst_first(errors: list[ShardingError]) -> ShardingError:
-    """The errors of single axes, which say most; those of all axes only if there is no other."""
-    single = [e for e in errors if "' and '" not in str(e).splitlines()[0]]
-    return ShardingError("\n".join(str(e) for e in (single or errors)))
+def _relative(x: Tensor, y: Tensor) -> float:
+    scale = _largest(y)
+    return _largest(_wide(x) - _wide(y)) / scale if scale else 0.0
+
+
+# --- telling ----------------------------------------------------------------------------------------------------
+
+
+def _sizes(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{a}={n}" for a, n in sizes.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
+
+
+def _tell(f: ShardMapped, found: list[_Difference], names: list[str], allowed: _Allowed, moved: list[float]) -> str:
+    """A paragraph for each axis, or for axes that tell one story; for all axes at once only of other leaves."""
+    single = {d.leaf for d in found if len(d.axes) == 1}
+    blamed: dict[Any, list[str]] = {}
+    for d in found:
+        if len(d.axes) == 1 or d.leaf not in single:
+            order, lines = _story(d, f.mesh.axes, allowed, moved[d.leaf])
+            blamed.setdefault((order, d.leaf, tuple(lines)), []).append(" and ".join(map(repr, d.axes)))
+    paragraphs: dict[str, list[tuple[str, Sequence[str]]]] = {}
+    for (_, leaf, lines), axes in sorted(blamed.items()):
+        paragraphs.setdefault(" or ".join(axes), []).append((names[leaf], lines))
+    texts = []
+    for by, told in sorted(paragraphs.items()):
+        what, notes = f"{told[0][0]} of {f._name} changes", told[0][1]
+        if len(told) > 1:
+            what = f"{len(told)} of {len(names) - 1} leaves of {f._name} change"
+            notes = [line for name, lines in told[:FULL] for line in (name, *[f"  {text}" for text in lines])]
+            notes += [f"and {len(told) - FULL} more: {_listed([name for name, _ in told[FULL:]])}"] * (len(told) > FULL)
+        texts.append(str(fail(f"verify: {what} with the mesh: collapsing {by} gives another answer", *notes)))
+    return "\n".join(texts)
+
+
+def _story(d: _Difference, sizes: dict[str, int], allowed: _Allowed, noise: float) -> tuple[_Order, list[str]]:
+    """A leaf's place among those to tell, by constant ratios, then by size; and what its numbers say."""
+    if d.x is None or d.y is None:
+        return (0, 0), [d.why]
+    x, y, dtype = _wide(d.x), _wide(d.y), d.y.dtype
+    same: _Same = lambda a, b: not bool(allowed.off(a, b, noise, dtype).any())  # noqa: E731
+    off, error, lines = allowed.off(d.x, d.y, noise), x - y, []
+    if d.rows is not None:
+        rows, by = _wide(d.rows), repr(d.axes[0])
+        lines = [f"the ranks along {by} hold different values of it, and its spec says they hold one"]
+        lines += [f"their sum is what it should be: a psum over {by} is missing"] * same(rows.sum(0), y)
+        lines += [f"their mean is what it should be: a pmean over {by} is missing"] * same(rows.mean(0), y)
+    if not bool(off.any()):
+        return (0, 1), lines
+    count, order = f"{int(off.sum())} of {x.numel()} elements", (2.0, -float(f"{_relative(x, y):.3g}"))
+    lost = off & ~torch.isfinite(error)
+    at = int((lost if bool(lost.any()) else error.abs()).to(torch.float64).argmax())
+    mine, theirs = (f"{v.flatten()[at].item():.6g}" for v in (d.x.to(x.dtype), d.y.to(y.dtype)))
+    place = f", at {[int(i) for i in torch.unravel_index(torch.tensor(at), x.shape)]}" if x.ndim else ""
+    if bool(lost.any()):
+        count = f"{int(lost.sum())} of {x.numel()} elements are not finite numbers"
+        return (0, 2), [*lines, f"{count}: {mine} against {theirs}{place}"]
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return (0, 3), [*lines, f"{count} differ: {mine} against {theirs}{place}"]
+    lines += [f"{count} differ"] * allowed.bitwise
+    lines.append(f"largest error {float(error.abs().max()):.2g}, of {mine} against {theirs}{place}")
+    causes = _causes(d.axes, sizes)
+    for where in (torch.ones_like(off), off) if d.rows is None else ():
+        ratio = _ratio(x, y, where, causes, same)
+        if ratio is not None:
+            these = f"{count} are wrong{_box(off)}, each" if where is off else "every value is"
+            lines.append(f"{these} {ratio:.4g} times what it should be")
+            return (1.0, order[1]), lines + [text for factor, text in causes.items() if factor == ratio]
+    for i in (i for i in range(x.ndim) if x.shape[i] > 1 and d.rows is None):
+        if float((error - error.mean(i, keepdim=True)).abs().max()) < 1e-2 * float(error.abs().max()):
+            return order, [*lines, f"the error is the same all along dim {i}, as of a bias that every rank adds"]
+    if d.rows is None:
+        lines.append(f"no constant ratio{_box(off)}: as by a nonlinearity of a partial sum, a mean of unequal counts, "
+                     "or a mask of each rank's own" if _largest(y) else "every value should be 0")  # fmt: skip
+    return order, lines
+
+
+def _causes(axes: Sequence[str], sizes: dict[str, int]) -> dict[float, str]:
+    """The factors that a mesh makes, each with what usually makes it."""
+    found = {0.0: "the value, or its gradient, is lost on the way"}
+    for group in (g for k in range(len(axes)) for g in itertools.combinations(axes, k + 1)):
+        n, name = math.prod(sizes[a] for a in group), " x ".join(group)
+        for factor, cause in (
+            (n, f"{n} is the size of {name}: a psum of what is a total already, or of what does not vary"),
+            (1 / n, f"1/{n}, the size of {name}: a psum is missing, or a mean is taken of a total"),
+            (n * n, f"{n * n} is the square of {n}, the size of {name}: a total is summed twice too often"),
+            (1 / n**2, f"1/{n * n}, the square of {n}, the size of {name}: a mean is taken twice too often"),
+            (n**0.5, f"the square root of {n}, the size of {name}: a norm counts what every rank has"),
+        ):
+            found.setdefault(factor, cause)
+    return found
+
+
+def _ratio(x: Tensor, y: Tensor, where: Tensor, factors: Iterable[float], same: _Same) -> float | None:
+    """The factor of `x` over `y` at every place in `where`, if there is one."""
+    a, b = x[where], y[where]
+    big = b.abs() > 1e-3 * _largest(b)  # the others are mostly rounding
+    if not bool(big.any()):
+        return None
+    middle = float((a[big] / b[big]).real.median())
+    likely = [r for r in factors if abs(middle - r) <= 1e-2 * r] + [middle] * (int(big.sum()) > 1)
+    return next((r for r in likely if same(x, torch.where(where, r * y, y))), None)
+
+
+def _box(off: Tensor) -> str:
+    """The smallest box around those elements, unless it is the whole leaf."""
+    if bool(off.all()) or not off.ndim:
+        return ""
+    at = off.nonzero()
+    ends = list(zip(at.amin(0).tolist(), (at.amax(0) + 1).tolist(), off.shape, strict=True))
+    box = ", ".join(":" if hi - lo == n else f"{lo}:{hi}" for lo, hi, n in ends)
+    return f" in [{box}]" if set(box) - set(":, ") else ""
 
 
 __all__ = ["Verified", "verify"]

@@ -1,0 +1,40 @@
+"""A rank of a mesh that does not exist: collectives that give the right shapes, for fake tensors, and move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from .comm import Axes, note, size_of
+
+
+class AbstractComm:
+    """The first rank of a mesh of any size. What would move is noted: see `comm.recording`."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes: Mapping[str, int] = dict(sizes)
+        self.coords: Mapping[str, int] = dict.fromkeys(sizes, 0)
+
+    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
+        note("all_reduce", x, axes)
+        return x.new_empty(x.shape)
+
+    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        note("all_gather", x, axes)
+        return x.new_empty([size_of(axes, self.sizes), *x.shape])
+
+    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
+        note("reduce_scatter", x, axes)
+        return x.new_empty(x.shape[1:])
+
+    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
+        note("all_to_all", x, axes)
+        return x.new_empty(x.shape)
+
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
+        note("permute", x, axes)
+        return x.new_empty(x.shape)
+
+
+__all__ = ["AbstractComm"]

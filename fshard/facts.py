@@ -1,0 +1,59 @@
+"""What the checker knows of a tensor: its type over each mesh axis, and what to call it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+from .source import Site
+from .spec import describe
+
+NONE: frozenset[str] = frozenset()
+
+
+class Type(NamedTuple):
+    """What a tensor varies over and is fixed (invariant) over; the axes in neither are free."""
+
+    varies: frozenset[str] = NONE
+    fixed: frozenset[str] = NONE
+    smooth: bool = False  # may have a gradient: a float that comes of a float argument
+    drawn: bool = False  # a random draw, or made of draws alone
+
+
+class Fact(NamedTuple):
+    """What is known of one tensor: its type, and what to call it."""
+
+    type: Type
+    root: int  # the same for a tensor and its views
+    name: str | None = None  # its path among the arguments
+    op: str = ""  # what made it, and where
+    site: Site | None = None
+
+
+FREE = Fact(Type(), 0)
+
+
+class Operand(NamedTuple):
+    """A tensor in an error."""
+
+    tensor: Tensor
+    fact: Fact
+
+
+def base(x: Tensor) -> Tensor:
+    """The plain tensor inside the wrappers of torch.func."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def typed(o: Operand) -> str:
+    """`f32[64, 256]{V: data; I: model}`."""
+    t = o.fact.type
+    parts = [f"{letter}: {', '.join(sorted(axes))}" for letter, axes in (("V", t.varies), ("I", t.fixed)) if axes]
+    return f"{describe(o.tensor.dtype, tuple(o.tensor.shape))}{{{'; '.join(parts)}}}"
+
+
+__all__ = ["FREE", "NONE", "Fact", "Operand", "Type", "base", "typed"]

@@ -1,0 +1,101 @@
+"""What the checker needs to know of an operation of torch, read off its schema: what it reads, writes and draws."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What has the shape of its argument, or its dtype, and none of its values.
+_CONSTANT = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
+    "new_empty_strided", "_efficientzerotensor",
+}  # fmt: skip
+_OVERWRITES = {"copy_", "fill_", "zero_"}
+_SAME = {"_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh"}  # the same values, if not the same storage
+_APART = {"lr", "state_steps", "grad_scale", "found_inf"}  # of a fused step: numbers for every row, without gradients
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One overload of one operation."""
+
+    func: Any
+    name: str
+    constant: bool  # its values are not those of its arguments
+    view: bool  # the values of its first argument, or some of them
+    overwrites: bool  # what it writes it does not read
+    writes: tuple[tuple[int, str], ...]  # positions and names of the arguments it writes
+    rows: bool  # works on lists, place by place
+    rows_written: int
+    generator: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None  # whether a call uses torch's own generator
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        found = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
+        return list(_tensors(found))
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        if not self.overwrites:
+            return list(_tensors((*args, *kwargs.values())))
+        positions, names = {i for i, _ in self.writes}, {name for _, name in self.writes}
+        kept = [x for i, x in enumerate(args) if i not in positions]
+        return list(_tensors([*kept, *(x for name, x in kwargs.items() if name not in names)]))
+
+    def rows_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Tensor]]:
+        """The tensors of each place; first those that are written."""
+        names = [a.name for a in self.func._schema.arguments]
+        given = [(name, x) for name, x in (*zip(names, args, strict=False), *kwargs.items()) if name not in _APART]
+        lists = [x for _, x in given if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]
+        n = len(lists[0]) if lists else 0
+        everywhere = [x for _, x in given if isinstance(x, Tensor)]
+        return [[*(x[i] for x in lists if len(x) == n), *everywhere] for i in range(n)]
+
+
+@functools.cache
+def operation(func: Any) -> Operation:
+    """What is to be known of `func`, an OpOverload."""
+    schema = func._schema
+    name = schema.name.split("::")[-1]
+    arguments = schema.arguments
+    writes = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    out = bool(writes) and all(a.kwarg_only for _, a in writes)
+    aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    rows = name.startswith(("_foreach_", "_fused_")) and bool(arguments) and "List[Tensor]" in str(arguments[0].type)
+    return Operation(
+        func, name,
+        constant=name in _CONSTANT,
+        view=name in _SAME or any(not a.is_write for a in aliases),
+        overwrites=name in _OVERWRITES or out,
+        writes=tuple((i, a.name) for i, a in writes),
+        rows=rows,
+        rows_written=sum("List[Tensor]" in str(a.type) and a.name not in _APART for _, a in writes) if rows else 0,
+        generator=_generator(name, schema) if torch.Tag.nondeterministic_seeded in func.tags else None,
+    )  # fmt: skip
+
+
+def _generator(name: str, schema: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+    names = [a.name for a in schema.arguments]
+    rate = "dropout_p" if "dropout_p" in names else "p" if "dropout" in name else None
+
+    def draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("generator") is not None or rate is None:
+            return given.get("generator") is None
+        return given.get(rate, 0.0) > 0 and given.get("train", True) is not False
+
+    return draws
+
+
+def _tensors(xs: Any) -> Iterator[Tensor]:
+    for x in xs:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _tensors(x)
+
+
+__all__ = ["Operation", "operation"]

@@ -1,0 +1,292 @@
+"""The varying-axes checker: what each tensor of a region varies over, followed through every operation.
+
+It is a dispatch mode below torch.func, so it sees plain tensors: forward, backward, optimizer. It only looks: on or
+off, results are the same. Over each axis of more than one rank a tensor is one of
+
+    V   varying: each rank has a value of its own
+    I   invariant: one logical value, the same on every rank of the axis
+    -   free: made here from nothing (zeros, arange), or from Python numbers; it goes with either
+
+and so is what an operation makes of it: V if any operand is, else I if any is. Where one operand is I and another V,
+the gradient of the first needs a sum over ranks, which only `pvary` takes; without it that is an error. Operands that
+have no gradient, integers and bools and what is cast from them, go with either too; but not what is drawn: a mask must
+vary over just what it is applied to.
+
+Source: the per-axis types are those of JAX's shard_map (varying manual axes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import blame, comm, source
+from .errors import ShardingError
+from .facts import FREE, NONE, Fact, Operand, Type, base
+from .mesh import Mesh
+from .operations import Operation, operation
+
+
+class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The types of one rank's tensors during one call. `axes` are those of more than one rank."""
+
+    def __init__(self, axes: Sequence[str], sizes: dict[str, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axes, self.sizes = frozenset(axes), sizes
+        self._facts: Any = WeakTensorKeyDictionary()
+        self._written: dict[int, tuple[StorageWeakRef, Type]] = {}  # what in-place writes brought to whole storages
+        self._roots = 0
+        self._off = False
+        self.met: list[blame.Meeting] = []  # where integers that vary picked from what is invariant
+        # (operation, place, which time) -> the Python numbers it had, over which axes its result is fixed, where
+        self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._counts: dict[tuple[Any, ...], int] = {}
+
+    # --- types in and out ---
+
+    def fact(self, x: Tensor) -> Fact:
+        x = base(x)
+        found: Fact = self._facts.get(x, FREE)
+        if self._written:
+            held = self._written.get(comm.storage_of(x))
+            if held is not None and not held[0].expired():  # type: ignore[no-untyped-call]
+                found = found._replace(type=_join([found.type, held[1]], x))
+        return found
+
+    def give(self, x: Tensor, type: Type, *, name: str | None = None, op: str = "") -> None:
+        self._roots += 1
+        self._facts[base(x)] = Fact(type, self._roots, name, op, None if name else source.site())
+
+    def argument(self, x: Tensor, varies: frozenset[str], name: str) -> None:
+        """Type an argument of the region, which its spec says to vary over these axes."""
+        self.give(x, Type(varies & self.axes, self.axes - varies, _smooth(x)), name=name)
+
+    def made(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
+        """Type an integer made outside torch's sight, from these tensors or of this rank's place on these axes."""
+        known = [self.fact(t).type for t in of if isinstance(t, Tensor)]
+        self.give(x, _join([Type(frozenset(varies) & self.axes), *known], x), op=op)
+
+    def draw(self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str]) -> None:
+        """Type a random draw: it varies over the axes of its spec, and over those of its key."""
+        varies = (frozenset(spec_axes) & self.axes) | self.fact(key).type.varies
+        self.give(x, Type(varies, self.axes - varies, drawn=True), op=op)
+
+    def constant(self, x: Tensor) -> None:
+        """Let a tensor that is no longer differentiated go with everything."""
+        known = self.fact(x)
+        self._facts[base(x)] = known._replace(type=Type(known.type.varies))
+
+    def alike(self, xs: Sequence[Tensor]) -> list[list[int]]:
+        """The positions of tensors of one type, together."""
+        groups: dict[Type, list[int]] = {}
+        for i, x in enumerate(xs):
+            groups.setdefault(self.fact(x).type, []).append(i)
+        return list(groups.values())
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Look away: what happens here is typed as a whole, by who calls this."""
+        before, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = before
+
+    # --- collectives ---
+
+    def collective(self, m: Any, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run a map of `linear`, by the types it takes and gives over its axes."""
+        axes = frozenset(m.axes)
+        facts = [self.fact(x) for x in xs]
+        for x, fact in zip(xs, facts, strict=True):
+            wrong = fact.type.fixed & axes if m.takes == "V" else fact.type.varies & axes
+            if wrong:
+                raise blame.taken(self, m, Operand(x, fact), sorted(wrong))
+        with self.resting():
+            out = tuple(m.run(xs))
+        for y, fact in zip(out, facts, strict=True):
+            t = fact.type
+            varies = t.varies | axes if m.gives == "V" else t.varies - axes
+            fixed = t.fixed - axes if m.gives == "V" else t.fixed | axes
+            self.give(y, t._replace(varies=varies, fixed=fixed, drawn=False), op=m.verb)
+        return out
+
+    # --- operations ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._off or func.namespace == "prim":
+            return func(*args, **kwargs)
+        op = operation(func)
+        if op.rows:
+            return self._rows(op, args, kwargs)
+        read = op.read(args, kwargs)
+        operands = [Operand(x, self.fact(x)) for x in read]
+        if op.generator is not None and op.generator(args, kwargs):
+            raise blame.torch_generator(self, op.name)
+        kind = self._meet(op, operands)
+        before = [(x, self.fact(x).type) for x in op.written(args, kwargs)]
+        out = func(*args, **kwargs)
+        self._note_numbers(op, kind, args, kwargs)
+        for x, old in before:
+            self._write(op, x, old, kind)
+        self._give(op, kind, operands, out, {id(x) for x, _ in before})
+        return out
+
+    def _meet(self, op: Operation, operands: Sequence[Operand]) -> Type:
+        """The type of what comes of these operands; an error where one is invariant over what another varies over."""
+        kinds = [o.fact.type for o in operands]
+        varies = NONE.union(*(t.varies for t in kinds))
+        if not varies or op.constant:
+            return Type() if op.constant else _join(kinds)
+        for axis in sorted(varies):
+            still = [o for o in operands if axis in o.fact.type.fixed and _strict(o)]
+            if not still:
+                continue
+            moving = [o for o in operands if axis in o.fact.type.varies]
+            strict = [o for o in moving if _floating(o.tensor) or _strict(o)]
+            if strict:
+                raise blame.mixed(self, op.name, axis, still[0], strict[0], operands)
+            self.met.append(blame.Meeting(axis, op.name, source.site(), still[0].fact, moving[0].fact))
+        return _join(kinds)
+
+    def _give(self, op: Operation, kind: Type, operands: Sequence[Operand], out: Any, written: set[int]) -> None:
+        if isinstance(out, Tensor):
+            if id(out) in written:
+                return
+            t = kind if _floating(out) or kind.drawn else kind._replace(smooth=False)
+            first = operands[0].fact if operands and op.view else None
+            if first is not None:
+                self._facts[out] = first._replace(type=t)
+            else:
+                self._roots += 1
+                self._facts[out] = Fact(t, self._roots, None, op.name, source.site())
+        elif isinstance(out, (list, tuple)):
+            for x in out:
+                self._give(op, kind, operands, x, written)
+
+    def _write(self, op: Operation, x: Tensor, old: Type, new: Type) -> None:
+        """An in-place operation: the tensor and all that share its storage are what was written."""
+        storage = x.untyped_storage()
+        whole = op.overwrites and x.numel() * x.element_size() == storage.nbytes()
+        kind = new if whole else _join([old, new], x)
+        self._facts[x] = self.fact(x)._replace(type=kind)
+        if whole:
+            self._written.pop(storage._cdata, None)
+        if kind != old:
+            _, held = self._written.get(storage._cdata, (None, Type()))
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._written[storage._cdata] = reference, _join([held, kind], x)
+
+    def _rows(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation on lists: each tensor meets only those at its place in the other lists."""
+        kinds = []
+        for row in op.rows_of(args, kwargs):
+            operands = [Operand(x, self.fact(x)) for x in row]
+            kinds.append((row, self._meet(op, operands)))
+        out = op.func(*args, **kwargs)
+        for i, (row, kind) in enumerate(kinds):
+            for x in row[: op.rows_written]:
+                self._write(op, x, self.fact(x).type, kind)
+            if isinstance(out, (list, tuple)) and i < len(out):
+                self._give(op, kind, [], out[i], set())
+        return out
+
+    def _note_numbers(self, op: Operation, kind: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the Python numbers that go into what is invariant: they must be the same on every rank."""
+        if not kind.fixed:
+            return
+        numbers = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, (bool, int, float)))
+        if numbers:
+            where = source.site()
+            place = (op.name, where)
+            self._counts[place] = count = self._counts.get(place, 0) + 1
+            self.numbers[*place, count] = (numbers, kind.fixed, where)
+
+    # --- what the library asks ---
+
+    def loss(self, name: str, x: Tensor) -> None:
+        """Raise unless a loss is invariant over every axis."""
+        fact = self.fact(x)
+        if fact.type.varies:
+            raise blame.loss_varies(self, name, Operand(base(x), fact))
+
+    def gradient(self, where: str, x: Tensor, grad: Tensor) -> None:
+        """Raise unless a gradient varies over just what its parameter varies over; then it has its type."""
+        own, found = self.fact(x), self.fact(grad)
+        wrong = (found.type.varies & own.type.fixed) | (found.type.fixed & own.type.varies)
+        if wrong:
+            raise blame.gradient_varies(self, where, Operand(base(x), own), Operand(base(grad), found), sorted(wrong))
+        self._facts[base(grad)] = found._replace(type=own.type)
+
+    def result(self, where: str, x: Tensor, spec: Any) -> ShardingError | None:
+        """The error of a result that does not fit its spec, if there is one."""
+        fact = self.fact(x)
+        extra, missing = fact.type.varies - set(spec.axes), fact.type.fixed & set(spec.axes)
+        if not extra and not missing:
+            return None
+        return blame.result(self, where, Operand(base(x), fact), spec, sorted(extra), sorted(missing))
+
+
+def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
+    """Raise where a Python number went into an invariant value, and differs between ranks over which it is that.
+
+    `checkers` are those of this process's ranks; on a process mesh the ranks tell each other, once for all.
+    """
+    everyone: list[Any] = [c.numbers for c in checkers]
+    if mesh.kind == "process":
+        mine = {
+            (op, str(where), where.lasti if where else 0, count): (given, sorted(fixed), str(where))
+            for (op, where, count), (given, fixed, _) in everyone[0].items()
+        }
+        digests: list[Any] = [None] * mesh.size
+        dist.all_gather_object(digests, hashlib.blake2b(repr(sorted(mine.items())).encode()).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        everyone = [None] * mesh.size
+        dist.all_gather_object(everyone, mine)
+    coords = [mesh.coords(rank) for rank in range(mesh.size)]
+    for axis, n in mesh.axes.items():
+        for rank, at in enumerate(coords):
+            if at[axis] or n == 1:
+                continue
+            line = [r for r, c in enumerate(coords) if {**c, axis: 0} == at]
+            for place, (given, fixed, where) in everyone[rank].items():
+                others = [everyone[r].get(place, (given,))[0] for r in line]
+                if axis in fixed and any(repr(other) != repr(given) for other in others):
+                    told = [(f"{axis}={i}", other) for i, other in enumerate(others)]
+                    raise blame.number_differs(place[0], where, axis, told)
+
+
+def _join(kinds: Sequence[Type], like: Tensor | None = None) -> Type:
+    """The type of what depends on these."""
+    typed = [t for t in kinds if t.varies or t.fixed]
+    varies = NONE.union(*(t.varies for t in typed))
+    fixed = NONE.union(*(t.fixed for t in typed)) - varies
+    smooth = any(t.smooth for t in typed) and (like is None or _floating(like))
+    return Type(varies, fixed, smooth, bool(typed) and all(t.drawn for t in typed))
+
+
+def _floating(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+_smooth = _floating
+
+
+def _strict(o: Operand) -> bool:
+    """Whether it matters that this operand is invariant: it may have a gradient, or is a draw."""
+    t = o.fact.type
+    return t.smooth if not t.drawn else _floating(o.tensor) or o.tensor.dtype == torch.bool
+
+
+__all__ = ["Checker", "same_numbers"]
