@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from . import source
+from . import repair, source
 from .errors import ShardingError, fail
-from .facts import Fact, Operand, base, typed
+from .facts import Known, Meeting, Operand, base, typed
 from .spec import P
-
-if TYPE_CHECKING:  # the checker words its findings here
-    from .vma import Checker
 
 _COUNTED = "it is one value already, the same on each of the {n} ranks: "
 _TAKEN = {
@@ -31,40 +30,56 @@ _TAKEN = {
 }
 
 
-class Meeting(NamedTuple):
-    """Where an integer or bool that varies over `axis` met what is invariant over it, which is no error by itself."""
-
-    axis: str
-    op: str
-    site: source.Site | None
-    still: Fact
-    moving: Fact
-
-
 def mixed(
-    checker: Checker, op: str, axis: str, still: Operand, moving: Operand, operands: Sequence[Operand]
+    checker: Known, op: str, axis: str, still: Operand, moving: Operand, operands: Sequence[Operand]
 ) -> ShardingError:
     """One operand is invariant over an axis, and another varies over it."""
     frame = source.user_frame()
-    verb = source.name_of(frame, "pvary") if frame else "fs.pvary"
-    n, axes = checker.sizes[axis], _axes(sorted(still.fact.type.fixed & moving.fact.type.varies))
     if still.fact.type.drawn or moving.fact.type.drawn:
         return _drawn(checker, op, axis, still, moving, frame)
-    words = _name(checker, frame, still)
+    picked = [m for m in checker.met if m.axis == axis and m.site is not None]
+    if picked and torch._C._current_graph_task_id() != -1:  # in a backward pass: the forward one went wrong there
+        return _picked(checker, picked[0])
+    n, axes = checker.sizes[axis], _axes(sorted(still.fact.type.fixed & moving.fact.type.varies))
+    places = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
+
+    def repaired(verb: str, o: Operand) -> str:
+        name = repair.name_of(frame, verb) if frame else f"fs.{verb}"
+        return _repair(checker, frame, o, lambda text: f"{name}({text}, {axes})", places[id(o.tensor)])
+
+    words = _name(checker, frame, still, places[id(still.tensor)])
     notes = [f"the {n} ranks of {axis!r} each use {words} in their own way: its gradient is the sum over them",
              "pvary changes no value and takes that sum; without it the gradient is one rank's part of it"]  # fmt: skip
-    position = next((i for i, o in enumerate(operands) if o.tensor is still.tensor), None)
-    fix = _repair(checker, frame, still, lambda text: f"{verb}({text}, {axes})", position)
-    if op in ("add", "sub") and frame:
-        psum = source.name_of(frame, "psum")
-        other = next((i for i, o in enumerate(operands) if o.tensor is moving.tensor), None)
-        summed = _repair(checker, frame, moving, lambda text: f"{psum}({text}, {axes})", other)
-        notes.append(f"if the other one is a sum of which each rank has a part, complete it first: {summed}")
+    fix = repaired("pvary", still)
+    if _is_bias(op, still, operands) and frame is not None and repair.summed_in(frame, _SUMS):
+        notes = [f"each of the {n} ranks of {axis!r} adds {words} to its part, so the sum has it {n} times"]
+        moved = repair.move_out(frame, _is(checker, still), _SUMS, places[id(still.tensor)])
+        fix = moved or f"add {words} to the sum, and not to the parts"
+    elif op in ("add", "sub") and moving.fact.op in _PARTIAL:
+        other = _name(checker, frame, moving, places[id(moving.tensor)])
+        notes = [f"if {other} is one rank's part of a sum, complete it first; if it is not,", *notes]
+        fix = f"{repaired('psum', moving)}\n  or:  {fix}"
     return _error(source.site(), f"{op} of what is invariant over {axis!r} and what varies over it",
-                  _operands(checker, frame, [still, moving]), *notes, fix=fix)  # fmt: skip
+                  _operands(checker, frame, [still, moving], places), *notes, fix=fix)  # fmt: skip
 
 
-def _drawn(checker: Checker, op: str, axis: str, still: Operand, moving: Operand, frame: Any) -> ShardingError:
+_SUMS = ("psum", "psum_scatter")
+_PARTIAL = ("matmul", "sum", "dot")  # what gives, of a dim that is split, a part of a sum
+
+
+def _is_bias(op: str, still: Operand, operands: Sequence[Operand]) -> bool:
+    return op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and still.tensor is operands[0].tensor)
+
+
+def _picked(checker: Known, m: Meeting) -> ShardingError:
+    """An integer that varies chose from a value that is invariant, which has a gradient, as the backward pass shows."""
+    name, n, axes = m.still.name or "it", checker.sizes[m.axis], _axes([m.axis])
+    return _error(m.site, f"{m.op} of what is invariant over {m.axis!r}, by an integer or bool that varies over it", [],
+                  f"the {n} ranks of {m.axis!r} each take something else from {name}: its gradient is a sum over them",
+                  fix=f"take from fs.pvary({m.still.name or '...'}, {axes}), which takes that sum")  # fmt: skip
+
+
+def _drawn(checker: Known, op: str, axis: str, still: Operand, moving: Operand, frame: Any) -> ShardingError:
     rows = _operands(checker, frame, [still, moving])
     if still.fact.type.drawn:
         what = f"{op} of a draw that is the same on every rank of {axis!r} and what varies over it"
@@ -79,29 +94,37 @@ def _drawn(checker: Checker, op: str, axis: str, still: Operand, moving: Operand
     return _error(source.site(), what, rows, why, *([made + str(site)] if site else []), fix=fix)
 
 
-def taken(checker: Checker, m: Any, x: Operand, axes: Sequence[str]) -> ShardingError:
+def taken(checker: Known, m: Any, x: Operand, axes: Sequence[str]) -> ShardingError:
     """A collective over axes of which its argument has another type than it takes."""
     verb = m.verb
     n = math.prod(checker.sizes[a] for a in axes)
-    over = " and ".join(map(repr, axes))
-    state = f"does not vary over {over}" if m.takes == "V" else f"varies over {over} already"
+    over, it = _over(axes), "it" if len(axes) == 1 else "them"
     if m.origin is not None:
+        state = f"does not vary over {over}" if m.takes == "V" else f"varies over {over} already"
         rows = [f"gradient  {typed(x)}"]
         return _error(m.origin, f"the gradient that comes back here {state}", rows, *_meetings(checker, axes),
                       f"the transpose of this collective is a {verb}: " + _TAKEN[verb].format(n=n))  # fmt: skip
     frame = source.user_frame()
-    fix = ""
-    if frame is not None and set(axes) == set(m.axes):
-        fix = source.replace_call(frame, lambda given: given[0] if given else "") or ""
-    fix = fix or f"leave the {verb} over {over} out"
+    given: list[str] = []
+
+    def first(texts: list[str]) -> str:
+        given.extend(texts)
+        return texts[0]
+
+    without = repair.replace_call(frame, first) if frame and set(axes) == set(m.axes) else None
+    if without and re.fullmatch(r"(\w+)\s*=\s*\1", without):
+        without = "delete this line"
+    fix = without or f"leave the {verb} over {over} out"
     if verb == "pslice":
         fix = f"slice what is invariant over {over}, or leave the pslice out: this rank's part may be here already"
-    rows = _operands(checker, frame, [x])
+    name = _name(checker, frame, x)
+    rows = _rows([(given[0] if given and x.fact.op and name.startswith("a result") else name, typed(x))])
     made = [f"it was made by {x.fact.op} at {x.fact.site}"] if x.fact.site and x.fact.op else []
+    state = f"does not vary over {it}" if m.takes == "V" else f"varies over {it} already"
     return _error(source.site(), f"{verb} over {over} of what {state}", rows, *made, _TAKEN[verb].format(n=n), fix=fix)
 
 
-def loss_varies(checker: Checker, name: str, x: Operand) -> ShardingError:
+def loss_varies(checker: Known, name: str, x: Operand) -> ShardingError:
     """value_and_grad of a loss that differs between ranks."""
     axes = sorted(x.fact.type.varies)
     fix = f"return fs.pmean(loss, {_axes(axes)}), or fs.psum of sums: one loss for all ranks"
@@ -110,23 +133,23 @@ def loss_varies(checker: Checker, name: str, x: Operand) -> ShardingError:
                   fix=fix)  # fmt: skip
 
 
-def gradient_varies(checker: Checker, where: str, x: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
+def gradient_varies(checker: Known, where: str, x: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
     """A gradient that is not of its parameter's type."""
-    rows = _rows([("parameter", typed(x)), ("gradient", typed(grad))])
-    n = math.prod(checker.sizes[a] for a in axes)
+    name, n, over = x.fact.name or "a parameter", math.prod(checker.sizes[a] for a in axes), _over(axes)
+    rows = _rows([(name, typed(x)), ("gradient", typed(grad))])
     if grad.fact.type.varies & set(axes):
-        name = x.fact.name or "the parameter"
-        why = f"the parameter is one value on the {n} ranks of {_over(axes)}; each has its own part of the gradient"
-        fix = f"fs.pvary({name}, {_axes(axes)}) before each rank uses it in its own way"
+        what = f"{where}: the gradient of {name} varies over {over}, and {name} does not: it was never summed"
+        why = f"{name} is one value on the {n} ranks of {over}, and each has its own part of the gradient"
+        fix = f"fs.pvary({name}, {_axes(axes)}), before each rank uses it in its own way"
     else:
-        why = f"the {n} ranks of {_over(axes)} have parameters of their own, and one gradient"
-        fix = "see where the parameters' sum was taken"
-    return _error(source.site(), f"{where}: its gradient varies over other axes than it does", rows,
-                  *_meetings(checker, axes), why, fix=fix)  # fmt: skip
+        what = f"{where}: the gradient of {name} is the same on every rank of {over}, and {name} is not"
+        why = f"the {n} ranks of {over} have parameters of their own"
+        fix = "see where they were taken for one"
+    return _error(source.site(), what, rows, *_meetings(checker, axes), why, fix=fix)
 
 
 def result(
-    checker: Checker, where: str, x: Operand, spec: P, extra: Sequence[str], missing: Sequence[str]
+    checker: Known, where: str, x: Operand, spec: P, extra: Sequence[str], missing: Sequence[str]
 ) -> ShardingError:
     """A result that its out spec does not fit."""
     rows = _rows([("result", typed(x)), ("out spec", str(spec))])
@@ -142,7 +165,7 @@ def result(
                       f"fs.pslice(..., {_axes(missing)})")  # fmt: skip
 
 
-def torch_generator(checker: Checker, op: str) -> ShardingError:
+def torch_generator(checker: Known, op: str) -> ShardingError:
     """A draw from the generator of torch."""
     return _error(source.site(), f"{op} draws from torch's own generator", [],
                   "its numbers depend on the process and on what was drawn before: another mesh, another answer",
@@ -163,7 +186,9 @@ def number_differs(
 # --- pieces ---------------------------------------------------------------------------------------------------
 
 
-def _error(site: source.Site | str | None, what: str, rows: Sequence[str], *notes: str, fix: str = "") -> ShardingError:
+def _error(
+    site: source.Site | str | None, what: str, rows: Sequence[str] = (), *notes: str, fix: str = ""
+) -> ShardingError:
     quoted = source.quote(site) if isinstance(site, source.Site) else ""
     code = ["  " + line for line in quoted.splitlines()]
     return fail(f"{site}: {what}" if site else what, *code, *rows, *notes, fix=fix)
@@ -174,21 +199,24 @@ def _rows(pairs: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name:<{width}}  {text}" for name, text in pairs]
 
 
-def _operands(checker: Checker, frame: Any, operands: Sequence[Operand]) -> list[str]:
+def _operands(
+    checker: Known, frame: Any, operands: Sequence[Operand], places: Mapping[int, int] | None = None
+) -> list[str]:
     rows = []
     for o in operands:
-        name, path = _name(checker, frame, o), o.fact.name
-        rows.append((name, typed(o) + (f"    {path}" if path and path != name else "")))
+        name, path = _name(checker, frame, o, (places or {}).get(id(o.tensor))), o.fact.name
+        known = path is None or path.replace("'", '"') == name.replace("'", '"')
+        rows.append((name, typed(o) if known else f"{typed(o)}    {path}"))
     return _rows(rows)
 
 
-def _name(checker: Checker, frame: Any, o: Operand) -> str:
-    """The user's own word for an operand; else its path, or what made it."""
-    said = source.operand(frame, _is(checker, o)) if frame is not None else None
+def _name(checker: Known, frame: Any, o: Operand, place: int | None = None) -> str:
+    """The user's own word for an operand, the `place`-th of an operator; else its path, or what made it."""
+    said = repair.operand(frame, _is(checker, o), place) if frame is not None else None
     return said or o.fact.name or (f"a result of {o.fact.op}" if o.fact.op else "a tensor")
 
 
-def _is(checker: Checker, o: Operand) -> Callable[[object], bool]:
+def _is(checker: Known, o: Operand) -> Callable[[object], bool]:
     """Whether an object of the user's is this operand, or a view of it."""
 
     def it(x: object) -> bool:
@@ -197,12 +225,13 @@ def _is(checker: Checker, o: Operand) -> Callable[[object], bool]:
     return it
 
 
-def _repair(checker: Checker, frame: Any, o: Operand, wrap: Callable[[str], str], position: int | None) -> str:
-    line = source.repair(frame, _is(checker, o), wrap, position) if frame is not None else None
-    return line or wrap(_name(checker, frame, o))
+def _repair(checker: Known, frame: Any, o: Operand, wrap: Callable[[str], str], position: int | None) -> str:
+    line = repair.repair(frame, _is(checker, o), wrap, position) if frame is not None else None
+    name = _name(checker, frame, o)
+    return line or wrap("..." if name.startswith("a result of") else name)
 
 
-def _meetings(checker: Checker, axes: Sequence[str]) -> list[str]:
+def _meetings(checker: Known, axes: Sequence[str]) -> list[str]:
     """Where integers that vary picked from what is invariant: the likely cause of a gradient that varies."""
     lines = []
     for m in checker.met:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
@@ -42,6 +43,26 @@ class Operand(NamedTuple):
     fact: Fact
 
 
+class Meeting(NamedTuple):
+    """Where an integer or bool that varies over `axis` met what is invariant over it, which is no error by itself."""
+
+    axis: str
+    op: str
+    site: Site | None
+    still: Fact
+    moving: Fact
+
+
+class Known(Protocol):
+    """What can be asked of a checker."""
+
+    sizes: Mapping[str, int]
+    met: list[Meeting]
+
+    def fact(self, x: Tensor) -> Fact:
+        """What is known of a tensor."""
+
+
 def base(x: Tensor) -> Tensor:
     """The plain tensor inside the wrappers of torch.func."""
     while is_functorch_wrapped_tensor(x):
@@ -56,4 +77,4 @@ def typed(o: Operand) -> str:
     return f"{describe(o.tensor.dtype, tuple(o.tensor.shape))}{{{'; '.join(parts)}}}"
 
 
-__all__ = ["FREE", "NONE", "Fact", "Operand", "Type", "base", "typed"]
+__all__ = ["FREE", "NONE", "Fact", "Known", "Meeting", "Operand", "Type", "base", "typed"]

@@ -15,8 +15,10 @@ _CONSTANT = {
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
     "new_empty_strided", "_efficientzerotensor",
 }  # fmt: skip
+_COMPARES = {"eq", "ne", "lt", "le", "gt", "ge", "isclose", "equal"}  # what they give has no gradient
 _OVERWRITES = {"copy_", "fill_", "zero_"}
 _SAME = {"_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh"}  # the same values, if not the same storage
+_CALLED = {"mm": "matmul", "bmm": "matmul", "addmm": "matmul", "baddbmm": "matmul", "t": "transpose"}
 _APART = {"lr", "state_steps", "grad_scale", "found_inf"}  # of a fused step: numbers for every row, without gradients
 
 
@@ -26,7 +28,10 @@ class Operation:
 
     func: Any
     name: str
+    words: str  # what a user calls it
     constant: bool  # its values are not those of its arguments
+    compares: bool
+    pointwise: bool
     view: bool  # the values of its first argument, or some of them
     overwrites: bool  # what it writes it does not read
     writes: tuple[tuple[int, str], ...]  # positions and names of the arguments it writes
@@ -66,8 +71,10 @@ def operation(func: Any) -> Operation:
     aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
     rows = name.startswith(("_foreach_", "_fused_")) and bool(arguments) and "List[Tensor]" in str(arguments[0].type)
     return Operation(
-        func, name,
+        func, name, _words(name),
         constant=name in _CONSTANT,
+        compares=name in _COMPARES,
+        pointwise=torch.Tag.pointwise in func.tags,
         view=name in _SAME or any(not a.is_write for a in aliases),
         overwrites=name in _OVERWRITES or out,
         writes=tuple((i, a.name) for i, a in writes),
@@ -75,6 +82,12 @@ def operation(func: Any) -> Operation:
         rows_written=sum("List[Tensor]" in str(a.type) and a.name not in _APART for _, a in writes) if rows else 0,
         generator=_generator(name, schema) if torch.Tag.nondeterministic_seeded in func.tags else None,
     )  # fmt: skip
+
+
+def _words(name: str) -> str:
+    if "scaled_dot_product" in name:
+        return "attention" if "backward" not in name else "the backward of attention"
+    return _CALLED.get(name, name.strip("_"))
 
 
 def _generator(name: str, schema: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:

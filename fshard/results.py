@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,7 +108,8 @@ def _global_shape(
     if any(len(s) != ndim for s in shapes):
         return (), [fail(f"{where}: the ranks returned {sorted(set(map(len, shapes)))} dims")]
     if mesh.kind == "abstract":
-        shapes = list(shapes) * mesh.size
+        ranks = [math.prod(mesh.axes[a] for a in axes) for axes in spec.parts(ndim)]
+        return tuple(n * k for n, k in zip(shapes[0], ranks, strict=True)), []
     shape = []
     for dim, axes in enumerate(spec.parts(ndim)):
         sizes = [mesh.axes[a] for a in axes]

@@ -18,6 +18,7 @@ from .deferred import Deferred
 from .errors import ShardingError, fail, raise_all
 from .linear import prepare
 from .mesh import Mesh, make_mesh
+from .replicas import check_replicas
 from .results import Kinds, agree, collect, specs_of
 from .sharded import Sharded, described
 from .spec import P, box_shape, is_even, is_spec, local_box, problems, same
@@ -150,6 +151,8 @@ class ShardMapped:
                 everyone = agree(self._name, self.mesh, self._kinds, signature, out)
                 if watch is not None and self.mesh.kind == "process":
                     same_numbers(self.mesh, [watch])
+                if self._check == "values" and self._live:
+                    check_replicas(self._name, out, self._out_specs)
                 taken = {storage_of(x) for x in local if isinstance(x, Tensor)} - storages
                 return out, everyone, taken, watch
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .abstract import AbstractComm
+from .comm import in_region, region
+
 # Up to so many elements plain torch is faster. Measured on a CPU, forward and backward, plain and here, in ms:
 # 5 and 11 for 4 million elements, 49 and 32 for 8 million, where fresh memory costs more than the arithmetic.
 SMALL = 1 << 22
@@ -51,7 +54,10 @@ def _pick(x: Tensor, at: Tensor) -> Tensor:
 def _slabs(x: Tensor, dtype: torch.dtype, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """A few rows at a time: room for them in `dtype`, x as [N, V], what belongs to its rows as [N, ·]."""
     n, v = math.prod(x.shape[:-1]), x.shape[-1]
-    step = max(1, (SLAB if x.device.type == "cpu" else 1 << 24) // max(1, v))
+    size = SLAB if x.device.type == "cpu" else 1 << 24
+    if in_region() and isinstance(region().comm, AbstractComm):  # shapes only: all rows at a time
+        size = x.numel()
+    step = max(1, size // max(1, v))
     room = torch.empty(min(n, step), v, dtype=dtype, device=x.device)
     for rows in zip(*(torch.split(t.reshape(n, t.shape[-1]), step) for t in (x, *others)), strict=True):
         yield room[: len(rows[0])], *rows

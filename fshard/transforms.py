@@ -65,8 +65,8 @@ def value_and_grad(
         transform = torch.func.grad_and_value(of_leaves, argnums=tuple(range(len(leaves))), has_aux=True)
         flat_grads, (loss, tensors) = transform(*leaves)
         if checks is not None:
-            for (path, x), grad in zip(_named(args, numbers), flat_grads, strict=True):
-                checks.gradient(f"value_and_grad({name}): {path}", x, grad)
+            for x, gradient in zip(leaves, flat_grads, strict=True):
+                checks.gradient(f"value_and_grad({name})", x, gradient)
         grads = tree.unflatten(treedef, flat_grads)
         aux_def, others = kept
         aux = _fill_in(aux_def, others, tensors)

@@ -14,45 +14,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import tree
-from .comm import Comm
 from .errors import ShardingError, fail
 from .mesh import Mesh, make_mesh
-from .replicas import differing
 from .reshard import device_get
 from .shard_map import ShardMapped
 from .sharded import Sharded, device_put
-from .spec import P, describe
+from .spec import describe
 
 # How far two right answers may be apart. A sum in another order is off by roundings of its largest terms: by some eps
 # of an element (rtol), and of the largest value of its leaf (a floor). float32 and float64 are summed in themselves,
-# over thousands of terms; half precision in float32, and rounded once: hence (1000, 100) eps, or (4, 2).
+# over thousands of terms; half precision in float32, and rounded once: hence 1000 and 100 eps, or 4 and 2.
 #
 # That is not enough where a leaf is small because large terms cancel: the gradient of a key's bias in attention is 0,
 # and comes out as 1e-9 of noise, another one on each mesh. How large such noise may be, the results cannot tell (the
 # largest leaf says nothing: second moments of 1e-8 stand beside a loss of 5). The program can: flip the last bit of
 # every floating argument, and see how far each leaf moves. A leaf that moves by d when its arguments move by one
-# rounding is not known better than to about d; inner roundings are a few times as many, so NOISE * d is allowed. A
-# wrong leaf is missed only where a rounding of the arguments moves it by 1/NOISE of its error: where it is noise.
-NOISE = 16
-FULL = 4  # leaves told in full for each axis, and then
-NAMED = 3  # named
+# rounding is not known better than to about d; there are a few times as many roundings inside, so 16 d is allowed (4 d
+# of half precision). A wrong leaf is missed only where one rounding moves it by 1/16 of its error: where it is noise.
+FULL, NAMED = 4, 3  # leaves told in full for each axis, and then by their names
 
 _Same = Callable[[Tensor, Tensor], bool]
 _Order = tuple[float, float]
-_Parts = dict[tuple[int, str], Tensor]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` compared: the meshes, and the largest error found, relative to the largest value of its leaf.
-
-    `noise` names the leaves that differ by more than that, and by no more than roundings of the arguments change them.
-    """
+    """What `verify` compared: the meshes, and the largest error found."""
 
     meshes: tuple[str, ...]
     leaves: int
-    error: float
-    noise: tuple[str, ...] = ()
+    error: float  # relative to the largest value of its leaf
+    noise: tuple[str, ...] = ()  # leaves that differ by more, and no more than roundings of the arguments change them
 
     def __repr__(self) -> str:
         if len(self.meshes) == 1:
@@ -82,8 +74,7 @@ def verify(
     verified: 1 leaf the same on data=2, model=2; data=1, model=2; data=2, model=1; data=1, model=1 (...)
 
     Raises ShardingError with the leaves that differ, by the axis to blame: the largest error, the ratio where it is
-    constant, the likely cause. NaN equals nothing; another shape, dtype or tree is a difference, and so is a result
-    that should be the same along an axis and is not.
+    constant, the likely cause. NaN equals nothing; another shape, dtype or tree is a difference.
     """
     if not isinstance(f, ShardMapped):
         raise fail(f"verify: {f!r} is a {type(f).__name__}", fix="verify what fs.shard_map gives")
@@ -92,10 +83,8 @@ def verify(
     if len(collapsed) > 1:
         collapsed.append(dict.fromkeys(axes, 1))
     whole = device_get(args)
-    placed = f(*_placed(args, whole, f.mesh))
-    got = device_get(placed)
+    got = _run(f, args, whole)
     names = [*(tree.show("result", path) for path, _ in tree.leaves_with_path(got)), "the tree of results"]
-    parts = _parts(placed, f.mesh)
     plain, one = copy.copy(f), f
     plain._compile = False  # simulated ranks cannot be compiled
     found: list[_Difference] = []
@@ -107,13 +96,13 @@ def verify(
         except Exception as e:
             raise fail(f"verify: {f._name} runs on {_sizes(axes)}, and raises on {_sizes(sizes)}",
                        f"{type(e).__name__}: {e}") from e  # fmt: skip
-        more, error = _compare(got, want, tuple(a for a in axes if sizes[a] != axes[a]), parts, allowed)
+        more, error = _compare(got, want, tuple(a for a in axes if sizes[a] != axes[a]), allowed)
         found, worst = found + more, max(worst, error)
     noise: list[str] = []
     if any(_everyone(f.mesh, bool(found))):
         again, moved = _measure(f, one, args, whole, atol is None and not bitwise)
         real = [d for d in found if d.beyond(allowed, moved[d.leaf])]
-        unsteady = [names[i] for i in sorted({d.leaf for d in real if d.unsteady(again, allowed)})]
+        unsteady = [names[i] for i in sorted({d.leaf for d in found if d.unsteady(again[d.leaf], allowed)})]
         noise = [names[i] for i in sorted({d.leaf for d in found} - {d.leaf for d in real})]
         text = _tell(f, real, names, allowed, moved)
         if unsteady:
@@ -122,9 +111,6 @@ def verify(
         if told := next(filter(None, _everyone(f.mesh, text)), ""):
             raise ShardingError(told)
     return Verified(tuple(map(_sizes, [axes, *collapsed])), len(names) - 1, worst, tuple(noise))
-
-
-# --- running ----------------------------------------------------------------------------------------------------
 
 
 def _run(f: ShardMapped, args: tuple[Any, ...], whole: tuple[Any, ...]) -> Any:
@@ -142,22 +128,6 @@ def _placed(args: tuple[Any, ...], whole: tuple[Any, ...], mesh: Mesh) -> Any:
         return made.get(id(x), x)
 
     return tree.map(place, args, whole)
-
-
-def _parts(placed: Any, mesh: Mesh) -> _Parts:
-    """Leaves that should be the same along an axis and are not: (leaf, axis) -> what its ranks hold, stacked."""
-    leaves = [(i, x) for i, x in enumerate(tree.leaves(placed)) if isinstance(x, Sharded)]
-
-    def compare(comm: Comm, rank: int) -> set[tuple[int, str]]:
-        mine = [x.shards[mesh.ranks.index(rank)] for _, x in leaves]
-        return {(d.leaf, d.axis) for d in differing(comm, mine, [x.spec for _, x in leaves], mesh.device)}
-
-    out = {}
-    for at, a in sorted(mesh.run(compare)[0]):
-        i, x = leaves[at]
-        spec = P(a, *x.spec.parts(x.ndim))
-        out[i, a] = device_get(Sharded((mesh.axes[a], *x.shape), spec, mesh, [s[None] for s in x.shards]))
-    return out
 
 
 def _everyone(mesh: Mesh, mine: Any) -> list[Any]:
@@ -195,9 +165,6 @@ def _nudged(x: Any) -> Any:
     return torch.where((x == 0) | ~torch.isfinite(x), x, flipped)
 
 
-# --- comparing --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Allowed:
     rtol: float | None
@@ -209,11 +176,10 @@ class _Allowed:
         dtype = dtype or y.dtype
         if self.bitwise or not (dtype.is_floating_point or dtype.is_complex):
             return x != y
-        x, y, eps = _wide(x), _wide(y), torch.finfo(dtype).eps
-        many, few = (1000, 100) if eps < 1e-6 else (4, 2)
-        floor = max(few * eps * _largest(y), NOISE * noise) if self.atol is None else self.atol
+        x, y, (many, few, times) = _wide(x), _wide(y), _eps(dtype)
+        floor = max(few * _largest(y), times * noise) if self.atol is None else self.atol
         difference = (x - y).abs()
-        near = difference <= (many * eps if self.rtol is None else self.rtol) * y.abs() + floor
+        near = difference <= (many if self.rtol is None else self.rtol) * y.abs() + floor
         return (x != y) & ~(near & torch.isfinite(difference))
 
 
@@ -226,38 +192,33 @@ class _Difference:
     why: str = ""
     x: Tensor | None = None
     y: Tensor | None = None
-    rows: Tensor | None = None  # what the ranks along the axis hold, where they do not agree
 
     def beyond(self, allowed: _Allowed, noise: float) -> bool:
-        if self.x is None or self.y is None:
-            return True
-        held = [self.x] if self.rows is None else [self.x, *self.rows]
-        return any(bool(allowed.off(x, self.y, noise).any()) for x in held)
+        return self.x is None or self.y is None or bool(allowed.off(self.x, self.y, noise).any())
 
-    def unsteady(self, again: list[Any], allowed: _Allowed) -> bool:
-        """Whether another run gave another value, or NaN elsewhere."""
-        x, y = self.x, again[self.leaf]
-        return isinstance(x, Tensor) and bool((allowed.off(y, x) & ~((x != x) & (y != y))).any())
+    def unsteady(self, again: Any, allowed: _Allowed) -> bool:
+        """Whether another run gave another value; NaN again is no other."""
+        return self.x is not None and bool((allowed.off(again, self.x) & ~(again.isnan() & self.x.isnan())).any())
 
 
-def _compare(
-    got: Any, want: Any, axes: tuple[str, ...], parts: _Parts, allowed: _Allowed
-) -> tuple[list[_Difference], float]:
+def _compare(got: Any, want: Any, axes: tuple[str, ...], allowed: _Allowed) -> tuple[list[_Difference], float]:
     """What differs, and the largest relative error of what does not."""
     if tree.structure(got) != tree.structure(want):
         return [_Difference(-1, axes, f"{tree.structure(got)} is not {tree.structure(want)}")], 0.0
     found, worst = [], 0.0
     for i, (a, b) in enumerate(zip(tree.leaves(got), tree.leaves(want), strict=True)):
-        difference = _Difference(i, axes, x=a, y=b, rows=parts.get((i, axes[0])) if len(axes) == 1 else None)
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             if type(a) is not type(b) or a != b:
                 found.append(_Difference(i, axes, f"{a!r} is not {b!r}"))
         elif a.shape != b.shape or a.dtype != b.dtype:
             found.append(_Difference(i, axes, f"{describe(a.dtype, a.shape)} is not {describe(b.dtype, b.shape)}"))
-        elif (difference.rows is not None or not torch.equal(a, b)) and difference.beyond(allowed, 0.0):
-            found.append(difference)
-        elif a.is_floating_point() or a.is_complex():
-            worst = max(worst, _relative(a, b))
+        elif not torch.equal(a, b):
+            error = _relative(a, b)
+            default = allowed.atol is None and not allowed.bitwise
+            if not (default and error <= _eps(a.dtype)[1]) and bool(allowed.off(a, b).any()):
+                found.append(_Difference(i, axes, x=a, y=b))
+            elif math.isfinite(error):
+                worst = max(worst, error)
     return found, worst
 
 
@@ -265,16 +226,23 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
+def _eps(dtype: torch.dtype) -> tuple[float, float, float]:
+    """The default rtol, the default floor for a largest value of 1, and how often what a rounding moves."""
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+    return (1000 * eps, 100 * eps, 16.0) if eps < 1e-6 else (4 * eps, 2 * eps, 4.0)
+
+
 def _largest(x: Tensor) -> float:
-    return float(torch.where(torch.isfinite(x), x.abs(), 0).max()) if x.numel() else 0.0
+    """The largest finite magnitude."""
+    size = float(torch.linalg.vector_norm(_wide(x), math.inf)) if x.numel() else 0.0
+    return size if math.isfinite(size) else float(torch.where(torch.isfinite(x), x.abs(), 0).max())
 
 
 def _relative(x: Tensor, y: Tensor) -> float:
-    scale = _largest(y)
-    return _largest(_wide(x) - _wide(y)) / scale if scale else 0.0
-
-
-# --- telling ----------------------------------------------------------------------------------------------------
+    """The largest error by the largest value; infinite where an error is not finite."""
+    both = (_wide(x) - _wide(y), _wide(y))
+    error, scale = (float(torch.linalg.vector_norm(v, math.inf)) if v.numel() else 0.0 for v in both)
+    return error / scale if scale and math.isfinite(error / scale) else math.inf
 
 
 def _sizes(sizes: dict[str, int]) -> str:
@@ -313,14 +281,7 @@ def _story(d: _Difference, sizes: dict[str, int], allowed: _Allowed, noise: floa
         return (0, 0), [d.why]
     x, y, dtype = _wide(d.x), _wide(d.y), d.y.dtype
     same: _Same = lambda a, b: not bool(allowed.off(a, b, noise, dtype).any())  # noqa: E731
-    off, error, lines = allowed.off(d.x, d.y, noise), x - y, []
-    if d.rows is not None:
-        rows, by = _wide(d.rows), repr(d.axes[0])
-        lines = [f"the ranks along {by} hold different values of it, and its spec says they hold one"]
-        lines += [f"their sum is what it should be: a psum over {by} is missing"] * same(rows.sum(0), y)
-        lines += [f"their mean is what it should be: a pmean over {by} is missing"] * same(rows.mean(0), y)
-    if not bool(off.any()):
-        return (0, 1), lines
+    off, error = allowed.off(d.x, d.y, noise), torch.where(x == y, 0, x - y)
     count, order = f"{int(off.sum())} of {x.numel()} elements", (2.0, -float(f"{_relative(x, y):.3g}"))
     lost = off & ~torch.isfinite(error)
     at = int((lost if bool(lost.any()) else error.abs()).to(torch.float64).argmax())
@@ -328,25 +289,23 @@ def _story(d: _Difference, sizes: dict[str, int], allowed: _Allowed, noise: floa
     place = f", at {[int(i) for i in torch.unravel_index(torch.tensor(at), x.shape)]}" if x.ndim else ""
     if bool(lost.any()):
         count = f"{int(lost.sum())} of {x.numel()} elements are not finite numbers"
-        return (0, 2), [*lines, f"{count}: {mine} against {theirs}{place}"]
+        return (0, 2), [f"{count}: {mine} against {theirs}{place}"]
     if not (dtype.is_floating_point or dtype.is_complex):
-        return (0, 3), [*lines, f"{count} differ: {mine} against {theirs}{place}"]
-    lines += [f"{count} differ"] * allowed.bitwise
+        return (0, 3), [f"{count} differ: {mine} against {theirs}{place}"]
+    lines = [f"{count} differ"] * allowed.bitwise
     lines.append(f"largest error {float(error.abs().max()):.2g}, of {mine} against {theirs}{place}")
     causes = _causes(d.axes, sizes)
-    for where in (torch.ones_like(off), off) if d.rows is None else ():
+    for where in (torch.ones_like(off), off):
         ratio = _ratio(x, y, where, causes, same)
         if ratio is not None:
             these = f"{count} are wrong{_box(off)}, each" if where is off else "every value is"
             lines.append(f"{these} {ratio:.4g} times what it should be")
             return (1.0, order[1]), lines + [text for factor, text in causes.items() if factor == ratio]
-    for i in (i for i in range(x.ndim) if x.shape[i] > 1 and d.rows is None):
+    for i in (i for i in range(x.ndim) if x.shape[i] > 1):
         if float((error - error.mean(i, keepdim=True)).abs().max()) < 1e-2 * float(error.abs().max()):
             return order, [*lines, f"the error is the same all along dim {i}, as of a bias that every rank adds"]
-    if d.rows is None:
-        lines.append(f"no constant ratio{_box(off)}: as by a nonlinearity of a partial sum, a mean of unequal counts, "
-                     "or a mask of each rank's own" if _largest(y) else "every value should be 0")  # fmt: skip
-    return order, lines
+    usual = "a nonlinearity of a partial sum, a mean of unequal counts, or a mask of each rank's own"
+    return order, [*lines, f"no constant ratio{_box(off)}: as by {usual}" if _largest(y) else "every value should be 0"]
 
 
 def _causes(axes: Sequence[str], sizes: dict[str, int]) -> dict[float, str]:
@@ -368,12 +327,13 @@ def _causes(axes: Sequence[str], sizes: dict[str, int]) -> dict[float, str]:
 def _ratio(x: Tensor, y: Tensor, where: Tensor, factors: Iterable[float], same: _Same) -> float | None:
     """The factor of `x` over `y` at every place in `where`, if there is one."""
     a, b = x[where], y[where]
-    big = b.abs() > 1e-3 * _largest(b)  # the others are mostly rounding
+    big = (b.abs() > 1e-3 * _largest(b)) & torch.isfinite(a / b)  # the others are mostly rounding
     if not bool(big.any()):
         return None
     middle = float((a[big] / b[big]).real.median())
     likely = [r for r in factors if abs(middle - r) <= 1e-2 * r] + [middle] * (int(big.sum()) > 1)
-    return next((r for r in likely if same(x, torch.where(where, r * y, y))), None)
+    left = {r: torch.where(where, r * y, y) for r in likely}  # a factor explains nearly all of the error
+    return next((r for r, z in left.items() if same(x, z) and _largest(x - z) <= 0.1 * _largest(x - y)), None)
 
 
 def _box(off: Tensor) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import blame, comm, source
 from .errors import ShardingError
-from .facts import FREE, NONE, Fact, Operand, Type, base
+from .facts import FREE, NONE, Fact, Meeting, Operand, Type, base
 from .mesh import Mesh
 from .operations import Operation, operation
 
@@ -39,14 +39,14 @@ from .operations import Operation, operation
 class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The types of one rank's tensors during one call. `axes` are those of more than one rank."""
 
-    def __init__(self, axes: Sequence[str], sizes: dict[str, int]) -> None:
+    def __init__(self, axes: Sequence[str], sizes: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.axes, self.sizes = frozenset(axes), sizes
         self._facts: Any = WeakTensorKeyDictionary()
         self._written: dict[int, tuple[StorageWeakRef, Type]] = {}  # what in-place writes brought to whole storages
         self._roots = 0
         self._off = False
-        self.met: list[blame.Meeting] = []  # where integers that vary picked from what is invariant
+        self.met: list[Meeting] = []  # where integers that vary picked from what is invariant
         # (operation, place, which time) -> the Python numbers it had, over which axes its result is fixed, where
         self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._counts: dict[tuple[Any, ...], int] = {}
@@ -111,6 +111,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             wrong = fact.type.fixed & axes if m.takes == "V" else fact.type.varies & axes
             if wrong:
                 raise blame.taken(self, m, Operand(x, fact), sorted(wrong))
+            if m.takes == "I" and fact.type.smooth:  # not another piece of it on each rank, picked by a Python number
+                self._keep(m.verb, (*x.shape, x.storage_offset()), fact.type.fixed)
         with self.resting():
             out = tuple(m.run(xs))
         for y, fact in zip(out, facts, strict=True):
@@ -132,7 +134,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = op.read(args, kwargs)
         operands = [Operand(x, self.fact(x)) for x in read]
         if op.generator is not None and op.generator(args, kwargs):
-            raise blame.torch_generator(self, op.name)
+            raise blame.torch_generator(self, op.words)
         kind = self._meet(op, operands)
         before = [(x, self.fact(x).type) for x in op.written(args, kwargs)]
         out = func(*args, **kwargs)
@@ -144,19 +146,18 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _meet(self, op: Operation, operands: Sequence[Operand]) -> Type:
         """The type of what comes of these operands; an error where one is invariant over what another varies over."""
+        if op.constant:
+            return Type()
         kinds = [o.fact.type for o in operands]
-        varies = NONE.union(*(t.varies for t in kinds))
-        if not varies or op.constant:
-            return Type() if op.constant else _join(kinds)
-        for axis in sorted(varies):
-            still = [o for o in operands if axis in o.fact.type.fixed and _strict(o)]
+        for axis in sorted(NONE.union(*(t.varies for t in kinds))):
+            still = [o for o in operands if axis in o.fact.type.fixed and _matters(op, o)]
+            moving = [o for o in operands if axis in o.fact.type.varies]
             if not still:
                 continue
-            moving = [o for o in operands if axis in o.fact.type.varies]
-            strict = [o for o in moving if _floating(o.tensor) or _strict(o)]
+            strict = [o for o in moving if _floating(o.tensor) or _matters(op, o)]
             if strict:
-                raise blame.mixed(self, op.name, axis, still[0], strict[0], operands)
-            self.met.append(blame.Meeting(axis, op.name, source.site(), still[0].fact, moving[0].fact))
+                raise blame.mixed(self, op.words, axis, still[0], strict[0], operands)
+            self.met.append(Meeting(axis, op.words, source.site(), still[0].fact, moving[0].fact))
         return _join(kinds)
 
     def _give(self, op: Operation, kind: Type, operands: Sequence[Operand], out: Any, written: set[int]) -> None:
@@ -169,7 +170,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._facts[out] = first._replace(type=t)
             else:
                 self._roots += 1
-                self._facts[out] = Fact(t, self._roots, None, op.name, source.site())
+                self._facts[out] = Fact(t, self._roots, None, op.words, source.site())
         elif isinstance(out, (list, tuple)):
             for x in out:
                 self._give(op, kind, operands, x, written)
@@ -203,14 +204,15 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_numbers(self, op: Operation, kind: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the Python numbers that go into what is invariant: they must be the same on every rank."""
-        if not kind.fixed:
-            return
-        numbers = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, (bool, int, float)))
-        if numbers:
-            where = source.site()
-            place = (op.name, where)
-            self._counts[place] = count = self._counts.get(place, 0) + 1
-            self.numbers[*place, count] = (numbers, kind.fixed, where)
+        if kind.fixed and kind.smooth:
+            numbers = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, (bool, int, float)))
+            if numbers:
+                self._keep(op.words, numbers, kind.fixed)
+
+    def _keep(self, what: str, numbers: tuple[Any, ...], fixed: frozenset[str]) -> None:
+        where = source.site()
+        self._counts[what, where] = count = self._counts.get((what, where), 0) + 1
+        self.numbers[what, where, count] = (numbers, fixed, where)
 
     # --- what the library asks ---
 
@@ -283,10 +285,13 @@ def _floating(x: Tensor) -> bool:
 _smooth = _floating
 
 
-def _strict(o: Operand) -> bool:
-    """Whether it matters that this operand is invariant: it may have a gradient, or is a draw."""
+def _matters(op: Operation, o: Operand) -> bool:
+    """Whether it matters to an operation that this operand is invariant: it has a gradient there, or is a draw."""
     t = o.fact.type
-    return t.smooth if not t.drawn else _floating(o.tensor) or o.tensor.dtype == torch.bool
+    if not t.drawn:
+        return t.smooth and not op.compares
+    # A drawn integer that is an index, a sampled token, picks from whatever there is.
+    return _floating(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
 
 
 __all__ = ["Checker", "same_numbers"]

@@ -4,6 +4,7 @@
     python -m fshard.recipes.pretrain --mesh data=2,model=2                   four simulated ones: the same losses
     torchrun --nproc-per-node 4 -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --sequence-parallel
     python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  go on, on another mesh
+    python -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --verify   first see that this step keeps the law
 
 Everything the run is made of is in one tree, the train state: parameters, optimizer moments, the step, the key. The
 batch of a step is a function of the key and the step. So the state is the checkpoint, and any mesh may go on with it.
@@ -61,6 +62,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
     p.add_argument("--compile", action="store_true", help="the whole step as one graph")
     p.add_argument("--remat", action="store_true", help="recompute blocks in the backward pass")
+    p.add_argument("--verify", action="store_true", help="before training, compare the step with smaller meshes")
     p.add_argument("--out", type=Path, help="write metrics.jsonl and checkpoints here")
     p.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (the last is always saved)")
     p.add_argument("--resume", type=Path, help="go on from the last checkpoint in this folder, on any mesh")
@@ -173,6 +175,15 @@ def main(argv: list[str] | None = None) -> float:
 
     text, held_out = tokens(args.text)
     train_batch = batches(text, args.context, args.batch, fs.fold_in(key, "data"), mesh)
+    if args.verify:
+        rows = args.batch if args.compile else min(args.batch, 2 * mesh.axes["data"])  # one compiled graph for both
+        few = batches(text, args.context, rows, fs.fold_in(key, "data"), mesh)(begin)
+        policy = fs.Policy(compute=torch.float32)  # roundings of half precision would hide small mistakes
+        try:
+            say(str(fs.verify(train_step, conditioned(state, specs, mesh), few)), markup=False)
+        except fs.ShardingError as e:
+            raise SystemExit(f"pretrain: {e}" if first else 1) from None
+        policy = fs.Policy(compute=DTYPES[args.dtype])
     schedule = learning_rate(args)
     out = args.out or args.resume
     log = Log(out, begin, args.steps, first, say)
@@ -199,6 +210,22 @@ def main(argv: list[str] | None = None) -> float:
         write = sampler(cfg, state["params"], specs, layout, mesh)
         say(write(args.prompt, args.sample, fs.fold_in(key, "sample")), markup=False)
     return val
+
+
+def conditioned(state: Any, specs: Any, mesh: fs.Mesh) -> Any:
+    """The state with no second moment below that of a gradient of norm 1, spread evenly: what `verify` may compare.
+
+    AdamW divides by the root of the second moment v. Where v is only noise^2, as at the first step wherever a gradient
+    is 0 in truth (that of a key's bias), it divides noise by noise: the step is anything between -lr and lr, and two
+    right meshes differ by up to 2 lr. With v >= s^2 the step's derivative by a gradient is about lr / s at most, so
+    that noise d moves a parameter by lr d / s. Clipped gradients have a root mean square of s = 1 / sqrt(N) at most,
+    and noise of some eps of that: the step is as exact as the gradient, and every leaf is compared as strictly.
+    """
+    clip, adamw = state["opt"]
+    floor = 1 / sum(x.numel() for x in fs.tree.leaves(adamw["v"]))
+    raised = fs.shard_map(lambda v: fs.tree.map(lambda x: x.clamp(min=floor), v), mesh=mesh,
+                          in_specs=(specs,), out_specs=specs)(adamw["v"])  # fmt: skip
+    return {**state, "opt": (clip, {**adamw, "v": raised})}
 
 
 def _silence(*_: object, **__: object) -> None:
