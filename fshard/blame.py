@@ -59,6 +59,9 @@ def mixed(
         other = _name(checker, frame, moving, places[id(moving.tensor)])
         notes = [f"if {other} is one rank's part of a sum, complete it first; if it is not,", *notes]
         fix = f"{repaired('psum', moving)}\n  or:  {fix}"
+    elif "[" in (still.fact.name or ""):
+        of = str(still.fact.name).partition("[")[0]
+        notes.append(f"(for all of {of} at once, if all is used so: {of} = fs.unshard({of}, specs, {axes}))")
     return _error(source.site(), f"{op} of what is invariant over {axis!r} and what varies over it",
                   _operands(checker, frame, [still, moving], places), *notes, fix=fix)  # fmt: skip
 
@@ -111,7 +114,9 @@ def taken(checker: Known, m: Any, x: Operand, axes: Sequence[str]) -> ShardingEr
         given.extend(texts)
         return texts[0]
 
-    without = repair.replace_call(frame, first) if frame and set(axes) == set(m.axes) else None
+    without = repair.replace_call(frame, first) if frame else None
+    if set(axes) != set(m.axes):  # what is left of it is right
+        without = None
     if without and re.fullmatch(r"(\w+)\s*=\s*\1", without):
         without = "delete this line"
     fix = without or f"leave the {verb} over {over} out"
@@ -124,13 +129,13 @@ def taken(checker: Known, m: Any, x: Operand, axes: Sequence[str]) -> ShardingEr
     return _error(source.site(), f"{verb} over {over} of what {state}", rows, *made, _TAKEN[verb].format(n=n), fix=fix)
 
 
-def loss_varies(checker: Known, name: str, x: Operand) -> ShardingError:
-    """value_and_grad of a loss that differs between ranks."""
-    axes = sorted(x.fact.type.varies)
-    fix = f"return fs.pmean(loss, {_axes(axes)}), or fs.psum of sums: one loss for all ranks"
+def loss_varies(checker: Known, name: str, x: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
+    """value_and_grad of a loss that differs between ranks, by parameters that do not."""
+    of, n = leaf.fact.name or "a parameter", math.prod(checker.sizes[a] for a in axes)
     return _error(x.fact.site or source.site(), f"value_and_grad({name}): the loss varies over {_over(axes)}",
-                  [f"loss  {typed(x)}"], "each rank would differentiate a loss of its own: there is no one gradient",
-                  fix=fix)  # fmt: skip
+                  _rows([("loss", typed(x)), (of, typed(leaf))]),
+                  f"each of the {n} ranks would differentiate a loss of its own, and {of} has one gradient",
+                  fix=f"return fs.pmean(loss, {_axes(axes)}), or fs.psum of sums: one loss for all ranks")  # fmt: skip
 
 
 def gradient_varies(checker: Known, where: str, x: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import softmax
 from .collectives import Axis, pmax, psum, pvary
+from .comm import checker
 from .errors import fail
 from .extent import part
 from .spec import describe
@@ -58,7 +59,10 @@ def cross_entropy(
         raise fail("cross_entropy: weight must be one number for each class here",
                    logits=logits_are, weight=describe(weight.dtype, weight.shape))  # fmt: skip
     wide = torch.promote_types(logits.dtype, torch.float32)
-    weight = None if weight is None else weight.detach().to(wide)
+    if weight is not None:
+        weight, found = weight.detach().to(wide), checker()
+        if found is not None:  # without a gradient it goes with logits of any type
+            found.constant(weight)
     small = torch.compiler.is_compiling() or logits.numel() <= softmax.SMALL
     if small and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
         rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1).long()

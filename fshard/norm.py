@@ -15,9 +15,10 @@ from .spec import is_spec
 def global_norm(x: Any, specs: Any) -> Tensor:
     """The 2-norm of all elements of a tree, each counted once on any mesh.
 
-        tree of [*S@axes]{V axes} -> [] float32 {I}     cost: one number over all axes of `specs`
+        tree of [*S@axes]{V axes} -> [] {I}     cost: one number over all axes of `specs`
 
-    `specs`, a prefix tree, says what each leaf varies over. With no axes in it, this works anywhere.
+    In float32, or in float64 if a leaf is. `specs`, a prefix tree, says what each leaf varies over; with no axes in it,
+    this works anywhere.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}, P())
     tensor(5.)
@@ -33,15 +34,17 @@ def global_norm(x: Any, specs: Any) -> Tensor:
         if rest:  # of the ranks that hold one part the first counts it, so that one psum serves every leaf
             part = torch.where(axis_index(rest) == 0, pvary(part, rest), 0.0)
         parts.append(part)
-    total = torch.stack(parts).sum() if parts else torch.zeros(())
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
+    total = torch.stack([p.to(wide) for p in parts]).sum() if parts else torch.zeros(())
     return torch.sqrt(psum(total, every) if every else total)
 
 
 def _sum_of_squares(xs: list[Tensor]) -> Tensor:
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
     if xs[0].is_cuda and not torch.compiler.is_compiling():
-        return torch.stack(torch._foreach_norm(xs, 2, torch.float32)).square().sum()
+        return torch.stack(torch._foreach_norm(xs, 2, wide)).square().sum()
     # The CPU's norm adds one by one, 1e-5 off after a few million elements; its sum adds by halves.
-    return torch.stack([x.to(torch.float32).square().sum() for x in xs]).sum()
+    return torch.stack([x.to(wide).square().sum() for x in xs]).sum()
 
 
 __all__ = ["global_norm"]

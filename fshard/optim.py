@@ -281,7 +281,7 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
         axes = [s.axes for s in tree.broadcast(specs, grads, name="specs", leaf=is_spec)]
         scales = {a: pvary(scale, a) if a else scale for a in axes}
         clipped = [(g * scales[a].to(g.device)).to(g.dtype) for g, a in zip(leaves, axes, strict=True)]
-        return tree.unflatten(treedef, clipped), {"norm": norm}
+        return tree.unflatten(treedef, clipped), {"norm": norm.to(torch.float32)}
 
     return Transform(lambda params: {"norm": _scalar(params, torch.float32)}, update,
                      lambda param_specs: {"norm": P()}, "clip_by_global_norm")  # fmt: skip

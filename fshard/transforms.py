@@ -21,6 +21,7 @@ def value_and_grad(
     """A function that gives the value of `f` and its gradient, as `jax.value_and_grad` does.
 
         f: (params, ...) -> loss [] {I}          gives (loss, grads); a gradient has its parameter's shape and type
+        (the loss may vary over an axis over which all that is differentiated does: each rank has its own problem)
 
     Args:
         argnums: which arguments to differentiate, all of their leaves; a tuple gives a tuple of gradients.
@@ -54,7 +55,7 @@ def value_and_grad(
             loss, aux = out if has_aux else (out, None)
             _check_loss(name, loss)
             if checks is not None:
-                checks.loss(name, loss)
+                checks.loss(name, loss, leaves)
             aux_leaves, aux_def = tree.flatten(aux)
             kept[:] = [aux_def, [None if isinstance(x, Tensor) else x for x in aux_leaves]]
             return loss, tuple(x for x in aux_leaves if isinstance(x, Tensor))

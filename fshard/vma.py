@@ -216,11 +216,14 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- what the library asks ---
 
-    def loss(self, name: str, x: Tensor) -> None:
-        """Raise unless a loss is invariant over every axis."""
+    def loss(self, name: str, x: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Raise where ranks have losses of their own, of parameters which they share."""
         fact = self.fact(x)
-        if fact.type.varies:
-            raise blame.loss_varies(self, name, Operand(base(x), fact))
+        for leaf in leaves:
+            own = self.fact(leaf)
+            axes = fact.type.varies & own.type.fixed
+            if axes:
+                raise blame.loss_varies(self, name, Operand(base(x), fact), Operand(base(leaf), own), sorted(axes))
 
     def gradient(self, where: str, x: Tensor, grad: Tensor) -> None:
         """Raise unless a gradient varies over just what its parameter varies over; then it has its type."""

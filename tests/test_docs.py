@@ -75,10 +75,14 @@ def run_blocks(text: str, name: str) -> list[str]:
     namespace: dict[str, Any] = {"__name__": name}
     printed: list[str] = []
     before = ""
+    code = [""] * len(text.splitlines())  # the document as one program: what is no code is blank
+    for block in blocks(text):
+        if block.language == "python":
+            code[block.line - 1 : block.line - 1 + block.text.count("\n")] = block.text.splitlines()
+    linecache.cache[name] = (len(text), None, [line + "\n" for line in code], name)
     for block in blocks(text):
         if block.language == "python":
             source = "\n" * (block.line - 1) + block.text  # so that a traceback has the document's own lines
-            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(source, name, "exec"), namespace)
             printed.append(out.getvalue())

@@ -18,11 +18,10 @@ MOST_LINES = 350
 
 # Each file imports only from the ones above it. A new file takes its place here.
 LAYERS = [
-    "errors", "source", "repair", "tree", "spec", "facts", "comm", "abstract", "simulated", "mesh", "blame", "operations", "vma",
-    "buffers", "linear", "extreme", "replicas", "sizes", "collectives",
+    "errors", "source", "repair", "tree", "spec", "facts", "comm", "abstract", "simulated", "mesh",
+    "blame", "operations", "vma", "buffers", "linear", "extreme", "replicas", "sizes", "collectives",
     "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "results", "shard_map", "check", "verify",
-    "transforms",
-    "schedules", "norm", "optim", "softmax", "extent", "loss", "nn", "data",
+    "transforms", "schedules", "norm", "optim", "softmax", "extent", "loss", "nn", "data",
     "checkpoint.parts", "checkpoint.manifest", "checkpoint.commit", "checkpoint.saving", "checkpoint.loading",
     "checkpoint", "picture", "display",
     "models.gpt2", "models",

@@ -1,0 +1,173 @@
+"""Programs that the checker refuses, and what it says of each: `refused.txt`, which test_vma holds it to.
+
+`python tests/refused.py` writes that file anew. Read the difference: these texts are what users learn the rules from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import fshard as fs
+from fshard import P
+
+TEXTS = Path(__file__).with_name("refused.txt")
+MESH = fs.make_mesh(data=2, model=2)
+X, W, B = torch.ones(4, 8), torch.ones(8, 4), torch.ones(8)
+ROWS, COLUMNS = P("data"), fs.column("model")
+
+
+def missing_pvary_of_data(p, x):
+    h = x * p["gain"]
+    return fs.pmean(h.mean(), "data")
+
+
+def missing_pvary(x, p):
+    h = torch.relu(x @ p["up"])
+    return fs.psum(h.sum(), "model")
+
+
+def bias_before_the_sum(h, w, b):
+    w, b = fs.pvary((w, b), "data")
+    y = fs.psum(h @ w + b, "model")
+    return fs.psum(y.sum(), "data")
+
+
+def bias_inside_linear(h, w, b):
+    w, b = fs.pvary((w, b), "data")
+    y = fs.psum(torch.nn.functional.linear(h, w.T, b), "model")
+    return fs.psum(y.sum(), "data")
+
+
+def norm_of_two_kinds(w, b):
+    total = w.square().sum() + b.square().sum()
+    return torch.sqrt(total)
+
+
+def psum_twice(x):
+    total = fs.psum(x.sum(), "data")
+    return fs.psum(total, "data")
+
+
+def mean_of_a_gradient(w, x):
+    grads = fs.grad(lambda w: fs.psum((fs.pvary(w, "data") * x).sum(), "data"))(w)
+    return fs.pmean(grads, "data")
+
+
+def gathered_again(x):
+    whole = fs.all_gather(x, "data", to="invariant")
+    return fs.all_gather(whole, ("data", "model"), to="invariant")
+
+
+def pvary_twice(x):
+    return fs.psum(fs.pvary(x * 2, ("data", "model")), ("data", "model"))
+
+
+def slice_of_what_varies(x):
+    return fs.pslice(x, "data")
+
+
+def one_mask_for_all(x):
+    keep = fs.random.bernoulli(fs.key(0), x.shape, p=0.5)
+    return torch.where(keep, x, 0)
+
+
+def a_mask_for_each(x):
+    key = fs.fold_in(fs.key(0), fs.axis_index("model"))
+    return fs.nn.dropout(x, 0.5, key=key)
+
+
+def local_loss(w, x):
+    def loss(w):
+        return (fs.pvary(w, "data") * x).mean()
+
+    return fs.value_and_grad(loss)(w)
+
+
+def rows_of_a_table(table, ids):
+    def loss(table):
+        rows = table[ids]
+        return fs.pmean(rows.sum(), "data")
+
+    return fs.grad(loss)(table)
+
+
+def picked_then_used(gates, x):
+    def loss(gates):
+        mine = torch.softmax(gates, -1).index_select(0, fs.axis_index("model"))
+        return fs.psum((mine * x).sum(), ("data", "model"))
+
+    return fs.grad(loss)(gates)
+
+
+def returned_as_one(x):
+    return x.sum()
+
+
+def returned_as_parts(x):
+    return {"y": x * 2}
+
+
+def torchs_generator(x):
+    return x + torch.rand(8)
+
+
+def a_rank_dependent_number(x):
+    scale = 1 + int(fs.axis_index("model"))
+    return x * scale
+
+
+def a_part_by_hand(x):
+    n = x.shape[0] // 2
+    return fs.pvary(x.chunk(2)[int(fs.axis_index("data"))], "data") * n
+
+
+# name: (program, in_specs, out_specs, arguments)
+CASES = {
+    "missing_pvary_of_data": (missing_pvary_of_data, (P(), ROWS), P(), ({"gain": B}, X)),
+    "missing_pvary": (missing_pvary, (P(), {"up": COLUMNS}), P(), (X, {"up": W})),
+    "bias_before_the_sum": (
+        bias_before_the_sum, (P("data", "model"), P("model"), P()), P(), (X, W, torch.ones(4)),
+    ),
+    "bias_inside_linear": (
+        bias_inside_linear, (P("data", "model"), P("model"), P()), P(), (X, W, torch.ones(4)),
+    ),
+    "norm_of_two_kinds": (norm_of_two_kinds, (COLUMNS, P()), P(), (W, B)),
+    "psum_twice": (psum_twice, (ROWS,), P(), (X,)),
+    "mean_of_a_gradient": (mean_of_a_gradient, (P(), ROWS), P(), (B, X)),
+    "gathered_again": (gathered_again, (ROWS,), P(), (X,)),
+    "pvary_twice": (pvary_twice, (ROWS,), P(), (X,)),
+    "slice_of_what_varies": (slice_of_what_varies, (ROWS,), ROWS, (X,)),
+    "one_mask_for_all": (one_mask_for_all, (ROWS,), ROWS, (X,)),
+    "a_mask_for_each": (a_mask_for_each, (P(),), P(), (X,)),
+    "local_loss": (local_loss, (P(), ROWS), P(), (B, X)),
+    "rows_of_a_table": (rows_of_a_table, (P(), ROWS), P(), (X, torch.arange(4))),
+    "picked_then_used": (picked_then_used, (P(), P("data")), P(), (torch.ones(2, 8), X)),
+    "returned_as_one": (returned_as_one, (ROWS,), P(), (X,)),
+    "returned_as_parts": (returned_as_parts, (P(),), {"y": P(None, "model")}, (X,)),
+    "torchs_generator": (torchs_generator, (ROWS,), ROWS, (X,)),
+    "a_rank_dependent_number": (a_rank_dependent_number, (P(),), P(), (X,)),
+    "a_part_by_hand": (a_part_by_hand, (P(),), ROWS, (X,)),
+}  # fmt: skip
+
+
+def text_of(name):
+    """What the checker says of a program."""
+    f, ins, out, args = CASES[name]
+    try:
+        fs.shard_map(f, mesh=MESH, in_specs=ins, out_specs=out, check="always")(*args)
+    except fs.ShardingError as e:
+        return str(e)
+    return "nothing"
+
+
+def texts():
+    """The kept texts, by program."""
+    parts = TEXTS.read_text().split("\n## ")[1:]
+    return {name: text for name, _, text in (part.strip().partition("\n") for part in parts)}
+
+
+if __name__ == "__main__":
+    TEXTS.write_text("What the checker says of each program of refused.py.\n"
+                     + "".join(f"\n## {name}\n{text_of(name)}\n" for name in CASES))  # fmt: skip

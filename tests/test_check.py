@@ -1,0 +1,182 @@
+"""check: the same rules with no data, on meshes of any size; and what it records of every collective."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P, ShardingError
+
+SPECS = {"up": fs.column("model"), "down": fs.row("model")}
+
+
+def init(d=16, f=64):
+    return {"up": fs.init.normal((d, f)), "down": fs.init.normal((f, d))}
+
+
+def loss_fn(p, x):
+    p = fs.unshard(p, SPECS, "data")
+    h = torch.relu(fs.pvary(x, "model") @ p["up"])
+    y = fs.psum(h @ p["down"], "model")
+    return fs.pmean((y - x).square().mean(), "data")
+
+
+def step(p, x):
+    loss, grads = fs.value_and_grad(loss_fn)(p, x)
+    return fs.tree.map(lambda w, g: w - 0.1 * g, p, grads), loss
+
+
+INS, OUT = (SPECS, P("data")), (SPECS, P())
+
+
+def mapped(f=step, mesh=None, ins=INS, out=OUT, **options):
+    return fs.shard_map(f, mesh=mesh or fs.make_mesh(data=2, model=2), in_specs=ins, out_specs=out, **options)
+
+
+def told(f, *args):
+    with pytest.raises(ShardingError) as e:
+        fs.check(f, *args)
+    return str(e.value)
+
+
+def test_described_arguments_on_a_mesh_that_does_not_exist():
+    mesh = fs.make_mesh(kind="abstract", data=256, model=8)
+    assert repr(mesh) == "Mesh(data=256, model=8; abstract, 2048 x cpu)"
+    found = fs.check(mapped(mesh=mesh), init(), fs.init.zeros((1024, 16)))
+    params, loss = found.result
+    assert repr(params) == "{'up': f32[16, 64@model], 'down': f32[64@model, 16]}"
+    assert repr(loss) == "f32[]"
+    assert params["up"].shape == (16, 64)
+    assert {x.device.type for leaf in fs.tree.leaves(found.result) for x in leaf.shards} == {"meta"}
+
+
+def test_placed_and_plain_arguments_on_the_mesh_of_the_function():
+    mesh = fs.make_mesh(data=2, model=2)
+    params = fs.materialize(init(), SPECS, mesh, key=fs.key(0))
+    before = fs.device_get(params)
+    found = fs.check(mapped(mesh=mesh, donate=0), params, torch.randn(4, 16))
+    assert found.mesh == {"data": 2, "model": 2}
+    for a, b in zip(fs.tree.leaves(before), fs.tree.leaves(fs.device_get(params)), strict=True):
+        assert torch.equal(a, b)  # not run, not donated
+
+
+def test_each_collective_is_recorded_with_its_line_and_phase():
+    found = fs.check(mapped(mesh=fs.make_mesh(data=2, model=4)), init(), fs.init.zeros((8, 16)))
+    first = inspect.getsourcelines(loss_fn)[1]
+    rows = [(t.op, t.axes, t.bytes, t.where.line - first, t.phase) for t in found.transfers]
+    assert rows == [
+        ("all_reduce", ("model",), 4 * 16 * 4, 3, "forward"),
+        ("all_reduce", ("data",), 4, 4, "forward"),
+        ("all_reduce", ("data",), 2 * 16 * 16 * 4, 1, "backward"),
+    ]
+    assert all(t.dtype == torch.float32 and t.where.function == "loss_fn" for t in found.transfers)
+
+
+def test_what_moves_is_what_moves_on_ranks():
+    mesh = fs.make_mesh(data=2, model=2)
+    args = fs.materialize(init(), SPECS, mesh, key=fs.key(0)), torch.randn(4, 16)
+    with fs.recording() as log:
+        mapped(mesh=mesh, check="never")(*args)
+    dry = fs.check(mapped(mesh=mesh), *args).transfers
+    plain = lambda ts: sorted((t.op.split()[0], t.axes, t.bytes, t.phase, str(t.where)) for t in ts)  # noqa: E731
+    assert plain(log) == sorted(plain(dry) * mesh.size)
+    assert len(dry) == 3
+
+
+def test_the_report_is_read_by_people():
+    assert repr(fs.check(mapped(), init(), fs.init.zeros((8, 16)))) == (
+        "checked on 4 ranks (data=2, model=2): 3 transfers a rank, 4.254 KiB\n"
+        "      1  all_reduce     model        forward       256 B\n"
+        "      1  all_reduce     data         forward         4 B\n"
+        "      1  all_reduce     data         backward      4 KiB"
+    )
+
+
+def test_wrong_programs_are_named_at_their_line():
+    def wrong(p, x):
+        p = fs.pvary(p, "data")
+        return fs.psum(x @ p["up"] @ p["down"], "model")
+
+    line = inspect.getsourcelines(wrong)[1] + 2
+    text = told(mapped(wrong, out=P("data")), init(), fs.init.zeros((8, 16)))
+    assert text == (
+        f"test_check.py:{line} in wrong: matmul of what is invariant over 'model' and what varies over it\n"
+        '    return fs.psum(x @ p["up"] @ p["down"], "model")\n'
+        "                   ^^^^^^^^^^^\n"
+        "  x        f32[4, 16]{V: data; I: model}\n"
+        '  p["up"]  f32[16, 32]{V: data, model}\n'
+        "  the 2 ranks of 'model' each use x in their own way: its gradient is the sum over them\n"
+        "  pvary changes no value and takes that sum; without it the gradient is one rank's part of it\n"
+        '  fix: return fs.psum(fs.pvary(x, "model") @ p["up"] @ p["down"], "model")'
+    )
+
+
+def test_text_of_a_program_that_needs_values():
+    def peeks(x):
+        return x * 2 if float(x.sum()) > 0 else x
+
+    text = told(mapped(peeks, ins=(P(),), out=P()), torch.ones(3))
+    line = inspect.getsourcelines(peeks)[1] + 1
+    assert text.startswith(f"test_check.py:{line} in peeks: check has no data, and this needs the value of a tensor: ")
+    assert text.endswith('by fs.shard_map(..., check="always")')
+
+
+def test_sizes_that_ranks_would_ask_each_other_for_must_be_said():
+    def gather(x):
+        return fs.all_gather(x, "data", to="invariant")
+
+    f = mapped(gather, ins=(P("data"),), out=P())
+    assert "must be known to an abstract mesh" in told(f, torch.ones(3))
+    f = mapped(lambda x: fs.all_gather(x, "data", size=3, to="invariant"), ins=(P("data"),), out=P())
+    assert fs.check(f, torch.ones(3)).result.shape == (3,)
+
+
+def test_leaves_of_an_abstract_mesh_have_no_values():
+    mesh = fs.make_mesh(kind="abstract", data=4)
+    placed = fs.materialize({"w": fs.init.normal((1 << 40, 8))}, P("data"), mesh, key=fs.key(0))
+    assert repr(placed) == "{'w': f32[1099511627776@data, 8]}"
+    assert placed["w"].shards[0].shape == (1 << 38, 8)
+    assert fs.device_put(torch.ones(8), P("data"), mesh).shards[0].shape == (2,)
+    for look in (lambda: fs.device_get(placed), lambda: fs.device_put(torch.ones(()), P(), mesh).item()):
+        with pytest.raises(ShardingError, match="on an abstract mesh, where leaves have no values"):
+            look()
+
+
+def test_described_leaves_are_for_check_only():
+    with pytest.raises(ShardingError) as e:
+        mapped()(init(), torch.ones(4, 16))
+    assert "step: args[0]['down']: is only described" in str(e.value)
+    assert "fix: fs.materialize it, or fs.check(f, ...), which needs no values" in str(e.value)
+
+
+def test_only_what_shard_map_gives():
+    assert told(torch.sum, torch.ones(1)).endswith("fix: check what fs.shard_map gives")
+
+
+def test_dropout_and_the_optimizer_run_without_data():
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0, SPECS), fs.optim.adamw(1e-3))
+
+    def train(p, state, x, key):
+        key = fs.fold_in(key, state[1]["count"])
+        loss = lambda p: loss_fn(p, fs.nn.dropout(x, 0.1, key=key, spec=P("data")))  # noqa: E731
+        value, grads = fs.value_and_grad(loss)(p)
+        p, state = opt.update(grads, state, p)
+        return p, state, value
+
+    f = mapped(train, ins=(SPECS, opt.specs(SPECS), P("data"), P()), out=(SPECS, opt.specs(SPECS), P()), donate=(0, 1))
+    params = init()
+    found = fs.check(f, params, opt.init(params), fs.init.zeros((8, 16)), fs.key(0))
+    assert fs.tree.structure(found.result[1]) == fs.tree.structure(opt.init(params))
+
+
+def test_a_compiled_function_is_checked_before_it_is_compiled():
+    mesh = fs.make_mesh(kind="abstract", data=4)
+
+    def wrong(x):
+        return x.sum()
+
+    with pytest.raises(ShardingError, match="result varies over 'data'"):
+        fs.check(fs.shard_map(wrong, mesh=mesh, in_specs=(P("data"),), out_specs=P(), compile=True), torch.ones(4))
