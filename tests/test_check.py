@@ -180,3 +180,45 @@ def test_a_compiled_function_is_checked_before_it_is_compiled():
 
     with pytest.raises(ShardingError, match="result varies over 'data'"):
         fs.check(fs.shard_map(wrong, mesh=mesh, in_specs=(P("data"),), out_specs=P(), compile=True), torch.ones(4))
+
+
+# --- on ranks that are processes --------------------------------------------------------------------------------
+
+
+def on_ranks():
+    """Every rank refuses a wrong program with the same words, and none waits for another."""
+    mesh = fs.make_mesh(data=2, model=2)
+    found = {}
+    programs = {
+        "right": lambda x: fs.psum(x.sum(), "data"),
+        "result": lambda x: x.sum(),
+        "number": lambda x: fs.psum(x.sum(), "data") * (1 + int(fs.axis_index("model"))),
+        "values": lambda x: torch.ones(()) * int(fs.axis_index("data")),
+    }
+    for name, f in programs.items():
+        check = "values" if name == "values" else "first"
+        step = fs.shard_map(f, mesh=mesh, in_specs=(P("data"),), out_specs=P(), check=check)
+        try:
+            for _ in range(2):
+                step(torch.ones(4, 3))
+            found[name] = "passed"
+        except ShardingError as e:
+            found[name] = str(e)
+    compiled = fs.shard_map(programs["result"], mesh=mesh, in_specs=(P("data"),), out_specs=P(), compile=True)
+    try:  # before anything is compiled
+        compiled(torch.ones(4, 3))
+    except ShardingError as e:
+        found["compiled"] = str(e)
+    return found
+
+
+@pytest.mark.process
+def test_every_rank_of_a_process_mesh_refuses_alike(ranks):
+    first, *others = ranks(4, on_ranks)
+    assert all(other == first for other in others)
+    assert first["right"] == "passed"
+    for name in ("result", "compiled"):
+        assert "result varies over 'data', which its out spec does not name" in first[name]
+    assert "mul of what is invariant over 'model' with a number that differs between its ranks" in first["number"]
+    assert "model=0  1\n  model=1  2" in first["number"]
+    assert "result differs between ranks of 'data', over which its spec says it is one value" in first["values"]

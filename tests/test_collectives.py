@@ -64,7 +64,7 @@ def test_extremes_have_no_silent_gradient():
         with pytest.raises(ShardingError, match="detach the argument"):
             each_rank(mesh, grad, torch.randn(4), specs=(P("a"),))
         # detached it is a constant
-        kept = fs.grad(lambda x, op=op: (x * op(x.detach(), "a")).sum())
+        kept = fs.grad(lambda x, op=op: fs.psum((x * fs.pvary(op(x.detach(), "a"), "a")).sum(), "a"))
         assert each_rank(mesh, kept, torch.randn(4), specs=(P("a"),)).shape == (4,)
 
 
@@ -100,9 +100,9 @@ def test_extremes_under_vmap_and_nan():
 def test_a_tree_is_one_transfer_per_dtype():
     mesh = fs.make_mesh(a=2)
     leaves = {"w": torch.randn(4, 3), "b": torch.randn(2), "h": torch.randn(5).bfloat16(), "i": torch.arange(3)}
-    for op in (fs.psum, fs.all_gather, lambda t, a: fs.ppermute(t, a, [(0, 1)])):
+    for op, out in ((fs.psum, P()), (fs.all_gather, P("a")), (lambda t, a: fs.ppermute(t, a, [(0, 1)]), P("a"))):
         with fs.recording() as log:
-            fs.shard_map(lambda t, op=op: op(t, "a"), mesh=mesh, out_specs=P())(leaves)
+            fs.shard_map(lambda t, op=op: op(fs.pvary(t, "a"), "a"), mesh=mesh, out_specs=out)(leaves)
         assert len(log) == 3 * mesh.size
         assert {t.dtype for t in log} == {torch.float32, torch.bfloat16, torch.int64}
 
@@ -145,10 +145,11 @@ def test_unshard_joins_the_minor_axis_of_a_nested_dim():
     x = torch.arange(10.0)
     specs = P(("model", "data"))
     placed = fs.device_put(x, specs, mesh)
-    got = each_rank(mesh, lambda p: fs.unshard(p, specs, "data", shapes=x), placed, out=P("model"))
-    torch.testing.assert_close(got, x)
-    both = each_rank(mesh, lambda p: fs.unshard(p, specs, ("model", "data"), shapes=x), placed, out=P())
-    torch.testing.assert_close(both, x)
+    got = each_rank(mesh, lambda p: fs.unshard(p, specs, "data", shapes=x)[None], placed, out=P("data", "model"))
+    torch.testing.assert_close(got, x.expand(2, 10))
+    axes = ("model", "data")
+    both = each_rank(mesh, lambda p: fs.unshard(p, specs, axes, shapes=x)[None], placed, out=P(axes))
+    torch.testing.assert_close(both, x.expand(4, 10))
     with pytest.raises(ShardingError, match=r"make \('model',\) the minor axes"):
         each_rank(mesh, lambda p: fs.unshard(p, specs, "model"), placed, out=P())
 
@@ -158,11 +159,12 @@ def test_unshard_two_dims_and_one_transfer():
     tree = {"x": torch.randn(4, 6), "y": torch.randn(8, 2), "z": torch.randn(3)}
     specs = {"x": P("a", "b"), "y": P("a"), "z": P()}
     placed = fs.device_put(tree, specs, mesh)
-    got = each_rank(mesh, lambda p: fs.unshard(p, specs, ("a", "b")), placed, out=P())
+    copies = lambda p, axes: {k: v[None] for k, v in fs.unshard(p, specs, axes).items()}  # noqa: E731
+    got = each_rank(mesh, lambda p: copies(p, ("a", "b")), placed, out=P(("a", "b")))
     for k, v in tree.items():
-        torch.testing.assert_close(got[k], v)
+        torch.testing.assert_close(got[k], v.expand(4, *v.shape))
     with fs.recording() as log:
-        each_rank(mesh, lambda p: fs.unshard(p, specs, "a"), placed, out={"x": P(None, "b"), "y": P(), "z": P()})
+        each_rank(mesh, lambda p: copies(p, "a"), placed, out={"x": P("a", None, "b"), "y": P("a"), "z": P("a")})
     assert len(log) == mesh.size  # one gather for both leaves, none for the varied one
 
 
@@ -175,7 +177,7 @@ def test_unknown_sizes_are_asked_for():
     torch.testing.assert_close(got, x)
     assert len(log) == 2 * mesh.size
     with fs.recording() as log:
-        each_rank(mesh, lambda x: fs.all_gather(x, "a"), torch.arange(8.0), specs=(P("a"),), out=P())
+        each_rank(mesh, lambda x: fs.all_gather(x, "a"), torch.arange(8.0), specs=(P("a"),))
     assert len(log) == mesh.size
 
 
@@ -241,6 +243,6 @@ def test_outside_a_region():
 def test_transfers_are_counted_with_their_bytes():
     mesh = fs.make_mesh(a=2)
     with fs.recording() as log:
-        fs.shard_map(lambda x: fs.psum(x, "a"), mesh=mesh, out_specs=P())(torch.zeros(10))
+        fs.shard_map(lambda x: fs.psum(fs.pvary(x, "a"), "a"), mesh=mesh, out_specs=P())(torch.zeros(10))
     assert [(t.op, t.axes, t.bytes) for t in log] == [("all_reduce sum", ("a",), 40)] * 2
     assert math.prod(mesh.axes.values()) == 2

@@ -79,8 +79,9 @@ def test_a_rank_that_raises_ends_the_others_and_is_the_one_seen(error, when):
     mesh = fs.make_mesh(a=2, b=2)
 
     def f(x):
+        x = fs.pvary(x, ("a", "b"))
         if when == "later":
-            x = fs.psum(fs.psum(x, "a"), "b")
+            x = fs.pvary(fs.psum(fs.psum(x, "a"), "b"), ("a", "b"))
         if rank_of() == 2:
             time.sleep(0.02 if when == "last" else 0)  # by then the others wait
             culprit(error)
@@ -113,6 +114,7 @@ def test_user_code_cannot_swallow_the_end_of_its_run():
     def f(x):
         if rank_of() == 1:
             culprit(OwnError)
+        x = fs.pvary(x, "a")
         try:
             return fs.psum(x, "a")
         except Exception as e:
@@ -158,7 +160,7 @@ def test_an_interrupt_of_the_caller_ends_every_rank():
 
     def f(x):
         for i in range(1 << 40):
-            x = fs.pmean(x, "a")
+            x = fs.pmean(fs.pvary(x, "a"), "a")
             if i == 5 and rank_of() == 0:
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         return x
@@ -186,7 +188,7 @@ def test_text_of_a_rank_that_returns_while_others_wait(first):
         if rank_of() == 1:
             time.sleep(0 if first else 0.02)
             return x
-        return fs.psum(x, "a")
+        return fs.psum(fs.pvary(x, "a"), "a")
 
     assert text(fs.make_mesh(a=3), f, torch.ones(2, 4)) == (
         "deadlock: every rank waits for one that will not come\n"
@@ -199,7 +201,7 @@ def test_text_of_a_rank_that_returns_while_others_wait(first):
 
 def test_text_of_a_deadlock_across_axes():
     def f(x):
-        crossed = rank_of() in (0, 3)
+        x, crossed = fs.pvary(x, ("a", "b")), rank_of() in (0, 3)
         return fs.psum(fs.all_gather(x, "a"), "b") if crossed else fs.all_gather(fs.psum(x, "b"), "a")
 
     assert text(fs.make_mesh(a=2, b=2), f, torch.ones(3)) == (
@@ -215,7 +217,7 @@ def test_text_of_a_deadlock_across_axes():
 def test_axes_in_another_order_do_not_meet():
     said = text(
         fs.make_mesh(a=2, b=2),
-        lambda x: fs.psum(x, ("a", "b") if rank_of() % 2 else ("b", "a")),
+        lambda x: fs.psum(fs.pvary(x, ("a", "b")), ("a", "b") if rank_of() % 2 else ("b", "a")),
         torch.ones(3),
     )
     assert "deadlock" in said or "disagree" in said
@@ -224,7 +226,8 @@ def test_axes_in_another_order_do_not_meet():
 
 
 def test_a_rank_that_goes_on_alone():
-    said = text(fs.make_mesh(a=2), lambda x: [fs.psum(x, "a") for _ in range(2 + rank_of())][-1], torch.ones(3))
+    f = lambda x: [fs.psum(fs.pvary(x, "a"), "a") for _ in range(2 + rank_of())][-1]  # noqa: E731
+    said = text(fs.make_mesh(a=2), f, torch.ones(3))
     assert "rank 0  has returned" in said
     assert "rank 1  waits in all_reduce sum" in said
 
@@ -260,7 +263,7 @@ DISAGREEMENTS = {
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_text_of_ranks_that_disagree(name):
     f, told = DISAGREEMENTS[name]
-    said = text(fs.make_mesh(a=2), f, torch.ones(4)).splitlines()
+    said = text(fs.make_mesh(a=2), lambda x: f(fs.pvary(x, "a")), torch.ones(4)).splitlines()
     assert said[0] == "the ranks disagree on a collective"
     assert sorted(said[1:3]) == [f"  rank {r}  {told[r]}" for r in (0, 1)]
     assert said[3:] == [
@@ -292,7 +295,8 @@ def test_threads_share_a_mesh():
     wrong: list[object] = []
 
     def many(base):
-        f = fs.shard_map(lambda x: fs.psum(x, ("a", "b")), mesh=mesh, in_specs=P(), out_specs=P())
+        axes = ("a", "b")
+        f = fs.shard_map(lambda x: fs.psum(fs.pvary(x, axes), axes), mesh=mesh, in_specs=P(), out_specs=P())
         for i in range(15):
             got = f(torch.tensor(float(base + i))).item()
             if got != 4 * (base + i):
@@ -353,7 +357,7 @@ def test_meshes_run_beside_each_other_and_jvp_works_within_and_after():
 @pytest.mark.parametrize("n", [1, 2])
 def test_inside_a_forward_mode_level_of_the_caller(n):
     with torch.autograd.forward_ad.dual_level():
-        assert on_ranks(fs.make_mesh(a=n), lambda x: fs.psum(x, "a"), torch.ones(())).item() == n
+        assert on_ranks(fs.make_mesh(a=n), lambda x: fs.psum(fs.pvary(x, "a"), "a"), torch.ones(())).item() == n
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -388,11 +392,11 @@ def test_inference_mode_means_the_same_on_every_mesh(n):
 # --- what the ranks get ------------------------------------------------------------------------------------
 
 VERBS = {
-    "psum": lambda x: fs.psum(x, "a"),
-    "psum of a tree": lambda x: fs.psum([x, x], "a")[1],
-    "pmean": lambda x: fs.pmean(x, "a"),
-    "pmax": lambda x: fs.pmax(x, "a"),
-    "pmin": lambda x: fs.pmin(x, "a"),
+    "psum": lambda x: fs.pvary(fs.psum(x, "a"), "a"),  # pvary is a view: whoever writes into it writes into the sum
+    "psum of a tree": lambda x: fs.pvary(fs.psum([x, x], "a")[1], "a"),
+    "pmean": lambda x: fs.pvary(fs.pmean(x, "a"), "a"),
+    "pmax": lambda x: fs.pvary(fs.pmax(x, "a"), "a"),
+    "pmin": lambda x: fs.pvary(fs.pmin(x, "a"), "a"),
     "all_gather": lambda x: fs.all_gather(x, "a"),
     "psum_scatter": lambda x: fs.psum_scatter(x, "a"),
     "all_to_all": lambda x: fs.all_to_all(x, "a", split=0, concat=1),
@@ -406,7 +410,7 @@ def test_a_result_is_each_ranks_own(verb):
     mesh = fs.make_mesh(a=3)
 
     def f(x, scribble):
-        x = x * (1 + rank_of())
+        x = fs.pvary(x, "a") * (1 + rank_of())
         y = VERBS[verb](x)
         if scribble:
             kept = y.clone()
@@ -488,8 +492,9 @@ def test_recording_sees_every_transfer_of_every_rank():
     mesh = fs.make_mesh(a=2, b=2)
 
     def f(x):
-        fs.psum({"x": x, "y": x[:1], "z": x.double()}, "a")  # one transfer per dtype
-        fs.all_gather(x, ("a", "b"))
+        v = fs.pvary(x, ("a", "b"))
+        fs.psum({"x": v, "y": v[:1], "z": v.double()}, "a")  # one transfer per dtype
+        fs.all_gather(v, ("a", "b"))
         fs.pvary(x, "a")  # moves nothing
         fs.axis_index("a")
 

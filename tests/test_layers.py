@@ -20,7 +20,8 @@ MOST_LINES = 350
 LAYERS = [
     "errors", "source", "repair", "tree", "spec", "facts", "comm", "abstract", "simulated", "mesh",
     "blame", "operations", "vma", "buffers", "linear", "extreme", "replicas", "sizes", "collectives",
-    "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "results", "shard_map", "check", "verify",
+    "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "results", "shard_map", "check",
+    "differences", "verify",
     "transforms", "schedules", "norm", "optim", "softmax", "extent", "loss", "nn", "data",
     "checkpoint.parts", "checkpoint.manifest", "checkpoint.commit", "checkpoint.saving", "checkpoint.loading",
     "checkpoint", "picture", "display",

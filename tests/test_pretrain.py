@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 
 import pytest
 import torch
 
-from fshard import checkpoint
+from fshard import checkpoint, pmean
+from fshard.models import gpt2
 from fshard.recipes import pretrain
 
 TEXT = "\n".join(f"def f{i}(x, y={i}):\n    return x * {i} + y  # line {i * i}\n" for i in range(600))
@@ -136,6 +138,57 @@ def test_bad_flags(text):
         pretrain.main([*SMALL, "--text", text, "--batch", "9000"])
 
 
+FEW = ["--steps", "4", "--layers", "1"]
+
+
+def test_verify_passes_first_and_changes_nothing_of_the_training(text, tmp_path, capsys):
+    flags = [*FEW, *MESHES["data=2,model=2 fsdp sequence"].split(), "--dropout", "0.1"]
+    plain = run(tmp_path / "plain", text, *flags)
+    assert "verified" not in capsys.readouterr().out
+    verified = run(tmp_path / "verified", text, *flags, "--verify")
+    said = capsys.readouterr().out
+    # all leaves: 16 parameters, two moments of each, count, norm, key, step, loss, norm; none of them mere noise
+    assert re.search(
+        r"\nverified: 54 leaves the same on data=2, model=2; data=1, model=2; data=2, model=1; data=1, model=1 "
+        r"\(largest relative error \d+e-0[678]\)\nstep     0 ", said)  # fmt: skip
+    same_bits(tmp_path / "verified", tmp_path / "plain")
+    assert [(m["loss"], m["grad_norm"]) for m in verified] == [(m["loss"], m["grad_norm"]) for m in plain]
+
+
+def same_bits(one, other):
+    """The last checkpoints, every file."""
+    files = [p.relative_to(one) for p in one.rglob("*") if p.suffix == ".safetensors"]
+    assert files
+    for file in files:
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+
+
+def test_verify_of_one_rank_compares_nothing(text, capsys):
+    pretrain.main([*SMALL, *FEW, "--text", text, "--verify"])
+    assert "\nverified: nothing, as data=1, model=1 has no axis to collapse\n" in capsys.readouterr().out
+
+
+def test_verify_compares_in_float32_what_trains_in_half_precision(text, tmp_path, capsys):
+    flags = [*FEW, "--mesh", "data=2", "--dtype", "bfloat16"]
+    assert run(tmp_path / "a", text, *flags, "--verify")[-1]["loss"] == run(tmp_path / "b", text, *flags)[-1]["loss"]
+    assert "e-07)" in capsys.readouterr().out
+
+
+def mean_for_sum(monkeypatch):
+    """A collective of the model by which no type changes: only the values tell."""
+    monkeypatch.setattr(gpt2, "psum", pmean)
+
+
+def test_verify_ends_a_run_of_a_wrong_model(text, tmp_path, monkeypatch):
+    mean_for_sum(monkeypatch)
+    with pytest.raises(SystemExit) as e:
+        run(tmp_path, text, *FEW, "--mesh", "data=2,model=2", "--verify")
+    assert e.value.code not in (None, 0)
+    assert "leaves of train_step change with the mesh: collapsing 'model' gives another answer" in str(e.value)
+    assert "collapsing 'data'" not in str(e.value)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 # --- real ranks -------------------------------------------------------------------------------------------------
 
 
@@ -158,3 +211,23 @@ def test_real_ranks_have_the_same_curve(n, text, one, one_with_dropout, tmp_path
     shutil.rmtree(out / "step_000050")
     run(out, text, "--dropout", "0.1", "--resume", str(out), "--mesh", "data=2,model=2")
     same_curve(metrics(out), one_with_dropout)
+
+
+def verifying_job(out, text):
+    torch.set_num_threads(1)
+    os.environ["RANK"] = str(torch.distributed.get_rank())
+    flags = [*SMALL, *FEW, "--text", text, "--mesh", "model=2", "--verify"]
+    pretrain.main([*flags, "--out", out])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        mean_for_sum(monkeypatch)
+        with pytest.raises(SystemExit) as e:
+            pretrain.main(flags)
+    return e.value.code
+
+
+@pytest.mark.process
+def test_verify_on_real_ranks(text, tmp_path, ranks):
+    codes = ranks(2, verifying_job, str(tmp_path), text, timeout=120)
+    assert "collapsing 'model' gives another answer" in codes[0]
+    assert codes[1] == 1
+    same_curve(metrics(tmp_path), run(tmp_path / "one", text, *FEW))

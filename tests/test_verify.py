@@ -15,7 +15,8 @@ def mesh():
 
 
 def mapped(mesh, f, in_specs, out_specs, **options):
-    return fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+    """Not checked for types, which would find most of these mistakes before any value is compared."""
+    return fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check="never", **options)
 
 
 def told(f, *args, **options):
@@ -50,7 +51,7 @@ def test_a_total_summed_again_is_n_times_too_large(mesh):
         "verify: result['loss'] of f changes with the mesh: collapsing 'data' gives another answer\n"
         "  largest error 8, of 16 against 8\n"
         "  every value is 2 times what it should be\n"
-        "  2 is the size of data: a psum of what is a total already, or of what does not vary"
+        "  2 is the size of data: a psum of what is a total already, or where a mean was meant"
     )
 
 
@@ -130,3 +131,214 @@ def test_the_models_step_is_verified(mesh):
         return fs.value_and_grad(loss)(p)
 
     fs.verify(mapped(mesh, step, (specs, P("data")), (P(), specs)), params, ids)
+
+
+# --- what is told -------------------------------------------------------------------------------------------------
+
+
+def test_many_leaves_are_told_by_ratio_then_by_size_and_the_rest_named(mesh):
+    def f(x):
+        total = fs.psum(x.sum(0), "data")
+        out = {f"w{i}": fs.psum(total * i, "data") for i in range(1, 4)}  # 2 times
+        bent = {f"z{i}": fs.psum(torch.tanh(x * i).sum(0).square(), "data") for i in range(1, 5)}
+        return {"right": total, **bent, **out}
+
+    assert told(mapped(mesh, f, (P("data"),), P()), torch.arange(1, 9.0).view(4, 2) / 8) == (
+        "verify: 7 of 8 leaves of f change with the mesh: collapsing 'data' gives another answer\n"
+        "  result['w1']\n"
+        "    largest error 2.5, of 5 against 2.5, at [1]\n"
+        "    every value is 2 times what it should be\n"
+        "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
+        "  result['w2']\n"
+        "    largest error 5, of 10 against 5, at [1]\n"
+        "    every value is 2 times what it should be\n"
+        "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
+        "  result['w3']\n"
+        "    largest error 7.5, of 15 against 7.5, at [1]\n"
+        "    every value is 2 times what it should be\n"
+        "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
+        "  result['z4']\n"
+        "    largest error 6.9, of 6.95534 against 13.8384, at [1]\n"
+        "    no constant ratio: as by a nonlinearity of a partial sum, a mean of unequal counts, "
+        "or a mask of each rank's own\n"
+        "  and 3 more: result['z3'], result['z2'], result['z1']"
+    )
+
+
+def test_axes_that_tell_one_story_are_told_once(mesh):
+    text = told(mapped(mesh, lambda: torch.full((2,), float("nan")), (), P()))
+    assert text == (
+        "verify: result of <lambda> changes with the mesh: collapsing 'data' or 'model' gives another answer\n"
+        "  2 of 2 elements are not finite numbers: nan against nan, at [0]"
+    )
+
+
+def size(a):
+    return fs.axis_size(a)
+
+
+@pytest.mark.parametrize(
+    ("f", "lines"),
+    [
+        (lambda x: x * size("model") ** 2, ["every value is 16 times", "16 is the square of 4, the size of model"]),
+        (lambda x: x / size("model") ** 2, ["every value is 0.0625 times", "1/16, the square of 4"]),
+        (lambda x: fs.psum(x.square().sum(), "data").sqrt(), ["every value is 1.414 times", "the square root of 2"]),
+        (lambda x: x * (size("data") == 1), ["every value is 0 times", "is lost on the way"]),
+        (lambda x: x * (size("data") > 1), ["every value should be 0"]),
+        (lambda x: x * (1 + 0.3 * (size("data") > 1)), ["every value is 1.3 times what it should be"]),
+        (lambda x: torch.cat([x[:3], x[3:] * size("data")]),
+         ["15 of 24 elements are wrong in [3:8, :], each 2 times what it should be", "2 is the size of data"]),
+        (lambda x: x + x[:1] * size("model"), ["the error is the same all along dim 0"]),
+        (lambda x: x[:2] * (1 + (size("data") > 1) * torch.arange(6.0).view(2, 3)), ["no constant ratio"]),
+        (lambda x: x.sum() * (1 + 0.3 * (size("data") > 1)), ["largest error"]),
+        (lambda x: x.to(torch.complex64) * 1j * size("data"), ["every value is 2 times what it should be"]),
+        (lambda x: x.to(torch.bfloat16) / size("model"), ["every value is 0.25 times", "1/4, the size of model"]),
+    ],
+)  # fmt: skip
+def test_what_the_numbers_say(mesh, f, lines):
+    text = told(mapped(mesh, f, (P(),), P()), torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+    for line in lines:
+        assert line in text
+
+
+def test_a_scalar_has_no_ratio_unless_the_mesh_explains_it(mesh):
+    assert "times" not in told(mapped(mesh, lambda: torch.ones(()) * (1 + 0.3 * (size("data") > 1)), (), P()))
+
+
+def test_where_it_raises_on_a_smaller_mesh(mesh):
+    f = mapped(mesh, lambda x: x if size("model") > 1 else {}["k"], (P(),), P())
+    text = "verify: <lambda> runs on data=2, model=4, and raises on data=2, model=1\n  KeyError: 'k'"
+    assert told(f, torch.ones(1)) == text
+
+
+def test_a_program_that_does_not_repeat_itself(mesh):
+    text = told(mapped(mesh, lambda x: fs.psum(x + torch.rand(8), "data"), (P(),), P()), torch.ones(8))
+    assert text.startswith("verify: result of <lambda>: another run on the same mesh gives another answer\n  fix: draw")
+
+
+def test_what_differs_only_when_all_axes_are_collapsed(mesh):
+    f = mapped(mesh, lambda: torch.ones(3) * (1 + (size("data") * size("model") > 1)), (), P())
+    assert "collapsing 'data' and 'model' gives" in told(f)
+
+
+# --- arguments and results ----------------------------------------------------------------------------------------
+
+
+def test_uneven_ties_keys_numbers_and_none(mesh):
+    def f(args):
+        x, y = args["x"], args["tied"]
+        noise = fs.random.normal(args["key"], (7,), spec=P("model"))
+        return {"x": x * args["n"] + y + noise, "n": args["n"], "none": args["none"], "word": "same"}
+
+    x = fs.device_put(torch.randn(7), P("model"), mesh)
+    args = {"x": x, "tied": x, "key": fs.key(3), "n": 2, "none": None}
+    specs = {"x": P("model"), "tied": P("model"), "key": P(), "n": P(), "none": P()}
+    out = {"x": P("model"), "n": P(), "none": P(), "word": P()}
+    assert fs.verify(mapped(mesh, f, (specs,), out), args, bitwise=True).leaves == 3
+
+
+def test_infinities_in_one_place_are_the_same(mesh):
+    f = mapped(mesh, lambda x: x.log() * size("data"), (P("data"),), P("data"))
+    assert "every value is 2 times" in told(f, torch.tensor([0.0, 2.0, 3.0, 4.0]))
+    fs.verify(mapped(mesh, lambda x: x.log(), (P("data"),), P("data")), torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    f = mapped(mesh, lambda x: x / (size("data") == 1), (P(),), P())
+    assert "2 of 2 elements are not finite numbers: inf against 1, at [0]" in told(f, torch.ones(2))
+    f = mapped(mesh, lambda x: x / (size("data") > 1), (P(),), P())
+    assert "2 of 2 elements are not finite numbers: 1 against inf, at [0]" in told(f, torch.ones(2))
+
+
+# --- noise --------------------------------------------------------------------------------------------------------
+
+
+def centred(scale):
+    """Numbers of 10 that cancel: 0 in truth, noise of 1e-6 or so, and times `scale` of the size of the data axis."""
+
+    def f(x):
+        total = fs.psum(x.sum(), "data")
+        small = fs.psum((x - fs.pvary(total, "data") / 64).sum(), "data")
+        return {"total": total, "zero": small, "tiny": total * 1e-9 * scale()}
+
+    return f
+
+
+def test_noise_is_told_from_what_is_small_and_wrong(mesh):
+    x = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 10
+    found = fs.verify(mapped(mesh, centred(lambda: 1), (P("data"),), P()), x)
+    assert found.noise == ("result['zero']",)
+    assert repr(found).endswith("; only noise: result['zero'])")
+    assert found.error < 1e-5
+    text = told(mapped(mesh, centred(lambda: size("data")), (P("data"),), P()), x)
+    assert text.startswith("verify: result['tiny'] of f changes with the mesh: collapsing 'data'")
+    assert "every value is 2 times" in text
+    exact = mapped(mesh, centred(lambda: 1), (P("data"),), P())
+    assert "result['zero']" in told(exact, x, atol=0.0)  # what is asked for is not measured
+    assert "result['zero']" in told(exact, x, bitwise=True)
+
+
+def test_adams_first_step_of_a_gradient_that_is_zero_is_noise(mesh):
+    """It divides noise by noise: anything between -lr and lr. A wrong gradient is seen all the same."""
+    x = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 10
+
+    def step(wrong):
+        def f(x):
+            g = centred(lambda: 1)(x)["zero"] + wrong * (size("data") - 1)
+            return {"g": g, "step": 1e-3 * g / (g.abs() + 1e-8)}
+
+        return mapped(mesh, f, (P("data"),), P())
+
+    assert fs.verify(step(0.0), x).noise == ("result['g']", "result['step']")
+    assert "result['g']" in told(step(1e-2), x)
+
+
+def test_half_precision_is_compared_as_it_is_rounded(mesh):
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(8, 512, generator=g), torch.randn(512, 4, generator=g)
+    f = mapped(mesh, lambda x, w: fs.psum(x @ w, "model"), (P(None, "model"), P("model")), P())
+    for dtype, error, mistake in ((torch.bfloat16, 2**-7, 2**-3), (torch.float16, 2**-10, 2**-6),
+                                  (torch.float64, 2**-48, 2**-41)):  # fmt: skip
+        assert fs.verify(f, x.to(dtype), w.to(dtype)).error < error
+        off = mapped(mesh, lambda x: x * (1 + (size("data") - 1) * mistake), (P(),), P())  # noqa: B023
+        assert "every value is" in told(off, x.to(dtype))
+
+
+# --- real ranks ---------------------------------------------------------------------------------------------------
+
+
+def verify_on_ranks():
+    mesh = fs.make_mesh(data=2)
+    x = fs.device_put(torch.arange(7.0), P("data"), mesh)
+    right = mapped(mesh, lambda x: fs.psum(x.sum(), "data"), (P("data"),), P(), donate=0)
+    wrong = mapped(mesh, lambda x: x.sum(), (P("data"),), P())
+    return repr(fs.verify(right, x)), fs.device_get(x).tolist(), told(wrong, x)
+
+
+@pytest.mark.process
+def test_on_real_ranks_all_say_the_same(ranks):
+    (first, values, text), other = ranks(2, verify_on_ranks)
+    assert other == (first, values, text)
+    assert first.startswith("verified: 1 leaf the same on data=2; data=1 (largest relative error")
+    assert values == list(range(7))
+    assert "result of <lambda> changes with the mesh: collapsing 'data'" in text
+
+
+def test_replicas_that_differ_are_not_one_value(mesh):
+    """Also where the one that is read is right."""
+
+    def f(x):
+        return {"x": x, "n": torch.ones(2) + (fs.axis_index("model") == 1)}
+
+    text = told(mapped(mesh, f, (P("data"),), {"x": P("data"), "n": P()}), torch.ones(4))
+    assert text == (
+        "verify: result['n'] of f is not one value: ranks of 'model' hold different ones\n"
+        "  spec  P()\n"
+        "  they differ by up to 1\n"
+        "  fix: psum or pmean it over 'model', or name 'model' in its out spec"
+    )
+
+
+def test_replicas_may_differ_by_rounding(mesh):
+    def f(x):
+        return x.sum() * (1 + 1e-7 * fs.axis_index("model"))
+
+    fs.verify(mapped(mesh, f, (P(),), P()), torch.ones(4))
+    assert "of f changes with the mesh" in told(mapped(mesh, f, (P(),), P()), torch.ones(4), bitwise=True)
