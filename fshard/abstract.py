@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .comm import Axes, note, size_of
 
@@ -37,4 +39,11 @@ class AbstractComm:
         return x.new_empty(x.shape)
 
 
-__all__ = ["AbstractComm"]
+def dry(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor]) -> list[Tensor]:
+    """What `run` gives for fake tensors, by their shapes alone: on meta tensors, which take a tenth of the time."""
+    with _disable_current_modes():
+        out = run([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in xs])
+    return [x.new_empty(y.shape, dtype=y.dtype) for x, y in zip(xs, out, strict=True)]
+
+
+__all__ = ["AbstractComm", "dry"]

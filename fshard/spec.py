@@ -139,6 +139,9 @@ def lengths(n: int, sizes: Sequence[int]) -> list[int]:
     >>> lengths(10, (4,))
     [3, 3, 3, 1]
     """
+    ranks = math.prod(sizes)
+    if n % ranks == 0:
+        return [n // ranks] * ranks
     out = [n]
     for size in sizes:
         out = [piece(m, (size,), (i,))[1] for m in out for i in range(size)]

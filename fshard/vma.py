@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -34,6 +35,8 @@ from .errors import ShardingError
 from .facts import FREE, NONE, Fact, Meeting, Operand, Type, base
 from .mesh import Mesh
 from .operations import Operation, operation
+
+_DEVICE = torch.ops.prim.device.default
 
 
 class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,7 +106,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- collectives ---
 
-    def collective(self, m: Any, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def collective(self, m: Any, xs: Sequence[Tensor], run: Callable[[Any], Sequence[Tensor]]) -> tuple[Tensor, ...]:
         """Run a map of `linear`, by the types it takes and gives over its axes."""
         axes = frozenset(m.axes)
         facts = [self.fact(x) for x in xs]
@@ -114,7 +117,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if m.takes == "I" and fact.type.smooth:  # not another piece of it on each rank, picked by a Python number
                 self._keep(m.verb, (*x.shape, x.storage_offset()), fact.type.fixed)
         with self.resting():
-            out = tuple(m.run(xs))
+            out = tuple(run(xs))
         for y, fact in zip(out, facts, strict=True):
             t = fact.type
             varies = t.varies | axes if m.gives == "V" else t.varies - axes
@@ -126,6 +129,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # half of all that fake tensors ask for
+            return args[0].fake_device
         if self._off or func.namespace == "prim":
             return func(*args, **kwargs)
         op = operation(func)
