@@ -31,6 +31,7 @@ class Fact(NamedTuple):
     name: str | None = None  # its path among the arguments
     op: str = ""  # what made it, and where
     site: Site | None = None
+    start: int = 0  # of the root, in its storage
 
 
 FREE = Fact(Type(), 0)

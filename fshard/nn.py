@@ -94,7 +94,8 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Scaled dot-product attention: q [B, H, T, K], k and v [B, H, S, K] -> [B, H, T, K].
 
-    With `causal` the T positions are the last of the S, and each sees those up to its own. `mask` [..., T, S]
+    With `causal` the T positions are the last of the S, and each sees those up to its own (so not where an axis splits
+    the T and has all of the S: give a `mask` then). `mask` [..., T, S]
     is True where a position is seen, or a number to add to its score; who sees nothing gets 0. With a dropout
     `rate` and a `key` the weights are dropped by one mask on every mesh: `spec` and `shape` place the global
     weights, [B, H, T, S], as in `dropout`. Heads may be split over an axis: nothing moves.

@@ -66,12 +66,13 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def give(self, x: Tensor, type: Type, *, name: str | None = None, op: str = "") -> None:
-        self._roots += 1
-        self._facts[base(x)] = Fact(type, self._roots, name, op, None if name else source.site())
+        x, self._roots = base(x), self._roots + 1
+        site = None if name else source.site()
+        self._facts[x] = Fact(type, self._roots, name, op, site, int(x.storage_offset()))
 
     def argument(self, x: Tensor, varies: frozenset[str], name: str) -> None:
         """Type an argument of the region, which its spec says to vary over these axes."""
-        self.give(x, Type(varies & self.axes, self.axes - varies, _smooth(x)), name=name)
+        self.give(x, Type(varies & self.axes, self.axes - varies, _floating(x)), name=name)
 
     def made(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
         """Type an integer made outside torch's sight, from these tensors or of this rank's place on these axes."""
@@ -115,7 +116,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if wrong:
                 raise blame.taken(self, m, Operand(x, fact), sorted(wrong))
             if m.takes == "I" and fact.type.smooth:  # not another piece of it on each rank, picked by a Python number
-                self._keep(m.verb, (*x.shape, x.storage_offset()), fact.type.fixed)
+                self._keep(m.verb, (*x.shape, x.storage_offset() - fact.start), fact.type.fixed)
         with self.resting():
             out = tuple(run(xs))
         for y, fact in zip(out, facts, strict=True):
@@ -175,7 +176,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._facts[out] = first._replace(type=t)
             else:
                 self._roots += 1
-                self._facts[out] = Fact(t, self._roots, None, op.words, source.site())
+                self._facts[out] = Fact(t, self._roots, None, op.words, source.site(), int(out.storage_offset()))
         elif isinstance(out, (list, tuple)):
             for x in out:
                 self._give(op, kind, operands, x, written)
@@ -288,9 +289,6 @@ def _join(kinds: Sequence[Type], like: Tensor | None = None) -> Type:
 
 def _floating(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
-
-
-_smooth = _floating
 
 
 def _matters(op: Operation, o: Operand) -> bool:

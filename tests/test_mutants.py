@@ -13,31 +13,16 @@ TESTED = {name: ("delete", "double") for name in PROGRAMS if not name.startswith
     "gpt2": ("delete",),
     "gpt2, dropout": ("draw",),
 }
-# Right, but each rank differentiates a loss of its own, and the checker asks for one loss.
-REFUSED = {"accumulation": "the loss varies over 'data'", "gradients per example": "the loss varies over 'data'"}
 
 INTEGERS = "integers have no gradient"
 UNDIFFERENTIATED = "nothing here is differentiated, so no gradient misses its sum"
-MEAN = "the mean of equal numbers, and nothing here is differentiated"
 UNUSED = "what the last turn of the loop sends is not used"
 EQUAL = {
-    "accumulation": {
-        "delete, pvary 1 of step in mutants": UNDIFFERENTIATED,
-        "double, pvary 1 of step in mutants": UNDIFFERENTIATED,
-        "double, pmean 1 of step in mutants": MEAN,
-    },
     "gpt2": {"delete, pvary 1 of apply in gpt2": INTEGERS},
     "split vocabulary": {"delete, pvary 2 of loss in mutants": INTEGERS},
     "clip and AdamW": {f"delete, pvary {i} of global_norm in norm": UNDIFFERENTIATED for i in (1, 2, 3, 4)},
     "pipeline": {f"{change}, ppermute 4 of loss in mutants": UNUSED for change in ("delete", "double")},
     "ring attention": {f"{change}, ppermute 3 of loss in mutants": UNUSED for change in ("delete", "double")},
-    "gradients per example": {
-        "delete, pvary 1 of step in mutants": UNDIFFERENTIATED,
-        "double, pvary 1 of step in mutants": UNDIFFERENTIATED,
-        "delete, pvary 1 of clipped in mutants": UNDIFFERENTIATED,
-        "double, pvary 1 of clipped in mutants": UNDIFFERENTIATED,
-        "double, pmean 1 of step in mutants": MEAN,
-    },
 }
 
 
@@ -55,9 +40,7 @@ def subjects():
 
 @pytest.mark.parametrize("name", TESTED)
 def test_neither_net_says_anything_of_a_right_program(name, subjects):
-    static, verify = subjects(name).alarms["static"], subjects(name).alarms["verify"]
-    assert verify == ""
-    assert REFUSED[name] in static if name in REFUSED else static == ""
+    assert subjects(name).alarms == {"static": "", "verify": ""}
 
 
 @pytest.mark.parametrize("name", TESTED)

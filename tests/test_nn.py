@@ -578,11 +578,11 @@ def test_cross_entropy_bends_and_maps(layout, kernel):
 def test_cross_entropy_moves_two_numbers_per_target(kernel):
     x, t = rand(12, 8, dtype=torch.float32), ints(8, 12)
 
-    def log_of(layout, f, out=P(), **kw):
+    def log_of(layout, f, out=None, **kw):
         sizes, axis, over = LOSSES[layout]
         with fs.recording() as log:
             loss = lambda x, t: nn.cross_entropy(x, t, axis=axis, size=8, over=over, **kw)  # noqa: E731
-            on(sizes, lambda x, t: f(lambda x: loss(x, t), x), (x, t), (P(over, axis), P(over)), out)
+            on(sizes, lambda x, t: f(lambda x: loss(x, t), x), (x, t), (P(over, axis), P(over)), out or P())
         n = math.prod(sizes.values())
         assert len(log) % n == 0
         return [(m.op.split()[-1], m.axes, m.bytes // 4) for m in log], len(log) // n
@@ -600,7 +600,8 @@ def test_cross_entropy_moves_two_numbers_per_target(kernel):
     assert each == 2
     assert ("sum", ("m",), 36) in moved
     second = lambda f, x: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())(x)  # noqa: E731
-    moved, each = log_of("2", second, P(None, "m"))  # the derivative of the softmax's denominator: pvary's transpose, a psum
+    # The derivative of the softmax's denominator: pvary's transpose, a psum.
+    moved, each = log_of("2", second, P(None, "m"))
     assert each <= 4
 
 

@@ -174,6 +174,19 @@ def test_mixes(name):
     types(MIXES[name], (ROWS, COLUMNS, P()), X, W, torch.arange(3))
 
 
+def test_where_a_value_lies_in_a_buffer_may_differ_between_ranks():
+    """In one transfer with a leaf that is split unevenly over model, b lies elsewhere on each rank; it is one value."""
+    mesh = fs.make_mesh(data=2, model=2)
+
+    def f(a, b):
+        a, b = fs.psum((a, b), "data")
+        return fs.psum(fs.pvary(b, "model").sum() + a.sum(), "model")
+
+    a, b = torch.ones(2, 3), torch.ones(2, 4)
+    step = mapped(f, (P("data", "model"), P("data")), P(), mesh=mesh, check="always")
+    assert float(step(a, b)) == 2 * 8 + 6
+
+
 # --- what is refused, in full -----------------------------------------------------------------------------------
 
 
