@@ -110,7 +110,7 @@ class SimulatedComm:
         self._rank = index_of(tuple(sizes), sizes, coords)
 
     def _meet(self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any], *more: object) -> Tensor:
-        note(op, x, axes)
+        note(op.partition(" ")[0], x, axes)  # by the same name as on processes
         group = []
         for at in itertools.product(*(range(self.sizes[a]) for a in axes)):
             group.append(index_of(tuple(self.sizes), self.sizes, {**self.coords, **dict(zip(axes, at, strict=True))}))

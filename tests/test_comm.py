@@ -501,8 +501,8 @@ def test_recording_sees_every_transfer_of_every_rank():
     with fs.recording() as log:
         on_ranks(mesh, f, torch.ones(3))
     each = [
-        ("all_reduce sum", ("a",), torch.float32, 16),
-        ("all_reduce sum", ("a",), torch.float64, 24),
+        ("all_reduce", ("a",), torch.float32, 16),
+        ("all_reduce", ("a",), torch.float64, 24),
         ("all_gather", ("a", "b"), torch.float32, 12),
     ]
     assert Counter((t.op, t.axes, t.dtype, t.bytes) for t in log) == Counter(each * 4)
