@@ -172,6 +172,9 @@ def transposing(origin: source.Site) -> Iterator[None]:
 # --- processes ------------------------------------------------------------------------------------------------
 
 
+_WORDS = 160  # bytes in which a rank says what it is about to do
+
+
 class ProcessComm:
     """A rank of torch.distributed: functional collectives, so that `torch.compile(fullgraph=True)` sees them."""
 
@@ -205,6 +208,18 @@ class ProcessComm:
             grid = torch.arange(n).view([self.sizes[a] for a in sorted_axes])
             order = grid.permute([sorted_axes.index(a) for a in axes]).flatten().tolist()
         return self._groups[sorted_axes], n, order
+
+    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
+        """Raise, on every rank, unless all of them are about to do the same. A rank that has left is waited for."""
+        mine = torch.tensor(list(what.encode()[:_WORDS].ljust(_WORDS)), dtype=torch.uint8, device=device)
+        group, n, order = self._group(axes)
+        rows = _wait(torch.ops._c10d_functional.all_gather_into_tensor, mine, n, group).view(n, _WORDS)
+        told = [bytes(row).decode(errors="replace").rstrip() for row in rows.tolist()]
+        if len(set(told)) > 1:
+            told = told if order is None else [told[i] for i in order]
+            over = ", ".join(axes)
+            raise fail("the ranks disagree on a collective", *[f"{over}={i}  {text}" for i, text in enumerate(told)],
+                       fix="every rank must call the same collectives in the same order, on equal shapes")  # fmt: skip
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         note("all_reduce", x, axes)

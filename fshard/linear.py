@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .abstract import AbstractComm, dry
 from .buffers import cut, join, pack, pad, unpack
-from .comm import Comm, checker, index_of, size_of, transposing, watched
+from .comm import Comm, ProcessComm, checker, index_of, size_of, transposing, watched
 from .source import Site, site
 from .spec import lengths
 
@@ -47,6 +47,10 @@ class Map:
     def batched(self, which: Sequence[bool]) -> Map:
         """The same map where the tensors marked in `which` have a batch dim in front."""
         return self
+
+    def extent(self, xs: Sequence[Tensor]) -> Any:
+        """The sizes of what it is applied to that are the same on every rank."""
+        return [list(x.shape) for x in xs]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -99,6 +103,9 @@ class _Laid(Map):
 
     def batched(self, which: Sequence[bool]) -> Map:
         return replace(self, layout=tuple((d + b, n) for (d, n), b in zip(self.layout, which, strict=True)))
+
+    def extent(self, xs: Sequence[Tensor]) -> Any:
+        return self.layout
 
     def pieces(self, size: int) -> list[int]:
         return lengths(size, self.sizes)
@@ -178,6 +185,9 @@ class Exchange(Map):
     split: Layout = ()
     concat: Layout = ()
     verb = "all_to_all"
+
+    def extent(self, xs: Sequence[Tensor]) -> Any:
+        return self.split, self.concat
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         stacks = []
@@ -293,9 +303,19 @@ def _make_function(arity: int, compiling: bool) -> Any:
 def run(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The map itself, its types checked where the call is, and its line known to a record of transfers."""
     with transposing(m.origin) if m.origin else contextlib.nullcontext():
-        act = functools.partial(dry, m.run) if isinstance(m.comm, AbstractComm) else m.run
-        found = checker()
+        found, act = checker(), m.run
+        if isinstance(m.comm, AbstractComm):
+            act = functools.partial(dry, m.run)
+        elif isinstance(m.comm, ProcessComm) and found is not None:
+            act = functools.partial(_agreed, m)
         return tuple(act(xs)) if found is None else found.collective(m, xs, act)
+
+
+def _agreed(m: Map, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The map, once the ranks have told each other that all of them are about to apply it."""
+    if not isinstance(m, (Vary, Slice)):  # which move nothing
+        m.comm.agree(f"{m.verb} over {', '.join(m.axes)} of {xs[0].dtype} {m.extent(xs)}", m.axes, xs[0].device)  # type: ignore[attr-defined]
+    return m.run(xs)
 
 
 __all__ = ["Copy", "Exchange", "Gather", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply", "prepare", "run"]

@@ -193,6 +193,8 @@ def on_ranks():
         "right": lambda x: fs.psum(x.sum(), "data"),
         "result": lambda x: x.sum(),
         "number": lambda x: fs.psum(x.sum(), "data") * (1 + int(fs.axis_index("model"))),
+        "other collectives": lambda x: (fs.psum if int(fs.axis_index("data")) else fs.all_gather)(x, "data"),
+        "other sizes": lambda x: fs.psum(x[: 1 + int(fs.axis_index("data"))], "data"),
         "values": lambda x: torch.ones(()) * int(fs.axis_index("data")),
     }
     for name, f in programs.items():
@@ -215,10 +217,18 @@ def on_ranks():
 @pytest.mark.process
 def test_every_rank_of_a_process_mesh_refuses_alike(ranks):
     first, *others = ranks(4, on_ranks)
-    assert all(other == first for other in others)
+    for other in others:
+        assert other == first
     assert first["right"] == "passed"
     for name in ("result", "compiled"):
         assert "result varies over 'data', which its out spec does not name" in first[name]
     assert "mul of what is invariant over 'model' with a number that differs between its ranks" in first["number"]
     assert "model=0  1\n  model=1  2" in first["number"]
+    assert first["other collectives"] == (
+        "the ranks disagree on a collective\n"
+        "  data=0  all_gather over data of torch.float32 ((0, 4),)\n"
+        "  data=1  psum over data of torch.float32 [[2, 3]]\n"
+        "  fix: every rank must call the same collectives in the same order, on equal shapes"
+    )
+    assert "data=1  psum over data of torch.float32 [[2, 3]]" in first["other sizes"]
     assert "result differs between ranks of 'data', over which its spec says it is one value" in first["values"]
