@@ -25,6 +25,11 @@ from .spec import describe
 # every floating argument, and see how far each leaf moves. A leaf that moves by d when its arguments move by one
 # rounding is not known better than to about d; there are a few times as many roundings inside, so 16 d is allowed (4 d
 # of half precision). A wrong leaf is missed only where one rounding moves it by 1/16 of its error: where it is noise.
+_NO_RATIO = "no constant ratio"
+_USUAL = (
+    "usual causes: a nonlinearity or a statistic of one rank's part; a mean of unequal counts; positions, targets or\n"
+    "masks counted from 0 on each rank; a pvary or psum that is missing"
+)
 FULL, NAMED = 4, 3  # leaves told in full for each axis, and then by their names
 
 _Same = Callable[[Tensor, Tensor], bool]
@@ -139,6 +144,8 @@ def tell(
             what = f"{len(told)} of {len(names) - 1} leaves of {name} change"
             notes = [line for name, lines in told[:FULL] for line in (name, *[f"  {text}" for text in lines])]
             notes += [f"and {len(told) - FULL} more: {listed([name for name, _ in told[FULL:]])}"] * (len(told) > FULL)
+        if any(line.startswith(_NO_RATIO) for _, lines in told[:FULL] for line in lines):
+            notes = [*notes, _USUAL]
         texts.append(str(fail(f"verify: {what} with the mesh: collapsing {by} gives another answer", *notes)))
     return "\n".join(texts)
 
@@ -172,8 +179,7 @@ def _story(d: Difference, sizes: dict[str, int], allowed: Allowed, noise: float)
     for i in (i for i in range(x.ndim) if x.shape[i] > 1):
         if float((error - error.mean(i, keepdim=True)).abs().max()) < 1e-2 * float(error.abs().max()):
             return order, [*lines, f"the error is the same all along dim {i}, as of a bias that every rank adds"]
-    usual = "a nonlinearity of a partial sum, a mean of unequal counts, or a mask of each rank's own"
-    return order, [*lines, f"no constant ratio{_box(off)}: as by {usual}" if largest(y) else "every value should be 0"]
+    return order, [*lines, f"{_NO_RATIO}{_box(off)}" if largest(y) else "every value should be 0"]
 
 
 def _causes(axes: Sequence[str], sizes: dict[str, int]) -> dict[float, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -58,6 +58,7 @@ class Known(Protocol):
     """What can be asked of a checker."""
 
     sizes: Mapping[str, int]
+    arguments: list[Fact]
     met: list[Meeting]
 
     def fact(self, x: Tensor) -> Fact:
@@ -71,11 +72,11 @@ def base(x: Tensor) -> Tensor:
     return x
 
 
-def typed(o: Operand) -> str:
-    """`f32[64, 256]{V: data; I: model}`."""
+def typed(o: Operand, shape: Sequence[int] | None = None) -> str:
+    """`f32[64, 256]{V: data; I: model}`; of another shape where the user's tensor is a view of it."""
     t = o.fact.type
     parts = [f"{letter}: {', '.join(sorted(axes))}" for letter, axes in (("V", t.varies), ("I", t.fixed)) if axes]
-    return f"{describe(o.tensor.dtype, tuple(o.tensor.shape))}{{{'; '.join(parts)}}}"
+    return f"{describe(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(parts)}}}"
 
 
 __all__ = ["FREE", "NONE", "Fact", "Known", "Meeting", "Operand", "Type", "base", "typed"]

@@ -18,7 +18,10 @@ _CONSTANT = {
 _COMPARES = {"eq", "ne", "lt", "le", "gt", "ge", "isclose", "equal"}  # what they give has no gradient
 _OVERWRITES = {"copy_", "fill_", "zero_"}
 _SAME = {"_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh"}  # the same values, if not the same storage
-_CALLED = {"mm": "matmul", "bmm": "matmul", "addmm": "matmul", "baddbmm": "matmul", "t": "transpose"}
+_CALLED = {
+    "mm": "matmul", "bmm": "matmul", "addmm": "matmul", "baddbmm": "matmul", "t": "transpose",
+    "native_layer_norm": "layer_norm",
+}  # fmt: skip
 _APART = {"lr", "state_steps", "grad_scale", "found_inf"}  # of a fused step: numbers for every row, without gradients
 
 

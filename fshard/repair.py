@@ -215,6 +215,13 @@ def operand(frame: FrameType, is_it: Is, position: int | None = None) -> str | N
     return found and found[0].words(found[1])
 
 
+def value(frame: FrameType, is_it: Is, position: int | None = None) -> Any:
+    """The user's own object for a tensor; `None` where it has no name."""
+    found = _operand(frame, is_it, position)
+    known = _value(found[1], frame) if found else None
+    return None if known is _NOTHING else known
+
+
 def repair(frame: FrameType, is_it: Is, wrap: Callable[[str], str], position: int | None = None) -> str | None:
     """The statement that the frame executes (of a compound one the header), with the operand rewritten by `wrap`.
 
@@ -260,12 +267,13 @@ def move_out(frame: FrameType, is_it: Is, verbs: Sequence[str], position: int | 
     around, node = _call_around(at, verbs), at.node
     if around is None or not isinstance(node.op, (ast.Add, ast.Sub)):
         return None
-    if term is not node.right and not (term is node.left and isinstance(node.op, ast.Add)):
+    if term is not node.right and term is not node.left:
         return None
     rest = node.left if term is node.right else node.right
     (start, end), (low, high) = at.span(around), at.span(node)
     call = at.cut(start, low) + at.words(rest) + at.cut(high, end)
-    return at.rewritten(around, f"{call} {'+' if isinstance(node.op, ast.Add) else '-'} {at.words(term)}")
+    sign, first = "+" if isinstance(node.op, ast.Add) else "-", term is node.left and isinstance(node.op, ast.Sub)
+    return at.rewritten(around, f"{at.words(term)} - {call}" if first else f"{call} {sign} {at.words(term)}")
 
 
 def name_of(frame: FrameType, verb: str) -> str:

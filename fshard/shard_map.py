@@ -170,12 +170,9 @@ class ShardMapped:
     def _check_results(self, watch: Checker, out: Any) -> None:
         specs = specs_of(self._name, out, self._out_specs)
         found = zip(tree.leaves_with_path(out), specs, strict=True)
-        wrong = []
-        for (path, x), spec in found:
-            where = f"{self._name}: {tree.show('result', path)}"
-            if isinstance(x, Tensor) and not problems(where, tuple(x.shape), spec, self.mesh.axes):
-                wrong.append(watch.result(where, x, spec))
-        raise_all([e for e in wrong if e is not None])
+        rows = [(tree.show("result", path), x, spec) for (path, x), spec in found if isinstance(x, Tensor)]
+        fit = [row for row in rows if not problems(row[0], tuple(row[1].shape), row[2], self.mesh.axes)]
+        raise_all(watch.results(self._name, fit))
 
     def _plan(self, args: tuple[Any, ...], leaves: list[Any]) -> _Plan:
         """Check the arguments against the specs, once for each signature."""

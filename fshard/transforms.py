@@ -67,7 +67,7 @@ def value_and_grad(
         flat_grads, (loss, tensors) = transform(*leaves)
         if checks is not None:
             for x, gradient in zip(leaves, flat_grads, strict=True):
-                checks.gradient(f"value_and_grad({name})", x, gradient)
+                checks.gradient(name, x, gradient)
         grads = tree.unflatten(treedef, flat_grads)
         aux_def, others = kept
         aux = _fill_in(aux_def, others, tensors)

@@ -30,11 +30,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import blame, comm, source
+from . import blame, comm, source, verdicts
 from .errors import ShardingError
 from .facts import FREE, NONE, Fact, Meeting, Operand, Type, base
 from .mesh import Mesh
 from .operations import Operation, operation
+from .spec import P
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -49,6 +50,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written: dict[int, tuple[StorageWeakRef, Type]] = {}  # what in-place writes brought to whole storages
         self._roots = 0
         self._off = False
+        self.arguments: list[Fact] = []
         self.met: list[Meeting] = []  # where integers that vary picked from what is invariant
         # (operation, place, which time) -> the Python numbers it had, over which axes its result is fixed, where
         self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -65,14 +67,18 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found = found._replace(type=_join([found.type, held[1]], x))
         return found
 
-    def give(self, x: Tensor, type: Type, *, name: str | None = None, op: str = "") -> None:
+    def give(
+        self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: source.Site | None = None
+    ) -> None:
+        """Type a tensor that is no view of another."""
         x, self._roots = base(x), self._roots + 1
-        site = None if name else source.site()
+        site = None if name else site or source.site()
         self._facts[x] = Fact(type, self._roots, name, op, site, int(x.storage_offset()))
 
     def argument(self, x: Tensor, varies: frozenset[str], name: str) -> None:
         """Type an argument of the region, which its spec says to vary over these axes."""
         self.give(x, Type(varies & self.axes, self.axes - varies, _floating(x)), name=name)
+        self.arguments.append(self._facts[x])
 
     def made(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
         """Type an integer made outside torch's sight, from these tensors or of this rank's place on these axes."""
@@ -123,7 +129,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             t = fact.type
             varies = t.varies | axes if m.gives == "V" else t.varies - axes
             fixed = t.fixed - axes if m.gives == "V" else t.fixed | axes
-            self.give(y, t._replace(varies=varies, fixed=fixed, drawn=False), op=m.verb)
+            made = m.verb if m.origin is None else f"{m.verb}, the transpose of the {m.transpose.verb} there,"
+            self.give(y, t._replace(varies=varies, fixed=fixed, drawn=False), op=made, site=m.origin)
         return out
 
     # --- operations ---
@@ -140,7 +147,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = op.read(args, kwargs)
         operands = [Operand(x, self.fact(x)) for x in read]
         if op.generator is not None and op.generator(args, kwargs):
-            raise blame.torch_generator(self, op.words)
+            raise blame.torch_generator(op.words)
         kind = self._meet(op, operands)
         before = [(x, self.fact(x).type) for x in op.written(args, kwargs)]
         out = func(*args, **kwargs)
@@ -229,23 +236,27 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own = self.fact(leaf)
             axes = fact.type.varies & own.type.fixed
             if axes:
-                raise blame.loss_varies(self, name, Operand(base(x), fact), Operand(base(leaf), own), sorted(axes))
+                raise verdicts.loss_varies(self, name, Operand(base(x), fact), Operand(base(leaf), own), sorted(axes))
 
-    def gradient(self, where: str, x: Tensor, grad: Tensor) -> None:
+    def gradient(self, name: str, x: Tensor, grad: Tensor) -> None:
         """Raise unless a gradient varies over just what its parameter varies over; then it has its type."""
         own, found = self.fact(x), self.fact(grad)
         wrong = (found.type.varies & own.type.fixed) | (found.type.fixed & own.type.varies)
         if wrong:
-            raise blame.gradient_varies(self, where, Operand(base(x), own), Operand(base(grad), found), sorted(wrong))
+            pair = Operand(base(x), own), Operand(base(grad), found)
+            raise verdicts.gradient_varies(self, name, *pair, sorted(wrong))
         self._facts[base(grad)] = found._replace(type=own.type)
 
-    def result(self, where: str, x: Tensor, spec: Any) -> ShardingError | None:
-        """The error of a result that does not fit its spec, if there is one."""
-        fact = self.fact(x)
-        extra, missing = fact.type.varies - set(spec.axes), fact.type.fixed & set(spec.axes)
-        if not extra and not missing:
-            return None
-        return blame.result(self, where, Operand(base(x), fact), spec, sorted(extra), sorted(missing))
+    def results(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
+        """The errors of results, each with its path, that do not fit their specs: one for each line and axes."""
+        groups: dict[Any, list[tuple[str, Operand, P]]] = {}
+        for path, x, spec in rows:
+            fact, axes = self.fact(x), set(spec.axes)
+            extra, missing = tuple(sorted(fact.type.varies - axes)), tuple(sorted(fact.type.fixed & axes))
+            if extra or missing:
+                key = (fact.site, extra, () if extra else missing)
+                groups.setdefault(key, []).append((path, Operand(base(x), fact), spec))
+        return [verdicts.results(self, name, found, *key[1:]) for key, found in groups.items()]
 
 
 def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
@@ -275,7 +286,7 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
                 others = [everyone[r].get(place, (given,))[0] for r in line]
                 if axis in fixed and any(repr(other) != repr(given) for other in others):
                     told = [(f"{axis}={i}", other) for i, other in enumerate(others)]
-                    raise blame.number_differs(place[0], where, axis, told)
+                    raise verdicts.number_differs(place[0], where, axis, told)
 
 
 def _join(kinds: Sequence[Type], like: Tensor | None = None) -> Type:

@@ -61,7 +61,7 @@ def gathered_again(x):
 
 
 def pvary_twice(x):
-    return fs.psum(fs.pvary(x * 2, ("data", "model")), ("data", "model"))
+    return fs.pmean(fs.pvary(x * 2, ("data", "model")), ("data", "model"))
 
 
 def slice_of_what_varies(x):
@@ -88,7 +88,7 @@ def local_loss(w, x):
 def rows_of_a_table(table, ids):
     def loss(table):
         rows = table[ids]
-        return fs.pmean(rows.sum(), "data")
+        return fs.psum(rows.sum(), "data")
 
     return fs.grad(loss)(table)
 

@@ -103,13 +103,13 @@ def test_wrong_programs_are_named_at_their_line():
     line = inspect.getsourcelines(wrong)[1] + 2
     text = told(mapped(wrong, out=P("data")), init(), fs.init.zeros((8, 16)))
     assert text == (
-        f"test_check.py:{line} in wrong: matmul of what is invariant over 'model' and what varies over it\n"
+        f"test_check.py:{line} in wrong: matmul of what is invariant (I) over 'model' and what varies (V) over it\n"
         '    return fs.psum(x @ p["up"] @ p["down"], "model")\n'
         "                   ^^^^^^^^^^^\n"
         "  x        f32[4, 16]{V: data; I: model}\n"
         '  p["up"]  f32[16, 32]{V: data, model}\n'
-        "  the 2 ranks of 'model' each use x in their own way: its gradient is the sum over them\n"
-        "  pvary changes no value and takes that sum; without it the gradient is one rank's part of it\n"
+        "  pvary changes no value: it says that each of the 2 ranks of 'model' uses x in its own way,\n"
+        "  which its gradient, if there is one, must know\n"
         '  fix: return fs.psum(fs.pvary(x, "model") @ p["up"] @ p["down"], "model")'
     )
 

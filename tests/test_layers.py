@@ -19,7 +19,8 @@ MOST_LINES = 350
 # Each file imports only from the ones above it. A new file takes its place here.
 LAYERS = [
     "errors", "source", "repair", "tree", "spec", "facts", "comm", "abstract", "simulated", "mesh",
-    "blame", "operations", "vma", "buffers", "linear", "extreme", "replicas", "sizes", "collectives",
+    "wording", "blame", "verdicts", "operations", "vma",
+    "buffers", "linear", "extreme", "replicas", "sizes", "collectives",
     "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "results", "shard_map", "check",
     "differences", "verify",
     "transforms", "schedules", "norm", "optim", "softmax", "extent", "loss", "nn", "data",

@@ -159,9 +159,10 @@ def test_many_leaves_are_told_by_ratio_then_by_size_and_the_rest_named(mesh):
         "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
         "  result['z4']\n"
         "    largest error 6.9, of 6.95534 against 13.8384, at [1]\n"
-        "    no constant ratio: as by a nonlinearity of a partial sum, a mean of unequal counts, "
-        "or a mask of each rank's own\n"
-        "  and 3 more: result['z3'], result['z2'], result['z1']"
+        "    no constant ratio\n"
+        "  and 3 more: result['z3'], result['z2'], result['z1']\n"
+        "  usual causes: a nonlinearity or a statistic of one rank's part; a mean of unequal counts; positions, targets or\n"
+        "  masks counted from 0 on each rank; a pvary or psum that is missing"
     )
 
 
