@@ -8,34 +8,39 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .comm import Axes, note, size_of
+from .comm import Axes, Transfer, note, size_of, transfer
 
 
 class AbstractComm:
-    """The first rank of a mesh of any size. What would move is noted: see `comm.recording`."""
+    """The first rank of a mesh of any size."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes: Mapping[str, int] = dict(sizes)
         self.coords: Mapping[str, int] = dict.fromkeys(sizes, 0)
+        self.transfers: list[Transfer] = []  # what would have moved
+
+    def _note(self, op: str, x: Tensor, axes: Axes) -> None:
+        self.transfers.append(transfer(op, x, axes))
+        note(op, x, axes)
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        note("all_reduce", x, axes)
+        self._note("all_reduce", x, axes)
         return x.new_empty(x.shape)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        note("all_gather", x, axes)
+        self._note("all_gather", x, axes)
         return x.new_empty([size_of(axes, self.sizes), *x.shape])
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        note("reduce_scatter", x, axes)
+        self._note("reduce_scatter", x, axes)
         return x.new_empty(x.shape[1:])
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        note("all_to_all", x, axes)
+        self._note("all_to_all", x, axes)
         return x.new_empty(x.shape)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        note("permute", x, axes)
+        self._note("permute", x, axes)
         return x.new_empty(x.shape)
 
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 
 def pack(xs: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype as one: several end to end, [n]; one as it is."""
     return xs[0] if len(xs) == 1 else torch.cat([x.reshape(-1) for x in xs])
 
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `pack`: views of the shapes of `like`."""
     if len(like) == 1:
         return [flat]
     parts = torch.split(flat, [x.numel() for x in like])
@@ -20,6 +22,7 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pad(x: Tensor, dim: int, length: int) -> Tensor:
+    """Zeros at the end of a dim, up to a length."""
     short = length - x.shape[dim]
     if not short:
         return x
@@ -35,7 +38,7 @@ def cut(x: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
 
 
 def join(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
-    """Undo `_cut`: [n, .., chunk, ..] -> [.., size, ..]."""
+    """Undo `cut`: [n, .., chunk, ..] -> [.., size, ..]."""
     if len(pieces) == 1 or min(pieces) == pieces[0]:
         return stack.movedim(0, dim).flatten(dim, dim + 1)
     return torch.cat([stack[i].narrow(dim, 0, m) for i, m in enumerate(pieces)], dim)

@@ -260,7 +260,8 @@ def _on_leaves(
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            raise fail(f"{verb}: {leaf!r} is a {type(leaf).__name__}, not a tensor", fix="wrap it: torch.tensor(...)")
+            shown = repr(leaf) if isinstance(leaf, (int, float, complex, str)) else "a leaf"
+            raise fail(f"{verb}: {shown} is a {type(leaf).__name__}, not a tensor", fix="torch.as_tensor(x)")
     out: list[Any] = [None] * len(leaves)
     for group in _by_dtype(leaves):
         for i, y in zip(group, f(where.comm, live, [leaves[i] for i in group]), strict=True):

@@ -8,6 +8,7 @@ have equal shapes here: uneven sizes, dims and dtypes of a tree are the business
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import math
 import threading
@@ -142,9 +143,14 @@ def recording() -> Iterator[list[Transfer]]:
 def note(op: str, x: Tensor, axes: Axes) -> None:
     """Write a transfer down, where somebody is recording."""
     if _record is not None:
-        origin: source.Site | None = getattr(_bound, "origin", None)
-        where, phase = (origin, "backward") if origin else (source.site(), "forward")
-        _record.append(Transfer(op, axes, x.dtype, x.numel() * x.element_size(), where, phase))
+        _record.append(transfer(op, x, axes))
+
+
+def transfer(op: str, x: Tensor, axes: Axes) -> Transfer:
+    """What a collective called here would be written down as."""
+    origin: source.Site | None = getattr(_bound, "origin", None)
+    where, phase = (origin, "backward") if origin else (source.site(), "forward")
+    return Transfer(op, axes, x.dtype, x.numel() * x.element_size(), where, phase)
 
 
 def watched() -> bool:
@@ -172,7 +178,7 @@ def transposing(origin: source.Site) -> Iterator[None]:
 # --- processes ------------------------------------------------------------------------------------------------
 
 
-_WORDS = 160  # bytes in which a rank says what it is about to do
+_WORDS = 160  # bytes in which a rank says what it is about to do: 32 of them a digest of the rest
 
 
 class ProcessComm:
@@ -211,11 +217,13 @@ class ProcessComm:
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         """Raise, on every rank, unless all of them are about to do the same. A rank that has left is waited for."""
-        mine = torch.tensor(list(what.encode()[:_WORDS].ljust(_WORDS)), dtype=torch.uint8, device=device)
+        digest = hashlib.blake2b(what.encode(), digest_size=32).digest()
+        words = digest + what.encode()[: _WORDS - 32].ljust(_WORDS - 32)
+        mine = torch.tensor(list(words), dtype=torch.uint8, device=device)
         group, n, order = self._group(axes)
-        rows = _wait(torch.ops._c10d_functional.all_gather_into_tensor, mine, n, group).view(n, _WORDS)
-        told = [bytes(row).decode(errors="replace").rstrip() for row in rows.tolist()]
-        if len(set(told)) > 1:
+        rows = _wait(torch.ops._c10d_functional.all_gather_into_tensor, mine, n, group).view(n, _WORDS).tolist()
+        if any(row != rows[0] for row in rows):
+            told = [bytes(row[32:]).decode(errors="replace").rstrip() for row in rows]
             told = told if order is None else [told[i] for i in order]
             over = ", ".join(axes)
             raise fail("the ranks disagree on a collective", *[f"{over}={i}  {text}" for i, text in enumerate(told)],
@@ -282,7 +290,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _wait(op: Callable[..., Tensor], x: Tensor, *args: object) -> Tensor:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         traced: Tensor = torch.ops._c10d_functional.wait_tensor(op(x, *args))
         return traced
     try:
@@ -314,5 +322,11 @@ def storage_of(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-__all__ = ["Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "note",
-           "recording", "region", "size_of", "storage_of", "transposing", "watched"]  # fmt: skip
+def memory_of(x: Tensor) -> int:
+    """What two tensors have in common that share memory; empty ones share none."""
+    storage = x.untyped_storage()
+    return (storage.data_ptr() if storage.device.type != "meta" else 0) or storage_of(x)
+
+
+__all__ = ["Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "memory_of",
+           "note", "recording", "region", "size_of", "storage_of", "transfer", "transposing", "watched"]  # fmt: skip

@@ -21,7 +21,7 @@ def whole(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     ranks = axis_size(axis)
     if ranks == 1 or not where.uneven:
         return n * ranks
-    if torch.compiler.is_compiling() or isinstance(where.comm, AbstractComm):
+    if torch.compiler.is_dynamo_compiling() or isinstance(where.comm, AbstractComm):
         kind = "an abstract mesh" if isinstance(where.comm, AbstractComm) else "a compiled program"
         raise fail(f"{verb}: {kind} must know the size of an uneven dim", fix=f"pass {word}")
     return int(psum(torch.tensor(n, device=where.device), axis))

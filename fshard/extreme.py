@@ -72,7 +72,7 @@ class _ExtremeEager(_Extreme):
 
 def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[Tensor]) -> list[Tensor]:
     """The elementwise `op` ("max", "min") over the ranks, of tensors of one dtype."""
-    compiling = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_dynamo_compiling()
     function: Any = _Extreme if compiling else _ExtremeEager
     found = None if compiling else checker()
     out: list[Any] = [None] * len(xs)

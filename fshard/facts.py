@@ -65,6 +65,20 @@ class Known(Protocol):
         """What is known of a tensor."""
 
 
+def join(kinds: Sequence[Type], like: Tensor | None = None) -> Type:
+    """The type of what depends on these."""
+    typed = [t for t in kinds if t.varies or t.fixed]
+    varies = NONE.union(*(t.varies for t in typed))
+    fixed = NONE.union(*(t.fixed for t in typed)) - varies
+    smooth = any(t.smooth for t in typed) and (like is None or floating(like))
+    return Type(varies, fixed, smooth, any(t.drawn for t in typed))
+
+
+def floating(x: Tensor) -> bool:
+    """Whether a tensor is of a dtype that has gradients."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def base(x: Tensor) -> Tensor:
     """The plain tensor inside the wrappers of torch.func."""
     while is_functorch_wrapped_tensor(x):
@@ -79,4 +93,4 @@ def typed(o: Operand, shape: Sequence[int] | None = None) -> str:
     return f"{describe(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(parts)}}}"
 
 
-__all__ = ["FREE", "NONE", "Fact", "Known", "Meeting", "Operand", "Type", "base", "typed"]
+__all__ = ["FREE", "NONE", "Fact", "Known", "Meeting", "Operand", "Type", "base", "floating", "join", "typed"]

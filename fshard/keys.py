@@ -85,7 +85,7 @@ def plain(x: Tensor) -> Tensor | None:
 
     Under a gradient every tensor comes wrapped; integers have none, so the wrapping is taken off.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     while is_gradtrackingtensor(x):
         x = get_unwrapped(x)

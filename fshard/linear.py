@@ -35,6 +35,7 @@ class Map:
     origin: Site | None = field(default=None, compare=False, kw_only=True)  # of a transpose: who called the other
     takes: ClassVar[str] = "V"
     gives: ClassVar[str] = "V"
+    moves: ClassVar[bool] = True
     verb: ClassVar[str]  # how it is called
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -87,6 +88,7 @@ class Sum(Map):
 class Vary(Map):
     divisor: int = 1
     takes = "I"
+    moves = False
     verb = "pvary"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -164,6 +166,7 @@ class Scatter(_Laid):
 @dataclass(frozen=True)
 class Slice(_Laid):
     takes = "I"
+    moves = False
     verb = "pslice"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -231,7 +234,7 @@ class Permute(Map):
 
 def apply(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Apply a map to tensors of one dtype, differentiably in every mode of torch.func."""
-    compiling = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_dynamo_compiling()
     if compiling:
         # Dynamo takes the arguments of a torch.func.grad for constants, and would silently drop the backward of a
         # Function that is applied to them; a view of them it takes for what it is.
@@ -301,20 +304,23 @@ def _make_function(arity: int, compiling: bool) -> Any:
 
 
 def run(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The map itself, its types checked where the call is, and its line known to a record of transfers."""
+    """The map itself, its line known to a record of transfers; where the call is checked, checked.
+
+    On an abstract mesh it runs on shapes alone. On processes the ranks of a checked call agree on it first.
+    """
     with transposing(m.origin) if m.origin else contextlib.nullcontext():
         found, act = checker(), m.run
         if isinstance(m.comm, AbstractComm):
             act = functools.partial(dry, m.run)
         elif isinstance(m.comm, ProcessComm) and found is not None:
-            act = functools.partial(_agreed, m)
+            act = functools.partial(_agreed, m, m.comm)
         return tuple(act(xs)) if found is None else found.collective(m, xs, act)
 
 
-def _agreed(m: Map, xs: Sequence[Tensor]) -> list[Tensor]:
+def _agreed(m: Map, comm: ProcessComm, xs: Sequence[Tensor]) -> list[Tensor]:
     """The map, once the ranks have told each other that all of them are about to apply it."""
-    if not isinstance(m, (Vary, Slice)):  # which move nothing
-        m.comm.agree(f"{m.verb} over {', '.join(m.axes)} of {xs[0].dtype} {m.extent(xs)}", m.axes, xs[0].device)  # type: ignore[attr-defined]
+    if m.moves:
+        comm.agree(f"{m.verb} over {', '.join(m.axes)} of {xs[0].dtype} {m.extent(xs)}", m.axes, xs[0].device)
     return m.run(xs)
 
 

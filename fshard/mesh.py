@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .abstract import AbstractComm
-from .comm import Comm, ProcessComm, refuse_nesting
+from .comm import Comm, ProcessComm, Transfer, refuse_nesting
 from .errors import fail
 from .simulated import simulate
 
@@ -69,6 +69,18 @@ class Mesh:
             if self._pool is None:
                 self._pool = _one_compute_thread_each(self.size)
             return simulate(self.axes, self._pool, f)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What would have moved on an abstract mesh, since it was made."""
+        return self._comm.transfers if isinstance(self._comm, AbstractComm) else []
+
+    def told(self, mine: Any) -> list[Any]:
+        """What each process of the mesh says, by rank; alone, or with ranks that are threads, just this."""
+        everyone = [mine] * (self.size if self.kind == "process" else 1)
+        if len(everyone) > 1:
+            dist.all_gather_object(everyone, mine)
+        return everyone
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and _identity(self) == _identity(other)

@@ -41,7 +41,7 @@ def global_norm(x: Any, specs: Any) -> Tensor:
 
 def _sum_of_squares(xs: list[Tensor]) -> Tensor:
     wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
-    if xs[0].is_cuda and not torch.compiler.is_compiling():
+    if xs[0].is_cuda and not torch.compiler.is_dynamo_compiling():
         return torch.stack(torch._foreach_norm(xs, 2, wide)).square().sum()
     # The CPU's norm adds one by one, 1e-5 off after a few million elements; its sum adds by halves.
     return torch.stack([x.to(wide).square().sum() for x in xs]).sum()

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import init as _init
 from . import tree
 from .collectives import pvary
-from .comm import in_region, region, storage_of
+from .comm import in_region, memory_of, region
 from .deferred import Deferred
 from .errors import fail, raise_all
 from .norm import global_norm
@@ -182,7 +182,7 @@ def _optimizer(
 
 def _has_kernel(x: Tensor) -> bool:
     """Whether torch has a fused step for this leaf, which neither a compiler nor torch.func can look into."""
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch.compiler.is_dynamo_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     # On the CPU, up to torch 2.13, the one of SGD skips most of a half precision leaf: pytorch issue 191763.
     return x.device.type == "cuda" or (x.device.type == "cpu" and x.dtype.itemsize >= 4)
@@ -200,7 +200,7 @@ def _own(columns: Columns) -> Columns:
 
     def own(x: Tensor, read_only: bool) -> Tensor:
         x = x.detach()
-        ours = bool(donated) and storage_of(x) in donated
+        ours = bool(donated) and memory_of(x) in donated
         # A gradient that lies in a donated leaf is copied: that leaf may be overwritten before this is read.
         copy = ours if read_only else not ours or not x.is_contiguous()
         return x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()

@@ -101,7 +101,7 @@ def _words(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Disagreement:
     """A leaf that is not the same along an axis; `held` is what each of its ranks holds, at one place `at` it."""
 
     leaf: int
@@ -110,7 +110,7 @@ class Difference:
     held: list[tuple[int, int, int]]  # digest, and the value of a 0-d leaf, by position along the axis
 
 
-def differing(comm: Comm, leaves: Sequence[Tensor], specs: Sequence[P], device: torch.device) -> list[Difference]:
+def differing(comm: Comm, leaves: Sequence[Tensor], specs: Sequence[P], device: torch.device) -> list[Disagreement]:
     """Where leaves differ along an axis that their specs do not name; the same on every rank.
 
     Costs one all_gather of 24 bytes for each leaf that is replicated over anything. Every rank must give the same
@@ -132,7 +132,7 @@ def differing(comm: Comm, leaves: Sequence[Tensor], specs: Sequence[P], device: 
             place = wrong[..., j].nonzero()[0].tolist()
             at = dict(zip([a for a in live if a != axis], place, strict=True))
             line = grid[(*place[:d], slice(None), *place[d:], j)]
-            found.append(Difference(some[j], axis, at, [tuple(row) for row in line.tolist()]))
+            found.append(Disagreement(some[j], axis, at, [tuple(row) for row in line.tolist()]))
     return sorted(found, key=lambda f: f.leaf)
 
 
@@ -174,7 +174,7 @@ def check_replicas(name: str, out: Any, specs: Any) -> None:
                mesh=", ".join(f"{a}={n}" for a, n in where.sizes.items()))  # fmt: skip
 
 
-def _told(found: Difference, x: Tensor) -> str:
+def _told(found: Disagreement, x: Tensor) -> str:
     """`data=0,2: 1.5    data=1,3: 2.5    (at model=0)`."""
     groups: dict[tuple[int, int, int], list[str]] = {}
     for i, words in enumerate(found.held):
@@ -208,4 +208,4 @@ def _listed(items: Sequence[str], most: int, gap: str = ", ") -> str:
     return gap.join(items) if rest <= 0 else f"{gap.join(items[:most])}{gap.rstrip()} and {rest} more"
 
 
-__all__ = ["Difference", "check_replicas", "differing", "digest"]
+__all__ = ["Disagreement", "check_replicas", "differing", "digest"]

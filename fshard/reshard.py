@@ -13,7 +13,7 @@ from torch import Tensor
 from . import tree
 from .errors import fail
 from .mesh import Mesh
-from .sharded import Sharded, place_all
+from .sharded import Sharded, described, place_all
 from .spec import Box, P, box_shape, ends, local_box, same
 
 
@@ -93,12 +93,14 @@ def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
                        fix="fs.device_put places tensors, fs.materialize described leaves")  # fmt: skip
         target = mesh or leaf.mesh
         if target.kind != leaf.mesh.kind:
-            raise fail(f"reshard: from a {leaf.mesh.kind} mesh to a {target.kind} one",
+            raise fail(f"reshard: from {leaf.mesh!r} to {target!r}, a mesh of another kind",
                        fix="fs.device_put(fs.device_get(tree), specs, mesh)")  # fmt: skip
     return place_all("reshard", tree_, specs, mesh, (Sharded,), move)
 
 
 def _move(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
+    if mesh.kind == "abstract":
+        return described(x.shape, x.dtype, spec, mesh)
     if mesh == x.mesh and same(spec, x.spec, x.ndim):
         return Sharded(x.shape, spec, mesh, [s.clone() for s in x.shards])
     return _exchange(x, spec, mesh) if mesh.kind == "process" else _copy(x, spec, mesh)

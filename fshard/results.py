@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import tree
-from .comm import storage_of
+from .comm import memory_of
 from .errors import ShardingError, fail, raise_all
 from .mesh import Mesh
 from .sharded import Sharded
@@ -27,8 +26,7 @@ def agree(name: str, mesh: Mesh, known: dict[Any, list[Kinds]], signature: Any, 
     leaves, treedef = tree.flatten(out)
     mine = str(treedef), [_kind(x) for x in leaves]
     if signature not in known:
-        everyone: list[Any] = [None] * mesh.size
-        dist.all_gather_object(everyone, mine)
+        everyone = mesh.told(mine)
         for rank, other in enumerate(everyone):
             if _alike(other) != _alike(everyone[0]):
                 raise fail(f"{name}: rank {rank} returned something else than rank 0",
@@ -93,7 +91,7 @@ def _kept(x: Tensor, taken: set[int], mesh: Mesh) -> Tensor:
     """A result, copied where it shares storage with an argument that was not donated, or with another result."""
     if mesh.kind == "abstract":
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    at = storage_of(x)
+    at = memory_of(x)
     if at in taken:
         return x.clone()
     taken.add(at)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from . import tree
-from .comm import Comm, Region, bind, storage_of
+from . import source, tree
+from .comm import Comm, Region, bind, memory_of
+from .copies import apart
 from .deferred import Deferred
+from .differences import Allowed
 from .errors import ShardingError, fail, raise_all
 from .linear import prepare
 from .mesh import Mesh, make_mesh
@@ -100,16 +105,17 @@ class ShardMapped:
         self.mesh = mesh
         self._name = getattr(f, "__name__", type(f).__name__)
         self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
-        self._check, self._compile, self._donate = check, compile and mesh.kind != "abstract", donate
-        self._body = torch.compile(f, fullgraph=True) if self._compile else f
+        self._check, self._compile, self._donate = check, compile, donate
+        self._compiled = compile and mesh.kind != "abstract"
+        self._body = torch.compile(f, fullgraph=True) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: dict[Any, _Plan] = {}
         self._kinds: dict[Any, list[Kinds]] = {}  # signature -> what every rank returned
 
-    def on(self, mesh: Mesh, *, check: Check | None = None) -> ShardMapped:
-        """The same function on another mesh; with `check`, checked in another way."""
-        check = check or self._check
-        return ShardMapped(self._f, mesh, self._in_specs, self._out_specs, check, self._compile, self._donate)
+    def on(self, mesh: Mesh, *, check: Check | None = None, compile: bool | None = None) -> ShardMapped:
+        """The same function on another mesh; checked, or compiled, as before if not said."""
+        check, compile = check or self._check, self._compile if compile is None else compile
+        return ShardMapped(self._f, mesh, self._in_specs, self._out_specs, check, compile, self._donate)
 
     def __repr__(self) -> str:
         return f"shard_map({self._name}, {self.mesh!r})"
@@ -119,15 +125,17 @@ class ShardMapped:
         signature = (treedef, *[_signature(leaf) for leaf in leaves])
         plan = self._plans.get(signature)
         if plan is None:
-            if self._compile:
+            if self._compiled:
                 prepare(max(256, 2 * len(leaves)))
             self._plans[signature] = plan = self._plan(args, leaves)
         given = [leaf.shards if isinstance(leaf, Sharded) else None for leaf in leaves]
         checked = bool(self._live) and (self._check == "always" or (self._check != "never" and not plan.checked))
-        if checked and self._compile:
+        if checked and self._compiled:
             dry_run(self, args)  # below the compiler no mode sees anything
             plan.checked, checked = True, False
         donated = self._donated(args) if self._donate else []
+        given_away = {id(leaf) for i in self._donate for leaf in tree.leaves(args[i])
+                      if isinstance(leaf, (Sharded, Deferred))}  # fmt: skip
 
         def rank_main(comm: Comm, rank: int) -> tuple[Any, list[Kinds] | None, set[int], Any]:
             at = rank if self.mesh.kind == "simulated" else 0
@@ -135,7 +143,7 @@ class ShardMapped:
                 _local(leaf, None if shards is None else shards[at], box, self.mesh)
                 for leaf, shards, box in zip(leaves, given, plan.boxes[at], strict=True)
             ]
-            storages = frozenset(storage_of(x.shards[at]) for x in donated)
+            storages = frozenset(memory_of(x) for x, leaf in zip(local, leaves, strict=True) if id(leaf) in given_away)
             watch = Checker(self._live, self.mesh.axes) if checked else None
             here = Region(comm, rank, self.mesh.device, plan.uneven, storages, watch)
             # Backward runs on this thread, where the region is, and not on a device's own.
@@ -151,19 +159,21 @@ class ShardMapped:
                 everyone = agree(self._name, self.mesh, self._kinds, signature, out)
                 if watch is not None and self.mesh.kind == "process":
                     same_numbers(self.mesh, [watch])
-                if self._check == "values" and self._live:
+                if self._check == "values" and self._live and self.mesh.kind != "abstract":
                     check_replicas(self._name, out, self._out_specs)
-                taken = {storage_of(x) for x in local if isinstance(x, Tensor)} - storages
+                taken = {memory_of(x) for x in local if isinstance(x, Tensor)} - storages
                 return out, everyone, taken, watch
 
         try:
-            results = self.mesh.run(rank_main)
+            with _eager() if checked else contextlib.nullcontext(), _valueless(self.mesh):
+                results = self.mesh.run(rank_main)
         finally:
             for x in donated:
                 x.give_away(self._name)
         joined = collect(self._name, self.mesh, self._out_specs, [row[:3] for row in results])
         if checked and self.mesh.kind == "simulated":
             same_numbers(self.mesh, [watch for *_, watch in results])
+            raise_all(apart(self._name, joined, Allowed(None, None, False)))
         plan.checked = True
         return joined
 
@@ -210,6 +220,10 @@ class ShardMapped:
             if leaf.requires_grad and torch.is_grad_enabled():
                 return [fail(f"{where}: requires grad, and no gradient flows out of shard_map",
                              fix="differentiate inside, with fs.value_and_grad, or pass x.detach()")]  # fmt: skip
+            if leaf.is_meta and self.mesh.kind != "abstract":
+                return [fail(f"{where}: is on the meta device, and has no values", fix="fs.check(f, ...) needs none")]
+            if leaf.layout != torch.strided:
+                return [fail(f"{where}: is not strided", fix="x.to_dense()", layout=leaf.layout)]
             if is_functorch_wrapped_tensor(leaf):
                 return [fail(f"{where}: is inside a torch.func transform, which cannot see into shard_map",
                              fix="transform inside")]  # fmt: skip
@@ -236,11 +250,32 @@ class ShardMapped:
         return list(found.values())
 
 
-def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> Any:
-    """Check a call on an abstract mesh of the same axes, with no data: the described result."""
+def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> tuple[Any, Mesh]:
+    """Check a call on an abstract mesh of the same axes, with no data: the described result, and that mesh."""
     mesh = make_mesh(kind="abstract", device=f.mesh.device, **f.mesh.axes)
     placed = lambda x: described(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x  # noqa: E731
-    return f.on(mesh, check="always")(*tree.map(placed, args))
+    return f.on(mesh, check="always")(*tree.map(placed, args)), mesh
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Let what a program compiles by itself run as it is written, so that it can be seen."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _valueless(mesh: Mesh) -> Iterator[None]:
+    """On an abstract mesh, say at which line a program needs the value of a tensor."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        if mesh.kind != "abstract":
+            raise
+        frames = [f for f, _ in traceback.walk_tb(e.__traceback__)]
+        frame = next((f for f in reversed(frames) if source.user_frame(f) is f), None)
+        where = f"{source.site(frame)}: " if frame is not None else ""
+        raise fail(f"{where}there is no data on an abstract mesh, and this needs the value of a tensor: {e}",
+                   fix="keep it a tensor (torch.where, indexing by tensors); or check with data, by "
+                       'fs.shard_map(..., check="always")') from e  # fmt: skip
 
 
 class _Plan:
@@ -269,7 +304,9 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         tracked = leaf.requires_grad and torch.is_grad_enabled()
         return tuple(leaf.shape), leaf.dtype, tracked, is_functorch_wrapped_tensor(leaf)
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Deferred) else type(leaf)
+    if isinstance(leaf, Deferred):
+        return leaf.shape, leaf.dtype
+    return (type(leaf), leaf) if isinstance(leaf, (bool, str)) else type(leaf)  # what programs branch on
 
 
 def _local(leaf: Any, shard: Tensor | None, box: Any, mesh: Mesh) -> Any:

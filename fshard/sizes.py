@@ -15,6 +15,7 @@ from .spec import lengths
 
 
 def dim_of(verb: str, x: Tensor, dim: int) -> int:
+    """The dim counted from the front. Raises ShardingError, naming `verb`, if the tensor has no such dim."""
     if not -x.ndim <= dim < x.ndim:
         raise fail(f"{verb}: a {x.ndim}-d tensor has no dim {dim}", shape=list(x.shape))
     return dim % x.ndim
@@ -48,7 +49,7 @@ def gather_layout(
 
 
 def _ask(verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], device: torch.device) -> list[int]:
-    if torch.compiler.is_compiling() or isinstance(comm, AbstractComm):
+    if torch.compiler.is_dynamo_compiling() or isinstance(comm, AbstractComm):
         kind = "an abstract mesh" if isinstance(comm, AbstractComm) else "a compiled program"
         raise fail(f"{verb}: sizes that the axis does not divide must be known to {kind}",
                    fix="pass size= (for unshard: shapes=)")  # fmt: skip

@@ -55,7 +55,7 @@ class _Verdicts(dict[str, bool]):
 _verdicts = _Verdicts()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Site:
     """One place in a program: an instruction of a code object. Its `str` is `train.py:14 in loss_fn`."""
 
@@ -83,6 +83,9 @@ class Site:
         """The function's name; that of the function around a comprehension."""
         parts = [p for p in self.code.co_qualname.split(".") if p == "<lambda>" or not p.startswith("<")]
         return parts[-1] if parts else "<module>"
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         name = self.file if self.file.startswith("<") else os.path.basename(self.file)

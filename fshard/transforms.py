@@ -44,7 +44,7 @@ def value_and_grad(
         leaves, treedef = tree.flatten(chosen)
         _check_differentiable(name, numbers, args)
 
-        checks = None if torch.compiler.is_compiling() else checker()
+        checks = None if torch.compiler.is_dynamo_compiling() else checker()
         kept: list[Any] = []  # the aux tree, its tensors replaced by None: torch.func lets only tensors out
 
         def of_leaves(*flat: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -188,7 +188,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # dynamo cannot look into closures
+        if not torch.compiler.is_dynamo_compiling():  # dynamo cannot look into closures
             _check_captured(f)
         leaves, treedef = tree.flatten((args, kwargs))
         where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -200,14 +200,14 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
                 full[i] = x
             a, k = tree.unflatten(treedef, full)
             out = f(*a, **k)
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 return _plain(f, out)  # dynamo lets nothing but tensors out of here
             out_leaves, out_def = tree.flatten(out)
             seen[:] = [out_def, [None if isinstance(x, Tensor) else x for x in out_leaves]]
             return tuple(x for x in out_leaves if isinstance(x, Tensor))
 
         xs = [leaves[i] for i in where]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             xs = [x.view_as(x) for x in xs]  # see linear.apply
             got = _RematCompiled.apply(_Body(of_tensors), *xs)  # type: ignore[no-untyped-call]
             return got[0] if len(got) == 1 else got

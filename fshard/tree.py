@@ -31,7 +31,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     >>> flatten({"b": [1, 2], "a": 0})[0]
     [0, 1, 2]
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return optree.tree_flatten(tree)
     out: list[Any] = []
     return out, _flatten_traced(tree, out)
@@ -39,7 +39,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
     """The tree of that structure with these leaves."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return optree.tree_unflatten(treedef, leaves)
     return _unflatten_traced(treedef, iter(leaves))
 
@@ -55,7 +55,7 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
     {'x': 3}
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return optree.tree_map(f, tree, *rest)
     first, treedef = flatten(tree)
     columns = [first, *(flatten(other)[0] for other in rest)]
@@ -189,7 +189,7 @@ def _children(tree: Any) -> dict[Any, Any] | None:
         return dict(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (list, tuple)):
         return dict(enumerate(tree))
-    if torch.compiler.is_compiling() or optree.tree_is_leaf(tree):
+    if torch.compiler.is_dynamo_compiling() or optree.tree_is_leaf(tree):
         return None
     children, _, entries, _ = optree.tree_flatten_one_level(tree)
     return dict(zip(entries, children, strict=True))

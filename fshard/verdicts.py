@@ -88,7 +88,7 @@ def number_differs(
 ) -> ShardingError:
     """A Python number that is not the same on every rank went into a value that is."""
     if op in ("pvary", "pslice"):
-        rows = [(where, f"{list(given[:-1])} from element {given[-1]}") for where, given in numbers]
+        rows = [(where, f"from element {given[0]}") for where, given in numbers]
         return error(site, f"{op} of another part, on each rank of {axis!r}, of what is one value", rows,
                      "types cannot see a Python number: what a rank picked by one still counts as the same on all",
                      fix=f'fs.pslice(x, "{axis}") takes the part of each rank')  # fmt: skip

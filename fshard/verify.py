@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import tree
+from .copies import apart
 from .differences import Allowed, Difference, compare, largest, listed, sizes_of, tell, wide
-from .errors import ShardingError, fail
+from .errors import ShardingError, fail, raise_all
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
@@ -60,21 +59,24 @@ def verify(
     """
     if not isinstance(f, ShardMapped):
         raise fail(f"verify: {f!r} is a {type(f).__name__}", fix="verify what fs.shard_map gives")
+    if f.mesh.kind == "abstract":
+        raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
+                   fix="fs.check it; or verify it on a simulated mesh")  # fmt: skip
     axes, allowed = f.mesh.axes, Allowed(rtol, atol, bitwise)
     collapsed = [{**axes, a: 1} for a, n in axes.items() if n > 1]
     if len(collapsed) > 1:
         collapsed.append(dict.fromkeys(axes, 1))
     whole = device_get(args)
     placed = f(*_placed(args, whole, f.mesh))
-    split = _split(f, placed, allowed)
+    split = apart(f"verify: {f._name}", placed, allowed)
     got = device_get(placed)
     names = [*(tree.show("result", path) for path, _ in tree.leaves_with_path(got)), "the tree of results"]
-    plain, one = copy.copy(f), f
-    plain._compile = False  # simulated ranks cannot be compiled
+    one = f
     found: list[Difference] = []
     worst = 0.0
     for sizes in collapsed:
-        one = plain.on(make_mesh(kind="simulated", device=f.mesh.device, **sizes), check="never")  # f was checked
+        # Simulated ranks cannot be compiled, and the program was checked on its own mesh.
+        one = f.on(make_mesh(kind="simulated", device=f.mesh.device, **sizes), check="never", compile=False)
         try:
             want = _run(one, args, whole)
         except Exception as e:
@@ -83,7 +85,7 @@ def verify(
         more, error = compare(got, want, tuple(a for a in axes if sizes[a] != axes[a]), allowed)
         found, worst = found + more, max(worst, error)
     noise: list[str] = []
-    if any(_everyone(f.mesh, bool(found))):
+    if any(f.mesh.told(bool(found))):
         again, moved = _measure(f, one, args, whole, atol is None and not bitwise)
         real = [d for d in found if d.beyond(allowed, moved[d.leaf])]
         unsteady = [names[i] for i in sorted({d.leaf for d in found if d.unsteady(again[d.leaf], allowed)})]
@@ -92,35 +94,15 @@ def verify(
         if unsteady:
             text = str(fail(f"verify: {listed(unsteady)} of {f._name}: another run on the same mesh gives another "
                             "answer", fix="draw with fs.random and a key, not with torch's own generator"))  # fmt: skip
-        if told := next(filter(None, _everyone(f.mesh, text)), ""):
+        if told := next(filter(None, f.mesh.told(text)), ""):
             raise ShardingError(told)
-    if split:
-        raise ShardingError("\n".join(split))
+    raise_all(split)
     return Verified(tuple(map(sizes_of, [axes, *collapsed])), len(names) - 1, worst, tuple(noise))
 
 
 def _run(f: ShardMapped, args: tuple[Any, ...], whole: tuple[Any, ...]) -> Any:
     """The results of `f`, as full tensors."""
     return device_get(f(*_placed(args, whole, f.mesh)))
-
-
-def _split(f: ShardMapped, results: Any, allowed: Allowed) -> list[str]:
-    """What is wrong where ranks hold different values of what their spec says is one; of simulated ranks, that is."""
-    texts = []
-    for path, x in tree.leaves_with_path(results) if f.mesh.kind == "simulated" else ():
-        for axis, n in f.mesh.axes.items():
-            if not isinstance(x, Sharded) or n == 1 or axis in x.spec.axes:
-                continue
-            first = {tuple(f.mesh.coords(r).items()): s for r, s in zip(f.mesh.ranks, x.shards, strict=True)}
-            pairs = [(s, first[tuple({**dict(at), axis: 0}.items())]) for at, s in first.items()]
-            off = [(s, s0) for s, s0 in pairs if bool((allowed.off(s, s0) & ~(s.isnan() & s0.isnan())).any())]
-            if off:
-                error = max(largest(wide(s) - wide(s0)) for s, s0 in off)
-                texts.append(str(fail(
-                    f"verify: {tree.show('result', path)} of {f._name} is not one value: ranks of {axis!r} hold "
-                    "different ones", f"they differ by up to {error:.2g}", spec=x.spec,
-                    fix=f"psum or pmean it over {axis!r}, or name {axis!r} in its out spec")))  # fmt: skip
-    return texts
 
 
 def _placed(args: tuple[Any, ...], whole: tuple[Any, ...], mesh: Mesh) -> Any:
@@ -133,14 +115,6 @@ def _placed(args: tuple[Any, ...], whole: tuple[Any, ...], mesh: Mesh) -> Any:
         return made.get(id(x), x)
 
     return tree.map(place, args, whole)
-
-
-def _everyone(mesh: Mesh, mine: Any) -> list[Any]:
-    """What each process has, on every one of them: so that all go one way."""
-    everyone = [mine] * (mesh.size if mesh.kind == "process" else 1)
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _measure(f: ShardMapped, one: ShardMapped, args: Any, whole: Any, nudge: bool) -> tuple[list[Any], list[float]]:

@@ -23,18 +23,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import blame, comm, source, verdicts
+from . import blame, source, verdicts
 from .errors import ShardingError
-from .facts import FREE, NONE, Fact, Meeting, Operand, Type, base
+from .facts import NONE, Fact, Meeting, Operand, Type, base, floating, join
+from .ledger import Ledger
 from .mesh import Mesh
-from .operations import Operation, operation
+from .operations import Operation, opaque, operation
 from .spec import P
 
 _DEVICE = torch.ops.prim.device.default
@@ -43,11 +42,12 @@ _DEVICE = torch.ops.prim.device.default
 class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The types of one rank's tensors during one call. `axes` are those of more than one rank."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, axes: Sequence[str], sizes: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.axes, self.sizes = frozenset(axes), sizes
-        self._facts: Any = WeakTensorKeyDictionary()
-        self._written: dict[int, tuple[StorageWeakRef, Type]] = {}  # what in-place writes brought to whole storages
+        self._ledger = Ledger()
         self._roots = 0
         self._off = False
         self.arguments: list[Fact] = []
@@ -59,31 +59,28 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- types in and out ---
 
     def fact(self, x: Tensor) -> Fact:
-        x = base(x)
-        found: Fact = self._facts.get(x, FREE)
-        if self._written:
-            held = self._written.get(comm.storage_of(x))
-            if held is not None and not held[0].expired():  # type: ignore[no-untyped-call]
-                found = found._replace(type=_join([found.type, held[1]], x))
-        return found
+        """What is known of a tensor."""
+        return self._ledger.fact(x)
 
     def give(
-        self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: source.Site | None = None
-    ) -> None:
-        """Type a tensor that is no view of another."""
+        self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: source.Site | None = None,
+        alias: bool = False,
+    ) -> None:  # fmt: skip
+        """Type a tensor that no operation made; as an `alias` it shares memory with one of another type."""
         x, self._roots = base(x), self._roots + 1
         site = None if name else site or source.site()
-        self._facts[x] = Fact(type, self._roots, name, op, site, int(x.storage_offset()))
+        fact = Fact(type, self._roots, name, op, site, int(x.storage_offset()))
+        self._ledger.set(x, fact, alias=alias)
 
     def argument(self, x: Tensor, varies: frozenset[str], name: str) -> None:
         """Type an argument of the region, which its spec says to vary over these axes."""
-        self.give(x, Type(varies & self.axes, self.axes - varies, _floating(x)), name=name)
-        self.arguments.append(self._facts[x])
+        self.give(x, Type(varies & self.axes, self.axes - varies, floating(x)), name=name)
+        self.arguments.append(self.fact(x))
 
     def made(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
         """Type an integer made outside torch's sight, from these tensors or of this rank's place on these axes."""
         known = [self.fact(t).type for t in of if isinstance(t, Tensor)]
-        self.give(x, _join([Type(frozenset(varies) & self.axes), *known], x), op=op)
+        self.give(x, join([Type(frozenset(varies) & self.axes), *known], x), op=op)
 
     def draw(self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str]) -> None:
         """Type a random draw: it varies over the axes of its spec, and over those of its key."""
@@ -93,7 +90,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def constant(self, x: Tensor) -> None:
         """Let a tensor that is no longer differentiated go with everything."""
         known = self.fact(x)
-        self._facts[base(x)] = known._replace(type=Type(known.type.varies))
+        self._ledger.set(base(x), known._replace(type=Type(known.type.varies)), alias=True)
 
     def alike(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """The positions of tensors of one type, together."""
@@ -122,7 +119,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if wrong:
                 raise blame.taken(self, m, Operand(x, fact), sorted(wrong))
             if m.takes == "I" and fact.type.smooth:  # not another piece of it on each rank, picked by a Python number
-                self._keep(m.verb, (*x.shape, x.storage_offset() - fact.start), fact.type.fixed)
+                self._keep(m.verb, (x.storage_offset() - fact.start,), fact.type.fixed)
         with self.resting():
             out = tuple(run(xs))
         for y, fact in zip(out, facts, strict=True):
@@ -130,7 +127,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             varies = t.varies | axes if m.gives == "V" else t.varies - axes
             fixed = t.fixed - axes if m.gives == "V" else t.fixed | axes
             made = m.verb if m.origin is None else f"{m.verb}, the transpose of the {m.transpose.verb} there,"
-            self.give(y, t._replace(varies=varies, fixed=fixed, drawn=False), op=made, site=m.origin)
+            self.give(y, t._replace(varies=varies, fixed=fixed, drawn=False), op=made, site=m.origin, alias=not m.moves)
         return out
 
     # --- operations ---
@@ -141,6 +138,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         if self._off or func.namespace == "prim":
             return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):  # torch.cond, flex_attention: typed as a whole
+            return self._whole(func, args, kwargs)
         op = operation(func)
         if op.rows:
             return self._rows(op, args, kwargs)
@@ -151,10 +150,19 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = self._meet(op, operands)
         before = [(x, self.fact(x).type) for x in op.written(args, kwargs)]
         out = func(*args, **kwargs)
-        self._note_numbers(op, kind, args, kwargs)
+        self._note_numbers(op, join([kind, *(old for _, old in before)]), args, kwargs)
         for x, old in before:
-            self._write(op, x, old, kind)
+            self._ledger.write(x, old, kind, over=op.overwrites)
         self._give(op, kind, operands, out, {id(x) for x, _ in before})
+        return out
+
+    def _whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        op = opaque(func)
+        operands = [Operand(x, self.fact(x)) for x in op.read(args, kwargs)]
+        kind = self._meet(op, operands)
+        with self.resting():
+            out = func(*args, **kwargs)
+        self._give(op, kind, operands, out, set())
         return out
 
     def _meet(self, op: Operation, operands: Sequence[Operand]) -> Type:
@@ -167,50 +175,43 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moving = [o for o in operands if axis in o.fact.type.varies]
             if not still:
                 continue
-            strict = [o for o in moving if _floating(o.tensor) or _matters(op, o)]
+            strict = [o for o in moving if floating(o.tensor) or _matters(op, o)]
             if strict:
                 raise blame.mixed(self, op.words, axis, still[0], strict[0], operands)
             self.met.append(Meeting(axis, op.words, source.site(), still[0].fact, moving[0].fact))
-        return _join(kinds)
+        return join(kinds)
 
     def _give(self, op: Operation, kind: Type, operands: Sequence[Operand], out: Any, written: set[int]) -> None:
         if isinstance(out, Tensor):
             if id(out) in written:
                 return
-            t = kind if _floating(out) or kind.drawn else kind._replace(smooth=False)
+            smooth = kind.smooth and floating(out)
+            # A draw is one until it is in what has a gradient; an integer made of it is a number like others.
+            drawn = kind.drawn and not smooth and (floating(out) or out.dtype == torch.bool)
+            t = kind._replace(smooth=smooth, drawn=drawn)
             first = operands[0].fact if operands and op.view else None
             if first is not None:
-                self._facts[out] = first._replace(type=t)
+                if op.copies:
+                    first = first._replace(start=int(out.storage_offset()))
+                self._ledger.set(out, first._replace(type=t), alias=True)
             else:
                 self._roots += 1
-                self._facts[out] = Fact(t, self._roots, None, op.words, source.site(), int(out.storage_offset()))
+                self._ledger.set(out, Fact(t, self._roots, None, op.words, source.site(), int(out.storage_offset())))
         elif isinstance(out, (list, tuple)):
             for x in out:
                 self._give(op, kind, operands, x, written)
-
-    def _write(self, op: Operation, x: Tensor, old: Type, new: Type) -> None:
-        """An in-place operation: the tensor and all that share its storage are what was written."""
-        storage = x.untyped_storage()
-        whole = op.overwrites and x.numel() * x.element_size() == storage.nbytes()
-        kind = new if whole else _join([old, new], x)
-        self._facts[x] = self.fact(x)._replace(type=kind)
-        if whole:
-            self._written.pop(storage._cdata, None)
-        if kind != old:
-            _, held = self._written.get(storage._cdata, (None, Type()))
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._written[storage._cdata] = reference, _join([held, kind], x)
 
     def _rows(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on lists: each tensor meets only those at its place in the other lists."""
         kinds = []
         for row in op.rows_of(args, kwargs):
-            operands = [Operand(x, self.fact(x)) for x in row]
-            kinds.append((row, self._meet(op, operands)))
+            read = row[op.rows_written :] if op.overwrites else row
+            kinds.append((row, self._meet(op, [Operand(x, self.fact(x)) for x in read])))
         out = op.func(*args, **kwargs)
+        self._note_numbers(op, join([kind for _, kind in kinds]), args, kwargs)
         for i, (row, kind) in enumerate(kinds):
             for x in row[: op.rows_written]:
-                self._write(op, x, self.fact(x).type, kind)
+                self._ledger.write(x, self.fact(x).type, kind, over=op.overwrites)
             if isinstance(out, (list, tuple)) and i < len(out):
                 self._give(op, kind, [], out[i], set())
         return out
@@ -218,7 +219,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_numbers(self, op: Operation, kind: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the Python numbers that go into what is invariant: they must be the same on every rank."""
         if kind.fixed and kind.smooth:
-            numbers = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, (bool, int, float)))
+            numbers = op.numbers(args, kwargs)
             if numbers:
                 self._keep(op.words, numbers, kind.fixed)
 
@@ -245,7 +246,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if wrong:
             pair = Operand(base(x), own), Operand(base(grad), found)
             raise verdicts.gradient_varies(self, name, *pair, sorted(wrong))
-        self._facts[base(grad)] = found._replace(type=own.type)
+        self._ledger.set(base(grad), found._replace(type=own.type), alias=True)
 
     def results(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
         """The errors of results, each with its path, that do not fit their specs: one for each line and axes."""
@@ -270,12 +271,10 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
             (op, str(where), where.lasti if where else 0, count): (given, sorted(fixed), str(where))
             for (op, where, count), (given, fixed, _) in everyone[0].items()
         }
-        digests: list[Any] = [None] * mesh.size
-        dist.all_gather_object(digests, hashlib.blake2b(repr(sorted(mine.items())).encode()).hexdigest())
+        digests = mesh.told(hashlib.blake2b(repr(sorted(mine.items())).encode()).hexdigest())
         if len(set(digests)) == 1:
             return
-        everyone = [None] * mesh.size
-        dist.all_gather_object(everyone, mine)
+        everyone = mesh.told(mine)
     coords = [mesh.coords(rank) for rank in range(mesh.size)]
     for axis, n in mesh.axes.items():
         for rank, at in enumerate(coords):
@@ -284,22 +283,10 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
             line = [r for r, c in enumerate(coords) if {**c, axis: 0} == at]
             for place, (given, fixed, where) in everyone[rank].items():
                 others = [everyone[r].get(place, (given,))[0] for r in line]
-                if axis in fixed and any(repr(other) != repr(given) for other in others):
+                often = {sum(p[:-1] == place[:-1] for p in everyone[r]) for r in line}
+                if axis in fixed and len(often) == 1 and any(repr(other) != repr(given) for other in others):
                     told = [(f"{axis}={i}", other) for i, other in enumerate(others)]
                     raise verdicts.number_differs(place[0], where, axis, told)
-
-
-def _join(kinds: Sequence[Type], like: Tensor | None = None) -> Type:
-    """The type of what depends on these."""
-    typed = [t for t in kinds if t.varies or t.fixed]
-    varies = NONE.union(*(t.varies for t in typed))
-    fixed = NONE.union(*(t.fixed for t in typed)) - varies
-    smooth = any(t.smooth for t in typed) and (like is None or _floating(like))
-    return Type(varies, fixed, smooth, bool(typed) and all(t.drawn for t in typed))
-
-
-def _floating(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _matters(op: Operation, o: Operand) -> bool:
@@ -308,7 +295,7 @@ def _matters(op: Operation, o: Operand) -> bool:
     if not t.drawn:
         return t.smooth and not op.compares
     # A drawn integer that is an index, a sampled token, picks from whatever there is.
-    return _floating(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
+    return floating(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
 
 
 __all__ = ["Checker", "same_numbers"]

@@ -88,10 +88,10 @@ def test_what_moves_is_what_moves_on_ranks():
 
 def test_the_report_is_read_by_people():
     assert repr(fs.check(mapped(), init(), fs.init.zeros((8, 16)))) == (
-        "checked on 4 ranks (data=2, model=2): 3 transfers a rank, 4.254 KiB\n"
+        "checked on 4 ranks (data=2, model=2): 3 transfers of each, 4.3 KiB\n"
         "      1  all_reduce     model        forward       256 B\n"
         "      1  all_reduce     data         forward         4 B\n"
-        "      1  all_reduce     data         backward      4 KiB"
+        "      1  all_reduce     data         backward    4.0 KiB"
     )
 
 
@@ -120,7 +120,8 @@ def test_text_of_a_program_that_needs_values():
 
     text = told(mapped(peeks, ins=(P(),), out=P()), torch.ones(3))
     line = inspect.getsourcelines(peeks)[1] + 1
-    assert text.startswith(f"test_check.py:{line} in peeks: check has no data, and this needs the value of a tensor: ")
+    where = f"test_check.py:{line} in peeks"
+    assert text.startswith(f"{where}: there is no data on an abstract mesh, and this needs the value of a tensor: ")
     assert text.endswith('by fs.shard_map(..., check="always")')
 
 
@@ -143,6 +144,59 @@ def test_leaves_of_an_abstract_mesh_have_no_values():
     for look in (lambda: fs.device_get(placed), lambda: fs.device_put(torch.ones(()), P(), mesh).item()):
         with pytest.raises(ShardingError, match="on an abstract mesh, where leaves have no values"):
             look()
+
+
+def test_donated_leaves_are_overwritten_in_a_dry_run_too():
+    """No copies in the plan that the run does not make."""
+    opt = fs.optim.adamw(1e-3)
+    seen = []
+
+    def train(p, state, g):
+        new, state = opt.update(g, state, p)
+        seen.append([new[k].untyped_storage()._cdata == p[k].untyped_storage()._cdata for k in p])
+        return new, state
+
+    params = init()
+    for donate in ((0, 1), ()):
+        f = mapped(train, ins=(SPECS, opt.specs(SPECS), SPECS), out=(SPECS, opt.specs(SPECS)), donate=donate)
+        fs.check(f, params, opt.init(params), params)
+    assert seen == [[True, True], [False, False]]
+
+
+def test_what_a_program_branches_on_makes_another_signature():
+    def f(x, kind):
+        return x.sum() if kind == "bad" else fs.psum(x.sum(), "data")
+
+    step = mapped(f, ins=(P("data"), P()), out=P())
+    step(torch.ones(4), "good")
+    with pytest.raises(ShardingError, match="result varies over 'data'"):
+        step(torch.ones(4), "bad")
+
+
+def test_programs_that_compile_a_part_of_themselves_are_seen_through():
+    inner = torch.compile(lambda x: x * 2, fullgraph=True, backend="eager")
+
+    def f(x):
+        return inner(x).sum()
+
+    with pytest.raises(ShardingError, match="result varies over 'data'"):
+        mapped(f, ins=(P("data"),), out=P())(torch.ones(4))
+
+
+def test_higher_order_operators_are_typed_as_a_whole():
+    def f(x, y):
+        return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a - 1, (y,))
+
+    step = mapped(f, ins=(P("data"), P("data")), out=P("data"))
+    torch.testing.assert_close(fs.device_get(step(torch.ones(4), torch.ones(4))), torch.full((4,), 2.0))
+    with pytest.raises(ShardingError, match="result varies over 'data'"):
+        mapped(f, ins=(P("data"), P("data")), out=P())(torch.ones(4), torch.ones(4))
+
+
+def test_verify_needs_values_too():
+    mesh = fs.make_mesh(kind="abstract", data=2, model=2)
+    with pytest.raises(ShardingError, match="is on an abstract mesh, where nothing has a value"):
+        fs.verify(mapped(mesh=mesh), init(), torch.ones(4, 16))
 
 
 def test_described_leaves_are_for_check_only():

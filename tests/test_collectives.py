@@ -208,7 +208,7 @@ def test_half_precision_sums_round_once():
     [
         (lambda x: fs.psum(x, "b"), "psum: the mesh has no axis 'b'\n  mesh  a=2\n  fix: use one of ['a'], or None"),
         (lambda x: fs.psum(x, ("a", "a")), "psum: an axis is named twice in ('a', 'a')\n  fix: name each axis once"),
-        (lambda x: fs.psum(3.0, "a"), "psum: 3.0 is a float, not a tensor\n  fix: wrap it: torch.tensor(...)"),
+        (lambda x: fs.psum(3.0, "a"), "psum: 3.0 is a float, not a tensor\n  fix: torch.as_tensor(x)"),
         (lambda x: fs.all_gather(x, "a", 2), "all_gather: a 1-d tensor has no dim 2\n  shape  [1]"),
         (lambda x: fs.all_gather(x, "a", to="V"), "all_gather: to='V'\n  fix: to='varying' or to='invariant'"),
         (lambda x: fs.all_gather(x, "a", size=5),

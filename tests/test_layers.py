@@ -19,13 +19,13 @@ MOST_LINES = 350
 # Each file imports only from the ones above it. A new file takes its place here.
 LAYERS = [
     "errors", "source", "repair", "tree", "spec", "facts", "comm", "abstract", "simulated", "mesh",
-    "wording", "blame", "verdicts", "operations", "vma",
+    "wording", "blame", "verdicts", "operations", "ledger", "vma",
     "buffers", "linear", "extreme", "replicas", "sizes", "collectives",
-    "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "results", "shard_map", "check",
-    "differences", "verify",
+    "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "differences", "copies",
+    "results", "shard_map", "verify",
     "transforms", "schedules", "norm", "optim", "softmax", "extent", "loss", "nn", "data",
     "checkpoint.parts", "checkpoint.manifest", "checkpoint.commit", "checkpoint.saving", "checkpoint.loading",
-    "checkpoint", "picture", "display",
+    "checkpoint", "picture", "display", "check",
     "models.gpt2", "models",
     "fshard",
     "recipes", "recipes.pretrain",

@@ -485,3 +485,19 @@ def test_the_law_in_one_step():
         results.append(fs.device_get(f(p, x)))
     for out in results[1:]:
         torch.testing.assert_close(out, results[0])
+
+
+def test_results_that_share_an_arguments_memory_under_another_name_are_copied():
+    one = fs.make_mesh(a=1)
+    f = mapped(lambda x: torch.from_numpy(x.numpy()), mesh=one, ins=P(), out=P())
+    x = fs.device_put(torch.ones(3), P(), one)
+    y = f(x)
+    assert y.shards[0].data_ptr() != x.shards[0].data_ptr()
+
+
+def test_arguments_without_values_or_strides_are_refused():
+    f = mapped(lambda x: x, mesh=TWO, ins=P(), out=P())
+    with pytest.raises(ShardingError, match="is on the meta device, and has no values"):
+        f(torch.ones(3, device="meta"))
+    with pytest.raises(ShardingError, match="is not strided"):
+        f(torch.eye(3).to_sparse())

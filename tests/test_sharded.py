@@ -397,8 +397,10 @@ def test_texts_of_what_cannot_be_moved():
         "  shape  [2]    spec  P('b')    mesh  a=2\n"
         "  fix: use one of ['a']"
     )
-    other = fs.Mesh({"a": 1}, "simulated", torch.device("cpu"))
-    other.kind = "abstract"
+    other = fs.make_mesh(kind="abstract", a=1)
     assert message(fs.reshard, x, P(), other) == (
-        "reshard: from a simulated mesh to a abstract one\n  fix: fs.device_put(fs.device_get(tree), specs, mesh)"
+        "reshard: from Mesh(a=2; simulated, 2 x cpu) to Mesh(a=1; abstract, 1 x cpu), a mesh of another kind\n"
+        "  fix: fs.device_put(fs.device_get(tree), specs, mesh)"
     )
+    moved = fs.reshard(fs.device_put(torch.ones(4), P(), other), P("a"))
+    assert repr(moved) == "f32[4@a]"

@@ -161,7 +161,8 @@ def test_many_leaves_are_told_by_ratio_then_by_size_and_the_rest_named(mesh):
         "    largest error 6.9, of 6.95534 against 13.8384, at [1]\n"
         "    no constant ratio\n"
         "  and 3 more: result['z3'], result['z2'], result['z1']\n"
-        "  usual causes: a nonlinearity or a statistic of one rank's part; a mean of unequal counts; positions, targets or\n"
+        "  usual causes: a nonlinearity or a statistic of one rank's part; a mean of unequal counts; positions, "
+        "targets or\n"
         "  masks counted from 0 on each rank; a pvary or psum that is missing"
     )
 
@@ -330,10 +331,11 @@ def test_replicas_that_differ_are_not_one_value(mesh):
 
     text = told(mapped(mesh, f, (P("data"),), {"x": P("data"), "n": P()}), torch.ones(4))
     assert text == (
-        "verify: result['n'] of f is not one value: ranks of 'model' hold different ones\n"
+        "verify: f: result['n'] is not one value: ranks of 'model' hold different ones\n"
         "  spec  P()\n"
         "  they differ by up to 1\n"
-        "  fix: psum or pmean it over 'model', or name 'model' in its out spec"
+        "  fix: psum or pmean it over 'model', or name 'model' in its out spec; look for a Python number\n"
+        "       or branch of a rank's own, which no type sees"
     )
 
 

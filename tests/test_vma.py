@@ -125,7 +125,34 @@ def test_what_a_view_is_written_with_all_views_are():
         buffer[1].copy_(x[0])
         return row, buffer
 
-    assert types(f, (ROWS, COLUMNS), X, W) == [V_DATA, V_DATA]
+    assert types(f, (ROWS, COLUMNS), X, W) == [(set(), set()), V_DATA]  # row 0 is what it was
+
+
+def test_an_alias_writes_what_it_shares():
+    def f(x, w):
+        v = fs.pvary(w, "data")
+        v.add_(fs.axis_index("data"))
+        return w * 1, torch.nn.Parameter(x) * 2
+
+    assert types(f, (ROWS, COLUMNS), X, W) == [V_BOTH, V_DATA]
+
+
+def test_leaves_of_one_transfer_are_written_apart():
+    def f(x, w):
+        a, b = fs.psum((x.sum(0), 2 * x.sum(0)), "data")
+        a.mul_(fs.axis_index("model") + 1)
+        return a, b
+
+    assert types(f, (ROWS, COLUMNS), X, W) == [({"model"}, {"data"}), V_NONE]
+
+
+def test_statistics_that_batch_norm_writes():
+    def f(x, w):
+        mean, var = torch.zeros(8), torch.ones(8)
+        y = torch.nn.functional.batch_norm(x, mean, var, training=True)
+        return y, mean, var
+
+    assert types(f, (ROWS, COLUMNS), X, W) == [V_DATA] * 3
 
 
 def test_a_fused_step_types_each_place_of_its_lists():
@@ -272,12 +299,49 @@ def test_on_keeps_how_it_is_checked():
         mapped(wrong, (ROWS,), P()).on(other)(X)
 
 
-def test_values_are_compared_where_no_type_sees_them_differ():
-    def f(x):
-        rank = int(fs.axis_index("model"))
-        return {"x": x, "n": torch.tensor(float(rank))}
+NUMBERS = {
+    "a default on one rank": lambda w, r: torch.add(w, w, alpha=r),
+    "a list": lambda w, r: torch.roll(w, [r], [0]),
+    "a foreach": lambda w, r: torch._foreach_mul([w], float(r))[0],
+    "a fill": lambda w, r: w.clone().fill_(float(r)),
+    "a complex one": lambda w, r: (w * complex(r, 0)).real,
+    "a key": lambda w, r: w + fs.random.normal(fs.key(r), w.shape),
+    "a choice of Python's": lambda w, r: w.unbind()[r] * 1,
+    "a branch": lambda w, r: w.sin() if r else w.cos(),
+    "a loop": lambda w, r: w * torch.tensor(float(r)),
+}
 
-    mapped(f, (ROWS,), {"x": ROWS, "n": P()}, check="always")(X)
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_each_rank_makes_no_one_value(name):
+    f = NUMBERS[name]
+    with pytest.raises(ShardingError, match=r"a number that differs between its ranks|is not one value|another part"):
+        mapped(lambda w: f(w, int(fs.axis_index("data"))), (P(),), P())(X)
+
+
+STRICT = {
+    "a scheduled rate": lambda x, s: x * (fs.random.uniform(fs.key(0), x.shape) < 0.9 - 0.001 * s),
+    "a noise schedule": lambda x, s: x + fs.random.normal(fs.key(0), x.shape) * (s > 10),
+    "a drawn integer": lambda x, s: x * fs.random.randint(fs.key(0), x.shape, high=10),
+}
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_a_draw_stays_one_until_it_meets_what_has_a_gradient(name):
+    text = told(STRICT[name], (ROWS, P()), ROWS, X, torch.tensor(3))
+    assert "of a draw that is the same on every rank of 'data' and what varies over it" in text
+
+
+def test_values_are_compared_where_no_type_sees_them_differ():
+    calls = []
+
+    def f(x):
+        calls.append(0)
+        late = int(fs.axis_index("model")) if len(calls) > MESH.size else 0
+        return {"x": x, "n": torch.tensor(float(late))}
+
+    step = mapped(f, (ROWS,), {"x": ROWS, "n": P()})
+    step(X), step(X)  # after the first call nobody looks
     step = mapped(f, (ROWS,), {"x": ROWS, "n": P()}, check="values")
     for _ in range(2):
         with pytest.raises(ShardingError, match=r"result\['n'\] differs between ranks of 'model'"):
