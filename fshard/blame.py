@@ -115,7 +115,9 @@ def _drawn(scene: Scene, axis: str, op: str, still: Operand, moving: Operand) ->
     if draw is still:
         what = f"{op} of a draw that is the same on every rank of {axis!r} and what varies over it"
         why = f"the {n} ranks hold different parts, and would all get the same numbers"
-        fix = f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random.* takes the global shape)"
+        shared = f'{scene.verb("pvary")}({name}, "{axis}")'
+        fix = (f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random.* takes the global shape);\n"
+               f"       or, if all ranks are to share it, {shared}")  # fmt: skip
     else:
         what = f"{op} of a draw that differs between the ranks of {axis!r} and what is invariant over it"
         why = f"the {n} ranks hold one and the same value, and would each make something else of it"
