@@ -116,7 +116,7 @@ def _drawn(scene: Scene, axis: str, op: str, still: Operand, moving: Operand) ->
         what = f"{op} of a draw that is the same on every rank of {axis!r} and what varies over it"
         why = f"the {n} ranks hold different parts, and would all get the same numbers"
         shared = f'{scene.verb("pvary")}({name}, "{axis}")'
-        fix = (f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random.* takes the global shape);\n"
+        fix = (f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random takes the global shape);\n"
                f"       or, if all ranks are to share it, {shared}")  # fmt: skip
     else:
         what = f"{op} of a draw that differs between the ranks of {axis!r} and what is invariant over it"
