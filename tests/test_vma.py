@@ -22,18 +22,17 @@ def mapped(f, ins, out, mesh=MESH, **options):
 
 def types(f, specs, *args):
     """What each result of `f` varies over and is fixed over, as the checker sees it."""
-    seen = []
+    seen = {}
 
     def look(*local):
-        for x in fs.tree.leaves(f(*local)):
-            t = comm.checker().fact(x).type
-            seen.append((set(t.varies), set(t.fixed)))
+        kinds = [comm.checker().fact(x).type for x in fs.tree.leaves(f(*local))]
+        seen[comm.region().rank] = [(set(t.varies), set(t.fixed)) for t in kinds]
         return ()
 
     fs.shard_map(look, mesh=MESH, in_specs=specs, out_specs=P(), check="always")(*args)
-    n = len(seen) // MESH.size
-    assert all(seen[i] == seen[i % n] for i in range(len(seen)))  # the same on every rank
-    return seen[:n]
+    first, *others = seen.values()
+    assert others == [first] * (MESH.size - 1)  # the same on every rank
+    return first
 
 
 def told(f, ins, out, *args, **options):
