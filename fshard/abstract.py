@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .comm import Axes, Transfer, note, size_of, transfer
+from .comm import Axes, Transfer, note, reduction, size_of, transfer
 
 
 class AbstractComm:
@@ -24,7 +24,7 @@ class AbstractComm:
         note(op, x, axes)
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        self._note("all_reduce", x, axes)
+        self._note(reduction(op), x, axes)
         return x.new_empty(x.shape)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:

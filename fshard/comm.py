@@ -153,6 +153,11 @@ def transfer(op: str, x: Tensor, axes: Axes) -> Transfer:
     return Transfer(op, axes, x.dtype, x.numel() * x.element_size(), where, phase)
 
 
+def reduction(op: str) -> str:
+    """What an all_reduce is written down as: the sum by its name alone."""
+    return "all_reduce" if op == "sum" else f"all_reduce {op}"
+
+
 def watched() -> bool:
     """Whether somebody asks where collectives are called: a record or a checker."""
     return _record is not None or checker() is not None
@@ -230,7 +235,7 @@ class ProcessComm:
                        fix="every rank must call the same collectives in the same order, on equal shapes")  # fmt: skip
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        note("all_reduce", x, axes)
+        note(reduction(op), x, axes)
         return _wait(torch.ops._c10d_functional.all_reduce, x.contiguous(), op, self._group(axes)[0])
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
@@ -328,5 +333,7 @@ def memory_of(x: Tensor) -> int:
     return (storage.data_ptr() if storage.device.type != "meta" else 0) or storage_of(x)
 
 
-__all__ = ["Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "memory_of",
-           "note", "recording", "region", "size_of", "storage_of", "transfer", "transposing", "watched"]  # fmt: skip
+__all__ = [
+    "Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "memory_of", "note",
+    "recording", "reduction", "region", "size_of", "storage_of", "transfer", "transposing", "watched",
+]  # fmt: skip

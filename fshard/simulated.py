@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-from .comm import Axes, Comm, index_of, note
+from .comm import Axes, Comm, index_of, note, reduction
 from .errors import fail
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class SimulatedComm:
         self._rank = index_of(tuple(sizes), sizes, coords)
 
     def _meet(self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any], *more: object) -> Tensor:
-        note(op.partition(" ")[0], x, axes)  # by the same name as on processes
+        note(op, x, axes)
         group = []
         for at in itertools.product(*(range(self.sizes[a]) for a in axes)):
             group.append(index_of(tuple(self.sizes), self.sizes, {**self.coords, **dict(zip(axes, at, strict=True))}))
@@ -122,7 +122,7 @@ class SimulatedComm:
             total = _reduce(xs, op)
             return [total, *(total.clone() for _ in xs[1:])]
 
-        return self._meet(f"all_reduce {op}", x, axes, combine)
+        return self._meet(reduction(op), x, axes, combine)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         return self._meet("all_gather", x, axes, lambda xs: [torch.stack(xs) for _ in xs])
