@@ -334,6 +334,6 @@ def memory_of(x: Tensor) -> int:
 
 
 __all__ = [
-    "Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "memory_of", "note",
-    "recording", "reduction", "region", "size_of", "storage_of", "transfer", "transposing", "watched",
+    "Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "memory_of",
+    "note", "recording", "reduction", "region", "size_of", "storage_of", "transfer", "transposing", "watched",
 ]  # fmt: skip
