@@ -68,6 +68,8 @@ class Known(Protocol):
 def join(kinds: Sequence[Type], like: Tensor | None = None) -> Type:
     """The type of what depends on these."""
     typed = [t for t in kinds if t.varies or t.fixed]
+    if typed and (like is None or floating(like)) and typed.count(typed[0]) == len(typed):  # as nearly always
+        return typed[0]
     varies = NONE.union(*(t.varies for t in typed))
     fixed = NONE.union(*(t.fixed for t in typed)) - varies
     smooth = any(t.smooth for t in typed) and (like is None or floating(like))

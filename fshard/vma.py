@@ -150,7 +150,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = self._meet(op, operands)
         before = [(x, self.fact(x).type) for x in op.written(args, kwargs)]
         out = func(*args, **kwargs)
-        self._note_numbers(op, join([kind, *(old for _, old in before)]), args, kwargs)
+        self._note_numbers(op, join([kind, *(old for _, old in before)]) if before else kind, args, kwargs)
         for x, old in before:
             self._ledger.write(x, old, kind, over=op.overwrites)
         self._give(op, kind, operands, out, {id(x) for x, _ in before})
