@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -276,15 +277,17 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
             return
         everyone = mesh.told(mine)
     coords = [mesh.coords(rank) for rank in range(mesh.size)]
+    often = [Counter(place[:-1] for place in numbers) for numbers in everyone]
     for axis, n in mesh.axes.items():
         for rank, at in enumerate(coords):
             if at[axis] or n == 1:
                 continue
             line = [r for r, c in enumerate(coords) if {**c, axis: 0} == at]
             for place, (given, fixed, where) in everyone[rank].items():
+                if axis not in fixed or len({often[r][place[:-1]] for r in line}) > 1:  # which is which, nobody knows
+                    continue
                 others = [everyone[r].get(place, (given,))[0] for r in line]
-                often = {sum(p[:-1] == place[:-1] for p in everyone[r]) for r in line}
-                if axis in fixed and len(often) == 1 and any(repr(other) != repr(given) for other in others):
+                if any(repr(other) != repr(given) for other in others):
                     told = [(f"{axis}={i}", other) for i, other in enumerate(others)]
                     raise verdicts.number_differs(place[0], where, axis, told)
 
