@@ -16,15 +16,21 @@ from .mesh import Mesh
 from .sharded import Sharded
 from .spec import P, is_spec, lengths, local_box, problems, short
 
-Kinds = tuple[str, list[tuple[str, tuple[int, ...]]]]  # a tree's structure, and each leaf's dtype and local shape
+# A tree's structure, each leaf's dtype and local shape, and what else the ranks compare.
+Kinds = tuple[str, list[tuple[str, tuple[int, ...]]], str]
 
 
-def agree(name: str, mesh: Mesh, known: dict[Any, list[Kinds]], signature: Any, out: Any) -> list[Kinds] | None:
-    """On a process mesh, what every rank returned: they tell each other, and compare, once per signature."""
+def agree(
+    name: str, mesh: Mesh, known: dict[Any, list[Kinds]], signature: Any, out: Any, digest: str
+) -> list[Kinds] | None:
+    """On a process mesh, what every rank returned: they tell each other, and compare, once per signature.
+
+    A `digest` goes along, for the caller to compare.
+    """
     if mesh.kind != "process" or mesh.size == 1:
         return None
     leaves, treedef = tree.flatten(out)
-    mine = str(treedef), [_kind(x) for x in leaves]
+    mine = str(treedef), [_kind(x) for x in leaves], digest
     if signature not in known:
         everyone = mesh.told(mine)
         for rank, other in enumerate(everyone):
@@ -75,7 +81,7 @@ def collect(name: str, mesh: Mesh, out_specs: Any, results: Sequence[tuple[Any, 
             errors += _disagreeing(where, parts)
             joined.append(leaf)
             continue
-        shapes = [tuple(p.shape) for p in parts] if everyone is None else [row[i][1] for _, row in everyone]
+        shapes = [tuple(p.shape) for p in parts] if everyone is None else [row[i][1] for _, row, _ in everyone]
         wrong = problems(where, tuple(leaf.shape), spec, mesh.axes)
         if wrong:
             errors += wrong

@@ -229,6 +229,17 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts[what, where] = count = self._counts.get((what, where), 0) + 1
         self.numbers[what, where, count] = (numbers, fixed, where)
 
+    def told(self) -> dict[Any, Any]:
+        """The numbers, in a form that travels."""
+        return {
+            (op, str(where), where.lasti if where else 0, count): (given, sorted(fixed), str(where))
+            for (op, where, count), (given, fixed, _) in self.numbers.items()
+        }
+
+    def digest(self) -> str:
+        """The same on two ranks whose numbers are."""
+        return hashlib.blake2b(repr(sorted(self.told().items(), key=repr)).encode()).hexdigest()
+
     # --- what the library asks ---
 
     def loss(self, name: str, x: Tensor, leaves: Sequence[Tensor]) -> None:
@@ -264,18 +275,11 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
     """Raise where a Python number went into an invariant value, and differs between ranks over which it is that.
 
-    `checkers` are those of this process's ranks; on a process mesh the ranks tell each other, once for all.
+    `checkers` are those of this process's ranks; processes, whose digests were seen to differ, tell each other.
     """
     everyone: list[Any] = [c.numbers for c in checkers]
     if mesh.kind == "process":
-        mine = {
-            (op, str(where), where.lasti if where else 0, count): (given, sorted(fixed), str(where))
-            for (op, where, count), (given, fixed, _) in everyone[0].items()
-        }
-        digests = mesh.told(hashlib.blake2b(repr(sorted(mine.items())).encode()).hexdigest())
-        if len(set(digests)) == 1:
-            return
-        everyone = mesh.told(mine)
+        everyone = mesh.told(checkers[0].told())
     coords = [mesh.coords(rank) for rank in range(mesh.size)]
     often = [Counter(place[:-1] for place in numbers) for numbers in everyone]
     for axis, n in mesh.axes.items():

@@ -252,7 +252,7 @@ def test_make_mesh_fits_the_world_or_says_why_not(ranks: Pool) -> None:
 
 
 def test_collectives_over_every_set_of_axes_in_every_order(ranks: Pool) -> None:
-    ranks(4, groups)
+    ranks(4, groups, timeout=120)  # some 200 first calls, and each is checked
     ranks(4, line)
 
 
