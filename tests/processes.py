@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 30.0  # seconds for one call on all ranks
+TIMEOUT = 60.0  # seconds for a job; a checked first call takes its time where cores are few
 GRACE = 2.0  # seconds that the other ranks get once one has failed: long enough to fail as well
 
 
