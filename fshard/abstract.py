@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .comm import Axes, Transfer, note, reduction, size_of, transfer
+from .comm import Axes, Comm, Transfer, note, reduction, size_of, transfer
 
 
 class AbstractComm:
@@ -44,6 +44,13 @@ class AbstractComm:
         return x.new_empty(x.shape)
 
 
+def cannot_ask(comm: Comm) -> str:
+    """Where ranks cannot ask each other for a size, what it is that cannot; else nothing."""
+    if isinstance(comm, AbstractComm):
+        return "an abstract mesh"
+    return "a compiled program" if torch.compiler.is_dynamo_compiling() else ""
+
+
 def dry(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor]) -> list[Tensor]:
     """What `run` gives for fake tensors, by their shapes alone: on meta tensors, which take a tenth of the time."""
     with _disable_current_modes():
@@ -51,4 +58,4 @@ def dry(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor
     return [x.new_empty(y.shape, dtype=y.dtype) for x, y in zip(xs, out, strict=True)]
 
 
-__all__ = ["AbstractComm", "dry"]
+__all__ = ["AbstractComm", "cannot_ask", "dry"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .abstract import AbstractComm
+from .abstract import cannot_ask
 from .collectives import Axis, axis_size, psum
 from .comm import region
 from .errors import fail
@@ -21,8 +21,7 @@ def whole(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     ranks = axis_size(axis)
     if ranks == 1 or not where.uneven:
         return n * ranks
-    if torch.compiler.is_dynamo_compiling() or isinstance(where.comm, AbstractComm):
-        kind = "an abstract mesh" if isinstance(where.comm, AbstractComm) else "a compiled program"
+    if kind := cannot_ask(where.comm):
         raise fail(f"{verb}: {kind} must know the size of an uneven dim", fix=f"pass {word}")
     return int(psum(torch.tensor(n, device=where.device), axis))
 

@@ -34,13 +34,16 @@ def global_norm(x: Any, specs: Any) -> Tensor:
         if rest:  # of the ranks that hold one part the first counts it, so that one psum serves every leaf
             part = torch.where(axis_index(rest) == 0, pvary(part, rest), 0.0)
         parts.append(part)
-    wide = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
-    total = torch.stack([p.to(wide) for p in parts]).sum() if parts else torch.zeros(())
+    total = torch.stack([p.to(_wide(parts)) for p in parts]).sum() if parts else torch.zeros(())
     return torch.sqrt(psum(total, every) if every else total)
 
 
+def _wide(xs: list[Tensor]) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
+
+
 def _sum_of_squares(xs: list[Tensor]) -> Tensor:
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
+    wide = _wide(xs)
     if xs[0].is_cuda and not torch.compiler.is_dynamo_compiling():
         return torch.stack(torch._foreach_norm(xs, 2, wide)).square().sum()
     # The CPU's norm adds one by one, 1e-5 off after a few million elements; its sum adds by halves.

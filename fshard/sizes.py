@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .abstract import AbstractComm
+from .abstract import cannot_ask
 from .comm import Comm, checker, index_of, region, size_of
 from .errors import fail
 from .spec import lengths
@@ -49,8 +49,7 @@ def gather_layout(
 
 
 def _ask(verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], device: torch.device) -> list[int]:
-    if torch.compiler.is_dynamo_compiling() or isinstance(comm, AbstractComm):
-        kind = "an abstract mesh" if isinstance(comm, AbstractComm) else "a compiled program"
+    if kind := cannot_ask(comm):
         raise fail(f"{verb}: sizes that the axis does not divide must be known to {kind}",
                    fix="pass size= (for unshard: shapes=)")  # fmt: skip
     found = checker()
