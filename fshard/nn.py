@@ -94,6 +94,7 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Scaled dot-product attention: q [B, H, T, K], k and v [B, H, S, K] -> [B, H, T, K].
 
+    k and v may have fewer heads, a divisor of H: each then serves a group of neighbouring ones of q.
     With `causal` the T positions are the last of the S, and each sees those up to its own (so not where an axis splits
     the T and has all of the S: give a `mask` then). `mask` [..., T, S]
     is True where a position is seen, or a number to add to its score; who sees nothing gets 0. With a dropout
@@ -108,6 +109,7 @@ def attention(
     if causal and mask is not None:
         raise fail("attention: causal=True and a mask", fix="put nn.causal_mask(T, S) into the mask")
     t, s, drops = q.shape[-2], k.shape[-2], _drops("attention", rate, key)
+    k, v = (_for_heads(q.shape[-3], x) for x in (k, v))
     if causal and t > 1 and (drops or t != s):
         mask = causal_mask(t, s, device=q.device)
     if not drops:
@@ -123,6 +125,17 @@ def attention(
     if blind is not None:
         weights = weights.masked_fill(blind, 0)
     return dropout(weights, rate, key=key, spec=spec, shape=shape) @ v
+
+
+def _for_heads(heads: int, x: Tensor) -> Tensor:
+    """[B, G, S, K] -> [B, H, S, K], each of the G heads H/G times."""
+    have = x.shape[-3]
+    if have == heads:
+        return x
+    if not have or heads % have:
+        why = f"{heads} % {have} = {heads % have}" if have else "there are none"
+        raise fail("attention: the heads of k and v must divide those of q", why, q=heads, k=have)
+    return x.repeat_interleave(heads // have, dim=-3)
 
 
 def causal_mask(t: int, s: int, *, device: torch.device | None = None) -> Tensor:

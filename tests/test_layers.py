@@ -26,7 +26,8 @@ LAYERS = [
     "transforms", "schedules", "norm", "optim", "softmax", "extent", "loss", "nn", "data",
     "checkpoint.parts", "checkpoint.manifest", "checkpoint.commit", "checkpoint.saving", "checkpoint.loading",
     "checkpoint", "picture", "display", "check",
-    "models.gpt2", "models",
+    "interop", "interop.pattern", "interop.weights", "interop.export",
+    "models.decoding", "models.stream", "models.gpt2", "models",
     "fshard",
     "recipes", "recipes.pretrain",
 ]  # fmt: skip

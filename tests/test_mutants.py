@@ -18,7 +18,7 @@ INTEGERS = "integers have no gradient"
 UNDIFFERENTIATED = "nothing here is differentiated, so no gradient misses its sum"
 UNUSED = "what the last turn of the loop sends is not used"
 EQUAL = {
-    "gpt2": {"delete, pvary 1 of apply in gpt2": INTEGERS},
+    "gpt2": {"delete, pvary 1 of tokens in stream": INTEGERS},
     "split vocabulary": {"delete, pvary 2 of loss in mutants": INTEGERS},
     "clip and AdamW": {f"delete, pvary {i} of global_norm in norm": UNDIFFERENTIATED for i in (1, 2, 3, 4)},
     "pipeline": {f"{change}, ppermute 4 of loss in mutants": UNUSED for change in ("delete", "double")},
@@ -63,11 +63,11 @@ def test_without_nets_a_mutant_is_missed_or_changes_nothing(subjects, monkeypatc
 @pytest.mark.parametrize(
     ("name", "times"),
     [
-        ("delete, psum_scatter 1 of apply in gpt2", 4),  # once on each of 4 ranks
-        ("delete, psum_scatter 1 of _leave in gpt2", 8),  # in a block, which runs again
+        ("delete, psum_scatter 1 of leave in stream", 4),  # once on each of 4 ranks: the embedding
+        ("delete, psum_scatter 2 of leave in stream", 8),  # in a block, which runs again
         ("draw: rank in the key, bernoulli 4 of dropout in nn", 8),
-        ("delete, all_gather 2 of _enter in gpt2", 8),
-        ("delete, all_gather 3 of _enter in gpt2", 4),  # after the blocks
+        ("delete, all_gather 2 of enter in stream", 8),
+        ("delete, all_gather 3 of enter in stream", 4),  # after the blocks
     ],
 )
 def test_a_change_is_made_on_every_rank_and_wherever_remat_runs_again(name, times, subjects):

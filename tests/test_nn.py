@@ -749,3 +749,17 @@ def test_bad_parts():
             (P("m"),),
             P("m"),
         )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_heads_may_share_keys_and_values(causal):
+    q, k, v = torch.randn(2, 6, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
+    want = torch.cat([nn.attention(q[:, 3 * i : 3 * i + 3], k[:, i : i + 1].expand(2, 3, 5, 4),
+                                   v[:, i : i + 1].expand(2, 3, 5, 4), causal=causal) for i in (0, 1)], 1)  # fmt: skip
+    torch.testing.assert_close(nn.attention(q, k, v, causal=causal), want)
+    none = nn.attention(q[:, :0], k[:, :0], v[:, :0], causal=causal)  # the part of a rank that has no heads
+    assert none.shape == (2, 0, 5, 4)
+    with pytest.raises(ShardingError, match="must divide those of q\n  q  5    k  2\n  5 % 2 = 1"):
+        nn.attention(q[:, :5], k, v)
+    with pytest.raises(ShardingError, match="must divide those of q\n  q  5    k  0\n  there are none"):
+        nn.attention(q[:, :5], k[:, :0], v[:, :0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard.collectives import Axis, all_gather, axis_size, pslice, psum, psum_scatter, pvary, unshard
+from fshard.collectives import Axis
 from fshard.errors import fail, raise_all
-from fshard.keys import fold_in
 from fshard.spec import P
-from fshard.transforms import remat as rematerialize
+
+from .decoding import Cache, Seen, Tokens
+from .decoding import generate as decode
+from .stream import ONE_DEVICE, Layout, attend, through
 
 
 @dataclass(frozen=True)
@@ -44,27 +46,6 @@ class Config:
         if self.n_embd % self.n_head:
             raise fail("gpt2.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
                        f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The mesh axes each part is split over; `None` leaves it whole.
-
-    `data`: the batch. `model`: heads, hidden units and the vocabulary. `sequence`: also split the residual stream
-    along time over `model`, between the blocks' halves.
-    """
-
-    data: Axis = None
-    model: Axis = None
-    sequence: bool = False
-
-    @property
-    def stream(self) -> P:
-        """The spec of the residual stream, [B, T, D]."""
-        return P(self.data, self.model if self.sequence else None)
-
-
-ONE_DEVICE = Layout()
 
 
 def init(cfg: Config) -> Any:
@@ -109,59 +90,52 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
 
 def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False,
-) -> Tensor:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model].
+    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
+) -> Any:  # fmt: skip
+    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the cache after).
 
     `params` are as placed; give their `specs` where they vary over `layout.data` or are split over it (FSDP): each
     block is then unsharded just before its use. `key` turns dropout on; `remat` recomputes blocks in backward.
+    `mask` [B@data, T] is 0 where ids are padding; with a cache it counts the tokens in there too.
     """
-    if ids.shape[-1] > cfg.n_positions:
-        raise fail(f"gpt2: {ids.shape[-1]} tokens do not fit {cfg.n_positions} positions", fix="a larger n_positions")
+    tokens = Tokens.of(ids, mask, cache)
+    if tokens.start + tokens.t > cfg.n_positions:
+        raise fail(f"gpt2: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
+                   fix="a larger n_positions")  # fmt: skip
     described = init(cfg)
+    top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
+           for name in ("wte", "wpe", "ln_f")}  # fmt: skip
 
-    def whole(name: str, params: Any) -> Any:
-        if specs is None:
-            return pvary(params, layout.data)
-        return unshard(params, specs[name], layout.data, shapes=described[name])
+    t = tokens.t
+    x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
+    x = x + layout.part(top["wpe"][tokens.positions], tokens.positions.ndim - 1)
+    x = layout.dropout(x, cfg.embd_pdrop, key, "embd", t)
 
-    m, t = layout.model, ids.shape[-1]
-    wte, wpe = whole("wte", params["wte"]), whole("wpe", params["wpe"])
-    tokens = nn.embedding(ids if m is None else pvary(ids, m), wte, axis=m, size=cfg.vocab_size)  # [B, T, D]{V model}
-    # [B, T@model, D] under sequence parallelism
-    x = psum_scatter(tokens, m, 1) + pslice(wpe[:t], m) if layout.sequence else psum(tokens, m) + wpe[:t]
-    x = _dropout(x, cfg.embd_pdrop, layout, key, "embd", t)
+    def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
+        return _block(cfg, p, x, layout, key, tokens, seen)
 
-    block_specs = specs["h"] if specs is not None else [None] * cfg.n_layer
-    for i, (p, spec) in enumerate(zip(params["h"], block_specs, strict=True)):
-        block_key = None if key is None else fold_in(key, i)
-
-        def block(p: Any, x: Tensor, key: Tensor | None, spec: Any = spec) -> Tensor:
-            full = pvary(p, layout.data) if spec is None else unshard(p, spec, layout.data, shapes=described["h"][0])
-            return _block(cfg, full, x, layout, key, t)
-
-        x = (rematerialize(block) if remat else block)(p, x, block_key)
-
-    x = _norm(cfg, x, whole("ln_f", params["ln_f"]), layout)
-    x = _enter(x, layout, t)
-    return nn.linear(x, wte.transpose(0, 1))  # [B, T, V@model]
+    x, seen = through(block, params["h"], x, layout=layout, shapes=described["h"], key=key, remat=remat, cache=cache,
+                      specs=None if specs is None else specs["h"])  # fmt: skip
+    x = layout.enter(_norm(cfg, x, top["ln_f"], layout), t)
+    logits = nn.linear(x, top["wte"].transpose(0, 1))  # [B, T, V@model]
+    return logits if cache is None else (logits, cache.after(seen, t))
 
 
-def _block(cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t: int) -> Tensor:
+def _block(
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, seen: Seen | None
+) -> tuple[Tensor, Seen | None]:
     """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
-    h = _enter(_norm(cfg, x, p["ln_1"], layout), layout, t)
+    t = tokens.t
+    h = layout.enter(_norm(cfg, x, p["ln_1"], layout), t)
     q, k, v = _heads(h, p["qkv"]["w"], p["qkv"]["b"])  # each [B, H@model, T, K]
-    a = nn.attention(q, k, v, causal=True, rate=cfg.attn_pdrop, key=_sub(key, "attn"),
-                     spec=P(layout.data, layout.model),
-                     shape=_global(layout, (x.shape[0], cfg.n_head, t, t)))  # fmt: skip
-    a = a.transpose(1, 2).flatten(2)  # [B, T, HK@model]
-    a = _leave(nn.linear(a, p["proj"]["w"].flatten(0, 1)), layout) + _shared(p["proj"]["b"], layout)
-    x = x + _dropout(a, cfg.resid_pdrop, layout, key, "proj", t)
+    a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attn_pdrop, key=key, heads=cfg.n_head)
+    a = layout.leave(nn.linear(a, p["proj"]["w"].flatten(0, 1))) + layout.shared(p["proj"]["b"])
+    x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", t)
 
-    h = _enter(_norm(cfg, x, p["ln_2"], layout), layout, t)
+    h = layout.enter(_norm(cfg, x, p["ln_2"], layout), t)
     h = nn.gelu(nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
-    h = _leave(nn.linear(h, p["down"]["w"]), layout) + _shared(p["down"]["b"], layout)
-    return x + _dropout(h, cfg.resid_pdrop, layout, key, "down", t)
+    h = layout.leave(nn.linear(h, p["down"]["w"])) + layout.shared(p["down"]["b"])
+    return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), seen
 
 
 def _heads(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -173,50 +147,32 @@ def _heads(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
 
 
 def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
-    p = _shared(p, layout)
+    p = layout.shared(p)
     return nn.layer_norm(x, p["w"], p["b"], eps=cfg.layer_norm_epsilon)
-
-
-def _shared(p: Any, layout: Layout) -> Any:
-    """A replicated parameter of the residual stream: under sequence parallelism each rank uses it on its own part."""
-    return pvary(p, layout.model) if layout.sequence else p
-
-
-def _enter(x: Tensor, layout: Layout, t: int) -> Tensor:
-    """From the residual stream into a part split over model: [B, T, D]{V model}."""
-    out: Tensor = all_gather(x, layout.model, 1, size=t) if layout.sequence else pvary(x, layout.model)
-    return out
-
-
-def _leave(x: Tensor, layout: Layout) -> Tensor:
-    """The sum of the ranks' partial results, back in the residual stream."""
-    out: Tensor = psum_scatter(x, layout.model, 1) if layout.sequence else psum(x, layout.model)
-    return out
-
-
-def _sub(key: Tensor | None, name: str) -> Tensor | None:
-    return None if key is None else fold_in(key, name)
-
-
-def _dropout(x: Tensor, rate: float, layout: Layout, key: Tensor | None, name: str, t: int) -> Tensor:
-    if not rate or key is None:
-        return x
-    shape = _global(layout, (x.shape[0], t, x.shape[2]))
-    return nn.dropout(x, rate, key=fold_in(key, name), spec=layout.stream, shape=shape)
-
-
-def _global(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape whose dim 0 is this rank's batch, as a global one; the data axes must divide the batch."""
-    return (shape[0] * axis_size(layout.data), *shape[1:]) if layout.data else shape
 
 
 def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets of -100 count nothing."""
-    logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat)
+    logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+
+
+def generate(
+    cfg: Config, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
+    mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
+    key: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
+    layout = replace(layout, sequence=False)  # one token has no sequence to split
+
+    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
+        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
+
+    return decode(step, ids, new=new, size=cfg.vocab_size, data=layout.data, model=layout.model, mask=mask, eos=eos,
+                  pad=pad, temperature=temperature, key=key)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -310,4 +266,4 @@ def _must_exist(path: Path) -> Path:
     return path
 
 
-__all__ = ["Config", "Layout", "apply", "init", "load", "loss", "save", "specs"]
+__all__ = ["Cache", "Config", "Layout", "apply", "generate", "init", "load", "loss", "save", "specs"]

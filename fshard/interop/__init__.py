@@ -1,0 +1,1 @@
+"""To and from other libraries: any `nn.Module`, and Hugging Face folders."""

@@ -1,0 +1,133 @@
+"""What the transformers share: how their residual stream lies on a mesh, and the walk through their blocks.
+
+Legend: B batch, T time, D width; [B@data] is a dim split over an axis; {V} varies over it, {I} does not.
+Source: Shoeybi et al., 2019, and Korthikanti et al., 2022, "Reducing activation recomputation", for the splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fshard import nn
+from fshard.collectives import Axis, all_gather, axis_size, pslice, psum, psum_scatter, pvary, unshard
+from fshard.keys import fold_in
+from fshard.spec import P
+from fshard.transforms import remat as rematerialize
+
+from .decoding import Cache, Seen, Tokens, recall
+
+# A block: its whole parameters, x [B, T, D], its key and what it has seen -> x and what it has seen by now.
+Block = Callable[[Any, Tensor, Tensor | None, Seen | None], tuple[Tensor, Seen | None]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh axes each part is split over; `None` leaves it whole.
+
+    `data`: the batch. `model`: heads, hidden units and the vocabulary. `sequence`: also split the residual stream
+    along time over `model`, between the blocks' halves.
+
+    >>> Layout("data", "model", sequence=True).stream
+    P('data', 'model')
+    """
+
+    data: Axis = None
+    model: Axis = None
+    sequence: bool = False
+
+    @property
+    def stream(self) -> P:
+        """The spec of the residual stream, [B, T, D]."""
+        return P(self.data, self.model if self.sequence else None)
+
+    def whole(self, params: Any, specs: Any, shapes: Any) -> Any:
+        """Parameters ready for each rank's own batch: unsharded over `data` by their specs, or varied without."""
+        return pvary(params, self.data) if specs is None else unshard(params, specs, self.data, shapes=shapes)
+
+    def shared(self, params: Any) -> Any:
+        """Replicated parameters of the stream: under sequence parallelism each rank uses them on its own part."""
+        return pvary(params, self.model) if self.sequence else params
+
+    def enter(self, x: Tensor, t: int) -> Tensor:
+        """From the stream into a part split over model: [B, T, D]{I}, or [B, T@model, D], -> [B, T, D]{V model}."""
+        out: Tensor = all_gather(x, self.model, 1, size=t) if self.sequence else pvary(x, self.model)
+        return out
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' partial results, [B, T, D]{V model}, back in the stream."""
+        out: Tensor = psum_scatter(x, self.model, 1) if self.sequence else psum(x, self.model)
+        return out
+
+    def part(self, x: Tensor, dim: int = 1) -> Tensor:
+        """What is the same over model, such as positions, as the stream holds it: its part of time, or all."""
+        out: Tensor = pslice(x, self.model, dim) if self.sequence else x
+        return out
+
+    def tokens(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
+        """Embed ids [B, T] by a table [V@model, D]: the stream. `size` is V."""
+        ids = ids if self.model is None else pvary(ids, self.model)
+        return self.leave(nn.embedding(ids, table, axis=self.model, size=size))
+
+    def across(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A shape whose dim 0 is this rank's batch, as a global one; the data axes must divide the batch."""
+        return (shape[0] * axis_size(self.data), *shape[1:])
+
+    def dropout(self, x: Tensor, rate: float, key: Tensor | None, name: str, t: int) -> Tensor:
+        """`nn.dropout` of the stream by the key of this name; `t` is the global T."""
+        if not rate or key is None:
+            return x
+        return nn.dropout(x, rate, key=fold_in(key, name), spec=self.stream, shape=self.across((len(x), t, x.shape[2])))
+
+
+ONE_DEVICE = Layout()
+
+
+def sub(key: Tensor | None, name: str | int) -> Tensor | None:
+    """`fold_in`, where there is a key."""
+    return None if key is None else fold_in(key, name)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, seen: Seen | None, *, layout: Layout, rate: float = 0.0,
+    key: Tensor | None = None, heads: int, scale: float | None = None,
+) -> tuple[Tensor, Seen | None]:  # fmt: skip
+    """Causal attention, with what was seen before: q [B, H@model, T, K] -> [B, T, HK@model], and what is seen now.
+
+    k and v may have fewer heads, each for a group of q's. `heads` is H, for the dropout of weights by `key`.
+    """
+    k, v, seen = recall(k, v, tokens, seen)
+    weights = layout.across((len(q), heads, tokens.t, k.shape[2]))
+    a = nn.attention(q, k, v, causal=tokens.mask is None, mask=tokens.mask, scale=scale, rate=rate,
+                     key=sub(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
+    return a.transpose(1, 2).flatten(2), seen
+
+
+def through(
+    block: Block, params: Sequence[Any], x: Tensor, *, layout: Layout, shapes: Sequence[Any], specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, cache: Cache | None = None,
+) -> tuple[Tensor, list[Seen]]:  # fmt: skip
+    """x through the blocks, each unsharded just before its use: (x, what each has seen by now, for a cache).
+
+    `remat` recomputes each block in backward. With a `cache` every block is given what it saw.
+    """
+    seen: list[Seen] = []
+    for i, p in enumerate(params):
+        past = cache.blocks[i] if cache is not None and cache.blocks else None
+
+        def one(p: Any, x: Tensor, key: Tensor | None, i: int = i, past: Seen | None = past) -> Any:
+            whole = layout.whole(p, None if specs is None else specs[i], shapes[i])
+            out = block(whole, x, key, past)
+            return out[0] if cache is None else out
+
+        out = (rematerialize(one) if remat else one)(p, x, sub(key, i))
+        x = out if cache is None else out[0]
+        if cache is not None:
+            seen.append(out[1])
+    return x, seen
+
+
+__all__ = ["ONE_DEVICE", "Block", "Layout", "attend", "sub", "through"]

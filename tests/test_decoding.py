@@ -1,0 +1,115 @@
+"""Decoding is the same on every mesh: the likeliest token, ties, draws by temperature, padding, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.models import decoding, gpt2
+from fshard.models.decoding import Cache, Tokens
+
+MESHES = [{"data": 1, "model": 1}, {"data": 2, "model": 1}, {"data": 1, "model": 3}, {"data": 2, "model": 8}]
+CFG = gpt2.Config(vocab_size=13, n_positions=12, n_embd=12, n_layer=2, n_head=3)
+
+
+def generated(sizes, ids, mask=None, **kwargs):
+    mesh, specs = fs.make_mesh(**sizes), gpt2.specs(CFG, model="model")
+    described = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.3), gpt2.init(CFG))
+    params = fs.materialize(described, specs, mesh, key=fs.key(0))
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data"))
+    def run(p, ids, mask):
+        return gpt2.generate(CFG, p, ids, layout=gpt2.Layout("data", "model"), mask=mask, **kwargs)
+
+    return fs.device_get(run(params, ids, mask))
+
+
+def prompts(b=4, t=3):
+    return torch.randint(0, 13, (b, t), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_the_likeliest_is_the_first_of_those_that_tie(sizes):
+    logits = torch.tensor([[0.0, 3, 1, 3, 3], [-5, -7, -7, -9, -5], [-torch.inf] * 5, [1, 2, 3, 4, 5.0]])
+
+    @fs.shard_map(mesh=fs.make_mesh(**sizes), in_specs=P("data", "model"), out_specs=P("data"))
+    def run(x):
+        return decoding.likeliest(x, "model", 5)
+
+    assert fs.device_get(run(logits)).tolist() == [1, 0, 0, 4]
+
+
+@pytest.mark.parametrize("sizes", MESHES[1:])
+def test_a_draw_by_temperature_is_the_same_on_every_mesh(sizes):
+    ids = prompts()
+    want = generated(MESHES[0], ids, new=6, temperature=0.7, key=fs.key(5))
+    assert not torch.equal(want, generated(MESHES[0], ids, new=6))
+    assert torch.equal(generated(sizes, ids, new=6, temperature=0.7, key=fs.key(5)), want)
+
+
+def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
+    logits, n = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5]), 20_000
+
+    @fs.shard_map(mesh=fs.make_mesh(data=2, model=2), in_specs=P("data", "model"), out_specs=P("data"))
+    def run(x):
+        noise = decoding._gumbel(fs.key(0), x, 5, "data", "model")
+        return decoding.likeliest(x / 0.5 + noise, "model", 5)
+
+    got = fs.device_get(run(logits.expand(n, 5))).bincount(minlength=5) / n
+    want = torch.softmax(logits / 0.5, 0)
+    assert ((got - want).abs() < 5 * (want * (1 - want) / n).sqrt()).all()  # five standard deviations
+
+
+def test_a_cache_gives_what_a_whole_forward_gives():
+    ids = prompts(2, 9)
+    params = fs.device_get(fs.materialize(gpt2.init(CFG), P(), fs.make_mesh(data=1), key=fs.key(0)))
+
+    @fs.shard_map(mesh=fs.make_mesh(data=1), in_specs=(P(), P()), out_specs=P())
+    def run(p, ids):
+        cache, got = Cache(9), []
+        for part in ids.split([4, 1, 3, 1], 1):
+            logits, cache = gpt2.apply(CFG, p, part, cache=cache)
+            got.append(logits)
+        assert cache.length == 9
+        return torch.cat(got, 1), gpt2.apply(CFG, p, ids)
+
+    got, want = fs.device_get(run(params, ids))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_after_its_end_a_sequence_goes_on_with_padding():
+    ids = prompts()
+    free = generated(MESHES[0], ids, new=6)
+    end = int(free[0, 4])
+    for pad in (None, 11):
+        got = generated(MESHES[0], ids, new=6, eos=end, pad=pad)
+        for row, without in zip(got[:, 3:].tolist(), free[:, 3:].tolist(), strict=True):
+            stop = without.index(end) + 1 if end in without else len(without)
+            assert row == without[:stop] + [end if pad is None else pad] * (len(without) - stop)
+
+
+def test_positions_do_not_count_padding_and_nobody_sees_it():
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]])
+    got = Tokens.of(torch.zeros(3, 4, dtype=torch.int64), mask)
+    assert got.positions.tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 1, 1]]
+    assert got.mask[0, 0].long().tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    later = Tokens.of(torch.zeros(3, 1, dtype=torch.int64), mask, Cache(9, 3))
+    assert later.positions.tolist() == [[1], [3], [1]]
+    assert later.mask[:, 0, 0].long().tolist() == mask.tolist()
+
+
+def test_what_cannot_be_is_refused():
+    ids = prompts()
+    with pytest.raises(ShardingError, match="12 tokens do not fit a cache of 10\n  fix: Cache\\(12\\)"):
+        Tokens.of(ids, cache=Cache(10, 9))
+    with pytest.raises(ShardingError, match="one entry for each token, also for those in the cache\n"
+                                            "  mask  \\[4, 3\\]    needed  \\[4, 5\\]"):  # fmt: skip
+        Tokens.of(ids, torch.ones(4, 3), Cache(10, 2))
+    with pytest.raises(ShardingError, match=r"temperature=0\.5, key=None"):
+        generated(MESHES[0], ids, new=1, temperature=0.5)
+    with pytest.raises(ShardingError, match="pad=3 without eos"):
+        generated(MESHES[0], ids, new=1, pad=3)
+    with pytest.raises(ShardingError, match="13 tokens do not fit 12 positions"):
+        generated(MESHES[0], ids, new=11)
