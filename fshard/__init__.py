@@ -21,6 +21,7 @@ from .comm import recording
 from .deferred import Deferred
 from .display import show
 from .errors import ShardingError
+from .interop.module import defer
 from .keys import fold_in, key, split
 from .mesh import Mesh, make_mesh
 from .reshard import device_get, reshard
@@ -28,13 +29,14 @@ from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
 from .spec import P, column, fully_shard, replicated, row, rules
 from .transforms import Policy, accumulate, cast, grad, remat, value_and_grad
+from .validate import validate
 from .verify import verify
 
 __all__ = [
     "Deferred", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather", "all_to_all",
-    "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "data", "device_get", "device_put",
+    "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "data", "defer", "device_get", "device_put",
     "fold_in", "from_callback", "fully_shard", "grad", "init", "key", "make_mesh", "materialize", "models", "nn",
     "optim", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording",
     "remat", "replicated", "reshard", "row", "rules", "shard_map", "show", "split", "tree", "unshard",
-    "value_and_grad", "verify",
+    "validate", "value_and_grad", "verify",
 ]  # fmt: skip

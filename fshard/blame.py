@@ -172,7 +172,8 @@ def torch_generator(op: str) -> ShardingError:
     """A draw from the generator of torch."""
     return error(source.site(), f"{op} draws from torch's own generator", [],
                  "its numbers depend on the process and on what was drawn before: another mesh, another answer",
-                 fix="fs.random.* or fs.nn.dropout, with a key: element i is a function of the key and i")
+                 fix="fs.random.* or fs.nn.dropout, with a key: element i is a function of the key and i; "
+                     "for an nn.Module, apply.eval() or rates of 0")  # fmt: skip
 
 
 __all__ = ["meetings", "mixed", "picked_by", "taken", "torch_generator"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Protocol
 
 import torch
@@ -21,6 +21,18 @@ class Initializer(Protocol):
 
 
 @dataclass(frozen=True)
+class Scope:
+    """What a leaf is called in the module it is a part of, and the leaves of that module whose draws it is made of.
+
+    A copy of a leaf has its values, so it is filled by the keys of `owners`, not by its own: `fill` is given those,
+    int64[owners, 2]. Their paths are the leaf's own, with another name in place of `name` at its end.
+    """
+
+    name: str
+    owners: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Deferred:
     """A described leaf: no storage, no values. `materialize` makes it; `fs.init.*` and `like` describe it.
 
@@ -31,6 +43,7 @@ class Deferred:
     shape: tuple[int, ...]
     dtype: torch.dtype
     init: Initializer
+    scope: Scope | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.shape)
@@ -51,14 +64,17 @@ class Deferred:
 
     def to(self, dtype: torch.dtype) -> Deferred:
         """The same leaf, rounded to another dtype when it is made."""
-        return Deferred(self.shape, dtype, self.init)
+        return replace(self, dtype=dtype)
 
     def __repr__(self) -> str:
         return f"{describe(self.dtype, self.shape)} = {words(self.init)}"
 
 
 def words(init: object) -> str:
-    """`trunc_normal(std=0.02)`: an initializer's name and what differs from its defaults."""
+    """`trunc_normal(std=0.02)`: an initializer's name and what differs from its defaults, or its own `words()`."""
+    own = getattr(init, "words", None)
+    if callable(own):
+        return str(own())
     name = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(type(init).__name__))
     if not is_dataclass(init):
         return name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -26,6 +27,7 @@ from .spec import P, describe, is_spec, lengths, problems
 
 # Bytes on each device: an int where all have as many, else an array that broadcasts over the mesh.
 Grid = Any
+_NUMBER = r"((?<=[.: ])(?:\d+|\*)(?=[.)]))"  # a part of a dotted name: `0` in `stored(h.0.w)`
 
 
 def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold: bool = True) -> View:
@@ -91,11 +93,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
             continue
         shape = tuple(x.shape)
         spec = spec if spec is not None else x.spec if isinstance(x, Sharded) else None
-        wrong = (
-            problems(f"show: {tree.show('tree', path)}", shape, spec, sizes)
-            if spec is not None and sizes
-            else []
-        )
+        wrong = _misfits(f"show: {tree.show('tree', path)}", shape, spec, sizes)
         errors += wrong
         if wrong:
             continue
@@ -109,6 +107,17 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
         out.append(_Leaf(what, init, shape, spec, True, x.numel(), x.nbytes, local))
     raise_all(errors)
     return out, sizes
+
+
+def _misfits(where: str, shape: tuple[int, ...], spec: P | None, sizes: Sizes) -> list[ShardingError]:
+    """`problems`; without a mesh any axis will do, but not more dims than there are."""
+    if spec is None or sizes:
+        return [] if spec is None else problems(where, shape, spec, sizes)
+    try:
+        spec.parts(len(shape))
+    except ShardingError as e:
+        return [ShardingError(f"{where}: {e}")]
+    return []
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,25 +179,52 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
         nbytes=sum(c.nbytes for c in children),
         weighs=any(c.weighs for c in children),
         one=sum(c.one * c.times for c in children),
-        key=tuple((c.name, c.times, c.key) for c in children),
+        key=_key(children),
     )
+
+
+def _key(children: Sequence[_Node]) -> Any:
+    return tuple((c.name, c.times, c.key) for c in children)
 
 
 def _fold(nodes: Sequence[_Node]) -> list[_Node]:
     """Runs of equal neighbours with successive numbers, each as one."""
     out: list[_Node] = []
-    first = 0
-    for i in range(1, len(nodes) + 1):
-        a = nodes[first]
-        numbers = a.name.isdecimal() and i < len(nodes) and nodes[i].name == str(int(a.name) + i - first)
-        if numbers and nodes[i].key == a.key:
+    for node in nodes:
+        run = out[-1] if out else node
+        first, _, last = run.name.partition("–")
+        merged = None
+        if out and first.isdecimal() and node.name == str(int(last or first) + 1):
+            merged = _merged(run, node, (first, node.name))
+        if merged is None:
+            out.append(node)
             continue
-        n, first = i - first, i
-        if n > 1:
-            name = f"{a.name}–{nodes[i - 1].name}"
-            a = replace(a, name=name, times=n, numel=n * a.numel, nbytes=n * a.nbytes)
-        out.append(a)
+        n = run.times + 1
+        numel, nbytes = node.numel * n, node.nbytes * n
+        out[-1] = replace(merged, name=f"{first}–{node.name}", times=n, numel=numel, nbytes=nbytes)
     return out
+
+
+def _merged(a: _Node, b: _Node, numbers: tuple[str, str]) -> _Node | None:
+    """`a`, if `b` looks the same but for these two numbers in sources, which become `*`; else None."""
+    if a.key == b.key:
+        return a
+    if a.leaf is not None and b.leaf is not None:
+        init = _starred(a.leaf.init, b.leaf.init, numbers) if a.leaf.what == b.leaf.what else None
+        return None if init is None else replace(a, leaf=replace(a.leaf, init=init), key=(a.leaf.what, init))
+    if [(c.name, c.times) for c in a.children] != [(c.name, c.times) for c in b.children]:
+        return None
+    children = [_merged(c, d, numbers) for c, d in zip(a.children, b.children, strict=True)]
+    kept = [c for c in children if c is not None]
+    return replace(a, children=tuple(kept), key=_key(kept)) if kept and len(kept) == len(children) else None
+
+
+def _starred(a: str, b: str, numbers: tuple[str, str]) -> str | None:
+    """One text for `stored(h.0.w)` and `stored(h.1.w)`, or for `stored(h.*.w)` and that: `stored(h.*.w)`."""
+    parts = list(zip(re.split(_NUMBER, a), re.split(_NUMBER, b), strict=False))
+    same = [x if x == y else "*" if (x, y) in (numbers, ("*", numbers[1])) else None for x, y in parts]
+    known = [part for part in same if part is not None]
+    return "".join(known) if len(known) == len(same) and len(same) == len(re.split(_NUMBER, b)) else None
 
 
 def _chain(node: _Node) -> tuple[str, int, _Node]:

@@ -63,7 +63,7 @@ class _Runs(NamedTuple):
     many: int
     length: int
     base: int  # the global index of the box's first element
-    outer: list[tuple[int, int]]  # (size, stride) of the dims that lead from run to run
+    outer: list[tuple[int, int]]  # (size, stride) of the dims that lead from run to run, at least one
 
     @staticmethod
     def of(shape: Sequence[int], box: Box) -> _Runs:
@@ -71,15 +71,21 @@ class _Runs(NamedTuple):
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         cut = max([0, *(d for d, n in enumerate(sizes) if n != shape[d])])  # the dims after it are whole
         base = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
-        outer = list(zip(sizes[:cut], strides[:cut], strict=True))
+        outer = [(1, 0)]
+        for size, stride in zip(sizes[:cut], strides[:cut], strict=True):
+            if outer[-1][0] == 1 or outer[-1][1] == size * stride:  # as one dim: a run divides by each but the first
+                outer[-1] = (outer[-1][0] * size, stride)
+            else:
+                outer.append((size, stride))
         return _Runs(math.prod(sizes[:cut]), math.prod(sizes[cut:]), base, outer)
 
     def start(self, run: Word) -> Word:
         """The global index of the first element of a run (an int), or of many (an int64 tensor)."""
-        at = run * 0 + self.base
-        for size, stride in reversed(self.outer):
-            at, run = at + run % size * stride, run // size
-        return at
+        at = self.base
+        for size, stride in reversed(self.outer[1:]):
+            rest = run // size
+            at, run = at + (run - rest * size) * stride, rest
+        return at + run * self.outer[0][1]
 
     def offset(self) -> int | None:
         """Where in its block of four every run starts; None where they differ."""
@@ -96,6 +102,15 @@ class _Runs(NamedTuple):
         if offset is not None:
             return x[:, offset : offset + length]
         return x.gather(1, (start & 3) + torch.arange(length, device=x.device))
+
+    def trim_to(self, out: Tensor, x: Tensor, top: int, start: Tensor) -> None:
+        """`trim` into out, run `top` the first: equally spaced runs are alike every four, and need no gather."""
+        if len(self.outer) > 1:
+            out.copy_(self.trim(x, start, out.shape[1]))
+            return
+        for run in range(min(4, len(out))):
+            at = self.start(top + run) & 3
+            out[run::4] = x[run::4, at : at + out.shape[1]]
 
 
 def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, law: _Law, device: Any) -> Tensor:
@@ -145,7 +160,7 @@ def _tile(law: _Law, k: Sequence[int], runs: _Runs, at: tuple[int, int], out: Te
     to = out if whole_blocks else torch.empty(count, 4 * n, dtype=law.dtype, device=out.device)
     to.view(count, n, 4).permute(2, 0, 1).copy_(x.view(4, count, n))
     if not whole_blocks:
-        out.copy_(runs.trim(to, start, length))
+        runs.trim_to(out, to, top, start)
     if law.low is not None:
         out.clamp_(law.low, law.high)
 

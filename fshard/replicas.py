@@ -6,7 +6,7 @@ import functools
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ def _sums(x: Tensor, level: int) -> Tensor:
     weights = _weights(level, x.device)
     room = torch.empty(min(words, -(-x.numel() * x.element_size() // 4)), dtype=torch.int64, device=x.device)
     for row, start in zip(out, range(0, x.numel(), step), strict=False):  # of no elements the sums stay 0
-        v = _words(_span(x, start, min(start + step, x.numel())))
+        v = _words(span(x, start, min(start + step, x.numel())))
         wide = room[: len(v)].copy_(v)
         for word, weight in zip(row, weights, strict=True):
             # On a CPU `dot` makes no array of the products; on CUDA there is none for integers.
@@ -71,18 +71,18 @@ def _weights(level: int, device: torch.device) -> Tensor:
     return torch.from_numpy(raw.view(np.int64)).view(2, -1).to(device)
 
 
-def _span(x: Tensor, start: int, stop: int) -> Tensor:
+def span(x: Tensor, start: int, stop: int) -> Tensor:
     """Elements `start` to `stop` in the order of their indices, [stop - start]; copies no more than these."""
     if x.is_contiguous():
         return x.view(-1)[start:stop]
     row = x.numel() // x.shape[0]
     first, last = start // row, stop // row
     if first == last:
-        return _span(x[first], start - first * row, stop - first * row)
-    parts = [_span(x[first], start % row, row)] if start % row else []
+        return span(x[first], start - first * row, stop - first * row)
+    parts = [span(x[first], start % row, row)] if start % row else []
     parts.append(x[first + len(parts) : last].reshape(-1))
     if stop % row:
-        parts.append(_span(x[last], 0, stop % row))
+        parts.append(span(x[last], 0, stop % row))
     return torch.cat(parts)
 
 
@@ -120,24 +120,35 @@ def differing(comm: Comm, leaves: Sequence[Tensor], specs: Sequence[P], device: 
     some = [i for i, spec in enumerate(specs) if set(live) - set(spec.axes)]
     if not some:
         return []
-    mine = torch.stack([torch.cat([digest(leaves[i]), _value(leaves[i])]).to(device) for i in some])  # [leaves, 3]
+    mine = torch.stack([fingerprint(leaves[i]).to(device) for i in some])  # [leaves, 3]
     sizes = [comm.sizes[a] for a in live]
     grid = comm.all_gather(mine, live).cpu().view(*sizes, len(some), 3)
+    found = unequal(grid, live, [specs[i] for i in some])
+    return [replace(f, leaf=some[f.leaf]) for f in found]
+
+
+def unequal(grid: Tensor, live: Sequence[str], specs: Sequence[P]) -> list[Disagreement]:
+    """Where fingerprints differ along an axis that the specs do not name: [*sizes of `live`, leaves, 3]."""
     found = []
     for d, axis in enumerate(live):
         wrong = (grid != grid.narrow(d, 0, 1)).any(-1).any(d)  # [*the other sizes, leaves]
-        for j in wrong.reshape(-1, len(some)).any(0).nonzero().flatten().tolist():
-            if axis in specs[some[j]].axes:
+        for j in wrong.reshape(-1, len(specs)).any(0).nonzero().flatten().tolist():
+            if axis in specs[j].axes:
                 continue
             place = wrong[..., j].nonzero()[0].tolist()
             at = dict(zip([a for a in live if a != axis], place, strict=True))
             line = grid[(*place[:d], slice(None), *place[d:], j)]
-            found.append(Disagreement(some[j], axis, at, [tuple(row) for row in line.tolist()]))
+            found.append(Disagreement(j, axis, at, [tuple(row) for row in line.tolist()]))
     return sorted(found, key=lambda f: f.leaf)
 
 
+def fingerprint(x: Tensor) -> Tensor:
+    """The digest, and the value of a 0-d leaf in 64 bits, for an error to show: int64 [3]."""
+    return torch.cat([digest(x), _value(x)])
+
+
 def _value(x: Tensor) -> Tensor:
-    """The value of a 0-d leaf in 64 bits, for an error to show: int64 [1]; 0 for others."""
+    """int64 [1]; 0 for a leaf that is not 0-d."""
     if x.ndim or x.is_complex():
         return torch.zeros(1, dtype=torch.int64, device=x.device)
     x = x.detach().reshape(1)
@@ -162,10 +173,10 @@ def check_replicas(name: str, out: Any, specs: Any) -> None:
     path, x, spec = rows[found[0].leaf]
     here = [f for f in found if f.leaf == found[0].leaf]
     axes = " and ".join(repr(f.axis) for f in here)
-    notes = [_told(f, x) for f in here]
+    notes = [told(f, x) for f in here]
     others = [tree.show("result", rows[i][0]) for i in sorted({f.leaf for f in found})[1:]]
     if others:
-        notes.append(f"so {'does' if len(others) == 1 else 'do'} {_listed(others, 4)}")
+        notes.append(f"so {'does' if len(others) == 1 else 'do'} {listed(others, 4)}")
     raise fail(f"{name}: {tree.show('result', path)} differs between ranks of {axes}, over which its spec says it is "
                "one value", *notes, "a Python number that depends on the rank does this, a kernel that is not "
                "deterministic, or a draw from torch's own generator",
@@ -174,7 +185,7 @@ def check_replicas(name: str, out: Any, specs: Any) -> None:
                mesh=", ".join(f"{a}={n}" for a, n in where.sizes.items()))  # fmt: skip
 
 
-def _told(found: Disagreement, x: Tensor) -> str:
+def told(found: Disagreement, x: Tensor) -> str:
     """`data=0,2: 1.5    data=1,3: 2.5    (at model=0)`."""
     groups: dict[tuple[int, int, int], list[str]] = {}
     for i, words in enumerate(found.held):
@@ -182,7 +193,7 @@ def _told(found: Disagreement, x: Tensor) -> str:
     texts = [_word(words, x) for words in groups]
     if len(set(texts)) < len(texts):  # two NaNs, say, or two dtypes
         texts = [_digest(words) for words in groups]
-    shown = [f"{found.axis}={_listed(r, 8, ',')}: {text}" for r, text in zip(groups.values(), texts, strict=True)]
+    shown = [f"{found.axis}={listed(r, 8, ',')}: {text}" for r, text in zip(groups.values(), texts, strict=True)]
     at = [f"(at {', '.join(f'{a}={i}' for a, i in found.at.items())})"] if found.at else []
     more = [f"and {len(shown) - 6} more"] if len(shown) > 6 else []
     return "    ".join([*shown[:6], *more, *at])
@@ -203,9 +214,10 @@ def _digest(words: tuple[int, int, int]) -> str:
     return f"digest {words[0] & 0xFFFFFFFF:08x}"
 
 
-def _listed(items: Sequence[str], most: int, gap: str = ", ") -> str:
+def listed(items: Sequence[str], most: int, gap: str = ", ") -> str:
     rest = len(items) - most
     return gap.join(items) if rest <= 0 else f"{gap.join(items[:most])}{gap.rstrip()} and {rest} more"
 
 
-__all__ = ["Disagreement", "check_replicas", "differing", "digest"]
+__all__ = ["Disagreement", "check_replicas", "differing", "digest", "fingerprint", "listed", "span", "told",
+           "unequal"]  # fmt: skip

@@ -154,8 +154,11 @@ def _disagreeing(where: str, parts: Sequence[Any]) -> list[ShardingError]:
         equal = all(p is parts[0] for p in parts)
     if equal:
         return []
-    return [fail(f"{where}: is not a tensor and differs between ranks", f"{parts[:4]}",
-                 fix="return a tensor with a spec")]  # fmt: skip
+    shown = f"{parts[:4]}"
+    if len(shown) > 200:  # the output of a model, say, which is no pytree
+        shown = f"a {type(parts[0]).__name__} on each"
+    return [fail(f"{where}: is not a tensor and differs between ranks", shown,
+                 fix="return a tensor with a spec, or a pytree of them")]  # fmt: skip
 
 
 def _kind(x: Any) -> tuple[str, tuple[int, ...]]:

@@ -114,7 +114,7 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     def place(path: tree.Path, leaf: Any, spec: P) -> Sharded:
         if isinstance(leaf, Tensor):
             return _put(leaf, spec, mesh)
-        return _fill(leaf, spec, mesh, fold_in(key, tree.dotted(path)), dtype)
+        return _fill(leaf, spec, mesh, _key_of(leaf, path, key), dtype)
 
     return place_all("materialize", tree_, specs, mesh, (Deferred, Tensor), place)
 
@@ -128,6 +128,18 @@ def _check_names(tree_: Any) -> None:
             raise fail(f"materialize: {tree.show('tree', path)} and {tree.show('tree', twin)} have one name",
                        f"both are {tree.dotted(path)!r}, and would be filled alike",
                        fix="rename one: no dots in keys")  # fmt: skip
+
+
+def _key_of(leaf: Deferred, path: tree.Path, key: Tensor) -> Tensor:
+    """The leaf's key; of one that is made of other leaves' draws, their keys, int64[owners, 2]."""
+    name, scope = tree.dotted(path), leaf.scope
+    if scope is None:
+        return fold_in(key, name)
+    if name != scope.name and not name.endswith(f".{scope.name}"):
+        raise fail(f"materialize: {tree.show('tree', path)}: is made of the draws of other leaves, found by its name",
+                   f"{name!r} does not end with {scope.name!r}", fix="keep the tree that fs.defer gave, or a part of it",
+                   draws=", ".join(scope.owners))  # fmt: skip
+    return torch.stack([fold_in(key, name.removesuffix(scope.name) + owner) for owner in scope.owners])
 
 
 def _fill(leaf: Deferred, spec: P, mesh: Mesh, key: Tensor, dtype: torch.dtype | None) -> Sharded:

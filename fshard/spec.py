@@ -217,7 +217,7 @@ def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
         def find(path: _tree.Path, _: Any) -> P:
             parts = _tree.dotted(path).split(".") if path else []
             for glob, spec in table.items():
-                if _matches(parts, glob.split(".")):
+                if matches(parts, glob.split(".")):
                     used.add(glob)
                     return spec
             name = _tree.dotted(path)
@@ -237,12 +237,12 @@ def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
     return specs
 
 
-def _matches(path: Sequence[str], glob: Sequence[str]) -> bool:
+def matches(path: Sequence[str], glob: Sequence[str]) -> bool:
     if not glob:
         return not path
     if glob[0] == "**":
-        return any(_matches(path[i:], glob[1:]) for i in range(len(path) + 1))
-    return bool(path) and fnmatch.fnmatchcase(path[0], glob[0]) and _matches(path[1:], glob[1:])
+        return any(matches(path[i:], glob[1:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], glob[0]) and matches(path[1:], glob[1:])
 
 
 def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 
+import model_cases
 import pytest
 import torch
 
 import fshard as fs
 from fshard import P, ShardingError
 from fshard.models import gpt2
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 TINY = gpt2.Config(vocab_size=61, n_positions=12, n_embd=24, n_layer=2, n_head=3)
 LAYOUTS = {
@@ -98,69 +96,53 @@ def test_remat_and_dropout_are_the_same_on_every_mesh(name):
         close(grads, want)
 
 
-def hugging_face(cfg, seed=0):
-    transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+
+
+def hugging_face(seed=0, **sizes):
     torch.manual_seed(seed)
-    theirs = transformers.GPT2Config(
-        vocab_size=cfg.vocab_size, n_positions=cfg.n_positions, n_embd=cfg.n_embd, n_layer=cfg.n_layer,
-        n_head=cfg.n_head, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, initializer_range=0.2)  # fmt: skip
-    model = transformers.GPT2LMHeadModel(theirs)
-    with torch.no_grad():  # biases and norms that are not at their defaults
-        for p in model.parameters():
-            if p.ndim == 1:
-                p.add_(torch.randn_like(p) * 0.1)
-    return model
+    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 3, **sizes}
+    config = transformers.GPT2Config(embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, initializer_range=0.2, **sizes)
+    return model_cases.awake(transformers.GPT2LMHeadModel(config), seed)
 
 
-@pytest.mark.parametrize(
-    ("cfg", "seed"),
-    [
-        (TINY, 0),
-        (gpt2.Config(vocab_size=30, n_positions=16, n_embd=16, n_layer=3, n_head=1), 1),
-        (gpt2.Config(vocab_size=50257, n_positions=16, n_embd=16, n_layer=1, n_head=4), 2),
-    ],
-)
-@pytest.mark.parametrize("name", ["one device", "both", "fsdp, model, sequence", "model=4"])
-def test_equals_transformers(cfg, seed, name, tmp_path):
-    theirs = hugging_face(cfg, seed)
-    theirs.save_pretrained(tmp_path)
-    ids, targets = batch(cfg, b=4, t=9, seed=seed)
-    sizes, fsdp, sequence = LAYOUTS[name]
-    got_cfg, weights = gpt2.load(tmp_path)
-    assert (got_cfg.n_embd, got_cfg.n_layer, got_cfg.n_head) == (cfg.n_embd, cfg.n_layer, cfg.n_head)
-
-    logits = theirs(ids).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    loss.backward()
-    their_grads = {n: p.grad for n, p in theirs.named_parameters()}
-    want = fs.tree.map_with_path(lambda path, x: their_grads[gpt2._their_name(path)].view(x.shape), weights)
-
-    got_loss, grads = loss_and_grads(cfg, weights, ids, targets, sizes, fsdp, sequence)
-    torch.testing.assert_close(got_loss, loss.detach(), rtol=1e-5, atol=0)
-    close(grads, want, rtol=1e-4, atol=1e-5)
-
-    mesh, specs, params = placed(cfg, weights, sizes, fsdp)
-    layout = gpt2.Layout("data", "model", sequence)
-    apply = fs.shard_map(lambda p, ids: gpt2.apply(cfg, p, ids, layout=layout, specs=specs), mesh=mesh,
-                         in_specs=(specs, P("data")), out_specs=P("data", None, "model"))  # fmt: skip
-    torch.testing.assert_close(fs.device_get(apply(params, ids)), logits.detach(), rtol=1e-4, atol=1e-4)
+@pytest.fixture(scope="module")
+def theirs():
+    return hugging_face()
 
 
-def test_save_is_read_by_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    mesh, _, params = placed(TINY, gpt2.init(TINY), {"data": 1, "model": 2}, False)
-    gpt2.save(tmp_path, TINY, fs.device_get(params))
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
-    ids, _ = batch(TINY)
-    ours = fs.shard_map(lambda p, ids: gpt2.apply(TINY, p, ids, layout=gpt2.Layout(None, "model")), mesh=mesh,
-                        out_specs=P(None, None, "model"))(params, ids)  # fmt: skip
-    torch.testing.assert_close(fs.device_get(ours), theirs(ids).logits.detach(), rtol=1e-4, atol=1e-5)
-    _, again = gpt2.load(tmp_path)
-    close(again, fs.device_get(params), rtol=0, atol=0)
+@pytest.mark.parametrize("name", model_cases.LAYOUTS)
+def test_logits_loss_and_gradients_are_transformers(name, theirs, tmp_path):
+    model_cases.check_logits_loss_and_gradients(gpt2, theirs, name, tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [{"n_embd": 16, "n_layer": 3, "n_head": 1, "n_inner": 10},
+                                   {"vocab_size": 50257, "n_embd": 16, "n_layer": 1, "n_head": 4}])  # fmt: skip
+def test_other_sizes_are_transformers_too(sizes, tmp_path):
+    theirs = hugging_face(1, **sizes)
+    model_cases.check_logits_loss_and_gradients(gpt2, theirs, "both, fully sharded, sequence", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "how"), [
+    ("one device", {}), ("model", {"padded": True}), ("both, fully sharded, sequence", {"eos": 7, "padded": True}),
+    ("uneven", {}),
+])  # fmt: skip
+def test_greedy_generation_is_transformers(name, how, theirs, tmp_path):
+    model_cases.check_generation(gpt2, theirs, name, tmp_path, **how)
+
+
+@pytest.mark.parametrize("name", ["one device", "uneven"])
+def test_padded_prompts_have_transformers_logits(name, theirs, tmp_path):
+    model_cases.check_padded_logits(gpt2, theirs, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["one device", "both, fully sharded, sequence", "uneven"])
+def test_a_saved_folder_is_read_by_transformers(name, theirs, tmp_path):
+    model_cases.check_files(gpt2, theirs, name, tmp_path, transformers.GPT2LMHeadModel)
 
 
 def test_a_foreign_or_broken_folder_is_refused(tmp_path):
-    theirs = hugging_face(TINY)
+    theirs = hugging_face(n_positions=12)
     with pytest.raises(ShardingError, match="there is no such file"):
         gpt2.load(tmp_path)
     theirs.save_pretrained(tmp_path)
@@ -169,9 +151,17 @@ def test_a_foreign_or_broken_folder_is_refused(tmp_path):
     with pytest.raises(ShardingError) as e:
         gpt2.load(tmp_path)
     assert "'transformer.h.2.ln_1.weight' is missing" in str(e.value)
-    assert "'transformer.wpe.weight' has another shape\n  got  [12, 24]    expected  [13, 24]" in str(e.value)
+    assert "'transformer.wpe.weight' has another shape, for params['wpe']\n  got  [12, 24]    expected  [13, 24]" in \
+        str(e.value)
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    with pytest.raises(ShardingError, match="not a GPT-2"):
+    with pytest.raises(ShardingError) as e:
+        gpt2.load(tmp_path)
+    assert str(e.value) == (
+        f"{tmp_path}/config.json: not a gpt2 as it is here\n  model_type: 'llama', not 'gpt2'\n"
+        "  fix: use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({**config, "activation_function": "relu"}))
+    with pytest.raises(ShardingError, match="activation_function: 'relu', not 'gelu_new'"):
         gpt2.load(tmp_path)
 
 

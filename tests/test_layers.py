@@ -23,17 +23,24 @@ LAYERS = [
     "buffers", "linear", "extreme", "replicas", "sizes", "collectives",
     "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "differences", "copies",
     "results", "shard_map", "verify",
-    "transforms", "schedules", "norm", "optim", "softmax", "extent", "loss", "nn", "data",
+    "transforms", "schedules", "norm", "optim", "softmax", "extent", "loss", "nn", "rope", "data",
     "checkpoint.parts", "checkpoint.manifest", "checkpoint.commit", "checkpoint.saving", "checkpoint.loading",
-    "checkpoint", "picture", "display", "check",
-    "interop", "interop.pattern", "interop.weights", "interop.export",
-    "models.decoding", "models.stream", "models.gpt2", "models",
+    "checkpoint", "picture", "display", "check", "evidence", "validate",
+    "interop", "interop.window", "interop.graph", "interop.laws", "interop.evaluate", "interop.meaning",
+    "interop.record", "interop.late", "interop.recording", "interop.functional", "interop.module",
+    "interop.pattern", "interop.folder", "interop.weights", "interop.layout", "interop.export",
+    "models.config", "models.decoding", "models.stream",
+    "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert", "models",
     "fshard",
-    "recipes", "recipes.pretrain",
+    "recipes", "recipes.pretrain", "inspection", "__main__",
 ]  # fmt: skip
 
 # The namespaces of the public surface: every public name in them is for users.
-NAMESPACES = ["fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "models.gpt2"]
+NAMESPACES = [
+    "fshard", "tree", "init", "random", "nn", "rope", "optim", "data", "checkpoint", "interop.module",
+    "interop.functional", "interop.pattern", "interop.weights", "interop.export",
+    "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
+]
 
 
 def name_of(file: Path) -> str:

@@ -236,7 +236,7 @@ def test_every_wrong_result_is_listed():
         "  fix: drop 1 of its entries\n"
         "step: result['number']: is not a tensor and differs between ranks\n"
         "  [0, 1]\n"
-        "  fix: return a tensor with a spec\n"
+        "  fix: return a tensor with a spec, or a pytree of them\n"
         "step: result['odd']: the mesh has no axis 'model'\n"
         "  shape  [2]    spec  P('model')    mesh  a=2\n"
         "  fix: use one of ['a']"

@@ -1,5 +1,5 @@
-"""One file per architecture: `Config, init, specs, apply, loss, load, save`."""
+"""One file per architecture: `Config, init, specs, apply, loss, generate, load, save`."""
 
-from . import gpt2
+from . import bert, gpt2, gpt_neox, gptj, llama
 
-__all__ = ["gpt2"]
+__all__ = ["bert", "gpt2", "gpt_neox", "gptj", "llama"]

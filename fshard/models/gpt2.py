@@ -1,27 +1,28 @@
 """GPT-2 as pure functions, with tensor, sequence and vocabulary parallelism, and fully sharded by its specs.
 
-Legend: B batch, T time, D width, H heads, K head width, F 4D, V vocabulary; [H@model] is a dim split over an axis.
+Legend: B batch, T time, D width, H heads, K head width, F hidden width, V vocabulary; [H@model] is a dim split
+over an axis.
 Source: Radford et al., 2019; weights as in Hugging Face `GPT2LMHeadModel`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
 from fshard.collectives import Axis
-from fshard.errors import fail, raise_all
+from fshard.errors import fail
+from fshard.interop.export import write
+from fshard.interop.weights import Their, read
 from fshard.spec import P
 
+from .config import read_config
 from .decoding import Cache, Seen, Tokens
 from .decoding import generate as decode
 from .stream import ONE_DEVICE, Layout, attend, through
@@ -36,6 +37,7 @@ class Config:
     n_embd: int = 768
     n_layer: int = 12
     n_head: int = 12
+    n_inner: int | None = None  # 4 n_embd
     embd_pdrop: float = 0.0
     attn_pdrop: float = 0.0
     resid_pdrop: float = 0.0
@@ -50,7 +52,7 @@ class Config:
 
 def init(cfg: Config) -> Any:
     """The described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer)."""
-    d, h, k, f = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, 4 * cfg.n_embd
+    d, h, k, f = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.n_inner or 4 * cfg.n_embd
     std, residual = cfg.initializer_range, cfg.initializer_range / math.sqrt(2 * cfg.n_layer)
 
     def norm() -> Any:
@@ -177,93 +179,56 @@ def generate(
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_NAMES = {
-    "ln_1.w": "ln_1.weight", "ln_1.b": "ln_1.bias", "qkv.w": "attn.c_attn.weight", "qkv.b": "attn.c_attn.bias",
-    "proj.w": "attn.c_proj.weight", "proj.b": "attn.c_proj.bias", "ln_2.w": "ln_2.weight", "ln_2.b": "ln_2.bias",
-    "up.w": "mlp.c_fc.weight", "up.b": "mlp.c_fc.bias", "down.w": "mlp.c_proj.weight", "down.b": "mlp.c_proj.bias",
+_TOP = {"wte": "wte.weight", "wpe": "wpe.weight", "ln_f.w": "ln_f.weight", "ln_f.b": "ln_f.bias"}
+_BLOCK = {  # their matrices are [in, out], as ours are
+    "ln_1.w": Their("ln_1.weight"), "ln_1.b": Their("ln_1.bias"),
+    "qkv.w": Their("attn.c_attn.weight", "d (c h k) -> d c h k"),
+    "qkv.b": Their("attn.c_attn.bias", "(c h k) -> c h k"),
+    "proj.w": Their("attn.c_proj.weight", "(h k) d -> h k d"), "proj.b": Their("attn.c_proj.bias"),
+    "ln_2.w": Their("ln_2.weight"), "ln_2.b": Their("ln_2.bias"),
+    "up.w": Their("mlp.c_fc.weight"), "up.b": Their("mlp.c_fc.bias"),
+    "down.w": Their("mlp.c_proj.weight"), "down.b": Their("mlp.c_proj.bias"),
 }  # fmt: skip
+_FIXED = {
+    "model_type": "gpt2", "tie_word_embeddings": True, "activation_function": "gelu_new", "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+}  # fmt: skip
+_NOT_OURS = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")  # the tied head, and buffers of older versions
 
 
-def _their_name(path: tree.Path) -> str:
-    """Our path as a name in a Hugging Face file."""
-    if path[0] == "h":
-        return f"transformer.h.{path[1]}.{_NAMES[tree.dotted(path[2:])]}"
-    last = {"w": "weight", "b": "bias"}
-    rest = [last[p] for p in path[1:]] or ["weight"]  # the embeddings are leaves themselves
-    return ".".join(["transformer", str(path[0]), *rest])
+def theirs(path: tree.Path) -> Their:
+    """The tensor of a Hugging Face file that the leaf at a path is.
+
+    >>> theirs(("h", 3, "up", "w"))
+    Their(name='transformer.h.3.mlp.c_fc.weight', dims=None, at=None)
+    """
+    if path[0] != "h":
+        return Their(f"transformer.{_TOP[tree.dotted(path)]}")
+    inner = _BLOCK[tree.dotted(path[2:])]
+    return replace(inner, name=f"transformer.h.{path[1]}.{inner.name}")
+
+
+def config(folder: str | Path) -> Config:
+    """The `Config` that the `config.json` of a folder sets. Raises ShardingError for another kind of model."""
+    return read_config(folder, Config, _FIXED)
 
 
 def load(path: str | Path) -> tuple[Config, Any]:
-    """The config and the parameters, as CPU tensors, of a folder written by `save_pretrained` (safetensors only).
+    """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
 
     >>> cfg, weights = gpt2.load("my-gpt2")
     >>> params = fs.materialize(weights, gpt2.specs(cfg, model="model"), mesh, key=fs.key(0))
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-2's.
     """
-    folder = Path(path)
-    given = json.loads(_must_exist(folder / "config.json").read_text())
-    if given.get("model_type") != "gpt2" or given.get("tie_word_embeddings") is False:
-        raise fail(f"{folder / 'config.json'}: not a GPT-2 with a tied head", fix="convert it, or use its own model",
-                   model_type=given.get("model_type"),
-                   tie_word_embeddings=given.get("tie_word_embeddings", True))  # fmt: skip
-    cfg = Config(**{k: given[k] for k in Config.__dataclass_fields__ if k in given})
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found: dict[str, tuple[Path, str, list[int]]] = {}
-    for name in names:
-        with safe_open(_must_exist(folder / name), "pt") as file:
-            for full in file.keys():  # noqa: SIM118
-                bare = full if full.startswith(("transformer.", "lm_head.")) else f"transformer.{full}"
-                found[bare] = (folder / name, full, file.get_slice(full).get_shape())
-    described = tree.leaves_with_path(init(cfg))
-    _check_names(folder, found, {_their_name(p): _their_shape(p, d.shape) for p, d in described})
-    tensors = []
-    for p, leaf in described:
-        where, full, _ = found[_their_name(p)]
-        with safe_open(where, "pt") as file:
-            tensors.append(file.get_tensor(full).view(leaf.shape))
-    return cfg, tree.unflatten(tree.structure(init(cfg)), tensors)
+    cfg = config(path)
+    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_NOT_OURS)
 
 
 def save(path: str | Path, cfg: Config, params: Any) -> None:
-    """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` are full CPU tensors (`fs.device_get`)."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    described = tree.leaves_with_path(params)
-    tensors = {_their_name(p): x.reshape(_their_shape(p, x.shape)).contiguous() for p, x in described}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    theirs = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new"}
-    config = {**theirs, **asdict(cfg)}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` may be placed on a mesh."""
+    write(path, params, theirs, config={"architectures": ["GPT2LMHeadModel"], **_FIXED, **asdict(cfg)})
 
 
-def _their_shape(path: tree.Path, shape: Any) -> tuple[int, ...]:
-    """[D, 3, H, K] and [H, K, D] are matrices there; [3, H, K] a vector."""
-    if "qkv" in path:
-        return (shape[0], math.prod(shape[1:])) if path[-1] == "w" else (math.prod(shape),)
-    return (shape[0] * shape[1], shape[2]) if "proj" in path and path[-1] == "w" else tuple(shape)
-
-
-def _check_names(
-    folder: Path, found: dict[str, tuple[Path, str, list[int]]], wanted: dict[str, tuple[int, ...]]
-) -> None:
-    ignored = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")  # the tied head, and buffers of older versions
-    errors = [fail(f"{folder}: {n!r} is missing") for n in wanted if n not in found]
-    errors += [fail(f"{folder}: {n!r} is not part of a GPT-2")
-               for n in found if n not in wanted and not n.endswith(ignored)]  # fmt: skip
-    errors += [fail(f"{folder}: {n!r} has another shape", got=found[n][2], expected=list(shape))
-               for n, shape in wanted.items() if n in found and tuple(found[n][2]) != shape]  # fmt: skip
-    raise_all(errors)
-
-
-def _must_exist(path: Path) -> Path:
-    if not path.is_file():
-        raise fail(f"{path}: there is no such file",
-                   fix="a folder with config.json and model.safetensors; pickles are refused")  # fmt: skip
-    return path
-
-
-__all__ = ["Cache", "Config", "Layout", "apply", "generate", "init", "load", "loss", "save", "specs"]
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
+           "theirs"]  # fmt: skip

@@ -93,17 +93,22 @@ def sub(key: Tensor | None, name: str | int) -> Tensor | None:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, seen: Seen | None, *, layout: Layout, rate: float = 0.0,
-    key: Tensor | None = None, heads: int, scale: float | None = None,
+    key: Tensor | None = None, heads: int, group: int = 1, scale: float | None = None,
 ) -> tuple[Tensor, Seen | None]:  # fmt: skip
     """Causal attention, with what was seen before: q [B, H@model, T, K] -> [B, T, HK@model], and what is seen now.
 
-    k and v may have fewer heads, each for a group of q's. `heads` is H, for the dropout of weights by `key`.
+    k and v may have fewer heads, each for a `group` of neighbouring ones of q, which are on its rank. `heads` is H, for
+    the dropout of weights by `key`.
     """
     k, v, seen = recall(k, v, tokens, seen)
-    weights = layout.across((len(q), heads, tokens.t, k.shape[2]))
-    a = nn.attention(q, k, v, causal=tokens.mask is None, mask=tokens.mask, scale=scale, rate=rate,
+    mask, shape = tokens.mask, [heads]
+    if group > 1 and rate and key is not None:  # groups are what is split, and so are their weights to be
+        q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
+        mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
+    weights = layout.across((len(q), *shape, tokens.t, k.shape[-2]))
+    a = nn.attention(q, k, v, causal=mask is None, mask=mask, scale=scale, rate=rate,
                      key=sub(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
-    return a.transpose(1, 2).flatten(2), seen
+    return a.flatten(1, -3).transpose(1, 2).flatten(2), seen
 
 
 def through(

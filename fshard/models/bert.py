@@ -1,0 +1,350 @@
+"""BERT as pure functions: an encoder with heads for pretraining and sentence embeddings, split as its specs say.
+
+Legend: B batch, T time, D width, H heads, K head width, F hidden width, V vocabulary; [H@model] is a dim split over an
+axis; {V} varies over it, {I} does not. Source: Devlin et al., 2018; weights as in Hugging Face `BertForPreTraining`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fshard import init as initial
+from fshard import nn, tree
+from fshard.collectives import Axis, all_gather
+from fshard.deferred import Deferred, Initializer
+from fshard.errors import fail, raise_all
+from fshard.interop.export import write
+from fshard.interop.folder import Scan
+from fshard.interop.weights import Their, read
+from fshard.spec import Box, P
+
+from .config import read_config
+from .stream import ONE_DEVICE, Layout, sub, through
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu, "gelu_python": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu, "gelu_pytorch_tanh": nn.gelu,
+    "relu": F.relu, "silu": F.silu, "swish": F.silu, "tanh": torch.tanh,
+}  # fmt: skip
+_EMBEDDINGS = ("word", "position", "type", "ln")
+_HEADS = {"mlm": "cls.predictions.", "pooler": "pooler.", "nsp": "cls.seq_relationship."}  # as their names begin
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and rates, named as in Hugging Face's `BertConfig`, and which heads there are.
+
+    `mlm` predicts hidden words, `pooler` sums up a sequence at its first token, and `nsp`, on top of it, tells whether
+    a second sentence follows the first. `pad_token_id` is the word whose embedding starts at zero and is not trained.
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int | None = 0
+    mlm: bool = True
+    pooler: bool = False
+    nsp: bool = False
+
+    def __post_init__(self) -> None:
+        d, h, pad, errors = self.hidden_size, self.num_attention_heads, self.pad_token_id, []
+        if d % h:
+            errors.append(fail("bert.Config: the heads must divide the width", f"{d} % {h} = {d % h}",
+                               hidden_size=d, num_attention_heads=h))  # fmt: skip
+        if self.hidden_act not in _ACTIVATIONS:
+            errors.append(fail(f"bert.Config: hidden_act={self.hidden_act!r}", fix=f"one of {', '.join(_ACTIVATIONS)}"))
+        if pad is not None and not 0 <= pad < self.vocab_size:
+            errors.append(fail(f"bert.Config: pad_token_id={pad} is not in a vocabulary of {self.vocab_size}",
+                               fix="one of its words, or None"))  # fmt: skip
+        if self.nsp and not self.pooler:
+            errors.append(fail("bert.Config: nsp=True without a pooler", fix="pooler=True"))
+        raise_all(errors)
+
+
+@dataclass(frozen=True)
+class ZeroRow:
+    """Another initializer, but zeros at one index of dim 0."""
+
+    of: Initializer
+    row: int
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        out = self.of.fill(key, shape, box, dtype, device)
+        if box[0].start <= self.row < box[0].stop:
+            out[self.row - box[0].start] = 0
+        return out
+
+
+def init(cfg: Config) -> Any:
+    """The described parameters: matrices and embeddings N(0, initializer_range^2), norms 1, biases and padding 0."""
+    d, h, f = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size
+
+    def normal(*shape: int) -> Deferred:
+        return initial.normal(shape, std=cfg.initializer_range)
+
+    def norm() -> Any:
+        return {"w": initial.ones(d), "b": initial.zeros(d)}
+
+    def dense(*shape: int, split: int = 1) -> Any:
+        return {"w": normal(*shape), "b": initial.zeros(shape[split:])}
+
+    def block() -> Any:
+        return {
+            "query": dense(d, h, d // h), "key": dense(d, h, d // h), "value": dense(d, h, d // h),
+            "proj": dense(h, d // h, d, split=2), "ln_1": norm(),
+            "up": dense(d, f), "down": dense(f, d), "ln_2": norm(),
+        }  # fmt: skip
+
+    word, pad = normal(cfg.vocab_size, d), cfg.pad_token_id
+    return _with_heads(cfg, {
+        "word": word if pad is None else Deferred(word.shape, word.dtype, ZeroRow(word.init, pad)),
+        "position": normal(cfg.max_position_embeddings, d),
+        "type": normal(cfg.type_vocab_size, d),
+        "ln": norm(),
+        "h": [block() for _ in range(cfg.num_hidden_layers)],
+        "mlm": {"dense": dense(d, d), "ln": norm(), "b": initial.zeros(cfg.vocab_size)},
+        "pooler": dense(d, d), "nsp": dense(d, 2),
+    })  # fmt: skip
+
+
+def specs(cfg: Config, *, model: Axis = None) -> Any:
+    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
+    m = model
+    heads = {"w": P(None, m), "b": P(m)}
+    block = {
+        "query": heads, "key": heads, "value": heads, "proj": {"w": P(m), "b": P()}, "ln_1": P(),
+        "up": {"w": P(None, m), "b": P(m)}, "down": {"w": P(m), "b": P()}, "ln_2": P(),
+    }  # fmt: skip
+    return _with_heads(cfg, {
+        "word": P(m), "position": P(), "type": P(), "ln": P(), "h": [block] * cfg.num_hidden_layers,
+        "mlm": {"dense": P(), "ln": P(), "b": P(m)}, "pooler": P(), "nsp": P(),
+    })  # fmt: skip
+
+
+def _with_heads(cfg: Config, params: dict[str, Any]) -> dict[str, Any]:
+    """Of all the parts those that the config has."""
+    return {name: part for name, part in params.items() if name not in _HEADS or getattr(cfg, name)}
+
+
+def apply(
+    cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, types: Tensor | None = None,
+    layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None, remat: bool = False,
+) -> Tensor:  # fmt: skip
+    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}, whole in time by every layout.
+
+    `mask` [B@data, T] is 0 where ids are padding, which nothing sees; its own states mean nothing. `types` [B@data, T]
+    tells a second sentence (1) from the first (0, also where left out). `params` are as placed; give their `specs`
+    where they vary over `layout.data` or are split over it (FSDP): each block is then unsharded just before its use.
+    `key` turns dropout on; `remat` recomputes blocks in backward.
+    """
+    top = _whole(cfg, params, layout, specs, *_EMBEDDINGS)
+    x = _encode(cfg, params, top, ids, layout, specs, mask=mask, types=types, key=key, remat=remat)
+    if layout.sequence:
+        x = all_gather(x, layout.model, 1, size=ids.shape[1], to="invariant")
+    return x
+
+
+def _whole(cfg: Config, params: Any, layout: Layout, specs: Any, *names: str) -> Any:
+    """These parts of the parameters, unsharded."""
+    described = init(cfg)
+    raise_all([fail(f"bert: the config has no {n}", fix=f"Config({n}=True); a loaded one has what its file has")
+               for n in names if n not in described])  # fmt: skip
+    return {n: layout.whole(params[n], None if specs is None else specs[n], described[n]) for n in names}
+
+
+def _encode(
+    cfg: Config, params: Any, top: Any, ids: Tensor, layout: Layout, specs: Any, *, mask: Tensor | None = None,
+    types: Tensor | None = None, key: Tensor | None = None, remat: bool = False,
+) -> Tensor:  # fmt: skip
+    """The stream after the last block, [B, T, D]{I model}, or [B, T@model, D] under sequence parallelism."""
+    t = ids.shape[1]
+    errors = [fail(f"bert: {what} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
+              for what, x in (("mask", mask), ("types", types)) if x is not None and x.shape != ids.shape]  # fmt: skip
+    if t > cfg.max_position_embeddings:
+        errors.append(fail(f"bert: {t} tokens do not fit {cfg.max_position_embeddings} positions",
+                           fix="a larger max_position_embeddings"))  # fmt: skip
+    raise_all(errors)
+    x = layout.tokens(ids, top["word"], cfg.vocab_size)
+    if cfg.pad_token_id is not None:  # no gradient reaches the embedding of padding
+        x = torch.where(layout.part(ids != cfg.pad_token_id).unsqueeze(-1), x, x.detach())
+    table = layout.shared(top["type"])
+    x = x + (table[0] if types is None else nn.embedding(layout.part(types), table))
+    x = x + layout.part(top["position"][:t], 0)
+    x = layout.dropout(_norm(cfg, x, top["ln"], layout), cfg.hidden_dropout_prob, key, "embd", t)
+    sees = None if mask is None else (mask != 0)[:, None, None, :]  # [B, 1, 1, T]
+    shapes, specs = init(cfg)["h"], None if specs is None else specs["h"]
+    x, _ = through(lambda p, x, key, _: (_block(cfg, p, x, layout, key, t, sees), None), params["h"], x, layout=layout,
+                   shapes=shapes, specs=specs, key=key, remat=remat)  # fmt: skip
+    return x
+
+
+def _block(cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t: int, sees: Tensor | None) -> Tensor:
+    """norm(x + attention(x)), then norm(x + mlp(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
+    h = layout.enter(x, t)
+    q, k, v = (_heads(h, p[name]) for name in ("query", "key", "value"))  # each [B, H@model, T, K]
+    weights = layout.across((len(q), cfg.num_attention_heads, t, t))
+    a = nn.attention(q, k, v, mask=sees, rate=cfg.attention_probs_dropout_prob, key=sub(key, "attn"),
+                     spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
+    a = layout.leave(nn.linear(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1)))
+    a = layout.dropout(a + layout.shared(p["proj"]["b"]), cfg.hidden_dropout_prob, key, "proj", t)
+    x = _norm(cfg, x + a, p["ln_1"], layout)
+
+    h = _ACTIVATIONS[cfg.hidden_act](nn.linear(layout.enter(x, t), p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = layout.leave(nn.linear(h, p["down"]["w"])) + layout.shared(p["down"]["b"])
+    return _norm(cfg, x + layout.dropout(h, cfg.hidden_dropout_prob, key, "down", t), p["ln_2"], layout)
+
+
+def _heads(h: Tensor, p: Any) -> Tensor:
+    """[B, T, D] -> [B, H, T, K]."""
+    flat = nn.linear(h, p["w"].flatten(1), p["b"].flatten())
+    return flat.view(*flat.shape[:-1], *p["b"].shape).transpose(1, 2)
+
+
+def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
+    p = layout.shared(p)
+    return nn.layer_norm(x, p["w"], p["b"], eps=cfg.layer_norm_eps)
+
+
+def logits(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, **how: Any
+) -> Tensor:
+    """The logits of the word at each place: ids [B@data, T] -> [B@data, T, V@model]; arguments as in `apply`."""
+    top = _whole(cfg, params, layout, specs, *_EMBEDDINGS, "mlm")
+    x = _encode(cfg, params, top, ids, layout, specs, **how)
+    dense, head = layout.shared(top["mlm"]["dense"]), top["mlm"]
+    x = _norm(cfg, _ACTIVATIONS[cfg.hidden_act](nn.linear(x, dense["w"], dense["b"])), head["ln"], layout)
+    return nn.linear(layout.enter(x, ids.shape[1]), top["word"].transpose(0, 1), head["b"])
+
+
+def loss(cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, **how: Any) -> Tensor:
+    """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets [B@data, T] of -100 count nothing."""
+    out = logits(cfg, params, ids, layout=layout, **how)
+    return nn.cross_entropy(out, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+
+
+def embed(cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, **how: Any) -> Tensor:
+    """Sentence embeddings of length 1: ids [B@data, T] -> [B@data, D]{I model}; arguments as in `apply`.
+
+    The product of two is the cosine of their angle. Source: Reimers & Gurevych, 2019, "Sentence-BERT".
+    """
+    return F.normalize(pool(apply(cfg, params, ids, mask=mask, **how), mask), dim=-1)
+
+
+def pool(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The mean of the states where the mask is not 0: x [B, T, D], mask [B, T] -> [B, D].
+
+    >>> pool(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[1, 1, 0]]))
+    tensor([[2.]])
+    """
+    if mask is None:
+        return x.mean(1)
+    real = (mask != 0).to(x.dtype).unsqueeze(-1)
+    return (x * real).sum(1) / real.sum(1).clamp(min=1e-9)
+
+
+def pooled(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
+    """The pooler's word on a sequence: hidden states [B@data, T, D] of `apply` -> [B@data, D]{I model}."""
+    p = _whole(cfg, params, layout, specs, "pooler")["pooler"]
+    return torch.tanh(nn.linear(x[:, 0], p["w"], p["b"]))
+
+
+def follows(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
+    """Logits of whether the second sentence follows the first (0) or not (1): x of `pooled` -> [B@data, 2]{I model}."""
+    p = _whole(cfg, params, layout, specs, "nsp")["nsp"]
+    return nn.linear(x, p["w"], p["b"])
+
+
+# --- Hugging Face files ---------------------------------------------------------------------------------------
+
+
+def _pair(ours: str, name: str, w: str | None = "o i -> i o", b: str | None = None) -> dict[str, Their]:
+    return {f"{ours}.w": Their(f"{name}.weight", w), f"{ours}.b": Their(f"{name}.bias", b)}
+
+
+_TOP = {
+    "word": Their("bert.embeddings.word_embeddings.weight"),
+    "position": Their("bert.embeddings.position_embeddings.weight"),
+    "type": Their("bert.embeddings.token_type_embeddings.weight"),
+    **_pair("ln", "bert.embeddings.LayerNorm", None),
+    **_pair("mlm.dense", "cls.predictions.transform.dense"),
+    **_pair("mlm.ln", "cls.predictions.transform.LayerNorm", None),
+    "mlm.b": Their("cls.predictions.bias"),
+    **_pair("pooler", "bert.pooler.dense"), **_pair("nsp", "cls.seq_relationship"),
+}  # fmt: skip
+_BLOCK = {
+    **{leaf: their for name in ("query", "key", "value")
+       for leaf, their in _pair(name, f"attention.self.{name}", "(h k) d -> d h k", "(h k) -> h k").items()},
+    **_pair("proj", "attention.output.dense", "d (h k) -> h k d"),
+    **_pair("ln_1", "attention.output.LayerNorm", None),
+    **_pair("up", "intermediate.dense"), **_pair("down", "output.dense"),
+    **_pair("ln_2", "output.LayerNorm", None),
+}  # fmt: skip
+_FIXED = {
+    "model_type": "bert", "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
+    "position_embedding_type": "absolute",
+}  # fmt: skip
+# A buffer of older versions, and other names of the tied head's two tensors.
+_NOT_OURS = ("embeddings.position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+
+
+def theirs(path: tree.Path) -> Their:
+    """The tensor of a Hugging Face file that the leaf at a path is.
+
+    >>> theirs(("h", 3, "query", "b"))
+    Their(name='bert.encoder.layer.3.attention.self.query.bias', dims='(h k) -> h k', at=None)
+    """
+    if path[0] != "h":
+        return _TOP[tree.dotted(path)]
+    inner = _BLOCK[tree.dotted(path[2:])]
+    return replace(inner, name=f"bert.encoder.layer.{path[1]}.{inner.name}")
+
+
+def load(path: str | Path) -> tuple[Config, Any]:
+    """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
+
+    It has the heads that the file has. Not read are buffers of position ids and other names of the tied head.
+
+    >>> cfg, weights = bert.load("my-bert")
+    >>> params = fs.materialize(weights, bert.specs(cfg, model="model"), mesh, key=fs.key(0))
+
+    Raises ShardingError listing every tensor that is missing, of another shape, or not a BERT's.
+    """
+    names = [n.removeprefix("bert.") for n in Scan(Path(path)).found]
+    heads = {head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()}
+    cfg = read_config(path, Config, _FIXED, **heads)
+    once = any(n.endswith("LayerNorm.gamma") for n in names)
+
+    def named(path: tree.Path) -> Their:
+        """In files made of those for TensorFlow a norm's weight is called gamma, its bias beta."""
+        name = theirs(path).name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+        return replace(theirs(path), name=name) if once else theirs(path)
+
+    return cfg, read(path, init(cfg), named, prefix="bert.", ignored=_NOT_OURS)
+
+
+def save(path: str | Path, cfg: Config, params: Any) -> None:
+    """Write a folder that `from_pretrained` reads, of a class with the heads of `cfg`; `params` may be placed."""
+    kind = "BertForPreTraining" if cfg.nsp else "BertForMaskedLM" if cfg.mlm else "BertModel"
+    sizes = {name: value for name, value in asdict(cfg).items() if name not in _HEADS}
+    write(path, params, theirs, config={"architectures": [kind], **_FIXED, **sizes})
+
+
+__all__ = [
+    "Config", "Layout", "ZeroRow", "apply", "embed", "follows", "init", "load", "logits", "loss", "pool", "pooled",
+    "save", "specs", "theirs",
+]  # fmt: skip

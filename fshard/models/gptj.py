@@ -1,0 +1,247 @@
+"""GPT-J as pure functions, with tensor, sequence and vocabulary parallelism, and fully sharded by its specs.
+
+Legend: B batch, T time, D width, H heads, K head width, F hidden width, V vocabulary; [H@model] is a dim split over
+an axis; {V} varies over it, {I} does not.
+Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import init as initial
+from fshard import nn, rope, tree
+from fshard.collectives import Axis, pvary
+from fshard.errors import fail
+from fshard.interop.export import write
+from fshard.interop.weights import Their, read
+from fshard.spec import P
+
+from .config import read_config
+from .decoding import Cache, Seen, Tokens
+from .decoding import generate as decode
+from .stream import ONE_DEVICE, Layout, attend, through
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and rates, named as in Hugging Face's `GPTJConfig`. `rotary_dim`: of each head's dims, those that turn."""
+
+    vocab_size: int = 50400
+    n_positions: int = 2048
+    n_embd: int = 4096
+    n_layer: int = 28
+    n_head: int = 16
+    rotary_dim: int = 64
+    n_inner: int | None = None  # None: 4 n_embd
+    embd_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head:
+            raise fail("gptj.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
+                       f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
+        width = self.n_embd // self.n_head
+        if not isinstance(self.rotary_dim, int) or self.rotary_dim % 2 or not 0 < self.rotary_dim <= width:
+            raise fail(f"gptj.Config: rotary_dim={self.rotary_dim}",
+                       fix=f"an even number of at most {width}, the width of a head")  # fmt: skip
+
+
+def init(cfg: Config) -> Any:
+    """The described parameters: matrices are drawn from N(0, initializer_range^2)."""
+    d, h, k, v = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.vocab_size
+    f, std = cfg.n_inner or 4 * d, cfg.initializer_range
+
+    def norm() -> Any:
+        return {"w": initial.ones(d), "b": initial.zeros(d)}
+
+    def block() -> Any:
+        return {
+            "ln_1": norm(),
+            "q": initial.normal((d, h, k), std=std),
+            "k": initial.normal((d, h, k), std=std),
+            "v": initial.normal((d, h, k), std=std),
+            "proj": initial.normal((h, k, d), std=std),
+            "up": {"w": initial.normal((d, f), std=std), "b": initial.zeros(f)},
+            "down": {"w": initial.normal((f, d), std=std), "b": initial.zeros(d)},
+        }
+
+    head = {"b": initial.zeros(v)}
+    return {
+        "wte": initial.normal((v, d), std=std),
+        "h": [block() for _ in range(cfg.n_layer)],
+        "ln_f": norm(),
+        "head": head if cfg.tie_word_embeddings else {"w": initial.normal((d, v), std=std), **head},
+    }
+
+
+def specs(cfg: Config, *, model: Axis = None) -> Any:
+    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
+    m = model
+    block = {
+        "ln_1": P(),
+        "q": P(None, m),
+        "k": P(None, m),
+        "v": P(None, m),
+        "proj": P(m),
+        "up": {"w": P(None, m), "b": P(m)},
+        "down": {"w": P(m), "b": P()},
+    }
+    head = {"b": P(m)} if cfg.tie_word_embeddings else {"w": P(None, m), "b": P(m)}
+    return {"wte": P(m), "h": [block] * cfg.n_layer, "ln_f": P(), "head": head}
+
+
+def apply(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
+    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
+) -> Any:  # fmt: skip
+    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the cache after).
+
+    `params` are as placed; give their `specs` where they vary over `layout.data` or are split over it (FSDP): each
+    block is then unsharded just before its use. `key` turns dropout on; `remat` recomputes blocks in backward.
+    `mask` [B@data, T] is 0 where ids are padding; with a cache it counts the tokens in there too.
+    """
+    tokens = Tokens.of(ids, mask, cache)
+    if tokens.start + tokens.t > cfg.n_positions:
+        raise fail(f"gptj: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
+                   fix="a larger n_positions")  # fmt: skip
+    described = init(cfg)
+    top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
+           for name in ("wte", "ln_f", "head")}  # fmt: skip
+
+    t = tokens.t
+    x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
+    x = layout.dropout(x, cfg.embd_pdrop, key, "embd", t)
+
+    rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
+    turn = rope.angles(pvary(tokens.positions, layout.model), rates, dtype=x.dtype)
+
+    def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
+        return _block(cfg, p, x, layout, key, tokens, turn, seen)
+
+    x, seen = through(block, params["h"], x, layout=layout, shapes=described["h"], key=key, remat=remat, cache=cache,
+                      specs=None if specs is None else specs["h"])  # fmt: skip
+    x = layout.enter(_norm(cfg, x, top["ln_f"], layout), t)
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    logits = nn.linear(x, w, top["head"]["b"])  # [B, T, V@model]
+    return logits if cache is None else (logits, cache.after(seen, t))
+
+
+def _block(
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, turn: tuple[Tensor, Tensor],
+    seen: Seen | None,
+) -> tuple[Tensor, Seen | None]:  # fmt: skip
+    """x + attention(norm(x)) + mlp(norm(x)), both of one norm; x [B, T, D]{I model}, or [B, T@model, D]."""
+    t = tokens.t
+    h = layout.enter(_norm(cfg, x, p["ln_1"], layout), t)
+    q, k, v = (_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
+    q, k = (rope.rotate(y, *turn, style="pairs") for y in (q, k))
+    if cfg.attn_pdrop and key is not None:
+        # Scores are float32, also of half precision. Torch's fused kernel sees to it; with dropout there is none.
+        q, k = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (q, k))
+    a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attn_pdrop, key=key, heads=cfg.n_head)
+    a = nn.linear(a, p["proj"].flatten(0, 1))
+    h = nn.gelu(nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h, b = nn.linear(h, p["down"]["w"]), layout.shared(p["down"]["b"])
+
+    # a and h are parts of sums over model. Their sum is one too, so one transfer does for both; not where a mask of
+    # dropout comes between, one for each.
+    if not cfg.resid_pdrop or key is None:
+        return x + layout.leave(a + h) + b, seen
+    a = layout.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj", t)
+    return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", t), seen
+
+
+def _heads(h: Tensor, w: Tensor) -> Tensor:
+    """[B, T, D] -> [B, H, T, K]."""
+    flat: Tensor = nn.linear(h, w.flatten(1)).unflatten(-1, tuple(w.shape[1:]))  # type: ignore[no-untyped-call]
+    return flat.transpose(1, 2)
+
+
+def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
+    p = layout.shared(p)
+    return nn.layer_norm(x, p["w"], p["b"], eps=cfg.layer_norm_epsilon)
+
+
+def loss(
+    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets of -100 count nothing."""
+    logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+
+
+def generate(
+    cfg: Config, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
+    mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
+    key: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
+    layout = replace(layout, sequence=False)  # one token has no sequence to split
+
+    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
+        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
+
+    return decode(step, ids, new=new, size=cfg.vocab_size, data=layout.data, model=layout.model, mask=mask, eos=eos,
+                  pad=pad, temperature=temperature, key=key)  # fmt: skip
+
+
+# --- Hugging Face files ---------------------------------------------------------------------------------------
+
+_TOP = {
+    "wte": Their("transformer.wte.weight"), "ln_f.w": Their("transformer.ln_f.weight"),
+    "ln_f.b": Their("transformer.ln_f.bias"), "head.w": Their("lm_head.weight", "v d -> d v"),
+    "head.b": Their("lm_head.bias"),
+}  # fmt: skip
+_BLOCK = {  # their matrices are [out, in]
+    "ln_1.w": Their("ln_1.weight"), "ln_1.b": Their("ln_1.bias"),
+    "q": Their("attn.q_proj.weight", "(h k) d -> d h k"), "k": Their("attn.k_proj.weight", "(h k) d -> d h k"),
+    "v": Their("attn.v_proj.weight", "(h k) d -> d h k"), "proj": Their("attn.out_proj.weight", "d (h k) -> h k d"),
+    "up.w": Their("mlp.fc_in.weight", "f d -> d f"), "up.b": Their("mlp.fc_in.bias"),
+    "down.w": Their("mlp.fc_out.weight", "d f -> f d"), "down.b": Their("mlp.fc_out.bias"),
+}  # fmt: skip
+_FIXED = {"model_type": "gptj", "activation_function": "gelu_new"}
+_NOT_OURS = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
+
+
+def theirs(path: tree.Path) -> Their:
+    """The tensor of a Hugging Face file that the leaf at a path is.
+
+    >>> theirs(("h", 3, "q"))
+    Their(name='transformer.h.3.attn.q_proj.weight', dims='(h k) d -> d h k', at=None)
+    """
+    if path[0] != "h":
+        return _TOP[tree.dotted(path)]
+    inner = _BLOCK[tree.dotted(path[2:])]
+    return replace(inner, name=f"transformer.h.{path[1]}.{inner.name}")
+
+
+def load(path: str | Path) -> tuple[Config, Any]:
+    """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
+
+    >>> cfg, weights = gptj.load("my-gptj")
+    >>> params = fs.materialize(weights, gptj.specs(cfg, model="model"), mesh, key=fs.key(0))
+
+    Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-J's.
+    """
+    cfg = read_config(path, Config, _FIXED)
+    ignored = (*_NOT_OURS, "lm_head.weight") if cfg.tie_word_embeddings else _NOT_OURS
+    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=ignored)
+
+
+def save(path: str | Path, cfg: Config, params: Any) -> None:
+    """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
+    write(path, params, theirs, config={"architectures": ["GPTJForCausalLM"], **_FIXED, **asdict(cfg)})
+
+
+__all__ = ["Cache", "Config", "Layout", "apply", "generate", "init", "load", "loss", "save", "specs", "theirs"]

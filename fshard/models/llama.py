@@ -1,0 +1,315 @@
+"""Llama as pure functions, with tensor, sequence and vocabulary parallelism, and fully sharded by its specs.
+
+Legend: B batch, T time, D width, G key and value heads, R heads of queries for each, H = GR, K head width, F hidden
+width, V vocabulary; [G@model] is a dim split over an axis; {V} varies over it, {I} does not.
+Source: Touvron et al., 2023, "Llama 2"; Ainslie et al., 2023, for grouped queries; weights as in Hugging Face
+`LlamaForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from fshard import init as initial
+from fshard import nn, rope, tree
+from fshard.collectives import Axis, pmax
+from fshard.errors import fail, raise_all
+from fshard.interop.export import write
+from fshard.interop.weights import Their, config_of, read
+from fshard.spec import P
+
+from .config import read_config
+from .decoding import Cache, Seen, Tokens
+from .decoding import generate as decode
+from .stream import ONE_DEVICE, Layout, attend, through
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes, rates and rotary positions, named as in Hugging Face's `LlamaConfig`; see `rope.frequencies` for the last.
+
+    >>> Config(num_key_value_heads=8).groups, Config(hidden_size=2048).width
+    (8, 64)
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None  # None: as many as of queries
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: rope.parameters({}), hash=False)
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def __post_init__(self) -> None:
+        errors = []
+        for what, n, by in (("the heads must divide the width", self.hidden_size, self.num_attention_heads),
+                            ("the groups must divide the heads", self.num_attention_heads, self.groups)):  # fmt: skip
+            if n % by:
+                errors.append(fail(f"llama.Config: {what}", f"{n} % {by} = {n % by}"))
+        if self.hidden_act != "silu":
+            errors.append(fail(f"llama.Config: hidden_act={self.hidden_act!r}", fix="silu, which Llama has"))
+        given = self.rope_parameters
+        if given.get("partial_rotary_factor", 1.0) != 1.0 and given.get("rope_type") != "proportional":
+            errors.append(fail("llama.Config: Llama turns whole heads", rope_parameters=dict(given),
+                               fix="no partial_rotary_factor"))  # fmt: skip
+        raise_all(errors)
+        rope.frequencies(given, self.width, self.max_position_embeddings)  # raises where they are not complete
+
+
+def init(cfg: Config) -> Any:
+    """The described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
+
+    >>> init(Config(num_key_value_heads=8))["layers"][0]["q"]
+    {'w': f32[4096, 8, 4, 128] = normal(std=0.02)}
+    """
+    d, f, g, k, std = cfg.hidden_size, cfg.intermediate_size, cfg.groups, cfg.width, cfg.initializer_range
+    r = cfg.num_attention_heads // g
+
+    def linear(inputs: tuple[int, ...], outputs: tuple[int, ...], bias: bool) -> Any:
+        w = {"w": initial.normal((*inputs, *outputs), std=std)}
+        return {**w, "b": initial.zeros(outputs)} if bias else w
+
+    def layer() -> Any:
+        return {
+            "norm_1": {"w": initial.ones(d)},
+            "q": linear((d,), (g, r, k), cfg.attention_bias),
+            "k": linear((d,), (g, k), cfg.attention_bias),
+            "v": linear((d,), (g, k), cfg.attention_bias),
+            "o": linear((g, r, k), (d,), cfg.attention_bias),
+            "norm_2": {"w": initial.ones(d)},
+            "gate": linear((d,), (f,), cfg.mlp_bias),
+            "up": linear((d,), (f,), cfg.mlp_bias),
+            "down": linear((f,), (d,), cfg.mlp_bias),
+        }
+
+    head = {} if cfg.tie_word_embeddings else {"head": initial.normal((d, cfg.vocab_size), std=std)}
+    return {
+        "embed": initial.normal((cfg.vocab_size, d), std=std),
+        "layers": [layer() for _ in range(cfg.num_hidden_layers)],
+        "norm": {"w": initial.ones(d)},
+        **head,
+    }
+
+
+def specs(cfg: Config, *, model: Axis = None) -> Any:
+    """Key and value heads with their queries, hidden units and the vocabulary over `model`; the rest replicated.
+
+    `fs.fully_shard` adds a data axis.
+    """
+    m = model
+
+    def inward(bias: bool) -> Any:
+        return {"w": P(None, m), "b": P(m)} if bias else {"w": P(None, m)}
+
+    def outward(bias: bool) -> Any:
+        return {"w": P(m), "b": P()} if bias else {"w": P(m)}
+
+    layer = {
+        "norm_1": P(), **{name: inward(cfg.attention_bias) for name in ("q", "k", "v")},
+        "o": outward(cfg.attention_bias),
+        "norm_2": P(), **{name: inward(cfg.mlp_bias) for name in ("gate", "up")},
+        "down": outward(cfg.mlp_bias),
+    }  # fmt: skip
+    head = {} if cfg.tie_word_embeddings else {"head": P(None, m)}
+    return {"embed": P(m), "layers": [layer] * cfg.num_hidden_layers, "norm": P(), **head}
+
+
+def apply(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
+    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
+) -> Any:  # fmt: skip
+    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the cache after).
+
+    `params` are as placed; give their `specs` where they vary over `layout.data` or are split over it (FSDP): each
+    block is then unsharded just before its use. `key` turns dropout on; `remat` recomputes blocks in backward.
+    `mask` [B@data, T] is 0 where ids are padding; with a cache it counts the tokens in there too.
+
+    Where the rope_type is dynamic or longrope, angles depend on the longest sequence of the batch so far. The keys in
+    a cache stay as they were turned, as in transformers: the logits are not those of one call with all the tokens.
+    """
+    tokens = Tokens.of(ids, mask, cache)
+    described = init(cfg)
+    top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
+           for name in described if name != "layers"}  # fmt: skip
+
+    t = tokens.t
+    x = layout.tokens(ids, top["embed"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
+    rates, factor = rope.frequencies(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings,
+                                     length=_longest(cfg, tokens, layout), device=x.device)  # fmt: skip
+    angles = rope.angles(tokens.positions, rates, factor, dtype=x.dtype)
+
+    def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
+        return _block(cfg, p, x, layout, key, tokens, angles, seen)
+
+    x, seen = through(block, params["layers"], x, layout=layout, shapes=described["layers"], key=key, remat=remat,
+                      cache=cache, specs=None if specs is None else specs["layers"])  # fmt: skip
+    x = layout.enter(_norm(cfg, x, top["norm"], layout), t)
+    logits = nn.linear(x, top["embed"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"])  # [B, T, V@model]
+    return logits if cache is None else (logits, cache.after(seen, t))
+
+
+def _longest(cfg: Config, tokens: Tokens, layout: Layout) -> int | Tensor | None:
+    """The length of the longest sequence of all ranks, where angles depend on it."""
+    if cfg.rope_parameters.get("rope_type") not in ("dynamic", "longrope"):
+        return None
+    if tokens.mask is None:
+        return tokens.start + tokens.t
+    longest: Tensor = pmax(tokens.positions.max() + 1, layout.data)
+    return longest
+
+
+def _block(
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: tuple[Tensor, Tensor],
+    seen: Seen | None,
+) -> tuple[Tensor, Seen | None]:  # fmt: skip
+    """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
+    h = layout.enter(_norm(cfg, x, p["norm_1"], layout), tokens.t)
+    q, k, v = (_heads(h, p[name]) for name in ("q", "k", "v"))  # [B, H@model, T, K], [B, G@model, T, K] twice
+    q, k = (rope.rotate(y, *angles) for y in (q, k))
+    a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attention_dropout, key=key,
+                     heads=cfg.num_attention_heads, group=cfg.num_attention_heads // cfg.groups)  # fmt: skip
+    x = x + _leave(a, p["o"], layout)
+
+    h = layout.enter(_norm(cfg, x, p["norm_2"], layout), tokens.t)
+    h = F.silu(_linear(h, p["gate"])) * _linear(h, p["up"])  # [B, T, F@model]
+    return x + _leave(h, p["down"], layout), seen
+
+
+def _heads(h: Tensor, p: Any) -> Tensor:
+    """[B, T, D], w [D, heads.., K] -> [B, heads, T, K]."""
+    heads, k = math.prod(p["w"].shape[1:-1]), p["w"].shape[-1]
+    y: Tensor = _linear(h, p).unflatten(-1, (heads, k))  # type: ignore[no-untyped-call]
+    return y.transpose(1, 2)
+
+
+def _linear(x: Tensor, p: Any) -> Tensor:
+    """[B, T, D], w [D, F..], b [F..] -> [B, T, F]."""
+    return nn.linear(x, p["w"].flatten(1), p["b"].flatten() if "b" in p else None)
+
+
+def _leave(x: Tensor, p: Any, layout: Layout) -> Tensor:
+    """[B, T, F@model]{V model}, w [F@model.., D], b [D] -> the stream."""
+    y = layout.leave(nn.linear(x, p["w"].flatten(0, -2)))
+    return y + layout.shared(p["b"]) if "b" in p else y
+
+
+def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
+    return nn.rms_norm(x, layout.shared(p["w"]), eps=cfg.rms_norm_eps)
+
+
+def loss(
+    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets of -100 count nothing."""
+    logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+
+
+def generate(
+    cfg: Config, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
+    mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
+    key: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
+    layout = replace(layout, sequence=False)  # one token has no sequence to split
+
+    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
+        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
+
+    return decode(step, ids, new=new, size=cfg.vocab_size, data=layout.data, model=layout.model, mask=mask, eos=eos,
+                  pad=pad, temperature=temperature, key=key)  # fmt: skip
+
+
+# --- Hugging Face files ---------------------------------------------------------------------------------------
+
+_THEIRS = {
+    "embed": Their("model.embed_tokens.weight"),
+    "norm.w": Their("model.norm.weight"),
+    "head": Their("lm_head.weight", "v d -> d v"),
+}
+_OF_LAYER = {
+    "norm_1.w": Their("input_layernorm.weight"),
+    "q.w": Their("self_attn.q_proj.weight", "(g r k) d -> d g r k"),
+    "q.b": Their("self_attn.q_proj.bias", "(g r k) -> g r k"),
+    "k.w": Their("self_attn.k_proj.weight", "(g k) d -> d g k"),
+    "k.b": Their("self_attn.k_proj.bias", "(g k) -> g k"),
+    "v.w": Their("self_attn.v_proj.weight", "(g k) d -> d g k"),
+    "v.b": Their("self_attn.v_proj.bias", "(g k) -> g k"),
+    "o.w": Their("self_attn.o_proj.weight", "d (g r k) -> g r k d"),
+    "o.b": Their("self_attn.o_proj.bias"),
+    "norm_2.w": Their("post_attention_layernorm.weight"),
+    "gate.w": Their("mlp.gate_proj.weight", "f d -> d f"),
+    "gate.b": Their("mlp.gate_proj.bias"),
+    "up.w": Their("mlp.up_proj.weight", "f d -> d f"),
+    "up.b": Their("mlp.up_proj.bias"),
+    "down.w": Their("mlp.down_proj.weight", "d f -> f d"),
+    "down.b": Their("mlp.down_proj.bias"),
+}
+_BUFFERS = ("rotary_emb.inv_freq",)  # of older versions
+
+
+def theirs(path: tree.Path) -> Their:
+    """The tensor of a Hugging Face file that the leaf at a path is.
+
+    >>> theirs(("layers", 3, "q", "w"))
+    Their(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
+    """
+    if path[0] != "layers":
+        return _THEIRS[tree.dotted(path)]
+    of_layer = _OF_LAYER[tree.dotted(path[2:])]
+    return replace(of_layer, name=f"model.layers.{path[1]}.{of_layer.name}")
+
+
+def config(folder: str | Path) -> Config:
+    """The `Config` that the `config.json` of a folder sets. Raises ShardingError for another kind of model."""
+    return read_config(folder, Config, {"model_type": "llama"}, rope_parameters=rope.parameters(config_of(folder)))
+
+
+def load(path: str | Path) -> tuple[Config, Any]:
+    """The config and the described parameters of a folder written by `save_pretrained`: placing them reads them.
+
+    >>> cfg, weights = llama.load("my-llama")
+    >>> params = fs.materialize(weights, llama.specs(cfg, model="model"), mesh, key=fs.key(0))
+
+    Raises ShardingError listing every tensor that is missing, of another shape, or not a Llama's.
+    """
+    cfg = config(path)
+    tied = ("lm_head.weight",) if cfg.tie_word_embeddings else ()
+    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=_BUFFERS + tied)
+
+
+def save(path: str | Path, cfg: Config, params: Any) -> None:
+    """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
+    config = {**asdict(cfg), "num_key_value_heads": cfg.groups, "head_dim": cfg.width}
+    write(path, params, theirs, config={"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config})
+
+
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
+           "theirs"]  # fmt: skip
