@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import random
-from .deferred import Deferred, Initializer
+from .deferred import Deferred, Initializer, words
 from .errors import fail
 from .spec import Box, box_shape
 
@@ -112,6 +112,23 @@ class Orthogonal:
         return whole[box].to(device=device, dtype=dtype).contiguous()
 
 
+@dataclass(frozen=True)
+class ZeroRow:
+    """Another initializer, but zeros at one index of dim 0."""
+
+    of: Initializer
+    row: int
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        out = self.of.fill(key, shape, box, dtype, device)
+        if box[0].start <= self.row < box[0].stop:
+            out[self.row - box[0].start] = 0
+        return out
+
+    def words(self) -> str:
+        return f"{words(self.of)}, row {self.row} zero"
+
+
 def _describe(shape: Shape, init: Initializer, dtype: torch.dtype | None) -> Deferred:
     return Deferred((shape,) if isinstance(shape, int) else tuple(shape), dtype or torch.get_default_dtype(), init)
 
@@ -176,6 +193,19 @@ def orthogonal(shape: Shape, *, gain: float = 1.0, dtype: torch.dtype | None = N
     if described.ndim < 2:
         raise fail(f"orthogonal: {list(described.shape)} is no matrix", fix="give two dims or more")
     return described
+
+
+def zero_row(leaf: Deferred, row: int) -> Deferred:
+    """The leaf, but zeros at one index of dim 0, wherever that row lies: the padding of an embedding.
+
+    >>> zero_row(normal((50257, 64), std=0.02), 0)
+    f32[50257, 64] = normal(std=0.02), row 0 zero
+
+    Raises ShardingError where dim 0 has no such index.
+    """
+    if not leaf.ndim or not 0 <= row < leaf.shape[0]:
+        raise fail(f"zero_row: {list(leaf.shape)} has no row {row}", fix="an index of dim 0, from 0 on")
+    return Deferred(leaf.shape, leaf.dtype, ZeroRow(leaf.init, row))
 
 
 def fans(shape: Sequence[int], in_dim: int = -2, out_dim: int = -1) -> tuple[int, int]:

@@ -137,8 +137,8 @@ def _key_of(leaf: Deferred, path: tree.Path, key: Tensor) -> Tensor:
         return fold_in(key, name)
     if name != scope.name and not name.endswith(f".{scope.name}"):
         raise fail(f"materialize: {tree.show('tree', path)}: is made of the draws of other leaves, found by its name",
-                   f"{name!r} does not end with {scope.name!r}", fix="keep the tree that fs.defer gave, or a part of it",
-                   draws=", ".join(scope.owners))  # fmt: skip
+                   f"{name!r} does not end with {scope.name!r}",
+                   fix="keep the tree that fs.defer gave, or a part of it", draws=", ".join(scope.owners))  # fmt: skip
     return torch.stack([fold_in(key, name.removesuffix(scope.name) + owner) for owner in scope.owners])
 
 

@@ -527,3 +527,17 @@ def test_fans_are_torchs_of_the_transposed_weight(name, kwargs):
 def test_the_whole_box():
     assert whole((2, 3)) == (slice(0, 2), slice(0, 3))
     assert whole(()) == ()
+
+
+@pytest.mark.parametrize("row", [0, 5, 10])
+def test_a_zero_row_is_zero_on_whichever_rank_it_lies(row):
+    plain = fs.init.normal((11, 6), std=0.3)
+    leaf = fs.init.zero_row(plain, row)
+    want = fs.device_get(fs.materialize({"w": plain}, P(), fs.make_mesh(a=1), key=fs.key(0)))["w"]
+    want[row] = 0
+    for spec in (P(), P("a"), P("b", "a"), P(None, ("a", "b"))):
+        got = fs.materialize({"w": leaf}, spec, fs.make_mesh(a=2, b=3), key=fs.key(0))
+        assert torch.equal(fs.device_get(got)["w"], want)
+    assert repr(leaf) == f"f32[11, 6] = normal(std=0.3), row {row} zero"
+    with pytest.raises(ShardingError, match=r"zero_row: \[11, 6\] has no row 11"):
+        fs.init.zero_row(plain, 11)

@@ -192,6 +192,12 @@ def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new_ones(
             with contextlib.suppress(Killed):
                 put(folder, new, 2.0)
         seen.append(holds(folder))
+        with monkeypatch.context() as m:
+            m.setattr(export, "_publish", dying(export._publish, iter([True])))
+            m.setattr(export, "_abandon", lambda *_: None)
+            with pytest.raises(Killed):
+                put(folder, new, 4.0)  # a second one that is killed, before it appears
+        assert holds(folder) == seen[-1], k
         put(folder, new, 3.0)  # whatever was left is cleared by the next one
         assert files(folder) == files(fresh), k
         shutil.rmtree(folder)
@@ -409,7 +415,13 @@ def _rank(directory: str) -> dict[str, Any]:
     told["differ"] = attempt("differ", params, seed=rank)
     told["object"] = attempt("object", {**params, "norm": object() if rank else params["norm"]})
     whole_ = fs.device_get(params)
-    told["plain"] = attempt("plain", whole_)
+    before = told["written"]
+    os.pwrite = writing  # type: ignore[assignment]
+    try:
+        told["plain"] = attempt("plain", whole_)
+    finally:
+        os.pwrite = real["pwrite"]
+    told["written"], told["written plain"] = before, told["written"] - before
     told["unlike"] = attempt("unlike", {**whole_, "norm": whole_["norm"] + rank})
     return told
 
@@ -425,6 +437,7 @@ def test_real_ranks_read_and_write_their_own_bytes_only(ranks: Pool, tmp_path: P
     assert sum(one["written"] for one in told) == sum(x.nbytes for x in values().values())
     for rank, one in enumerate(told):
         assert one["read"] == one["held"]
+        assert one["written plain"] == (0 if rank else sum(x.nbytes for x in values().values()))
         assert re.fullmatch(
             r"rank 1: write: cannot write \S+/full/\.saving-\w{8}/model.safetensors\n  No space left on device\n"
             r"  fix: the folder is as it was", one["full"])  # fmt: skip

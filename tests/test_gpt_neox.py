@@ -108,8 +108,8 @@ def test_remat_and_dropout_are_the_same_on_every_mesh(name, remat, parallel):
 @pytest.mark.parametrize("half", ["proj", "down"])
 def test_dropout_takes_the_biases_with_it(half, parallel):
     """Where all but a bias is 0, the stream is that bias under its mask, as in theirs; a norm of a constant is 0."""
-    cfg = gpt_neox.Config(**{**SIZES, "vocab_size": 24, "num_hidden_layers": 1}, hidden_dropout=0.5, rope_parameters=HALF,
-                          use_parallel_residual=parallel)  # fmt: skip
+    small = {**SIZES, "vocab_size": 24, "num_hidden_layers": 1}
+    cfg = gpt_neox.Config(**small, hidden_dropout=0.5, rope_parameters=HALF, use_parallel_residual=parallel)
     p = fs.tree.map(lambda d: torch.zeros(d.shape), gpt_neox.init(cfg))
     p["h"][0][half]["b"] += 1
     p["ln_f"]["w"] += 1
@@ -122,7 +122,8 @@ def test_dropout_takes_the_biases_with_it(half, parallel):
 
 def test_there_may_be_more_ranks_than_heads(monkeypatch):
     monkeypatch.setitem(cases.LAYOUTS, "five", ({"data": 1, "model": 5}, False, True))
-    cases.check_the_mesh_never_changes_the_answer(gpt_neox, gpt_neox.Config(**{**SIZES, "num_hidden_layers": 1}), "five")
+    cfg = gpt_neox.Config(**{**SIZES, "num_hidden_layers": 1})
+    cases.check_the_mesh_never_changes_the_answer(gpt_neox, cfg, "five")
 
 
 def transfers(layers, *, sequence=False, backward=False, **changes):

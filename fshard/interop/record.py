@@ -331,6 +331,8 @@ def _recordable() -> Iterator[None]:
 
 def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors an operation writes to, by its schema."""
+    if func._schema.name == "aten::native_batch_norm":  # whose schema does not say it
+        return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
     found: list[Tensor] = []
     for at, a in enumerate(func._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:

@@ -18,12 +18,12 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard.collectives import Axis, all_gather
-from fshard.deferred import Deferred, Initializer
+from fshard.deferred import Deferred
 from fshard.errors import fail, raise_all
 from fshard.interop.export import write
 from fshard.interop.folder import Scan
 from fshard.interop.weights import Their, read
-from fshard.spec import Box, P
+from fshard.spec import P
 
 from .config import read_config
 from .stream import ONE_DEVICE, Layout, sub, through
@@ -76,20 +76,6 @@ class Config:
         raise_all(errors)
 
 
-@dataclass(frozen=True)
-class ZeroRow:
-    """Another initializer, but zeros at one index of dim 0."""
-
-    of: Initializer
-    row: int
-
-    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        out = self.of.fill(key, shape, box, dtype, device)
-        if box[0].start <= self.row < box[0].stop:
-            out[self.row - box[0].start] = 0
-        return out
-
-
 def init(cfg: Config) -> Any:
     """The described parameters: matrices and embeddings N(0, initializer_range^2), norms 1, biases and padding 0."""
     d, h, f = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size
@@ -112,7 +98,7 @@ def init(cfg: Config) -> Any:
 
     word, pad = normal(cfg.vocab_size, d), cfg.pad_token_id
     return _with_heads(cfg, {
-        "word": word if pad is None else Deferred(word.shape, word.dtype, ZeroRow(word.init, pad)),
+        "word": word if pad is None else initial.zero_row(word, pad),
         "position": normal(cfg.max_position_embeddings, d),
         "type": normal(cfg.type_vocab_size, d),
         "ln": norm(),
@@ -314,6 +300,14 @@ def theirs(path: tree.Path) -> Their:
     return replace(inner, name=f"bert.encoder.layer.{path[1]}.{inner.name}")
 
 
+def config(folder: str | Path, **heads: bool) -> Config:
+    """The `Config` that the `config.json` of a folder sets; which heads there are it does not say.
+
+    Raises ShardingError for another kind of model.
+    """
+    return read_config(folder, Config, _FIXED, **heads)
+
+
 def load(path: str | Path) -> tuple[Config, Any]:
     """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
 
@@ -325,8 +319,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not a BERT's.
     """
     names = [n.removeprefix("bert.") for n in Scan(Path(path)).found]
-    heads = {head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()}
-    cfg = read_config(path, Config, _FIXED, **heads)
+    cfg = config(path, **{head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()})
     once = any(n.endswith("LayerNorm.gamma") for n in names)
 
     def named(path: tree.Path) -> Their:
@@ -345,6 +338,6 @@ def save(path: str | Path, cfg: Config, params: Any) -> None:
 
 
 __all__ = [
-    "Config", "Layout", "ZeroRow", "apply", "embed", "follows", "init", "load", "logits", "loss", "pool", "pooled",
+    "Config", "Layout", "apply", "config", "embed", "follows", "init", "load", "logits", "loss", "pool", "pooled",
     "save", "specs", "theirs",
 ]  # fmt: skip
