@@ -391,3 +391,8 @@ def test_a_kill_at_any_instant_leaves_a_complete_checkpoint(tmp_path: Path) -> N
         assert seen == sorted(seen)  # one instant parts the old from the new
         assert set(seen) == {1, 2}
         assert len(seen) > 15
+
+
+def test_one_element_is_its_bytes_whatever_its_strides():
+    x = torch.arange(24.0).view(4, 6)[1:2, 3:4].T
+    assert bytes(parts.bytes_of(x)) == torch.tensor([9.0]).numpy().tobytes()

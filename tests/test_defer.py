@@ -344,7 +344,9 @@ class Odd(nn.Module):
         y[:, ::2] *= 3
         y.t()[-1] = y[:, 0]
         y[1:, 1:5].view(3, 4)[:, 1].neg_()
+        y[:, ::2][:, 1:].mul_(5)
         self.register_buffer("y", y)
+        self.register_buffer("strided", y[::2, 1::2][1:, 1::2])
         x = torch.empty(7, dtype=torch.long)
         x[::2], x[1::2] = 7, torch.arange(3)
         self.register_buffer("x", x)
@@ -353,6 +355,10 @@ class Odd(nn.Module):
         r = torch.tensor([1.0, 2.0, 3.0])
         r[1:] = torch.ones(2).mul(5)
         self.register_buffer("r", r)
+        literal = torch.tensor([1.0, 2.0])
+        self.register_buffer("before", torch.ones(2) + literal)
+        literal.mul_(3)
+        self.register_buffer("after", torch.ones(2) + literal)
         self.register_buffer("z", torch.zeros(5, 5).fill_diagonal_(2))
         self.register_buffer("cat", torch.cat([torch.zeros(2, 3), torch.arange(9.0).view(3, 3)]))
         self.register_buffer("stack", torch.stack([torch.zeros(5), torch.arange(5.0)], 1))
@@ -658,6 +664,13 @@ def test_an_element_has_the_same_bits_wherever_it_lies(name):
                     one = way(x[cut], y[:1].expand(x[cut].shape).clone(), mask[cut])
                     same_bits(one, way(x, y[:1], mask)[cut], f"{name} {dtype} {cut} broadcast")
                     same_bits(x[cut].to(torch.bfloat16), x.to(torch.bfloat16)[cut], f"{dtype} to bf16")
+
+
+def test_a_sum_with_a_factor_is_computed_in_full():
+    """In a vector a multiply-add rounds once, beside it twice: such a sum depends on its place."""
+    apply, tree = defer(lambda: made(lambda w: w.normal_().add_(torch.randn(30, 21), alpha=0.3)))
+    assert apply.whole == {"w": 3 * 30 * 21 * 4}
+    check_law(tree, on_one(tree))
 
 
 # --- errors ---------------------------------------------------------------------------------------------------

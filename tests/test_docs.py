@@ -187,6 +187,26 @@ gpt2 = fs.models.gpt2
 cfg = gpt2.Config(32, 8, 16, 1, 4)
 gpt2.save("my-gpt2", cfg, fs.device_get(fs.materialize(gpt2.init(cfg), P(), mesh, key=fs.key(0))))
 """
+LLAMA = """
+from fshard.models import llama
+cfg = llama.Config(32, 16, 24, 1, 4, 2)
+llama.save("my-llama", cfg, fs.materialize(llama.init(cfg), P(), mesh, key=fs.key(0)))
+"""
+GPTJ = """
+gptj = fs.models.gptj
+cfg = gptj.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=4, rotary_dim=4)
+gptj.save("my-gptj", cfg, fs.materialize(gptj.init(cfg), P(), mesh, key=fs.key(0)))
+"""
+NEOX = """
+gpt_neox = fs.models.gpt_neox
+cfg = gpt_neox.Config(32, 32, 1, 4, 24)
+gpt_neox.save("my-gpt-neox", cfg, fs.materialize(gpt_neox.init(cfg), P(), mesh, key=fs.key(0)))
+"""
+BERT = """
+bert = fs.models.bert
+cfg = bert.Config(32, 16, 1, 2, 32)
+bert.save("my-bert", cfg, fs.materialize(bert.init(cfg), P(), mesh, key=fs.key(0)))
+"""
 CHAIN = """
 specs = {"w": P()}
 params, grads = {"w": torch.zeros(1)}, {"w": torch.tensor([2.7183])}
@@ -208,7 +228,15 @@ GIVEN = {
     "fshard.comm.recording": MLP + RECORDED,
     "fshard.data.load": IMAGES,
     "fshard.loss.cross_entropy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
+    "fshard.inspection.inspect": GPT2,
+    "fshard.interop.folder.config_of": GPT2,
+    "fshard.interop.weights.read": GPT2,
+    "fshard.interop.weights.tensors": GPT2,
+    "fshard.models.bert.load": BERT,
     "fshard.models.gpt2.load": GPT2,
+    "fshard.models.gpt_neox.load": NEOX,
+    "fshard.models.gptj.load": GPTJ,
+    "fshard.models.llama.load": LLAMA,
     "fshard.nn.attention": "q = k = v = torch.ones(2, 3, 4, 8)\nkey = fs.key(0)",
     "fshard.nn.dropout": "x, key, layer = torch.ones(2, 3, 4), fs.key(0), 2",
     "fshard.nn.embedding": VOCABULARY + 'params = {"wte": torch.ones(v, 4)}',

@@ -143,7 +143,8 @@ def write_part(path: Path, pieces: Sequence[Piece]) -> tuple[Part, list[tuple[in
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    flat = x.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = x.as_strided((x.numel(),), (1,))  # one element counts as contiguous whatever its strides
     return flat.view(torch.uint8).numpy().data
 
 

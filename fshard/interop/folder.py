@@ -61,6 +61,7 @@ class Scan:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.found: dict[str, Entry] = {}
         self.errors: list[ShardingError] = []
         self.complete = True
@@ -107,7 +108,7 @@ class Scan:
 def _entries(path: Path, errors: list[ShardingError]) -> Iterator[Entry]:
     """What a header says, with what is wrong with single tensors. Raises ShardingError where it says nothing."""
     try:
-        with open(path, "rb") as f:
+        with open(path, "rb", buffering=0) as f:  # reads no byte of a value
             stat = os.fstat(f.fileno())
             length = int.from_bytes(f.read(8), "little")
             if not 2 <= length <= min(_LONGEST_HEADER, stat.st_size - 8):

@@ -138,7 +138,7 @@ def tensors(path: Where) -> dict[str, Deferred]:
 
 
 def read(
-    folder: Where, described: Any, theirs: Callable[[tree.Path], Their], *, prefix: str = "",
+    folder: Where | Scan, described: Any, theirs: Callable[[tree.Path], Their], *, prefix: str = "",
     ignored: Sequence[str] = (),
 ) -> Any:  # fmt: skip
     """The tree `described` with its values in a folder: leaves of the same shapes, which `materialize` reads.
@@ -147,6 +147,7 @@ def read(
     leaf again, read under the first of its names that is there.
 
     Args:
+        folder: where it is, or what `folder.Scan` found there.
         theirs: the tensor of the leaf at a path.
         prefix: `"transformer."`: names are looked up as given, without it, and with it; for a base model that was saved
             without its head, or the reverse.
@@ -160,7 +161,8 @@ def read(
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of no
     dtype of torch, cut short or out of place in its file, or promised by an index and not in its file.
     """
-    scan = Scan(Path(folder))
+    scan = folder if isinstance(folder, Scan) else Scan(Path(folder))
+    folder = scan.path
     errors, prefix = list(scan.errors), prefix and prefix.rstrip(".") + "."
     places: dict[int, list[tuple[tree.Path, Their]]] = {}
     leaves = tree.leaves_with_path(described)
@@ -208,7 +210,7 @@ def _spellings(name: str, prefix: str) -> list[str]:
     return list(dict.fromkeys([name, name.removeprefix(prefix), prefix + name]))
 
 
-def _stored(folder: Where, entry: Entry, leaf: Deferred, where: str, their: Their) -> tuple[Deferred, Pattern]:
+def _stored(folder: Path, entry: Entry, leaf: Deferred, where: str, their: Their) -> tuple[Deferred, Pattern]:
     try:
         pattern = their.pattern(leaf.ndim)
         expected = pattern.theirs(leaf.shape)

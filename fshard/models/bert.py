@@ -318,7 +318,8 @@ def load(path: str | Path) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a BERT's.
     """
-    names = [n.removeprefix("bert.") for n in Scan(Path(path)).found]
+    scan = Scan(Path(path))
+    names = [n.removeprefix("bert.") for n in scan.found]
     cfg = config(path, **{head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()})
     once = any(n.endswith("LayerNorm.gamma") for n in names)
 
@@ -327,7 +328,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
         name = theirs(path).name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
         return replace(theirs(path), name=name) if once else theirs(path)
 
-    return cfg, read(path, init(cfg), named, prefix="bert.", ignored=_NOT_OURS)
+    return cfg, read(scan, init(cfg), named, prefix="bert.", ignored=_NOT_OURS)
 
 
 def save(path: str | Path, cfg: Config, params: Any) -> None:
