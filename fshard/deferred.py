@@ -78,5 +78,5 @@ def words(init: object) -> str:
     name = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(type(init).__name__))
     if not is_dataclass(init):
         return name
-    changed = [f"{f.name}={getattr(init, f.name)!r}" for f in fields(init) if getattr(init, f.name) != f.default]
-    return f"{name}({', '.join(changed)})"
+    given = [(f.name, getattr(init, f.name)) for f in fields(init) if getattr(init, f.name) != f.default]
+    return f"{name}({', '.join(f'{n}={x:.4g}' if isinstance(x, float) else f'{n}={x!r}' for n, x in given)})"

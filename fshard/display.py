@@ -46,7 +46,7 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
     >>> show({"h": h, "scale": fs.init.ones(64)}, specs=specs, mesh={"model": 4})
                                                              per device
     h.0–11.up  ×12  f32[64, 256@model]  normal(std=0.02)  12 × 16.0 KiB
-    scale           f32[64]             full(value=1.0)           256 B
+    scale           f32[64]             ones                      256 B
     total  196,672 parameters, 768.2 KiB; 192.2 KiB on each of 4 devices (model=4)
 
     Raises ShardingError listing every leaf that does not fit its spec, and for leaves on different meshes.

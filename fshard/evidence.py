@@ -17,6 +17,7 @@ from . import tree
 from .deferred import Deferred
 from .errors import ShardingError, fail
 from .mesh import Mesh
+from .picture import named
 from .replicas import fingerprint, listed, span, told, unequal
 from .sharded import Sharded
 from .spec import Box, P, box_shape, describe, ends, whole
@@ -77,7 +78,7 @@ class Leaf:
         """What must be alike on every process: of a number, its value."""
         x = self.x
         if isinstance(x, (Sharded, Tensor)) and not shapeless(x):
-            on = ", ".join(f"{a}={n}" for a, n in self.mesh.axes.items()) if self.mesh else ""
+            on = named(self.mesh.axes) if self.mesh else ""
             return f"{describe(x.dtype, x.shape, self.spec)} on {on}" if on else describe(x.dtype, x.shape)
         return repr(x) if isinstance(x, (Deferred, *SCALARS)) else f"a {type(x).__name__}"
 
@@ -86,7 +87,7 @@ class Leaf:
         if self.made:
             facts["described as"] = self.made
         if self.mesh:
-            facts["mesh"] = ", ".join(f"{a}={n}" for a, n in self.mesh.axes.items())
+            facts["mesh"] = named(self.mesh.axes)
         return fail(f"{self.where} {what}", *notes, fix=fix, **facts)
 
     def problem(self) -> ShardingError | None:

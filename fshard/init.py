@@ -67,6 +67,9 @@ class Full:
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full(box_shape(box), self.value, dtype=dtype, device=device)
 
+    def words(self) -> str:
+        return {0: "zeros", 1: "ones"}.get(self.value, f"full({self.value:.4g})")
+
 
 @dataclass(frozen=True)
 class Eye:

@@ -19,13 +19,12 @@ from .checkpoint.manifest import MANIFEST
 from .deferred import Deferred
 from .display import show
 from .errors import ShardingError, fail, raise_all
-from .interop.folder import CONFIG, INDEX, SINGLE, read_json
+from .interop.folder import CONFIG, INDEX, PICKLES, SINGLE, read_json
 from .interop.module import defer
 from .interop.weights import tensors
 from .models.config import read_config
 from .spec import P, column, fully_shard, replicated, row, rules
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FIX = "a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint"
 _WORDS: dict[str, Callable[..., P]] = {"P": P, "row": row, "column": column, "replicated": replicated}
 
@@ -64,8 +63,9 @@ def inspect(
     """
     sizes = _sizes(mesh)
     cast = _dtype(dtype)
-    for axis in [fully_sharded] if fully_sharded and fully_sharded not in sizes else []:
-        raise fail(f"--fully-shard {axis}: the mesh has no such axis", fix=f"--mesh {_joined(mesh, f'{axis}=8')}")
+    if fully_sharded and fully_sharded not in sizes:
+        wider = ",".join(filter(None, (mesh, f"{fully_sharded}=8")))
+        raise fail(f"--fully-shard {fully_sharded}: the mesh has no such axis", fix=f"--mesh {wider}")
     found = described(path, raw=raw)
     leaves = found.tree if cast is None else _cast(found.tree, cast)
     spec_tree: Any = None
@@ -95,7 +95,7 @@ def described(path: str | Path, *, raw: bool = False) -> Described:
     if not path.is_dir():
         return Described("tensors, as the file names them", nested(tensors(path)), _replicated)
     weights = any((path / name).is_file() for name in (SINGLE, INDEX))
-    if not (path / CONFIG).is_file() or (not weights and any(f.suffix in _PICKLES for f in path.iterdir())):
+    if not (path / CONFIG).is_file() or (not weights and any(f.suffix in PICKLES for f in path.iterdir())):
         return Described("tensors, as the files name them", nested(tensors(path)), _replicated)
     if not weights:
         return _of_config(path / CONFIG)
@@ -213,10 +213,6 @@ def _sizes(text: str) -> dict[str, int]:
             raise fail(f"--mesh {text}: {part!r} is no axis of a mesh", why, fix="--mesh data=8,model=4")
         sizes[axis] = int(n)
     return sizes
-
-
-def _joined(mesh: str, axis: str) -> str:
-    return f"{mesh},{axis}" if mesh else axis
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -22,7 +22,7 @@ from .evidence import SCALARS, Held, Leaf, shapeless
 from .mesh import Mesh, make_mesh
 from .replicas import listed
 from .sharded import Sharded
-from .spec import matches, describe
+from .spec import describe, matches
 
 
 @dataclass(frozen=True, repr=False)

@@ -306,8 +306,8 @@ def test_a_description_has_no_storage_and_says_what_it_is():
     leaf = fs.init.normal((1 << 30, 1 << 30), std=0.02, dtype=torch.bfloat16)
     assert (leaf.ndim, leaf.numel(), leaf.nbytes) == (2, 1 << 60, 1 << 61)
     assert repr(leaf) == "bf16[1073741824, 1073741824] = normal(std=0.02)"
-    assert repr(fs.init.trunc_normal(3, b=1.0)) == "f32[3] = trunc_normal(b=1.0)"
-    assert repr(fs.init.zeros(())) == "f32[] = full()"
+    assert repr(fs.init.trunc_normal(3, b=1.0)) == "f32[3] = trunc_normal(b=1)"
+    assert repr(fs.init.zeros(())) == "f32[] = zeros"
     assert repr(fs.init.arange(3)) == "i64[3] = arange()"
     assert fs.init.normal(3) == fs.init.normal((3,))
     assert fs.init.normal(3) != fs.init.normal(3, std=2.0)

@@ -73,10 +73,10 @@ def test_a_described_tree():
         wte        f32[50, 64]   normal()              12.5 KiB
         h.0–2  ×3                                  3 × 48.5 KiB
           ln                                              512 B
-            scale  f32[64]       full(value=1.0)          256 B
-            bias   f32[64]       full()                   256 B
+            scale  f32[64]       ones                     256 B
+            bias   f32[64]       zeros                    256 B
           qkv      f32[64, 192]  normal(std=0.02)      48.0 KiB
-        head       f32[64, 50]   full()                12.5 KiB
+        head       f32[64, 50]   zeros                 12.5 KiB
         total  43,648 parameters, 170.5 KiB
         """,
     )
@@ -90,10 +90,10 @@ def test_a_described_tree_with_specs_and_the_sizes_of_a_mesh():
         wte        f32[50@model, 64]       normal()           2.8–3.2 KiB
         h.0–2  ×3                                            3 × 12.1 KiB
           ln                                                        128 B
-            scale  f32[64@model]           full(value=1.0)           64 B
-            bias   f32[64@model]           full()                    64 B
+            scale  f32[64@model]           ones                      64 B
+            bias   f32[64@model]           zeros                     64 B
           qkv      f32[64, 192@model]      normal(std=0.02)      12.0 KiB
-        head       f32[64, 50@data+model]  full()             1.0–1.8 KiB
+        head       f32[64, 50@data+model]  zeros              1.0–1.8 KiB
         total  43,648 parameters, 170.5 KiB; 40.1–41.4 KiB on each of 8 devices (data=2, model=4)
         """,
     )
@@ -155,7 +155,7 @@ def test_specs_alone_and_meshless_specs():
     )
     assert (
         show({"w": fs.init.zeros((8, 4))}, specs=P("x")).text.splitlines()[0]
-        == "w  f32[8@x, 4]  full()  128 B"
+        == "w  f32[8@x, 4]  zeros  128 B"
     )
 
 
@@ -188,10 +188,10 @@ def test_containers():
     check(
         show(tree),
         """
-        z                             16 B
-          0  f32[2]  full()            8 B
-          1  f32[2]  full(value=1.0)   8 B
-        a.0  f32[3]  full()           12 B
+        z                   16 B
+          0  f32[2]  zeros   8 B
+          1  f32[2]  ones    8 B
+        a.0  f32[3]  zeros  12 B
         total  7 parameters, 28 B
         """,
     )
@@ -382,7 +382,7 @@ def test_a_mesh_and_a_described_leaf():
         """,
     )
     assert show(fs.init.zeros(4), specs=P("a"), mesh={"a": 2}).text.splitlines()[0] == "f32[4@a] on a=2"
-    assert show(fs.init.zeros(4)).text == "f32[4]  full()  16 B\ntotal  4 parameters, 16 B"
+    assert show(fs.init.zeros(4)).text == "f32[4]  zeros  16 B\ntotal  4 parameters, 16 B"
 
 
 # --- errors -------------------------------------------------------------------------------------------------

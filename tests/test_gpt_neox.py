@@ -104,6 +104,16 @@ def test_remat_and_dropout_are_the_same_on_every_mesh(name, remat, parallel):
     cases.check_the_mesh_never_changes_the_answer(gpt_neox, cfg, name, remat=remat)
 
 
+@pytest.mark.parametrize("rate", ["hidden_dropout", "attention_dropout"])
+def test_each_rate_drops(rate):
+    layers = 0 if rate == "hidden_dropout" else 1  # the embeddings' own; those of blocks are below
+    cfg, ids = gpt_neox.Config(**{**SIZES, "num_hidden_layers": layers}, **{rate: 0.5}), cases.tokens(61)
+    p = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.5), gpt_neox.init(cfg))
+    with_key, without = (cases.loss_and_grads(gpt_neox, cfg, p, "one device", ids, ids, key=key)[0]
+                         for key in (fs.key(0), None))  # fmt: skip
+    assert abs(float(with_key - without)) > 1e-3
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("half", ["proj", "down"])
 def test_dropout_takes_the_biases_with_it(half, parallel):
@@ -183,6 +193,8 @@ def test_configs_and_buffers_of_older_versions_are_read(tmp_path):
     theirs, ids = transformers.GPTNeoXForCausalLM.from_pretrained(folder).eval(), cases.tokens(61)
     with torch.no_grad():
         cases.close(cases.logits(gpt_neox, cfg, params, "one device", ids), theirs(ids).logits, 1e-5, 1e-5)
+    (folder / "config.json").write_text(json.dumps({**given, **old, "tie_word_embeddings": True}))
+    assert "head" not in gpt_neox.load(folder)[1]  # though the file has one
 
 
 def test_what_rope_parameters_lack_is_theirs():

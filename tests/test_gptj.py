@@ -78,6 +78,15 @@ def test_remat_and_dropout_are_the_same_on_every_mesh(name, remat):
     cases.check_the_mesh_never_changes_the_answer(gptj, DROPS, name, remat=remat)
 
 
+@pytest.mark.parametrize(("rate", "layers"), [("embd_pdrop", 0), ("attn_pdrop", 1), ("resid_pdrop", 1)])
+def test_each_rate_drops(rate, layers):
+    cfg, ids = gptj.Config(**{**SIZES, "n_layer": layers}, **{rate: 0.5}), cases.tokens(61)
+    p = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.5), gptj.init(cfg))
+    with_key, without = (cases.loss_and_grads(gptj, cfg, p, "one device", ids, ids, key=key)[0]
+                         for key in (fs.key(0), None))  # fmt: skip
+    assert abs(float(with_key - without)) > 1e-3
+
+
 def test_dropout_takes_the_bias_with_it():
     """Where all but a bias is 0, the stream is that bias under its mask, as in theirs; a norm of a constant is 0."""
     cfg = gptj.Config(**{**SIZES, "vocab_size": 24, "n_layer": 1, "resid_pdrop": 0.5})

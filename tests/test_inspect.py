@@ -80,26 +80,26 @@ def test_a_config_alone_is_described_by_its_model(capsys):
         wpe        f32[8, 16]              normal(std=0.02)        512 B
         h.0–1  ×2                                            2 × 3.5 KiB
           ln_1                                                     128 B
-            w      f32[16]                 full(value=1.0)          64 B
-            b      f32[16]                 full()                   64 B
+            w      f32[16]                 ones                     64 B
+            b      f32[16]                 zeros                    64 B
           qkv                                                      816 B
             w      f32[16, 3, 4@model, 4]  normal(std=0.02)        768 B
-            b      f32[3, 4@model, 4]      full()                   48 B
+            b      f32[3, 4@model, 4]      zeros                    48 B
           proj                                                     320 B
             w      f32[4@model, 4, 16]     normal(std=0.01)        256 B
-            b      f32[16]                 full()                   64 B
+            b      f32[16]                 zeros                    64 B
           ln_2                                                     128 B
-            w      f32[16]                 full(value=1.0)          64 B
-            b      f32[16]                 full()                   64 B
+            w      f32[16]                 ones                     64 B
+            b      f32[16]                 zeros                    64 B
           up                                                     1.1 KiB
             w      f32[16, 64@model]       normal(std=0.02)      1.0 KiB
-            b      f32[64@model]           full()                   64 B
+            b      f32[64@model]           zeros                    64 B
           down                                                   1.1 KiB
             w      f32[64@model, 16]       normal(std=0.01)      1.0 KiB
-            b      f32[16]                 full()                   64 B
+            b      f32[16]                 zeros                    64 B
         ln_f                                                       128 B
-          w        f32[16]                 full(value=1.0)          64 B
-          b        f32[16]                 full()                   64 B
+          w        f32[16]                 ones                     64 B
+          b        f32[16]                 zeros                    64 B
         total  7,248 parameters, 28.3 KiB; 8.0–8.2 KiB on each of 32 devices (data=8, model=4)
     """)
     assert said(capsys, "tiny/config.json", "--mesh", "data=8,model=4") == want + "\n"
@@ -118,7 +118,7 @@ def test_its_bytes_per_device_are_those_of_the_shards(capsys):
     out = said(capsys, "tiny", "--mesh", "data=3,model=4", "--fully-shard", "data", "--dtype", "bfloat16")
     assert f"; {size(min(held))}–{size(max(held))} on each of 12 devices (data=3, model=4)\n" in out
     assert "wte        bf16[33@model, 16@data] " in out
-    assert "    b      bf16[3, 4@model, 4@data]      full()                   0–12 B\n" in out  # empty on some
+    assert "    b      bf16[3, 4@model, 4@data]      zeros                    0–12 B\n" in out  # empty on some
 
 
 def test_a_folder_is_read_by_its_model_and_shows_where_values_come_from(capsys):

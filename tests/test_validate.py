@@ -134,7 +134,7 @@ def test_every_element_that_is_not_finite_is_counted_once_and_the_first_is_named
           fix: write every element in the constructor, or mend the file it was read from
                mend what made it; or, if infinities are meant here: allow_inf='h.*.w'
     """)
-    assert "leaf  f32[3]    described as  full()    mesh" in refused(params, described())
+    assert "leaf  f32[3]    described as  zeros    mesh" in refused(params, described())
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_what_has_no_values_is_named_with_its_reason():
     assert refused(tree) == text("""
         8 problems
         validate: tree[0] is only described
-          leaf  f32[2] = full(value=1.0)
+          leaf  f32[2] = ones
           fix: fs.materialize(tree, specs, mesh, key=key)
         validate: tree[1] is on the meta device: it has a shape and no values
           leaf  f32[3]
@@ -280,7 +280,7 @@ def test_what_is_missing_extra_or_of_another_shape_or_dtype_is_named():
     assert refused(params, described()) == text("""
         4 problems
         validate: tree['t'] is missing
-          described  f32[] = full(value=1.0)
+          described  f32[] = ones
           fix: materialize the whole tree
         validate: tree['h'][2]['w'] is not described
           fix: take it out, or describe it too
@@ -408,10 +408,10 @@ def test_every_real_rank_raises_the_same_of_what_one_holds(ranks: Pool) -> None:
     assert other_trees == text("""
         2 problems
         validate: tree['b'] is only described, on rank 0
-          leaf  f32[1] = full(value=1.0)
+          leaf  f32[1] = ones
           fix: fs.materialize(tree, specs, mesh, key=key)
         validate: tree['b'] is not alike on every rank
-          rank 0: f32[1] = full(value=1.0)
+          rank 0: f32[1] = ones
           rank 1: nothing
           fix: make the same tree on every rank
     """)

@@ -2,8 +2,9 @@
 
 Every rank computes the same plan. Rank 0 lays out the files, each of its final size with its header, in a folder
 `.saving-9f2c81d0` inside the one that is meant; every rank writes its bytes there and brings them to the disk; when
-all have, rank 0 renames. Until then readers find what was there before, then what is new, and never some of each:
-where both have shards of the same names, the index names the new ones in the temporary folder while they move.
+all have, rank 0 renames: config.json, then the weights. Readers find the weights that were there before, then the new
+ones, and never some of each: where both have shards of the same names, the index names the new ones in the temporary
+folder while they move.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.checkpoint.commit import sync
+from fshard.checkpoint.parts import bytes_of
 from fshard.comm import in_region
 from fshard.errors import ShardingError, fail
 from fshard.sharded import Sharded
 from fshard.spec import Box, ends, whole
 
 from .folder import CONFIG, INDEX, SINGLE, Where, read_json
-from .layout import File, Source, as_json, check_alike, files_of, lines, plain, slots_of
-from .weights import CHUNK, Their, memory
+from .layout import File, Source, as_json, check_alike, files_of, lines, slots_of
+from .weights import CHUNK, Their
 
 T = TypeVar("T")
 
@@ -191,7 +193,7 @@ def _write(fd: int, start: int, source: Source, box: Box, part: Tensor) -> None:
     for piece in source.pattern.pieces(source.leaf.shape, box):
         view = piece.of(part)
         for some, starts, run in piece.chunks(CHUNK // item):
-            data = memory(plain(view[some]).cpu())
+            data = bytes_of(view[some])
             for i, at in enumerate(starts):
                 left, place = data[i * run * item : (i + 1) * run * item], start + at * item
                 while left:

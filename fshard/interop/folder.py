@@ -32,7 +32,7 @@ DTYPES = {
 }  # fmt: skip
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 Where = str | os.PathLike[str]
 
@@ -66,7 +66,7 @@ class Scan:
         self.errors: list[ShardingError] = []
         self.complete = True
         single, index = path / SINGLE, path / INDEX
-        if path.suffix in _PICKLES and path.is_file():
+        if path.suffix in PICKLES and path.is_file():
             raise _pickled(path, [path.name])
         if path.is_file():
             self.found = self._file(path)
@@ -176,7 +176,7 @@ def _nothing(path: Path) -> ShardingError:
     if not path.exists():
         return fail(f"{path}: there is no such folder", fix="give a folder that save_pretrained wrote")
     names = sorted(f.name for f in path.iterdir())
-    pickles = [n for n in names if n.endswith(_PICKLES)]
+    pickles = [n for n in names if n.endswith(PICKLES)]
     others = [n for n in names if n.endswith(".safetensors")]
     if pickles and not others:
         return _pickled(path, pickles)
@@ -220,5 +220,5 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-__all__ = ["CONFIG", "DTYPES", "INDEX", "SINGLE", "Entry", "Scan", "Where", "config_of", "no_dtype", "read_json",
-           "unreadable"]  # fmt: skip
+__all__ = ["CONFIG", "DTYPES", "INDEX", "PICKLES", "SINGLE", "Entry", "Scan", "Where", "config_of", "no_dtype",
+           "read_json", "unreadable"]  # fmt: skip

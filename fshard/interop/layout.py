@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.checkpoint.parts import bytes_of
 from fshard.deferred import Deferred
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
@@ -21,7 +22,7 @@ from fshard.spec import describe
 
 from .folder import DTYPES, SINGLE
 from .pattern import Pattern, absent
-from .weights import Their, memory
+from .weights import Their
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
@@ -164,16 +165,11 @@ def as_json(config: Mapping[str, Any]) -> str:
         raise fail("write: config= is not JSON", str(e), fix="numbers, strings, booleans, None, lists and dicts") from e
 
 
-def plain(x: Tensor) -> Tensor:
-    """The values themselves, contiguous."""
-    return x.detach().resolve_conj().resolve_neg().contiguous()
-
-
 def lines(slots: Sequence[Slot]) -> list[str]:
     """What is written, in lines that are equal on two ranks just if they may write it together."""
     return [f"{s.name}  {describe(s.dtype, s.shape)}  from {p.where}  " + (
                 f"{p.leaf!r} on {p.leaf.mesh!r}" if isinstance(p.leaf, Sharded)
-                else f"a tensor of crc32 {zlib.crc32(memory(plain(p.leaf).cpu())):08x}")
+                else f"a tensor of crc32 {zlib.crc32(bytes_of(p.leaf)):08x}")
             for s in slots for p in s.sources]  # fmt: skip
 
 
@@ -189,4 +185,4 @@ def check_alike(told: Sequence[Sequence[str]]) -> None:
                    fix="plain tensors and the config must be the same on every rank")  # fmt: skip
 
 
-__all__ = ["File", "Slot", "Source", "as_json", "check_alike", "files_of", "lines", "plain", "slots_of"]
+__all__ = ["File", "Slot", "Source", "as_json", "check_alike", "files_of", "lines", "slots_of"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.checkpoint.parts import bytes_of
 from fshard.deferred import Deferred
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.spec import Box, box_shape, describe
 
-from .folder import Entry, Scan, Where, config_of, no_dtype, unreadable
+from .folder import Entry, Scan, Where, no_dtype, unreadable
 from .pattern import Pattern, absent, identity
 
 CHUNK = 8 << 20  # bytes in memory beside the part itself, while it is read
@@ -76,7 +78,7 @@ class Stored:
 
     def _read(self, fd: int, values: Tensor, starts: Sequence[int], run: int) -> None:
         """Fill a contiguous tensor from the runs of `run` elements that begin at `starts`."""
-        room = memory(values)
+        room = bytes_of(values)  # its own, as it is contiguous and on the CPU
         size, item, first = run * values.itemsize, values.itemsize, self.entry.start
         for i, start in enumerate(starts):
             part, place = room[i * size : (i + 1) * size], first + start * item
@@ -88,30 +90,20 @@ class Stored:
                 got += more
 
 
-def memory(x: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
-    flat = x.as_strided((x.numel(),), (1,))  # `view` keeps whatever stride a single element has
-    return flat.view(torch.uint8).numpy().data
-
-
-class _opened:  # noqa: N801 - a context, used as a function
+@contextlib.contextmanager
+def _opened(entry: Entry) -> Iterator[int]:
     """A file descriptor; afterwards the file must be what it was when its header was read."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-
-    def __enter__(self) -> int:
-        try:
-            self.fd = os.open(self.entry.file, os.O_RDONLY)
-        except OSError as e:
-            raise unreadable(self.entry.file, e) from e
-        return self.fd
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        now = os.fstat(self.fd)
-        os.close(self.fd)
-        if kind is None and (now.st_size, now.st_mtime_ns) != (self.entry.size, self.entry.changed):
-            raise _altered(self.entry, f"{self.entry.size} bytes then, {now.st_size} now")
+    try:
+        fd = os.open(entry.file, os.O_RDONLY)
+    except OSError as e:
+        raise unreadable(entry.file, e) from e
+    try:
+        yield fd
+        now = os.fstat(fd)
+    finally:
+        os.close(fd)
+    if (now.st_size, now.st_mtime_ns) != (entry.size, entry.changed):
+        raise _altered(entry, f"{entry.size} bytes then, {now.st_size} now")
 
 
 def _altered(entry: Entry, why: str) -> ShardingError:
@@ -228,4 +220,4 @@ def _stored(folder: Path, entry: Entry, leaf: Deferred, where: str, their: Their
     return Deferred(leaf.shape, entry.dtype, Stored(entry, pattern)), pattern
 
 
-__all__ = ["Stored", "Their", "config_of", "read", "tensors"]
+__all__ = ["Stored", "Their", "read", "tensors"]

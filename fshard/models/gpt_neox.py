@@ -154,9 +154,9 @@ def _turn(cfg: Config, tokens: Tokens, layout: Layout, x: Tensor) -> Turn:
     if p["rope_type"] in ("dynamic", "longrope"):  # the longest sequence of the batch, on every rank
         length = tokens.start + tokens.t
         if tokens.mask is not None:
-            length = pvary(pmax(tokens.positions.max() + 1, layout.data), layout.data)
+            length = pmax(tokens.positions.max() + 1, layout.data)
     rates, factor = rope.frequencies(p, width, cfg.max_position_embeddings, length=length, device=x.device)
-    return rope.angles(pvary(tokens.positions, layout.model), rates, factor, dtype=x.dtype)
+    return rope.angles(tokens.positions, rates, factor, dtype=x.dtype)
 
 
 def _block(

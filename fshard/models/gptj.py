@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, rope, tree
-from fshard.collectives import Axis, pvary
+from fshard.collectives import Axis
 from fshard.errors import fail
 from fshard.interop.export import write
 from fshard.interop.weights import Their, read
@@ -123,7 +123,7 @@ def apply(
     x = layout.dropout(x, cfg.embd_pdrop, key, "embd", t)
 
     rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
-    turn = rope.angles(pvary(tokens.positions, layout.model), rates, dtype=x.dtype)
+    turn = rope.angles(tokens.positions, rates, dtype=x.dtype)
 
     def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
         return _block(cfg, p, x, layout, key, tokens, turn, seen)

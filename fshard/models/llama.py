@@ -22,7 +22,8 @@ from fshard import nn, rope, tree
 from fshard.collectives import Axis, pmax
 from fshard.errors import fail, raise_all
 from fshard.interop.export import write
-from fshard.interop.weights import Their, config_of, read
+from fshard.interop.folder import config_of
+from fshard.interop.weights import Their, read
 from fshard.spec import P
 
 from .config import read_config
@@ -249,12 +250,12 @@ def generate(
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_THEIRS = {
+_TOP = {
     "embed": Their("model.embed_tokens.weight"),
     "norm.w": Their("model.norm.weight"),
     "head": Their("lm_head.weight", "v d -> d v"),
 }
-_OF_LAYER = {
+_LAYER = {
     "norm_1.w": Their("input_layernorm.weight"),
     "q.w": Their("self_attn.q_proj.weight", "(g r k) d -> d g r k"),
     "q.b": Their("self_attn.q_proj.bias", "(g r k) -> g r k"),
@@ -272,7 +273,8 @@ _OF_LAYER = {
     "down.w": Their("mlp.down_proj.weight", "d f -> f d"),
     "down.b": Their("mlp.down_proj.bias"),
 }
-_BUFFERS = ("rotary_emb.inv_freq",)  # of older versions
+_FIXED = {"model_type": "llama"}
+_NOT_OURS = ("rotary_emb.inv_freq",)  # of older versions
 
 
 def theirs(path: tree.Path) -> Their:
@@ -282,14 +284,14 @@ def theirs(path: tree.Path) -> Their:
     Their(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
     """
     if path[0] != "layers":
-        return _THEIRS[tree.dotted(path)]
-    of_layer = _OF_LAYER[tree.dotted(path[2:])]
-    return replace(of_layer, name=f"model.layers.{path[1]}.{of_layer.name}")
+        return _TOP[tree.dotted(path)]
+    inner = _LAYER[tree.dotted(path[2:])]
+    return replace(inner, name=f"model.layers.{path[1]}.{inner.name}")
 
 
 def config(folder: str | Path) -> Config:
     """The `Config` that the `config.json` of a folder sets. Raises ShardingError for another kind of model."""
-    return read_config(folder, Config, {"model_type": "llama"}, rope_parameters=rope.parameters(config_of(folder)))
+    return read_config(folder, Config, _FIXED, rope_parameters=rope.parameters(config_of(folder)))
 
 
 def load(path: str | Path) -> tuple[Config, Any]:
@@ -302,13 +304,13 @@ def load(path: str | Path) -> tuple[Config, Any]:
     """
     cfg = config(path)
     tied = ("lm_head.weight",) if cfg.tie_word_embeddings else ()
-    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=_BUFFERS + tied)
+    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=(*_NOT_OURS, *tied))
 
 
 def save(path: str | Path, cfg: Config, params: Any) -> None:
     """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
-    config = {**asdict(cfg), "num_key_value_heads": cfg.groups, "head_dim": cfg.width}
-    write(path, params, theirs, config={"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config})
+    sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups, "head_dim": cfg.width}
+    write(path, params, theirs, config={"architectures": ["LlamaForCausalLM"], **_FIXED, **sizes})
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

@@ -69,7 +69,6 @@ class Layout:
 
     def tokens(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         """Embed ids [B, T] by a table [V@model, D]: the stream. `size` is V."""
-        ids = ids if self.model is None else pvary(ids, self.model)
         return self.leave(nn.embedding(ids, table, axis=self.model, size=size))
 
     def across(self, shape: Sequence[int]) -> tuple[int, ...]:
