@@ -68,7 +68,7 @@ class Full:
         return torch.full(box_shape(box), self.value, dtype=dtype, device=device)
 
     def words(self) -> str:
-        return {0: "zeros", 1: "ones"}.get(self.value, f"full({self.value:.4g})")
+        return "zeros" if self.value == 0 else "ones" if self.value == 1 else f"full({self.value:.4g})"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Meaning:
         kwargs.pop("pin_memory", None)
         return Call(self.full_name, self.func, args, kwargs, tuple(inputs))
 
-    def op(self, shape: Shape, dtype: torch.dtype) -> Node:
+    def op(self, shape: Shape, dtype: torch.dtype) -> Op:
         """What it gives, as one more step."""
         if self.name == "eye":  # its rule needs no arguments
             return Op(shape, dtype, Call("eye", torch.eye, shape, {}, ()), 0)
