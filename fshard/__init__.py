@@ -1,6 +1,6 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
-from . import checkpoint, data, init, models, nn, optim, random, tree
+from . import checkpoint, data, init, interop, models, nn, optim, random, tree
 from .check import check
 from .collectives import (
     all_gather,
@@ -21,6 +21,7 @@ from .comm import recording
 from .deferred import Deferred
 from .display import show
 from .errors import ShardingError
+from .interop import hf
 from .interop.module import defer
 from .keys import fold_in, key, split
 from .mesh import Mesh, make_mesh
@@ -35,8 +36,8 @@ from .verify import verify
 __all__ = [
     "Deferred", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather", "all_to_all",
     "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "data", "defer", "device_get", "device_put",
-    "fold_in", "from_callback", "fully_shard", "grad", "init", "key", "make_mesh", "materialize", "models", "nn",
-    "optim", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording",
-    "remat", "replicated", "reshard", "row", "rules", "shard_map", "show", "split", "tree", "unshard",
+    "fold_in", "from_callback", "fully_shard", "grad", "hf", "init", "interop", "key", "make_mesh", "materialize",
+    "models", "nn", "optim", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random",
+    "recording", "remat", "replicated", "reshard", "row", "rules", "shard_map", "show", "split", "tree", "unshard",
     "validate", "value_and_grad", "verify",
 ]  # fmt: skip

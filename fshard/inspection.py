@@ -6,6 +6,7 @@ Only configs, manifests and the headers of files are read: nothing has values he
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,9 @@ from .errors import ShardingError, fail, raise_all
 from .interop.folder import CONFIG, INDEX, PICKLES, SINGLE, read_json
 from .interop.module import defer
 from .interop.weights import tensors
-from .models.config import read_config
 from .spec import P, column, fully_shard, replicated, row, rules
 
+_MOST_DEVICES = 1 << 20
 _FIX = "a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint"
 _WORDS: dict[str, Callable[..., P]] = {"P": P, "row": row, "column": column, "replicated": replicated}
 
@@ -131,8 +132,7 @@ def _of_config(path: Path) -> Described:
     model = _model(kind)
     if model is None or path.name != CONFIG:
         return _of_constructor(path, kind, given)
-    read: Any = getattr(model, "config", None)
-    cfg = read_config(path.parent, model.Config, {"model_type": kind}) if read is None else read(path.parent)
+    cfg = model.config(path.parent)
     what = f"{kind}, as fs.models.{kind} describes it"
     return Described(what, model.init(cfg), lambda axis: model.specs(cfg, model=axis))
 
@@ -211,7 +211,10 @@ def _sizes(text: str) -> dict[str, int]:
         if not axis.isidentifier() or not n.isdecimal() or int(n) < 1 or axis in sizes:
             why = "it is there already" if axis in sizes else "an axis is a name, and its size 1 or more"
             raise fail(f"--mesh {text}: {part!r} is no axis of a mesh", why, fix="--mesh data=8,model=4")
-        sizes[axis] = int(n)
+        sizes[axis] = int(n) if len(n) < 10 else _MOST_DEVICES + 1
+    if math.prod(sizes.values()) > _MOST_DEVICES:
+        raise fail(f"--mesh {text}: more than {_MOST_DEVICES:,} devices", "what each of them holds is counted",
+                   fix="a smaller mesh")  # fmt: skip
     return sizes
 
 

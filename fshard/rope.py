@@ -27,7 +27,10 @@ def parameters(config: Parameters, *, theta: float = 10_000.0, partial: float = 
     >>> parameters({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
     {'rope_type': 'linear', 'factor': 2.0, 'rope_theta': 500000.0}
     """
-    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise fail(f"rope: {found!r} are no parameters", fix='names and values: {"rope_type": "default"}')
+    given = dict(found)
     if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
         raise fail("rope: rotary positions that differ between layers", fix="one set of parameters for all layers",
                    rope_parameters=nested)  # fmt: skip
@@ -50,8 +53,9 @@ def frequencies(
     """(radians per position, f32[R/2]; the factor of cos and sin) for heads of `width` dims.
 
     `parameters` are rope_type, rope_theta and what the type needs, named as in transformers; R is `width` times their
-    partial_rotary_factor. `longest` is max_position_embeddings. "dynamic" and "longrope" depend on the `length` of the
-    sequence, an int or a 0-d integer tensor; without one they are those of a short sequence.
+    partial_rotary_factor, or all of it for "proportional", whose last pairs stand still. `longest` is
+    max_position_embeddings. "dynamic" and "longrope" depend on the `length` of the sequence, an int or a 0-d integer
+    tensor; without one they are those of a short sequence.
 
     >>> frequencies({"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}, 4, 2048)
     (tensor([0.5000, 0.0050]), 1.0)

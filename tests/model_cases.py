@@ -143,6 +143,8 @@ def check_generation(model, theirs, name, folder, *, new=7, padded=False, eos=No
     theirs.generation_config.eos_token_id = eos
     want = theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=pad,
                            eos_token_id=eos, bos_token_id=None)  # fmt: skip
+    if eos is not None:
+        assert 0 < (want[:, 5:] == eos).any(1).sum() < len(ids)  # some end, others go on
     mesh, specs, layout, p = placed(model, cfg, params, name)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data"))
@@ -170,7 +172,7 @@ def check_files(model, theirs, name, folder, architecture):
         assert torch.equal(again.eval()(ids).logits, theirs(ids).logits)
     config = json.loads((folder / "ours" / "config.json").read_text())
     assert config["model_type"] == theirs.config.model_type
-    assert model.load(folder / "ours")[0] == cfg
+    assert model.load(folder / "ours")[0] == model.config(folder / "ours") == cfg
 
 
 def check_the_mesh_never_changes_the_answer(model, cfg, name, *, remat=False):

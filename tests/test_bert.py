@@ -79,8 +79,8 @@ def close_grads(got, want):
     """
     for a, b in zip(got["h"], want["h"], strict=True):
         for x in (a, b):
-            assert x["key"]["b"].abs().max() <= 1e-5 * b["query"]["b"].abs().max()
-    close(*({**grads, "h": [{**block, "key": block["key"]["w"]} for block in grads["h"]]} for grads in (got, want)),
+            assert x["k"]["b"].abs().max() <= 1e-5 * b["q"]["b"].abs().max()
+    close(*({**grads, "h": [{**block, "k": block["k"]["w"]} for block in grads["h"]]} for grads in (got, want)),
           1e-5, 1e-5)  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from fshard import P, ShardingError
 from fshard.models import decoding, gpt2
 from fshard.models.decoding import Cache, Tokens
 
-MESHES = [{"data": 1, "model": 1}, {"data": 2, "model": 1}, {"data": 1, "model": 3}, {"data": 2, "model": 8}]
+MESHES = [{"data": 1, "model": 1}, {"data": 2, "model": 1}, {"data": 1, "model": 3}, {"data": 2, "model": 6}]
 CFG = gpt2.Config(vocab_size=13, n_positions=12, n_embd=12, n_layer=2, n_head=3)
 
 
@@ -44,9 +44,9 @@ def test_the_likeliest_is_the_first_of_those_that_tie(sizes):
 @pytest.mark.parametrize("sizes", MESHES[1:])
 def test_a_draw_by_temperature_is_the_same_on_every_mesh(sizes):
     ids = prompts()
-    want = generated(MESHES[0], ids, new=6, temperature=0.7, key=fs.key(5))
-    assert not torch.equal(want, generated(MESHES[0], ids, new=6))
-    assert torch.equal(generated(sizes, ids, new=6, temperature=0.7, key=fs.key(5)), want)
+    want = generated(MESHES[0], ids, new=4, temperature=0.7, key=fs.key(5))
+    assert not torch.equal(want, generated(MESHES[0], ids, new=4))
+    assert torch.equal(generated(sizes, ids, new=4, temperature=0.7, key=fs.key(5)), want)
 
 
 def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():

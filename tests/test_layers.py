@@ -30,7 +30,7 @@ LAYERS = [
     "interop.record", "interop.late", "interop.recording", "interop.functional", "interop.module",
     "interop.pattern", "interop.folder", "interop.weights", "interop.layout", "interop.export",
     "models.config", "models.decoding", "models.stream",
-    "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert", "models",
+    "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert", "models", "interop.hf",
     "fshard",
     "recipes", "recipes.pretrain", "inspection", "__main__",
 ]  # fmt: skip
@@ -38,7 +38,7 @@ LAYERS = [
 # The namespaces of the public surface: every public name in them is for users.
 NAMESPACES = [
     "fshard", "tree", "init", "random", "nn", "rope", "optim", "data", "checkpoint", "interop.module",
-    "interop.functional", "interop.pattern", "interop.weights", "interop.export",
+    "interop.functional", "interop.pattern", "interop.weights", "interop.export", "interop.hf",
     "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
 ]
 

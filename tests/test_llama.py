@@ -88,8 +88,8 @@ def test_padding_does_not_count_as_length(name, tmp_path):
 @pytest.mark.parametrize(
     ("config", "layout", "padded", "eos"),
     [
-        ("grouped", "one device", True, 5),
-        ("grouped", "both, fully sharded, sequence", True, 5),
+        ("grouped", "one device", True, 25),
+        ("grouped", "both, fully sharded, sequence", True, 25),
         ("one group", "model", False, None),
         ("each its own", "data", True, None),
     ],

@@ -31,7 +31,7 @@ from fshard.sharded import Sharded
 from fshard.spec import Box, ends, whole
 
 from .folder import CONFIG, INDEX, SINGLE, Where, read_json
-from .layout import File, Source, as_json, check_alike, files_of, lines, slots_of
+from .layout import File, Source, as_json, check_alike, check_described, files_of, lines, slots_of
 from .weights import CHUNK, Their
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ _TEMPORARY = ".saving-"
 
 def write(
     folder: Where, tree_: Any, theirs: Callable[[tree.Path], Their], *, config: Mapping[str, Any], prefix: str = "",
-    max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None,
+    max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None, described: Any = None,
 ) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads: config.json and model.safetensors, or shards of it with an index.
 
@@ -57,6 +57,7 @@ def write(
         prefix: put before every name: `"transformer."` for a base model written as part of one with a head.
         max_shard_bytes: begin another file where the tensors of one would be more.
         metadata: of the files; `{"format": "pt"}` if left out.
+        described: what the config describes; leaves that are missing, extra or of another shape are then errors too.
 
     >>> write("my-norm", {"w": torch.ones(16)}, lambda path: Their("ln_f.weight"), config={"model_type": "gpt2"})
     >>> sorted(os.listdir("my-norm"))
@@ -76,6 +77,8 @@ def write(
     files: list[File] = []
 
     def plan() -> list[str]:
+        if described is not None:
+            check_described(leaves, tree.leaves_with_path(described))
         slots = slots_of(leaves, theirs, prefix)
         files.extend(files_of(slots, max_shard_bytes, dict({"format": "pt"} if metadata is None else metadata)))
         return [] if alone else [f"config.json  {as_json(config)!r}", *lines(slots), f"{len(files)} files"]

@@ -41,7 +41,8 @@ Where = str | os.PathLike[str]
 class Entry:
     """A tensor in a file: the dtype, None where `word` is one that is not read, and the byte of the file it begins at.
 
-    `size` (bytes) and `changed` (ns) are the file's, when its header was read.
+    `size` (bytes) and `changed` (ns) are the file's, when its header was read. `file` is absolute: it is read later,
+    and perhaps from another working directory.
     """
 
     file: Path
@@ -138,7 +139,7 @@ def _entries(path: Path, errors: list[ShardingError]) -> Iterator[Entry]:
             errors.append(fail(f"{where} is out of place", f"it begins at byte {first + start}, and the one before it "
                                f"ends at {first + end}", fix="write the file again"))  # fmt: skip
         end = stop
-        yield Entry(path, stat.st_size, stat.st_mtime_ns, name, word, dtype, shape, first + start)
+        yield Entry(path.absolute(), stat.st_size, stat.st_mtime_ns, name, word, dtype, shape, first + start)
     if end < room:
         errors.append(fail(f"{path}: is too long", f"its last tensor ends at byte {first + end}, the file has "
                            f"{stat.st_size}", fix="copy it again"))  # fmt: skip

@@ -128,6 +128,21 @@ def _slot(name: str, parts: Sequence[Source]) -> Slot:
     return Slot(name, dtypes.pop(), shapes.pop(), tuple(parts))
 
 
+def check_described(leaves: Sequence[tuple[tree.Path, Any]], described: Sequence[tuple[tree.Path, Any]]) -> None:
+    """Raise, listing every leaf, unless those to be written are those described, and of their shapes."""
+    found, wanted = dict(leaves), dict(described)
+    errors = [fail(f"write: {tree.show('tree', p)} is missing", described=w) for p, w in wanted.items()
+              if p not in found]  # fmt: skip
+    for path, x in found.items():
+        shape = getattr(x, "shape", None)
+        if path not in wanted:
+            errors.append(fail(f"write: {tree.show('tree', path)} is not in the model of the config"))
+        elif shape is not None and tuple(shape) != tuple(wanted[path].shape):
+            errors.append(fail(f"write: {tree.show('tree', path)} has another shape than the config says",
+                               got=list(shape), expected=list(wanted[path].shape)))  # fmt: skip
+    raise_all(errors)
+
+
 def files_of(slots: Sequence[Slot], most: int, metadata: dict[str, str]) -> list[File]:
     """The tensors in order, and another file where one would grow beyond `most` bytes of them."""
     if not slots:
@@ -185,4 +200,4 @@ def check_alike(told: Sequence[Sequence[str]]) -> None:
                    fix="plain tensors and the config must be the same on every rank")  # fmt: skip
 
 
-__all__ = ["File", "Slot", "Source", "as_json", "check_alike", "files_of", "lines", "slots_of"]
+__all__ = ["File", "Slot", "Source", "as_json", "check_alike", "check_described", "files_of", "lines", "slots_of"]

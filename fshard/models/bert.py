@@ -91,7 +91,7 @@ def init(cfg: Config) -> Any:
 
     def block() -> Any:
         return {
-            "query": dense(d, h, d // h), "key": dense(d, h, d // h), "value": dense(d, h, d // h),
+            "q": dense(d, h, d // h), "k": dense(d, h, d // h), "v": dense(d, h, d // h),
             "proj": dense(h, d // h, d, split=2), "ln_1": norm(),
             "up": dense(d, f), "down": dense(f, d), "ln_2": norm(),
         }  # fmt: skip
@@ -113,7 +113,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     m = model
     heads = {"w": P(None, m), "b": P(m)}
     block = {
-        "query": heads, "key": heads, "value": heads, "proj": {"w": P(m), "b": P()}, "ln_1": P(),
+        "q": heads, "k": heads, "v": heads, "proj": {"w": P(m), "b": P()}, "ln_1": P(),
         "up": {"w": P(None, m), "b": P(m)}, "down": {"w": P(m), "b": P()}, "ln_2": P(),
     }  # fmt: skip
     return _with_heads(cfg, {
@@ -165,6 +165,7 @@ def _encode(
         errors.append(fail(f"bert: {t} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip
     raise_all(errors)
+    layout = layout.counted(ids, key)
     x = layout.tokens(ids, top["word"], cfg.vocab_size)
     if cfg.pad_token_id is not None:  # no gradient reaches the embedding of padding
         x = torch.where(layout.part(ids != cfg.pad_token_id).unsqueeze(-1), x, x.detach())
@@ -182,7 +183,7 @@ def _encode(
 def _block(cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t: int, sees: Tensor | None) -> Tensor:
     """norm(x + attention(x)), then norm(x + mlp(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     h = layout.enter(x, t)
-    q, k, v = (_heads(h, p[name]) for name in ("query", "key", "value"))  # each [B, H@model, T, K]
+    q, k, v = (_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
     weights = layout.across((len(q), cfg.num_attention_heads, t, t))
     a = nn.attention(q, k, v, mask=sees, rate=cfg.attention_probs_dropout_prob, key=sub(key, "attn"),
                      spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
@@ -273,8 +274,8 @@ _TOP = {
     **_pair("pooler", "bert.pooler.dense"), **_pair("nsp", "cls.seq_relationship"),
 }  # fmt: skip
 _BLOCK = {
-    **{leaf: their for name in ("query", "key", "value")
-       for leaf, their in _pair(name, f"attention.self.{name}", "(h k) d -> d h k", "(h k) -> h k").items()},
+    **{leaf: their for ours, name in (("q", "query"), ("k", "key"), ("v", "value"))
+       for leaf, their in _pair(ours, f"attention.self.{name}", "(h k) d -> d h k", "(h k) -> h k").items()},
     **_pair("proj", "attention.output.dense", "d (h k) -> h k d"),
     **_pair("ln_1", "attention.output.LayerNorm", None),
     **_pair("up", "intermediate.dense"), **_pair("down", "output.dense"),
@@ -291,7 +292,7 @@ _NOT_OURS = ("embeddings.position_ids", "cls.predictions.decoder.weight", "cls.p
 def theirs(path: tree.Path) -> Their:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
-    >>> theirs(("h", 3, "query", "b"))
+    >>> theirs(("h", 3, "q", "b"))
     Their(name='bert.encoder.layer.3.attention.self.query.bias', dims='(h k) -> h k', at=None)
     """
     if path[0] != "h":
@@ -331,11 +332,12 @@ def load(path: str | Path) -> tuple[Config, Any]:
     return cfg, read(scan, init(cfg), named, prefix="bert.", ignored=_NOT_OURS)
 
 
-def save(path: str | Path, cfg: Config, params: Any) -> None:
+def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `from_pretrained` reads, of a class with the heads of `cfg`; `params` may be placed."""
     kind = "BertForPreTraining" if cfg.nsp else "BertForMaskedLM" if cfg.mlm else "BertModel"
     sizes = {name: value for name, value in asdict(cfg).items() if name not in _HEADS}
-    write(path, params, theirs, config={"architectures": [kind], **_FIXED, **sizes})
+    config = {"architectures": [kind], **_FIXED, **sizes}
+    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +21,8 @@ def read_config(folder: Where, cls: type[C], fixed: Mapping[str, Any], **others:
     `fixed` is what the model is, by name: `model_type`, and choices it does not offer. A config that leaves one of
     these out has it.
 
-    Raises ShardingError listing all that is different, or if `model_type` is not there.
+    Raises ShardingError listing all that is different or of another kind than its field, or if `model_type` is not
+    there.
     """
     given = config_of(folder)
     wrong = [f"{name}: {given.get(name)!r}, not {want!r}" for name, want in fixed.items()
@@ -27,7 +30,22 @@ def read_config(folder: Where, cls: type[C], fixed: Mapping[str, Any], **others:
     if wrong:
         raise fail(f"{Path(folder) / CONFIG}: not a {fixed['model_type']} as it is here", *wrong,
                    fix="use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))")  # fmt: skip
-    return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given} | others)  # type: ignore[arg-type]
+    found = {f.name: given[f.name] for f in fields(cls) if f.name in given} | others  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    odd = [f"{name}: {value!r}" for name, value in found.items() if not _fits(value, hints[name])]
+    if odd:
+        raise fail(f"{Path(folder) / CONFIG}: has values of the wrong kind", *odd, fix="copy it again")
+    return cls(**found)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is what a field holds: whole numbers are floats too, and sizes are not negative."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    kind = typing.get_origin(hint) or hint
+    if kind is int:
+        return type(value) is int and value >= 0
+    return type(value) in (int, float) if kind is float else isinstance(value, kind)
 
 
 __all__ = ["read_config"]

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from fshard import nn, random
+from fshard.abstract import AbstractComm
 from fshard.collectives import Axis, axis_size, pmax, pmin, pvary
+from fshard.comm import region
 from fshard.errors import fail
-from fshard.extent import part
+from fshard.extent import part, whole
 from fshard.keys import fold_in
 from fshard.spec import P
 
@@ -102,7 +104,10 @@ def generate(
                    fix="temperature=0 takes the likeliest; more needs a key")  # fmt: skip
     if eos is None and pad is not None:
         raise fail(f"generate: pad={pad} without eos", fix="name the token that ends a sequence: eos=")
+    if new < 0 or not ids.shape[1]:
+        raise fail(f"generate: {new} new tokens after {ids.shape[1]}", fix="new=0 or more, after one token or more")
     pad = eos if pad is None else pad
+    batch = rows("generate", len(ids), data, word="prompts that the data axis divides") if temperature else 0
     cache = Cache(ids.shape[1] + new)
     going = torch.ones_like(ids[:, 0], dtype=torch.bool)
     out, last = [ids], ids
@@ -111,7 +116,7 @@ def generate(
             logits, cache = step(last, mask, cache)
             at = logits[:, -1]
             if temperature and key is not None:
-                at = at / temperature + _gumbel(fold_in(key, i), at, size, data, model)
+                at = at / temperature + _gumbel(fold_in(key, i), at, (batch, size), P(data, model))
             token = likeliest(at, model, size)
             if eos is not None:
                 token = torch.where(going, token, torch.full_like(token, pad or 0))
@@ -135,11 +140,20 @@ def likeliest(logits: Tensor, axis: Axis, size: int) -> Tensor:
     return found
 
 
-def _gumbel(key: Tensor, logits: Tensor, size: int, data: Axis, model: Axis) -> Tensor:
-    """Noise that makes the highest sum a draw from the softmax. Source: Gumbel, 1954."""
-    shape = (len(logits) * axis_size(data), size)
-    draw = random.uniform(key, shape, spec=P(data, model), device=logits.device)
+def _gumbel(key: Tensor, logits: Tensor, shape: tuple[int, int], spec: P) -> Tensor:
+    """Noise that makes the highest sum a draw from the softmax; `shape` is global. Source: Gumbel, 1954."""
+    draw = random.uniform(key, shape, spec=spec, device=logits.device)
     return -(-draw.log()).log()
 
 
-__all__ = ["Cache", "Seen", "Step", "Tokens", "generate", "likeliest", "recall"]
+def rows(verb: str, n: int, axis: Axis, *, word: str) -> int:
+    """The global batch, of which this rank has `n` rows: draws are placed by it. `word` names how to say it.
+
+    Where the ranks have no values, on an abstract mesh, it is taken for even.
+    """
+    if axis and isinstance(region(verb).comm, AbstractComm):
+        return n * axis_size(axis)
+    return whole(verb, n, axis, word=word) if axis else n
+
+
+__all__ = ["Cache", "Seen", "Step", "Tokens", "generate", "likeliest", "recall", "rows"]

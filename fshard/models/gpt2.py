@@ -37,7 +37,7 @@ class Config:
     n_embd: int = 768
     n_layer: int = 12
     n_head: int = 12
-    n_inner: int | None = None  # 4 n_embd
+    n_inner: int | None = None  # None: 4 n_embd
     embd_pdrop: float = 0.0
     attn_pdrop: float = 0.0
     resid_pdrop: float = 0.0
@@ -104,6 +104,7 @@ def apply(
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gpt2: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
+    layout = layout.counted(ids, key)
     described = init(cfg)
     top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
            for name in ("wte", "wpe", "ln_f")}  # fmt: skip
@@ -225,9 +226,10 @@ def load(path: str | Path) -> tuple[Config, Any]:
     return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_NOT_OURS)
 
 
-def save(path: str | Path, cfg: Config, params: Any) -> None:
+def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` may be placed on a mesh."""
-    write(path, params, theirs, config={"architectures": ["GPT2LMHeadModel"], **_FIXED, **asdict(cfg)})
+    config = {"architectures": ["GPT2LMHeadModel"], **_FIXED, **asdict(cfg)}
+    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

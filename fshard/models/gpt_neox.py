@@ -20,8 +20,8 @@ from fshard import nn, rope, tree
 from fshard.collectives import Axis, pmax, pvary
 from fshard.errors import fail
 from fshard.interop.export import write
-from fshard.interop.folder import config_of
-from fshard.interop.weights import Their, read, tensors
+from fshard.interop.folder import Scan, config_of
+from fshard.interop.weights import Their, read
 from fshard.spec import P
 
 from .config import read_config
@@ -269,6 +269,15 @@ def theirs(path: tree.Path) -> Their:
     return replace(inner, name=f"gpt_neox.layers.{path[1]}.{inner.name}")
 
 
+def config(folder: str | Path) -> Config:
+    """The `Config` that the `config.json` of a folder sets. Raises ShardingError for another kind of model."""
+    given = config_of(folder)
+    theta = given.get("rotary_emb_base") or _ROPE["rope_theta"]
+    turns = rope.parameters(given, theta=theta, partial=given.get("rotary_pct") or _ROPE["partial_rotary_factor"])
+    # A partial_rotary_factor of 1 is left out of them, and a Config's own is another.
+    return read_config(folder, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **turns})
+
+
 def load(path: str | Path) -> tuple[Config, Any]:
     """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
 
@@ -277,24 +286,22 @@ def load(path: str | Path) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-NeoX's.
     """
-    given = config_of(path)
-    theta = given.get("rotary_emb_base") or _ROPE["rope_theta"]
-    turns = rope.parameters(given, theta=theta, partial=given.get("rotary_pct") or _ROPE["partial_rotary_factor"])
-    # A partial_rotary_factor of 1 is left out of them, and a Config's own is another.
-    cfg = read_config(path, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **turns})
+    cfg, scan = config(path), Scan(Path(path))
     if cfg.tie_word_embeddings:
-        return cfg, read(path, init(cfg), theirs, prefix="gpt_neox.", ignored=(*_NOT_OURS, *_HEADS))
-    head = next((name for name in _HEADS if name in tensors(path)), _HEADS[-1])
+        return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=(*_NOT_OURS, *_HEADS))
+    head = next((name for name in _HEADS if name in scan.found), _HEADS[-1])
 
     def here(path: tree.Path) -> Their:
         return replace(theirs(path), name=head) if path == ("head",) else theirs(path)
 
-    return cfg, read(path, init(cfg), here, prefix="gpt_neox.", ignored=_NOT_OURS)
+    return cfg, read(scan, init(cfg), here, prefix="gpt_neox.", ignored=_NOT_OURS)
 
 
-def save(path: str | Path, cfg: Config, params: Any) -> None:
+def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `GPTNeoXForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
-    write(path, params, theirs, config={"architectures": ["GPTNeoXForCausalLM"], **_FIXED, **asdict(cfg)})
+    config = {"architectures": ["GPTNeoXForCausalLM"], **_FIXED, **asdict(cfg)}
+    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes)
 
 
-__all__ = ["Cache", "Config", "Layout", "apply", "generate", "init", "load", "loss", "save", "specs", "theirs"]
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
+           "theirs"]  # fmt: skip

@@ -226,6 +226,11 @@ def theirs(path: tree.Path) -> Their:
     return replace(inner, name=f"transformer.h.{path[1]}.{inner.name}")
 
 
+def config(folder: str | Path) -> Config:
+    """The `Config` that the `config.json` of a folder sets. Raises ShardingError for another kind of model."""
+    return read_config(folder, Config, _FIXED)
+
+
 def load(path: str | Path) -> tuple[Config, Any]:
     """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
 
@@ -234,14 +239,16 @@ def load(path: str | Path) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-J's.
     """
-    cfg = read_config(path, Config, _FIXED)
+    cfg = config(path)
     ignored = (*_NOT_OURS, "lm_head.weight") if cfg.tie_word_embeddings else _NOT_OURS
     return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=ignored)
 
 
-def save(path: str | Path, cfg: Config, params: Any) -> None:
+def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
-    write(path, params, theirs, config={"architectures": ["GPTJForCausalLM"], **_FIXED, **asdict(cfg)})
+    config = {"architectures": ["GPTJForCausalLM"], **_FIXED, **asdict(cfg)}
+    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes)
 
 
-__all__ = ["Cache", "Config", "Layout", "apply", "generate", "init", "load", "loss", "save", "specs", "theirs"]
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
+           "theirs"]  # fmt: skip

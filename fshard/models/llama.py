@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from fshard import init as initial
 from fshard import nn, rope, tree
-from fshard.collectives import Axis, pmax
+from fshard.collectives import Axis
 from fshard.errors import fail, raise_all
 from fshard.interop.export import write
 from fshard.interop.folder import config_of
@@ -29,7 +29,7 @@ from fshard.spec import P
 from .config import read_config
 from .decoding import Cache, Seen, Tokens
 from .decoding import generate as decode
-from .stream import ONE_DEVICE, Layout, attend, through
+from .stream import ONE_DEVICE, Layout, angles, attend, through
 
 
 @dataclass(frozen=True)
@@ -155,18 +155,18 @@ def apply(
     a cache stay as they were turned, as in transformers: the logits are not those of one call with all the tokens.
     """
     tokens = Tokens.of(ids, mask, cache)
+    layout = layout.counted(ids, key)
     described = init(cfg)
     top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
            for name in described if name != "layers"}  # fmt: skip
 
     t = tokens.t
     x = layout.tokens(ids, top["embed"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
-    rates, factor = rope.frequencies(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings,
-                                     length=_longest(cfg, tokens, layout), device=x.device)  # fmt: skip
-    angles = rope.angles(tokens.positions, rates, factor, dtype=x.dtype)
+    turn = angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
+                  dtype=x.dtype)  # fmt: skip
 
     def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
-        return _block(cfg, p, x, layout, key, tokens, angles, seen)
+        return _block(cfg, p, x, layout, key, tokens, turn, seen)
 
     x, seen = through(block, params["layers"], x, layout=layout, shapes=described["layers"], key=key, remat=remat,
                       cache=cache, specs=None if specs is None else specs["layers"])  # fmt: skip
@@ -175,24 +175,14 @@ def apply(
     return logits if cache is None else (logits, cache.after(seen, t))
 
 
-def _longest(cfg: Config, tokens: Tokens, layout: Layout) -> int | Tensor | None:
-    """The length of the longest sequence of all ranks, where angles depend on it."""
-    if cfg.rope_parameters.get("rope_type") not in ("dynamic", "longrope"):
-        return None
-    if tokens.mask is None:
-        return tokens.start + tokens.t
-    longest: Tensor = pmax(tokens.positions.max() + 1, layout.data)
-    return longest
-
-
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: tuple[Tensor, Tensor],
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, turn: tuple[Tensor, Tensor],
     seen: Seen | None,
 ) -> tuple[Tensor, Seen | None]:  # fmt: skip
     """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     h = layout.enter(_norm(cfg, x, p["norm_1"], layout), tokens.t)
     q, k, v = (_heads(h, p[name]) for name in ("q", "k", "v"))  # [B, H@model, T, K], [B, G@model, T, K] twice
-    q, k = (rope.rotate(y, *angles) for y in (q, k))
+    q, k = (rope.rotate(y, *turn) for y in (q, k))
     a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attention_dropout, key=key,
                      heads=cfg.num_attention_heads, group=cfg.num_attention_heads // cfg.groups)  # fmt: skip
     x = x + _leave(a, p["o"], layout)
@@ -307,10 +297,11 @@ def load(path: str | Path) -> tuple[Config, Any]:
     return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=(*_NOT_OURS, *tied))
 
 
-def save(path: str | Path, cfg: Config, params: Any) -> None:
+def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
     sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups, "head_dim": cfg.width}
-    write(path, params, theirs, config={"architectures": ["LlamaForCausalLM"], **_FIXED, **sizes})
+    config = {"architectures": ["LlamaForCausalLM"], **_FIXED, **sizes}
+    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

@@ -1,24 +1,26 @@
 """What the transformers share: how their residual stream lies on a mesh, and the walk through their blocks.
 
-Legend: B batch, T time, D width; [B@data] is a dim split over an axis; {V} varies over it, {I} does not.
+Legend: B batch, T time, D width, H heads, K head width, R its turned dims; [B@data] is a dim split over an axis; {V}
+varies over it, {I} does not.
 Source: Shoeybi et al., 2019, and Korthikanti et al., 2022, "Reducing activation recomputation", for the splits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fshard import nn
-from fshard.collectives import Axis, all_gather, axis_size, pslice, psum, psum_scatter, pvary, unshard
+from fshard import nn, rope
+from fshard.collectives import Axis, all_gather, pmax, pslice, psum, psum_scatter, pvary, unshard
 from fshard.keys import fold_in
 from fshard.spec import P
 from fshard.transforms import remat as rematerialize
 
-from .decoding import Cache, Seen, Tokens, recall
+from .decoding import Cache, Seen, Tokens, recall, rows
 
 # A block: its whole parameters, x [B, T, D], its key and what it has seen -> x and what it has seen by now.
 Block = Callable[[Any, Tensor, Tensor | None, Seen | None], tuple[Tensor, Seen | None]]
@@ -29,7 +31,8 @@ class Layout:
     """The mesh axes each part is split over; `None` leaves it whole.
 
     `data`: the batch. `model`: heads, hidden units and the vocabulary. `sequence`: also split the residual stream
-    along time over `model`, between the blocks' halves.
+    along time over `model`, between the blocks' halves. `batch`: how many examples all ranks have, needed only with
+    dropout in a compiled program that has an uneven dim anywhere; elsewhere the ranks tell each other.
 
     >>> Layout("data", "model", sequence=True).stream
     P('data', 'model')
@@ -38,6 +41,7 @@ class Layout:
     data: Axis = None
     model: Axis = None
     sequence: bool = False
+    batch: int | None = None
 
     @property
     def stream(self) -> P:
@@ -71,9 +75,16 @@ class Layout:
         """Embed ids [B, T] by a table [V@model, D]: the stream. `size` is V."""
         return self.leave(nn.embedding(ids, table, axis=self.model, size=size))
 
+    def counted(self, ids: Tensor, key: Tensor | None) -> Layout:
+        """With the `batch` of which this rank has ids [B, T], where draws by a key need it: asked for once."""
+        return self if key is None else replace(self, batch=self.across(ids.shape)[0])
+
     def across(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """A shape whose dim 0 is this rank's batch, as a global one; the data axes must divide the batch."""
-        return (shape[0] * axis_size(self.data), *shape[1:])
+        """A shape whose dim 0 is this rank's batch, as a global one."""
+        batch = self.batch
+        if batch is None:
+            batch = rows("dropout", shape[0], self.data, word="Layout(batch=)")
+        return (batch, *shape[1:])
 
     def dropout(self, x: Tensor, rate: float, key: Tensor | None, name: str, t: int) -> Tensor:
         """`nn.dropout` of the stream by the key of this name; `t` is the global T."""
@@ -88,6 +99,23 @@ ONE_DEVICE = Layout()
 def sub(key: Tensor | None, name: str | int) -> Tensor | None:
     """`fold_in`, where there is a key."""
     return None if key is None else fold_in(key, name)
+
+
+def angles(
+    parameters: Mapping[str, Any], width: int, longest: int, *, tokens: Tokens, layout: Layout, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The cos and sin to turn queries and keys by: each [T, R/2], or [B, T, R/2] with a mask; see `rope.frequencies`.
+
+    Where they depend on the length of the sequence, that is the longest one's so far, of all ranks.
+    """
+    length: int | Tensor | None = None
+    if parameters.get("rope_type") in ("dynamic", "longrope"):
+        length = tokens.start + tokens.t
+        if tokens.mask is not None:
+            ends = tokens.positions + 1
+            length = pmax(ends.max() if ends.numel() else ends.new_zeros(()), layout.data)  # a rank may have none
+    rates, factor = rope.frequencies(parameters, width, longest, length=length, device=tokens.positions.device)
+    return rope.angles(tokens.positions, rates, factor, dtype=dtype)
 
 
 def attend(
@@ -134,4 +162,4 @@ def through(
     return x, seen
 
 
-__all__ = ["ONE_DEVICE", "Block", "Layout", "attend", "sub", "through"]
+__all__ = ["ONE_DEVICE", "Block", "Layout", "angles", "attend", "sub", "through"]

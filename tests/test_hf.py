@@ -1,0 +1,93 @@
+"""Hugging Face folders by one door: the model of the config's type, a module's leaves by name, and back."""
+
+from __future__ import annotations
+
+import json
+
+import model_cases
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.interop import hf
+from fshard.models import bert, gpt2, gpt_neox, gptj, llama
+
+transformers = pytest.importorskip("transformers")
+
+CONFIGS = {
+    gpt2: gpt2.Config(31, 8, 16, 1, 4),
+    gptj: gptj.Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=1, n_head=4, rotary_dim=4),
+    gpt_neox: gpt_neox.Config(31, 32, 1, 4, 24),
+    llama: llama.Config(31, 16, 24, 1, 4, 2, head_dim=4),  # as files have it
+    bert: bert.Config(31, 16, 1, 2, 32),
+}
+
+
+def full(tree, specs=P()):
+    return fs.device_get(fs.materialize(tree, specs, fs.make_mesh(data=2, model=2), key=fs.key(0)))
+
+
+@pytest.mark.parametrize("model", CONFIGS, ids=lambda m: m.__name__.split(".")[-1])
+def test_a_folder_is_loaded_and_saved_by_the_model_of_its_type(model, tmp_path):
+    cfg = CONFIGS[model]
+    split = lambda cfg: model.specs(cfg, model="model")  # noqa: E731
+    mesh = fs.make_mesh(data=2, model=2)
+    params = fs.materialize(model.init(cfg), split(cfg), mesh, key=fs.key(3))
+    hf.save(tmp_path / "one", cfg, params, max_shard_bytes=4000)
+    assert len(list((tmp_path / "one").glob("model-*-of-*.safetensors"))) > 1
+    again, stored = hf.load(tmp_path / "one", split, mesh)
+    assert again == cfg
+    assert all(isinstance(leaf, fs.Deferred) for leaf in fs.tree.leaves(stored))
+    model_cases.close(full(stored, split(cfg)), fs.device_get(params), 0, 0)
+
+
+def test_a_described_module_takes_its_leaves_from_a_folder_by_name(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                      num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    apply, module = fs.defer(lambda: transformers.LlamaForCausalLM(config).eval())
+    stored = hf.weights(tmp_path / "theirs", module["params"])
+    mesh, specs = fs.make_mesh(data=2), fs.fully_shard(P(), module["params"], axis="data")
+    params = fs.materialize(stored, specs, mesh, key=fs.key(0))
+    buffers = fs.materialize(module["buffers"], P(), mesh, key=fs.key(0))
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=P("data"))
+    def logits(p, b, ids):
+        return apply(fs.unshard(p, specs, "data"), fs.unshard(b, P(), "data"), input_ids=ids).logits
+
+    ids = model_cases.tokens(31, 4, 6)
+    torch.testing.assert_close(fs.device_get(logits(params, buffers, ids)), theirs(ids).logits.detach())
+
+    hf.save(tmp_path / "ours", config.to_dict(), params)
+    want, got = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[n], got[n]) for n in want)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(ids).logits, theirs(ids).logits)
+
+
+def test_what_does_not_fit_the_mesh_is_listed_before_anything_is_read(tmp_path):
+    cfg = CONFIGS[gpt2]
+    gpt2.save(tmp_path, cfg, full(gpt2.init(cfg)))
+    with pytest.raises(ShardingError) as e:
+        hf.load(tmp_path, {"wte": P("rows"), "wpe": P(), "h": P(), "ln_f": P(None, "model")}, fs.make_mesh(model=2))
+    assert str(e.value).startswith("3 problems\n")
+    assert "load: params['wte']: the mesh has no axis 'rows'" in str(e.value)
+    assert "load: params['ln_f']['b']: the spec is longer than the shape" in str(e.value)
+
+
+def test_a_type_without_a_model_file_is_refused_with_another_way(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ShardingError) as e:
+        hf.load(tmp_path)
+    assert str(e.value) == (
+        f"{tmp_path}/config.json: there is no model file for 'mamba'\n"
+        "  models  bert, gpt2, gpt_neox, gptj, llama\n"
+        "  fix: apply, module = fs.defer(lambda: AutoModel.from_config(config)); hf.weights(path, module['params'])"
+    )
+    with pytest.raises(ShardingError, match="save: int is the Config of no model here"):
+        hf.save(tmp_path, 3, {})
