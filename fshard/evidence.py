@@ -101,6 +101,8 @@ class Leaf:
             return fail(f"{self.where} is a {type(x).__name__}, not a leaf", fix="a Sharded, a tensor or a number")
         if shapeless(x):
             return fail(f"{self.where} is a lazy parameter: it has no shape yet", fix="give its module all its sizes")
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            return fail(f"{self.where} is {x.layout}, which has other elements than a leaf", fix="x.to_dense()")
         try:
             shards = x.shards if isinstance(x, Sharded) else (x,)
         except ShardingError as e:  # it was donated

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from .deferred import Deferred
 from .display import show
 from .errors import ShardingError, fail, raise_all
 from .interop.folder import CONFIG, INDEX, PICKLES, SINGLE, read_json
+from .interop.hf import model_of
 from .interop.module import defer
 from .interop.weights import tensors
 from .spec import P, column, fully_shard, replicated, row, rules
@@ -101,7 +101,7 @@ def described(path: str | Path, *, raw: bool = False) -> Described:
     if not weights:
         return _of_config(path / CONFIG)
     kind = str(read_json(path / CONFIG).get("model_type"))
-    model = None if raw else _model(kind)
+    model = None if raw else model_of(kind)
     if model is None:
         return Described(f"{kind}, as its files name the tensors", nested(tensors(path)), _replicated)
     try:
@@ -129,7 +129,7 @@ def _of_config(path: Path) -> Described:
     kind = given.get("model_type")
     if not isinstance(kind, str):
         raise fail(f"{path}: it has no model_type", fix="give the config.json of a Hugging Face model")
-    model = _model(kind)
+    model = model_of(kind)
     if model is None or path.name != CONFIG:
         return _of_constructor(path, kind, given)
     cfg = model.config(path.parent)
@@ -142,26 +142,29 @@ def _of_constructor(path: Path, kind: str, given: dict[str, Any]) -> Described:
         import transformers
     except ImportError as e:
         raise fail(f"{path}: there is no model file for {kind!r}, and transformers is not installed",
-                   fix="pip install transformers", models=", ".join(_models())) from e  # fmt: skip
+                   fix="pip install transformers", models=", ".join(models.__all__)) from e  # fmt: skip
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as e:
-        raise fail(f"{path}: transformers cannot read it", str(e).splitlines()[0], model_type=kind) from e
-    classes = [getattr(transformers, str(name), None) for name in given.get("architectures") or ()]
+    except Exception as e:  # each class of configs checks them in its own way
+        raise fail(f"{path}: transformers cannot read it", _first(e), model_type=kind) from e
+    named = given.get("architectures")
+    classes = [getattr(transformers, str(name), None) for name in named or ()] if isinstance(named, list) else []
     found = [c for c in classes if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel)]
     make = found[0] if found else transformers.AutoModel.from_config
-    _, leaves = defer(lambda: make(config))
+    try:
+        _, leaves = defer(lambda: make(config))
+    except ShardingError:
+        raise
+    except Exception as e:
+        raise fail(f"{path}: its constructor in transformers fails", _first(e), model_type=kind) from e
     what = f"{found[0].__name__ if found else kind}, as its constructor in transformers describes it"
     return Described(what, {key: nested(flat) for key, flat in leaves.items() if flat}, _replicated)
 
 
-def _models() -> list[str]:
-    return [name for name in models.__all__ if hasattr(getattr(models, name), "init")]
-
-
-def _model(kind: str) -> ModuleType | None:
-    found: ModuleType | None = getattr(models, kind) if kind in _models() else None
-    return found
+def _first(e: Exception) -> str:
+    """What kind of error it is, and the first line it says."""
+    lines = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
 
 
 def _replicated(axis: str | None) -> P:

@@ -43,10 +43,10 @@ def test_the_likeliest_is_the_first_of_those_that_tie(sizes):
 
 @pytest.mark.parametrize("sizes", MESHES[1:])
 def test_a_draw_by_temperature_is_the_same_on_every_mesh(sizes):
-    ids = prompts()
-    want = generated(MESHES[0], ids, new=4, temperature=0.7, key=fs.key(5))
-    assert not torch.equal(want, generated(MESHES[0], ids, new=4))
-    assert torch.equal(generated(sizes, ids, new=4, temperature=0.7, key=fs.key(5)), want)
+    for ids in (prompts(), prompts(5)):  # two ranks have 3 of 5, and 2
+        want = generated(MESHES[0], ids, new=4, temperature=0.7, key=fs.key(5))
+        assert not torch.equal(want, generated(MESHES[0], ids, new=4))
+        assert torch.equal(generated(sizes, ids, new=4, temperature=0.7, key=fs.key(5)), want)
 
 
 def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
@@ -54,7 +54,7 @@ def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
 
     @fs.shard_map(mesh=fs.make_mesh(data=2, model=2), in_specs=P("data", "model"), out_specs=P("data"))
     def run(x):
-        noise = decoding._gumbel(fs.key(0), x, 5, "data", "model")
+        noise = decoding._gumbel(fs.key(0), x, (n, 5), P("data", "model"))
         return decoding.likeliest(x / 0.5 + noise, "model", 5)
 
     got = fs.device_get(run(logits.expand(n, 5))).bincount(minlength=5) / n
@@ -113,3 +113,8 @@ def test_what_cannot_be_is_refused():
         generated(MESHES[0], ids, new=1, pad=3)
     with pytest.raises(ShardingError, match="13 tokens do not fit 12 positions"):
         generated(MESHES[0], ids, new=11)
+    with pytest.raises(ShardingError, match="generate: -1 new tokens after 3\n  fix: new=0 or more"):
+        generated(MESHES[0], ids, new=-1)
+    with pytest.raises(ShardingError, match="generate: 2 new tokens after 0\n"):
+        generated(MESHES[0], ids[:, :0], new=2)
+    assert torch.equal(generated(MESHES[1], ids, new=0), ids)

@@ -123,7 +123,7 @@ def test_dropout_takes_the_biases_with_it(half, parallel):
     p = fs.tree.map(lambda d: torch.zeros(d.shape), gpt_neox.init(cfg))
     p["h"][0][half]["b"] += 1
     p["ln_f"]["w"] += 1
-    p["head"] += torch.eye(24)
+    p["head"]["w"] += torch.eye(24)
     for key in (fs.key(0), None):
         run = fs.shard_map(lambda p, ids, key=key: gpt_neox.apply(cfg, p, ids, key=key), mesh=fs.make_mesh(data=1),
                            out_specs=P())  # fmt: skip

@@ -25,7 +25,7 @@ CONFIGS = {
 }
 
 
-def full(tree, specs=P()):
+def full(tree, specs):
     return fs.device_get(fs.materialize(tree, specs, fs.make_mesh(data=2, model=2), key=fs.key(0)))
 
 
@@ -72,12 +72,20 @@ def test_a_described_module_takes_its_leaves_from_a_folder_by_name(tmp_path):
 
 def test_what_does_not_fit_the_mesh_is_listed_before_anything_is_read(tmp_path):
     cfg = CONFIGS[gpt2]
-    gpt2.save(tmp_path, cfg, full(gpt2.init(cfg)))
+    gpt2.save(tmp_path, cfg, full(gpt2.init(cfg), P()))
     with pytest.raises(ShardingError) as e:
         hf.load(tmp_path, {"wte": P("rows"), "wpe": P(), "h": P(), "ln_f": P(None, "model")}, fs.make_mesh(model=2))
     assert str(e.value).startswith("3 problems\n")
     assert "load: params['wte']: the mesh has no axis 'rows'" in str(e.value)
     assert "load: params['ln_f']['b']: the spec is longer than the shape" in str(e.value)
+
+
+def test_specs_without_a_mesh_are_not_passed_over(tmp_path):
+    cfg = CONFIGS[gpt2]
+    gpt2.save(tmp_path, cfg, full(gpt2.init(cfg), P()))
+    for given in ({"specs": P()}, {"mesh": fs.make_mesh(model=2)}):
+        with pytest.raises(ShardingError, match="specs and mesh are checked against each other"):
+            hf.load(tmp_path, **given)
 
 
 def test_a_type_without_a_model_file_is_refused_with_another_way(tmp_path):

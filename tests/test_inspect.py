@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -311,6 +312,27 @@ def test_paths_with_nothing_to_show_are_refused(capsys):
     assert refused(capsys, "other").startswith("other/config.json: transformers cannot read it\n")
     Path("cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     assert refused(capsys, "cut.safetensors").startswith("cut.safetensors: is not safetensors, or is cut short\n")
+
+
+@pytest.mark.parametrize("config", [
+    {"model_type": "t5", "d_model": "wide"}, {"model_type": "t5", "d_model": None}, {"model_type": "timm_backbone"},
+    {"model_type": "mistral", "hidden_act": "nobody-has-this"},
+])  # fmt: skip
+def test_a_config_that_transformers_refuses_is_an_error_of_one_line(capsys, config):
+    """Each class of configs, and each constructor, raises what it likes."""
+    pytest.importorskip("transformers")
+    folder("odd", config)
+    what = "(transformers cannot read it|its constructor in transformers fails)"
+    assert re.fullmatch(rf"odd/config.json: {what}\n  model_type  \w+\n  \w+Error.*", refused(capsys, "odd"))
+
+
+def test_a_mesh_too_large_to_count_is_refused_at_once(capsys):
+    my_gpt2()
+    assert refused(capsys, "my-gpt2", "--mesh", "data=8,model=99999999999999999999") == text("""
+        --mesh data=8,model=99999999999999999999: more than 1,048,576 devices
+          what each of them holds is counted
+          fix: a smaller mesh
+    """)
 
 
 def test_without_transformers_the_models_are_named(capsys, monkeypatch):

@@ -257,6 +257,11 @@ def test_what_has_no_values_is_named_with_its_reason():
     assert "validate: tree is on the meta device" in refused(fake)
 
 
+def test_a_sparse_tensor_is_named():
+    said = refused({"w": torch.eye(3).to_sparse()})
+    assert said.startswith("validate: tree['w'] is torch.sparse_coo, which has other elements than a leaf\n")
+
+
 def test_it_is_called_outside_regions():
     mesh = fs.make_mesh(data=2)
 

@@ -176,6 +176,8 @@ def unreadable(path: Path, e: OSError) -> ShardingError:
 def _nothing(path: Path) -> ShardingError:
     if not path.exists():
         return fail(f"{path}: there is no such folder", fix="give a folder that save_pretrained wrote")
+    if not path.is_dir():
+        return fail(f"{path}: is neither a file nor a folder", fix="give a folder that save_pretrained wrote")
     names = sorted(f.name for f in path.iterdir())
     pickles = [n for n in names if n.endswith(PICKLES)]
     others = [n for n in names if n.endswith(".safetensors")]

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -46,8 +45,10 @@ def load(path: Where, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any,
         raise fail(f"{Path(path) / CONFIG}: there is no model file for {kind!r}", models=", ".join(models.__all__),
                    fix="apply, module = fs.defer(lambda: AutoModel.from_config(config)); "
                        "hf.weights(path, module['params'])")  # fmt: skip
+    if (specs is None) != (mesh is None):
+        raise fail("load: specs and mesh are checked against each other", fix="give both, or neither")
     cfg, params = model.load(path)
-    if mesh is not None and specs is not None:
+    if mesh is not None:
         given = specs(cfg) if callable(specs) and not is_spec(specs) else specs
         flat = tree.broadcast(given, params, name="specs", leaf=is_spec)
         found = zip(tree.leaves_with_path(params), flat, strict=True)
@@ -94,7 +95,7 @@ def by_name(path: tree.Path) -> Their:
 
 def model_of(kind: object) -> ModuleType | None:
     """The model file of a `model_type`; None if there is none."""
-    return importlib.import_module(f"fshard.models.{kind}") if kind in models.__all__ else None
+    return getattr(models, str(kind)) if kind in models.__all__ else None
 
 
 __all__ = ["load", "save", "weights"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fshard.comm import in_region
 from fshard.deferred import Deferred, Initializer, Scope, words
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.init import Arange, Eye, Full, Normal, TruncNormal, Uniform
@@ -56,6 +57,8 @@ def defer(
     Raises ShardingError for what cannot be recorded, naming the line of the constructor, and listing every leaf that
     needs more than `budget`.
     """
+    if in_region():
+        raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
     if reference is not None:
         return _eager(constructor, reference)
     with recording(budget) as recorder:

@@ -165,7 +165,7 @@ def _encode(
         errors.append(fail(f"bert: {t} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip
     raise_all(errors)
-    layout = layout.counted(ids, key)
+    layout = layout.counted(ids, key, cfg.hidden_dropout_prob, cfg.attention_probs_dropout_prob)
     x = layout.tokens(ids, top["word"], cfg.vocab_size)
     if cfg.pad_token_id is not None:  # no gradient reaches the embedding of padding
         x = torch.where(layout.part(ids != cfg.pad_token_id).unsqueeze(-1), x, x.detach())
@@ -184,7 +184,8 @@ def _block(cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t
     """norm(x + attention(x)), then norm(x + mlp(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     h = layout.enter(x, t)
     q, k, v = (_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
-    weights = layout.across((len(q), cfg.num_attention_heads, t, t))
+    drops = key is not None and cfg.attention_probs_dropout_prob
+    weights = layout.across((len(q), cfg.num_attention_heads, t, t)) if drops else None
     a = nn.attention(q, k, v, mask=sees, rate=cfg.attention_probs_dropout_prob, key=sub(key, "attn"),
                      spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
     a = layout.leave(nn.linear(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1)))

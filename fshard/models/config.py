@@ -35,7 +35,11 @@ def read_config(folder: Where, cls: type[C], fixed: Mapping[str, Any], **others:
     odd = [f"{name}: {value!r}" for name, value in found.items() if not _fits(value, hints[name])]
     if odd:
         raise fail(f"{Path(folder) / CONFIG}: has values of the wrong kind", *odd, fix="copy it again")
-    return cls(**found)
+    try:
+        return cls(**found)
+    except ArithmeticError as e:
+        raise fail(f"{Path(folder) / CONFIG}: describes no model", f"{type(e).__name__}: {e}",
+                   fix="copy it again") from e  # fmt: skip
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -104,7 +104,7 @@ def apply(
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gpt2: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
-    layout = layout.counted(ids, key)
+    layout = layout.counted(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
     described = init(cfg)
     top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
            for name in ("wte", "wpe", "ln_f")}  # fmt: skip

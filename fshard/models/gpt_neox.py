@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, rope, tree
-from fshard.collectives import Axis, pmax, pvary
+from fshard.collectives import Axis, pvary
 from fshard.errors import fail
 from fshard.interop.export import write
 from fshard.interop.folder import Scan, config_of
@@ -27,7 +27,7 @@ from fshard.spec import P
 from .config import read_config
 from .decoding import Cache, Seen, Tokens
 from .decoding import generate as decode
-from .stream import ONE_DEVICE, Layout, attend, through
+from .stream import ONE_DEVICE, Layout, angles, attend, through
 
 # By their names in Hugging Face; the last two differ in the digits of a constant.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu}
@@ -56,7 +56,7 @@ class Config:
     use_parallel_residual: bool = True
     attention_bias: bool = True
     tie_word_embeddings: bool = False
-    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         d, h = self.hidden_size, self.num_attention_heads
@@ -91,7 +91,7 @@ def init(cfg: Config) -> Any:
             "down": linear((f, d), (d,)),
         }
 
-    head = {} if cfg.tie_word_embeddings else {"head": initial.normal((d, v), std=std)}
+    head = {} if cfg.tie_word_embeddings else {"head": {"w": initial.normal((d, v), std=std)}}
     return {
         "wte": initial.normal((v, d), std=std),
         "h": [block() for _ in range(cfg.num_hidden_layers)],
@@ -111,7 +111,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
         "up": {"w": P(None, m), "b": P(m)},
         "down": {"w": P(m), "b": P()},
     }
-    head = {} if cfg.tie_word_embeddings else {"head": P(None, m)}
+    head = {} if cfg.tie_word_embeddings else {"head": {"w": P(None, m)}}
     return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "ln_f": P(), **head}
 
 
@@ -133,7 +133,8 @@ def apply(
     t = tokens.t
     x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
     x = layout.dropout(x, cfg.hidden_dropout, key, "embd", t)
-    turn = _turn(cfg, tokens, layout, x)
+    turn = angles(cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads, cfg.max_position_embeddings,
+                  tokens=tokens, layout=layout, dtype=x.dtype)  # fmt: skip
 
     def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
         return _block(cfg, p, x, layout, key, tokens, turn, seen)
@@ -141,22 +142,12 @@ def apply(
     x, seen = through(block, params["h"], x, layout=layout, shapes=described["h"], key=key, remat=remat, cache=cache,
                       specs=None if specs is None else specs["h"])  # fmt: skip
     x = layout.enter(_norm(cfg, x, top["ln_f"], layout), t)
-    logits = nn.linear(x, top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"])  # [B, T, V@model]
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    logits = nn.linear(x, w)  # [B, T, V@model]
     return logits if cache is None else (logits, cache.after(seen, t))
 
 
 Turn = tuple[Tensor, Tensor]  # the cos and sin that queries and keys are turned by
-
-
-def _turn(cfg: Config, tokens: Tokens, layout: Layout, x: Tensor) -> Turn:
-    p, width = cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads
-    length: int | Tensor | None = None
-    if p["rope_type"] in ("dynamic", "longrope"):  # the longest sequence of the batch, on every rank
-        length = tokens.start + tokens.t
-        if tokens.mask is not None:
-            length = pmax(tokens.positions.max() + 1, layout.data)
-    rates, factor = rope.frequencies(p, width, cfg.max_position_embeddings, length=length, device=x.device)
-    return rope.angles(tokens.positions, rates, factor, dtype=x.dtype)
 
 
 def _block(
@@ -242,7 +233,7 @@ def generate(
 _HEADS = ("lm_head.weight", "embed_out.weight")  # transformers 5 has the first, and writes the second
 _TOP = {
     "wte": Their("gpt_neox.embed_in.weight"), "ln_f.w": Their("gpt_neox.final_layer_norm.weight"),
-    "ln_f.b": Their("gpt_neox.final_layer_norm.bias"), "head": Their("embed_out.weight", "v d -> d v"),
+    "ln_f.b": Their("gpt_neox.final_layer_norm.bias"), "head.w": Their("embed_out.weight", "v d -> d v"),
 }  # fmt: skip
 _BLOCK = {  # their matrices are [out, in]; q, k and v of one head stand together
     "ln_1.w": Their("input_layernorm.weight"), "ln_1.b": Their("input_layernorm.bias"),
@@ -292,7 +283,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
     head = next((name for name in _HEADS if name in scan.found), _HEADS[-1])
 
     def here(path: tree.Path) -> Their:
-        return replace(theirs(path), name=head) if path == ("head",) else theirs(path)
+        return replace(theirs(path), name=head) if path == ("head", "w") else theirs(path)
 
     return cfg, read(scan, init(cfg), here, prefix="gpt_neox.", ignored=_NOT_OURS)
 

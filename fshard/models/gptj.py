@@ -67,10 +67,10 @@ def init(cfg: Config) -> Any:
     def block() -> Any:
         return {
             "ln_1": norm(),
-            "q": initial.normal((d, h, k), std=std),
-            "k": initial.normal((d, h, k), std=std),
-            "v": initial.normal((d, h, k), std=std),
-            "proj": initial.normal((h, k, d), std=std),
+            "q": {"w": initial.normal((d, h, k), std=std)},
+            "k": {"w": initial.normal((d, h, k), std=std)},
+            "v": {"w": initial.normal((d, h, k), std=std)},
+            "proj": {"w": initial.normal((h, k, d), std=std)},
             "up": {"w": initial.normal((d, f), std=std), "b": initial.zeros(f)},
             "down": {"w": initial.normal((f, d), std=std), "b": initial.zeros(d)},
         }
@@ -89,10 +89,10 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     m = model
     block = {
         "ln_1": P(),
-        "q": P(None, m),
-        "k": P(None, m),
-        "v": P(None, m),
-        "proj": P(m),
+        "q": {"w": P(None, m)},
+        "k": {"w": P(None, m)},
+        "v": {"w": P(None, m)},
+        "proj": {"w": P(m)},
         "up": {"w": P(None, m), "b": P(m)},
         "down": {"w": P(m), "b": P()},
     }
@@ -143,13 +143,13 @@ def _block(
     """x + attention(norm(x)) + mlp(norm(x)), both of one norm; x [B, T, D]{I model}, or [B, T@model, D]."""
     t = tokens.t
     h = layout.enter(_norm(cfg, x, p["ln_1"], layout), t)
-    q, k, v = (_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
+    q, k, v = (_heads(h, p[name]["w"]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
     q, k = (rope.rotate(y, *turn, style="pairs") for y in (q, k))
     if cfg.attn_pdrop and key is not None:
         # Scores are float32, also of half precision. Torch's fused kernel sees to it; with dropout there is none.
         q, k = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (q, k))
     a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attn_pdrop, key=key, heads=cfg.n_head)
-    a = nn.linear(a, p["proj"].flatten(0, 1))
+    a = nn.linear(a, p["proj"]["w"].flatten(0, 1))
     h = nn.gelu(nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h, b = nn.linear(h, p["down"]["w"]), layout.shared(p["down"]["b"])
 
@@ -205,8 +205,8 @@ _TOP = {
 }  # fmt: skip
 _BLOCK = {  # their matrices are [out, in]
     "ln_1.w": Their("ln_1.weight"), "ln_1.b": Their("ln_1.bias"),
-    "q": Their("attn.q_proj.weight", "(h k) d -> d h k"), "k": Their("attn.k_proj.weight", "(h k) d -> d h k"),
-    "v": Their("attn.v_proj.weight", "(h k) d -> d h k"), "proj": Their("attn.out_proj.weight", "d (h k) -> h k d"),
+    "q.w": Their("attn.q_proj.weight", "(h k) d -> d h k"), "k.w": Their("attn.k_proj.weight", "(h k) d -> d h k"),
+    "v.w": Their("attn.v_proj.weight", "(h k) d -> d h k"), "proj.w": Their("attn.out_proj.weight", "d (h k) -> h k d"),
     "up.w": Their("mlp.fc_in.weight", "f d -> d f"), "up.b": Their("mlp.fc_in.bias"),
     "down.w": Their("mlp.fc_out.weight", "d f -> f d"), "down.b": Their("mlp.fc_out.bias"),
 }  # fmt: skip
@@ -217,7 +217,7 @@ _NOT_OURS = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 def theirs(path: tree.Path) -> Their:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
-    >>> theirs(("h", 3, "q"))
+    >>> theirs(("h", 3, "q", "w"))
     Their(name='transformer.h.3.attn.q_proj.weight', dims='(h k) d -> d h k', at=None)
     """
     if path[0] != "h":

@@ -155,7 +155,7 @@ def apply(
     a cache stay as they were turned, as in transformers: the logits are not those of one call with all the tokens.
     """
     tokens = Tokens.of(ids, mask, cache)
-    layout = layout.counted(ids, key)
+    layout = layout.counted(ids, key, cfg.attention_dropout)
     described = init(cfg)
     top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
            for name in described if name != "layers"}  # fmt: skip

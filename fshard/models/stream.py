@@ -75,9 +75,9 @@ class Layout:
         """Embed ids [B, T] by a table [V@model, D]: the stream. `size` is V."""
         return self.leave(nn.embedding(ids, table, axis=self.model, size=size))
 
-    def counted(self, ids: Tensor, key: Tensor | None) -> Layout:
-        """With the `batch` of which this rank has ids [B, T], where draws by a key need it: asked for once."""
-        return self if key is None else replace(self, batch=self.across(ids.shape)[0])
+    def counted(self, ids: Tensor, key: Tensor | None, *rates: float) -> Layout:
+        """With the `batch` of which this rank has ids [B, T], where dropout at one of these rates needs it."""
+        return self if key is None or not any(rates) else replace(self, batch=self.across(ids.shape)[0])
 
     def across(self, shape: Sequence[int]) -> tuple[int, ...]:
         """A shape whose dim 0 is this rank's batch, as a global one."""
@@ -132,7 +132,7 @@ def attend(
     if group > 1 and rate and key is not None:  # groups are what is split, and so are their weights to be
         q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
         mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
-    weights = layout.across((len(q), *shape, tokens.t, k.shape[-2]))
+    weights = layout.across((len(q), *shape, tokens.t, k.shape[-2])) if rate and key is not None else None
     a = nn.attention(q, k, v, causal=mask is None, mask=mask, scale=scale, rate=rate,
                      key=sub(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
     return a.flatten(1, -3).transpose(1, 2).flatten(2), seen
