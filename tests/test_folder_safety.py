@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.models import bert, gpt2, llama
+from fshard.models import bert, gpt2, gpt_neox, gptj, llama
 
 CASES = {
     "gpt2": (gpt2, gpt2.Config(5, 8, 12, 1, 3)),
+    "gptj": (gptj, gptj.Config(5, 8, 12, 1, 3, rotary_dim=2)),
+    "gpt_neox": (gpt_neox, gpt_neox.Config(5, 24, 1, 3, 10)),
     "llama": (llama, llama.Config(5, 12, 10, 1, 3)),
     "bert": (bert, bert.Config(5, 12, 1, 3, 10)),
 }
@@ -36,15 +40,16 @@ def test_weights_of_another_config_are_not_written(name, tmp_path):
     """`from_pretrained` would draw at random what is missing, or refuse the shapes: too late to save again."""
     model, cfg = CASES[name]
     params = params_of(model, cfg)
-    top = {"gpt2": "wte", "llama": "embed", "bert": "word"}[name]
-    wrong = {**params, top: torch.ones(6, 12), "more": torch.ones(2)}
-    lost = {"gpt2": "ln_f", "llama": "norm", "bert": "ln"}[name]
+    top = "word" if name == "bert" else "wte"
+    width = params[top].shape[1]
+    wrong = {**params, top: torch.ones(6, width), "more": torch.ones(2)}
+    lost = {"llama": "norm_f", "bert": "ln"}.get(name, "ln_f")
     del wrong[lost]
     said = refusal(model.save, tmp_path / "new", cfg, wrong)
     assert f"write: tree['{lost}']['w'] is missing" in said
     assert "write: tree['more'] is not in the model of the config" in said
-    assert re.search(rf"write: tree\['{top}'\] has another shape than the config says\n +got +\[6, 12\] +"
-                     r"expected +\[5, 12\]", said)  # fmt: skip
+    assert re.search(rf"write: tree\['{top}'\] has another shape than the config says\n +got +\[6, {width}\] +"
+                     rf"expected +\[5, {width}\]", said)  # fmt: skip
     assert not (tmp_path / "new").exists()
     model.save(tmp_path / "new", cfg, params)
 
@@ -95,3 +100,32 @@ def test_what_is_neither_a_file_nor_a_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert refusal(fs.interop.weights.tensors, tmp_path / "pipe").startswith(
         f"{tmp_path / 'pipe'}: is neither a file nor a folder\n")  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "head", "embedding"), [
+    ("gpt2", "lm_head.weight", "transformer.wte.weight"), ("llama", "lm_head.weight", "model.embed_tokens.weight"),
+    ("gptj", "lm_head.weight", "transformer.wte.weight"), ("gpt_neox", "embed_out.weight", "gpt_neox.embed_in.weight"),
+    ("gpt_neox", "lm_head.weight", "gpt_neox.embed_in.weight"),
+    ("bert", "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ("bert", "cls.predictions.decoder.bias", "cls.predictions.bias"),
+])  # fmt: skip
+def test_a_head_that_a_file_has_beside_its_tie_must_be_equal(name, head, embedding, tmp_path):
+    """transformers unties them where they differ: to read one of them alone would be another model."""
+    model, cfg = CASES[name]
+    cfg = replace(cfg, tie_word_embeddings=True) if hasattr(cfg, "tie_word_embeddings") else cfg
+    params, mesh = params_of(model, cfg), fs.make_mesh(model=2)
+    model.save(tmp_path, cfg, params)
+    held = load_file(tmp_path / "model.safetensors")
+
+    def placed():
+        return fs.materialize(model.load(tmp_path)[1], model.specs(cfg, model="model"), mesh, key=fs.key(0))
+
+    save_file({**held, head: held[embedding].clone()}, tmp_path / "model.safetensors")
+    for got, want in zip(fs.tree.leaves(fs.device_get(placed())), fs.tree.leaves(params), strict=True):
+        assert torch.equal(got, want)
+    other = held[embedding].clone()
+    other[-1] += 1
+    save_file({**held, head: other}, tmp_path / "model.safetensors")
+    assert f"{head!r} is not equal to {embedding!r}\n  the config ties them: they would be one leaf" in refusal(placed)
+    save_file({**held, head: other[1:].clone()}, tmp_path / "model.safetensors")
+    assert f"{head!r} is tied to {embedding!r} by the config, and another tensor\n" in refusal(model.load, tmp_path)

@@ -10,10 +10,12 @@ from model_cases import close, tokens
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.models import bert, decoding, gpt2, llama
+from fshard.models import bert, decoding, gpt2, gpt_neox, gptj, llama
 
 CASES = {
     "gpt2": (gpt2, gpt2.Config(5, 8, 12, 1, 3, attn_pdrop=0.2, embd_pdrop=0.2, resid_pdrop=0.2)),
+    "gptj": (gptj, gptj.Config(5, 8, 12, 1, 3, rotary_dim=2, attn_pdrop=0.2, embd_pdrop=0.2, resid_pdrop=0.2)),
+    "gpt_neox": (gpt_neox, gpt_neox.Config(5, 24, 1, 3, 10, attention_dropout=0.2, hidden_dropout=0.2)),
     "llama": (llama, llama.Config(5, 12, 10, 1, 3, attention_dropout=0.2)),
     "bert": (bert, bert.Config(5, 12, 1, 3, 10, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)),
 }

@@ -42,10 +42,13 @@ class Their:
 
 
 class Stored:
-    """An initializer that reads its box from a file. Shown as `stored(model.safetensors: h.0.ln_1.weight)`."""
+    """An initializer that reads its box from a file. Shown as `stored(model.safetensors: h.0.ln_1.weight)`.
 
-    def __init__(self, entry: Entry, pattern: Pattern) -> None:
-        self.entry, self.pattern = entry, pattern
+    `copy` is a tensor that must hold the same: where it does not, whoever saved it had not tied the two.
+    """
+
+    def __init__(self, entry: Entry, pattern: Pattern, copy: Entry | None = None) -> None:
+        self.entry, self.pattern, self.copy = entry, pattern, copy
 
     def words(self) -> str:
         """What it is called where a leaf is shown."""
@@ -74,6 +77,12 @@ class Stored:
                     values = room[: target.numel()]
                     self._read(fd, values, starts, run)
                     target.copy_(values.view(target.shape))
+        if self.copy is not None:
+            other = Stored(self.copy, self.pattern).fill(key, shape, box, dtype, device)
+            if not torch.equal(out.flatten().view(torch.uint8), other.flatten().view(torch.uint8)):
+                raise fail(f"{self.copy.file}: {self.copy.name!r} is not equal to {self.entry.name!r}",
+                           "the config ties them: they would be one leaf",
+                           fix="tie_word_embeddings: false in config.json, or take it out of the file")  # fmt: skip
         return out
 
     def _read(self, fd: int, values: Tensor, starts: Sequence[int], run: int) -> None:
@@ -131,7 +140,7 @@ def tensors(path: Where) -> dict[str, Deferred]:
 
 def read(
     folder: Where | Scan, described: Any, theirs: Callable[[tree.Path], Their], *, prefix: str = "",
-    ignored: Sequence[str] = (),
+    ignored: Sequence[str] = (), copies: Mapping[str, str] | None = None,
 ) -> Any:  # fmt: skip
     """The tree `described` with its values in a folder: leaves of the same shapes, which `materialize` reads.
 
@@ -144,6 +153,7 @@ def read(
         prefix: `"transformer."`: names are looked up as given, without it, and with it; for a base model that was saved
             without its head, or the reverse.
         ignored: the ends of names of tensors that need not be used.
+        copies: another name -> the tensor that it is tied to. Where a file has both, both are read and compared.
 
     >>> weights = read("my-gpt2", {"w": fs.init.ones(16)}, lambda path: Their("ln_f.weight"), prefix="transformer.",
     ...                ignored=("weight", "bias"))
@@ -180,7 +190,11 @@ def read(
                                f"for {tree.show('params', path)}, {describe(leaf.dtype, leaf.shape)}")  # fmt: skip
                 continue
             name, path, their = options[0]
-            made[id(leaf)], pattern = _stored(folder, scan.found[name], leaf, tree.show("params", path), their)
+            twins = [n for other, own in (copies or {}).items() if own == their.name
+                     for n in _spellings(other, prefix) if n in scan.found]  # fmt: skip
+            used |= set(twins)
+            made[id(leaf)], pattern = _stored(folder, scan.found[name], leaf, tree.show("params", path), their,
+                                              scan.found[twins[0]] if twins else None)  # fmt: skip
             patterns.setdefault(name, []).append(pattern)
         except ShardingError as e:
             errors.append(e)
@@ -202,7 +216,9 @@ def _spellings(name: str, prefix: str) -> list[str]:
     return list(dict.fromkeys([name, name.removeprefix(prefix), prefix + name]))
 
 
-def _stored(folder: Path, entry: Entry, leaf: Deferred, where: str, their: Their) -> tuple[Deferred, Pattern]:
+def _stored(
+    folder: Path, entry: Entry, leaf: Deferred, where: str, their: Their, copy: Entry | None
+) -> tuple[Deferred, Pattern]:
     try:
         pattern = their.pattern(leaf.ndim)
         expected = pattern.theirs(leaf.shape)
@@ -217,7 +233,10 @@ def _stored(folder: Path, entry: Entry, leaf: Deferred, where: str, their: Their
     if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
         raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {where}",
                    got=describe(entry.dtype, entry.shape), expected=describe(leaf.dtype, expected))  # fmt: skip
-    return Deferred(leaf.shape, entry.dtype, Stored(entry, pattern)), pattern
+    if copy is not None and (copy.shape, copy.word) != (entry.shape, entry.word):
+        raise fail(f"{folder}: {copy.name!r} is tied to {entry.name!r} by the config, and another tensor",
+                   got=f"{copy.word}{list(copy.shape)}", expected=f"{entry.word}{list(entry.shape)}")  # fmt: skip
+    return Deferred(leaf.shape, entry.dtype, Stored(entry, pattern, copy)), pattern
 
 
 __all__ = ["Stored", "Their", "read", "tensors"]

@@ -286,8 +286,11 @@ _FIXED = {
     "model_type": "bert", "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
     "position_embedding_type": "absolute",
 }  # fmt: skip
-# A buffer of older versions, and other names of the tied head's two tensors.
-_NOT_OURS = ("embeddings.position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+_NOT_OURS = ("embeddings.position_ids",)  # a buffer of older versions
+_TIED = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
 
 
 def theirs(path: tree.Path) -> Their:
@@ -313,7 +316,7 @@ def config(folder: str | Path, **heads: bool) -> Config:
 def load(path: str | Path) -> tuple[Config, Any]:
     """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
 
-    It has the heads that the file has. Not read are buffers of position ids and other names of the tied head.
+    It has the heads that the file has. Buffers of position ids are not read.
 
     >>> cfg, weights = bert.load("my-bert")
     >>> params = fs.materialize(weights, bert.specs(cfg, model="model"), mesh, key=fs.key(0))
@@ -330,7 +333,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
         name = theirs(path).name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
         return replace(theirs(path), name=name) if once else theirs(path)
 
-    return cfg, read(scan, init(cfg), named, prefix="bert.", ignored=_NOT_OURS)
+    return cfg, read(scan, init(cfg), named, prefix="bert.", ignored=_NOT_OURS, copies=_TIED)
 
 
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:

@@ -194,7 +194,8 @@ _FIXED = {
     "model_type": "gpt2", "tie_word_embeddings": True, "activation_function": "gelu_new", "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
 }  # fmt: skip
-_NOT_OURS = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")  # the tied head, and buffers of older versions
+_NOT_OURS = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
+_TIED = {"lm_head.weight": "transformer.wte.weight"}
 
 
 def theirs(path: tree.Path) -> Their:
@@ -223,7 +224,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-2's.
     """
     cfg = config(path)
-    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_NOT_OURS)
+    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_NOT_OURS, copies=_TIED)
 
 
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:

@@ -126,6 +126,7 @@ def apply(
     `mask` [B@data, T] is 0 where ids are padding; with a cache it counts the tokens in there too.
     """
     tokens = Tokens.of(ids, mask, cache)
+    layout = layout.counted(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
     described = init(cfg)
     top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
            for name in described if name != "h"}  # fmt: skip
@@ -279,7 +280,8 @@ def load(path: str | Path) -> tuple[Config, Any]:
     """
     cfg, scan = config(path), Scan(Path(path))
     if cfg.tie_word_embeddings:
-        return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=(*_NOT_OURS, *_HEADS))
+        tied = dict.fromkeys(_HEADS, _TOP["wte"].name)
+        return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=_NOT_OURS, copies=tied)
     head = next((name for name in _HEADS if name in scan.found), _HEADS[-1])
 
     def here(path: tree.Path) -> Their:
@@ -291,7 +293,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `GPTNeoXForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
     config = {"architectures": ["GPTNeoXForCausalLM"], **_FIXED, **asdict(cfg)}
-    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes)
+    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

@@ -114,6 +114,7 @@ def apply(
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gptj: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
+    layout = layout.counted(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
     described = init(cfg)
     top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
            for name in ("wte", "ln_f", "head")}  # fmt: skip
@@ -240,14 +241,14 @@ def load(path: str | Path) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-J's.
     """
     cfg = config(path)
-    ignored = (*_NOT_OURS, "lm_head.weight") if cfg.tie_word_embeddings else _NOT_OURS
-    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=ignored)
+    tied = {"lm_head.weight": "transformer.wte.weight"} if cfg.tie_word_embeddings else {}
+    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_NOT_OURS, copies=tied)
 
 
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
     config = {"architectures": ["GPTJForCausalLM"], **_FIXED, **asdict(cfg)}
-    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes)
+    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

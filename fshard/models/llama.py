@@ -86,7 +86,7 @@ class Config:
 def init(cfg: Config) -> Any:
     """The described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
 
-    >>> init(Config(num_key_value_heads=8))["layers"][0]["q"]
+    >>> init(Config(num_key_value_heads=8))["h"][0]["q"]
     {'w': f32[4096, 8, 4, 128] = normal(std=0.02)}
     """
     d, f, g, k, std = cfg.hidden_size, cfg.intermediate_size, cfg.groups, cfg.width, cfg.initializer_range
@@ -102,18 +102,18 @@ def init(cfg: Config) -> Any:
             "q": linear((d,), (g, r, k), cfg.attention_bias),
             "k": linear((d,), (g, k), cfg.attention_bias),
             "v": linear((d,), (g, k), cfg.attention_bias),
-            "o": linear((g, r, k), (d,), cfg.attention_bias),
+            "proj": linear((g, r, k), (d,), cfg.attention_bias),
             "norm_2": {"w": initial.ones(d)},
             "gate": linear((d,), (f,), cfg.mlp_bias),
             "up": linear((d,), (f,), cfg.mlp_bias),
             "down": linear((f,), (d,), cfg.mlp_bias),
         }
 
-    head = {} if cfg.tie_word_embeddings else {"head": initial.normal((d, cfg.vocab_size), std=std)}
+    head = {} if cfg.tie_word_embeddings else {"head": {"w": initial.normal((d, cfg.vocab_size), std=std)}}
     return {
-        "embed": initial.normal((cfg.vocab_size, d), std=std),
-        "layers": [layer() for _ in range(cfg.num_hidden_layers)],
-        "norm": {"w": initial.ones(d)},
+        "wte": initial.normal((cfg.vocab_size, d), std=std),
+        "h": [layer() for _ in range(cfg.num_hidden_layers)],
+        "norm_f": {"w": initial.ones(d)},
         **head,
     }
 
@@ -133,12 +133,12 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
 
     layer = {
         "norm_1": P(), **{name: inward(cfg.attention_bias) for name in ("q", "k", "v")},
-        "o": outward(cfg.attention_bias),
+        "proj": outward(cfg.attention_bias),
         "norm_2": P(), **{name: inward(cfg.mlp_bias) for name in ("gate", "up")},
         "down": outward(cfg.mlp_bias),
     }  # fmt: skip
-    head = {} if cfg.tie_word_embeddings else {"head": P(None, m)}
-    return {"embed": P(m), "layers": [layer] * cfg.num_hidden_layers, "norm": P(), **head}
+    head = {} if cfg.tie_word_embeddings else {"head": {"w": P(None, m)}}
+    return {"wte": P(m), "h": [layer] * cfg.num_hidden_layers, "norm_f": P(), **head}
 
 
 def apply(
@@ -158,20 +158,21 @@ def apply(
     layout = layout.counted(ids, key, cfg.attention_dropout)
     described = init(cfg)
     top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
-           for name in described if name != "layers"}  # fmt: skip
+           for name in described if name != "h"}  # fmt: skip
 
     t = tokens.t
-    x = layout.tokens(ids, top["embed"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
+    x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
     turn = angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
                   dtype=x.dtype)  # fmt: skip
 
     def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
         return _block(cfg, p, x, layout, key, tokens, turn, seen)
 
-    x, seen = through(block, params["layers"], x, layout=layout, shapes=described["layers"], key=key, remat=remat,
-                      cache=cache, specs=None if specs is None else specs["layers"])  # fmt: skip
-    x = layout.enter(_norm(cfg, x, top["norm"], layout), t)
-    logits = nn.linear(x, top["embed"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"])  # [B, T, V@model]
+    x, seen = through(block, params["h"], x, layout=layout, shapes=described["h"], key=key, remat=remat,
+                      cache=cache, specs=None if specs is None else specs["h"])  # fmt: skip
+    x = layout.enter(_norm(cfg, x, top["norm_f"], layout), t)
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    logits = nn.linear(x, w)  # [B, T, V@model]
     return logits if cache is None else (logits, cache.after(seen, t))
 
 
@@ -185,7 +186,7 @@ def _block(
     q, k = (rope.rotate(y, *turn) for y in (q, k))
     a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attention_dropout, key=key,
                      heads=cfg.num_attention_heads, group=cfg.num_attention_heads // cfg.groups)  # fmt: skip
-    x = x + _leave(a, p["o"], layout)
+    x = x + _leave(a, p["proj"], layout)
 
     h = layout.enter(_norm(cfg, x, p["norm_2"], layout), tokens.t)
     h = F.silu(_linear(h, p["gate"])) * _linear(h, p["up"])  # [B, T, F@model]
@@ -241,9 +242,9 @@ def generate(
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 _TOP = {
-    "embed": Their("model.embed_tokens.weight"),
-    "norm.w": Their("model.norm.weight"),
-    "head": Their("lm_head.weight", "v d -> d v"),
+    "wte": Their("model.embed_tokens.weight"),
+    "norm_f.w": Their("model.norm.weight"),
+    "head.w": Their("lm_head.weight", "v d -> d v"),
 }
 _LAYER = {
     "norm_1.w": Their("input_layernorm.weight"),
@@ -253,8 +254,8 @@ _LAYER = {
     "k.b": Their("self_attn.k_proj.bias", "(g k) -> g k"),
     "v.w": Their("self_attn.v_proj.weight", "(g k) d -> d g k"),
     "v.b": Their("self_attn.v_proj.bias", "(g k) -> g k"),
-    "o.w": Their("self_attn.o_proj.weight", "d (g r k) -> g r k d"),
-    "o.b": Their("self_attn.o_proj.bias"),
+    "proj.w": Their("self_attn.o_proj.weight", "d (g r k) -> g r k d"),
+    "proj.b": Their("self_attn.o_proj.bias"),
     "norm_2.w": Their("post_attention_layernorm.weight"),
     "gate.w": Their("mlp.gate_proj.weight", "f d -> d f"),
     "gate.b": Their("mlp.gate_proj.bias"),
@@ -270,10 +271,10 @@ _NOT_OURS = ("rotary_emb.inv_freq",)  # of older versions
 def theirs(path: tree.Path) -> Their:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
-    >>> theirs(("layers", 3, "q", "w"))
+    >>> theirs(("h", 3, "q", "w"))
     Their(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
     """
-    if path[0] != "layers":
+    if path[0] != "h":
         return _TOP[tree.dotted(path)]
     inner = _LAYER[tree.dotted(path[2:])]
     return replace(inner, name=f"model.layers.{path[1]}.{inner.name}")
@@ -293,8 +294,8 @@ def load(path: str | Path) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not a Llama's.
     """
     cfg = config(path)
-    tied = ("lm_head.weight",) if cfg.tie_word_embeddings else ()
-    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=(*_NOT_OURS, *tied))
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tie_word_embeddings else {}
+    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=_NOT_OURS, copies=tied)
 
 
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
