@@ -11,6 +11,7 @@ from .comm import Transfer
 from .display import size
 from .errors import fail
 from .shard_map import ShardMapped, dry_run
+from .spec import sized
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,7 +23,7 @@ class Checked:
     transfers: tuple[Transfer, ...]
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{a}={n}" for a, n in self.mesh.items())
+        axes = sized(self.mesh)
         n = math.prod(self.mesh.values())
         total = size(sum(t.bytes for t in self.transfers))
         count = f"{len(self.transfers)} transfers" if len(self.transfers) != 1 else "1 transfer"

@@ -20,7 +20,7 @@ from .extreme import extreme
 from .linear import Copy, Exchange, Gather, Permute, Scatter, Slice, Sum, Vary, apply
 from .sizes import dim_of, gather_layout, split_layout
 from .spec import is_spec as _is_spec
-from .spec import names_of, piece
+from .spec import names_of, piece, sized
 
 Axis = str | tuple[str, ...] | None
 
@@ -281,7 +281,7 @@ def _known(verb: str, where: Region, axis: Axis) -> tuple[str, ...]:
     for name in names:
         if name not in where.sizes:
             raise fail(f"{verb}: the mesh has no axis {name!r}", fix=f"use one of {list(where.sizes)}, or None",
-                       mesh=", ".join(f"{a}={n}" for a, n in where.sizes.items()))  # fmt: skip
+                       mesh=sized(where.sizes))  # fmt: skip
     if len(set(names)) < len(names):
         raise fail(f"{verb}: an axis is named twice in {names}", fix="name each axis once")
     return names

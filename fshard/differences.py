@@ -116,10 +116,6 @@ def _relative(x: Tensor, y: Tensor) -> float:
     return error / scale if scale and math.isfinite(error / scale) else math.inf
 
 
-def sizes_of(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{a}={n}" for a, n in sizes.items())
-
-
 def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
 
@@ -220,4 +216,4 @@ def _box(off: Tensor) -> str:
     return f" in [{box}]" if set(box) - set(":, ") else ""
 
 
-__all__ = ["Allowed", "Difference", "compare", "largest", "listed", "sizes_of", "tell", "wide"]
+__all__ = ["Allowed", "Difference", "compare", "largest", "listed", "tell", "wide"]

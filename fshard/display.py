@@ -21,9 +21,9 @@ from . import tree
 from .deferred import Deferred, words
 from .errors import ShardingError, fail, raise_all
 from .mesh import Mesh
-from .picture import Sizes, View, div, mesh_grid, named, picture, sizes_of
+from .picture import Sizes, View, div, mesh_grid, picture, sizes_of
 from .sharded import Sharded
-from .spec import P, describe, is_spec, lengths, problems
+from .spec import P, describe, is_spec, lengths, problems, sized
 
 # Bytes on each device: an int where all have as many, else an array that broadcasts over the mesh.
 Grid = Any
@@ -79,7 +79,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
     found = tree.leaves_with_path(tree_)
     own = {tuple(x.mesh.axes.items()) for _, x in found if isinstance(x, Sharded)}
     if mesh is None and len(own) > 1:
-        names = [", ".join(f"{a}={n}" for a, n in axes) for axes in sorted(own)]
+        names = [sized(dict(axes)) for axes in sorted(own)]
         raise fail("show: leaves on different meshes", *names, fix="pass mesh=, or show them one by one")
     sizes = sizes_of(mesh) if mesh is not None else dict(*own)
     flat = [None] * len(found) if specs is None else tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
@@ -289,7 +289,7 @@ def _total(root: _Node, sizes: Sizes) -> str:
     if not sizes:
         return whole
     n = math.prod(sizes.values())
-    return f"{whole}; {_span(root.one)} on each of {n} devices ({named(sizes)})"
+    return f"{whole}; {_span(root.one)} on each of {n} devices ({sized(sizes)})"
 
 
 def _table(root: _Node | None, sizes: Sizes) -> str:

@@ -17,10 +17,9 @@ from . import tree
 from .deferred import Deferred
 from .errors import ShardingError, fail
 from .mesh import Mesh
-from .picture import named
 from .replicas import fingerprint, listed, span, told, unequal
 from .sharded import Sharded
-from .spec import Box, P, box_shape, describe, ends, whole
+from .spec import Box, P, box_shape, describe, ends, sized, whole
 
 SCALARS = (bool, int, float, str)
 CHUNK = 1 << 20  # elements looked at at a time
@@ -78,7 +77,7 @@ class Leaf:
         """What must be alike on every process: of a number, its value."""
         x = self.x
         if isinstance(x, (Sharded, Tensor)) and not shapeless(x):
-            on = named(self.mesh.axes) if self.mesh else ""
+            on = sized(self.mesh.axes) if self.mesh else ""
             return f"{describe(x.dtype, x.shape, self.spec)} on {on}" if on else describe(x.dtype, x.shape)
         return repr(x) if isinstance(x, (Deferred, *SCALARS)) else f"a {type(x).__name__}"
 
@@ -87,7 +86,7 @@ class Leaf:
         if self.made:
             facts["described as"] = self.made
         if self.mesh:
-            facts["mesh"] = named(self.mesh.axes)
+            facts["mesh"] = sized(self.mesh.axes)
         return fail(f"{self.where} {what}", *notes, fix=fix, **facts)
 
     def problem(self) -> ShardingError | None:

@@ -21,6 +21,7 @@ from .abstract import AbstractComm
 from .comm import Comm, ProcessComm, Transfer, refuse_nesting
 from .errors import fail
 from .simulated import simulate
+from .spec import sized
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class Mesh:
         return hash(_identity(self))
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{a}={n}" for a, n in self.axes.items())
+        axes = sized(self.axes)
         return f"Mesh({axes}; {self.kind}, {self.size} x {self.device.type})"
 
     def __reduce__(self) -> Any:
@@ -133,7 +134,7 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
     if kind not in ("process", "simulated", "abstract"):
         fix = "kind='process', kind='simulated' or kind='abstract'"
         raise fail(f"make_mesh: no kind of mesh is called {kind!r}", fix=fix)
-    given = ", ".join(f"{a}={n}" for a, n in axes.items())
+    given = sized(axes)
     wild = [a for a, n in axes.items() if n == -1]
     if not axes or len(wild) > 1 or any(type(n) is not int or n < 1 for a, n in axes.items() if a not in wild):
         raise fail(f"make_mesh({given}): not the sizes of a mesh", fix="name at least one axis, each with a size of 1 "

@@ -13,7 +13,7 @@ import torch
 
 from .errors import raise_all
 from .mesh import Mesh
-from .spec import P, describe, piece, problems
+from .spec import P, describe, piece, problems, sized
 
 Sizes = Mapping[str, int]
 
@@ -81,7 +81,7 @@ def picture(what: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> View:
     """The ranks that hold each block, over the two dims that are split, or the last ones."""
     parts = spec.parts(len(shape))
     split = [d for d, axes in enumerate(parts) if math.prod(sizes[a] for a in axes) > 1]
-    title = f"{what} on {named(sizes)}"
+    title = f"{what} on {sized(sizes)}"
     shown = sorted((split + [d for d in reversed(range(len(shape))) if d not in split])[: max(2, len(split))])
     boxes: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank, at in enumerate(np.ndindex(*sizes.values())):
@@ -143,12 +143,8 @@ def _grid(title: str, down: list[str], across: list[str], cells: Sequence[Sequen
     return "\n".join([*lines, rules[2]] if cells else [title]), table
 
 
-def named(sizes: Sizes) -> str:
-    return ", ".join(f"{a}={n}" for a, n in sizes.items())
-
-
 def div(*parts: str) -> str:
     return "\n".join([f'<div class="fshard">{_STYLE}', *parts, "</div>"])
 
 
-__all__ = ["Sizes", "View", "div", "layout", "mesh_grid", "named", "picture", "sizes_of"]
+__all__ = ["Sizes", "View", "div", "layout", "mesh_grid", "picture", "sizes_of"]

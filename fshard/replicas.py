@@ -16,7 +16,7 @@ from torch import Tensor
 from . import tree
 from .comm import Comm, region
 from .errors import fail
-from .spec import P, describe, is_spec
+from .spec import P, describe, is_spec, sized
 
 # --- digests --------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ def check_replicas(name: str, out: Any, specs: Any) -> None:
                "deterministic, or a draw from torch's own generator",
                fix=f"psum or pmean it, draw with fs.random and a key, or name {axes} in its out spec",
                leaf=describe(x.dtype, x.shape), spec=spec,
-               mesh=", ".join(f"{a}={n}" for a, n in where.sizes.items()))  # fmt: skip
+               mesh=sized(where.sizes))  # fmt: skip
 
 
 def told(found: Disagreement, x: Tensor) -> str:

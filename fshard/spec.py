@@ -183,7 +183,7 @@ def is_even(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> bool:
 
 def problems(where: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
     """What is wrong with placing a leaf of `shape` by `spec` on a mesh with these axis sizes; empty if nothing."""
-    mesh = ", ".join(f"{a}={n}" for a, n in sizes.items())
+    mesh = sized(sizes)
     facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": mesh}
     found = []
     for axis in spec.axes:
@@ -286,6 +286,15 @@ def short(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     stem = name.rstrip("0123456789")
     return _SHORT.get(stem, stem) + name[len(stem) :] if stem in _SHORT else name
+
+
+def sized(sizes: Mapping[str, int]) -> str:
+    """Mesh axes and their sizes, as messages show them.
+
+    >>> sized({"data": 2, "model": 4})
+    'data=2, model=4'
+    """
+    return ", ".join(f"{a}={n}" for a, n in sizes.items())
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) -> str:

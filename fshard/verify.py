@@ -10,12 +10,13 @@ from torch import Tensor
 
 from . import tree
 from .copies import apart
-from .differences import Allowed, Difference, compare, largest, listed, sizes_of, tell, wide
+from .differences import Allowed, Difference, compare, largest, listed, tell, wide
 from .errors import ShardingError, fail, raise_all
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
 from .sharded import Sharded, device_put
+from .spec import sized
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def verify(
         try:
             want = _run(one, args, whole)
         except Exception as e:
-            raise fail(f"verify: {f._name} runs on {sizes_of(axes)}, and raises on {sizes_of(sizes)}",
+            raise fail(f"verify: {f._name} runs on {sized(axes)}, and raises on {sized(sizes)}",
                        f"{type(e).__name__}: {e}") from e  # fmt: skip
         more, error = compare(got, want, tuple(a for a in axes if sizes[a] != axes[a]), allowed)
         found, worst = found + more, max(worst, error)
@@ -97,7 +98,7 @@ def verify(
         if told := next(filter(None, f.mesh.told(text)), ""):
             raise ShardingError(told)
     raise_all(split)
-    return Verified(tuple(map(sizes_of, [axes, *collapsed])), len(names) - 1, worst, tuple(noise))
+    return Verified(tuple(map(sized, [axes, *collapsed])), len(names) - 1, worst, tuple(noise))
 
 
 def _run(f: ShardMapped, args: tuple[Any, ...], whole: tuple[Any, ...]) -> Any:

@@ -153,12 +153,10 @@ def apply_eager(auto, config, params, buffers):
     return model
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "T5"])
+@pytest.mark.parametrize("name", ["Llama", "T5"])
 def test_a_described_model_trains_the_same_on_every_mesh(name):
     """From `defer` to three steps of AdamW: data parallel, fully sharded, and the single device agree."""
     make = {
-        "GPT2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(
-            vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3)),
         "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(
             vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2)),
@@ -197,7 +195,7 @@ def test_a_described_model_trains_the_same_on_every_mesh(name):
 
     losses, params = trained({"data": 1}, False)
     assert losses[2] < losses[0]
-    for sizes, fsdp in (({"data": 2}, False), ({"data": 2}, True), ({"data": 3}, True)):
+    for sizes, fsdp in (({"data": 2}, False), ({"data": 3}, True)):
         others, same = trained(sizes, fsdp)
         assert others == pytest.approx(losses, rel=1e-5)
         for leaf, want in params.items():
