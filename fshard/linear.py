@@ -49,6 +49,10 @@ class Map:
         """The same map where the tensors marked in `which` have a batch dim in front."""
         return self
 
+    def only(self, which: Sequence[int]) -> Map:
+        """The same map of some of the tensors."""
+        return self
+
     def extent(self, xs: Sequence[Tensor]) -> Any:
         """The sizes of what it is applied to that are the same on every rank."""
         return [list(x.shape) for x in xs]
@@ -105,6 +109,9 @@ class _Laid(Map):
 
     def batched(self, which: Sequence[bool]) -> Map:
         return replace(self, layout=tuple((d + b, n) for (d, n), b in zip(self.layout, which, strict=True)))
+
+    def only(self, which: Sequence[int]) -> Map:
+        return replace(self, layout=tuple(self.layout[i] for i in which))
 
     def extent(self, xs: Sequence[Tensor]) -> Any:
         return self.layout
@@ -209,6 +216,9 @@ class Exchange(Map):
     def transpose(self) -> Map:
         return Exchange(self.comm, self.axes, self.concat, self.split)
 
+    def only(self, which: Sequence[int]) -> Map:
+        return replace(self, split=tuple(self.split[i] for i in which), concat=tuple(self.concat[i] for i in which))
+
     def batched(self, which: Sequence[bool]) -> Map:
         def shift(layout: Layout) -> Layout:
             return tuple((d + b, n) for (d, n), b in zip(layout, which, strict=True))
@@ -283,10 +293,17 @@ def _make_function(arity: int, compiling: bool) -> Any:
         ctx.map = inputs[0]
         ctx.origin = (ctx.map.origin or site()) if watched() else None
         ctx.blank = [functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in inputs[1:]]
+        # What is frozen shares the transfer of the others, and has no gradient to compute or to move.
+        ctx.live = [i for i, x in enumerate(inputs[1:]) if x.requires_grad]
+        if 0 < len(ctx.live) < arity:
+            ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.live))
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        back = ctx.map.transpose
-        return (None, *apply(back if ctx.origin is None else replace(back, origin=ctx.origin), grads))
+        live = ctx.live or range(arity)
+        back = ctx.map.transpose.only(live)
+        found = apply(back if ctx.origin is None else replace(back, origin=ctx.origin), [grads[i] for i in live])
+        given = dict(zip(live, found, strict=True))
+        return (None, *(given.get(i) for i in range(arity)))
 
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         known = [blank() if t is None else t for t, blank in zip(tangents, ctx.blank, strict=True)]

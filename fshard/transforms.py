@@ -234,13 +234,13 @@ class _Body:
 
     f: Callable[..., tuple[Tensor, ...]]
 
-    def pull(self, xs: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The vjp of `f` at `xs`, made anew; `None` for what has no gradient.
+    def pull(self, xs: Sequence[Tensor], live: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The vjp of `f` at `xs`, made anew; `None` for what has no gradient, or is not marked in `live`.
 
         It is the gradient of <f(xs), grads>, and not torch.func.vjp, whose pullback runs after its level has ended:
         a remat inside `f` would then begin a level under tensors of the old one.
         """
-        smooth = [i for i, x in enumerate(xs) if _smooth(x)]
+        smooth = [i for i, x in enumerate(xs) if _smooth(x) and (live[i] or not any(live))]
 
         def pairing(*chosen: Tensor) -> Tensor:
             out = [y for y in self.f(*_replace(xs, smooth, chosen)) if _smooth(y)]
@@ -254,17 +254,14 @@ class _Body:
         """The jvp of `f` at `xs`."""
         moving = [i for i, t in enumerate(tangents) if t is not None]
         at, rates = tuple(xs[i] for i in moving), tuple(tangents[i] for i in moving)
-        out, pushed = torch.func.jvp(  # type: ignore[misc]  # without has_aux it gives two
-            lambda *chosen: self.f(*_replace(xs, moving, chosen)), at, rates
-        )
+        body = lambda *chosen: self.f(*_replace(xs, moving, chosen))  # noqa: E731
+        out, pushed = torch.func.jvp(body, at, rates)  # type: ignore[misc]  # without has_aux it gives two
         return tuple(t if _smooth(y) else None for y, t in zip(out, pushed, strict=True))
 
 
 def _replace(xs: Sequence[Any], at: Sequence[int], by: Sequence[Any]) -> list[Any]:
-    out = list(xs)
-    for i, x in zip(at, by, strict=True):
-        out[i] = x
-    return out
+    given = dict(zip(at, by, strict=True))
+    return [given.get(i, x) for i, x in enumerate(xs)]
 
 
 class _RematCompiled(torch.autograd.Function):
@@ -276,13 +273,13 @@ class _RematCompiled(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.body = inputs[0]
+        ctx.body, ctx.live = inputs[0], [True] * len(inputs[1:])
         ctx.save_for_backward(*inputs[1:])
         ctx.mark_non_differentiable(*[y for y in output if not _smooth(y)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.body.pull(ctx.saved_tensors, grads)
+        return None, *ctx.body.pull(ctx.saved_tensors, ctx.live, grads)
 
 
 class _Remat(_RematCompiled):
@@ -292,6 +289,8 @@ class _Remat(_RematCompiled):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _RematCompiled.setup_context(ctx, inputs, output)
         ctx.save_for_forward(*inputs[1:])
+        if not any(torch._C._functorch.is_batchedtensor(x) for x in inputs[1:]):  # which do not tell
+            ctx.live = [x.requires_grad for x in inputs[1:]]
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -239,3 +239,73 @@ def test_compiled_with_remat_and_aux():
     (value, aux), grads = fs.device_get(got)
     close((value, grads), by_autograd(p, x))
     close(aux["x"], x * 2)
+
+
+# --- frozen leaves --------------------------------------------------------------------------------------------
+
+SPLIT = {"w": P("data"), "f": P("data"), "r": P(), "g": P()}  # sharded, sharded, replicated, replicated
+
+
+def frozen_program(mesh, train, transform, remat=False):
+    """loss(x, unsharded leaves), of which `transform` differentiates those in `train`."""
+
+    @fs.shard_map(mesh=mesh, in_specs=(SPLIT, P("data")), out_specs=(P(), {k: SPLIT[k] for k in train}))
+    def step(p, x):
+        def hidden(p, x):
+            full = fs.unshard(p, SPLIT, "data")
+            return (x @ full["w"]).sin() @ full["f"] + (x @ full["r"]).sin() @ full["g"]
+
+        def loss(trained):
+            h = (fs.remat(hidden) if remat else hidden)({**p, **trained}, x)
+            return fs.pmean(h.square().mean(), "data")
+
+        return transform(loss)({k: p[k] for k in train})
+
+    return step
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("train", [["w"], ["g"], ["w", "r"], ["f", "g"], ["f", "g", "r", "w"]])
+def test_frozen_leaves_share_the_transfer_forward_and_have_none_backward(train, remat):
+    mesh = fs.make_mesh(data=2)
+    params = fs.materialize({k: fs.init.normal((4, 4)) for k in SPLIT}, SPLIT, mesh, key=fs.key(0))
+    full, x = fs.device_get(params), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+    def dense(trained):
+        p = {**full, **trained}
+        return ((x @ p["w"]).sin() @ p["f"] + (x @ p["r"]).sin() @ p["g"]).square().mean()
+
+    step = frozen_program(mesh, train, fs.value_and_grad, remat)
+    step(params, x)
+    with fs.recording() as log:
+        loss, grads = fs.device_get(step(params, x))
+    want, want_grads = torch.func.grad_and_value(dense)({k: full[k] for k in train})[::-1]
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(grads, want_grads)
+    sharded, replicated = (sum(k in train for k in kind) for kind in (("w", "f"), ("r", "g")))
+    moved = {(t.op, t.phase): t.bytes for t in log if t.bytes > 4}
+    assert moved.pop(("all_gather", "forward")) == 2 * 8 * 4  # both parts at once, whoever trains
+    expected = {("reduce_scatter", "backward"): sharded * 64, ("all_reduce", "backward"): replicated * 64}
+    assert moved == {k: n for k, n in expected.items() if n}
+
+
+def test_frozen_leaves_have_their_part_in_other_modes():
+    """Rates of change and second derivatives go through what the inner gradient leaves alone."""
+    mesh, one = fs.make_mesh(data=2), fs.make_mesh(data=1)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    described = {k: fs.init.normal((4, 4)) for k in SPLIT}
+
+    def mixed(p, x):
+        def loss(w, f):
+            full = fs.unshard({**p, "w": w, "f": f}, SPLIT, "data")
+            return fs.pmean((((x @ full["w"]).sin() @ full["f"]) * (x @ full["r"])).square().mean(), "data")
+
+        def of_f(f):  # the gradient by w alone, where f varies around it
+            return fs.psum(fs.grad(lambda w: loss(w, f))(p["w"]).square().sum(), "data")
+
+        return fs.grad(of_f)(p["f"]), torch.func.jvp(lambda f: loss(p["w"], f), (p["f"],), (p["w"],))[1]
+
+    got, want = (
+        fs.device_get(fs.shard_map(mixed, mesh=m, in_specs=(SPLIT, P("data")), out_specs=(P("data"), P()))(
+            fs.materialize(described, SPLIT, m, key=fs.key(0)), x)) for m in (mesh, one))  # fmt: skip
+    torch.testing.assert_close(got, want)
