@@ -18,7 +18,6 @@ INTEGERS = "integers have no gradient"
 UNDIFFERENTIATED = "nothing here is differentiated, so no gradient misses its sum"
 UNUSED = "what the last turn of the loop sends is not used"
 EQUAL = {
-    "gpt2": {"delete, pvary 1 of tokens in stream": INTEGERS},
     "split vocabulary": {"delete, pvary 2 of loss in mutants": INTEGERS},
     "clip and AdamW": {f"delete, pvary {i} of global_norm in norm": UNDIFFERENTIATED for i in (1, 2, 3, 4)},
     "pipeline": {f"{change}, ppermute 4 of loss in mutants": UNUSED for change in ("delete", "double")},
