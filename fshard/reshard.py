@@ -14,7 +14,7 @@ from . import tree
 from .errors import fail
 from .mesh import Mesh
 from .sharded import Sharded, described, place_all
-from .spec import Box, P, box_shape, ends, local_box, same
+from .spec import Box, P, box_shape, ends, inside, local_box, same
 
 
 def device_get(tree_: Any, *, rank: int | None = None) -> Any:
@@ -112,7 +112,7 @@ def _copy(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
         box = local_box(x.shape, spec, mesh.axes, mesh.coords(rank))
         part = torch.empty(box_shape(box), dtype=x.dtype, device=mesh.device)
         for source, common in _sources(x, box, rank):
-            part[_within(common, box)] = x.shards[source][_within(common, x.box(source))].to(mesh.device)
+            part[inside(common, box)] = x.shards[source][inside(common, x.box(source))].to(mesh.device)
         shards.append(part)
     return Sharded(x.shape, spec, mesh, shards)
 
@@ -123,7 +123,7 @@ def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     mine = x.box(me)
     part = x.shards[0]
     send = [
-        [part[_within(c, mine)].reshape(-1) for s, c in _sources(x, box, rank) if s == me]
+        [part[inside(c, mine)].reshape(-1) for s, c in _sources(x, box, rank) if s == me]
         for rank, box in enumerate(boxes)
     ]
     incoming = sorted(_sources(x, boxes[me], me), key=lambda pair: pair[0])  # stable: the sender's order within a rank
@@ -140,7 +140,7 @@ def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     at = 0
     for _, common in incoming:
         n = math.prod(box_shape(common))
-        out[_within(common, boxes[me])] = got[at : at + n].view(box_shape(common))
+        out[inside(common, boxes[me])] = got[at : at + n].view(box_shape(common))
         at += n
     return Sharded(x.shape, spec, mesh, [out])
 
@@ -156,11 +156,6 @@ def _sources(x: Sharded, box: Box, rank: int) -> list[tuple[int, Box]]:
         if all(s.start < s.stop for s in common):
             out.append((rank if rank in ranks else ranks[rank % len(ranks)], common))
     return out
-
-
-def _within(common: Box, box: Box) -> Box:
-    """Global slices as slices of the part that holds them."""
-    return tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, box, strict=True))
 
 
 __all__ = ["device_get", "owners", "reshard"]

@@ -288,6 +288,15 @@ def short(dtype: torch.dtype) -> str:
     return _SHORT.get(stem, stem) + name[len(stem) :] if stem in _SHORT else name
 
 
+def inside(inner: Box, outer: Box) -> Box:
+    """The slices of a box as slices of another that holds it.
+
+    >>> inside((slice(5, 7),), (slice(4, 9),))
+    (slice(1, 3, None),)
+    """
+    return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer, strict=True))
+
+
 def sized(sizes: Mapping[str, int]) -> str:
     """Mesh axes and their sizes, as messages show them.
 

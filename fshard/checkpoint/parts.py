@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import ShardingError, fail
-from fshard.spec import Box, box_shape
+from fshard.spec import Box, box_shape, inside
 
 BLOCK = 1 << 20  # part of the format: another size needs another version
 NAME = re.compile(r"part-\d{5,}(\.\d+)?\.safetensors")
@@ -203,11 +203,6 @@ def read_chunk(f: io.BufferedReader, leaf: str, chunk: Chunk, wanted: Sequence[t
 
 def _common(a: Box, b: Box) -> Box:
     return tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
-
-
-def inside(common: Box, box: Box) -> Box:
-    """Slices as slices of the box that holds them."""
-    return tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, box, strict=True))
 
 
 def unwritable(path: Path, e: OSError) -> ShardingError:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import fail
-from fshard.spec import Box, box_shape, whole
+from fshard.spec import Box, box_shape, inside, whole
 
 from .graph import Cast, Constant, Draw, Full, Node, Op, Reshape, Unwritten, View, Write, inputs, order
 from .laws import LAWS
@@ -114,15 +114,11 @@ def evaluate(node: Node, box: Box, now: Filling) -> Tensor:
     held = now.chunk.get(id(node))
     if held is None or not _holds(held[0], box):
         held = now.chunk[id(node)] = (box, _compute(node, box, now))
-    return held[1][_within(held[0], box)].clone()
+    return held[1][inside(box, held[0])].clone()
 
 
 def _holds(outer: Box, inner: Box) -> bool:
     return all(o.start <= i.start and i.stop <= o.stop for o, i in zip(outer, inner, strict=True))
-
-
-def _within(outer: Box, inner: Box) -> Box:
-    return tuple(slice(i.start - o.start, i.stop - o.start) for o, i in zip(outer, inner, strict=True))
 
 
 def _compute(node: Node, box: Box, now: Filling) -> Tensor:
