@@ -25,7 +25,7 @@ from fshard.interop.folder import Scan
 from fshard.interop.weights import Their, read
 from fshard.spec import P
 
-from .config import read_config
+from .config import read_config, their
 from .stream import ONE_DEVICE, Layout, sub, through
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -299,10 +299,7 @@ def theirs(path: tree.Path) -> Their:
     >>> theirs(("h", 3, "q", "b"))
     Their(name='bert.encoder.layer.3.attention.self.query.bias', dims='(h k) -> h k', at=None)
     """
-    if path[0] != "h":
-        return _TOP[tree.dotted(path)]
-    inner = _BLOCK[tree.dotted(path[2:])]
-    return replace(inner, name=f"bert.encoder.layer.{path[1]}.{inner.name}")
+    return their(path, _TOP, _BLOCK, "bert.encoder.layer")
 
 
 def config(folder: str | Path, **heads: bool) -> Config:

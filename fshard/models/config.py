@@ -1,16 +1,18 @@
-"""The `config.json` of a Hugging Face folder as a model's `Config`: what it sets, and what the model here cannot do."""
+"""A Hugging Face folder as a model here reads it: its `config.json` as a `Config`, and its names of tensors."""
 
 from __future__ import annotations
 
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fshard import tree
 from fshard.errors import fail
 from fshard.interop.folder import CONFIG, Where, config_of
+from fshard.interop.weights import Their
 
 C = TypeVar("C")
 
@@ -52,4 +54,16 @@ def _fits(value: Any, hint: Any) -> bool:
     return type(value) in (int, float) if kind is float else isinstance(value, kind)
 
 
-__all__ = ["read_config"]
+def their(path: tree.Path, top: Mapping[str, Their], block: Mapping[str, Their], blocks: str) -> Their:
+    """The tensor that the leaf at a path is: of `top`, or, below `h`, of `block` under `blocks` and the block's number.
+
+    >>> their(("h", 3, "w"), {}, {"w": Their("ln_1.weight")}, "transformer.h")
+    Their(name='transformer.h.3.ln_1.weight', dims=None, at=None)
+    """
+    if path[0] != "h":
+        return top[tree.dotted(path)]
+    inner = block[tree.dotted(path[2:])]
+    return replace(inner, name=f"{blocks}.{path[1]}.{inner.name}")
+
+
+__all__ = ["read_config", "their"]

@@ -8,7 +8,7 @@ Source: Radford et al., 2019; weights as in Hugging Face `GPT2LMHeadModel`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from fshard.interop.export import write
 from fshard.interop.weights import Their, read
 from fshard.spec import P
 
-from .config import read_config
+from .config import read_config, their
 from .decoding import Cache, Seen, Tokens
-from .decoding import generate as decode
-from .stream import ONE_DEVICE, Layout, attend, through
+from .stream import ONE_DEVICE, Layout, attend, decode, through
 
 
 @dataclass(frozen=True)
@@ -169,18 +168,16 @@ def generate(
     key: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
-    layout = replace(layout, sequence=False)  # one token has no sequence to split
-
-    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
-        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
-
-    return decode(step, ids, new=new, size=cfg.vocab_size, data=layout.data, model=layout.model, mask=mask, eos=eos,
-                  pad=pad, temperature=temperature, key=key)  # fmt: skip
+    return decode(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
+                  temperature=temperature, key=key)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_TOP = {"wte": "wte.weight", "wpe": "wpe.weight", "ln_f.w": "ln_f.weight", "ln_f.b": "ln_f.bias"}
+_TOP = {
+    "wte": Their("transformer.wte.weight"), "wpe": Their("transformer.wpe.weight"),
+    "ln_f.w": Their("transformer.ln_f.weight"), "ln_f.b": Their("transformer.ln_f.bias"),
+}  # fmt: skip
 _BLOCK = {  # their matrices are [in, out], as ours are
     "ln_1.w": Their("ln_1.weight"), "ln_1.b": Their("ln_1.bias"),
     "qkv.w": Their("attn.c_attn.weight", "d (c h k) -> d c h k"),
@@ -204,10 +201,7 @@ def theirs(path: tree.Path) -> Their:
     >>> theirs(("h", 3, "up", "w"))
     Their(name='transformer.h.3.mlp.c_fc.weight', dims=None, at=None)
     """
-    if path[0] != "h":
-        return Their(f"transformer.{_TOP[tree.dotted(path)]}")
-    inner = _BLOCK[tree.dotted(path[2:])]
-    return replace(inner, name=f"transformer.h.{path[1]}.{inner.name}")
+    return their(path, _TOP, _BLOCK, "transformer.h")
 
 
 def config(folder: str | Path) -> Config:

@@ -24,10 +24,9 @@ from fshard.interop.folder import Scan, config_of
 from fshard.interop.weights import Their, read
 from fshard.spec import P
 
-from .config import read_config
+from .config import read_config, their
 from .decoding import Cache, Seen, Tokens
-from .decoding import generate as decode
-from .stream import ONE_DEVICE, Layout, angles, attend, through
+from .stream import ONE_DEVICE, Layout, angles, attend, decode, through
 
 # By their names in Hugging Face; the last two differ in the digits of a constant.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu}
@@ -220,13 +219,8 @@ def generate(
     key: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
-    layout = replace(layout, sequence=False)  # one token has no sequence to split
-
-    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
-        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
-
-    return decode(step, ids, new=new, size=cfg.vocab_size, data=layout.data, model=layout.model, mask=mask, eos=eos,
-                  pad=pad, temperature=temperature, key=key)  # fmt: skip
+    return decode(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
+                  temperature=temperature, key=key)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -255,10 +249,7 @@ def theirs(path: tree.Path) -> Their:
     >>> theirs(("h", 3, "qkv", "b"))
     Their(name='gpt_neox.layers.3.attention.query_key_value.bias', dims='(h c k) -> c h k', at=None)
     """
-    if path[0] != "h":
-        return _TOP[tree.dotted(path)]
-    inner = _BLOCK[tree.dotted(path[2:])]
-    return replace(inner, name=f"gpt_neox.layers.{path[1]}.{inner.name}")
+    return their(path, _TOP, _BLOCK, "gpt_neox.layers")
 
 
 def config(folder: str | Path) -> Config:

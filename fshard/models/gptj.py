@@ -7,7 +7,7 @@ Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJFo
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from fshard.interop.export import write
 from fshard.interop.weights import Their, read
 from fshard.spec import P
 
-from .config import read_config
+from .config import read_config, their
 from .decoding import Cache, Seen, Tokens
-from .decoding import generate as decode
-from .stream import ONE_DEVICE, Layout, attend, through
+from .stream import ONE_DEVICE, Layout, attend, decode, through
 
 
 @dataclass(frozen=True)
@@ -188,13 +187,8 @@ def generate(
     key: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
-    layout = replace(layout, sequence=False)  # one token has no sequence to split
-
-    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
-        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
-
-    return decode(step, ids, new=new, size=cfg.vocab_size, data=layout.data, model=layout.model, mask=mask, eos=eos,
-                  pad=pad, temperature=temperature, key=key)  # fmt: skip
+    return decode(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
+                  temperature=temperature, key=key)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -221,10 +215,7 @@ def theirs(path: tree.Path) -> Their:
     >>> theirs(("h", 3, "q", "w"))
     Their(name='transformer.h.3.attn.q_proj.weight', dims='(h k) d -> d h k', at=None)
     """
-    if path[0] != "h":
-        return _TOP[tree.dotted(path)]
-    inner = _BLOCK[tree.dotted(path[2:])]
-    return replace(inner, name=f"transformer.h.{path[1]}.{inner.name}")
+    return their(path, _TOP, _BLOCK, "transformer.h")
 
 
 def config(folder: str | Path) -> Config:

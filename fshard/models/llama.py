@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ from fshard.interop.folder import config_of
 from fshard.interop.weights import Their, read
 from fshard.spec import P
 
-from .config import read_config
+from .config import read_config, their
 from .decoding import Cache, Seen, Tokens
-from .decoding import generate as decode
-from .stream import ONE_DEVICE, Layout, angles, attend, through
+from .stream import ONE_DEVICE, Layout, angles, attend, decode, through
 
 
 @dataclass(frozen=True)
@@ -230,13 +229,8 @@ def generate(
     key: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
-    layout = replace(layout, sequence=False)  # one token has no sequence to split
-
-    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
-        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
-
-    return decode(step, ids, new=new, size=cfg.vocab_size, data=layout.data, model=layout.model, mask=mask, eos=eos,
-                  pad=pad, temperature=temperature, key=key)  # fmt: skip
+    return decode(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
+                  temperature=temperature, key=key)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -274,10 +268,7 @@ def theirs(path: tree.Path) -> Their:
     >>> theirs(("h", 3, "q", "w"))
     Their(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
     """
-    if path[0] != "h":
-        return _TOP[tree.dotted(path)]
-    inner = _LAYER[tree.dotted(path[2:])]
-    return replace(inner, name=f"model.layers.{path[1]}.{inner.name}")
+    return their(path, _TOP, _LAYER, "model.layers")
 
 
 def config(folder: str | Path) -> Config:

@@ -20,7 +20,7 @@ from fshard.keys import fold_in
 from fshard.spec import P
 from fshard.transforms import remat as rematerialize
 
-from .decoding import Cache, Seen, Tokens, recall, rows
+from .decoding import Cache, Seen, Tokens, generate, recall, rows
 
 # A block: its whole parameters, x [B, T, D], its key and what it has seen -> x and what it has seen by now.
 Block = Callable[[Any, Tensor, Tensor | None, Seen | None], tuple[Tensor, Seen | None]]
@@ -162,4 +162,16 @@ def through(
     return x, seen
 
 
-__all__ = ["ONE_DEVICE", "Block", "Layout", "angles", "attend", "sub", "through"]
+def decode(
+    apply: Callable[..., Any], cfg: Any, params: Any, ids: Tensor, *, layout: Layout, specs: Any = None, **how: Any
+) -> Tensor:
+    """`decoding.generate` by a model's `apply`, which is given a cache; `how` is for the former."""
+    layout = replace(layout, sequence=False)  # one token has no sequence to split
+
+    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
+        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
+
+    return generate(step, ids, size=cfg.vocab_size, data=layout.data, model=layout.model, **how)
+
+
+__all__ = ["ONE_DEVICE", "Block", "Layout", "angles", "attend", "decode", "sub", "through"]
