@@ -15,7 +15,6 @@ from .collectives import (
     psum,
     psum_scatter,
     pvary,
-    unshard,
 )
 from .comm import recording
 from .deferred import Deferred
@@ -25,19 +24,23 @@ from .interop import hf
 from .interop.module import defer
 from .keys import fold_in, key, split
 from .mesh import Mesh, make_mesh
+from .precision import LossScale, Policy, cast
+from .remat import remat
 from .reshard import device_get, reshard
+from .scan import scan
 from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
 from .spec import P, column, fully_shard, replicated, row, rules
-from .transforms import Policy, accumulate, cast, grad, remat, value_and_grad
+from .transforms import accumulate, grad, value_and_grad
+from .unshard import unshard
 from .validate import validate
 from .verify import verify
 
 __all__ = [
-    "Deferred", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather", "all_to_all",
-    "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "data", "defer", "device_get", "device_put",
-    "fold_in", "from_callback", "fully_shard", "grad", "hf", "init", "interop", "key", "make_mesh", "materialize",
-    "models", "nn", "optim", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random",
-    "recording", "remat", "replicated", "reshard", "row", "rules", "shard_map", "show", "split", "tree", "unshard",
-    "validate", "value_and_grad", "verify",
+    "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather",
+    "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "data", "defer", "device_get",
+    "device_put", "fold_in", "from_callback", "fully_shard", "grad", "hf", "init", "interop", "key", "make_mesh",
+    "materialize", "models", "nn", "optim", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter",
+    "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show",
+    "split", "tree", "unshard", "validate", "value_and_grad", "verify",
 ]  # fmt: skip

@@ -8,40 +8,55 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .comm import Axes, Comm, Transfer, note, reduction, size_of, transfer
+from .comm import Axes, Comm, Flight, Transfer, index_of, note, reduction, size_of, transfer
 
 
 class AbstractComm:
     """The first rank of a mesh of any size."""
+
+    direct = True
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes: Mapping[str, int] = dict(sizes)
         self.coords: Mapping[str, int] = dict.fromkeys(sizes, 0)
         self.transfers: list[Transfer] = []  # what would have moved
 
-    def _note(self, op: str, x: Tensor, axes: Axes) -> None:
-        self.transfers.append(transfer(op, x, axes))
-        note(op, x, axes)
+    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes) -> None:
+        self.transfers.append(transfer(op, xs, axes))
+        note(op, xs, axes)
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        self._note(reduction(op), x, axes)
+        self._note(reduction(op), [x], axes)
         return x.new_empty(x.shape)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        self._note("all_gather", x, axes)
+        self._note("all_gather", [x], axes)
         return x.new_empty([size_of(axes, self.sizes), *x.shape])
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        self._note("reduce_scatter", x, axes)
+        self._note("reduce_scatter", [x], axes)
         return x.new_empty(x.shape[1:])
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        self._note("all_to_all", x, axes)
+        self._note("all_to_all", [x], axes)
         return x.new_empty(x.shape)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        self._note("permute", x, axes)
+        self._note("permute", [x], axes)
         return x.new_empty(x.shape)
+
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+        self._note("all_gather", xs, axes)
+        return list
+
+    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+        self._note("reduce_scatter", [x for row in xs for x in row], axes)
+        me = index_of(axes, self.sizes, self.coords)
+        return lambda: [row[me].new_empty(row[me].shape) for row in xs]
+
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> Flight:
+        self._note("all_reduce", xs, axes)
+        return lambda: [x.new_empty(x.shape) for x in xs] if fresh else list(xs)
 
 
 def cannot_ask(comm: Comm) -> str:

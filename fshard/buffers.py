@@ -1,8 +1,8 @@
-"""Tensors as one buffer, and a dim as padded pieces: the forms in which a transfer takes them."""
+"""Tensors as one buffer, a dim as padded pieces, parts as their sum: the forms in which a transfer takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,4 +44,25 @@ def join(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
     return torch.cat([stack[i].narrow(dim, 0, m) for i, m in enumerate(pieces)], dim)
 
 
-__all__ = ["cut", "join", "pack", "pad", "unpack"]
+_STEPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def fold(parts: Sequence[Tensor], op: str, room: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Reduce two parts or more, in this order: the same bits wherever it is done.
+
+    Sums of half precision are kept in float32 and rounded once. The result goes to `out`, those on the way to `room`;
+    `room` may be one of the first two parts, and `out` any of them.
+    """
+    step, last = _STEPS[op], len(parts) - 1
+    if op == "sum" and last > 1 and parts[0].dtype in (torch.float16, torch.bfloat16):
+        wide = parts[0].float()
+        for x in parts[1:]:
+            wide += x
+        return wide.to(parts[0].dtype) if out is None else out.copy_(wide)
+    total = parts[0]
+    for i, x in enumerate(parts[1:], 1):
+        total = step(total, x, out=out if i == last else room)
+    return total
+
+
+__all__ = ["cut", "fold", "join", "pack", "pad", "unpack"]

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from . import tree
 from .comm import Comm, Region, index_of, region, size_of
-from .errors import ShardingError, fail, raise_all
+from .errors import fail
 from .extreme import extreme
 from .linear import Copy, Exchange, Gather, Permute, Scatter, Slice, Sum, Vary, apply
 from .sizes import dim_of, gather_layout, split_layout
-from .spec import is_spec as _is_spec
-from .spec import names_of, piece, sized
+from .spec import names_of, sized
 
 Axis = str | tuple[str, ...] | None
 
@@ -146,7 +145,7 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     >>> ppermute(x, "stage", [(i, i + 1) for i in range(axis_size("stage") - 1)])     # shift by one
     """
     where = region("ppermute")
-    names = _known("ppermute", where, axis)
+    names = known_axes("ppermute", where, axis)
     n = size_of(names, where.sizes)
     for position, what in ((0, "source"), (1, "target")):
         seen = [pair[position] for pair in perm]
@@ -162,7 +161,7 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
 def axis_index(axis: str | tuple[str, ...]) -> Tensor:
     """This rank's position along an axis, or over a tuple of axes flattened: a 0-d int64 tensor, {V}."""
     where = region("axis_index")
-    names = _known("axis_index", where, axis)
+    names = known_axes("axis_index", where, axis)
     out = torch.tensor(index_of(names, where.sizes, where.coords), dtype=torch.int64, device=where.device)
     if where.checker is not None:
         where.checker.made(out, "axis_index", varies=names)
@@ -174,74 +173,7 @@ def axis_size(axis: Axis) -> int:
     if not axis:
         return 1
     where = region("axis_size")
-    return size_of(_known("axis_size", where, axis), where.sizes)
-
-
-def unshard(params: Any, specs: Any, axis: Axis, *, shapes: Any = None) -> Any:
-    """Whole leaves over `axis`, ready for each rank's own data: DDP, FSDP and HSDP are this one call.
-
-        [D@axis, F]{V} -> [D, F]{V}     all_gather     transpose: psum_scatter
-        [D, F]{I}      -> [D, F]{V}     pvary          transpose: psum
-
-    Leaves whose spec names the axis are gathered, the others varied; one transfer per dtype each way. Other axes in
-    the specs stay split. `specs` may be a prefix of `params`. `shapes` is a tree of things with a global `.shape`
-    (the Deferred tree, say), needed only for leaves that the axis does not divide.
-
-    Raises ShardingError where a dim is split by `axis` and, minor to it, by another axis that would stay: the pieces
-    of such a dim do not join.
-    """
-    where = region("unshard")
-    names = _known("unshard", where, axis)
-    leaves, treedef = tree.flatten(params)
-    flat = tree.broadcast(specs, params, name="specs", leaf=_is_spec)
-    known: list[tuple[int, ...] | None] = [None] * len(leaves)
-    if shapes is not None:
-        known = [tuple(s.shape) for s in tree.leaves(shapes)]
-    if len(known) != len(leaves):
-        raise fail("unshard: shapes is another tree than params", f"{len(known)} leaves, not {len(leaves)}",
-                   fix="pass the tree that params were materialized from")  # fmt: skip
-    vary: dict[tuple[str, ...], list[int]] = {}
-    gather: dict[tuple[str, ...], list[tuple[int, int, int | None]]] = {}  # axes -> (leaf, dim, size)
-    errors: list[ShardingError] = []
-    for i, (x, spec, shape) in enumerate(zip(leaves, flat, known, strict=True)):
-        vary.setdefault(tuple(a for a in names if a not in spec.axes), []).append(i)
-        for dim, split in enumerate(spec.parts(x.ndim)):
-            joined = tuple(a for a in split if a in names)
-            major = split[: len(split) - len(joined)]
-            if joined and split[len(major) :] != joined:
-                first = tuple(a for a in split if a not in names)
-                errors.append(fail(f"unshard: leaf {i} has dim {dim} split by {split}; {joined} cannot be joined first",
-                                   fix=f"make {joined} the minor axes: {(*first, *joined)}"))  # fmt: skip
-            elif joined:
-                n = piece(shape[dim], *_sizes_coords(where, major))[1] if shape is not None else None
-                gather.setdefault(joined, []).append((i, dim, n))
-    raise_all(errors)
-    out = list(leaves)
-    for axes, which in vary.items():
-        for i, x in zip(which, pvary([out[i] for i in which], axes or None), strict=True):
-            out[i] = x
-    for axes, parts in gather.items():
-        _gather_leaves(where.comm, axes, parts, out)
-    return tree.unflatten(treedef, out)
-
-
-def _gather_leaves(
-    comm: Comm, axes: tuple[str, ...], which: list[tuple[int, int, int | None]], out: list[Tensor]
-) -> None:
-    live = _live(comm, axes)
-    if not live:
-        return
-    # A leaf split by the axes on two dims is gathered in two rounds; all others share one transfer per dtype.
-    while which:
-        seen: set[int] = set()
-        now = [w for w in which if not (w[0] in seen or seen.add(w[0]))]  # type: ignore[func-returns-value]
-        which = [w for w in which if w not in now]
-        for group in _by_dtype([out[i] for i, _, _ in now]):
-            xs = [out[now[g][0]] for g in group]
-            dims, sizes = [now[g][1] for g in group], [now[g][2] for g in group]
-            layout = gather_layout("unshard", comm, live, xs, dims, sizes)
-            for g, y in zip(group, apply(Gather(comm, live, layout), xs), strict=True):
-                out[now[g][0]] = y
+    return size_of(known_axes("axis_size", where, axis), where.sizes)
 
 
 # --- shared by the verbs --------------------------------------------------------------------------------------
@@ -254,7 +186,7 @@ def _on_leaves(
     if not axis:
         return x
     where = region(verb)
-    live = _live(where.comm, _known(verb, where, axis))
+    live = live_axes(where.comm, known_axes(verb, where, axis))
     if not live:
         return x
     leaves, treedef = tree.flatten(x)
@@ -263,20 +195,22 @@ def _on_leaves(
             shown = repr(leaf) if isinstance(leaf, (int, float, complex, str)) else "a leaf"
             raise fail(f"{verb}: {shown} is a {type(leaf).__name__}, not a tensor", fix="torch.as_tensor(x)")
     out: list[Any] = [None] * len(leaves)
-    for group in _by_dtype(leaves):
+    for group in by_dtype(leaves):
         for i, y in zip(group, f(where.comm, live, [leaves[i] for i in group]), strict=True):
             out[i] = y
     return tree.unflatten(treedef, out)
 
 
-def _by_dtype(leaves: Sequence[Tensor]) -> list[list[int]]:
+def by_dtype(leaves: Sequence[Tensor]) -> list[list[int]]:
+    """The positions of the tensors of each dtype."""
     groups: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(leaves):
         groups.setdefault(x.dtype, []).append(i)
     return list(groups.values())
 
 
-def _known(verb: str, where: Region, axis: Axis) -> tuple[str, ...]:
+def known_axes(verb: str, where: Region, axis: Axis) -> tuple[str, ...]:
+    """The names of an axis argument. Raises for one that the mesh lacks, or that is named twice."""
     names = names_of(axis)
     for name in names:
         if name not in where.sizes:
@@ -287,12 +221,9 @@ def _known(verb: str, where: Region, axis: Axis) -> tuple[str, ...]:
     return names
 
 
-def _live(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
+def live_axes(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of more than one rank."""
     return tuple(a for a in names if comm.sizes[a] > 1)
-
-
-def _sizes_coords(where: Region, axes: Sequence[str]) -> tuple[list[int], list[int]]:
-    return [where.sizes[a] for a in axes], [where.coords[a] for a in axes]
 
 
 def _extreme(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) -> Any:

@@ -1,29 +1,29 @@
 """What carries the bytes: one small protocol, and the thread-bound region in which it may be used.
 
-`ProcessComm`, here, is one rank of `torch.distributed`; `SimulatedComm`, in `simulated`, a thread of this process;
-`AbstractComm`, in `abstract`, moves nothing and knows the shapes. Nothing above `mesh` knows which it is. All parts
-have equal shapes here: uneven sizes, dims and dtypes of a tree are the business of `collectives`.
+`ProcessComm`, in `processes`, is one rank of `torch.distributed`; `SimulatedComm`, in `simulated`, a thread of this
+process; `AbstractComm`, in `abstract`, moves nothing and knows the shapes. Nothing above `mesh` knows which it is.
+
+Five verbs move one tensor of equal shape on every rank, and block. Three start a transfer of several tensors of one
+dtype, whose parts may differ in size, and give a `Flight`. Dims and the dtypes of a tree are the business of
+`collectives`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import source
 from .errors import fail
 
 Axes = tuple[str, ...]
+Flight = Callable[[], list[Tensor]]  # a transfer under way: called, once, it waits and gives the results
 
 
 class Comm(Protocol):
@@ -31,6 +31,10 @@ class Comm(Protocol):
 
     sizes: Mapping[str, int]
     coords: Mapping[str, int]
+
+    @property
+    def direct(self) -> bool:
+        """Whether a transfer can be started and landed: not where a compiler looks on."""
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         """`op` ("sum", "max", "min") over the ranks: [*S] -> [*S]."""
@@ -47,6 +51,18 @@ class Comm(Protocol):
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         """What the rank whose pair is (it, me) sent; zeros if none did: [*S] -> [*S]."""
 
+    # Every rank starts the same transfers in the same order and lands them in the same order, which may be another.
+    # Until it has landed, what a transfer was given must stay as it is.
+
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+        """Rank r's xs[i] lands in into[i][r], which may be a strided view. Gives nothing."""
+
+    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+        """For each i the sum over the ranks of their xs[i][me], contiguous."""
+
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> Flight:
+        """The sums over the ranks: in place, in contiguous xs that are the caller's own; `fresh`, in new tensors."""
+
 
 # --- the region -----------------------------------------------------------------------------------------------
 
@@ -61,6 +77,7 @@ class Region:
     uneven: bool = False  # something here does not divide: gathers of unknown size ask first
     donated: frozenset[int] = frozenset()  # storages the call may overwrite
     checker: Any = None  # the `vma.Checker` of a call that is checked
+    scratch: dict[Any, Any] = field(default_factory=dict)  # what a rank keeps from one call to the next
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -140,17 +157,17 @@ def recording() -> Iterator[list[Transfer]]:
         _record = before
 
 
-def note(op: str, x: Tensor, axes: Axes) -> None:
+def note(op: str, xs: Sequence[Tensor], axes: Axes) -> None:
     """Write a transfer down, where somebody is recording."""
     if _record is not None:
-        _record.append(transfer(op, x, axes))
+        _record.append(transfer(op, xs, axes))
 
 
-def transfer(op: str, x: Tensor, axes: Axes) -> Transfer:
-    """What a collective called here would be written down as."""
+def transfer(op: str, xs: Sequence[Tensor], axes: Axes) -> Transfer:
+    """What a collective of these tensors, of one dtype, would be written down as if it were called here."""
     origin: source.Site | None = getattr(_bound, "origin", None)
     where, phase = (origin, "backward") if origin else (source.site(), "forward")
-    return Transfer(op, axes, x.dtype, x.numel() * x.element_size(), where, phase)
+    return Transfer(op, axes, xs[0].dtype, sum(x.numel() for x in xs) * xs[0].element_size(), where, phase)
 
 
 def reduction(op: str) -> str:
@@ -180,130 +197,7 @@ def transposing(origin: source.Site) -> Iterator[None]:
         _bound.origin = before
 
 
-# --- processes ------------------------------------------------------------------------------------------------
-
-
-_WORDS = 160  # bytes in which a rank says what it is about to do: 32 of them a digest of the rest
-
-
-class ProcessComm:
-    """A rank of torch.distributed: functional collectives, so that `torch.compile(fullgraph=True)` sees them."""
-
-    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
-        self.sizes: Mapping[str, int] = dict(sizes)
-        self.coords: Mapping[str, int] = dict(coords)
-        self._axes = tuple(a for a, n in sizes.items() if n > 1)
-        self._groups: dict[Axes, str] = {}
-        # Every subset, in one order on every rank: a group made later, by some ranks only, would be a hang.
-        for k in range(1, len(self._axes) + 1):
-            for axes in itertools.combinations(self._axes, k):
-                group = dist.group.WORLD
-                if len(axes) < len(self._axes):
-                    group = dist.new_group(self._members(axes), timeout=_patience(), use_local_synchronization=True)
-                assert group is not None
-                self._groups[axes] = group.group_name
-
-    def _members(self, axes: Axes) -> list[int]:
-        """The ranks that share my coordinates on every other axis, in order."""
-        ranges = [range(n) if a in axes else [self.coords[a]] for a, n in self.sizes.items()]
-        steps = [math.prod(list(self.sizes.values())[i + 1 :]) for i in range(len(self.sizes))]
-        return [sum(c * s for c, s in zip(coords, steps, strict=True)) for coords in itertools.product(*ranges)]
-
-    def _group(self, axes: Axes) -> tuple[str, int, list[int] | None]:
-        """(group, size, order): `order` takes mesh order to the order of `axes`, where they differ."""
-        axes = tuple(a for a in axes if self.sizes[a] > 1)
-        sorted_axes = tuple(a for a in self._axes if a in axes)
-        n = size_of(axes, self.sizes)
-        order = None
-        if axes != sorted_axes:
-            grid = torch.arange(n).view([self.sizes[a] for a in sorted_axes])
-            order = grid.permute([sorted_axes.index(a) for a in axes]).flatten().tolist()
-        return self._groups[sorted_axes], n, order
-
-    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
-        """Raise, on every rank, unless all of them are about to do the same. A rank that has left is waited for."""
-        digest = hashlib.blake2b(what.encode(), digest_size=32).digest()
-        words = digest + what.encode()[: _WORDS - 32].ljust(_WORDS - 32)
-        mine = torch.tensor(list(words), dtype=torch.uint8, device=device)
-        group, n, order = self._group(axes)
-        rows = _wait(torch.ops._c10d_functional.all_gather_into_tensor, mine, n, group).view(n, _WORDS).tolist()
-        if any(row != rows[0] for row in rows):
-            told = [bytes(row[32:]).decode(errors="replace").rstrip() for row in rows]
-            told = told if order is None else [told[i] for i in order]
-            over = ", ".join(axes)
-            raise fail("the ranks disagree on a collective", *[f"{over}={i}  {text}" for i, text in enumerate(told)],
-                       fix="every rank must call the same collectives in the same order, on equal shapes")  # fmt: skip
-
-    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        note(reduction(op), x, axes)
-        return _wait(torch.ops._c10d_functional.all_reduce, x.contiguous(), op, self._group(axes)[0])
-
-    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        note("all_gather", x, axes)
-        group, n, order = self._group(axes)
-        flat = x.contiguous().view(-1)
-        out = _wait(torch.ops._c10d_functional.all_gather_into_tensor, flat, n, group).view(n, *x.shape)
-        return out if order is None else out[order]
-
-    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        if x.device.type == "cpu":
-            # Measured on gloo: exchange and sum takes 0.6 of its reduce_scatter's time, and sums in rank order.
-            return self.all_to_all(x, axes).sum(0, dtype=x.dtype)
-        note("reduce_scatter", x, axes)
-        group, n, order = self._group(axes)
-        x = x if order is None else x[_inverse(order)]
-        out = _wait(torch.ops._c10d_functional.reduce_scatter_tensor, x.reshape(-1), "sum", n, group)
-        return out.view(x.shape[1:])
-
-    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        note("all_to_all", x, axes)
-        if x.is_complex():
-            return torch.view_as_complex(self.all_to_all(torch.view_as_real(x), axes))
-        group, n, order = self._group(axes)
-        x = x if order is None else x[_inverse(order)]
-        each = [x[0].numel()] * n
-        out = _wait(torch.ops._c10d_functional.all_to_all_single, x.reshape(-1), each, each, group).view(x.shape)
-        return out if order is None else out[order]
-
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        note("permute", x, axes)
-        if x.is_complex():
-            return torch.view_as_complex(self.permute(torch.view_as_real(x), pairs, axes))
-        group, n, order = self._group(axes)
-        me = index_of(axes, self.sizes, self.coords)
-        place = list(range(n)) if order is None else order
-        send, receive = [0] * n, [0] * n
-        for start, target in pairs:
-            if start == me:
-                send[place[target]] = x.numel()
-            if target == me:
-                receive[place[start]] = x.numel()
-        flat = x.reshape(-1)[: sum(send)]
-        out = _wait(torch.ops._c10d_functional.all_to_all_single, flat, receive, send, group)
-        return out.view(x.shape) if sum(receive) == x.numel() else torch.zeros_like(x)
-
-
-def _patience() -> Any:
-    """The timeout the job was started with, which groups made later do not inherit."""
-    world = dist.group.WORLD
-    assert world is not None
-    return world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options._timeout
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=lambda i: order[i])
-
-
-def _wait(op: Callable[..., Tensor], x: Tensor, *args: object) -> Tensor:
-    if torch.compiler.is_dynamo_compiling():
-        traced: Tensor = torch.ops._c10d_functional.wait_tensor(op(x, *args))
-        return traced
-    try:
-        out: Tensor = torch.ops._c10d_functional.wait_tensor(op(x, *args))
-        return out
-    except RuntimeError as e:
-        raise fail(f"rank {dist.get_rank()}: a collective broke off: another rank has failed, or left the program",
-                   str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip
+# --- places and memory ---------------------------------------------------------------------------------------
 
 
 def size_of(axes: Axes, sizes: Mapping[str, int]) -> int:
@@ -334,6 +228,6 @@ def memory_of(x: Tensor) -> int:
 
 
 __all__ = [
-    "Axes", "Comm", "ProcessComm", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "memory_of",
-    "note", "recording", "reduction", "region", "size_of", "storage_of", "transfer", "transposing", "watched",
+    "Axes", "Comm", "Flight", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "memory_of", "note",
+    "recording", "reduction", "region", "size_of", "storage_of", "transfer", "transposing", "watched",
 ]  # fmt: skip

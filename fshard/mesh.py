@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .abstract import AbstractComm
-from .comm import Comm, ProcessComm, Transfer, refuse_nesting
+from .comm import Comm, Transfer, refuse_nesting
 from .errors import fail
+from .processes import ProcessComm
 from .simulated import simulate
 from .spec import sized
 

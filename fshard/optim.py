@@ -5,7 +5,7 @@
     state_specs   = opt.specs(param_specs)              moments lie as their parameters do; prefixes stay so
 
 `update` never changes its arguments, except where shard_map was told that it may: a leaf whose storage is
-donated is overwritten, and costs no memory. (Not with dampening, nor for half precision on the CPU.)
+donated is overwritten, compiled or not, and costs no memory but that of one leaf at a time, or less.
 Every element is computed alike wherever it lies, so the mesh never changes the answer: bitwise, but for the
 norm of a clip and under torch.compile. Moments have the dtype of their parameter, as in torch.optim: keep
 parameters in float32 and compute in half precision, by a `Policy`.
@@ -23,16 +23,17 @@ from torch import Tensor
 from . import init as _init
 from . import tree
 from .collectives import pvary
-from .comm import in_region, memory_of, region
 from .deferred import Deferred
 from .errors import fail, raise_all
-from .norm import global_norm
+from .fused import fits, given, own, step
+from .norm import axes_of, global_norm, norm_of
 from .schedules import Schedule, constant, cosine, linear, not_negative, warmup
 from .sharded import Sharded, from_callback
 from .spec import P, describe, is_spec
+from .transforms import tracked
 
 Mask = Any  # a tree of bools, a prefix of one, or a function from the parameters to either
-Columns = list[list[Tensor]]  # parameters, gradients, moments...: a list each, in one order
+Plain = Callable[[Sequence[Tensor], Tensor, Tensor, bool], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,12 +47,21 @@ class _Step:
         return f"{type(self).__name__}({self.name})"
 
 
+@dataclass(frozen=True, repr=False)
 class Transform(_Step):
-    """A change of gradients: `update(grads, state, params) -> (grads, state)`. Stands first in a `chain`."""
+    """A change of gradients: `update(grads, state, params) -> (grads, state)`. Stands first in a `chain`.
+
+    One that multiplies each leaf by a number may give those instead, by `factors`: the step then scales as it goes.
+    """
+
+    factors: Callable[[Any, Any, Any], tuple[list[Tensor], Any]] | None = None  # of each leaf, and the new state
 
 
+@dataclass(frozen=True, repr=False)
 class Optimizer(_Step):
     """A step of the parameters: `update(grads, state, params) -> (params, state)`."""
+
+    scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # an update by grads * factors
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------
@@ -80,11 +90,6 @@ def sgd(
         raise fail("sgd: nesterov needs a momentum and no dampening", fix="momentum=0.9, dampening=0.0",
                    momentum=momentum, dampening=dampening)  # fmt: skip
 
-    def fused(columns: Columns, lr: Any, count: Tensor, decay: bool) -> None:
-        p, g, *m = columns
-        torch._fused_sgd_(p, g, m[0] if m else [], lr=lr, momentum=momentum, dampening=0.0, nesterov=nesterov,
-                          weight_decay=weight_decay * decay, maximize=False, is_first_step=False)  # fmt: skip
-
     def plain(row: Sequence[Tensor], lr: Tensor, count: Tensor, decay: bool) -> tuple[Tensor, ...]:
         p, g, *moments = row
         step = g + weight_decay * p if decay and weight_decay else g
@@ -94,7 +99,8 @@ def sgd(
         m = moments[0] * momentum + (step * share if dampening else step)
         return p - lr.to(p.dtype) * (step + momentum * m if nesterov else m), m
 
-    return _optimizer("sgd", ("m",) if momentum else (), lr, mask, None if dampening else fused, plain)
+    options = None if dampening else (momentum, float(nesterov))
+    return _optimizer("sgd", ("m",) if momentum else (), lr, weight_decay, mask, options, plain)
 
 
 def adamw(
@@ -115,12 +121,6 @@ def adamw(
     if max(b1, b2) >= 1:
         raise fail(f"adamw: b1={b1}, b2={b2}", fix="less than 1")
 
-    def fused(columns: Columns, lr: Any, count: Tensor, decay: bool) -> None:
-        p, g, m, v = columns
-        steps = [count.to(p[0].device, torch.float32)] * len(p)
-        torch._fused_adamw_(p, g, m, v, [], steps, lr=lr, beta1=b1, beta2=b2, eps=eps,
-                            weight_decay=weight_decay * decay, amsgrad=False, maximize=False)  # fmt: skip
-
     def plain(row: Sequence[Tensor], lr: Tensor, count: Tensor, decay: bool) -> tuple[Tensor, ...]:
         p, g, m, v = row
         t = count.to(torch.float64)
@@ -130,15 +130,14 @@ def adamw(
         kept = p * (1 - lr * weight_decay).to(p.dtype) if decay and weight_decay else p
         return kept - step * m / (v.sqrt() / root + eps), m, v
 
-    return _optimizer("adamw", ("m", "v"), lr, mask, fused, plain)
+    return _optimizer("adamw", ("m", "v"), lr, weight_decay, mask, (b1, b2, eps), plain)
 
 
 def _optimizer(
-    name: str, moments: tuple[str, ...], lr: float | Schedule, mask: Mask,
-    fused: Callable[[Columns, Any, Tensor, bool], None] | None,
-    plain: Callable[[Sequence[Tensor], Tensor, Tensor, bool], tuple[Tensor, ...]],
+    name: str, moments: tuple[str, ...], lr: float | Schedule, weight_decay: float, mask: Mask,
+    options: tuple[float, ...] | None, plain: Plain,
 ) -> Optimizer:  # fmt: skip
-    """The optimizer of a rule that is written twice: in place on lists of leaves, and pure on one leaf."""
+    """The optimizer of a rule that is written twice: as a kernel, which takes `options`, and pure on one leaf."""
 
     def init(params: Any) -> Any:
         return {"count": _scalar(params, torch.int64), **{k: tree.map(_zeros, params) for k in moments}}
@@ -147,87 +146,40 @@ def _optimizer(
         return {"count": P(), **dict.fromkeys(moments, param_specs)}
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        _check(name, moments, grads, state, params)
-        leaves, treedef = tree.flatten(params)
-        columns = [leaves, tree.leaves(grads), *[tree.leaves(state[k]) for k in moments]]
-        decays = _decays(name, mask, params)
+        return scaled(grads, state, params, [])
+
+    def scaled(grads: Any, state: Any, params: Any, factors: Sequence[Tensor]) -> tuple[Any, Any]:
+        columns, treedef = _columns(name, moments, grads, state, params)
+        decays = _decays(name, mask, params, treedef)
         rate, count = lr(state["count"]) if callable(lr) else lr, state["count"] + 1
+        donated = given()
+        # A gradient that lies in a donated leaf is copied: that leaf may be overwritten before this is read.
+        columns[1] = [g.clone() if donated(g) else g for g in columns[1]]
         groups: dict[Any, list[int]] = {}
-        for i, (p, decay) in enumerate(zip(leaves, decays, strict=True)):
-            row = [column[i] for column in columns]
-            if fused is not None and all(map(_has_kernel, row)):
-                groups.setdefault((p.device, p.dtype, decay), []).append(i)
+        for i, fit in enumerate(fits(columns) if options is not None else [False] * len(decays)):
+            p, g, *rest = [column[i] for column in columns]
+            if fit:
+                groups.setdefault((p.device, p.dtype, decays[i]), []).append(i)
                 continue
+            g = (g * factors[i].to(g.device)).to(g.dtype) if factors else g
             rate64 = torch.as_tensor(rate, dtype=torch.float64, device=p.device)
             wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype  # half precision is rounded once
-            new = plain([x.to(wide) for x in row], rate64, count, decay)
-            for column, x in zip([columns[0], *columns[2:]], new, strict=True):
-                column[i] = x.to(p.dtype)
+            new = plain([x.to(wide) for x in (p, g, *rest)], rate64, count, decays[i])
+            for column, old, x in zip([columns[0], *columns[2:]], [p, *rest], new, strict=True):
+                column[i] = old.copy_(x) if donated(old) and not tracked(x) else x.to(p.dtype)
         for (device, _, decay), which in groups.items():
-            group = _own([[column[i] for i in which] for column in columns])
-            pieces, ends = _full_registers(group) if device.type == "cpu" else (group, [])
-            if pieces[0]:
-                assert fused is not None
-                fused(pieces, _for_kernel(rate, device), count, decay)
-            for end, padded in ends:
-                end.copy_(padded[: len(end)])
-            for column, done in zip(columns, group, strict=True):
+            p, *rest = [own([column[i] for i in which], donated) for column in (columns[0], *columns[2:])]
+            fixed = None if isinstance(rate, Tensor) else float(rate)
+            step(name, p, [columns[1][i] for i in which], [x for column in rest for x in column],
+                 [factors[i].to(device) for i in which] if factors else [], rate if fixed is None else None,
+                 fixed or 0.0, count, [*(options or ()), weight_decay * decay])  # fmt: skip
+            for column, done in zip([columns[0], *columns[2:]], [p, *rest], strict=True):
                 for i, x in zip(which, done, strict=True):
                     column[i] = x
         new_params, _, *new_moments = [tree.unflatten(treedef, column) for column in columns]
         return new_params, {"count": count, **dict(zip(moments, new_moments, strict=True))}
 
-    return Optimizer(init, update, specs, name)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    """Whether torch has a fused step for this leaf, which neither a compiler nor torch.func can look into."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return False
-    # On the CPU, up to torch 2.13, the one of SGD skips most of a half precision leaf: pytorch issue 191763.
-    return x.device.type == "cuda" or (x.device.type == "cpu" and x.dtype.itemsize >= 4)
-
-
-def _for_kernel(rate: Any, device: torch.device) -> Any:
-    """As numbers are, or as a tensor that CUDA's kernels (they read a float32) or the CPU's can read."""
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
-    return rate.detach().to(device, dtype) if isinstance(rate, Tensor) else rate
-
-
-def _own(columns: Columns) -> Columns:
-    """What a kernel may write: the leaves that are donated themselves, and copies of the others."""
-    donated = region().donated if in_region() else frozenset()
-
-    def own(x: Tensor, read_only: bool) -> Tensor:
-        x = x.detach()
-        ours = bool(donated) and memory_of(x) in donated
-        # A gradient that lies in a donated leaf is copied: that leaf may be overwritten before this is read.
-        copy = ours if read_only else not ours or not x.is_contiguous()
-        return x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()
-
-    return [[own(x, i == 1) for x in column] for i, column in enumerate(columns)]
-
-
-def _full_registers(columns: Columns) -> tuple[Columns, list[tuple[Tensor, Tensor]]]:
-    """Cut each leaf after its last full vector register, and pad the end to one: (pieces, [(end, padded)]).
-
-    The CPU kernels round elements that fill no register in another way (multiply-add as one operation or as
-    two), so that without this a new value would depend on its place in the shard: on the mesh.
-    """
-    size = 64 // columns[0][0].element_size()
-    pieces: Columns = [[] for _ in columns]
-    ends = []
-    for i, column in enumerate(columns):
-        for x in column:
-            rest = x.numel() % size
-            if rest == 0:
-                pieces[i] += [x] * (x.numel() > 0)
-                continue
-            body, end = torch.split(x.view(-1), [x.numel() - rest, rest])
-            padded = torch.nn.functional.pad(end, (0, size - rest))
-            pieces[i] += [body, padded] if len(body) else [padded]
-            ends += [(end, padded)] * (i != 1)  # gradients are only read
-    return pieces, ends
+    return Optimizer(init, update, specs, name, scaled)
 
 
 # --- composition --------------------------------------------------------------------------------------------
@@ -247,13 +199,21 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
         raise fail(f"chain: {wrong[0] if wrong else 'no steps'}",
                    fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))")
     names = ", ".join(s.name for s in steps)
+    last = steps[-1]
+    # What only scales just before the step need not be made: that would be a second tree of gradients.
+    lazy = len(steps) - 2 if len(steps) > 1 and steps[-2].factors and last.scaled else None
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if not isinstance(state, (tuple, list)) or len(state) != len(steps):
             raise fail(f"chain({names}): the state is not its state", fix="state = opt.init(params)")
-        value, new = grads, []
-        for step, own in zip(steps, state, strict=True):
-            value, own = step.update(value, own, params)
+        value, factors, new = grads, None, []
+        for i, (step, own) in enumerate(zip(steps, state, strict=True)):
+            if i == lazy:
+                factors, own = steps[i].factors(value, own, params)
+            elif factors is not None:
+                value, own = last.scaled(value, own, params, factors)
+            else:
+                value, own = step.update(value, own, params)
             new.append(own)
         return value, tuple(new)  # the last step gave the parameters
 
@@ -275,16 +235,21 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
     not_negative("clip_by_global_norm", max_norm=max_norm)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        norm = global_norm(grads, specs)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        scales, state = factors(grads, state, params)
         leaves, treedef = tree.flatten(grads)
-        axes = [s.axes for s in tree.broadcast(specs, grads, name="specs", leaf=is_spec)]
+        clipped = [(g * scale.to(g.device)).to(g.dtype) for g, scale in zip(leaves, scales, strict=True)]
+        return tree.unflatten(treedef, clipped), state
+
+    def factors(grads: Any, state: Any, params: Any) -> tuple[list[Tensor], Any]:
+        leaves, treedef = tree.flatten(grads)
+        axes = axes_of(specs, grads, treedef)
+        norm = norm_of(leaves, axes)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scales = {a: pvary(scale, a) if a else scale for a in axes}
-        clipped = [(g * scales[a].to(g.device)).to(g.dtype) for g, a in zip(leaves, axes, strict=True)]
-        return tree.unflatten(treedef, clipped), {"norm": norm.to(torch.float32)}
+        return [scales[a] for a in axes], {"norm": norm.to(torch.float32)}
 
     return Transform(lambda params: {"norm": _scalar(params, torch.float32)}, update,
-                     lambda param_specs: {"norm": P()}, "clip_by_global_norm")  # fmt: skip
+                     lambda param_specs: {"norm": P()}, "clip_by_global_norm", factors)  # fmt: skip
 
 
 # --- states and checks --------------------------------------------------------------------------------------
@@ -308,16 +273,22 @@ def _scalar(params: Any, dtype: torch.dtype) -> Any:
     return torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None)
 
 
-def _decays(name: str, mask: Mask, params: Any) -> list[bool]:
+def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:
     given: Any = True if mask is None else mask(params) if callable(mask) else mask
-    if not all(isinstance(leaf, bool) for leaf in tree.leaves(given)):
+    flat, structure = tree.flatten(given)
+    if not all(isinstance(leaf, bool) for leaf in flat):
         wrong = [tree.show("mask", at) for at, x in tree.leaves_with_path(given) if not isinstance(x, bool)]
         raise fail(f"{name}: {', '.join(wrong)}: not a bool", fix="True where a leaf decays, False elsewhere")
+    if structure == treedef:
+        return flat
     return tree.broadcast(given, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool")
 
 
-def _check(name: str, moments: Sequence[str], grads: Any, state: Any, params: Any) -> None:
-    """Gradients and moments must be trees like the parameters: the kernels read what they are given."""
+def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: Any) -> tuple[list[list[Tensor]], Any]:
+    """The leaves of parameters, gradients and moments, and the structure of the parameters.
+
+    Gradients and moments must be trees like the parameters: the kernels read what they are given.
+    """
     keys = sorted(state) if isinstance(state, dict) else type(state).__name__
     if keys != sorted(["count", *moments]):
         raise fail(f"{name}: the state is not its state", fix="state = opt.init(params)",
@@ -327,8 +298,13 @@ def _check(name: str, moments: Sequence[str], grads: Any, state: Any, params: An
     trees = [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]]
     flat = [(what, other, *tree.flatten(other)) for what, other in trees]
     alike = all(d == treedef and [(x.shape, x.dtype) for x in xs] == kinds for _, _, xs, d in flat)
-    if alike and all(x.is_floating_point() for x in leaves):
-        return
+    if not alike or not all(x.is_floating_point() for x in leaves):
+        _refuse(name, params, treedef, flat)
+    return [leaves, *[xs for _, _, xs, _ in flat]], treedef
+
+
+def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any, list[Tensor], Any]]) -> None:
+    """Raise, naming every leaf that is not as its parameter."""
     want = {tree.show("", path): p for path, p in tree.leaves_with_path(params)}
     errors = [fail(f"{name}: params{at}: {describe(p.dtype, p.shape)} is not floating", fix="keep it in another tree")
               for at, p in want.items() if not p.is_floating_point()]  # fmt: skip

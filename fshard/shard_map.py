@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,21 +11,20 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from . import source, tree
-from .comm import Comm, Region, bind, memory_of
+from .arguments import Plan, cut, donated, make_plan, signature
+from .comm import Comm, Region, bind
 from .copies import apart
-from .deferred import Deferred
 from .differences import Allowed
-from .errors import ShardingError, fail, raise_all
+from .errors import fail, raise_all
 from .linear import prepare
 from .mesh import Mesh, make_mesh
 from .replicas import check_replicas
-from .results import Kinds, agree, collect, specs_of
-from .sharded import Sharded, described
-from .spec import P, box_shape, is_even, is_spec, local_box, problems, same
+from .results import Kinds, Row, agree, collect, leaves_as, memories, returned, specs_of
+from .sharded import Sharded, described, parts_of
+from .spec import problems
 from .vma import Checker, same_numbers
 
 Check = Literal["first", "always", "never", "values"]
@@ -109,8 +107,9 @@ class ShardMapped:
         self._compiled = compile and mesh.kind != "abstract"
         self._body = torch.compile(f, fullgraph=True) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
-        self._plans: dict[Any, _Plan] = {}
-        self._kinds: dict[Any, list[Kinds]] = {}  # signature -> what every rank returned
+        self._plans: list[Plan] = []  # the last used first
+        self._steady = True  # whether all arguments have had one structure so far
+        self._spare: list[tuple[Plan, list[dict[Any, Any]]]] = []  # the scratch of the last call that has ended
 
     def on(self, mesh: Mesh, *, check: Check | None = None, compile: bool | None = None) -> ShardMapped:
         """The same function on another mesh; checked, or compiled, as before if not said."""
@@ -121,62 +120,89 @@ class ShardMapped:
         return f"shard_map({self._name}, {self.mesh!r})"
 
     def __call__(self, *args: Any) -> Any:
-        leaves, treedef = tree.flatten(args)
-        signature = (treedef, *[_signature(leaf) for leaf in leaves])
-        plan = self._plans.get(signature)
-        if plan is None:
-            if self._compiled:
-                prepare(max(256, 2 * len(leaves)))
-            self._plans[signature] = plan = self._plan(args, leaves)
-        given = [leaf.shards if isinstance(leaf, Sharded) else None for leaf in leaves]
+        plan, leaves = self._planned(args)
+        parts = parts_of(leaves, len(self.mesh.ranks))
         checked = bool(self._live) and (self._check == "always" or (self._check != "never" and not plan.checked))
         if checked and self._compiled:
             dry_run(self, args)  # below the compiler no mode sees anything
             plan.checked, checked = True, False
-        donated = self._donated(args) if self._donate else []
-        given_away = {id(leaf) for i in self._donate for leaf in tree.leaves(args[i])
-                      if isinstance(leaf, (Sharded, Deferred))}  # fmt: skip
+        scratch = self._scratch(plan, checked)
+        # Nothing out here holds what is donated: a program may free it, and what it writes over is not there twice.
+        for x in donated(self._name, plan, args, leaves):
+            x.give_away(self._name)
 
-        def rank_main(comm: Comm, rank: int) -> tuple[Any, list[Kinds] | None, set[int], Any]:
+        def rank_main(comm: Comm, rank: int) -> tuple[Row, list[Kinds] | None, set[int], Checker | None]:
             at = rank if self.mesh.kind == "simulated" else 0
-            local = [
-                _local(leaf, None if shards is None else shards[at], box, self.mesh)
-                for leaf, shards, box in zip(leaves, given, plan.boxes[at], strict=True)
-            ]
-            storages = frozenset(memory_of(x) for x, leaf in zip(local, leaves, strict=True) if id(leaf) in given_away)
+            local, parts[at] = parts[at], []
+            cut(plan, local, self.mesh, at)
+            ours = frozenset(memories([local[i] for i in plan.donated], self.mesh))
+            taken = {*memories([local[i] for i in plan.kept], self.mesh)} - ours
             watch = Checker(self._live, self.mesh.axes) if checked else None
-            here = Region(comm, rank, self.mesh.device, plan.uneven, storages, watch)
+            here = Region(comm, rank, self.mesh.device, plan.uneven, ours, watch, scratch[at])
             # Backward runs on this thread, where the region is, and not on a device's own.
             with bind(here), torch.autograd.set_multithreading_enabled(False), watch or contextlib.nullcontext():
                 if watch is not None:
                     for x, spec, name in zip(local, plan.specs, plan.names, strict=True):
                         if isinstance(x, Tensor):
                             watch.argument(x, frozenset(spec.axes), name)
-                out = self._body(*tree.unflatten(treedef, local))
+                inputs = tree.unflatten(plan.treedef, local)
+                del local
+                out = self._body(*inputs)
                 if watch is not None:
                     with watch.resting():
                         self._check_results(watch, out)
+                row = returned(out, plan.joint if watch is None else None, at)
                 digest = watch.digest() if watch is not None and self.mesh.kind == "process" else ""
-                everyone = agree(self._name, self.mesh, self._kinds, signature, out, digest)
+                plan.everyone = everyone = agree(self._name, self.mesh, plan.everyone, row, digest)
                 if watch is not None and everyone is not None and len({digest for *_, digest in everyone}) > 1:
                     same_numbers(self.mesh, [watch])
                 if self._check == "values" and self._live and self.mesh.kind != "abstract":
                     check_replicas(self._name, out, self._out_specs)
-                taken = {memory_of(x) for x in local if isinstance(x, Tensor)} - storages
-                return out, everyone, taken, watch
+                return row, everyone, taken, watch
 
-        try:
-            with _eager() if checked else contextlib.nullcontext(), _valueless(self.mesh):
-                results = self.mesh.run(rank_main)
-        finally:
-            for x in donated:
-                x.give_away(self._name)
-        joined = collect(self._name, self.mesh, self._out_specs, [row[:3] for row in results])
+        with _eager() if checked else contextlib.nullcontext(), _valueless(self.mesh):
+            results = self.mesh.run(rank_main)
+        everyone, taken = results[0][1], set().union(*(kept for _, _, kept, _ in results))
+        rows = [row for row, *_ in results]
+        joined, plan.joint = collect(self._name, self.mesh, self._out_specs, rows, everyone, taken, plan.joint)
         if checked and self.mesh.kind == "simulated":
-            same_numbers(self.mesh, [watch for *_, watch in results])
+            same_numbers(self.mesh, [watch for *_, watch in results if watch is not None])
             raise_all(apart(self._name, joined, Allowed(None, None, False)))
         plan.checked = True
+        if not checked:
+            self._spare[:] = [(plan, scratch)]  # of one signature only, or every batch size would keep its buffers
         return joined
+
+    def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, list[Any]]:
+        """The plan of a call's signature, most often that of the last one, and the leaves of its arguments."""
+        last = self._plans[0] if self._plans else None
+        if last is not None and self._steady:
+            leaves = leaves_as(last.treedef, args)
+            if leaves is not None and (kinds := signature(leaves)) == last.signature:
+                last.signature = kinds  # which the next call will mostly have too: one object is compared faster
+                return last, leaves
+        leaves, treedef = tree.flatten(args)
+        kinds = signature(leaves)
+        self._steady = self._steady and (last is None or last.treedef == treedef)
+        found = next((p for p in self._plans if p.treedef == treedef and p.signature == kinds), None)
+        if found is None:
+            if self._compiled:
+                prepare(max(256, 2 * len(leaves)))
+            found = make_plan(self._name, self._f, self.mesh, self._in_specs, self._donate, args)
+        self._plans = [found, *(p for p in self._plans if p is not found)]
+        return found, leaves
+
+    def _scratch(self, plan: Plan, checked: bool) -> list[dict[Any, Any]]:
+        """What each rank kept from the last call, if it was of this plan; of calls at once one has it.
+
+        A call that is checked starts with nothing and leaves nothing, and so does one that failed.
+        """
+        if not checked and self.mesh.kind != "abstract":
+            with contextlib.suppress(IndexError):
+                owner, kept = self._spare.pop()
+                if owner is plan:
+                    return kept
+        return [{} for _ in self.mesh.ranks]
 
     def _check_results(self, watch: Checker, out: Any) -> None:
         specs = specs_of(self._name, out, self._out_specs)
@@ -184,71 +210,6 @@ class ShardMapped:
         rows = [(tree.show("result", path), x, spec) for (path, x), spec in found if isinstance(x, Tensor)]
         fit = [row for row in rows if not problems(row[0], tuple(row[1].shape), row[2], self.mesh.axes)]
         raise_all(watch.results(self._name, fit))
-
-    def _plan(self, args: tuple[Any, ...], leaves: list[Any]) -> _Plan:
-        """Check the arguments against the specs, once for each signature."""
-        flat = self._flat_in_specs(args, len(leaves))
-        errors: list[ShardingError] = []
-        specs = []
-        for (path, leaf), spec in zip(tree.leaves_with_path(args), flat, strict=True):
-            where = f"{self._name}: {tree.show('args', path)}"
-            spec = spec if spec is not None else leaf.spec if isinstance(leaf, Sharded) else P()
-            specs.append(spec)
-            if isinstance(leaf, (Sharded, Tensor, Deferred)):
-                wrong = problems(where, tuple(leaf.shape), spec, self.mesh.axes)
-                errors += wrong or self._misplaced(where, leaf, spec)
-        raise_all(errors)
-        boxes = []
-        for rank in self.mesh.ranks:
-            coords = self.mesh.coords(rank)
-            boxes.append([local_box(tuple(x.shape), s, self.mesh.axes, coords) if isinstance(x, (Tensor, Deferred))
-                          else None for x, s in zip(leaves, specs, strict=True)])  # fmt: skip
-        placed = [(x, s) for x, s in zip(leaves, specs, strict=True) if isinstance(x, (Tensor, Sharded, Deferred))]
-        uneven = any(not is_even(tuple(x.shape), s, self.mesh.axes) for x, s in placed)
-        return _Plan(boxes, specs, _names(self._f, args), uneven)
-
-    def _flat_in_specs(self, args: tuple[Any, ...], n: int) -> list[P | None]:
-        if self._in_specs is None:
-            return [None] * n
-        name = f"{self._name}: in_specs"
-        return tree.broadcast(self._in_specs, args, name=name, leaf=lambda s: s is None or is_spec(s))
-
-    def _misplaced(self, where: str, leaf: Sharded | Tensor | Deferred, spec: P) -> list[ShardingError]:
-        if isinstance(leaf, Deferred):
-            fix = "fs.materialize it, or fs.check(f, ...), which needs no values"
-            return [] if self.mesh.kind == "abstract" else [fail(f"{where}: is only described", fix=fix, leaf=leaf)]
-        if isinstance(leaf, Tensor):
-            if leaf.requires_grad and torch.is_grad_enabled():
-                return [fail(f"{where}: requires grad, and no gradient flows out of shard_map",
-                             fix="differentiate inside, with fs.value_and_grad, or pass x.detach()")]  # fmt: skip
-            if leaf.is_meta and self.mesh.kind != "abstract":
-                return [fail(f"{where}: is on the meta device, and has no values", fix="fs.check(f, ...) needs none")]
-            if leaf.layout != torch.strided:
-                return [fail(f"{where}: is not strided", fix="x.to_dense()", layout=leaf.layout)]
-            if is_functorch_wrapped_tensor(leaf):
-                return [fail(f"{where}: is inside a torch.func transform, which cannot see into shard_map",
-                             fix="transform inside")]  # fmt: skip
-            return []
-        if leaf.mesh != self.mesh:
-            return [fail(f"{where}: is on another mesh", fix="fs.reshard(x, specs, mesh), or f.on(mesh)",
-                         leaf=leaf.mesh, function=self.mesh)]  # fmt: skip
-        if not same(leaf.spec, spec, leaf.ndim):
-            return [fail(f"{where}: is placed as {leaf.spec}, in_specs says {spec}", fix=f"fs.reshard(x, {spec})",
-                         leaf=leaf)]  # fmt: skip
-        return []
-
-    def _donated(self, args: tuple[Any, ...]) -> list[Sharded]:
-        found: dict[int, Sharded] = {}
-        for i in self._donate:
-            if i >= len(args):
-                raise fail(f"{self._name}: donate={i}, but there are {len(args)} arguments", fix="count from 0")
-            for path, leaf in tree.leaves_with_path(args[i]):
-                if isinstance(leaf, Sharded):
-                    if id(leaf) in found:
-                        raise fail(f"{self._name}: {tree.show(f'args[{i}]', path)} is donated twice",
-                                   fix="keep a tied leaf once in the tree, or do not donate it")  # fmt: skip
-                    found[id(leaf)] = leaf
-        return list(found.values())
 
 
 def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> tuple[Any, Mesh]:
@@ -263,61 +224,22 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def _valueless(mesh: Mesh) -> Iterator[None]:
+def _valueless(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """On an abstract mesh, say at which line a program needs the value of a tensor."""
+    return _told() if mesh.kind == "abstract" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        if mesh.kind != "abstract":
-            raise
         frames = [f for f, _ in traceback.walk_tb(e.__traceback__)]
         frame = next((f for f in reversed(frames) if source.user_frame(f) is f), None)
         where = f"{source.site(frame)}: " if frame is not None else ""
         raise fail(f"{where}there is no data on an abstract mesh, and this needs the value of a tensor: {e}",
                    fix="keep it a tensor (torch.where, indexing by tensors); or check with data, by "
                        'fs.shard_map(..., check="always")') from e  # fmt: skip
-
-
-class _Plan:
-    """What a signature of arguments settles: where each leaf lies and what it is called, and if anything is uneven."""
-
-    def __init__(self, boxes: list[list[Any]], specs: list[P], names: list[str], uneven: bool) -> None:
-        self.boxes, self.specs, self.names, self.uneven = boxes, specs, names, uneven
-        self.checked = False
-
-
-def _names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """Each leaf as `f` would write it: `params['up']`, by the names of its parameters."""
-    try:
-        bound = inspect.signature(f).bind(*args)
-    except (TypeError, ValueError):  # no signature, or a call that will fail by itself
-        return [tree.show("args", path) for path, _ in tree.leaves_with_path(args)]
-    named = []
-    for name, given in bound.arguments.items():
-        named += [tree.show(name, path) for path, _ in tree.leaves_with_path(given)]
-    return named
-
-
-def _signature(leaf: Any) -> Any:
-    if isinstance(leaf, Sharded):
-        return leaf.shape, leaf.dtype, leaf.spec, leaf.mesh
-    if isinstance(leaf, Tensor):
-        tracked = leaf.requires_grad and torch.is_grad_enabled()
-        return tuple(leaf.shape), leaf.dtype, tracked, is_functorch_wrapped_tensor(leaf)
-    if isinstance(leaf, Deferred):
-        return leaf.shape, leaf.dtype
-    return (type(leaf), leaf) if isinstance(leaf, (bool, str)) else type(leaf)  # what programs branch on
-
-
-def _local(leaf: Any, shard: Tensor | None, box: Any, mesh: Mesh) -> Any:
-    """This rank's part of a leaf: its own shard; of a plain tensor a part, and where threads would share it a copy."""
-    if mesh.kind == "abstract" and (shard is not None or box is not None):
-        shape = box_shape(box) if shard is None else shard.shape
-        return torch.empty(shape, dtype=leaf.dtype, device=mesh.device)  # a fake one, under the mesh's mode
-    if shard is not None:
-        return shard
-    return leaf if box is None else leaf.detach()[box].to(mesh.device, copy=mesh.kind == "simulated" and mesh.size > 1)
 
 
 __all__ = ["ShardMapped", "dry_run", "shard_map"]

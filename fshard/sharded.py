@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ from .mesh import Mesh
 from .spec import Box, P, box_shape, describe, ends, is_spec, local_box, problems, same
 
 
+class Placement(NamedTuple):
+    """Where a leaf lies, and what it is but for its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: P
+    mesh: Mesh
+
+
 class Sharded:
     """A placed leaf: a global shape, a spec, a mesh, and the local parts this process holds.
 
@@ -27,18 +36,16 @@ class Sharded:
     f32[64, 256@model]
     """
 
-    __slots__ = ("_donated_to", "_shards", "dtype", "mesh", "shape", "spec")
+    __slots__ = ("_donated_to", "_shards", "placement")
 
     def __init__(self, shape: Sequence[int], spec: P, mesh: Mesh, shards: Sequence[Tensor]) -> None:
-        self.shape, self.spec, self.mesh = tuple(shape), spec, mesh
-        self.dtype = shards[0].dtype
+        self.placement = Placement(tuple(shape), shards[0].dtype, spec, mesh)
         self._shards = tuple(shards)
-        self._donated_to: str | None = None
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
         """The local tensors, in the order of `mesh.ranks`. Raises ShardingError once the leaf has been donated."""
-        if self._donated_to is not None:
+        if not self._shards:
             raise fail(f"{self!r} was donated to {self._donated_to}, which may have overwritten it",
                        fix="use the value that call returned, or leave the argument out of donate=")  # fmt: skip
         return self._shards
@@ -46,6 +53,22 @@ class Sharded:
     def give_away(self, to: str) -> None:
         """Let go of the storage; any later use is an error that names `to`."""
         self._donated_to, self._shards = to, ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.placement.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.placement.dtype
+
+    @property
+    def spec(self) -> P:
+        return self.placement.spec
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.placement.mesh
 
     @property
     def ndim(self) -> int:
@@ -87,6 +110,30 @@ class Sharded:
 
     def __repr__(self) -> str:
         return describe(self.dtype, self.shape, self.spec)
+
+
+# --- many at once, as every call of a `shard_map` takes and makes them -------------------------------------------
+
+
+def placed(placement: Placement, shards: tuple[Tensor, ...]) -> Sharded:
+    """A leaf whose shards are known to be what its placement says."""
+    leaf = _new(Sharded)
+    leaf.placement, leaf._shards = placement, shards
+    return leaf
+
+
+_new = Sharded.__new__
+
+
+def parts_of(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
+    """What each of this process's ranks has of the leaves: of a `Sharded` its shard, anything else as it is.
+
+    Raises ShardingError for a leaf that has been donated.
+    """
+    rows = [x._shards if x.__class__ is Sharded else (x,) * ranks for x in leaves]
+    if () in rows:
+        _ = [x.shards for x in leaves if isinstance(x, Sharded)]  # raises
+    return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(ranks)]
 
 
 # --- making them ----------------------------------------------------------------------------------------------
@@ -250,4 +297,5 @@ def place_all(
     return tree.unflatten(treedef, out)
 
 
-__all__ = ["Sharded", "described", "device_put", "from_callback", "materialize", "place_all"]
+__all__ = ["Placement", "Sharded", "described", "device_put", "from_callback", "materialize", "parts_of", "place_all",
+           "placed"]  # fmt: skip

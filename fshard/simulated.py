@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-from .comm import Axes, Comm, index_of, note, reduction
+from .buffers import fold, pack, unpack
+from .comm import Axes, Comm, Flight, index_of, note, reduction
 from .errors import fail
 
 T = TypeVar("T")
@@ -30,8 +31,8 @@ class _Abandoned(BaseException):
 class _Slot:
     tag: tuple[Any, ...]
     first: int
-    payloads: dict[int, Tensor] = field(default_factory=dict)
-    results: dict[int, Tensor] | None = None
+    payloads: dict[int, Any] = field(default_factory=dict)
+    results: dict[int, Any] | None = None
 
 
 class _Meeting:
@@ -45,7 +46,7 @@ class _Meeting:
         self.finished: set[int] = set()
         self.failure: BaseException | None = None
 
-    def exchange(self, rank: int, group: tuple[int, ...], x: Tensor, tag: tuple[Any, ...], combine: Any) -> Tensor:
+    def exchange(self, rank: int, group: tuple[int, ...], x: Any, tag: tuple[Any, ...], combine: Any) -> Any:
         with self.changed:
             self._stop_if_failed()
             slot = self.slots.setdefault(group, _Slot(tag, rank))
@@ -105,21 +106,27 @@ def _tell(tag: tuple[Any, ...]) -> str:
 class SimulatedComm:
     """One thread as a rank."""
 
+    direct = True
+
     def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], meeting: _Meeting) -> None:
         self.sizes, self.coords, self._meeting = sizes, coords, meeting
         self._rank = index_of(tuple(sizes), sizes, coords)
 
     def _meet(self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any], *more: object) -> Tensor:
-        note(op, x, axes)
-        group = []
+        note(op, [x], axes)
+        out: Tensor = self._exchange((op, axes, tuple(x.shape), x.dtype, *more), x, combine)
+        return out
+
+    def _exchange(self, tag: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """What `combine` makes for me of what everyone gives; `tag` is the same on all: op, axes, shape, dtype, ..."""
+        group, axes = [], tag[1]
         for at in itertools.product(*(range(self.sizes[a]) for a in axes)):
             group.append(index_of(tuple(self.sizes), self.sizes, {**self.coords, **dict(zip(axes, at, strict=True))}))
-        tag = (op, axes, tuple(x.shape), x.dtype, *more)
         return self._meeting.exchange(self._rank, tuple(group), x, tag, combine)
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
-            total = _reduce(xs, op)
+            total = fold(xs, op)
             return [total, *(total.clone() for _ in xs[1:])]
 
         return self._meet(reduction(op), x, axes, combine)
@@ -129,7 +136,7 @@ class SimulatedComm:
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
-            return [_reduce(row, "sum") for row in zip(*xs, strict=True)]
+            return [fold(row, "sum") for row in zip(*xs, strict=True)]
 
         return self._meet("reduce_scatter", x, axes, combine)
 
@@ -143,20 +150,39 @@ class SimulatedComm:
 
         return self._meet("permute", x, axes, combine, tuple(pairs))
 
+    # Everything moves at the start, and what the others see is a copy: who lands may write to what it gave.
 
-def _reduce(xs: Sequence[Tensor], op: str) -> Tensor:
-    """Reduce in rank order; sums of half precision are kept in float32 and rounded once."""
-    steps: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "sum": torch.add,
-        "max": torch.maximum,
-        "min": torch.minimum,
-    }
-    dtype = xs[0].dtype
-    wide = torch.float32 if op == "sum" and dtype in (torch.float16, torch.bfloat16) else dtype
-    total = xs[0].to(wide, copy=True)
-    for x in xs[1:]:
-        total = steps[op](total, x.to(wide))
-    return total.to(dtype)
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+        note("all_gather", xs, axes)
+        shapes = [tuple(t.shape) for parts in into for t in parts]
+        told = shapes[0] if len(xs) == 1 else (sum(parts[0].numel() for parts in into),)
+        mine = torch.cat([x.reshape(-1) for x in xs])
+        tag = ("all_gather", axes, told, mine.dtype, shapes)
+        for r, flat in enumerate(self._exchange(tag, mine, lambda flats: [flats] * len(flats))):
+            targets = [parts[r] for parts in into]
+            torch._foreach_copy_(targets, _parts(flat, targets))
+        return list
+
+    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+        note("reduce_scatter", [x for row in xs for x in row], axes)
+        flats = [torch.cat([row[r].reshape(-1) for row in xs]) for r in range(len(xs[0]))]
+        shapes = [tuple(t.shape) for row in xs for t in row]
+        tag = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, shapes)
+        total = self._exchange(tag, flats, lambda rows: [fold(row, "sum") for row in zip(*rows, strict=True)])
+        me = index_of(axes, self.sizes, self.coords)
+        found = _parts(total, [row[me] for row in xs])
+        return lambda: found
+
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> Flight:
+        found = unpack(self.all_reduce(pack(xs), "sum", axes), xs)
+        if not fresh:
+            torch._foreach_copy_(list(xs), found)
+        return lambda: found if fresh else list(xs)
+
+
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split_with_sizes([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 def simulate(

@@ -53,7 +53,8 @@ def _ask(verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], dev
         raise fail(f"{verb}: sizes that the axis does not divide must be known to {kind}",
                    fix="pass size= (for unshard: shapes=)")  # fmt: skip
     found = checker()
-    with contextlib.nullcontext() if found is None else found.resting():
+    # Numbers, not what is differentiated: tensors made inside a transform would be wrapped, and could not be sent.
+    with contextlib.nullcontext() if found is None else found.resting(), torch._C._DisableFuncTorch():
         everyone = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
         return [int(n) for n in everyone.sum(0).tolist()]
 

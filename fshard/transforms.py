@@ -1,18 +1,24 @@
-"""Functions of functions, for use inside `shard_map`: gradients, accumulation, rematerialization, precision."""
+"""Functions of functions, for use inside `shard_map`: gradients, and their accumulation over microbatches.
+
+Where nothing else differentiates, a gradient is plain autograd's: each part of the graph, and what it holds, is freed
+as the backward pass leaves it, and no operation goes through torch.func. Inside another gradient, vmap or jvp, and in a
+compiled program, it is torch.func's, which can itself be transformed. The results are the same.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import tree
 from .comm import checker
-from .errors import fail
+from .errors import ShardingError, fail
 
 
 def value_and_grad(
@@ -44,8 +50,9 @@ def value_and_grad(
         leaves, treedef = tree.flatten(chosen)
         _check_differentiable(name, numbers, args)
 
-        checks = None if torch.compiler.is_dynamo_compiling() else checker()
-        kept: list[Any] = []  # the aux tree, its tensors replaced by None: torch.func lets only tensors out
+        compiling = torch.compiler.is_dynamo_compiling()
+        checks = None if compiling else checker()
+        kept: list[Any] = []  # how to make the aux tree of its tensors: torch.func lets only tensors out
 
         def of_leaves(*flat: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             full = list(args)
@@ -56,21 +63,26 @@ def value_and_grad(
             _check_loss(name, loss)
             if checks is not None:
                 checks.loss(name, loss, leaves)
-            aux_leaves, aux_def = tree.flatten(aux)
-            kept[:] = [aux_def, [None if isinstance(x, Tensor) else x for x in aux_leaves]]
-            return loss, tuple(x for x in aux_leaves if isinstance(x, Tensor))
+            tensors, kept[:] = tensors_of(aux)
+            return loss, tensors
 
         if not leaves:
             raise fail(f"value_and_grad({name}): argument {argnums} has no leaves",
                        fix="pass the parameters, or other argnums")  # fmt: skip
-        transform = torch.func.grad_and_value(of_leaves, argnums=tuple(range(len(leaves))), has_aux=True)
-        flat_grads, (loss, tensors) = transform(*leaves)
+        given = [] if compiling else [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if compiling or _inside_another(given):
+            transform = torch.func.grad_and_value(of_leaves, argnums=tuple(range(len(leaves))), has_aux=True)
+            flat_grads, (loss, tensors) = transform(*leaves)
+        else:
+            constant = [x for x in given if not x.requires_grad]
+            flat_grads, (loss, tensors) = _by_autograd(of_leaves, leaves)
+            if any(x.requires_grad for x in constant):
+                raise _overwritten(name, args, {id(x) for x in constant})
         if checks is not None:
             for x, gradient in zip(leaves, flat_grads, strict=True):
                 checks.gradient(name, x, gradient)
         grads = tree.unflatten(treedef, flat_grads)
-        aux_def, others = kept
-        aux = _fill_in(aux_def, others, tensors)
+        aux = fill_in(kept, tensors)
         return (loss, aux) if has_aux else loss, grads[0] if isinstance(argnums, int) else grads
 
     return wrapped
@@ -91,10 +103,93 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
     return wrapped
 
 
-def _fill_in(treedef: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
-    """Put tensors back where `None` stands among the leaves of a tree."""
-    rest = iter(tensors)
-    return tree.unflatten(treedef, [next(rest) if x is None else x for x in leaves])
+# --- by plain autograd, where that will do --------------------------------------------------------------------
+
+_running = threading.local()
+
+
+def tracked(x: Tensor) -> bool:
+    """Whether a gradient that is being taken here goes through this tensor: then no kernel may be blind to it."""
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return wrapped or (getattr(_running, "gradient", False) and x.requires_grad)
+
+
+def _inside_another(given: Sequence[Tensor]) -> bool:
+    """Whether something around may differentiate or batch this gradient, or these are tensors that autograd refuses."""
+    recorded = torch.is_grad_enabled()
+    return (
+        getattr(_running, "gradient", False)
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _has_tangents(given)
+        or torch.is_inference_mode_enabled()
+        or any((recorded and x.requires_grad) or x.is_inference() for x in given)
+    )
+
+
+def _has_tangents(given: Sequence[Tensor]) -> bool:
+    # The level alone tells nothing: on a simulated mesh one is always open (see simulated._DualLevel).
+    unpack: Any = forward_ad.unpack_dual
+    return forward_ad._current_level >= 0 and any(unpack(x).tangent is not None for x in given)
+
+
+def _by_autograd(
+    f: Callable[..., tuple[Tensor, tuple[Tensor, ...]]], leaves: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, tuple[Tensor, ...]]]:
+    """What `torch.func.grad_and_value` of all arguments, with aux, gives: (grads, (loss, aux))."""
+    recorded = torch.is_grad_enabled()
+    own = [x.detach().requires_grad_() for x in leaves]  # a tensor that is two leaves has two gradients
+    _running.gradient = True
+    try:
+        with torch.enable_grad():
+            loss, aux = f(*own)
+        if recorded and _reaches_others((loss, *aux), own):  # the caller differentiates what f captured
+            return torch.autograd.grad(loss, own, create_graph=True, materialize_grads=True), (loss, aux)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, own, materialize_grads=True)
+        else:
+            grads = tuple(map(torch.zeros_like, leaves))
+        return grads, (loss.detach(), tuple(x.detach() if x.requires_grad else x for x in aux))
+    finally:
+        _running.gradient = False
+
+
+def _reaches_others(results: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
+    """Whether a graph ends in more than these leaves: half a microsecond a node, where making one takes ten."""
+    known = {id(x) for x in own}
+    live = [x for x in results if x.requires_grad]
+    seen = {x.grad_fn for x in live}
+    if any(x.grad_fn is None and id(x) not in known for x in live):
+        return True
+    ahead = list(seen)
+    while ahead:
+        node = ahead.pop()
+        following = getattr(node, "next_functions", ())
+        if not following and id(getattr(node, "variable", own[0])) not in known:
+            return True
+        new = {n for n, _ in following} - seen
+        seen |= new
+        ahead += new
+    return False
+
+
+# --- shared by the transforms ---------------------------------------------------------------------------------
+
+
+def tensors_of(x: Any) -> tuple[tuple[Tensor, ...], tuple[Any, list[Any]]]:
+    """The tensors of a tree, and the rest of it for `fill_in`."""
+    leaves, treedef = tree.flatten(x)
+    return tuple(t for t in leaves if isinstance(t, Tensor)), (
+        treedef, [None if isinstance(t, Tensor) else t for t in leaves])  # fmt: skip
+
+
+def fill_in(rest: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    """The tree of `tensors_of` again, with other tensors."""
+    treedef, leaves = rest
+    given = iter(tensors)
+    return tree.unflatten(treedef, [next(given) if x is None else x for x in leaves])
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
 
 
 def _check_loss(name: str, loss: Any) -> None:
@@ -118,6 +213,12 @@ def _check_differentiable(name: str, numbers: Sequence[int], args: Sequence[Any]
             kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
             raise fail(f"value_and_grad({name}): {path} is {kind}, which has no gradient",
                        fix="keep what is not trained in another argument")  # fmt: skip
+
+
+def _overwritten(name: str, args: Sequence[Any], constant: set[int]) -> ShardingError:
+    found = [path for path, x in _named(args, range(len(args))) if id(x) in constant and x.requires_grad]
+    return fail(f"value_and_grad({name}): {', '.join(found) or 'an argument'} was written in place with what is being "
+                "differentiated", fix="give the new value back, with has_aux=True")  # fmt: skip
 
 
 def accumulate(
@@ -171,179 +272,4 @@ def _micro(i: int, arg: Any, step: int, steps: int) -> Any:
     return tree.map_with_path(part, arg)
 
 
-# --- rematerialization ----------------------------------------------------------------------------------------
-
-
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep only the arguments of `f`; compute the rest again in the backward pass (as `jax.checkpoint` does).
-
-    Same values and gradients, less memory, one more forward. Nests; works under grad, vjp, vmap and jvp. Tensors that
-    are to be differentiated must be arguments of `f`, not captured by it: that is an error. In a compiled program `f`
-    must give a tensor or a tuple of several tensors.
-
-    >>> h = remat(block)(params, h)
-
-    Source: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
-    """
-
-    @functools.wraps(f)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # dynamo cannot look into closures
-            _check_captured(f)
-        leaves, treedef = tree.flatten((args, kwargs))
-        where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        seen: list[Any] = []
-
-        def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
-            full = list(leaves)
-            for i, x in zip(where, tensors, strict=True):
-                full[i] = x
-            a, k = tree.unflatten(treedef, full)
-            out = f(*a, **k)
-            if torch.compiler.is_dynamo_compiling():
-                return _plain(f, out)  # dynamo lets nothing but tensors out of here
-            out_leaves, out_def = tree.flatten(out)
-            seen[:] = [out_def, [None if isinstance(x, Tensor) else x for x in out_leaves]]
-            return tuple(x for x in out_leaves if isinstance(x, Tensor))
-
-        xs = [leaves[i] for i in where]
-        if torch.compiler.is_dynamo_compiling():
-            xs = [x.view_as(x) for x in xs]  # see linear.apply
-            got = _RematCompiled.apply(_Body(of_tensors), *xs)  # type: ignore[no-untyped-call]
-            return got[0] if len(got) == 1 else got
-        got = _Remat.apply(_Body(of_tensors), *xs)  # type: ignore[no-untyped-call]
-        out_def, others = seen
-        return _fill_in(out_def, others, got)
-
-    return wrapped
-
-
-def _plain(f: Callable[..., Any], out: Any) -> tuple[Tensor, ...]:
-    """A tensor or several as a tuple: the results whose form a compiled program knows without being told."""
-    if isinstance(out, Tensor):
-        return (out,)
-    if not isinstance(out, tuple) or len(out) < 2 or not all(isinstance(x, Tensor) for x in out):
-        raise fail(f"remat({getattr(f, '__name__', f)}): gives a {type(out).__name__}",
-                   fix="in a compiled program give a tensor, or a tuple of two or more")  # fmt: skip
-    return out
-
-
-@dataclass(frozen=True)
-class _Body:
-    """A function of tensors, in an object: dynamo lets no bare callable be kept between forward and backward."""
-
-    f: Callable[..., tuple[Tensor, ...]]
-
-    def pull(self, xs: Sequence[Tensor], live: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The vjp of `f` at `xs`, made anew; `None` for what has no gradient, or is not marked in `live`.
-
-        It is the gradient of <f(xs), grads>, and not torch.func.vjp, whose pullback runs after its level has ended:
-        a remat inside `f` would then begin a level under tensors of the old one.
-        """
-        smooth = [i for i, x in enumerate(xs) if _smooth(x) and (live[i] or not any(live))]
-
-        def pairing(*chosen: Tensor) -> Tensor:
-            out = [y for y in self.f(*_replace(xs, smooth, chosen)) if _smooth(y)]
-            wanted = [g for g in grads if g is not None and _smooth(g)]
-            return sum(_inner(y, g) for y, g in zip(out, wanted, strict=True))  # type: ignore[return-value]
-
-        found = torch.func.grad(pairing, tuple(range(len(smooth))))(*[xs[i] for i in smooth])
-        return tuple(_replace([None] * len(xs), smooth, found))
-
-    def push(self, xs: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The jvp of `f` at `xs`."""
-        moving = [i for i, t in enumerate(tangents) if t is not None]
-        at, rates = tuple(xs[i] for i in moving), tuple(tangents[i] for i in moving)
-        body = lambda *chosen: self.f(*_replace(xs, moving, chosen))  # noqa: E731
-        out, pushed = torch.func.jvp(body, at, rates)  # type: ignore[misc]  # without has_aux it gives two
-        return tuple(t if _smooth(y) else None for y, t in zip(out, pushed, strict=True))
-
-
-def _replace(xs: Sequence[Any], at: Sequence[int], by: Sequence[Any]) -> list[Any]:
-    given = dict(zip(at, by, strict=True))
-    return [given.get(i, x) for i, x in enumerate(xs)]
-
-
-class _RematCompiled(torch.autograd.Function):
-    """Runs a body forward and keeps its arguments; backward runs it again. Dynamo refuses one with a jvp or vmap."""
-
-    @staticmethod
-    def forward(body: _Body, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(y.view_as(y) if any(y is x for x in xs) else y for y in body.f(*xs))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.body, ctx.live = inputs[0], [True] * len(inputs[1:])
-        ctx.save_for_backward(*inputs[1:])
-        ctx.mark_non_differentiable(*[y for y in output if not _smooth(y)])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.body.pull(ctx.saved_tensors, ctx.live, grads)
-
-
-class _Remat(_RematCompiled):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _RematCompiled.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[1:])
-        if not any(torch._C._functorch.is_batchedtensor(x) for x in inputs[1:]):  # which do not tell
-            ctx.live = [x.requires_grad for x in inputs[1:]]
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return ctx.body.push(ctx.saved_tensors, tangents)  # type: ignore[no-any-return]
-
-
-def _inner(y: Tensor, g: Tensor) -> Tensor:
-    return torch.real(y * g.conj()).sum() if y.is_complex() else (y * g).sum()
-
-
-def _smooth(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
-def _check_captured(f: Callable[..., Any]) -> None:
-    """A tensor under differentiation that `f` captures would silently lose its gradient."""
-    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True) if hasattr(f, "__code__") else ():
-        try:
-            held = tree.leaves(cell.cell_contents)
-        except ValueError:  # an empty cell
-            continue
-        if any(isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x) for x in held):
-            raise fail(f"remat({getattr(f, '__name__', f)}): captures {name!r}, which is being differentiated",
-                       "its gradient would be lost", fix=f"pass {name!r} as an argument")  # fmt: skip
-
-
-# --- precision ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Which dtype parameters are kept in, the model computes in, and results come out in.
-
-    >>> policy = Policy(compute=torch.bfloat16)
-    >>> logits = policy.to_output(apply(policy.to_compute(params), policy.to_compute(x)))
-
-    Only floating leaves are cast. Source: the idea and the three roles are those of DeepMind's jmp.
-    """
-
-    param: torch.dtype = torch.float32
-    compute: torch.dtype = torch.float32
-    output: torch.dtype = torch.float32
-
-    def to_param(self, x: Any) -> Any:
-        return cast(x, self.param)
-
-    def to_compute(self, x: Any) -> Any:
-        return cast(x, self.compute)
-
-    def to_output(self, x: Any) -> Any:
-        return cast(x, self.output)
-
-
-def cast(x: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor of a tree in `dtype`; other leaves as they are. Transpose: cast back."""
-    return tree.map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
+__all__ = ["accumulate", "fill_in", "grad", "tensors_of", "tracked", "value_and_grad"]

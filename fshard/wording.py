@@ -63,12 +63,12 @@ class Scene:
 
 
 def differentiating() -> bool:
-    """Whether a gradient is being taken: it is, where torch.func's functions are on the stack, or a backward pass."""
+    """Whether a gradient is being taken: torch.func's functions or `transforms` are on the stack, or a backward pass."""
     if torch._C._current_graph_task_id() != -1:
         return True
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.endswith("eager_transforms.py"):
+        if frame.f_code.co_filename.endswith(("eager_transforms.py", "fshard/transforms.py")):
             return True
         frame = frame.f_back
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.comm import recording, region
+from fshard.comm import index_of, recording, region
 from fshard.spec import lengths, piece
 
 
@@ -208,3 +209,135 @@ def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
     index = fs.shard_map(lambda: fs.axis_index(axis)[None], mesh=mesh, out_specs=spec)()
     same(fs.device_get(index), torch.arange(n))
     assert sum(lengths(5, sizes)) == 5
+
+
+# --- transfers in flight --------------------------------------------------------------------------------------
+
+Run = Callable[[Callable[[Any, int], Any]], Any]  # a mesh's `run`: f(comm, rank) on every rank of this process
+EVERY_DTYPE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool,
+               torch.complex64)  # fmt: skip
+
+
+def _given(shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int) -> Tensor:
+    """Small numbers of a rank's own, whose sums are exact in every dtype."""
+    x = torch.arange(math.prod(shape)).mul(7 + rank).add(salt + 3 * rank).remainder(5)
+    return (x > 2 if dtype == torch.bool else x.to(dtype) * (1j if dtype.is_complex else 1)).view(shape)
+
+
+def _summed(xs: list[Tensor]) -> Tensor:
+    total = xs[0].clone()
+    for x in xs[1:]:
+        total = total | x if x.dtype == torch.bool else total + x
+    return total
+
+
+def _same(got: Tensor, want: Tensor, what: str) -> None:
+    assert got.dtype == want.dtype, what
+    torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda m: f"{what}: {m}")
+
+
+def check_flights(run: Run, sizes: dict[str, int], axes: tuple[str, ...], dtypes: Any = EVERY_DTYPE) -> None:
+    """gather, scatter and reduce: uneven and empty parts, strided places, small and large, several in the air."""
+    n = math.prod(sizes[a] for a in axes)
+    # What rank r gives, of each tensor: uneven, empty on every other one, in columns, 0-d, large (a message of its own).
+    parts = [lambda r: (r + 1, 3), lambda r: (2, 3 * (r % 2)), lambda r: (4, r + 2), lambda r: (), lambda r: (17_000 + r,),
+             lambda r: (2, 8_200 + r)]  # fmt: skip
+    joined = [0, 1, 1, None, 0, 1]  # the dim along which the parts lie in the whole; of 0-d ones a new one
+    whole = [(5, 3), (0, 2), (), (4 * n + 1, 3), (20_001,)]
+
+    def gathering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
+        xs = [_given(shape(me), dtype, me, salt + i) for i, shape in enumerate(parts)]
+        xs[2] = xs[2].t().contiguous().t()  # as it lies, it cannot be sent
+        want, into, room = [], [], []
+        for i, (shape, dim) in enumerate(zip(parts, joined, strict=True)):
+            all_of_it = [_given(shape(r), dtype, r, salt + i) for r in range(n)]
+            want.append(torch.stack(all_of_it) if dim is None else torch.cat(all_of_it, dim))
+            room.append(torch.zeros_like(want[-1]))
+            into.append(room[-1].unbind() if dim is None else room[-1].split([shape(r)[dim] for r in range(n)], dim))
+        flight = comm.gather(xs, into, axes)
+
+        def land() -> None:
+            assert flight() == []
+            for i in range(len(parts)):
+                _same(room[i], want[i], f"gather {i} of {dtype}")
+
+        return land
+
+    def scattering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
+        def of(rank: int) -> list[tuple[Tensor, ...]]:
+            out = []
+            for i, (shape, dim) in enumerate(zip(parts, joined, strict=True)):
+                every = [_given(shape(r), dtype, rank + 10 * r, salt + i) for r in range(n)]
+                together = torch.stack(every) if dim is None else torch.cat(every, dim)
+                out.append(together.unbind() if dim is None else together.split([e.shape[dim] for e in every], dim))
+            return out
+
+        flight, everyone = comm.scatter(of(me), axes), [of(r) for r in range(n)]
+
+        def land() -> None:
+            got = flight()
+            for i, y in enumerate(got):
+                assert y.is_contiguous()
+                _same(y, _summed([theirs[i][me] for theirs in everyone]), f"scatter {i} of {dtype}")
+            for y in got:  # they are the caller's own
+                y.fill_(1)
+            assert len(got) == len(parts)
+
+        return land
+
+    def reducing(comm: Any, me: int, dtype: torch.dtype, salt: int, fresh: bool) -> Any:
+        xs = [_given(shape, dtype, me, salt + i) for i, shape in enumerate(whole)]
+        before = [x.clone() for x in xs]
+        flight = comm.reduce(xs, axes, fresh=fresh)
+
+        def land() -> None:
+            got = flight()
+            assert len(got) == len(xs)
+            for i, (x, y) in enumerate(zip(xs, got, strict=True)):
+                assert (y is x) != fresh
+                _same(y, _summed([_given(whole[i], dtype, r, salt + i) for r in range(n)]), f"reduce {i} of {dtype}")
+                if fresh:
+                    _same(x, before[i], "what was lent")
+                    assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
+
+        return land
+
+    def all_of_them(comm: Any, rank: int) -> None:
+        me = index_of(axes, comm.sizes, comm.coords)
+        for i, dtype in enumerate(dtypes):
+            flights = [gathering(comm, me, dtype, i), scattering(comm, me, dtype, i + 1)]
+            flights += [reducing(comm, me, dtype, i, fresh) for fresh in (True, False)]
+            flights += [gathering(comm, me, dtype, i + 2)]
+            for at in (3, 0, 4, 1, 2):  # not as they were started
+                flights[at]()
+        # several of the same kind and size, last one first; and none of anything
+        rows = [torch.zeros(n, 4) for _ in range(3)]
+        ours = [comm.gather([torch.full((4,), float(me + 10 * k))], [row.unbind()], axes) for k, row in enumerate(rows)]
+        for k in (2, 1, 0):
+            ours[k]()
+            _same(rows[k], (torch.arange(n) + 10.0 * k)[:, None].expand(n, 4), "flights of one size")
+        nothing = torch.zeros(0)
+        comm.gather([nothing], [[nothing] * n], axes)()
+        assert comm.scatter([[nothing] * n], axes)()[0].shape == (0,)
+
+    run(all_of_them)
+
+
+def check_what_flights_note(run: Run, sizes: dict[str, int], axes: tuple[str, ...], here: int) -> None:
+    """Each is one transfer, of the bytes that a rank gives; `here` of the ranks run in this process."""
+    n = math.prod(sizes[a] for a in axes)
+
+    def f(comm: Any, rank: int) -> None:
+        x = torch.ones(5, dtype=torch.float32)
+        flights = [
+            comm.gather([x, x[:2]], [[torch.empty(5)] * n, [torch.empty(2)] * n], axes),
+            comm.scatter([[x[: r % 2 + 1] for r in range(n)]], axes),
+            comm.reduce([x.clone(), x[:3].clone()], axes),
+        ]
+        for flight in flights:
+            flight()
+
+    with recording() as log:
+        run(f)
+    each = [("all_gather", 28), ("reduce_scatter", 4 * sum(r % 2 + 1 for r in range(n))), ("all_reduce", 32)]
+    assert Counter((t.op, t.bytes) for t in log) == Counter(each * here)

@@ -9,6 +9,7 @@ body that runs again begin where they did the first time. The backward pass, mad
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import threading
@@ -28,7 +29,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import fshard as fs
-from fshard import P, ShardingError, collectives, linear, transforms
+from fshard import P, ShardingError, collectives, linear
 from fshard.comm import Comm, Region, index_of, region, size_of
 from fshard.models import gpt2
 from fshard.spec import box_shape, lengths, local_box
@@ -247,12 +248,13 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
 
     names = ("_on_leaves", "_gather_leaves", "extreme")
     verbs = {name: getattr(collectives, name) for name in names}
-    bodies = transforms._Body
+    remat = importlib.import_module("fshard.remat")  # its name in the library is the function's
+    bodies = remat._Body
     fakes = {"_on_leaves": on_leaves, "_gather_leaves": gather_leaves, "apply": apply, "extreme": extreme}
     draws = {name: draw(name, getattr(fs.random, name)) for name in ("bernoulli", "normal", "uniform")}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(collectives, **fakes))
-        stack.enter_context(mock.patch.object(transforms, "_Body", body))
+        stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))
         yield struck
 

@@ -169,6 +169,10 @@ LOCAL_MLP = """
 params = {"up": torch.ones(8, 4), "down": torch.ones(4, 8)}
 x = torch.ones(2, 3, 8)
 """
+SCANNED = """
+block = lambda p, x: x + torch.relu(x @ p["up"]) @ p["down"]
+params, specs = {"h": [params, params]}, {"h": fs.P()}
+"""
 VOCABULARY = """
 v = 12565 if fs.axis_index("model") < 3 else 12562
 ids = torch.ones(2, 3, dtype=torch.int64)
@@ -247,9 +251,10 @@ GIVEN = {
     "fshard.optim.chain": CHAIN,
     "fshard.reshard.device_get": MLP,
     "fshard.sharded.from_callback": "memory_map = np.zeros((8, 4), np.float32)",
-    "fshard.transforms.Policy": LOCAL_MLP + 'apply = lambda p, x: x @ p["up"]',
+    "fshard.precision.Policy": LOCAL_MLP + 'apply = lambda p, x: x @ p["up"]',
     "fshard.transforms.accumulate": LOCAL_MLP + BATCH,
-    "fshard.transforms.remat": LOCAL_MLP + 'h = x\nblock = lambda p, h: torch.relu(h @ p["up"]) @ p["down"]',
+    "fshard.scan.scan": LOCAL_MLP + SCANNED,
+    "fshard.remat.remat": LOCAL_MLP + 'h = x\nblock = lambda p, h: torch.relu(h @ p["up"]) @ p["down"]',
 }
 MESHES = {
     "fshard.collectives.ppermute": fs.make_mesh(stage=4),

@@ -18,12 +18,14 @@ MOST_LINES = 350
 
 # Each file imports only from the ones above it. A new file takes its place here.
 LAYERS = [
-    "errors", "source", "repair", "tree", "spec", "facts", "comm", "abstract", "simulated", "mesh",
+    "errors", "source", "repair", "tree", "spec", "facts", "comm", "buffers", "abstract", "simulated",
+    "packed", "pairs", "processes", "mesh",
     "wording", "blame", "verdicts", "operations", "ledger", "vma",
-    "buffers", "linear", "extreme", "replicas", "sizes", "collectives",
+    "maps", "recast", "linear", "extreme", "replicas", "sizes", "collectives", "unshard",
     "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "differences", "copies",
-    "results", "shard_map", "verify",
-    "transforms", "schedules", "norm", "optim", "softmax", "extent", "loss", "nn", "rope", "data",
+    "results", "arguments", "shard_map", "verify",
+    "transforms", "remat", "fetch", "loop", "scan", "schedules", "norm", "fused",
+    "optim", "precision", "softmax", "extent", "loss", "nn", "rope", "data",
     "checkpoint.parts", "checkpoint.manifest", "checkpoint.commit", "checkpoint.saving", "checkpoint.loading",
     "checkpoint", "picture", "display", "check", "evidence", "validate",
     "interop", "interop.window", "interop.graph", "interop.laws", "interop.evaluate", "interop.meaning",

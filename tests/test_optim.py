@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import fshard as fs
-from fshard import P, ShardingError, init, optim, tree
+from fshard import P, ShardingError, fused, init, optim, tree
 
 STEPS = 20
 
@@ -225,6 +225,26 @@ def test_a_norm_of_many_elements_is_exact_enough():
     torch.testing.assert_close(optim.global_norm(x, P()).double(), x.double().norm(), rtol=1e-6, atol=0)
     half = torch.full((1 << 10,), 300.0, dtype=torch.float16)  # whose squares are not float16
     assert float(optim.global_norm(half, P())) == 300 * 32
+
+
+
+@pytest.mark.parametrize("n", [1, 15, 4096, 4097, 100_000, (1 << 23) + 5])
+def test_a_norm_is_as_exact_as_float32_however_leaves_are_cut_and_lie(n):
+    x = torch.rand(n, generator=torch.Generator().manual_seed(n))
+    want = x.double().norm().float()
+    close = {"rtol": 4e-7, "atol": 0}  # three roundings: of a block's root, of the sum, of the root
+    torch.testing.assert_close(optim.global_norm(x, P()), want, **close)
+    for cuts in (3, 7):
+        torch.testing.assert_close(optim.global_norm(list(x.tensor_split(cuts)), P()), want, **close)
+    if n % 4 == 0:
+        grid = x.view(4, -1)
+        for strided in (grid.T, grid.T.contiguous().T, x.view(2, 2, -1).permute(2, 0, 1)):
+            torch.testing.assert_close(optim.global_norm(strided, P()), want, **close)
+        torch.testing.assert_close(optim.global_norm(grid[:, ::2], P()), grid[:, ::2].double().norm().float(), **close)
+    half = x.bfloat16()
+    torch.testing.assert_close(optim.global_norm([half, half.double()[:0]], P()).float(), half.double().norm().float(), **close)
+    assert math.isnan(optim.global_norm([x, torch.tensor([math.nan])], P()))
+    assert math.isinf(optim.global_norm([x, torch.full((5000,), math.inf)], P()))
 
 
 # --- schedules ----------------------------------------------------------------------------------------------
@@ -494,6 +514,129 @@ def test_a_gradient_that_lies_in_a_donated_leaf_is_read_first():
 
     got = fs.device_get(fs.shard_map(step, mesh=mesh, out_specs=P(), donate=0)(params))
     assert_same(got, {"a": torch.full((16,), 0.5), "b": torch.full((16,), 3.5)})
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def most_extra_bytes(f, *args):
+    """The most that lived at once beside what lived before, and what `f` gives."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
+        out = f(*args)
+    live = most = 0
+    for event in p.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return most, out
+
+
+PIECE = 4 * 4096  # bytes of gradient scaled at a time here
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setitem(fused._PIECE, "cpu", 4096)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*profiler.*")
+@pytest.mark.parametrize("name", ["sgd", "dampened", "adamw"])
+@pytest.mark.parametrize("kind", ["contiguous", "strided"])
+def test_a_clipped_step_of_donated_leaves_holds_no_second_copy_of_anything(name, kind, small_pieces):
+    mesh = fs.make_mesh(data=1)
+    params = {"a": torch.randn(256, 256), "b": [torch.randn(100, 640), torch.randn(64_000)], "c": torch.randn(7)}
+    turned = (lambda x: x.T.contiguous().T if x.ndim == 2 else x) if kind == "strided" else (lambda x: x)
+    grads = tree.map(torch.randn_like, params)
+    opt = optim.chain(optim.clip_by_global_norm(0.5, P()), OPTIMIZERS[name](P()))
+    extra = []
+
+    def step(grads, state, params):
+        grads = tree.map(turned, grads)
+        most, out = most_extra_bytes(opt.update, grads, state, params)
+        extra.append(most)
+        return out
+
+    before = tree.map(torch.clone, grads)
+    state = opt.init(params)
+    want = opt.update(tree.map(turned, grads), state, params)
+    step = fs.shard_map(step, mesh=mesh, out_specs=P(), donate=(1, 2), check="never")
+    got = step(*fs.device_put((grads, state, params), P(), mesh))
+    assert_same(fs.device_get(got), want)
+    assert_same(grads, before)
+    leaf = 4 * 256 * 256
+    # A rule without a kernel goes leaf by leaf, in a handful of temporaries; one with a kernel by pieces.
+    assert extra[0] <= (6 * leaf if name == "dampened" else PIECE + 4096)
+
+
+def test_a_chain_that_scales_as_it_steps_is_the_two_steps_one_after_the_other(small_pieces):
+    g = torch.Generator().manual_seed(0)
+    shapes = [(300, 70), (40, 3, 50), (9000,), (), (0, 4), (5,), (2, 8192)]
+    params = [torch.randn(s, generator=g) for s in shapes] + [torch.randn(33, generator=g).bfloat16()]
+    grads = [torch.randn(p.shape, generator=g).to(p.dtype) for p in params]
+    grads[0] = grads[0].T.contiguous().T
+    for name, make in OPTIMIZERS.items():
+        clip, last = optim.clip_by_global_norm(0.5, P()), make(P())
+        opt = optim.chain(clip, last)
+        state = opt.init(params)
+        clipped, norm = clip.update(grads, state[0], params)
+        want, own = last.update(clipped, state[1], params)
+        assert_same(opt.update(grads, state, params), (want, (norm, own))), name
+
+
+# --- compiled -----------------------------------------------------------------------------------------------
+
+
+def mark(x):
+    x.donated = True  # as shard_map does around a compiled program
+    return x
+
+
+# torch's own compiler uses what torch itself calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:.*profiler.*")
+def test_a_compiled_step_overwrites_donated_leaves_and_copies_none(small_pieces):
+    opt = optim.chain(optim.clip_by_global_norm(0.5, P()), optim.adamw(optim.warmup(0.1, 3)))
+    params = {"a": torch.randn(256, 256), "b": torch.randn(64_000), "c": torch.randn(7)}
+    grads, state = grads_at(0, params), opt.init(params)
+    want = opt.update(grads, state, params)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        step = torch.compile(opt.update, fullgraph=True)
+        given = tree.map(lambda x: mark(x.clone()), (state, params))
+        for x in (given[0][0]["norm"], given[0][1]["count"]):
+            del x.donated
+        got = step(grads, *given)
+        assert_same(got, want, rtol=1e-6, atol=0)  # of the norm, whose sum the compiler orders
+        for old, new in [(given[1], got[0]), (given[0][1]["m"], got[1][1]["m"]), (given[0][1]["v"], got[1][1]["v"])]:
+            assert all(a is b for a, b in zip(tree.leaves(old), tree.leaves(new), strict=True))
+        again = (got[1], got[0])
+        tree.map(mark, ({k: again[0][1][k] for k in ("m", "v")}, again[1]))
+        most, _ = most_extra_bytes(step, grads, *again)
+    assert most <= PIECE + 4096
+    other = {k: v.clone() for k, v in params.items()}  # without the mark it is pure, in another graph
+    before = tree.map(torch.clone, other)
+    assert_same(torch.compile(opt.update, fullgraph=True)(grads, state, other), want, rtol=1e-6, atol=0)
+    assert_same(other, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_first():
+    opt = optim.sgd(0.5)
+    for view in (lambda x: x, lambda x: x.view(4, 4).view(16)):
+        torch._dynamo.reset()
+        params = {"a": mark(torch.full((16,), 3.0)), "b": mark(torch.full((16,), 5.0))}
+        step = torch.compile(lambda p, v=view: opt.update({"a": v(p["b"]), "b": v(p["a"])}, opt.init(p), p)[0], fullgraph=True)
+        assert_same(step(params), {"a": torch.full((16,), 0.5), "b": torch.full((16,), 3.5)})
+
+
+def test_a_compiled_gradient_through_a_step_is_refused():
+    opt = optim.adamw(0.1)
+    params = torch.ones(16)
+    state = opt.init(params)
+    torch._dynamo.reset()
+    slope = torch.compile(torch.func.grad(lambda g: opt.update(g, state, params)[0].sum()), backend="eager")
+    with pytest.raises(Exception, match="a compiled program takes no gradient through a step"):
+        slope(torch.ones(16))
 
 
 # --- under other transforms ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from collective_cases import check_all, check_values
+from collective_cases import EVERY_DTYPE, check_all, check_flights, check_values, check_what_flights_note
 from processes import Pool, RanksError
 from torch import Tensor
 
@@ -239,12 +239,27 @@ def groups() -> None:
             check_values(mesh, axes)
     for axes in (("x",), ("y", "one", "x")):
         check_all(mesh, axes)
+        check_flights(mesh.run, mesh.axes, tuple(a for a in axes if a != "one"), EVERY_DTYPE[2::3])
 
 
 def line() -> None:
     mesh = fs.make_mesh(x=4)
     check_values(mesh, ("x",))
     check_all(mesh, ("x",))
+
+
+def flights(n: int) -> None:
+    mesh = fs.make_mesh(x=n)
+    check_flights(mesh.run, mesh.axes, ("x",), EVERY_DTYPE if n == 2 else EVERY_DTYPE[::3])
+    check_what_flights_note(mesh.run, mesh.axes, ("x",), here=1)
+    for _ in range(3):  # flights that every rank gives up do not stand in the way of others
+        mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [[torch.empty(9)] * n], ("x",)) and None)
+        mesh.run(lambda comm, rank: comm.reduce([torch.ones(50_000)], ("x",)) and None)
+    check_flights(mesh.run, mesh.axes, ("x",), EVERY_DTYPE[:1])
+    mesh.run(lambda comm, rank: comm._wires.clear())  # the way of a compiler, and of CUDA
+    check_flights(mesh.run, mesh.axes, ("x",), (torch.float32, torch.int64))
+    check_what_flights_note(mesh.run, mesh.axes, ("x",), here=1)
+    check_values(mesh, ("x",))
 
 
 def test_make_mesh_fits_the_world_or_says_why_not(ranks: Pool) -> None:
@@ -254,6 +269,8 @@ def test_make_mesh_fits_the_world_or_says_why_not(ranks: Pool) -> None:
 def test_collectives_over_every_set_of_axes_in_every_order(ranks: Pool) -> None:
     ranks(4, groups, timeout=120)  # some 200 first calls, and each is checked
     ranks(4, line)
+    ranks(4, flights, 4)
+    ranks(2, flights, 2)
 
 
 # --- what does not divide -----------------------------------------------------------------------------------
@@ -508,7 +525,7 @@ def test_a_rank_that_hangs_ends_the_wait_when_the_timeout_of_the_job_is_over(
     assert 1 < waited < 6
 
 
-def crashes() -> None:
+def crashes(in_flight: bool) -> None:
     mesh = fs.make_mesh(data=2)
 
     @fs.shard_map(mesh=mesh, in_specs=(P("data"),), out_specs=P())
@@ -517,13 +534,23 @@ def crashes() -> None:
             os._exit(7)
         return fs.psum(x.sum(), "data")
 
+    def fly(comm: Any, rank: int) -> None:
+        flights = [comm.reduce([torch.ones(n)], ("data",)) for n in (10, 1_000_000)]
+        if rank == 1:
+            os._exit(7)
+        for flight in flights:
+            flight()
+
+    if in_flight:
+        mesh.run(fly)
     step(torch.ones(4))
 
 
 def test_a_rank_that_crashes_ends_the_others(ranks: Pool) -> None:
-    start = time.monotonic()
-    with pytest.raises(RanksError) as e:
-        ranks(2, crashes)
-    assert "rank 0: a collective broke off: another rank has failed, or left the program" in str(e.value)
-    assert "rank 1 of 2: the process is gone" in str(e.value)
-    assert time.monotonic() - start < 10
+    for in_flight in (False, True):
+        start = time.monotonic()
+        with pytest.raises(RanksError) as e:
+            ranks(2, crashes, in_flight)
+        assert "rank 0: a collective broke off: another rank has failed, or left the program" in str(e.value)
+        assert "rank 1 of 2: the process is gone" in str(e.value)
+        assert time.monotonic() - start < 10

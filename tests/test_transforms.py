@@ -1,6 +1,12 @@
-"""Gradients, accumulation, rematerialization and precision, against plain torch."""
+"""Gradients and their accumulation, against plain torch."""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+import weakref
 
 import pytest
 import torch
@@ -28,7 +34,7 @@ def close(a, b):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def by_autograd(p, x):
+def by_autograd(p, x, loss=loss):
     p = fs.tree.map(lambda t: t.clone().requires_grad_(), p)
     value = loss(p, x)
     value.backward()
@@ -122,118 +128,187 @@ def test_accumulate_with_one_reduction_on_a_mesh():
     assert sorted(t.bytes for t in log) == [8, 8, 8, 8, 96, 96]  # two losses, one gradient, on two ranks
 
 
-# --- remat ----------------------------------------------------------------------------------------------------
+# --- plain autograd, where that will do -----------------------------------------------------------------------
 
 
-def rematted(p, x):
-    return fs.remat(mlp)(p, fs.remat(mlp)(p, x)).square().mean()
+class Held:
+    """A tensor that a graph keeps for its backward pass."""
+
+    def __init__(self, x):
+        self.x = x
 
 
-def test_remat_changes_nothing():
-    p, x = data()
-    close(fs.value_and_grad(rematted)(p, x), by_autograd(p, x))
-    close(fs.grad(rematted, 1)(p, x), fs.grad(loss, 1)(p, x))
+@contextlib.contextmanager
+def held_by_graphs():
+    """How many tensors the graphs hold, each time that one is used. torch.func refuses to be watched so."""
+    living, counts = weakref.WeakSet(), []
+
+    def pack(x):
+        living.add(held := Held(x))
+        return held
+
+    def unpack(held):
+        counts.append(len(living))
+        return held.x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield counts
 
 
-def test_remat_nested_and_recomputed():
-    calls = []
-
-    def counted(p, x):
-        calls.append(1)
-        return mlp(p, x)
-
-    def outer(p, x):
-        return fs.remat(counted)(p, fs.remat(counted)(p, x))
-
-    p, x = data()
-    close(fs.value_and_grad(lambda p: fs.remat(outer)(p, x).square().mean())(p), by_autograd(p, x))
-    assert len(calls) == 2 + 2 + 2  # forward; the outer body again; each inner body again
-
-
-def test_remat_under_vmap_jvp_and_twice():
-    p, x = data()
-    xs = torch.stack([x, x + 1, x * 2])
-    close(torch.func.vmap(fs.grad(rematted), (None, 0))(p, xs), torch.func.vmap(fs.grad(loss), (None, 0))(p, xs))
-    close(fs.grad(lambda p: torch.func.vmap(lambda x: rematted(p, x))(xs).sum())(p),
-          fs.grad(lambda p: torch.func.vmap(lambda x: loss(p, x))(xs).sum())(p))  # fmt: skip
-    close(torch.func.jvp(lambda x: rematted(p, x), (x,), (x,)), torch.func.jvp(lambda x: loss(p, x), (x,), (x,)))
-    twice = lambda f: fs.grad(lambda x: fs.grad(f, 1)(p, x).square().sum())(x)  # noqa: E731
-    close(twice(rematted), twice(loss))
-    close(torch.func.jacrev(lambda x: fs.remat(mlp)(p, x))(x), torch.func.jacrev(lambda x: mlp(p, x))(x))
-
-
-def test_remat_with_aux_outputs_integers_and_statics():
-    def block(p, x, i, scale, *, flag):
-        h = mlp(p, x) * scale
-        return {"h": h, "i": i + 1, "top": h.argmax(-1), "flag": flag, "same": x}
-
-    def f(p, x, wrap):
-        out = wrap(block)(p, x, torch.tensor(2), 3.0, flag="on")
-        assert (int(out["i"]), out["flag"], out["top"].dtype) == (3, "on", torch.int64)
-        return (out["h"] + out["same"]).square().sum()
-
-    p, x = data()
-    for argnum in (0, 1):
-        close(fs.value_and_grad(f, argnum)(p, x, fs.remat), fs.value_and_grad(f, argnum)(p, x, lambda g: g))
-
-
-def test_remat_refuses_a_captured_parameter():
+def test_a_backward_pass_frees_what_it_has_used():
     p, x = data()
 
-    def f(p):
-        return fs.remat(lambda x: mlp(p, x))(x).sum()
+    def deep(p, x):
+        for _ in range(10):
+            x = mlp(p, x)
+        return x.square().mean()
 
-    text = "captures 'p', which is being differentiated\n  its gradient would be lost"
-    with pytest.raises(ShardingError, match=text):
-        fs.grad(f)(p)
+    want = by_autograd(p, x, deep)
+    with held_by_graphs() as counts:
+        close(fs.value_and_grad(deep)(p, x), want)
+    assert counts[0] >= 30  # tanh's result and matmul's two arguments, ten times
+    assert counts[-1] <= 3
+    assert all(b <= a for a, b in itertools.pairwise(counts))
 
 
-def test_remat_with_collectives_inside():
+def test_a_failed_gradient_leaves_nothing_behind():
+    p, x = data()
+    with pytest.raises(ZeroDivisionError):
+        fs.grad(lambda p: 1 / 0)(p)
+    with held_by_graphs() as counts:  # which would fail inside torch.func
+        fs.grad(loss)(p, x)
+    assert counts
+
+
+def test_a_tensor_that_is_two_leaves_has_two_gradients():
+    w = torch.randn(3, dtype=torch.float64)
+    got = fs.grad(lambda p: (p[0].sin() * p[1]["x"]).sum())([w, {"x": w}])
+    close(got, [w.cos() * w, {"x": w.sin()}])
+
+
+def test_a_loss_that_depends_on_nothing_has_zero_gradients():
+    p, _ = data()
+    value, grads = fs.value_and_grad(lambda p: torch.tensor(2.0))(p)
+    assert (float(value), value.requires_grad) == (2.0, False)
+    close(grads, fs.tree.map(torch.zeros_like, p))
+    close(fs.grad(lambda p: p["w"].sum())(p), {"w": torch.ones_like(p["w"]), "b": torch.zeros_like(p["b"])})
+
+
+def test_complex_leaves_have_the_gradients_of_autograd():
+    z = torch.randn(4, dtype=torch.complex128)
+    f = lambda z: (z * z.conj() * 1j + z.sin()).abs().sum()  # noqa: E731
+    close(fs.grad(f)(z), torch.func.grad(f)(z))
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_surroundings_change_nothing(around):
     p, x = data()
     want = by_autograd(p, x)
-    mesh = fs.make_mesh(model=3)
-    specs = {"w": P(None, "model"), "b": P("model")}
-
-    def layer(p, x):
-        return fs.all_gather(mlp(p, fs.pvary(x, "model")), "model", 1, to="invariant")
-
-    for wrap in (fs.remat, lambda f: f):
-
-        @fs.shard_map(mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs))
-        def step(p, x, wrap=wrap):
-            return fs.value_and_grad(lambda p: wrap(layer)(p, wrap(layer)(p, x)).square().mean())(p)
-
-        close(fs.device_get(step(fs.device_put(p, specs, mesh), x)), want)
-
-
-# --- precision ------------------------------------------------------------------------------------------------
+    with around():
+        close(fs.grad(lambda p: p["w"].square().sum())(p), {"w": p["w"] * 2, "b": torch.zeros_like(p["b"])})
+        x = x * 1
+        got = fs.value_and_grad(loss)(p, x)
+        assert not any(t.requires_grad for t in fs.tree.leaves(got))
+        assert fs.grad(lambda p: loss(p, x).detach())(p)["w"].count_nonzero() == 0
+    close(got, want)
+    close(fs.value_and_grad(loss)(p, x), want)  # x, made in inference mode, cannot be kept by a plain graph
+    with torch.no_grad():
+        held = fs.tree.map(lambda t: t.clone().requires_grad_(), p)
+    with around():
+        close(fs.value_and_grad(loss)(held, x), want)
 
 
-def test_policy_casts_floating_leaves_only():
-    policy = fs.Policy(compute=torch.bfloat16)
-    tree = {"w": torch.ones(2), "i": torch.arange(2), "n": 3, "s": "x"}
-    low = policy.to_compute(tree)
-    assert (low["w"].dtype, low["i"].dtype, low["n"]) == (torch.bfloat16, torch.int64, 3)
-    assert policy.to_output(low)["w"].dtype == policy.to_param(low)["w"].dtype == torch.float32
+def twice_by_torch(f, *xs):
+    """A gradient through the gradient of f by its first argument, by torch alone."""
+    xs = [x.clone().requires_grad_() for x in xs]
+    value = f(*xs)
+    (first,) = torch.autograd.grad(value, xs[0], create_graph=True)
+    return torch.autograd.grad(first.square().sum() + value, xs[1])[0]
 
 
-def test_policy_keeps_float32_gradients():
+CAPTURED = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64, requires_grad=True)
+
+
+def by_a_global(p):
+    return (p * CAPTURED).exp().sum()
+
+
+@pytest.mark.parametrize("how", ["argument", "keyword", "closure", "deep closure", "global", "rematted"])
+def test_who_differentiates_around_it_gets_their_gradient(how):
+    p, w = torch.randn(3, dtype=torch.float64), CAPTURED
+    inner = lambda p: (p * w).exp().sum()  # noqa: E731
+    keyword = functools.partial(lambda p, *, w: (p * w).exp().sum(), w=w)
+    rematted = lambda p: fs.remat(lambda p, w: (p * w).exp())(p, w).sum()  # noqa: E731
+    functions = {"closure": inner, "deep closure": lambda p: inner(p) * 1, "global": by_a_global, "rematted": rematted}
+    if how == "argument":
+        value, grads = fs.value_and_grad(lambda p, w: (p * w).exp().sum())(p, w)
+    else:
+        value, grads = fs.value_and_grad(functions.get(how, keyword))(p)
+    got = torch.autograd.grad(grads.square().sum() + value, w)[0]
+    close(got, twice_by_torch(lambda p, w: (p * w).exp().sum(), p, w.detach()))
+
+
+def test_who_differentiates_around_it_by_its_leaves_gets_their_gradient():
+    p = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    value, grads = fs.value_and_grad(lambda p: p.exp().sum())(p)
+    close(torch.autograd.grad(grads.square().sum() + value, p)[0], 2 * (2 * p).exp() + p.exp())
+
+
+def test_nobody_differentiates_around_it_without_grad():
+    w = torch.randn(3, requires_grad=True)
+    with torch.no_grad():
+        got = fs.value_and_grad(lambda p: ((p * w).sum(), p * w), has_aux=True)(torch.ones(3))
+    close(got, ((w.sum(), w), w))
+    assert not any(t.requires_grad for t in fs.tree.leaves(got))
+
+
+def test_aux_is_detached_from_this_gradient_and_not_from_others():
+    p, w = torch.randn(3), torch.randn(3, requires_grad=True)
+    for f in (lambda w: w * 3, lambda w: w):
+        (_, aux), _ = fs.value_and_grad(lambda p, f=f: (p.sum(), [p * 2, p, f(w)]), has_aux=True)(p)
+        close(torch.autograd.grad(aux[2].sum(), w)[0], torch.ones(3) * f(1.0))
+    (_, aux), _ = fs.value_and_grad(lambda p: (p.sum(), [p * 2, p]), has_aux=True)(p)
+    assert not any(x.requires_grad for x in aux)
+    close(aux, [p * 2, p])
+
+
+def test_rates_of_change_go_through_a_gradient():
     p, x = data()
-    p, x = fs.cast(p, torch.float32), x.float()
-    policy = fs.Policy(compute=torch.bfloat16)
-    grads = fs.grad(lambda p: policy.to_output(mlp(policy.to_compute(p), policy.to_compute(x))).square().mean())(p)
-    assert all(g.dtype == torch.float32 for g in fs.tree.leaves(grads))
+    step = fs.tree.map(torch.ones_like, p)
+    f = lambda p: fs.grad(loss)(p, x)  # noqa: E731
+    want = torch.func.jvp(torch.func.grad(lambda p: loss(p, x)), (p,), (step,))[1]
+    close(torch.func.jvp(f, (p,), (step,))[1], want)
+    with torch.autograd.forward_ad.dual_level():
+        got = f(fs.tree.map(torch.autograd.forward_ad.make_dual, p, step))
+        close(fs.tree.map(lambda t: torch.autograd.forward_ad.unpack_dual(t).tangent, got), want)
+
+
+def test_a_gradient_through_an_optimizers_step():
+    """Its kernel is blind to gradients: what is being differentiated must not go into it."""
+    opt, p = fs.optim.sgd(0.1, momentum=0.9), torch.randn(16)
+    close(fs.grad(lambda g: opt.update(g, opt.init(p), p)[0].sum())(torch.randn(16)), torch.full((16,), -0.1))
+
+
+def test_an_argument_that_is_overwritten_with_what_is_differentiated():
+    def f(p, cache):
+        cache["x"][0].add_(p)
+        return cache["x"][0].sum()
+
+    text = re.escape("value_and_grad(f): args[1]['x'][0] was written in place with what is being differentiated\n"
+                     "  fix: give the new value back, with has_aux=True")  # fmt: skip
+    with pytest.raises(ShardingError, match=text):
+        fs.grad(f)(torch.ones(3), {"x": [torch.ones(3)], "y": torch.ones(3)})
 
 
 # --- compiled, on a mesh of one rank ----------------------------------------------------------------------------
 
 
-def test_compiled_with_remat_and_aux():
+def test_compiled_with_aux():
     p, x = data()
     mesh = fs.make_mesh(data=1)
 
     def step(p, x):
-        return fs.value_and_grad(lambda p: (rematted(p, x), {"x": x * 2}), has_aux=True)(p)
+        return fs.value_and_grad(lambda p: (loss(p, x), {"x": x * 2}), has_aux=True)(p)
 
     got = fs.shard_map(step, mesh=mesh, out_specs=P(), compile=True)(p, x)
     (value, aux), grads = fs.device_get(got)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import nn, rope
-from fshard.collectives import Axis, all_gather, pmax, pslice, psum, psum_scatter, pvary, unshard
+from fshard import nn, rope, tree
+from fshard.collectives import Axis, all_gather, pmax, pslice, psum, psum_scatter, pvary
 from fshard.keys import fold_in
+from fshard.scan import scan
 from fshard.spec import P
-from fshard.transforms import remat as rematerialize
+from fshard.unshard import unshard
 
 from .decoding import Cache, Seen, Tokens, generate, recall, rows
 
@@ -32,7 +33,9 @@ class Layout:
 
     `data`: the batch. `model`: heads, hidden units and the vocabulary. `sequence`: also split the residual stream
     along time over `model`, between the blocks' halves. `batch`: how many examples all ranks have, needed only with
-    dropout in a compiled program that has an uneven dim anywhere; elsewhere the ranks tell each other.
+    dropout in a compiled program that has an uneven dim anywhere; elsewhere the ranks tell each other. `dtype`: in
+    which parameters move and compute, and `reduce_dtype`: in which their gradients are summed over `data`, if not in
+    those they are kept in.
 
     >>> Layout("data", "model", sequence=True).stream
     P('data', 'model')
@@ -42,6 +45,8 @@ class Layout:
     model: Axis = None
     sequence: bool = False
     batch: int | None = None
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
     @property
     def stream(self) -> P:
@@ -50,7 +55,10 @@ class Layout:
 
     def whole(self, params: Any, specs: Any, shapes: Any) -> Any:
         """Parameters ready for each rank's own batch: unsharded over `data` by their specs, or varied without."""
-        return pvary(params, self.data) if specs is None else unshard(params, specs, self.data, shapes=shapes)
+        if not self.data:  # which needs no region
+            return params if self.dtype is None else tree.map(lambda x: x.to(self.dtype), params)
+        return unshard(params, P() if specs is None else specs, self.data, shapes=shapes, dtype=self.dtype,
+                       reduce_dtype=self.reduce_dtype)  # fmt: skip
 
     def shared(self, params: Any) -> Any:
         """Replicated parameters of the stream: under sequence parallelism each rank uses them on its own part."""
@@ -146,20 +154,16 @@ def through(
 
     `remat` recomputes each block in backward. With a `cache` every block is given what it saw.
     """
-    seen: list[Seen] = []
-    for i, p in enumerate(params):
-        past = cache.blocks[i] if cache is not None and cache.blocks else None
 
-        def one(p: Any, x: Tensor, key: Tensor | None, i: int = i, past: Seen | None = past) -> Any:
-            whole = layout.whole(p, None if specs is None else specs[i], shapes[i])
-            out = block(whole, x, key, past)
-            return out[0] if cache is None else out
+    def one(p: Any, x: Tensor, own: tuple[Tensor | None, Seen | None]) -> Any:
+        out = block(p, x, *own)
+        return out[0] if cache is None else out
 
-        out = (rematerialize(one) if remat else one)(p, x, sub(key, i))
-        x = out if cache is None else out[0]
-        if cache is not None:
-            seen.append(out[1])
-    return x, seen
+    past = cache.blocks if cache is not None and cache.blocks else [None] * len(params)
+    own = [(sub(key, i), past[i]) for i in range(len(params))]
+    found = scan(one, params, x, specs=specs, axis=layout.data, each=own, shapes=shapes, remat=remat,
+                 has_aux=cache is not None, dtype=layout.dtype, reduce_dtype=layout.reduce_dtype)  # fmt: skip
+    return (found, []) if cache is None else found
 
 
 def decode(

@@ -1,0 +1,290 @@
+"""The walk through a stack of blocks, forward and backward, with the weights of the next ones in flight.
+
+    forward   fetch 1 | block 0, fetch 2 | block 1, fetch 3 | ...
+    backward  ... | block 3 back, fetch 1, reduce 3 | block 2 back, fetch 0, reduce 2 | ...
+
+Each block is a small autograd graph of its own, from leaves (its whole weights and its x) to its results, so that
+nothing is kept longer than its block needs it, and weights can leave memory while the graph refers to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .comm import Flight, Region, memory_of, transposing, watched
+from .errors import fail
+from .fetch import Plan, Slot, fetch, pool, send_back
+from .source import Site, site
+
+# The parameters of a block, x, and what belongs to the block alone -> x, and an output of the block.
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When weights are fetched and what is kept; see `scan`."""
+
+    release: bool
+    remat: bool
+    prefetch: int
+
+
+@dataclass
+class Given:
+    """A tree taken apart: its leaves, where the tensors are, and which of these are being differentiated."""
+
+    leaves: list[Any]
+    treedef: Any
+    where: list[int]
+    live: list[bool]
+
+    @staticmethod
+    def of(x: Any) -> Given:
+        leaves, treedef = tree.flatten(x)
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        live = [torch.is_grad_enabled() and leaves[i].requires_grad for i in where]
+        return Given([x.detach() if isinstance(x, Tensor) else x for x in leaves], treedef, where, live)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.leaves[i] for i in self.where]
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """The tree with other tensors."""
+        full = list(self.leaves)
+        for i, x in zip(self.where, tensors, strict=True):
+            full[i] = x
+        return tree.unflatten(self.treedef, full)
+
+    def spread(self, found: Iterator[Tensor | None]) -> list[Tensor | None]:
+        """One entry for each tensor: the next of `found` where it is live."""
+        return [next(found) if live else None for live in self.live]
+
+
+@dataclass
+class Record:
+    """The graph of one block: its leaves that have a gradient, and its results, those of x first."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class Walk:
+    """One walk through all blocks, and its way back."""
+
+    def __init__(
+        self, where: Region, step: Step, x: Given, params: Sequence[Given], each: Sequence[Given],
+        plans: Sequence[Plan], how: Schedule,
+    ) -> None:  # fmt: skip
+        self.region, self.step, self.how = where, step, how
+        self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
+        self.origin: Site | None = site() if watched() else None
+        self.token = object()
+        self.before: list[Given | None] = [None] * self.n  # x before each block that is differentiated
+        self.records: list[Record | None] = [None] * self.n
+        self.widths: list[int] = []  # how many tensors x was before each block
+        self.results: list[Given] = []  # x after the last block, and each block's output
+        self.whole: dict[int, list[Tensor]] = {}
+        self.flying: dict[int, list[Flight]] = {}
+        count = min(self.n, how.prefetch + 1) if how.release else self.n
+        self.slots = pool(where).take(count, max(p.nbytes for p in plans), where)
+
+    # --- forward ---
+
+    def forward(self) -> list[Tensor]:
+        """The tensors of x after the last block, then those of each block's output."""
+        x, outs = self.x, []
+        with self._at_work():
+            for i in range(self.n):
+                moving = any(x.live) or any(self.params[i].live) or any(self.each[i].live)
+                graph = moving and not self.how.remat
+                record, y, out = self._block(i, self._fetched(i, 1, self.n), x, graph)
+                if moving:
+                    self.before[i], self.records[i] = x, record if graph else None
+                if moving and not graph:
+                    y.live, out.live = [_smooth(t) for t in y.tensors], [_smooth(t) for t in out.tensors]
+                self.widths.append(len(x.where))
+                x = y
+                outs.append(out)
+        self.results = [x, *outs]
+        return [t for given in self.results for t in given.tensors]
+
+    def _block(self, i: int, whole: Sequence[Tensor], x: Given, graph: bool) -> tuple[Record, Given, Given]:
+        """Compute a block; with a `graph`, from leaves of its own."""
+        params, each, inputs = self.params[i], self.each[i], []
+
+        def leaves(tensors: Sequence[Tensor], live: Sequence[bool]) -> list[Tensor]:
+            fresh = [t.detach() for t in tensors]
+            inputs.extend(t.requires_grad_() for t, wanted in zip(fresh, live, strict=True) if wanted and graph)
+            return fresh
+
+        with torch.set_grad_enabled(graph):
+            y, out = self.step(params.filled(leaves(whole, params.live)), x.filled(leaves(x.tensors, x.live)),
+                               each.filled(leaves(each.tensors, each.live)))  # fmt: skip
+            after, own = (Given.of(t) for t in (y, out))
+        results = [t for t in (*tree.leaves(y), *tree.leaves(out)) if isinstance(t, Tensor)]
+        return Record(inputs, results), after, own
+
+    # --- backward ---
+
+    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of all that is live: of x, of each block's shards, of what is each block's own."""
+        rest = iter(cotangents)
+        dx, *douts = [[next(rest) for _ in given.where] for given in self.results]
+        grads: list[list[Tensor | None]] = [[None] * len(p.where) for p in self.params]
+        downs: list[list[Tensor | None]] = [[None] * len(e.where) for e in self.each]
+        queue: deque[list[Sent]] = deque()
+        moving = [i for i, x in enumerate(self.before) if x is not None]
+        first = min(moving, default=self.n)
+        with self._at_work(), transposing(self.origin) if self.origin else contextlib.nullcontext():
+            for i in range(self.n - 1, -1, -1):
+                x, record, given = self.before[i], self.records[i], [*dx, *douts[i]]
+                dx = [None] * self.widths[i]
+                if x is None:  # nothing here is differentiated, and so nothing goes back from here
+                    continue
+                whole = self._fetched(i, -1, first - 1)
+                if record is None:
+                    record, *_ = self._block(i, whole, x, graph=True)
+                self.before[i] = self.records[i] = None
+                shapes = [like.shape for like in whole]
+                found = iter(_pull(record, given))
+                del record, whole
+                dp, dx, downs[i] = (one.spread(found) for one in (self.params[i], x, self.each[i]))
+                queue.append(self._sent(i, dp, shapes, grads[i], [*given, *dx, *downs[i]]))
+                del dp, given
+                while len(queue) > self.how.prefetch:
+                    _land(queue.popleft())
+            while queue:
+                _land(queue.popleft())
+        pairs = [(self.x, dx), *zip(self.params, grads, strict=True), *zip(self.each, downs, strict=True)]
+        return [g for one, gs in pairs for g, live in zip(gs, one.live, strict=True) if live]
+
+    def _sent(
+        self, i: int, dp: list[Tensor | None], shapes: Sequence[torch.Size], grads: list[Tensor | None],
+        foreign: Sequence[Tensor | None],
+    ) -> list[Sent]:  # fmt: skip
+        """Start to sum the gradients of a block over the ranks; they land in `grads`."""
+        params, sent = self.params[i], []
+        taken = {memory_of(t) for t in foreign if t is not None}
+        for leaf, live in enumerate(params.live):
+            if live and dp[leaf] is None:  # not used by this rank; the others may have
+                shard = params.leaves[leaf]
+                dp[leaf] = torch.zeros(shapes[leaf], dtype=shard.dtype, device=shard.device)
+        grads[:] = dp
+        for bundle in self.plans[i].bundles:
+            chosen = [k for k, leaf in enumerate(bundle.which) if params.live[leaf]]
+            if not chosen:
+                continue
+            leaves = [bundle.which[k] for k in chosen]
+            own = [_owned(grads[leaf], taken) for leaf in leaves]  # type: ignore[arg-type]
+            for leaf in leaves:
+                grads[leaf] = None
+            sent.append(Sent(grads, leaves, send_back(bundle, chosen, own)))
+        return sent
+
+    # --- weights ---
+
+    def _fetched(self, i: int, way: int, end: int) -> list[Tensor]:
+        """The whole weights of a block; those of the next ones on the way, before `end`, are sent for."""
+        for j in range(i, i + way * (self.how.prefetch + 1), way):
+            if (end - j) * way > 0 and not self._there(j):
+                slot = self._slot(j)
+                if slot is not None:
+                    slot.holds = (self.token, j)
+                self.whole[j], self.flying[j] = fetch(self.plans[j], self.params[j].leaves, slot)
+        for flight in self.flying.pop(i, ()):
+            flight()
+        return self.whole[i]
+
+    def _there(self, i: int) -> bool:
+        """Whether the weights of a block are whole, or on their way."""
+        slot = self._slot(i)
+        return i in self.whole and (slot is None or slot.holds == (self.token, i))
+
+    def _slot(self, i: int) -> Slot | None:
+        """Where the gathered weights of a block lie; `None` if it has none."""
+        return self.slots[i % len(self.slots)] if self.plans[i].nbytes else None
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Keep the slots from other loops. After a failure nobody gets them back: something may be on its way there."""
+        pool(self.region).hold(self.slots)
+        yield
+        pool(self.region).give_back(self.slots)
+
+
+def _pull(record: Record, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The gradients of a block's inputs, whose graph is used up."""
+    pairs = [(y, g) for y, g in zip(record.outputs, cotangents, strict=True) if g is not None and y.requires_grad]
+    if not pairs or not record.inputs:
+        return [None] * len(record.inputs)
+    outputs, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, record.inputs, given, allow_unused=True)
+
+
+@dataclass
+class Sent:
+    """Gradients on their way: where they land."""
+
+    grads: list[Tensor | None]
+    leaves: list[int]
+    flight: Flight
+
+
+def _land(sent: Sequence[Sent]) -> None:
+    for one in sent:
+        for leaf, grad in zip(one.leaves, one.flight(), strict=True):
+            one.grads[leaf] = grad
+
+
+def _owned(grad: Tensor, taken: set[int]) -> Tensor:
+    """A gradient that a sum may overwrite: dense, and in memory that nothing else refers to."""
+    at = memory_of(grad)
+    if at in taken or not grad.is_contiguous():
+        return grad.clone(memory_format=torch.contiguous_format)
+    taken.add(at)
+    return grad
+
+
+def _smooth(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+class _Loop(torch.autograd.Function):
+    """The walk as one operation: its tensors in, its results out."""
+
+    @staticmethod
+    def forward(ctx: Any, walk: Walk, *live: Tensor) -> tuple[Tensor, ...]:
+        out = walk.forward()
+        ctx.walk = walk
+        wanted = [wanted for given in walk.results for wanted in given.live]
+        ctx.mark_non_differentiable(*[y for y, smooth in zip(out, wanted, strict=True) if not smooth])
+        ctx.set_materialize_grads(False)
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise fail("scan: its gradient is to be differentiated by torch.autograd, which cannot see into a schedule",
+                       fix="nest fs.grad, or use torch.func: there it is the plain loop")  # fmt: skip
+        return None, *ctx.walk.backward(cotangents)
+
+
+def go(walk: Walk, x: Any, params: Sequence[Any], each: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """x after all blocks, and their outputs; differentiable once."""
+    live = [t for given in (x, *params, *each) for t in tree.leaves(given)
+            if isinstance(t, Tensor) and torch.is_grad_enabled() and t.requires_grad]  # fmt: skip
+    out = iter(_Loop.apply(walk, *live) if live else walk.forward())  # type: ignore[no-untyped-call]
+    last, *outs = [given.filled([next(out) for _ in given.where]) for given in walk.results]
+    return last, outs
+
+
+__all__ = ["Schedule", "Walk", "go"]

@@ -1,0 +1,383 @@
+"""fshard against torch's own ways: `python -m tests.benchmarks.peers --ranks 2 [--json FILE] [--only NAME ...]`.
+
+The same GPT, values, batches and optimizer under plain torch, DDP, FSDP2 and DTensor, and under fshard; time and memory
+of a step, what it moves, and whether the losses agree. README.md beside this file says how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import gc
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a device starts none: ranks are forked
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch
+import torch._inductor.compile_fx  # what the compiled ones load is no memory of theirs
+import torch.distributed as dist
+
+from . import contenders
+from .contenders import SIZES, build
+from .init import MIB, high_water, low_water, spread
+from .weigh import weigh
+
+# Those that are compared step by step: they live in the same processes, and take turns.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "data": ("floor", "ddp", "ddp view", "data", "ddp compiled", "data compiled"),
+    "sharded": ("floor", "fsdp2", "sharded", "fsdp2 compiled", "sharded compiled"),
+    "remat": ("fsdp2+ac", "sharded+remat", "fsdp2+ac compiled", "sharded+remat compiled"),
+    "tensor": ("dtensor", "tensor", "dtensor compiled", "tensor compiled"),
+    "one": ("floor", "one", "floor compiled", "one compiled"),
+}
+ALONE = ("one",)  # families that need no second rank
+REFERENCE = {"data": "ddp", "sharded": "fsdp2", "remat": "fsdp2+ac", "tensor": "dtensor", "one": "floor"}
+# (target of the issue, family, fshard's contender, the peer, the measure, the ratio that is asked for)
+TARGETS = [
+    ("1", "data", "data", "ddp", "time", 0.99), ("1", "data", "data", "ddp view", "time", 0.99),
+    ("1", "data", "data", "floor", "time", 1.06),
+    ("1", "data", "data", "ddp", "live", 1.0), ("1", "data", "data", "ddp view", "live", 1.0),
+    ("2", "sharded", "sharded", "fsdp2", "time", 0.88), ("2", "sharded", "sharded", "floor", "time", 1.10),
+    ("2", "sharded", "sharded", "fsdp2", "live", 0.90), ("2", "sharded", "sharded", "fsdp2", "resident", 0.90),
+    ("3", "remat", "sharded+remat", "fsdp2+ac", "time", 0.90),
+    ("3", "remat", "sharded+remat", "fsdp2+ac", "live", 1.0),
+    ("3", "remat", "sharded+remat", "fsdp2+ac", "resident", 1.0),
+    ("4", "tensor", "tensor", "dtensor", "time", 0.88),
+    ("4", "tensor", "tensor compiled", "dtensor", "time", 0.83),
+    ("4", "tensor", "tensor compiled", "dtensor compiled", "time", 0.83),
+    ("5", "one", "one", "floor", "time", 1.02),
+]  # fmt: skip
+ON_CUDA = [
+    ("7", "one", "one", "floor", "time", 1.05),
+    ("7", "one", "one compiled", "floor compiled", "time", 1.03),
+]
+WARMUP = 3  # steps of each contender that are not counted
+LOSSES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # how far two loss curves may be apart, relatively
+
+Found = dict[str, Any]
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------
+
+
+def team(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """`job(*args)` in new processes that are ranks of a group: what each returned. Raises what any of them raised."""
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as place:
+        pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
+        members = [fork.Process(target=_rank, args=(r, ranks, f"{place}/store", pipes[r][1], job, args), daemon=True)
+                   for r in range(ranks)]  # fmt: skip
+        sys.stdout.flush()
+        for member, (_, theirs) in zip(members, pipes, strict=True):
+            member.start()
+            theirs.close()
+        out: dict[int, Any] = {}
+        waiting = {ours: r for r, (ours, _) in enumerate(pipes)}
+        try:
+            while waiting:
+                for pipe in wait(list(waiting)):
+                    rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                    try:
+                        good, out[rank] = pipe.recv()  # type: ignore[union-attr]
+                    except EOFError:
+                        good, out[rank] = False, "the process is gone: it was killed, or it crashed"
+                    if not good:
+                        raise RuntimeError(f"rank {rank}: {out[rank]}")
+        finally:
+            for member in members:
+                member.join(timeout=10 if len(out) == ranks else 0)
+                member.kill()
+                member.join()
+    return [out[r] for r in range(ranks)]
+
+
+def _rank(rank: int, ranks: int, store: str, pipe: Any, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # several models of one class are compiled
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks,
+                                timeout=datetime.timedelta(minutes=20))  # fmt: skip
+        pipe.send((True, job(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _agreed(error: str) -> str:
+    """What went wrong on any rank; all of them must go on, or none."""
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, error)
+    return next(filter(None, everyone), "")
+
+
+def _why(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+# --- what the ranks do ----------------------------------------------------------------------------------------
+
+
+def timed(name: str, names: tuple[str, ...], repeats: int, device: torch.device) -> Found:
+    """Seconds and losses of every step of these contenders, which take turns, and why others could not run."""
+    steps: dict[str, contenders.Step] = {}
+    failed: dict[str, str] = {}
+    losses: dict[str, list[float]] = {}
+    for one in names:
+        error = ""
+        try:
+            step = build(one, SIZES[name], device)
+            losses[one] = [float(step(i)) for i in range(WARMUP)]
+            steps[one] = step
+        except Exception as e:
+            error = _why(e)
+            traceback.print_exc()
+        if error := _agreed(error):
+            failed[one] = error
+            steps.pop(one, None)
+    seconds: dict[str, list[float]] = {one: [] for one in steps}
+    for i in range(WARMUP, WARMUP + 1 + repeats):  # a round together that is not counted, too
+        for one, step in steps.items():
+            gc.collect()
+            dist.barrier()
+            start = time.perf_counter()
+            loss = step(i)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            spent = time.perf_counter() - start
+            losses[one].append(float(loss))
+            if i > WARMUP:
+                seconds[one].append(spent)
+    return {"seconds": seconds, "losses": {one: losses[one] for one in steps}, "failed": failed}
+
+
+def resident(name: str, one: str, device: torch.device) -> Found:
+    """The most bytes that were resident in later steps, above what the imported process had."""
+    if device.type == "cuda":
+        step = build(one, SIZES[name], device)
+        for i in range(WARMUP):
+            step(i)
+        torch.cuda.reset_peak_memory_stats(device)
+        step(WARMUP)
+        return {"live": torch.cuda.max_memory_allocated(device)}
+    libc = ctypes.CDLL("libc.so.6")
+    before = low_water()
+    step = build(one, SIZES[name], device)
+    for i in range(WARMUP):
+        step(i)
+    gc.collect()
+    libc.malloc_trim(0)  # what building and compiling left in the heap is not the step's
+    low_water()
+    for i in range(WARMUP, WARMUP + 3):
+        step(i)
+    return {"resident": high_water() - before}
+
+
+def weighed(name: str, one: str, device: torch.device) -> Found:
+    """The bytes that are live in tensors, and what moves, in a later step."""
+
+    def setup() -> Callable[[], object]:
+        step = build(one, SIZES[name], device)
+        count = iter(range(100))
+        return lambda: step(next(count))
+
+    found = weigh(setup, warmup=WARMUP)
+    ops: dict[str, int] = {}
+    for op, _ in found.transfers:
+        ops[op] = ops.get(op, 0) + 1
+    return {"live": found.peak, "held": found.start, "left": found.end - found.start, "transfers": ops,
+            "sent": found.sent(dist.get_world_size())}  # fmt: skip
+
+
+# --- the parts of a report ------------------------------------------------------------------------------------
+
+
+def family(name: str, which: str, names: tuple[str, ...], args: argparse.Namespace) -> Found:
+    """Times, of the slowest rank; loss curves, and how far each is from that of the family's reference."""
+    rows = team(args.ranks, timed, name, names, args.repeats, args.device)
+    done = list(rows[0]["seconds"])
+    seconds = {one: [max(ts) for ts in zip(*(r["seconds"][one] for r in rows), strict=True)] for one in done}
+    reference, apart = REFERENCE[which], {}
+    curve = {one: [r["losses"][one] for r in rows] for one in done}
+    if which not in ALONE:  # each peer has the mean of its own rows, fshard that of all
+        curve = {one: [[statistics.fmean(xs) for xs in zip(*curve[one], strict=True)]] for one in done}
+    for one in done:
+        if reference in done and one != reference and (one != "floor" or which in ALONE):
+            apart[one] = max(map(distance, curve[one], curve[reference]))
+    return {"seconds": seconds, "losses": curve, "apart": apart, "failed": rows[0]["failed"]}
+
+
+def distance(a: list[float], b: list[float]) -> float:
+    """The largest relative difference of two loss curves; infinite where one is no number."""
+    far = [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
+    return max((math.inf if math.isnan(x) else x for x in far), default=math.inf)
+
+
+def memory(name: str, one: str, args: argparse.Namespace) -> Found:
+    """The most of any rank, each measure in new processes."""
+    out: Found = {}
+    for job in (resident,) if args.device.type == "cuda" else (resident, weighed):
+        try:
+            rows = team(args.ranks, job, name, one, args.device)
+        except RuntimeError as e:
+            print(e, file=sys.stderr)
+            out["failed"] = str(e).splitlines()[-1]
+            continue
+        out |= {k: max(r[k] for r in rows) if isinstance(rows[0][k], int) else rows[0][k] for k in rows[0]}
+    return out
+
+
+def ratios(a: list[float], b: list[float]) -> tuple[float, float]:
+    """(The median of the ratios of neighbours in time, the ratio of the medians.)"""
+    return (statistics.median(x / y for x, y in zip(a, b, strict=True)), statistics.median(a) / statistics.median(b))
+
+
+def judged(size: Found, families: dict[str, tuple[str, ...]], measures: list[str], targets: list[Any]) -> list[Found]:
+    """The targets whose two contenders were both asked for: a figure that is missing is said to be."""
+    out = []
+    for number, which, ours, peer, measure, limit in targets:
+        asked = "time" if measure == "time" else "memory"
+        if asked not in measures or not {ours, peer} <= set(families.get(which, ())):
+            continue
+        row: Found = {"target": number, "ours": ours, "peer": peer, "measure": measure, "limit": limit}
+        if measure == "time":
+            seconds = size["families"][which]["seconds"]
+            if {ours, peer} <= seconds.keys():
+                row["ratio"], row["of medians"] = ratios(seconds[ours], seconds[peer])
+        else:
+            both = [size["memory"][one].get(measure) for one in (ours, peer)]
+            if None not in both:
+                row["ratio"] = both[0] / both[1]
+        row["verdict"] = "not measured" if "ratio" not in row else "pass" if row["ratio"] <= limit else "miss"
+        out.append(row)
+    return out
+
+
+# --- the report -----------------------------------------------------------------------------------------------
+
+
+def show_family(which: str, found: Found) -> None:
+    print(f"\n  {which}: seconds of a step, the slower rank's; losses against {REFERENCE[which]}'s")
+    print(f"  {'':24}{'median':>9}{'least':>9}{'most':>9}{'apart':>10}")
+    for one, times in found["seconds"].items():
+        x = spread(times)
+        apart = f"{found['apart'][one]:10.1e}" if one in found["apart"] else ""
+        print(f"  {one:24}" + "".join(f"{x[k]:9.3f}" for k in ("median", "least", "most")) + apart)
+    for one, why in found["failed"].items():
+        print(f"  {one:24} FAILED: {why}")
+
+
+def show_memory(found: Found) -> None:
+    print(f"\n  memory of a rank and what it moves in a step\n  {'':24}{'resident':>10}{'live':>10}{'held':>10}"
+          f"{'left':>8}{'sent':>10}  transfers")  # fmt: skip
+    for one, x in found.items():
+        row = "".join(f"{x[k] / MIB:{w}.1f}" if k in x else f"{'-':>{w}}" for k, w in
+                      (("resident", 10), ("live", 10), ("held", 10), ("left", 8), ("sent", 10)))  # fmt: skip
+        moved = ", ".join(f"{n} {op}" for op, n in sorted(x.get("transfers", {}).items()))
+        print(f"  {one:24}{row}  {moved}" + (f"  FAILED: {x['failed']}" if "failed" in x else ""))
+
+
+def show_targets(rows: list[Found]) -> None:
+    print("\n  target                                                ratio  of medians   limit")
+    for r in rows:
+        what = f"{r['target']}  {r['ours']} / {r['peer']}, {r['measure']}"
+        ratio = f"{r['ratio']:7.3f}" if "ratio" in r else f"{'-':>7}"
+        medians = f"{r['of medians']:12.3f}" if "of medians" in r else f"{'':12}"
+        print(f"  {what:52}{ratio}{medians}{r['limit']:8.2f}  {r['verdict']}")
+
+
+def wrong(size: Found, dtype: torch.dtype) -> list[str]:
+    """Why this run may not be believed: curves that are apart, contenders that are missing, memory that grows."""
+    out = []
+    for which, found in size["families"].items():
+        out += [f"{which}: the losses of {one} are {x:.1e} from {REFERENCE[which]}'s"
+                for one, x in found["apart"].items() if not x <= LOSSES[dtype]]  # fmt: skip
+        out += [f"{which}: {one} could not run" for one in found["failed"]]
+    out += [f"memory: {one} could not be weighed" for one, x in size.get("memory", {}).items() if "failed" in x]
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report. The exit status says whether all ran, and had the same losses; a target missed is no error."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write all figures to this file too")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", type=torch.device,
+                        default=torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # fmt: skip
+    parser.add_argument("--only", nargs="+", metavar="NAME",
+                        help=f"families ({', '.join(FAMILIES)}), or contenders within all")  # fmt: skip
+    parser.add_argument("--eager", action="store_true", help="leave out what is compiled")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES)
+    parser.add_argument("--repeats", type=int, default=9, help="counted rounds")
+    parser.add_argument("--measure", nargs="+", choices=("time", "memory"), default=["time", "memory"])
+    args = parser.parse_args(argv)
+    cuda = args.device.type == "cuda"
+    args.sizes = args.sizes or (["350M"] if cuda else ["27M", "3x"])
+    if cuda and args.ranks != 1:
+        parser.error("on a CUDA device this compares single devices: --ranks 1")
+    where = f"cuda, {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}" if cuda else "cpu"
+    facts = {"torch": torch.__version__, "device": where, "ranks": args.ranks, "threads": 1, "load": os.getloadavg()[0]}
+    print(", ".join(f"{k} {v}" for k, v in facts.items()), flush=True)
+    report: Found = {"facts": facts, "sizes": {}}
+    problems: list[str] = []
+    families = chosen(args, parser)
+    gc.freeze()  # what is imported is no garbage to look for: ranks begin as copies of this process
+    for name in args.sizes:
+        began = time.perf_counter()
+        cfg, size = SIZES[name].cfg, {"parameters": SIZES[name].parameters, "families": {}}
+        report["sizes"][name] = size
+        shape = f"width {cfg.n_embd}, {cfg.n_layer} blocks, {SIZES[name].rows} sequences a rank of {cfg.n_positions}"
+        print(f"\n{name}: {size['parameters'] / 1e6:.1f}M parameters: {shape}, {SIZES[name].dtype}", flush=True)
+        if "time" in args.measure:
+            for which, names in families.items():
+                size["families"][which] = family(name, which, names, args)
+                show_family(which, size["families"][which])
+                sys.stdout.flush()
+        if "memory" in args.measure:
+            everyone = dict.fromkeys(one for names in families.values() for one in names)
+            size["memory"] = {one: memory(name, one, args) for one in everyone}
+            show_memory(size["memory"])
+        size["targets"] = judged(size, families, args.measure, ON_CUDA if cuda else TARGETS)
+        show_targets(size["targets"])
+        size["minutes"] = (time.perf_counter() - began) / 60
+        problems += [f"{name}: {x}" for x in wrong(size, SIZES[name].dtype)]
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1))
+    for x in problems:
+        print(f"PROBLEM: {x}")
+    return 1 if problems else 0
+
+
+def chosen(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, tuple[str, ...]]:
+    families = {k: v for k, v in FAMILIES.items() if args.ranks > 1 or k in ALONE}
+    if args.only:
+        known = {*families, *(one for names in families.values() for one in names)}
+        if strange := [x for x in args.only if x not in known]:
+            parser.error(f"--only: {', '.join(strange)}: not among {', '.join(sorted(known))}")
+        families = {k: tuple(one for one in v if k in args.only or one in args.only) for k, v in families.items()}
+    if args.eager:
+        families = {k: tuple(one for one in v if not one.endswith(" compiled")) for k, v in families.items()}
+    return {k: v for k, v in families.items() if v}
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

@@ -1,0 +1,93 @@
+"""What one step holds and moves: `weigh` sees each allocation of torch's CPU allocator, and each transfer of gloo.
+
+Both come from `torch.profiler`, below dispatch modes, reducers and compilers, so that every contender is seen alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_STEP = "the step that is weighed"
+_ITEMSIZE = {
+    "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "short int": 2,
+    "signed char": 1, "unsigned char": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Bytes live in tensors as the step began, at the most while it ran, and when it ended; and what moved.
+
+    A transfer is (its name, the bytes of its argument): each operation that gloo ran, but for receiving what another
+    rank's `send` counts.
+    """
+
+    start: int
+    peak: int
+    end: int
+    transfers: list[tuple[str, int]]
+
+    def sent(self, ranks: int) -> int:
+        """The bytes that a rank has to send for these transfers, at the least."""
+        return sum(round(nbytes * _share(op, ranks)) for op, nbytes in self.transfers)
+
+
+def _share(op: str, n: int) -> float:
+    shares = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1, "all_to_all": (n - 1) / n, "send": 1, "broadcast": 1,
+              "reduce_scatter": (n - 1) / n}  # fmt: skip
+    return shares[op]
+
+
+def weigh(setup: Callable[[], Callable[[], object]], *, warmup: int = 2) -> Weight:
+    """Weigh a call of the step that `setup` makes, after `warmup` of them that are not weighed.
+
+    All that the step holds must be made in `setup`: what was there before is not seen.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as seen:
+        step = setup()
+        for _ in range(warmup):
+            step()
+        gc.collect()
+        with record_function(_STEP):
+            step()
+    result = seen.profiler.kineto_results  # type: ignore[union-attr]
+    nodes = list(_walk(result.experimental_event_tree()))
+    mark = next(n for n in nodes if n.name == _STEP)
+    begin, end = mark.start_time_ns, mark.end_time_ns
+
+    live: dict[int, int] = {}
+    total = start = peak = 0
+    sizes = sorted((n.start_time_ns, n.extra_fields.ptr, n.extra_fields.alloc_size) for n in nodes
+                   if n.typed[0].name == "Allocation" and n.extra_fields.device.type == "cpu")  # fmt: skip
+    for at, place, size in sizes:
+        if at > end:
+            break
+        # A block may be freed by a thread that is not seen; that it was is known once its place is given again.
+        total -= live.pop(place, 0)
+        if size > 0:
+            live[place] = size
+            total += size
+        if at < begin:
+            start = total
+        peak = max(peak, total) if at >= begin else total
+    moved = [(e.name().removeprefix("gloo:"), _bytes(e)) for e in result.events()
+             if e.name().startswith("gloo:") and begin <= e.start_ns() <= end]  # fmt: skip
+    return Weight(start, peak, total, [(op, n) for op, n in moved if op not in ("recv", "barrier")])
+
+
+def _walk(nodes: list[Any]) -> Iterator[Any]:
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children
+
+
+def _bytes(event: Any) -> int:
+    return sum(math.prod(s) * _ITEMSIZE[d] for s, d in zip(event.shapes(), event.dtypes(), strict=True) if d)

@@ -1,0 +1,71 @@
+"""A whole train step of GPT-2 as one graph: what it gives, compiled, eager and on one device, and how it was compiled."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import torch
+
+import fshard as fs
+from fshard import P, optim
+from fshard.models import gpt2
+
+SIZES = {"vocab_size": 61, "n_positions": 8, "n_embd": 12, "n_layer": 1, "n_head": 3}  # 61 tokens and 3 heads over 2 ranks
+PLAIN = gpt2.Config(**SIZES)
+DROPS = gpt2.Config(**SIZES, embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)
+ROWS = 4
+
+# name: (config, layout on an axis "ranks", fully sharded, remat)
+KINDS = {
+    "data": (DROPS, gpt2.Layout("ranks", batch=ROWS), False, False),
+    "tensor": (PLAIN, gpt2.Layout(None, "ranks"), False, False),
+    "full": (PLAIN, gpt2.Layout("ranks", batch=ROWS), True, True),
+}
+
+
+def train(mesh: fs.Mesh, kind: str, *, compile: bool = False, steps: int = 4) -> list[Any]:
+    """The state and loss after each step: clip, schedule, decay of matrices only, donated state."""
+    cfg, layout, full, remat = KINDS[kind]
+    described = gpt2.init(cfg)
+    specs = gpt2.specs(cfg, model=layout.model)
+    if full:
+        specs = fs.fully_shard(specs, described, axis="ranks")
+    adamw = optim.adamw(optim.warmup(optim.cosine(1e-2, 10), 3, start=1e-3), weight_decay=0.1,
+                        mask=fs.tree.map(lambda x: x.ndim > 1, described))  # fmt: skip
+    opt = optim.chain(optim.clip_by_global_norm(0.3, specs), adamw)
+    placed = {"params": specs, "opt": opt.specs(specs), "key": P(), "step": P()}
+    like = {"params": described, "opt": opt.init(described), "key": fs.key(3), "step": torch.tensor(0)}
+    state = fs.materialize(like, placed, mesh, key=fs.key(0))
+
+    def loss_fn(params: Any, ids: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return gpt2.loss(cfg, params, ids[:, :-1], ids[:, 1:], layout=layout, specs=specs, key=key, remat=remat)
+
+    @fs.shard_map(mesh=mesh, in_specs=(placed, P(layout.data)), out_specs=(placed, P()), donate=0, compile=compile)
+    def step(state: Any, ids: torch.Tensor) -> Any:
+        key = fs.fold_in(state["key"], state["step"])
+        loss, grads = fs.value_and_grad(loss_fn)(state["params"], ids, key)
+        params, own = opt.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": own, "key": state["key"], "step": state["step"] + 1}, loss
+
+    history = []
+    for i in range(steps):
+        ids = torch.randint(cfg.vocab_size, (ROWS, 9), generator=torch.Generator().manual_seed(i))
+        state, loss = step(state, ids)
+        history.append(fs.device_get((state, loss)))
+    return history
+
+
+def compiled_and_eager(kind: str) -> Any:
+    """On a rank: (the compiled history, the eager one, what dynamo counted)."""
+    mesh = fs.make_mesh(ranks=2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    # What dynamo and autograd make of the step is the same for every backend; the default one compiles C++ for minutes.
+    backend = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", backend), torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = train(mesh, kind, compile=True)
+    counters = torch._dynamo.utils.counters
+    counted = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    return compiled, train(mesh, kind), counted

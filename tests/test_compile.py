@@ -1,0 +1,35 @@
+"""The whole train step of GPT-2 is one graph, compiled once, on real ranks; and the numbers are those of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compile_cases import KINDS, compiled_and_eager, train
+from processes import Pool
+
+import fshard as fs
+
+
+def same(got: Any, want: Any) -> None:
+    """Every leaf of every step: the state, both moments, the norm and the loss.
+
+    The order of sums differs, by some 1e-7 of a gradient. AdamW divides by the size of a gradient, so that this goes into
+    a step of 1e-2 as it is; where a gradient is noise throughout, as of a key's bias, the step is noise too, of which
+    eps = 1e-8 beside gradients of 1e-2 leaves 1e-6.
+    """
+    assert fs.tree.structure(got) == fs.tree.structure(want)
+    for (path, a), b in zip(fs.tree.leaves_with_path(got), fs.tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=5e-6, msg=lambda m, p=path: f"{p}: {m}")
+
+
+@pytest.mark.process
+def test_a_whole_step_is_one_graph_and_equals_the_eager_one_and_one_device(ranks: Pool) -> None:
+    for kind in KINDS:
+        one = train(fs.make_mesh(ranks=1, kind="simulated"), kind)
+        assert not torch.equal(one[0][0]["params"]["wte"], one[-1][0]["params"]["wte"])
+        for compiled, eager, (graphs, breaks) in ranks(2, compiled_and_eager, kind, timeout=300):
+            assert (graphs, breaks) == (1, {}), kind
+            same(compiled, eager)
+            same(compiled, one)

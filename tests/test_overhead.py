@@ -1,0 +1,397 @@
+"""What a `shard_map` call costs beside its function, counted and not timed: operations, copies, Python calls, bytes.
+
+`benchmarks/scaling.py` times.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.comm import recording, region
+
+ONE = fs.make_mesh(kind="simulated", a=1, b=1)
+TWO = fs.make_mesh(kind="simulated", a=2)
+MESHES = pytest.mark.parametrize("mesh", [ONE, TWO], ids=repr)
+
+
+class Operations(TorchDispatchMode):
+    """How often each operation ran, and the sizes of the storages they made."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.made = Counter(), {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in fs.tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        self.counts[str(func)] += 1
+        for x in fs.tree.leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
+                self.made[len(self.made)] = x.untyped_storage().nbytes()
+        return out
+
+
+def state(n, mesh, spec=P(), shape=(4, 4)):  # noqa: B008
+    return fs.device_put([torch.full(shape, float(i + 1)) for i in range(n)], spec, mesh)
+
+
+def message(f, *args):
+    with pytest.raises(ShardingError) as caught:
+        f(*args)
+    return str(caught.value)
+
+
+# --- a mesh of one rank ------------------------------------------------------------------------------------
+
+
+def losses(x, *, psum=lambda x: x, pvary=lambda x: x, gather=lambda x: x):
+    """A loss with the collectives of data and tensor parallelism, or without any."""
+
+    def loss(p):
+        p = pvary(p)
+        h = torch.relu(x @ p["up"])
+        return psum((gather(h @ p["down"]) - x).square().mean())
+
+    return loss
+
+
+def test_a_mesh_of_one_runs_the_operations_of_the_plain_function_and_no_others():
+    def step(p, x, **verbs):
+        leaves = {k: w.detach().requires_grad_() for k, w in p.items()}
+        loss = losses(x, **verbs)(leaves)
+        grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        return {k: w - 0.1 * grads[k] for k, w in p.items()}, loss.detach()
+
+    verbs = {
+        "psum": lambda x: fs.psum(x, ("a", "b")),
+        "pvary": lambda p: fs.pvary(p, ("a", "b")),
+        "gather": lambda x: fs.all_gather(fs.psum_scatter(x, "a"), "a"),
+    }
+    p, x = {"up": torch.randn(4, 8), "down": torch.randn(8, 4)}, torch.randn(2, 4)
+    with Operations() as plain:
+        want = step(p, x)
+    specs = {"up": P(..., "a"), "down": P("a")}
+    f = fs.shard_map(lambda p, x: step(p, x, **verbs), mesh=ONE, out_specs=(specs, P()), donate=0)
+    for _ in range(3):
+        args = fs.device_put(p, specs, ONE), fs.device_put(x, P(), ONE)
+        with Operations() as mapped, recording() as moved:
+            got = f(*args)
+        assert mapped.counts == plain.counts
+        assert sorted(mapped.made.values()) == sorted(plain.made.values())
+        assert not moved
+        torch.testing.assert_close(fs.device_get(got), want, rtol=0, atol=0)
+
+
+def test_a_mesh_of_one_runs_in_the_callers_thread():
+    seen = fs.shard_map(threading.get_ident, mesh=ONE, out_specs=P())()
+    assert seen == threading.get_ident()
+
+
+@MESHES
+def test_what_is_placed_arrives_as_it_is_and_what_is_fresh_is_kept_as_it_is(mesh):
+    held = {}
+
+    def f(x):
+        made = x + 1
+        held[region().rank] = (x, made)
+        return made
+
+    x = state(1, mesh)[0]
+    for _ in range(3):
+        y = fs.shard_map(f, mesh=mesh, out_specs=P())(x)
+        for rank in mesh.ranks:
+            assert held[rank][0] is x.shards[rank]
+            assert held[rank][1] is y.shards[rank]
+
+
+def test_a_plain_tensor_is_only_viewed_on_a_mesh_of_one():
+    x = torch.randn(3, 4, requires_grad=True)
+    f = fs.shard_map(lambda x: (x + 1,), mesh=ONE, in_specs=P("a"), out_specs=P("a"))
+    with torch.no_grad(), Operations() as ran:
+        f(x)
+    assert ran.counts == {"aten.detach.default": 1, "aten.add.Tensor": 1}
+
+
+def test_only_what_would_be_shared_is_copied():
+    big, small = state(2, ONE)
+    f = fs.shard_map(lambda x, y: (x, y, y[:1], y.mul_(2)), mesh=ONE, out_specs=P(), donate=1)
+    for _ in range(3):
+        with Operations() as ran:
+            *out, small = f(big, small)
+        assert ran.counts["aten.clone.default"] == 3  # x is not given away; two results share y with a third
+        assert [x.shards[0].numel() for x in out] == [16, 16, 4]
+
+
+# --- what a later call does for each leaf ---------------------------------------------------------------------
+
+
+def python_calls(f, *args):
+    """Python functions and methods entered in this thread during a call."""
+    count = 0
+
+    def seen(frame, event, arg):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_name not in ("<listcomp>", "<genexpr>")
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        out = f(*args)
+    finally:
+        sys.setprofile(before)
+    return count, out
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_a_later_call_runs_two_python_functions_a_leaf_at_most(donate):
+    counts = {}
+    for n in (10, 110):
+        f = fs.shard_map(lambda p: list(torch._foreach_add(p, 1)), mesh=ONE, in_specs=P("a"), out_specs=P("a"),
+                         donate=donate)  # fmt: skip
+        p = state(n, ONE, P("a"))
+        for _ in range(3):
+            counts[n], p = python_calls(f, p)
+    # One makes the result; the other, if it is donated, gives the argument away.
+    assert counts[110] - counts[10] == 100 * (1 + len(donate))
+
+
+def test_signatures_that_take_turns_are_planned_once_each():
+    f = fs.shard_map(lambda p: list(torch._foreach_add(p, 1)), mesh=ONE, out_specs=P())
+    states = [state(n, ONE) for n in (10, 110, 60)]
+    for _ in range(2):
+        for p in states:
+            f(p)
+    few, many, _ = (python_calls(f, p)[0] for p in states)
+    assert many - few == 100
+
+
+# --- and what it still sees ------------------------------------------------------------------------------------
+
+
+def switched(*bodies, mesh=TWO, out=P("a")):  # noqa: B008
+    """A function that runs another body at every call."""
+    at = [0]
+
+    def f(*args):
+        return bodies[at[0]](*args)
+
+    mapped = fs.shard_map(f, mesh=mesh, out_specs=out)
+
+    def call(*args):
+        try:
+            return mapped(*args)
+        finally:
+            at[0] += 1
+
+    return call
+
+
+def test_later_results_of_another_kind_are_checked_again():
+    x = state(1, TWO, P("a"))[0]
+    rank = lambda: int(fs.axis_index("a"))  # noqa: E731
+    fine = lambda x: {"x": x + 1}  # noqa: E731
+    wrong = {
+        "f: result['x']: the spec is longer than the shape": lambda x: {"x": x.sum()},
+        "f: result['x']: the ranks returned different kinds": lambda x: {"x": x.double() if rank() else x},
+        "f: result['x']: the parts do not make up dim 0": lambda x: {"x": x[: 1 + rank()]},
+        "f: rank 1 returned another tree than rank 0": lambda x: {"x": x} if rank() else {"y": x},
+        "f: result['x']: is not a tensor and differs between ranks": lambda x: {"x": rank()},
+    }
+    for text, body in wrong.items():
+        f = switched(fine, fine, body, fine)
+        f(x)
+        f(x)
+        assert text in message(f, x)
+        assert repr(f(x)) == "{'x': f32[4@a, 4]}"
+
+
+def test_later_results_of_another_structure_are_what_was_returned():
+    x = state(1, TWO, P("a"))[0]
+    bodies = [
+        (lambda x: {"x": x + 1}, "{'x': f32[4@a, 4]}"),
+        (lambda x: {"x": [x + 1, x + 2]}, "{'x': [f32[4@a, 4], f32[4@a, 4]]}"),
+        (lambda x: {"x": None}, "{'x': None}"),
+        (lambda x: {"x": 3}, "{'x': 3}"),
+        (lambda x: (x.double(),), "(f64[4@a, 4],)"),
+        (lambda x: [x[:1] + 1], "[f32[2@a, 4]]"),
+        (lambda x: x.clone().requires_grad_(), "f32[4@a, 4]"),
+        (lambda x: {"x": x + 1}, "{'x': f32[4@a, 4]}"),
+    ]
+    f = switched(*(body for body, _ in bodies))
+    for _, shown in bodies:
+        out = f(x)
+        assert repr(out) == shown
+        assert not any(s.requires_grad for leaf in fs.tree.leaves(out) if leaf != 3 for s in leaf.shards)
+
+
+def test_a_later_number_that_differs_between_ranks_is_an_error():
+    x = state(1, TWO)[0]
+    f = switched(lambda x: (x + 1, 3), lambda x: (x + 1, 3), lambda x: (x + 1, int(fs.axis_index("a"))), out=P())
+    assert f(x)[1] == f(x)[1] == 3
+    assert "f: result[1]: is not a tensor and differs between ranks" in message(f, x)
+
+
+def test_a_leaf_where_a_tree_was_and_a_tree_where_a_leaf_was():
+    seen = []
+    f = fs.shard_map(seen.append, mesh=ONE, out_specs=P())
+    x = torch.ones(2)
+    for t in ({"x": x}, {"x": [x]}, {"x": None}, {"x": 1}, {"x": x}, {"x": {"y": x}}, {"x": (x, 1)}, x, {"x": x}):
+        f(t)
+        assert fs.tree.structure(seen[-1]) == fs.tree.structure(t)
+        assert [type(a) for a in fs.tree.leaves(seen[-1])] == [type(a) for a in fs.tree.leaves(t)]
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+@MESHES
+def test_during_a_call_only_the_function_holds_what_is_donated(mesh):
+    alive = []
+
+    def f(p, kept):
+        old = weakref.ref(p.pop("w"))
+        alive.append(old() is not None)
+        return p["b"] + kept
+
+    for _ in range(3):
+        p = dict(zip(("b", "w"), state(2, mesh), strict=True))
+        kept = state(1, mesh)[0]
+        out = fs.shard_map(f, mesh=mesh, out_specs=P(), donate=0)(p, kept)
+        assert kept.shards[0] is not out.shards[0]
+    assert alive == [False] * 3 * mesh.size
+
+
+@MESHES
+def test_after_a_call_nothing_holds_what_was_donated(mesh):
+    f = fs.shard_map(lambda p: [w + 1 for w in p], mesh=mesh, out_specs=P(), donate=0)
+    p = state(3, mesh)
+    for _ in range(3):
+        old = [weakref.ref(s) for w in p for s in w.shards]
+        new = f(p)
+        gc.collect()
+        assert not any(s() is not None for s in old)  # while `p` is still there
+        p = new
+
+
+@MESHES
+def test_a_donated_step_of_adamw_makes_no_second_copy_of_parameters_or_state(mesh):
+    opt, shape = fs.optim.adamw(1e-3), (64, 64)
+    params = {"w": state(1, mesh, P("a"), shape)[0], "v": state(1, mesh, P(), shape)[0]}
+    specs = {"w": P("a"), "v": P()}
+    moments = opt.init(params)
+    made = [Operations() for _ in mesh.ranks]
+
+    def step(p, s, g):
+        with made[region().rank]:
+            return opt.update(g, s, p)
+
+    f = fs.shard_map(step, mesh=mesh, out_specs=(specs, opt.specs(specs)), donate=(0, 1), check="never")
+    for _ in range(3):
+        before = [s.data_ptr() for x in fs.tree.leaves((params, moments)) if x.ndim for s in x.shards]
+        with Operations() as outside:
+            grads = dict(zip(params, [state(1, mesh, x.spec, shape)[0] for x in params.values()], strict=True))
+            outside.made.clear()
+            params, moments = f(params, moments, grads)
+        after = [s.data_ptr() for x in fs.tree.leaves((params, moments)) if x.ndim for s in x.shards]
+        assert after == before
+        assert sum(outside.made.values()) < 256  # the counts, if anything
+    for ops in made:
+        assert max(ops.made.values()) <= 64  # the new counts
+
+
+# --- what a rank keeps ---------------------------------------------------------------------------------------
+
+
+class Buffer:
+    """Something that can be referred to weakly."""
+
+
+def keep(x):
+    """Whether this rank finds what it has left, and the number of it."""
+    kept = region().scratch.setdefault("buffer", Buffer())
+    found = region().scratch.setdefault("rank", region().rank)
+    assert found == region().rank
+    return id(kept), kept
+
+
+@MESHES
+def test_a_rank_finds_what_it_kept_in_the_last_call_of_a_signature(mesh):
+    seen = []
+
+    def f(x):
+        seen.append((region().rank, keep(x)[1]))
+
+    mapped = fs.shard_map(f, mesh=mesh, out_specs=P(), check="never")
+    x, y = state(1, mesh)[0], state(1, mesh, shape=(2,))[0]
+    for args in (x, x, y, x):
+        mapped(args)
+    n = mesh.size
+    calls = [dict(seen[i : i + n]) for i in range(0, 4 * n, n)]
+    assert calls[0] == calls[1]  # the same object for each rank
+    assert len({id(b) for b in calls[0].values()}) == n
+    assert not {id(b) for b in calls[0].values()} & {id(b) for b in calls[2].values()}
+    assert calls[3] != calls[0]  # or as many buffers would stay as there are batch sizes
+    seen.clear()
+    last = [weakref.ref(b) for b in calls[3].values()]
+    calls.clear()
+    assert all(b() is not None for b in last)
+    del mapped
+    gc.collect()
+    assert all(b() is None for b in last)
+
+
+@pytest.mark.parametrize(("check", "shared"), [("first", [1, 1]), ("always", [])])
+def test_a_checked_call_starts_with_nothing_and_leaves_nothing(check, shared):
+    seen = []
+    f = fs.shard_map(lambda x: seen.append(sorted(region().scratch)) or keep(x)[0] * 0, mesh=TWO, out_specs=P(),
+                     check=check)  # fmt: skip
+    for _ in range(3):
+        f(state(1, TWO)[0])
+    assert [len(keys) for keys in seen] == [0] * (4 if shared else 6) + [2] * len(shared)
+
+
+def test_what_a_failed_call_left_is_gone():
+    def f(x, fails):
+        keep(x)
+        if fails:
+            raise ZeroDivisionError
+        return len(region().scratch)
+
+    seen = []
+    mapped = fs.shard_map(lambda x, n: seen.append(sorted(region().scratch)) or f(x, n), mesh=ONE, out_specs=P())
+    x = state(1, ONE)[0]
+    mapped(x, 0)
+    mapped(x, 0)
+    with pytest.raises(ZeroDivisionError):
+        mapped(x, 1)
+    mapped(x, 0)
+    assert [len(keys) for keys in seen] == [0, 2, 2, 0]
+
+
+def test_calls_at_once_keep_apart():
+    meet, seen = threading.Barrier(2, timeout=20), []
+
+    def f(x):
+        seen.append(keep(x)[1])
+        meet.wait()  # both are inside
+
+    mapped = fs.shard_map(f, mesh=ONE, out_specs=P())
+    for _ in range(3):
+        seen.clear()
+        threads = [threading.Thread(target=mapped, args=(state(1, ONE)[0],)) for _ in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert len(seen) == 2
+        assert seen[0] is not seen[1]
