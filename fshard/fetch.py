@@ -73,8 +73,9 @@ def plan(
         for k, (i, x) in enumerate(zip(which, xs, strict=True)):
             if gather is not None or kind != x.dtype:
                 dim, size = gather.layout[k] if gather is not None else (0, x.shape[0] if x.ndim else 0)
-                places[i] = Place(end, kind, (*x.shape[:dim], size, *x.shape[dim + 1 :]) if x.ndim else ())
-                end += -(-math.prod(places[i].shape) * kind.itemsize // ALIGNED) * ALIGNED
+                shape = (*x.shape[:dim], size, *x.shape[dim + 1 :]) if x.ndim else ()
+                places[i] = Place(end, kind, shape)
+                end += -(-math.prod(shape) * kind.itemsize // ALIGNED) * ALIGNED
         if axes or vary or cast:
             bundles.append(Bundle(tuple(which), gather, Vary(where.comm, vary) if vary else None, cast))
     return Plan(tuple(bundles), tuple(places), end)

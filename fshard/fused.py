@@ -29,7 +29,8 @@ _PIECE = {"cpu": 1 << 18, "cuda": 1 << 24}
 def fits(columns: Columns) -> list[bool]:
     """Of each leaf, whether torch has a fused step for it, which neither a gradient nor a vmap can look into."""
     if torch.compiler.is_dynamo_compiling():  # which does not tell of a gradient: `step` refuses it there
-        return [_known(row[0]) and not any(map(torch._C._functorch.is_batchedtensor, row)) for row in zip(*columns)]
+        rows = zip(*columns, strict=True)
+        return [_known(row[0]) and not any(map(torch._C._functorch.is_batchedtensor, row)) for row in rows]
     inside = torch._C._functorch.peek_interpreter_stack() is not None
     watched = [any((inside or x.requires_grad) and tracked(x) for x in row) for row in zip(*columns, strict=True)]
     return [not seen and _known(p) for seen, p in zip(watched, columns[0], strict=True)]
@@ -78,9 +79,9 @@ def step(
             end.copy_(done)
 
 
-_library = torch.library.Library("fshard", "FRAGMENT")
-_library.define("step(str rule, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] moments, Tensor[] factors, Tensor? lr, "
-                "float fixed, Tensor count, float[] options) -> ()")  # fmt: skip
+_library: Any = torch.library.Library("fshard", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("step(str rule, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] moments, Tensor[] factors, "
+                "Tensor? lr, float fixed, Tensor count, float[] options) -> ()")  # fmt: skip
 
 
 def _step_here(rule: str, params: list[Tensor], grads: list[Tensor], moments: list[Tensor], *rest: Any) -> None:
@@ -127,7 +128,7 @@ def _readable(rate: Tensor, device: torch.device) -> Tensor:
 
 
 def _parts(columns: Columns, factors: Sequence[Tensor]) -> Iterator[Columns]:
-    """Rows of leaves, gradients scaled and contiguous: all at once where that copies nothing, else a piece at a time."""
+    """Leaves, their gradients scaled and contiguous: all at once where that copies nothing, else a piece at a time."""
     if not factors and all(g.is_contiguous() for g in columns[1]):
         yield columns
         return
@@ -154,7 +155,7 @@ def _parts(columns: Columns, factors: Sequence[Tensor]) -> Iterator[Columns]:
 
 
 def _pieces(row: list[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """A leaf in pieces of about `most` elements, which fill vector registers but for the last; a scaled one is as ever."""
+    """A leaf in pieces of at most, or about, `most` elements, which fill vector registers but for the last one."""
     p, g, *_ = row
     if p.numel() <= most:
         yield row
@@ -164,7 +165,7 @@ def _pieces(row: list[Tensor], most: int) -> Iterator[list[Tensor]]:
     line = row[0].numel() // len(row[0])
     least = 16 // math.gcd(16, line)
     lines = max(1, most // line // least) * least
-    yield from map(list, zip(*[x.split(lines) for x in row], strict=True))
+    yield from map(list, zip(*[torch.split(x, lines) for x in row], strict=True))
 
 
 def _full_registers(columns: Columns) -> tuple[Columns, list[tuple[Tensor, Tensor]]]:
@@ -190,7 +191,7 @@ def _full_registers(columns: Columns) -> tuple[Columns, list[tuple[Tensor, Tenso
             missing = -sum(rests[i] for i in bunch) % size
             cut.append(torch.constant_pad_nd(torch.cat(tails) if len(tails) > 1 else tails[0], (0, missing)))
             if k != 1:  # gradients are only read
-                ends += zip(tails, cut[-1].split([*[rests[i] for i in bunch], missing]), strict=False)
+                ends += zip(tails, torch.split(cut[-1], [*[rests[i] for i in bunch], missing]), strict=False)
         pieces.append(cut)
     return pieces, ends
 

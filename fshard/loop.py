@@ -119,7 +119,8 @@ class Walk:
 
     def _block(self, i: int, whole: Sequence[Tensor], x: Given, graph: bool) -> tuple[Record, Given, Given]:
         """Compute a block; with a `graph`, from leaves of its own."""
-        params, each, inputs = self.params[i], self.each[i], []
+        params, each = self.params[i], self.each[i]
+        inputs: list[Tensor] = []
 
         def leaves(tensors: Sequence[Tensor], live: Sequence[bool]) -> list[Tensor]:
             fresh = [t.detach() for t in tensors]
@@ -129,9 +130,15 @@ class Walk:
         with torch.set_grad_enabled(graph):
             y, out = self.step(params.filled(leaves(whole, params.live)), x.filled(leaves(x.tensors, x.live)),
                                each.filled(leaves(each.tensors, each.live)))  # fmt: skip
+            y, out = (tree.map(self._out_of_slots, t) for t in (y, out))
             after, own = (Given.of(t) for t in (y, out))
         results = [t for t in (*tree.leaves(y), *tree.leaves(out)) if isinstance(t, Tensor)]
         return Record(inputs, results), after, own
+
+    def _out_of_slots(self, x: Any) -> Any:
+        """A result of a block; a copy of one that lies in a slot, where other weights will lie soon."""
+        lent = isinstance(x, Tensor) and any(memory_of(x) == memory_of(slot.filling) for slot in self.slots)
+        return x.clone() if lent else x
 
     # --- backward ---
 

@@ -76,7 +76,7 @@ def _norms(x: Tensor, wide: torch.dtype) -> list[Tensor]:
     memory and a pass of their own. So blocks are summed by the one, and what they give by the other.
     """
     if not x.is_contiguous():  # in the order of memory, which for most strides is a view
-        x = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride(d)))
+        x = x.permute(sorted(range(x.ndim), key=lambda d: x.stride()[d], reverse=True))
     flat = x.reshape(-1)
     whole = len(flat) // _BLOCK * _BLOCK
     out = []

@@ -29,7 +29,7 @@ from .fused import fits, given, own, step
 from .norm import axes_of, global_norm, norm_of
 from .schedules import Schedule, constant, cosine, linear, not_negative, warmup
 from .sharded import Sharded, from_callback
-from .spec import P, describe, is_spec
+from .spec import P, describe
 from .transforms import tracked
 
 Mask = Any  # a tree of bools, a prefix of one, or a function from the parameters to either
@@ -168,12 +168,12 @@ def _optimizer(
             for column, old, x in zip([columns[0], *columns[2:]], [p, *rest], new, strict=True):
                 column[i] = old.copy_(x) if donated(old) and not tracked(x) else x.to(p.dtype)
         for (device, _, decay), which in groups.items():
-            p, *rest = [own([column[i] for i in which], donated) for column in (columns[0], *columns[2:])]
-            fixed = None if isinstance(rate, Tensor) else float(rate)
-            step(name, p, [columns[1][i] for i in which], [x for column in rest for x in column],
-                 [factors[i].to(device) for i in which] if factors else [], rate if fixed is None else None,
-                 fixed or 0.0, count, [*(options or ()), weight_decay * decay])  # fmt: skip
-            for column, done in zip([columns[0], *columns[2:]], [p, *rest], strict=True):
+            stepped = [own([column[i] for i in which], donated) for column in (columns[0], *columns[2:])]
+            moving, fixed = (rate, 0.0) if isinstance(rate, Tensor) else (None, float(rate))
+            step(name, stepped[0], [columns[1][i] for i in which], [x for column in stepped[1:] for x in column],
+                 [factors[i].to(device) for i in which] if factors else [], moving, fixed, count,
+                 [*(options or ()), weight_decay * decay])  # fmt: skip
+            for column, done in zip([columns[0], *columns[2:]], stepped, strict=True):
                 for i, x in zip(which, done, strict=True):
                     column[i] = x
         new_params, _, *new_moments = [tree.unflatten(treedef, column) for column in columns]
@@ -199,22 +199,21 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
         raise fail(f"chain: {wrong[0] if wrong else 'no steps'}",
                    fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))")
     names = ", ".join(s.name for s in steps)
-    last = steps[-1]
-    # What only scales just before the step need not be made: that would be a second tree of gradients.
-    lazy = len(steps) - 2 if len(steps) > 1 and steps[-2].factors and last.scaled else None
+    # What only scales, just before the step, is not made: that would be a second tree of gradients.
+    factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None
+    scaled = getattr(steps[-1], "scaled", None) if factors_of is not None else None
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if not isinstance(state, (tuple, list)) or len(state) != len(steps):
             raise fail(f"chain({names}): the state is not its state", fix="state = opt.init(params)")
-        value, factors, new = grads, None, []
-        for i, (step, own) in enumerate(zip(steps, state, strict=True)):
-            if i == lazy:
-                factors, own = steps[i].factors(value, own, params)
-            elif factors is not None:
-                value, own = last.scaled(value, own, params, factors)
-            else:
-                value, own = step.update(value, own, params)
-            new.append(own)
+        value, new = grads, []
+        for s, old in list(zip(steps, state, strict=True))[: None if scaled is None else -2]:
+            value, changed = s.update(value, old, params)
+            new.append(changed)
+        if factors_of is not None and scaled is not None:
+            factors, changed = factors_of(value, state[-2], params)
+            value, last = scaled(value, state[-1], params, factors)
+            new += [changed, last]
         return value, tuple(new)  # the last step gave the parameters
 
     return Optimizer(lambda params: tuple(s.init(params) for s in steps), update,

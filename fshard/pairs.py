@@ -2,7 +2,7 @@
 
 Gloo's own collectives copy into buffers of theirs, and take 3 to 5 times as long. Here a large contiguous tensor goes
 without a copy; the small ones of a transfer go together, in one message to each rank. All ranks sum in the order of
-the ranks: the same bits on each, and on a simulated mesh. Messages meet by tag, and each transfer has tags of its own:
+the ranks: the same bits on each, and on a simulated mesh. Messages meet by tag, and each transfer has one of its own:
 what is started in one order may be landed in another.
 """
 
@@ -29,8 +29,8 @@ class Wires:
     """The connections of a group, and what is to be kept of them from one transfer to the next."""
 
     backend: Any
-    # More than there are ever in the air. The even ones are taken, each with the next one: for a second round.
-    tags: Iterator[int] = field(default_factory=lambda: itertools.cycle(range(1 << 20, (1 << 20) + 8192, 2)))
+    # One for each transfer, and more than are ever in the air. Messages of one tag arrive in the order they were sent.
+    tags: Iterator[int] = field(default_factory=lambda: itertools.cycle(range(1 << 20, (1 << 20) + 4096)))
     adrift: list[tuple[Any, Tensor]] = field(default_factory=list)  # of flights that were given up
 
 
@@ -118,7 +118,7 @@ def reduce(line: Line, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = F
         for g, cut in enumerate(cuts):
             _total(line, cut[me], [rooms[r][g] for r in line.others], op, into[g][me])
         messages = _seal([parts[me] for parts in into])
-        _Mail(line, tag + 1, {r: (messages, [parts[r] for parts in into]) for r in line.others}).wait()
+        _Mail(line, tag, {r: (messages, [parts[r] for parts in into]) for r in line.others}).wait()
         return results(totals)
 
     return land_pieces
@@ -188,8 +188,7 @@ class _Mail:
                 self._works.append((_sure(wires.backend.recv, [x], line.places[r], tag), x))
             r = (line.me + d) % n
             for x in every[r][0]:
-                if x.numel():
-                    self._works.append((_sure(wires.backend.send, [x], line.places[r], tag), x))
+                self._works.append((_sure(wires.backend.send, [x], line.places[r], tag), x))
 
     def wait(self) -> None:
         """Until everything is sent and everything has come. Raises ShardingError if a rank has failed or left."""

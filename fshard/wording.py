@@ -63,7 +63,7 @@ class Scene:
 
 
 def differentiating() -> bool:
-    """Whether a gradient is being taken: torch.func's functions or `transforms` are on the stack, or a backward pass."""
+    """Whether a gradient is being taken: torch.func's functions or `transforms` are on the stack, or a backward."""
     if torch._C._current_graph_task_id() != -1:
         return True
     frame: Any = sys._getframe(1)

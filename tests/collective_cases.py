@@ -239,9 +239,9 @@ def _same(got: Tensor, want: Tensor, what: str) -> None:
 def check_flights(run: Run, sizes: dict[str, int], axes: tuple[str, ...], dtypes: Any = EVERY_DTYPE) -> None:
     """gather, scatter and reduce: uneven and empty parts, strided places, small and large, several in the air."""
     n = math.prod(sizes[a] for a in axes)
-    # What rank r gives, of each tensor: uneven, empty on every other one, in columns, 0-d, large (a message of its own).
-    parts = [lambda r: (r + 1, 3), lambda r: (2, 3 * (r % 2)), lambda r: (4, r + 2), lambda r: (), lambda r: (17_000 + r,),
-             lambda r: (2, 8_200 + r)]  # fmt: skip
+    # What rank r gives, of each tensor: uneven, empty on every other rank, in columns, 0-d; large, large in columns.
+    parts = [lambda r: (r + 1, 3), lambda r: (2, 3 * (r % 2)), lambda r: (4, r + 2), lambda r: (),
+             lambda r: (17_000 + r,), lambda r: (2, 8_200 + r)]  # fmt: skip
     joined = [0, 1, 1, None, 0, 1]  # the dim along which the parts lie in the whole; of 0-d ones a new one
     whole = [(5, 3), (0, 2), (), (4 * n + 1, 3), (20_001,)]
 

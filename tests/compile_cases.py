@@ -1,4 +1,4 @@
-"""A whole train step of GPT-2 as one graph: what it gives, compiled, eager and on one device, and how it was compiled."""
+"""A whole train step of GPT-2 as one graph: what it gives compiled, eager and on one device; how it was compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.models import gpt2
 
-SIZES = {"vocab_size": 61, "n_positions": 8, "n_embd": 12, "n_layer": 1, "n_head": 3}  # 61 tokens and 3 heads over 2 ranks
+SIZES = {"vocab_size": 61, "n_positions": 8, "n_embd": 12, "n_layer": 1, "n_head": 3}  # 61 and 3 over 2 ranks
 PLAIN = gpt2.Config(**SIZES)
 DROPS = gpt2.Config(**SIZES, embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)
 ROWS = 4

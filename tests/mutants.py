@@ -32,8 +32,10 @@ import fshard as fs
 from fshard import P, ShardingError, collectives, linear
 from fshard.comm import Comm, Region, index_of, region, size_of
 from fshard.models import gpt2
+from fshard.recast import Recast
 from fshard.spec import box_shape, lengths, local_box
 
+_UNSHARD = importlib.import_module("fshard.unshard")  # fs.unshard is the function
 TYPED = "check" in inspect.signature(fs.shard_map).parameters  # whether there is a static checker
 
 # --- calls and their changes ----------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ class _Here(threading.local):
         self.call: Call | None = None
 
     def reach(self, verb: str, frame: FrameType | None) -> Call:
-        while frame is not None and frame.f_code.co_filename == collectives.__file__:
+        while frame is not None and frame.f_code.co_filename in (collectives.__file__, _UNSHARD.__file__):
             frame = frame.f_back
         assert frame is not None
         if self.region is not region():
@@ -91,6 +93,8 @@ class _Here(threading.local):
 
 class _Alone:
     """A comm over which nothing arrives: every rank takes its own part for everyone's."""
+
+    direct = False
 
     def __init__(self, comm: Comm) -> None:
         self.sizes, self.coords = comm.sizes, comm.coords
@@ -184,10 +188,10 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         finally:
             here.call = before
 
-    def gather_leaves(*args: Any) -> None:
-        before, here.call = here.call, here.reach("all_gather", sys._getframe(1))
+    def of_unshard(m: Any, how: Any, xs: Xs) -> Xs:
+        before, here.call = here.call, here.reach(m.verb, sys._getframe(1))
         try:
-            verbs["_gather_leaves"](*args)
+            return apply(m if how is None else Recast.of(m, how), xs)
         finally:
             here.call = before
 
@@ -246,14 +250,17 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
 
         return drawn
 
-    names = ("_on_leaves", "_gather_leaves", "extreme")
+    names = ("_on_leaves", "extreme")
     verbs = {name: getattr(collectives, name) for name in names}
     remat = importlib.import_module("fshard.remat")  # its name in the library is the function's
     bodies = remat._Body
-    fakes = {"_on_leaves": on_leaves, "_gather_leaves": gather_leaves, "apply": apply, "extreme": extreme}
+    fakes = {"_on_leaves": on_leaves, "apply": apply, "extreme": extreme}
     draws = {name: draw(name, getattr(fs.random, name)) for name in ("bernoulli", "normal", "uniform")}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(collectives, **fakes))
+        stack.enter_context(mock.patch.object(_UNSHARD, "_apply", of_unshard))
+        # A schedule has the numbers of the plain loop; only that one calls what is struck here.
+        stack.enter_context(mock.patch.object(importlib.import_module("fshard.scan"), "_transformed", lambda: True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))
         yield struck

@@ -6,6 +6,7 @@ import itertools
 import math
 import queue
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,6 +47,7 @@ class Wire:
     def send(self, xs: list[Tensor], to: int, tag: int) -> Work:
         (x,) = xs
         assert x.is_contiguous()
+        assert not x.is_conj()  # bytes know nothing of it
         self.sent.append((to, x))
         box = self._box(self.me, to, tag)
         with self.net.setdefault("lock", threading.Lock()):
@@ -170,10 +172,31 @@ def test_blocking_verbs(kind):
         same(comm.all_to_all(mine[:, 0], axes), every[:, me, 0])
         got = comm.permute(mine, [(0, 1), (1, 3), (2, 2)], axes)
         same(got, {1: every[0], 3: every[1], 2: every[2]}.get(me, torch.zeros(n, 3)))
-        conj = torch.view_as_complex(torch.stack([mine, mine + 1], -1)).conj()
-        same(comm.all_gather(conj, axes)[me], conj.resolve_conj())
+        conj = torch.view_as_complex(torch.stack([every, every + 1], -1)).conj()  # as it lies it is not what it says
+        same(comm.all_gather(conj[me], axes), conj.resolve_conj())
 
     RUNS[kind](sizes)(f)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_rank_may_start_the_next_before_it_lands_what_others_have_landed(kind):
+    def f(comm: Any, rank: int) -> None:
+        a, b, c = torch.ones(50_000), torch.full((50_000,), float(rank)), torch.zeros(3, 50_000)
+        first = comm.reduce([a], ("a",))
+        if rank == 1 and kind == "pairs":  # elsewhere everything moves at the start
+            time.sleep(0.05)
+            second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(50_000) * rank], [c.unbind()], ("a",))
+            first()
+        else:
+            first()
+            second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(50_000) * rank], [c.unbind()], ("a",))
+        second()
+        third()
+        assert a.unique().tolist() == [3]
+        assert b.unique().tolist() == [3]
+        assert c.unique(dim=1).tolist() == [[0], [1], [2]]
+
+    RUNS[kind]({"a": 3})(f)
 
 
 # --- maps ------------------------------------------------------------------------------------------------------
@@ -212,7 +235,6 @@ def test_a_map_that_is_started_gives_what_it_gives_when_run(kind, n):
 
 
 # --- what goes over the wire -----------------------------------------------------------------------------------
-
 
 
 class Silent(Wire):

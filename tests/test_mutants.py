@@ -19,7 +19,7 @@ UNDIFFERENTIATED = "nothing here is differentiated, so no gradient misses its su
 UNUSED = "what the last turn of the loop sends is not used"
 EQUAL = {
     "split vocabulary": {"delete, pvary 2 of loss in mutants": INTEGERS},
-    "clip and AdamW": {f"delete, pvary {i} of global_norm in norm": UNDIFFERENTIATED for i in (1, 2, 3, 4)},
+    "clip and AdamW": {f"delete, pvary {i} of norm_of in norm": UNDIFFERENTIATED for i in (1, 2, 3, 4)},
     "pipeline": {f"{change}, ppermute 4 of loss in mutants": UNUSED for change in ("delete", "double")},
     "ring attention": {f"{change}, ppermute 3 of loss in mutants": UNUSED for change in ("delete", "double")},
 }

@@ -326,6 +326,24 @@ def test_two_scans_in_a_row_share_buffers_and_not_numbers() -> None:
         alike(step_of(twice(scanned(tree, specs, **how)), mesh, specs)(params, x), want)
 
 
+def test_weights_that_are_results_are_copies() -> None:
+    """They lie where other weights will lie soon: later blocks', and those of the next call."""
+    tree, mesh = described(D, D), fs.make_mesh(data=2, model=1)
+    specs = specs_for("sharded", tree)
+    body = lambda p, x: (p["up"], p["down"].T)  # noqa: E731
+    params, x = place(mesh, tree, specs), batch()
+    for how in FEW:
+        given = {"specs": specs, "axis": "data", "shapes": tree, "has_aux": True, **how}
+        run = fs.shard_map(lambda p, x, given=given: fs.pmean(fs.scan(body, p, x, **given), "data"), mesh=mesh,
+                           in_specs=(specs, P("data")), out_specs=P(), check="never")  # fmt: skip
+        first = run(params, x)
+        run(fs.materialize(tree, specs, mesh, key=fs.key(9)), x)
+        last, outs = first
+        assert torch.equal(fs.device_get(last), fs.device_get(params[-1]["up"]))
+        for out, p in zip(outs, params, strict=True):
+            torch.testing.assert_close(fs.device_get(out), fs.device_get(p["down"]).T, rtol=1e-6, atol=0)
+
+
 def test_what_a_block_does_not_use_has_a_gradient_of_zero() -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)

@@ -285,14 +285,13 @@ def show_family(which: str, found: Found) -> None:
         print(f"  {one:24} FAILED: {why}")
 
 
-def show_memory(found: Found) -> None:
-    print(f"\n  memory of a rank and what it moves in a step\n  {'':24}{'resident':>10}{'live':>10}{'held':>10}"
-          f"{'left':>8}{'sent':>10}  transfers")  # fmt: skip
-    for one, x in found.items():
-        row = "".join(f"{x[k] / MIB:{w}.1f}" if k in x else f"{'-':>{w}}" for k, w in
-                      (("resident", 10), ("live", 10), ("held", 10), ("left", 8), ("sent", 10)))  # fmt: skip
-        moved = ", ".join(f"{n} {op}" for op, n in sorted(x.get("transfers", {}).items()))
-        print(f"  {one:24}{row}  {moved}" + (f"  FAILED: {x['failed']}" if "failed" in x else ""))
+MIBS = {"resident": 10, "live": 10, "held": 10, "left": 8, "sent": 10}  # columns, and how wide they are
+
+
+def show_memory(one: str, x: Found) -> None:
+    row = "".join(f"{x[k] / MIB:{w}.1f}" if k in x else f"{'-':>{w}}" for k, w in MIBS.items())
+    moved = ", ".join(f"{n} {op}" for op, n in sorted(x.get("transfers", {}).items()))
+    print(f"  {one:24}{row}  {moved}" + (f"  FAILED: {x['failed']}" if "failed" in x else ""), flush=True)
 
 
 def show_targets(rows: list[Found]) -> None:
@@ -353,8 +352,12 @@ def main(argv: list[str] | None = None) -> int:
                 sys.stdout.flush()
         if "memory" in args.measure:
             everyone = dict.fromkeys(one for names in families.values() for one in names)
-            size["memory"] = {one: memory(name, one, args) for one in everyone}
-            show_memory(size["memory"])
+            titles = "".join(f"{k:>{w}}" for k, w in MIBS.items())
+            print(f"\n  MiB of a rank, and what it moves in a step\n  {'':24}{titles}  transfers", flush=True)
+            size["memory"] = {}
+            for one in everyone:
+                size["memory"][one] = memory(name, one, args)
+                show_memory(one, size["memory"][one])
         size["targets"] = judged(size, families, args.measure, ON_CUDA if cuda else TARGETS)
         show_targets(size["targets"])
         size["minutes"] = (time.perf_counter() - began) / 60
