@@ -227,7 +227,20 @@ def memory_of(x: Tensor) -> int:
     return (storage.data_ptr() if storage.device.type != "meta" else 0) or storage_of(x)
 
 
+@contextlib.contextmanager
+def marked(xs: Sequence[Tensor]) -> Iterator[None]:
+    """Within, these tensors say that they are donated: a compiler knows no storage, but it sees attributes."""
+    for x in xs:
+        x.donated = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for x in xs:
+            del x.donated  # type: ignore[attr-defined]
+
+
 __all__ = [
-    "Axes", "Comm", "Flight", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "memory_of", "note",
+    "Axes", "Comm", "Flight", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "marked", "memory_of",
+    "note",
     "recording", "reduction", "region", "size_of", "storage_of", "transfer", "transposing", "watched",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from .transforms import tracked
 Columns = list[list[Tensor]]  # parameters, gradients, moments...: a list each, in one order
 
 # Elements of gradient that are scaled, or made contiguous, at a time; for each thread of a CPU, whose cache they fit.
-_PIECE = {"cpu": 1 << 18, "cuda": 1 << 24}
+_PIECE = {"cpu": 1 << 19, "cuda": 1 << 24}
 
 
 def fits(columns: Columns) -> list[bool]:

@@ -69,9 +69,10 @@ def warmup(after: float | Schedule, steps: int, *, start: float = 0.0) -> Schedu
     """
     not_negative("warmup", steps=steps)
     then = after if callable(after) else constant(after)
+    top = float(then(torch.zeros((), dtype=torch.float64)))
 
     def at(count: Tensor) -> Tensor:
-        rising = _between(start, then(torch.zeros_like(count)), _progress(count, steps))
+        rising = _between(start, top, _progress(count, steps))
         return torch.where(count < steps, rising, then(torch.clamp(count - steps, min=0)))
 
     return _schedule(at)

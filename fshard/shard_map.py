@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from . import source, tree
 from .arguments import Plan, cut, donated, make_plan, signature
-from .comm import Comm, Region, bind
+from .comm import Comm, Region, bind, marked
 from .copies import apart
 from .differences import Allowed
 from .errors import fail, raise_all
@@ -146,8 +146,11 @@ class ShardMapped:
                         if isinstance(x, Tensor):
                             watch.argument(x, frozenset(spec.axes), name)
                 inputs = tree.unflatten(plan.treedef, local)
+                given = [local[i] for i in plan.donated if isinstance(local[i], Tensor)] if self._compiled else []
                 del local
-                out = self._body(*inputs)
+                with marked(given):
+                    out = self._body(*inputs)
+                del given
                 if watch is not None:
                     with watch.resting():
                         self._check_results(watch, out)

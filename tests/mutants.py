@@ -260,7 +260,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         stack.enter_context(mock.patch.multiple(collectives, **fakes))
         stack.enter_context(mock.patch.object(_UNSHARD, "_apply", of_unshard))
         # A schedule has the numbers of the plain loop; only that one calls what is struck here.
-        stack.enter_context(mock.patch.object(importlib.import_module("fshard.scan"), "_transformed", lambda: True))
+        stack.enter_context(mock.patch.object(importlib.import_module("fshard.scan"), "_transformed", return_value=True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))
         yield struck

@@ -188,12 +188,12 @@ def _block(cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t
     weights = layout.across((len(q), cfg.num_attention_heads, t, t)) if drops else None
     a = nn.attention(q, k, v, mask=sees, rate=cfg.attention_probs_dropout_prob, key=sub(key, "attn"),
                      spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
-    a = layout.leave(nn.linear(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1)))
-    a = layout.dropout(a + layout.shared(p["proj"]["b"]), cfg.hidden_dropout_prob, key, "proj", t)
+    a = layout.project(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
+    a = layout.dropout(a, cfg.hidden_dropout_prob, key, "proj", t)
     x = _norm(cfg, x + a, p["ln_1"], layout)
 
     h = _ACTIVATIONS[cfg.hidden_act](nn.linear(layout.enter(x, t), p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
-    h = layout.leave(nn.linear(h, p["down"]["w"])) + layout.shared(p["down"]["b"])
+    h = layout.project(h, p["down"]["w"], p["down"]["b"])
     return _norm(cfg, x + layout.dropout(h, cfg.hidden_dropout_prob, key, "down", t), p["ln_2"], layout)
 
 

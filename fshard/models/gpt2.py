@@ -131,12 +131,12 @@ def _block(
     h = layout.enter(_norm(cfg, x, p["ln_1"], layout), t)
     q, k, v = _heads(h, p["qkv"]["w"], p["qkv"]["b"])  # each [B, H@model, T, K]
     a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attn_pdrop, key=key, heads=cfg.n_head)
-    a = layout.leave(nn.linear(a, p["proj"]["w"].flatten(0, 1))) + layout.shared(p["proj"]["b"])
+    a = layout.project(a, p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
     x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", t)
 
     h = layout.enter(_norm(cfg, x, p["ln_2"], layout), t)
     h = nn.gelu(nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
-    h = layout.leave(nn.linear(h, p["down"]["w"])) + layout.shared(p["down"]["b"])
+    h = layout.project(h, p["down"]["w"], p["down"]["b"])
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), seen
 
 

@@ -185,11 +185,11 @@ def _block(
     q, k = (rope.rotate(y, *turn) for y in (q, k))
     a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attention_dropout, key=key,
                      heads=cfg.num_attention_heads, group=cfg.num_attention_heads // cfg.groups)  # fmt: skip
-    x = x + _leave(a, p["proj"], layout)
+    x = x + layout.project(a, p["proj"]["w"].flatten(0, -2), p["proj"].get("b"))
 
     h = layout.enter(_norm(cfg, x, p["norm_2"], layout), tokens.t)
     h = F.silu(_linear(h, p["gate"])) * _linear(h, p["up"])  # [B, T, F@model]
-    return x + _leave(h, p["down"], layout), seen
+    return x + layout.project(h, p["down"]["w"], p["down"].get("b")), seen
 
 
 def _heads(h: Tensor, p: Any) -> Tensor:
@@ -202,12 +202,6 @@ def _heads(h: Tensor, p: Any) -> Tensor:
 def _linear(x: Tensor, p: Any) -> Tensor:
     """[B, T, D], w [D, F..], b [F..] -> [B, T, F]."""
     return nn.linear(x, p["w"].flatten(1), p["b"].flatten() if "b" in p else None)
-
-
-def _leave(x: Tensor, p: Any, layout: Layout) -> Tensor:
-    """[B, T, F@model]{V model}, w [F@model.., D], b [D] -> the stream."""
-    y = layout.leave(nn.linear(x, p["w"].flatten(0, -2)))
-    return y + layout.shared(p["b"]) if "b" in p else y
 
 
 def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:

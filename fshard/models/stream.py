@@ -74,6 +74,13 @@ class Layout:
         out: Tensor = psum_scatter(x, self.model, 1) if self.sequence else psum(x, self.model)
         return out
 
+    def project(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        """From a part split over model back into the stream: x [B, T, F@model] @ w [F@model, D] + b [D]."""
+        if not self.model:
+            return nn.linear(x, w, b)  # one operation
+        out = self.leave(nn.linear(x, w))
+        return out if b is None else out + self.shared(b)
+
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
         """What is the same over model, such as positions, as the stream holds it: its part of time, or all."""
         out: Tensor = pslice(x, self.model, dim) if self.sequence else x

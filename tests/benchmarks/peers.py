@@ -295,6 +295,8 @@ def show_memory(one: str, x: Found) -> None:
 
 
 def show_targets(rows: list[Found]) -> None:
+    if not rows:
+        return
     print("\n  target                                                ratio  of medians   limit")
     for r in rows:
         what = f"{r['target']}  {r['ours']} / {r['peer']}, {r['measure']}"
