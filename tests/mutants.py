@@ -35,7 +35,7 @@ from fshard.models import gpt2
 from fshard.recast import Recast
 from fshard.spec import box_shape, lengths, local_box
 
-_UNSHARD = importlib.import_module("fshard.unshard")  # fs.unshard is the function
+_SCAN, _UNSHARD = (importlib.import_module(f"fshard.{name}") for name in ("scan", "unshard"))  # the files
 TYPED = "check" in inspect.signature(fs.shard_map).parameters  # whether there is a static checker
 
 # --- calls and their changes ----------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         stack.enter_context(mock.patch.multiple(collectives, **fakes))
         stack.enter_context(mock.patch.object(_UNSHARD, "_apply", of_unshard))
         # A schedule has the numbers of the plain loop; only that one calls what is struck here.
-        stack.enter_context(mock.patch.object(importlib.import_module("fshard.scan"), "_transformed", return_value=True))
+        stack.enter_context(mock.patch.object(_SCAN, "_transformed", return_value=True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))
         yield struck

@@ -150,7 +150,7 @@ def _whole(cfg: Config, params: Any, layout: Layout, specs: Any, *names: str) ->
     described = init(cfg)
     raise_all([fail(f"bert: the config has no {n}", fix=f"Config({n}=True); a loaded one has what its file has")
                for n in names if n not in described])  # fmt: skip
-    return {n: layout.whole(params[n], None if specs is None else specs[n], described[n]) for n in names}
+    return layout.whole(names, params, specs, described)
 
 
 def _encode(

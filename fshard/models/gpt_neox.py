@@ -127,8 +127,7 @@ def apply(
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.counted(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
     described = init(cfg)
-    top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
-           for name in described if name != "h"}  # fmt: skip
+    top = layout.whole([name for name in described if name != "h"], params, specs, described)
 
     t = tokens.t
     x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism

@@ -115,8 +115,7 @@ def apply(
                    fix="a larger n_positions")  # fmt: skip
     layout = layout.counted(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
     described = init(cfg)
-    top = {name: layout.whole(params[name], None if specs is None else specs[name], described[name])
-           for name in ("wte", "ln_f", "head")}  # fmt: skip
+    top = layout.whole(("wte", "ln_f", "head"), params, specs, described)
 
     t = tokens.t
     x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism

@@ -53,12 +53,15 @@ class Layout:
         """The spec of the residual stream, [B, T, D]."""
         return P(self.data, self.model if self.sequence else None)
 
-    def whole(self, params: Any, specs: Any, shapes: Any) -> Any:
+    def whole(self, names: Sequence[str], params: Any, specs: Any, shapes: Any) -> dict[str, Any]:
         """Parameters ready for each rank's own batch: unsharded over `data` by their specs, or varied without."""
+        own = {name: params[name] for name in names}
         if not self.data:  # which needs no region
-            return params if self.dtype is None else tree.map(lambda x: x.to(self.dtype), params)
-        return unshard(params, P() if specs is None else specs, self.data, shapes=shapes, dtype=self.dtype,
-                       reduce_dtype=self.reduce_dtype)  # fmt: skip
+            return own if self.dtype is None else tree.map(lambda x: x.to(self.dtype), own)
+        given = P() if specs is None else {name: specs[name] for name in names}
+        out: dict[str, Any] = unshard(own, given, self.data, shapes={name: shapes[name] for name in names},
+                                      dtype=self.dtype, reduce_dtype=self.reduce_dtype)  # fmt: skip
+        return out
 
     def shared(self, params: Any) -> Any:
         """Replicated parameters of the stream: under sequence parallelism each rank uses them on its own part."""

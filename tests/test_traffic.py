@@ -1,0 +1,93 @@
+"""What a train step moves, counted: the fewest transfers and bytes that each strategy needs, and no byte more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import P
+from fshard.models import gpt2
+
+CFG = gpt2.Config(vocab_size=96, n_positions=8, n_embd=32, n_layer=4, n_head=4)
+ROWS, N = 4, 2
+SIZE = 4  # bytes of a float32
+
+
+def moved(axes: dict[str, int], specs: Any, layout: gpt2.Layout, remat: bool = False) -> dict[str, tuple[int, int]]:
+    """Of each rank in one step with AdamW: op -> (transfers, bytes of their arguments)."""
+    mesh, described = fs.make_mesh(**axes), gpt2.init(CFG)
+    optimizer = fs.optim.adamw(1e-3)
+    placed = {"params": specs, "opt": optimizer.specs(specs)}
+
+    @fs.shard_map(mesh=mesh, in_specs=(placed, P(layout.data)), out_specs=(placed, P()), donate=0)
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            return gpt2.loss(CFG, params, *batch, layout=layout, specs=specs, remat=remat)
+
+        loss, grads = fs.value_and_grad(loss_fn)(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt}, loss
+
+    ids = torch.randint(96, (ROWS, 9), generator=torch.Generator().manual_seed(0))
+    batch = (ids[:, :-1], ids[:, 1:])
+    tree = {"params": described, "opt": optimizer.init(described)}
+    state = fs.materialize(tree, placed, mesh, key=fs.key(0))
+    state, _ = step(state, batch)  # checked
+    with fs.recording() as log:
+        step(state, batch)
+    count, total = Counter(t.op for t in log), Counter[str]()
+    for t in log:
+        total[t.op] += t.bytes
+    assert all(n % mesh.size == 0 for n in (*count.values(), *total.values()))
+    return {op: (count[op] // mesh.size, total[op] // mesh.size) for op in count}
+
+
+DESCRIBED = gpt2.init(CFG)
+BLOCK = sum(x.numel() for x in fs.tree.leaves(DESCRIBED["h"][0])) * SIZE
+TOP = sum(x.numel() for name in ("wte", "wpe", "ln_f") for x in fs.tree.leaves(DESCRIBED[name])) * SIZE
+LOSS = 2 * SIZE  # its sum, and how many it sums
+
+
+def test_data_parallel_sums_each_gradient_once() -> None:
+    got = moved({"data": N}, gpt2.specs(CFG), gpt2.Layout("data"))
+    assert got == {"all_reduce": (CFG.n_layer + 2, CFG.n_layer * BLOCK + TOP + LOSS)}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_fully_sharded_gathers_twice_but_what_is_still_there_and_scatters_once(remat: bool) -> None:
+    specs = fs.fully_shard(gpt2.specs(CFG), DESCRIBED, axis="data")
+    got = moved({"data": N}, specs, gpt2.Layout("data"), remat)
+    gathers = 2 * CFG.n_layer - 2  # two blocks are whole at a time
+    assert got == {
+        "all_gather": (gathers + 1, (gathers * BLOCK + TOP) // N),
+        "reduce_scatter": (CFG.n_layer + 1, CFG.n_layer * BLOCK + TOP),
+        "all_reduce": (1, LOSS),
+    }
+
+
+def test_tensor_parallel_sums_twice_a_block_each_way_and_for_embedding_head_and_loss() -> None:
+    got = moved({"model": N}, gpt2.specs(CFG, model="model"), gpt2.Layout(model="model"))
+    tokens = ROWS * CFG.n_positions
+    stream = tokens * CFG.n_embd * SIZE  # x, which each of these sums
+    assert got == {
+        "all_reduce": (4 * CFG.n_layer + 3, (4 * CFG.n_layer + 2) * stream + 2 * tokens * SIZE),  # exp and target
+        "all_reduce max": (1, tokens * SIZE),
+    }
+
+
+def test_a_mesh_of_one_moves_nothing() -> None:
+    assert moved({"data": 1, "model": 1}, gpt2.specs(CFG, model="model"), gpt2.Layout("data", "model")) == {}
+
+
+def test_tensor_parallel_and_fully_sharded_move_what_each_alone_would() -> None:
+    specs = fs.fully_shard(gpt2.specs(CFG, model="model"), DESCRIBED, axis="data")
+    got = moved({"data": N, "model": N}, specs, gpt2.Layout("data", "model"))
+    gathers = 2 * CFG.n_layer - 2
+    assert got["all_gather"][0] == gathers + 1
+    assert got["reduce_scatter"][0] == CFG.n_layer + 1
+    assert got["all_reduce"][0] == 4 * CFG.n_layer + 3 + 1
