@@ -8,8 +8,7 @@ import tracemalloc
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from live import LiveBytes
 
 import fshard as fs
 from fshard import P, ShardingError
@@ -379,25 +378,6 @@ def test_seventy_billion_parameters_are_described_in_little_memory():
 
 
 # --- memory ------------------------------------------------------------------------------------------------
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that were held at once by tensors made within."""
-
-    def __init__(self):
-        super().__init__()
-        self.peak = 0
-        self._live = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        old = {x.untyped_storage()._cdata for x in fs.tree.leaves([args, kwargs]) if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in fs.tree.leaves(out):
-            if isinstance(x, torch.Tensor) and (s := x.untyped_storage())._cdata not in old:
-                self._live[s._cdata] = (StorageWeakRef(s), s.nbytes())
-        self._live = {at: (ref, n) for at, (ref, n) in self._live.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(n for _, n in self._live.values()))
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from live import LiveBytes
 from torch import Tensor
 
 import fshard as fs
@@ -408,6 +409,58 @@ def test_transfers_are_the_fewest(kind: str, frozen: bool) -> None:
         assert got["reduce_scatter"] == (whole if kind == "sharded" else (0, 0))
         loss = (n, n * 4)  # the mean of the loss, forward; backward moves nothing
         assert got["all_reduce"] == (loss if kind == "sharded" else (whole[0] + loss[0], whole[1] + loss[1]))
+
+
+def peak(blocks: int, rows: int, d: int, **how: Any) -> int:
+    """The most that a rank of two holds in a step, beside its parameters and its batch [rows, d]."""
+    tree, mesh, most = described(d, d, blocks), fs.make_mesh(data=2, model=1), {}
+    specs = specs_for("sharded", tree)
+
+    def step(p: Any, x: Tensor) -> Any:
+        with LiveBytes() as live:
+            out = fs.grad(lambda p: fs.pmean(scanned(tree, specs, **how)(p, x).square().mean(), "data"))(p)
+        most[int(fs.axis_index("data"))] = live.peak
+        return out
+
+    f = fs.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check="never")
+    f(place(mesh, tree, specs), torch.randn(2 * rows, d))
+    return most[0]
+
+
+def saved(blocks: int, rows: int, d: int) -> int:
+    """The bytes that autograd keeps for backward of the same blocks on one device, beside their weights."""
+    params = fs.device_get(place(fs.make_mesh(data=1), described(d, d, blocks), P()))
+    leaves = [x.requires_grad_() for x in fs.tree.leaves(params)]
+    weights = {x.untyped_storage().data_ptr() for x in leaves}
+    alive: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in weights:
+            alive[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        dense(params, torch.randn(rows, d)).square().mean()
+    return sum(t.untyped_storage().nbytes() for t in alive.values())
+
+
+def test_a_released_schedule_holds_two_whole_blocks_and_the_activations() -> None:
+    d, blocks, rows = 64, 8, 512
+    whole = sum(t.numel() for t in described(d, d)[0].values()) * 4
+    x, kept = 4 * d * rows, saved(blocks, rows, d) + 64  # x: one tensor of the stream; and the numbers of the loss
+    # The most is held where forward ends: what backward lets go of is more than the gradients it makes.
+    assert peak(blocks, rows, d) <= 2 * whole + kept + 3 * x
+    assert peak(blocks, rows, d, prefetch=0) <= whole + kept + 3 * x
+    assert peak(blocks, rows, d, release=False) >= blocks * whole + kept
+    assert peak(blocks, rows, d, remat=True) <= kept // 2
+
+
+def test_what_a_released_schedule_holds_does_not_grow_with_the_blocks() -> None:
+    d, rows = 64, 2
+    whole = sum(t.numel() for t in described(d, d)[0].values()) * 4
+    grown = peak(12, rows, d) - peak(6, rows, d)
+    assert grown <= 6 * whole // 2 + saved(12, rows, d) - saved(6, rows, d)  # the shards of six gradients
+    assert peak(12, rows, d, release=False) - peak(6, rows, d, release=False) >= 6 * whole
 
 
 def test_it_is_differentiated_twice_and_transformed_like_the_plain_loop() -> None:
