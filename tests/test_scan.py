@@ -456,13 +456,14 @@ def test_a_released_schedule_holds_two_whole_blocks_and_the_activations() -> Non
 
 
 def test_what_a_released_schedule_holds_grows_by_the_shards_of_gradients_alone() -> None:
-    d, rows, more = 64, 2, 24
+    d, rows, more = 64, 2, 48
     whole = sum(t.numel() for t in described(d, d)[0].values()) * 4
-    # Threads are late by turns, and then hold what they exchange for each other: no more than two blocks each way.
-    late = 4 * whole
+    # Ranks that are threads are late by turns, and then hold for each other what they exchange: a few blocks, on top
+    # of one peak and not of the other. What is kept for all blocks would be 48.
+    late = 10 * whole
     shards, kept = more * whole // 2, saved(6 + more, rows, d) - saved(6, rows, d)
     assert peak(6 + more, rows, d) - peak(6, rows, d) <= shards + kept + late
-    assert peak(6 + more, rows, d, release=False) - peak(6, rows, d, release=False) >= shards + more * whole - late
+    assert peak(6 + more, rows, d, release=False) - peak(6, rows, d, release=False) >= more * whole
 
 
 def test_it_is_differentiated_twice_and_transformed_like_the_plain_loop() -> None:
