@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,10 @@ class Given:
             full[i] = x
         return tree.unflatten(self.treedef, full)
 
+    def emptied(self) -> Given:
+        """The same without its tensors."""
+        return replace(self, leaves=[None if isinstance(x, Tensor) else x for x in self.leaves])
+
     def spread(self, found: Iterator[Tensor | None]) -> list[Tensor | None]:
         """One entry for each tensor: the next of `found` where it is live."""
         return [next(found) if live else None for live in self.live]
@@ -114,8 +118,9 @@ class Walk:
                 self.widths.append(len(x.where))
                 x = y
                 outs.append(out)
-        self.results = [x, *outs]
-        return [t for given in self.results for t in given.tensors]
+        found = [t for given in (x, *outs) for t in given.tensors]
+        self.results = [given.emptied() for given in (x, *outs)]  # results refer to their graph, and that to this walk
+        return found
 
     def _block(self, i: int, whole: Sequence[Tensor], x: Given, graph: bool) -> tuple[Record, Given, Given]:
         """Compute a block; with a `graph`, from leaves of its own."""
