@@ -22,6 +22,7 @@ from . import tree
 from .comm import Flight, Region, memory_of, transposing, watched
 from .errors import fail
 from .fetch import Plan, Slot, fetch, pool, send_back
+from .overlap import owned
 from .source import Site, site
 
 # The parameters of a block, x, and what belongs to the block alone -> x, and an output of the block.
@@ -196,7 +197,7 @@ class Walk:
             if not chosen:
                 continue
             leaves = [bundle.which[k] for k in chosen]
-            own = [_owned(grads[leaf], taken) for leaf in leaves]  # type: ignore[arg-type]
+            own = [owned(grads[leaf], taken) for leaf in leaves]  # type: ignore[arg-type]
             for leaf in leaves:
                 grads[leaf] = None
             sent.append(Sent(grads, leaves, send_back(bundle, chosen, own)))
@@ -255,15 +256,6 @@ def _land(sent: Sequence[Sent]) -> None:
     for one in sent:
         for leaf, grad in zip(one.leaves, one.flight(), strict=True):
             one.grads[leaf] = grad
-
-
-def _owned(grad: Tensor, taken: set[int]) -> Tensor:
-    """A gradient that a sum may overwrite: dense, and in memory that nothing else refers to."""
-    at = memory_of(grad)
-    if at in taken or not grad.is_contiguous():
-        return grad.clone(memory_format=torch.contiguous_format)
-    taken.add(at)
-    return grad
 
 
 def _smooth(x: Tensor) -> bool:

@@ -35,7 +35,7 @@ from fshard.models import gpt2
 from fshard.recast import Recast
 from fshard.spec import box_shape, lengths, local_box
 
-_SCAN, _UNSHARD = (importlib.import_module(f"fshard.{name}") for name in ("scan", "unshard"))  # the files
+_SCAN, _UNSHARD, _STREAM = (importlib.import_module(f"fshard.{name}") for name in ("scan", "unshard", "models.stream"))
 TYPED = "check" in inspect.signature(fs.shard_map).parameters  # whether there is a static checker
 
 # --- calls and their changes ----------------------------------------------------------------------------------
@@ -188,12 +188,16 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         finally:
             here.call = before
 
-    def of_unshard(m: Any, how: Any, xs: Xs) -> Xs:
-        before, here.call = here.call, here.reach(m.verb, sys._getframe(1))
+    def of_unshard(m: Any, how: Any, xs: Xs, frame: FrameType | None = None) -> Xs:
+        before, here.call = here.call, here.reach(m.verb, frame or sys._getframe(1))
         try:
             return apply(m if how is None else Recast.of(m, how), xs)
         finally:
             here.call = before
+
+    def entered(m: Any, f: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        out: Tensor = f(of_unshard(m, None, [x], sys._getframe(1))[0], *weights)
+        return out
 
     def apply(m: Any, xs: Xs, real: Any = linear.apply) -> Xs:
         assert here.call is not None
@@ -260,6 +264,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         stack.enter_context(mock.patch.multiple(collectives, **fakes))
         stack.enter_context(mock.patch.object(_UNSHARD, "_apply", of_unshard))
         # A schedule has the numbers of the plain loop; only that one calls what is struck here.
+        stack.enter_context(mock.patch.object(_STREAM, "entered", entered))
         stack.enter_context(mock.patch.object(_SCAN, "_transformed", return_value=True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))

@@ -21,7 +21,7 @@ LAYERS = [
     "errors", "source", "repair", "tree", "spec", "facts", "comm", "buffers", "abstract", "simulated",
     "packed", "pairs", "processes", "mesh",
     "wording", "blame", "verdicts", "operations", "ledger", "vma",
-    "maps", "recast", "linear", "extreme", "replicas", "sizes", "collectives", "unshard",
+    "maps", "recast", "linear", "overlap", "extreme", "replicas", "sizes", "collectives", "unshard",
     "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "differences", "copies",
     "results", "arguments", "shard_map", "verify",
     "transforms", "remat", "fetch", "loop", "scan", "schedules", "norm", "fused",

@@ -117,8 +117,7 @@ def apply(
 
     x, seen = through(block, params["h"], x, layout=layout, shapes=described["h"], key=key, remat=remat, cache=cache,
                       specs=None if specs is None else specs["h"])  # fmt: skip
-    x = layout.enter(_norm(cfg, x, top["ln_f"], layout), t)
-    logits = nn.linear(x, top["wte"].transpose(0, 1))  # [B, T, V@model]
+    logits = layout.linear(_norm(cfg, x, top["ln_f"], layout), t, top["wte"].transpose(0, 1))  # [B, T, V@model]
     return logits if cache is None else (logits, cache.after(seen, t))
 
 
@@ -127,22 +126,20 @@ def _block(
 ) -> tuple[Tensor, Seen | None]:
     """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     t = tokens.t
-    h = layout.enter(_norm(cfg, x, p["ln_1"], layout), t)
-    q, k, v = _heads(h, p["qkv"]["w"], p["qkv"]["b"])  # each [B, H@model, T, K]
+    q, k, v = _heads(_norm(cfg, x, p["ln_1"], layout), p["qkv"]["w"], p["qkv"]["b"], layout, t)
     a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attn_pdrop, key=key, heads=cfg.n_head)
     a = layout.project(a, p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
     x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", t)
 
-    h = layout.enter(_norm(cfg, x, p["ln_2"], layout), t)
-    h = nn.gelu(nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = nn.gelu(layout.linear(_norm(cfg, x, p["ln_2"], layout), t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h = layout.project(h, p["down"]["w"], p["down"]["b"])
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), seen
 
 
-def _heads(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    """[B, T, D] -> q, k, v, each [B, H, T, K]."""
+def _heads(x: Tensor, w: Tensor, b: Tensor, layout: Layout, t: int) -> tuple[Tensor, ...]:
+    """[B, T, D], or [B, T@model, D] -> q, k, v, each [B, H@model, T, K]."""
     three, heads, k = w.shape[1:]
-    flat = nn.linear(h, w.flatten(1), b.flatten())  # [B, T, 3HK]
+    flat = layout.linear(x, t, w.flatten(1), b.flatten())  # [B, T, 3HK]
     qkv: Tensor = flat.unflatten(-1, (three, heads, k))  # type: ignore[no-untyped-call]
     return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 

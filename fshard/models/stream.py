@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from fshard import nn, rope, tree
-from fshard.collectives import Axis, all_gather, pmax, pslice, psum, psum_scatter, pvary
+from fshard.collectives import Axis, all_gather, live_axes, pmax, pslice, psum, psum_scatter, pvary
+from fshard.comm import region
 from fshard.keys import fold_in
+from fshard.maps import Gather, Vary
+from fshard.overlap import entered
 from fshard.scan import scan
-from fshard.spec import P
+from fshard.spec import P, names_of
 from fshard.unshard import unshard
 
 from .decoding import Cache, Seen, Tokens, generate, recall, rows
@@ -71,6 +74,18 @@ class Layout:
         """From the stream into a part split over model: [B, T, D]{I}, or [B, T@model, D], -> [B, T, D]{V model}."""
         out: Tensor = all_gather(x, self.model, 1, size=t) if self.sequence else pvary(x, self.model)
         return out
+
+    def linear(self, x: Tensor, t: int, w: Tensor, b: Tensor | None = None) -> Tensor:
+        """From the stream into a part split over model, by its first layer: x @ w [D, F@model] + b [F@model].
+
+        In backward the sum of x's gradient over model is under way while those of w and b are computed.
+        """
+        axes = () if self.model is None else live_axes(region("linear").comm, names_of(self.model))
+        if not axes:
+            return nn.linear(x, w, b)
+        comm = region("linear").comm
+        way = Gather(comm, axes, ((1, t),)) if self.sequence else Vary(comm, axes)
+        return entered(way, nn.linear, x, w, *([] if b is None else [b]))
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of the ranks' partial results, [B, T, D]{V model}, back in the stream."""

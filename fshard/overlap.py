@@ -1,0 +1,80 @@
+"""A backward pass in two parts: a gradient that ranks must sum is under way while those of weights are computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .abstract import AbstractComm
+from .comm import checker, memory_of, transposing, watched
+from .errors import fail
+from .linear import apply, run
+from .maps import Map
+from .source import site
+
+
+def entered(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
+    """f(m(x), *weights), the transpose of `m` in flight while the gradients of the weights are computed.
+
+    `m` lets x into a part that a mesh axis splits (`pvary`, or `all_gather` under sequence parallelism), and `f` is its
+    first layer. The same numbers as without: f's graph is walked twice, first for x, then for the weights.
+
+    Source: Shoeybi et al., "Megatron-LM", its asynchronous all-reduce of column parallel layers.
+    """
+    every = (x, *weights)
+    if not (torch.is_grad_enabled() and x.requires_grad and any(w.requires_grad for w in weights)) or _looked_at(m):
+        return f(apply(m, [x])[0], *weights)
+    out: Tensor = _Entered.apply(m, f, *every)  # type: ignore[no-untyped-call]
+    return out
+
+
+def owned(grad: Tensor, taken: set[int]) -> Tensor:
+    """A gradient that a sum may overwrite: dense, and in memory that nothing else refers to."""
+    at = memory_of(grad)
+    if at in taken or not grad.is_contiguous():
+        return grad.clone(memory_format=torch.contiguous_format)
+    taken.add(at)
+    return grad
+
+
+def _looked_at(m: Map) -> bool:
+    """Whether a compiler, a transform of torch.func or the checker looks on, who cannot see into this."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or checker() is not None
+        or isinstance(m.comm, AbstractComm)
+    )
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.back, ctx.origin = m.transpose, site() if watched() else None
+        ctx.h = run(m, [x])[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.weights = [w.detach().requires_grad_(w.requires_grad) for w in weights]
+            ctx.y = f(ctx.h, *ctx.weights)
+        out: Tensor = ctx.y.detach()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise fail("the gradient of a column parallel layer is to be differentiated by torch.autograd",
+                       "it cannot see into it", fix="nest fs.grad, or use torch.func")  # fmt: skip
+        live = [w for w in ctx.weights if w.requires_grad]
+        (dh,) = torch.autograd.grad(ctx.y, ctx.h, g, retain_graph=True)
+        with transposing(ctx.origin) if ctx.origin else contextlib.nullcontext():
+            flight = ctx.back.start([owned(dh, {memory_of(g)})])
+        found = iter(torch.autograd.grad(ctx.y, live, g, allow_unused=True))
+        ctx.y = ctx.h = None
+        grads = [next(found) if w.requires_grad else None for w in ctx.weights]
+        return None, None, flight()[0], *grads
+
+
+__all__ = ["entered", "owned"]
