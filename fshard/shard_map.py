@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
@@ -163,7 +164,7 @@ class ShardMapped:
                     check_replicas(self._name, out, self._out_specs)
                 return row, everyone, taken, watch
 
-        with _eager() if checked else contextlib.nullcontext(), _valueless(self.mesh):
+        with _eager if checked else contextlib.nullcontext(), _valueless(self.mesh):
             results = self.mesh.run(rank_main)
         everyone, taken = results[0][1], set().union(*(kept for _, _, kept, _ in results))
         rows = [row for row, *_ in results]
@@ -222,9 +223,33 @@ def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> tuple[Any, Mesh]:
     return f.on(mesh, check="always")(*tree.map(placed, args)), mesh
 
 
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Let what a program compiles by itself run as it is written, so that it can be seen."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+class _Eager:
+    """While any checked call runs, on whichever thread, what a program compiles by itself runs as it is written.
+
+    The stance is of the whole process, and each one that is set gives back what it found: two calls that overlapped,
+    each with a stance of its own, could leave it set for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._calls += 1
+            if self._calls == 1 and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            if self._calls == 0 and self._stance is not None:
+                stance, self._stance = self._stance, None
+                stance.__exit__(None, None, None)
+
+
+_eager = _Eager()
 
 
 def _valueless(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:

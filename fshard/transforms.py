@@ -110,6 +110,8 @@ _running = threading.local()
 
 def tracked(x: Tensor) -> bool:
     """Whether a gradient that is being taken here goes through this tensor: then no kernel may be blind to it."""
+    if torch.compiler.is_dynamo_compiling():  # which cannot look at levels
+        return x.requires_grad
     wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return wrapped or (getattr(_running, "gradient", False) and x.requires_grad)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,6 +45,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The types of one rank's tensors during one call. `axes` are those of more than one rank."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the first operation of a program would import it, which takes seconds
 
     def __init__(self, axes: Sequence[str], sizes: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -134,7 +139,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- operations ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        see = _unseen if "torch._dynamo" in sys.modules else Checker._see
+        return see(self, func, args, kwargs or {})
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # half of all that fake tensors ask for
             return args[0].fake_device
         if self._off or func.namespace == "prim":
@@ -303,6 +311,9 @@ def _matters(op: Operation, o: Operand) -> bool:
         return t.smooth and not op.compares
     # A drawn integer that is an index, a sampled token, picks from whatever there is.
     return floating(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
+
+
+_unseen = torch._disable_dynamo(Checker._see)  # type: ignore[attr-defined]
 
 
 __all__ = ["Checker", "same_numbers"]

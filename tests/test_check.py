@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -234,6 +237,46 @@ def test_a_compiled_function_is_checked_before_it_is_compiled():
 
     with pytest.raises(ShardingError, match="result varies over 'data'"):
         fs.check(fs.shard_map(wrong, mesh=mesh, in_specs=(P("data"),), out_specs=P(), compile=True), torch.ones(4))
+
+
+def test_checked_calls_that_overlap_leave_the_compiler_as_it_was():
+    """What a program compiles runs as it is written while a call is checked, on any thread, and not a call longer."""
+    mesh = fs.make_mesh(data=2)
+    inside, leave = ([threading.Event() for _ in range(2)] for _ in range(2))
+    seen = []
+
+    def call(i):
+        def f(x):
+            inside[i].set()
+            assert leave[i].wait(20)
+            seen.append(torch._dynamo.eval_frame._stance.stance)
+            return x
+
+        fs.shard_map(f, mesh=mesh, in_specs=(P(),), out_specs=P())(torch.ones(1))
+
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+    for thread, entered in zip(threads, inside, strict=True):
+        thread.start()
+        assert entered.wait(20)
+    for thread, go in zip(threads, leave, strict=True):  # the first to come is the first to leave
+        go.set()
+        thread.join(20)
+    assert seen == ["force_eager"] * 4
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_first_call_imports_no_compiler():
+    """It would take seconds, in every program."""
+    code = """
+import sys, torch, fshard as fs
+from fshard import P
+f = lambda w, x: fs.value_and_grad(lambda w: fs.psum((fs.pvary(w, "data") * x).sum(), "data"))(w)[1]
+step = fs.shard_map(f, mesh=fs.make_mesh(data=2), in_specs=(P(), P("data")), out_specs=P())
+step(torch.ones(()), torch.ones(4))
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, timeout=60).returncode == 0
 
 
 # --- on ranks that are processes --------------------------------------------------------------------------------
