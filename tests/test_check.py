@@ -241,7 +241,6 @@ def test_a_compiled_function_is_checked_before_it_is_compiled():
 
 def test_checked_calls_that_overlap_leave_the_compiler_as_it_was():
     """What a program compiles runs as it is written while a call is checked, on any thread, and not a call longer."""
-    mesh = fs.make_mesh(data=2)
     inside, leave = ([threading.Event() for _ in range(2)] for _ in range(2))
     seen = []
 
@@ -252,7 +251,7 @@ def test_checked_calls_that_overlap_leave_the_compiler_as_it_was():
             seen.append(torch._dynamo.eval_frame._stance.stance)
             return x
 
-        fs.shard_map(f, mesh=mesh, in_specs=(P(),), out_specs=P())(torch.ones(1))
+        fs.shard_map(f, mesh=fs.make_mesh(data=2), in_specs=(P(),), out_specs=P())(torch.ones(1))
 
     torch.compile(torch.sin, backend="eager")(torch.ones(1))
     threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
