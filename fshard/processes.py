@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import packed, pairs
+from .board import boards
 from .comm import Axes, Flight, index_of, note, reduction, size_of
 from .errors import fail
+from .mail import Line, Wires
 from .packed import Group
-from .pairs import Line, Wires
 
 _WORDS = 160  # bytes in which a rank says what it is about to do: 32 of them a digest of the rest
 
@@ -44,7 +46,10 @@ class ProcessComm:
                 assert group is not None
                 self._groups[axes] = group.group_name
                 if (backend := _gloo(group)) is not None:
-                    self._wires[axes] = Wires(backend)
+                    self._wires[axes] = wires = Wires(backend)
+                    line = Line(wires, range(group.size()), index_of(axes, sizes, coords))
+                    patience = _patience().total_seconds()
+                    wires.board = boards(line.me, functools.partial(pairs.all_gather, line), patience)
 
     def _members(self, axes: Axes) -> list[int]:
         """The ranks that share my coordinates on every other axis, in order."""
@@ -83,7 +88,8 @@ class ProcessComm:
         digest = hashlib.blake2b(what.encode(), digest_size=32).digest()
         words = digest + what.encode()[: _WORDS - 32].ljust(_WORDS - 32)
         mine = torch.tensor(list(words), dtype=torch.uint8, device=device)
-        rows = packed.all_gather(self._group(axes), mine).tolist()
+        line = self._line(axes, mine)
+        rows = (packed.all_gather(self._group(axes), mine) if line is None else pairs.all_gather(line, mine)).tolist()
         if any(row != rows[0] for row in rows):
             told = [bytes(row[32:]).decode(errors="replace").rstrip() for row in rows]
             over = ", ".join(axes)

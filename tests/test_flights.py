@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import queue
@@ -16,8 +17,10 @@ from collective_cases import EVERY_DTYPE, check_flights, check_what_flights_note
 from torch import Tensor
 
 import fshard as fs
+from fshard import pairs
+from fshard.board import boards
+from fshard.mail import Wires
 from fshard.maps import Gather, Scatter, Sum
-from fshard.pairs import Wires
 from fshard.processes import ProcessComm
 
 MESHES = [
@@ -98,20 +101,38 @@ class Wired(ProcessComm):
                 self._wires[axes] = Wires(Wire(nets.setdefault((axes, rest), {}), place))
 
 
-def wired(sizes: dict[str, int]) -> Any:
-    """A mesh's `run` over wires in memory."""
+    def share(self) -> None:
+        """As ranks of one host: with boards."""
+        for axes, wires in self._wires.items():
+            line = self._line(axes, torch.empty(0))
+            wires.board = boards(line.me, functools.partial(pairs.all_gather, line), 60.0)
+            assert wires.board is not None
+
+
+def wired(sizes: dict[str, int], *, shared: bool = False) -> Any:
+    """A mesh's `run` over wires in memory; `shared`, over boards."""
 
     def run(f: Any) -> list[Any]:
         nets: dict[Any, Any] = {}
+
+        def rank_main(comm: Wired, rank: int) -> Any:
+            if shared:
+                comm.share()
+            return f(comm, rank)
+
         places = list(itertools.product(*(range(n) for n in sizes.values())))
         with ThreadPoolExecutor(len(places)) as pool:
             comms = [Wired(sizes, dict(zip(sizes, at, strict=True)), nets) for at in places]
-            return [future.result() for future in [pool.submit(f, c, r) for r, c in enumerate(comms)]]
+            return [future.result() for future in [pool.submit(rank_main, c, r) for r, c in enumerate(comms)]]
 
     return run
 
 
-RUNS = {"simulated": lambda sizes: fs.make_mesh(**sizes).run, "pairs": wired}
+RUNS = {
+    "simulated": lambda sizes: fs.make_mesh(**sizes).run,
+    "sockets": wired,
+    "boards": functools.partial(wired, shared=True),
+}
 
 
 # --- values ----------------------------------------------------------------------------------------------------
@@ -134,7 +155,7 @@ def test_a_flight_is_one_transfer_of_the_bytes_that_are_given(kind, sizes, axes)
 def test_sums_between_pairs_go_in_rank_order_and_half_precision_is_rounded_once(size):
     parts = {torch.float32: [1e8, 1.0, -1e8, 1.0, 3.0], torch.bfloat16: [1000.0, 1.25, 1.25, -1000.0, 1.0],
              torch.float16: [1000.0, 1.25, 1.25, -1000.0, 1.0]}  # fmt: skip
-    runs = {n: (wired({"a": n}), fs.make_mesh(a=n).run) for n in (2, 3, 5)}
+    runs = {n: [run({"a": n}) for run in RUNS.values()] for n in (2, 3, 5)}
     for n, (dtype, values) in itertools.product(runs, parts.items()):
         total = torch.tensor(values[0], dtype=torch.float32)
         for v in values[1:n]:
@@ -183,7 +204,7 @@ def test_a_rank_may_start_the_next_before_it_lands_what_others_have_landed(kind)
     def f(comm: Any, rank: int) -> None:
         a, b, c = torch.ones(50_000), torch.full((50_000,), float(rank)), torch.zeros(3, 50_000)
         first = comm.reduce([a], ("a",))
-        if rank == 1 and kind == "pairs":  # elsewhere everything moves at the start
+        if rank == 1 and kind != "simulated":  # where everything moves at the start
             time.sleep(0.05)
             second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(50_000) * rank], [c.unbind()], ("a",))
             first()
