@@ -11,6 +11,7 @@ Every cell has one writer, and is written after what it tells of: processors tha
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import platform
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from .errors import fail
 
@@ -73,6 +75,12 @@ class Board:
 
     def post(self, number: int, messages: Mapping[int, Sequence[Tensor]]) -> None:
         """Put up what each of some ranks is to read in a transfer; what goes to several, the same list, once."""
+        profiled: bool = torch.autograd.profiler._is_profiler_enabled
+        total = sum(x.nbytes for xs in messages.values() for x in xs) if profiled else 0
+        with record_function(f"board:send {total} bytes") if profiled else contextlib.nullcontext():
+            self._write(number, messages)
+
+    def _write(self, number: int, messages: Mapping[int, Sequence[Tensor]]) -> None:
         starts: dict[int, int] = {}
         size = len(self._arenas) * _LINE
         for xs in messages.values():

@@ -10,6 +10,7 @@ nothing is kept longer than its block needs it, and weights can leave memory whi
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .comm import Flight, Region, memory_of, transposing, watched
+from .abstract import AbstractComm
+from .comm import Flight, Region, checker, memory_of, transposing, watched
 from .errors import fail
 from .fetch import Plan, Slot, fetch, pool, send_back
+from .memo import HOOKS, Memo, no_hooks
 from .overlap import owned
 from .source import Site, site
 
@@ -76,10 +79,14 @@ class Given:
 
 @dataclass
 class Record:
-    """The graph of one block: its leaves that have a gradient, and its results, those of x first."""
+    """The graph of one block: its leaves that have a gradient, and its results, those of x first.
+
+    With a `memo`, what it has saved is to be computed again before it is used.
+    """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+    memo: Memo | None = None
 
 
 class Walk:
@@ -93,6 +100,8 @@ class Walk:
         self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
         self.origin: Site | None = site() if watched() else None
         self.token = object()
+        # A checker and a dry run see a block as it is; and they have no use for less work.
+        self.forgetful = checker() is None and not isinstance(where.comm, AbstractComm)
         self.before: list[Given | None] = [None] * self.n  # x before each block that is differentiated
         self.records: list[Record | None] = [None] * self.n
         self.widths: list[int] = []  # how many tensors x was before each block
@@ -107,21 +116,41 @@ class Walk:
     def forward(self) -> list[Tensor]:
         """The tensors of x after the last block, then those of each block's output."""
         x, outs = self.x, []
+        no_hooks("scan")
         with self._at_work():
             for i in range(self.n):
                 moving = any(x.live) or any(self.params[i].live) or any(self.each[i].live)
-                graph = moving and not self.how.remat
-                record, y, out = self._block(i, self._fetched(i, 1, self.n), x, graph)
+                whole = self._fetched(i, 1, self.n)
                 if moving:
-                    self.before[i], self.records[i] = x, record if graph else None
-                if moving and not graph:
-                    y.live, out.live = [_smooth(t) for t in y.tensors], [_smooth(t) for t in out.tensors]
+                    self.before[i] = x
+                    self.records[i], y, out = (self._forgotten if self.how.remat else self._graph)(i, whole, x)
+                else:
+                    _, y, out = self._block(i, whole, x, graph=False)
                 self.widths.append(len(x.where))
                 x = y
                 outs.append(out)
         found = [t for given in (x, *outs) for t in given.tensors]
         self.results = [given.emptied() for given in (x, *outs)]  # results refer to their graph, and that to this walk
         return found
+
+    def _graph(self, i: int, whole: Sequence[Tensor], x: Given) -> tuple[Record | None, Given, Given]:
+        return self._block(i, whole, x, graph=True)
+
+    def _forgotten(self, i: int, whole: Sequence[Tensor], x: Given) -> tuple[Record | None, Given, Given]:
+        """Compute a block, and forget what its graph has saved; or, if that cannot be, make no graph."""
+        if self.forgetful:
+            memo = Memo(frozenset(memory_of(t) for t in (*whole, *x.tensors, *self.each[i].tensors)))
+            try:
+                with memo.forgetting():
+                    record, y, out = self._block(i, whole, x, graph=True)
+                return replace(record, memo=memo), y, out
+            except Exception as e:
+                if HOOKS not in str(e):
+                    raise
+                self.forgetful = False
+        _, y, out = self._block(i, whole, x, graph=False)
+        y.live, out.live = [_smooth(t) for t in y.tensors], [_smooth(t) for t in out.tensors]
+        return None, y, out
 
     def _block(self, i: int, whole: Sequence[Tensor], x: Given, graph: bool) -> tuple[Record, Given, Given]:
         """Compute a block; with a `graph`, from leaves of its own."""
@@ -166,6 +195,8 @@ class Walk:
                 whole = self._fetched(i, -1, first - 1)
                 if record is None:
                     record, *_ = self._block(i, whole, x, graph=True)
+                elif record.memo is not None:
+                    record.memo.recall(functools.partial(self._block, i, whole, x, graph=True))
                 self.before[i] = self.records[i] = None
                 shapes = [like.shape for like in whole]
                 found = iter(_pull(record, given))

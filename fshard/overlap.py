@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from .abstract import AbstractComm
 from .comm import checker, memory_of, transposing, watched
@@ -55,26 +56,41 @@ class _Entered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
         ctx.back, ctx.origin = m.transpose, site() if watched() else None
-        ctx.h = run(m, [x])[0].detach().requires_grad_()
+        inside = run(m, [x])[0].detach()
         with torch.enable_grad():
-            ctx.weights = [w.detach().requires_grad_(w.requires_grad) for w in weights]
-            ctx.y = f(ctx.h, *ctx.weights)
-        out: Tensor = ctx.y.detach()
-        return out
+            h = _Leaf.apply(torch.empty(0, requires_grad=True), inside)  # type: ignore[no-untyped-call]
+            own = [w.detach().requires_grad_(w.requires_grad) for w in weights]
+            y = f(h, *own)
+        # Edges and not tensors: what the graph needs it has saved, and the rest may go.
+        ctx.y, ctx.h = get_gradient_edge(y), get_gradient_edge(h)
+        ctx.weights = [get_gradient_edge(w) if w.requires_grad else None for w in own]
+        return y.detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
             raise fail("the gradient of a column parallel layer is to be differentiated by torch.autograd",
                        "it cannot see into it", fix="nest fs.grad, or use torch.func")  # fmt: skip
-        live = [w for w in ctx.weights if w.requires_grad]
+        live = [w for w in ctx.weights if w is not None]
         (dh,) = torch.autograd.grad(ctx.y, ctx.h, g, retain_graph=True)
         with transposing(ctx.origin) if ctx.origin else contextlib.nullcontext():
             flight = ctx.back.start([owned(dh, {memory_of(g)})])
         found = iter(torch.autograd.grad(ctx.y, live, g, allow_unused=True))
         ctx.y = ctx.h = None
-        grads = [next(found) if w.requires_grad else None for w in ctx.weights]
+        grads = [None if w is None else next(found) for w in ctx.weights]
         return None, None, flight()[0], *grads
+
+
+class _Leaf(torch.autograd.Function):
+    """A value as the leaf of a graph that does not keep it."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 __all__ = ["entered", "owned"]

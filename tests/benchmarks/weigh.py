@@ -1,4 +1,4 @@
-"""What one step holds and moves: `weigh` sees each allocation of torch's CPU allocator, and each transfer of gloo.
+"""What one step holds and moves: `weigh` sees each allocation of torch's CPU allocator, and each transfer.
 
 Both come from `torch.profiler`, below dispatch modes, reducers and compilers, so that every contender is seen alike.
 """
@@ -24,8 +24,8 @@ _ITEMSIZE = {
 class Weight:
     """Bytes live in tensors as the step began, at the most while it ran, and when it ended; and what moved.
 
-    A transfer is (its name, the bytes of its argument): each operation that gloo ran, but for receiving what another
-    rank's `send` counts.
+    A transfer is (its name, the bytes of its argument): each operation that gloo ran, or that went over a board, but
+    for receiving what another rank's `send` counts.
     """
 
     start: int
@@ -78,7 +78,11 @@ def weigh(setup: Callable[[], Callable[[], object]], *, warmup: int = 2) -> Weig
         peak = max(peak, total) if at >= begin else total
     moved = [(e.name().removeprefix("gloo:"), _bytes(e)) for e in result.events()
              if e.name().startswith("gloo:") and begin <= e.start_ns() <= end]  # fmt: skip
-    return Weight(start, peak, total, [(op, n) for op, n in moved if op not in ("recv", "barrier")])
+    moved = [(op, n) for op, n in moved if op not in ("recv", "barrier")]
+    # A board says in its name what it puts up for others to read.
+    moved += [("send", int(e.name().split()[1])) for e in result.events()
+              if e.name().startswith("board:send ") and begin <= e.start_ns() <= end]  # fmt: skip
+    return Weight(start, peak, total, moved)
 
 
 def _walk(nodes: list[Any]) -> Iterator[Any]:
