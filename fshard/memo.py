@@ -36,7 +36,7 @@ class Memo:
         self._forgotten: list[weakref.ref[_Held]] = []
 
     def forgetting(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, what is saved is forgotten. Nothing that is computed here can take a gradient of its own."""
+        """Within, what is saved is forgotten: nothing that is computed here can take a gradient of it."""
         return saved_tensors_hooks(self._forget, _value)
 
     def _forget(self, x: Tensor) -> _Held:
@@ -56,17 +56,19 @@ class Memo:
         last = wanted[-1]
         del wanted
 
-        def take(x: Tensor) -> None:
+        def take(x: Tensor) -> _Held:
+            new = _Held(x, forgotten=False)
             if memory_of(x) in self._lasting:
-                return
+                return new
             held = next(rest, None)
             if held is not None:
                 if held.shape != x.shape:
                     raise fail(f"what is computed again differs: {tuple(held.shape)} before, {tuple(x.shape)} now",
                                fix="a function that is computed again must do the same each time")  # fmt: skip
-                held.x = x.detach()
+                held.x = new.x
             if held is last:
                 raise _Enough
+            return new
 
         try:
             with saved_tensors_hooks(take, _value):
@@ -82,7 +84,7 @@ class _Enough(BaseException):
 
 
 def _value(held: _Held) -> Tensor:
-    if held is None or held.x is None:
+    if held.x is None:
         raise RuntimeError(f"a gradient inside of what is to be computed again, where {HOOKS} are set")
     return held.x
 

@@ -1,0 +1,152 @@
+"""Remat of the scheduled loop: what backward needs is computed again, and no more; the numbers stay the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.comm import recording
+from fshard.memo import Memo
+
+D, BLOCKS, ROWS = 8, 3, 4
+SPECS = [{"up": P("data", "model"), "down": P("model", "data")}] * BLOCKS
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    h = torch.nn.functional.gelu(fs.pvary(x, "model") @ p["up"])
+    return x + fs.psum(h @ p["down"], "model")
+
+
+def with_a_gradient_inside(p: Any, x: Tensor) -> Tensor:
+    return block(p, x) + fs.grad(lambda y: fs.psum(torch.sin(y).sum(), "data"))(x)
+
+
+def with_a_gradient_of_torch_inside(p: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(torch.sin(y).sum(), y)
+    return block(p, x) * g
+
+
+def with_a_loop_inside(p: Any, x: Tensor) -> Tensor:
+    """Its own part of the weights on each rank, gathered once more."""
+    mine = {k: v.chunk(2, SPECS[0][k].entries.index("data"))[int(fs.axis_index("data"))] for k, v in p.items()}
+    inner = [{k: v * (i + 1) for k, v in mine.items()} for i in range(3)]
+    return fs.scan(block, inner, x, specs=SPECS, axis="data")
+
+
+def that_saves_what_it_is_given(p: Any, x: Tensor) -> Tensor:
+    x = x * x
+    return x.sin() * fs.psum((fs.pvary(x, "model") @ p["up"]).sum() * p["up"].square().sum(), "model").tanh()
+
+
+def step(body: Any, how: dict[str, Any], mesh: fs.Mesh) -> Any:
+    draw = lambda seed, *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    params = [{k: 0.3 * draw(10 * i + len(k), D, D) for k in s} for i, s in enumerate(SPECS)]
+    x = draw(99, ROWS, D)
+
+    @fs.shard_map(mesh=mesh, in_specs=(SPECS, P("data")), out_specs=(P(), SPECS), check="never")
+    def f(params: Any, x: Tensor) -> Any:
+        loss_fn = lambda p: fs.pmean(fs.scan(body, p, x, specs=SPECS, axis="data", **how).square().mean(), "data")  # noqa: E731
+        return fs.value_and_grad(loss_fn)(params)
+
+    with recording() as log:
+        out = f(fs.device_put(params, SPECS, mesh), x)
+    moved = Counter((t.op, t.axes, t.phase) for t in log)
+    return fs.device_get(out), {k: n // mesh.size for k, n in moved.items()}
+
+
+BODIES = [
+    block, with_a_gradient_inside, with_a_gradient_of_torch_inside, with_a_loop_inside, that_saves_what_it_is_given,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("release", [True, False])
+@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
+def test_remat_has_the_numbers_of_the_loop_without_it(body: Any, release: bool) -> None:
+    mesh = fs.make_mesh(data=2, model=2)
+    want, _ = step(body, {}, mesh)
+    got, _ = step(body, {"remat": True, "release": release}, mesh)
+    for a, b in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert all(g["up"].abs().sum() > 0 for g in got[1])
+
+
+def test_the_sum_that_ends_a_block_is_not_done_again() -> None:
+    mesh = fs.make_mesh(data=2, model=2)
+    sums = ("all_reduce", ("model",), "forward"), ("all_reduce", ("model",), "backward")
+    for how in ({}, {"remat": True}):
+        _, moved = step(block, how, mesh)
+        assert [moved[s] for s in sums] == [BLOCKS, BLOCKS - 1]  # nobody wants the gradient of the first x
+
+
+def test_what_is_forgotten_is_let_go_and_what_comes_back_goes_with_its_use() -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+    made: list[weakref.ref[Tensor]] = []
+
+    def f(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = (x @ w).sin()
+            made.append(weakref.ref(x.untyped_storage()))
+        return x.sum()
+
+    x = torch.randn(2, 4)
+    want = torch.autograd.grad(f(x), w)
+    made.clear()
+    memo = Memo(frozenset({w.untyped_storage().data_ptr(), x.untyped_storage().data_ptr()}))
+    with memo.forgetting():
+        y = f(x)
+    assert [m() for m in made] == [None] * 3
+    made.clear()
+    memo.recall(lambda: f(x))
+    assert len(made) == 2  # it stopped at what the last sine has saved
+    assert torch.equal(torch.autograd.grad(y, w)[0], want[0])
+    assert [m() for m in made] == [None] * 2
+
+
+def test_a_computation_that_differs_the_second_time_is_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+    shape, times = [2], [2]
+
+    def f() -> Tensor:
+        y = x.expand(shape[0], 3) * 1.5
+        for _ in range(times[0]):
+            y = y.exp()
+        return y.sum()
+
+    differs = "what is computed again differs: .2, 3. before, .3, 3. now"
+    for change, message in ((shape, differs), (times, "what is computed again saves fewer tensors")):
+        memo = Memo(frozenset())
+        with memo.forgetting():
+            y = f()
+        change[0] = 3 if change is shape else 1
+        with pytest.raises(ShardingError, match=message):
+            memo.recall(f)
+        change[0] = 2
+        del y
+
+
+def test_a_scan_inside_a_checkpoint_of_torch_is_refused() -> None:
+    """It would compute with weights that have left memory."""
+    mesh = fs.make_mesh(data=2, model=2)
+
+    def f(p: Any, x: Tensor) -> Tensor:
+        run = lambda x: fs.scan(block, p, x, specs=SPECS, axis="data")  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+
+    params = [{k: torch.ones(D, D) for k in s} for s in SPECS]
+
+    @fs.shard_map(mesh=mesh, in_specs=(SPECS, P("data")), out_specs=SPECS, check="never")
+    def step(params: Any, x: Tensor) -> Any:
+        return fs.grad(lambda p: fs.pmean(f(p, x).mean(), "data"))(params)
+
+    with pytest.raises(ShardingError, match="scan: called where saved tensor hooks are set") as e:
+        step(fs.device_put(params, SPECS, mesh), torch.ones(ROWS, D))
+    assert "fix: use scan(..., remat=True) instead" in str(e.value)
