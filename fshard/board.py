@@ -18,6 +18,7 @@ import platform
 import secrets
 import select
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,8 +49,8 @@ class Arena:
         watch.register(self.process)
         return bool(watch.poll(0))
 
-    def __del__(self) -> None:
-        os.close(self.process)
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.process)
 
 
 @dataclass(eq=False)
@@ -132,9 +133,10 @@ class Board:
             over = [p for p in pages if p.landed]
             if len(over) < _TURNS:
                 page = Page(self._end, size)
+                if self._end + size > self._own.memory.nbytes:
+                    raise fail(f"a transfer of {size} bytes finds no memory: all is taken by others under way",
+                               fix="land flights sooner, or move less at a time")  # fmt: skip
                 self._end += size
-                if self._end > self._own.memory.nbytes:
-                    raise fail(f"a transfer of {size} bytes finds no memory: all is taken by others under way")
             else:
                 page = over[0]
                 self._until_read(page)
@@ -173,29 +175,26 @@ def boards(me: int, gather: Callable[[Tensor], Tensor], patience: float) -> Boar
     All ranks call it. `gather` brings a tensor of each, stacked in their order.
     """
     able = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    secret, fd = secrets.randbits(62), -1
+    name, fd = secrets.randbits(62), -1
     if able:
-        fd = os.memfd_create("fshard")
-        os.ftruncate(fd, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        os.pwrite(fd, secret.to_bytes(8, "little"), 0)
-    known = gather(torch.tensor([os.getpid(), fd, secret])).tolist()
+        fd = os.memfd_create(f"fshard-{name}")
+        os.ftruncate(fd, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))  # taken where it is written to
+    known = gather(torch.tensor([os.getpid(), fd, name])).tolist()
     found = [_look(*place) for place in known]
     everyone = bool(gather(torch.tensor([None not in found])).all())
     if fd >= 0:
         os.close(fd)
     arenas = [arena for arena in found if arena is not None]
-    if not everyone:
-        return None
-    arenas[me].cells[0] = 0
-    return Board(me, arenas, patience)
+    return Board(me, arenas, patience) if everyone else None
 
 
-def _look(pid: int, fd: int, secret: int) -> Arena | None:
-    """The memory that a process has made known, if this is it, and it can be seen from here."""
+def _look(pid: int, fd: int, name: int) -> Arena | None:
+    """The memory that a process has made known, if it can be seen from here."""
+    path = f"/proc/{pid}/fd/{fd}"
     try:
-        with open(f"/proc/{pid}/fd/{fd}", "r+b", buffering=0) as file:
-            if file.read(8) != secret.to_bytes(8, "little"):
-                return None
+        if os.readlink(path) != f"/memfd:fshard-{name} (deleted)":  # on another host, somebody else's
+            return None
+        with open(path, "r+b", buffering=0) as file:
             memory = mmap.mmap(file.fileno(), 0)
         return Arena(torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory).cast("q"), os.pidfd_open(pid))
     except (OSError, ValueError):  # another host, another user, or not enough room for addresses

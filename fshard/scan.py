@@ -48,7 +48,7 @@ def scan(
         shapes: as for `unshard`, needed only for leaves that the axis does not divide.
         has_aux: `block` gives `(x, out)`; then the result is `(x, outs)`, a list, or stacked like the parameters.
         release: gathered weights are let go after use and gathered again in backward; without, they are kept.
-        remat: keep only x before each block, and compute the rest again in backward.
+        remat: keep only x before each block; in backward compute again, up to the last thing that it needs.
         prefetch: how many blocks ahead are gathered; 0 gathers when needed.
         dtype, reduce_dtype: as for `unshard`: mixed precision.
 
@@ -58,7 +58,8 @@ def scan(
 
     >>> x = scan(block, params["h"], x, specs=specs["h"], axis="data")
 
-    Raises ShardingError for what `unshard` does, and where `block` captures a tensor that is being differentiated.
+    Raises ShardingError for what `unshard` does, where `block` captures a tensor that is being differentiated, and
+    inside torch.utils.checkpoint, which does not know that weights leave memory.
     """
     if prefetch < 0:
         raise fail(f"scan: prefetch={prefetch}", fix="0 or more")

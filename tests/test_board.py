@@ -143,7 +143,6 @@ def test_ranks_that_mean_different_transfers_are_told():
 def test_a_wait_ends_when_the_process_of_the_other_rank_has():
     a, b = group(2, patience=60.0)
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    os.close(b._arenas[0].process)
     b._arenas[0].process = os.pidfd_open(other.pid)
     threading.Timer(0.2, other.kill).start()
     start = time.monotonic()
@@ -163,10 +162,10 @@ def test_patience_ends():
 
 def test_all_have_boards_or_nobody_has():
     assert None not in group(2)
-    wrong_secret = lambda me, x: x + torch.tensor([0, 0, 1]) if me == 1 and len(x) == 3 else x  # noqa: E731
+    another_name = lambda me, x: x + torch.tensor([0, 0, 1]) if me == 1 and len(x) == 3 else x  # noqa: E731
     no_such_process = lambda me, x: torch.tensor([1 << 40, 3, 0]) if me == 2 and len(x) == 3 else x  # noqa: E731
     none_here = lambda me, x: torch.tensor([False]) if me == 0 and len(x) == 1 else x  # noqa: E731
-    for change in (wrong_secret, no_such_process, none_here):
+    for change in (another_name, no_such_process, none_here):
         assert group(3, change=change) == [None] * 3
 
 
