@@ -6,7 +6,8 @@ message is written once, and read in place by all it is for.
 A rank's board begins with a line for each transfer that may be under way: its number, and where its page begins. A
 page begins with a line for each rank: the number of the transfer it has read there last, and where what is for it lies.
 Every cell has one writer, and is written after what it tells of: processors that keep stores in order need no more
-(x86). The memory has no name: nothing is left behind, however a process ends (memfd and pidfd, Linux).
+(x86). Nothing is left behind, however a process ends: the memory is in no file system (memfd and pidfd, Linux). Until
+the board goes, it keeps the pages it has needed at once.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Board:
                 starts[id(xs)] = size
                 size += sum(map(_room, xs))
         last = self._posted.get(number % _TRANSFERS)
-        if last is not None and last.number == number - _TRANSFERS:
+        if last is not None and last.landed and last.number % _TRANSFERS == number % _TRANSFERS:
             self._until_read(last)
         page = self._take(max(_LEAST, 1 << (size - 1).bit_length()))
         for xs in {id(xs): xs for xs in messages.values()}.values():
@@ -97,7 +98,7 @@ class Board:
         cells = self._own.cells
         for r, xs in messages.items():
             at = page.start // 8 + r * _CELLS
-            cells[at + 1], cells[at + 2] = starts[id(xs)], sum(x.nbytes for x in xs)
+            cells[at + 1], cells[at + 2], cells[at + 3] = starts[id(xs)], sum(x.nbytes for x in xs), number
         page.number, page.readers, page.landed = number, tuple(messages), False
         line = number % _TRANSFERS * _CELLS
         self._posted[number % _TRANSFERS] = page
@@ -110,18 +111,26 @@ class Board:
         self._until(lambda: cells[line] == number, rank)
         start = cells[line + 1]
         at = start // 8 + self._me * _CELLS
-        if cells[at + 2] != (expected := sum(x.nbytes for x in like)):
-            raise fail(f"a transfer: one rank sends {cells[at + 2]} bytes, another expects {expected}",
+        sent = cells[at + 2] if cells[at + 3] == number else 0
+        if sent != (expected := sum(x.nbytes for x in like)):
+            raise fail(f"a transfer: one rank sends {sent} bytes, another expects {expected}",
                        fix="every rank must call the same collectives in the same order, on equal shapes")  # fmt: skip
         return _lay(self._arenas[rank].memory, start + cells[at + 1], like)
 
     def done(self, number: int, rank: int) -> None:
         """I have read what a rank has put up for me in a transfer."""
-        cells = self._arenas[rank].cells
-        cells[cells[number % _TRANSFERS * _CELLS + 1] // 8 + self._me * _CELLS] = number
+        cells, line = self._arenas[rank].cells, number % _TRANSFERS * _CELLS
+        if cells[line] == number:
+            cells[cells[line + 1] // 8 + self._me * _CELLS] = number
+
+    def skip(self, number: int, rank: int) -> None:
+        """Wait for what a rank puts up in a transfer that was given up here, and let it have its memory back."""
+        cells, line = self._arenas[rank].cells, number % _TRANSFERS * _CELLS
+        self._until(lambda: cells[line] >= number, rank)  # more: so long ago that its line is another's
+        self.done(number, rank)
 
     def landed(self, number: int) -> None:
-        """A transfer is over here: the others land it too, whatever this rank does next, and may be waited for."""
+        """A transfer has landed here: so it does on the others, whatever this rank does next, and may be waited for."""
         page = self._posted.get(number % _TRANSFERS)
         if page is not None and page.number == number:
             page.landed = True
@@ -174,18 +183,32 @@ def boards(me: int, gather: Callable[[Tensor], Tensor], patience: float) -> Boar
 
     All ranks call it. `gather` brings a tensor of each, stacked in their order.
     """
-    able = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    name, fd = secrets.randbits(62), -1
-    if able:
-        fd = os.memfd_create(f"fshard-{name}")
-        os.ftruncate(fd, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))  # taken where it is written to
-    known = gather(torch.tensor([os.getpid(), fd, name])).tolist()
-    found = [_look(*place) for place in known]
-    everyone = bool(gather(torch.tensor([None not in found])).all())
-    if fd >= 0:
-        os.close(fd)
+    name = secrets.randbits(62)
+    fd = _memory(name)
+    try:
+        known = gather(torch.tensor([os.getpid(), fd, name], device="cpu")).tolist()
+        found = [_look(*place) for place in known]
+        everyone = bool(gather(torch.tensor([None not in found], device="cpu")).all())
+    finally:
+        if fd >= 0:
+            os.close(fd)
     arenas = [arena for arena in found if arena is not None]
     return Board(me, arenas, patience) if everyone else None
+
+
+def _memory(name: int) -> int:
+    """A file descriptor of memory as large as the machine's, taken where it is written to; -1 where there is none."""
+    if platform.machine() not in ("x86_64", "AMD64") or not {"memfd_create", "pidfd_open"} <= set(dir(os)):
+        return -1
+    fd = -1
+    try:
+        fd = os.memfd_create(f"fshard-{name}")
+        os.ftruncate(fd, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except OSError:  # not allowed here, or not as much
+        if fd >= 0:
+            os.close(fd)
+        return -1
+    return fd
 
 
 def _look(pid: int, fd: int, name: int) -> Arena | None:

@@ -158,9 +158,17 @@ def recording() -> Iterator[list[Transfer]]:
 
 
 def note(op: str, xs: Sequence[Tensor], axes: Axes) -> None:
-    """Write a transfer down, where somebody is recording."""
+    """Count a transfer, and write it down where somebody is recording."""
+    if not torch.compiler.is_dynamo_compiling():
+        _bound.moved = moved() + 1
     if _record is not None:
         _record.append(transfer(op, xs, axes))
+
+
+def moved() -> int:
+    """How many transfers this rank has begun so far."""
+    count: int = getattr(_bound, "moved", 0)
+    return count
 
 
 def transfer(op: str, xs: Sequence[Tensor], axes: Axes) -> Transfer:
@@ -241,6 +249,5 @@ def marked(xs: Sequence[Tensor]) -> Iterator[None]:
 
 __all__ = [
     "Axes", "Comm", "Flight", "Region", "Transfer", "bind", "checker", "in_region", "index_of", "marked", "memory_of",
-    "note",
-    "recording", "reduction", "region", "size_of", "storage_of", "transfer", "transposing", "watched",
+    "moved", "note", "recording", "reduction", "region", "size_of", "storage_of", "transfer", "transposing", "watched",
 ]  # fmt: skip

@@ -100,6 +100,9 @@ class Walk:
         self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
         self.origin: Site | None = site() if watched() else None
         self.token = object()
+        kind = where.device.type
+        how_cast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+        self.autocast = functools.partial(torch.autocast, kind, *how_cast)
         # A checker and a dry run see a block as it is; and they have no use for less work.
         self.forgetful = checker() is None and not isinstance(where.comm, AbstractComm)
         self.before: list[Given | None] = [None] * self.n  # x before each block that is differentiated
@@ -152,6 +155,11 @@ class Walk:
         y.live, out.live = [_smooth(t) for t in y.tensors], [_smooth(t) for t in out.tensors]
         return None, y, out
 
+    def _again(self, i: int, whole: Sequence[Tensor], x: Given) -> tuple[Record, Given, Given]:
+        """Compute a block again, as it was in forward."""
+        with self.autocast():
+            return self._block(i, whole, x, graph=True)
+
     def _block(self, i: int, whole: Sequence[Tensor], x: Given, graph: bool) -> tuple[Record, Given, Given]:
         """Compute a block; with a `graph`, from leaves of its own."""
         params, each = self.params[i], self.each[i]
@@ -194,9 +202,9 @@ class Walk:
                     continue
                 whole = self._fetched(i, -1, first - 1)
                 if record is None:
-                    record, *_ = self._block(i, whole, x, graph=True)
+                    record, *_ = self._again(i, whole, x)
                 elif record.memo is not None:
-                    record.memo.recall(functools.partial(self._block, i, whole, x, graph=True))
+                    record.memo.recall(functools.partial(self._again, i, whole, x))
                 self.before[i] = self.records[i] = None
                 shapes = [like.shape for like in whole]
                 found = iter(_pull(record, given))

@@ -105,7 +105,8 @@ class Mail:
                     self._go("send", x, r)
 
     def _expect(self, r: int, like: Sequence[Tensor]) -> None:
-        self._came[r] = list(like) if self._place else [torch.empty(x.shape, dtype=x.dtype) for x in like]
+        rooms = like if self._place else [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like]
+        self._came[r] = list(rooms)
         for group in _bundles(like):
             targets = [self._came[r][i] for i in group]
             x = targets[0]
@@ -147,16 +148,16 @@ class Mail:
                 self._posted = False
 
     def give_up(self) -> None:
-        """Take what still comes, and leave it."""
+        """Take what still comes, and leave it. What I have put up goes when the others have read it, or never."""
         _settle(self._works)
-        for r in self._unread:
+        self._posted = False  # it has not landed here: nobody may be waited for
+        while self._unread:
             assert self._wires.board is not None
-            _sure(self._wires.board.read, self._number, self._line.places[r], self._incoming[r])
-        self.close()
+            _sure(self._wires.board.skip, self._number, self._line.places[self._unread.pop()])
 
     def __del__(self) -> None:
         # A flight that nobody landed, because of an error: what still comes needs its place, or all that comes after
-        # it on this connection waits behind it forever.
+        # it on this connection waits behind it forever. When that is differs by rank.
         if self._works or self._unread or self._posted:
             self._wires.adrift.append(self)
 

@@ -84,7 +84,7 @@ def all_reduce(line: Line, x: Tensor, op: str) -> Tensor:
 
 
 def all_gather(line: Line, x: Tensor) -> Tensor:
-    out = torch.empty(len(line.places), *x.shape, dtype=x.dtype)
+    out = _empty(x, (len(line.places), *x.shape))
     gather(line, [x], [out.unbind()])()
     return out
 
@@ -94,7 +94,7 @@ def reduce_scatter(line: Line, x: Tensor) -> Tensor:
 
 
 def all_to_all(line: Line, x: Tensor) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = _empty(x, x.shape)
     mail = Mail(line, {r: [x[r]] for r in line.others}, {r: [out[r]] for r in line.others}, place=True)
     out[line.me].copy_(x[line.me])
     mail.land()
@@ -104,13 +104,17 @@ def all_to_all(line: Line, x: Tensor) -> Tensor:
 def permute(line: Line, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
     to = {target for source, target in pairs if source == line.me}
     of = {source for source, target in pairs if target == line.me}
-    out = (torch.empty if of else torch.zeros)(x.shape, dtype=x.dtype)
+    out = _empty(x, x.shape) if of else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     message = [x]
     mail = Mail(line, dict.fromkeys(to - {line.me}, message), {r: [out] for r in of - {line.me}}, place=True)
     if line.me in of:
         out.copy_(x)
     mail.land()
     return out
+
+
+def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _totals(
@@ -122,7 +126,8 @@ def _totals(
     for g, (x, out) in enumerate(zip(mine, outs or [None] * len(mine), strict=True)):
         parts = [x if r == line.me else came[r][g] for r in range(len(line.places))]
         room = mail.room(g)
-        totals.append(fold(parts, op, room, room if out is None else out))
+        into = out if out is not None else room if room is not None else _empty(x, x.shape)
+        totals.append(fold(parts, op, room, into))
     mail.close()
     return totals
 

@@ -19,7 +19,6 @@ from .comm import Axes, Flight, index_of, note, reduction, size_of
 from .errors import fail
 from .mail import Line, Wires
 from .packed import Group
-from .traced import know, ops
 
 _WORDS = 160  # bytes in which a rank says what it is about to do: 32 of them a digest of the rest
 
@@ -27,8 +26,8 @@ _WORDS = 160  # bytes in which a rank says what it is about to do: 32 of them a 
 class ProcessComm:
     """A rank of torch.distributed, in a group with the others over each set of axes.
 
-    On CPUs they exchange messages; where dynamo looks on, by operations that `torch.compile(fullgraph=True)` can take
-    into its graph. On CUDA the functional collectives are taken.
+    Direct sends are what gloo does best. Where dynamo looks on, and on CUDA, the functional collectives are taken,
+    which `torch.compile(fullgraph=True)` sees.
     """
 
     def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
@@ -50,7 +49,6 @@ class ProcessComm:
                     self._wires[axes] = wires = Wires(backend)
                     line = Line(wires, range(group.size()), index_of(axes, sizes, coords))
                     patience = _patience().total_seconds()
-                    know(group.group_name, wires)
                     wires.board = boards(line.me, functools.partial(pairs.all_gather, line), patience)
 
     def _members(self, axes: Axes) -> list[int]:
@@ -81,13 +79,6 @@ class ProcessComm:
             self._lines[axes] = Line(self._wires[self._sorted(axes)], group.order or range(group.n), group.me)
         return self._lines[axes]
 
-    def _traced(self, axes: Axes, x: Tensor) -> tuple[str, list[int], int] | None:
-        """The same for a compiler: what names them."""
-        if not torch.compiler.is_dynamo_compiling() or x.device.type != "cpu" or not self._wires:
-            return None
-        group = self._group(axes)
-        return group.name, group.order or list(range(group.n)), group.me
-
     @property
     def direct(self) -> bool:
         return not torch.compiler.is_dynamo_compiling()
@@ -107,36 +98,26 @@ class ProcessComm:
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         note(reduction(op), [x], axes)
-        if (at := self._traced(axes, x)) is not None:
-            return _tensor(ops.all_reduce(x, op, *at))
         line = self._line(axes, x)
         return packed.all_reduce(self._group(axes), x, op) if line is None else pairs.all_reduce(line, x, op)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         note("all_gather", [x], axes)
-        if (at := self._traced(axes, x)) is not None:
-            return _tensor(ops.all_gather(x, *at))
         line = self._line(axes, x)
         return packed.all_gather(self._group(axes), x) if line is None else pairs.all_gather(line, x)
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
         note("reduce_scatter", [x], axes)
-        if (at := self._traced(axes, x)) is not None:
-            return _tensor(ops.reduce_scatter(x, *at))
         line = self._line(axes, x)
         return packed.reduce_scatter(self._group(axes), x) if line is None else pairs.reduce_scatter(line, x)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         note("all_to_all", [x], axes)
-        if (at := self._traced(axes, x)) is not None:
-            return _tensor(ops.all_to_all(x, *at))
         line = self._line(axes, x)
         return packed.all_to_all(self._group(axes), x) if line is None else pairs.all_to_all(line, x)
 
     def permute(self, x: Tensor, pairs_: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         note("permute", [x], axes)
-        if (at := self._traced(axes, x)) is not None:
-            return _tensor(ops.permute(x, [s for s, _ in pairs_], [t for _, t in pairs_], *at))
         line = self._line(axes, x)
         return packed.permute(self._group(axes), x, pairs_) if line is None else pairs.permute(line, x, pairs_)
 
@@ -154,11 +135,6 @@ class ProcessComm:
         note("all_reduce", xs, axes)
         line = self._line(axes, xs[0])
         return packed.reduce(self._group(axes), xs, fresh) if line is None else pairs.reduce(line, xs, fresh=fresh)
-
-
-def _tensor(x: Any) -> Tensor:
-    out: Tensor = x
-    return out
 
 
 def _patience() -> Any:

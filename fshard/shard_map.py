@@ -237,9 +237,9 @@ class _Eager:
 
     def __enter__(self) -> None:
         with self._lock:
-            self._calls += 1
-            if self._calls == 1 and "torch._dynamo" in sys.modules:
+            if self._stance is None and "torch._dynamo" in sys.modules:
                 self._stance = torch.compiler.set_stance("force_eager")
+            self._calls += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

@@ -123,6 +123,7 @@ def test_more_transfers_than_lines():
         b.done(number, 0)
     for number in range(10_000, 10_000 + 4096):
         a.post(number, {1: message})
+    a.landed(10_000)
     waits = threading.Thread(target=a.post, args=(10_000 + 4096, {1: message}))  # in the line of one that is not read
     waits.start()
     waits.join(0.1)
@@ -167,6 +168,38 @@ def test_all_have_boards_or_nobody_has():
     none_here = lambda me, x: torch.tensor([False]) if me == 0 and len(x) == 1 else x  # noqa: E731
     for change in (another_name, no_such_process, none_here):
         assert group(3, change=change) == [None] * 3
+
+
+def test_where_no_memory_is_to_be_had_there_are_no_boards(monkeypatch):
+    def refused(name: str) -> int:
+        raise PermissionError(1, "not here")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "memfd_create", refused)
+    assert group(2) == [None] * 2
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "ftruncate", lambda fd, size: refused(""))
+    assert group(2) == [None] * 2
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_transfer_that_is_given_up_keeps_nobody_waiting():
+    a, b = group(2)
+    message = [torch.ones(10_000)]
+    for number in range(1, 9):  # not one of them lands here
+        a.post(number, {1: message})
+    for number in (2, 4, 5, 7):
+        b.skip(number, 0)
+    once = size(a)
+    for number in range(9, 13):  # where those lay that were skipped
+        a.post(number, {1: message})
+    assert size(a) == once
+    for number in range(13, 13 + 4096):  # the lines of all of them are written again, read or not
+        a.post(number, {1: [torch.ones(1)]})
+        a.landed(number)
+        b.read(number, 0, [torch.ones(1)])
+        b.done(number, 0)
+    b.skip(1, 0)  # so long ago that it cannot be told from what came later
 
 
 def test_boards_leave_nothing_behind():

@@ -265,6 +265,21 @@ def test_checked_calls_that_overlap_leave_the_compiler_as_it_was():
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
+def test_a_checked_call_that_a_compiler_cannot_have_leaves_the_next_as_they_were():
+    step = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=fs.make_mesh(data=2), in_specs=(P("data"),), out_specs=P())
+    with pytest.raises(RuntimeError):
+        torch.compile(step, backend="eager")(torch.ones(2))
+    seen = []
+
+    def f(x):
+        seen.append(torch._dynamo.eval_frame._stance.stance)
+        return x
+
+    fs.shard_map(f, mesh=fs.make_mesh(data=2), in_specs=(P(),), out_specs=P())(torch.ones(1))
+    assert seen == ["force_eager"] * 2
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
 def test_a_first_call_imports_no_compiler():
     """It would take seconds, in every program."""
     code = """

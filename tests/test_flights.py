@@ -200,6 +200,34 @@ def test_blocking_verbs(kind):
 
 
 @pytest.mark.parametrize("kind", RUNS)
+def test_sums_are_contiguous_and_on_the_device_of_their_parts(kind):
+    def f(comm: Any, rank: int) -> None:
+        x = torch.arange(24.0).view(4, 6)
+        with torch.device("meta"):
+            (part,) = comm.scatter([[x[:, :3].t(), x[:, 3:].t()]], ("a",))()
+            total, every = comm.all_reduce(x.t(), "sum", ("a",)), comm.all_gather(x, ("a",))
+            sent, turned = comm.permute(x, [(0, 1)], ("a",)), comm.all_to_all(x[:2], ("a",))
+        for y, want in ((part, 2 * x[:, 3 * rank :][:, :3].t()), (total, 2 * x.t()), (every, torch.stack([x, x])),
+                        (sent, x * rank), (turned, x[[rank, rank]])):  # fmt: skip
+            assert torch.equal(y, want)
+        assert part.is_contiguous()
+
+    RUNS[kind]({"a": 2})(f)
+
+
+@pytest.mark.parametrize("kind", ["sockets", "boards"])
+def test_a_flight_that_one_rank_drops_and_another_keeps_stops_nobody(kind):
+    def f(comm: Any, rank: int) -> None:
+        kept = [comm.reduce([torch.ones(9)], ("a",)) for _ in range(3)]
+        if rank == 0:
+            kept.clear()
+        for i in range(5):
+            assert comm.all_reduce(torch.full((9,), float(i)), "sum", ("a",))[0] == 2 * i
+
+    RUNS[kind]({"a": 2})(f)
+
+
+@pytest.mark.parametrize("kind", RUNS)
 def test_a_rank_may_start_the_next_before_it_lands_what_others_have_landed(kind):
     def f(comm: Any, rank: int) -> None:
         a, b, c = torch.ones(50_000), torch.full((50_000,), float(rank)), torch.zeros(3, 50_000)

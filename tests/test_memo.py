@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError
@@ -79,12 +80,72 @@ def test_remat_has_the_numbers_of_the_loop_without_it(body: Any, release: bool) 
     assert all(g["up"].abs().sum() > 0 for g in got[1])
 
 
-def test_the_sum_that_ends_a_block_is_not_done_again() -> None:
+def test_what_backward_does_not_need_is_not_done_again_but_every_transfer_is() -> None:
+    """Another rank may need what comes of a transfer."""
+    products: Counter[str] = Counter()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    def alone(p: Any, x: Tensor) -> Tensor:
+        with Products():
+            return x + torch.tanh(x @ p["up"]).cos() @ p["down"]
+
     mesh = fs.make_mesh(data=2, model=2)
+    for how, products_of_blocks in (({}, 2), ({"remat": True}, 3)):
+        products.clear()
+        step(alone, how, mesh)
+        assert products["aten.mm.default"] == mesh.size * BLOCKS * products_of_blocks
     sums = ("all_reduce", ("model",), "forward"), ("all_reduce", ("model",), "backward")
-    for how in ({}, {"remat": True}):
+    for how, back in (({}, BLOCKS - 1), ({"remat": True}, 2 * BLOCKS - 1)):  # nobody wants the gradient of the first x
         _, moved = step(block, how, mesh)
-        assert [moved[s] for s in sums] == [BLOCKS, BLOCKS - 1]  # nobody wants the gradient of the first x
+        assert [moved[s] for s in sums] == [BLOCKS, back]
+
+
+def test_ranks_that_need_different_things_move_the_same() -> None:
+    def uneven(p: Any, x: Tensor) -> Tensor:
+        h = fs.all_to_all(x @ p["up"], "data", split=1, concat=0)
+        if int(fs.axis_index("data")) == 0:
+            h = torch.tanh(h)  # which alone saves anything here
+        return x + fs.all_to_all(h, "data", split=0, concat=1).repeat(1, 2) * 0.5
+
+    mesh = fs.make_mesh(data=2, model=2)
+    want, _ = step(uneven, {}, mesh)
+    got, _ = step(uneven, {"remat": True}, mesh)
+    for a, b in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_modified_in_place_where_it_is_needed_is_refused() -> None:
+    def modified(p: Any, x: Tensor) -> Tensor:
+        h = torch.exp(x @ p["up"])
+        h.mul_(0.5)
+        return x + (h @ p["down"]).sin() * h.mean()
+
+    for how, kind in (({}, RuntimeError), ({"remat": True}, ShardingError)):
+        with pytest.raises(kind, match="modified by an inplace operation"):
+            step(modified, how, fs.make_mesh(data=2, model=1))
+
+
+def test_autocast_is_as_it_was_in_forward() -> None:
+    mesh = fs.make_mesh(data=2, model=1)
+
+    def cast(how: dict[str, Any]) -> Any:
+        def scanned(p: Any, x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = fs.scan(block, p, x, specs=SPECS, axis="data", **how)
+            return fs.pmean(y.float().square().mean(), "data")
+
+        params = [{k: torch.linspace(-1, 1, D * D).view(D, D) for k in s} for s in SPECS]
+        f = lambda p, x: fs.value_and_grad(lambda p: scanned(p, x))(p)  # noqa: E731
+        f = fs.shard_map(f, mesh=mesh, in_specs=(SPECS, P("data")), out_specs=(P(), SPECS), check="never")
+        return fs.device_get(f(fs.device_put(params, SPECS, mesh), torch.linspace(-1, 1, ROWS * D).view(ROWS, D)))
+
+    want, got = cast({}), cast({"remat": True})
+    for a, b in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_what_is_forgotten_is_let_go_and_what_comes_back_goes_with_its_use() -> None:
@@ -121,8 +182,8 @@ def test_a_computation_that_differs_the_second_time_is_refused() -> None:
             y = y.exp()
         return y.sum()
 
-    differs = "what is computed again differs: .2, 3. before, .3, 3. now"
-    for change, message in ((shape, differs), (times, "what is computed again saves fewer tensors")):
+    differs = "what is computed again differs: f32.2, 3. before, f32.3, 3. now"
+    for change, message in ((shape, differs), (times, "differs: it saves 1 tensors fewer than before")):
         memo = Memo(frozenset())
         with memo.forgetting():
             y = f()
