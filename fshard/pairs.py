@@ -1,7 +1,7 @@
-"""Transfers over gloo as direct sends between pairs of ranks, from where tensors lie to where they belong.
+"""Transfers as messages between pairs of ranks, from where tensors lie to where they belong.
 
-Gloo's own collectives copy into buffers of theirs, and take 3 to 5 times as long. All ranks sum in the order of the
-ranks: the same bits on each, and on a simulated mesh.
+Gloo's own collectives copy into buffers of theirs, and take 3 to 5 times as long over sockets. All ranks sum in the
+order of the ranks: the same bits on each, and on a simulated mesh.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank of torch.distributed: direct sends between pairs of ranks on gloo, functional collectives elsewhere."""
+"""A rank of torch.distributed: messages between pairs of ranks on CPUs, functional collectives elsewhere."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _WORDS = 160  # bytes in which a rank says what it is about to do: 32 of them a 
 class ProcessComm:
     """A rank of torch.distributed, in a group with the others over each set of axes.
 
-    Direct sends are what gloo does best. Where dynamo looks on, and on CUDA, the functional collectives are taken,
-    which `torch.compile(fullgraph=True)` sees.
+    On CPUs they exchange messages. Where dynamo looks on, and on CUDA, the functional collectives are taken, which
+    `torch.compile(fullgraph=True)` sees, and keeps in their order: it keeps that of no operations of ours.
     """
 
     def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
