@@ -83,18 +83,18 @@ class Board:
             self._write(number, messages)
 
     def _write(self, number: int, messages: Mapping[int, Sequence[Tensor]]) -> None:
+        each = {id(xs): xs for xs in messages.values()}
         starts: dict[int, int] = {}
         size = len(self._arenas) * _LINE
-        for xs in messages.values():
-            if id(xs) not in starts:
-                starts[id(xs)] = size
-                size += sum(map(_room, xs))
+        for one, xs in each.items():
+            starts[one] = size
+            size += sum(map(_room, xs))
         last = self._posted.get(number % _TRANSFERS)
         if last is not None and last.landed and last.number % _TRANSFERS == number % _TRANSFERS:
             self._until_read(last)
         page = self._take(max(_LEAST, 1 << (size - 1).bit_length()))
-        for xs in {id(xs): xs for xs in messages.values()}.values():
-            torch._foreach_copy_(_lay(self._own.memory, page.start + starts[id(xs)], xs), list(xs))
+        for one, xs in each.items():
+            torch._foreach_copy_(_lay(self._own.memory, page.start + starts[one], xs), list(xs))
         cells = self._own.cells
         for r, xs in messages.items():
             at = page.start // 8 + r * _CELLS

@@ -119,25 +119,24 @@ class Walk:
     def forward(self) -> list[Tensor]:
         """The tensors of x after the last block, then those of each block's output."""
         x, outs = self.x, []
+        record: Record | None
         no_hooks("scan")
         with self._at_work():
             for i in range(self.n):
                 moving = any(x.live) or any(self.params[i].live) or any(self.each[i].live)
                 whole = self._fetched(i, 1, self.n)
-                if moving:
-                    self.before[i] = x
-                    self.records[i], y, out = (self._forgotten if self.how.remat else self._graph)(i, whole, x)
+                if moving and self.how.remat:
+                    record, y, out = self._forgotten(i, whole, x)
                 else:
-                    _, y, out = self._block(i, whole, x, graph=False)
+                    record, y, out = self._block(i, whole, x, graph=moving)
+                if moving:
+                    self.before[i], self.records[i] = x, record
                 self.widths.append(len(x.where))
                 x = y
                 outs.append(out)
         found = [t for given in (x, *outs) for t in given.tensors]
         self.results = [given.emptied() for given in (x, *outs)]  # results refer to their graph, and that to this walk
         return found
-
-    def _graph(self, i: int, whole: Sequence[Tensor], x: Given) -> tuple[Record | None, Given, Given]:
-        return self._block(i, whole, x, graph=True)
 
     def _forgotten(self, i: int, whole: Sequence[Tensor], x: Given) -> tuple[Record | None, Given, Given]:
         """Compute a block, and forget what its graph has saved; or, if that cannot be, make no graph."""

@@ -42,10 +42,6 @@ class Wires:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of the transfers
     adrift: list[Mail] = field(default_factory=list)  # of flights that were given up
 
-    def go(self, way: str, x: Tensor, place: int, tag: int) -> Work:
-        """"send" a tensor to a rank of the group, or "recv" one from it."""
-        return Work(_sure(getattr(self.backend, way), [x], place, tag), x)
-
 
 @dataclass(frozen=True)
 class Line:
@@ -116,8 +112,9 @@ class Mail:
             self._go("recv", x, r)
 
     def _go(self, way: str, x: Tensor, r: int) -> None:
+        """"send" a tensor to a rank, or "recv" one from it."""
         tag = _TAGS[self._number % len(_TAGS)]  # messages of one tag arrive in the order they were sent
-        self._works.append(self._wires.go(way, x, self._line.places[r], tag))
+        self._works.append(Work(_sure(getattr(self._wires.backend, way), [x], self._line.places[r], tag), x))
 
     def land(self) -> Mapping[int, Sequence[Tensor]]:
         """Until everything is sent and has come: what came. Raises ShardingError if a rank has failed or left."""

@@ -88,8 +88,7 @@ class ProcessComm:
         digest = hashlib.blake2b(what.encode(), digest_size=32).digest()
         words = digest + what.encode()[: _WORDS - 32].ljust(_WORDS - 32)
         mine = torch.tensor(list(words), dtype=torch.uint8, device=device)
-        line = self._line(axes, mine)
-        rows = (packed.all_gather(self._group(axes), mine) if line is None else pairs.all_gather(line, mine)).tolist()
+        rows = self._gathered(mine, axes).tolist()
         if any(row != rows[0] for row in rows):
             told = [bytes(row[32:]).decode(errors="replace").rstrip() for row in rows]
             over = ", ".join(axes)
@@ -103,6 +102,9 @@ class ProcessComm:
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         note("all_gather", [x], axes)
+        return self._gathered(x, axes)
+
+    def _gathered(self, x: Tensor, axes: Axes) -> Tensor:
         line = self._line(axes, x)
         return packed.all_gather(self._group(axes), x) if line is None else pairs.all_gather(line, x)
 
