@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from .comm import Axes, Flight, index_of, note, reduction, size_of
 from .errors import fail
 from .mail import Line, Wires
 from .packed import Group
+from .visible import Landing, VisibleGroup
 
 _WORDS = 160  # bytes in which a rank says what it is about to do: 32 of them a digest of the rest
 
@@ -27,7 +29,8 @@ class ProcessComm:
     """A rank of torch.distributed, in a group with the others over each set of axes.
 
     On CPUs they exchange messages. Where dynamo looks on, and on CUDA, the functional collectives are taken, which
-    `torch.compile(fullgraph=True)` sees, and keeps in their order: it keeps that of no operations of ours.
+    `torch.compile(fullgraph=True)` sees, and keeps in their order: it keeps that of no operations of ours. On CPUs
+    these find a `VisibleGroup`, and so the same messages.
     """
 
     def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
@@ -36,7 +39,9 @@ class ProcessComm:
         self._axes = tuple(a for a, n in sizes.items() if n > 1)
         self._groups: dict[Axes, str] = {}
         self._wires: dict[Axes, Wires] = {}
+        self._visible: dict[Axes, VisibleGroup] = {}
         self._lines: dict[Axes, Line] = {}
+        queue: deque[Landing] = deque()
         # Every subset, in one order on every rank: a group made later, by some ranks only, would be a hang.
         for k in range(1, len(self._axes) + 1):
             for axes in itertools.combinations(self._axes, k):
@@ -50,6 +55,8 @@ class ProcessComm:
                     line = Line(wires, range(group.size()), index_of(axes, sizes, coords))
                     patience = _patience().total_seconds()
                     wires.board = boards(line.me, functools.partial(pairs.all_gather, line), patience)
+                    self._visible[axes] = visible = VisibleGroup(line, queue)
+                    self._groups[axes] = visible.known_as
 
     def _members(self, axes: Axes) -> list[int]:
         """The ranks that share my coordinates on every other axis, in order."""
@@ -65,9 +72,9 @@ class ProcessComm:
         sorted_axes = self._sorted(axes)
         n = size_of(axes, self.sizes)
         order = None
-        if axes != sorted_axes:
-            grid = torch.arange(n).view([self.sizes[a] for a in sorted_axes])
-            order = grid.permute([sorted_axes.index(a) for a in axes]).flatten().tolist()
+        if axes != sorted_axes:  # dynamo follows: no tensors
+            places = itertools.product(*[range(self.sizes[a]) for a in axes])
+            order = [index_of(sorted_axes, self.sizes, dict(zip(axes, at, strict=True))) for at in places]
         return Group(self._groups[sorted_axes], n, index_of(axes, self.sizes, self.coords), order)
 
     def _line(self, axes: Axes, x: Tensor) -> Line | None:

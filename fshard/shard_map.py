@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from . import source, tree
+from .ahead import OPTIONS
 from .arguments import Plan, cut, donated, make_plan, signature
 from .comm import Comm, Region, bind, marked
 from .copies import apart
@@ -106,7 +107,7 @@ class ShardMapped:
         self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
         self._check, self._compile, self._donate = check, compile, donate
         self._compiled = compile and mesh.kind != "abstract"
-        self._body = torch.compile(f, fullgraph=True) if self._compiled else f
+        self._body = torch.compile(f, fullgraph=True, options=OPTIONS) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[Plan] = []  # the last used first
         self._steady = True  # whether all arguments have had one structure so far

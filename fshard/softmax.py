@@ -29,7 +29,11 @@ def exp_sums(x: Tensor, at: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     >>> exp_sums(torch.tensor([[0.0, 1.0]]), torch.tensor([[1]]), torch.tensor([1.0]))
     (tensor([1.3679]), tensor([1.]))
     """
-    if torch.compiler.is_dynamo_compiling() or x.numel() <= SMALL:
+    if torch.compiler.is_dynamo_compiling():  # of which a compiler makes one loop, and one more in backward
+        wide = x.to(shift.dtype)
+        picked = torch.arange(x.shape[-1], device=x.device) == at
+        return _exp(wide, shift).sum(-1), wide.where(picked, 0).sum(-1)
+    if x.numel() <= SMALL:
         wide = x.to(shift.dtype)
         return _exp(wide, shift).sum(-1), _pick(wide, at)
     out: tuple[Tensor, Tensor] = _apply(_ExpSums, x, at, shift)

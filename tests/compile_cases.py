@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import random
+import re
 from typing import Any
 from unittest import mock
 
 import torch
+from torch._inductor.utils import run_and_get_code
 
 import fshard as fs
 from fshard import P, optim
@@ -69,3 +72,71 @@ def compiled_and_eager(kind: str) -> Any:
     counters = torch._dynamo.utils.counters
     counted = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
     return compiled, train(mesh, kind), counted
+
+
+def uneven(mesh: fs.Mesh, *, compile: bool) -> list[torch.Tensor]:
+    """Every collective, of parts so uneven that inductor orders each rank's program by itself; on two axes."""
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> Any:
+        sines, cosines = fs.psum(x.sin().sum(0), "model"), fs.psum(y.cos().sum(0), "model")
+        twice, thrice = fs.psum((x * 2).sum(0), "model"), fs.psum((y * 3).sum(0), ("data", "model"))
+        rows = fs.all_gather(x, "model", size=5)
+        largest, least = fs.pmax(x.amax(0), "model"), fs.pmin(y.amin(0), ("model", "data"))
+        columns = fs.all_to_all(x, "model", split=1, concat=0, size=5)
+        part = fs.psum_scatter(rows.exp().T, ("model", "data"))
+        passed = fs.ppermute(x[:1], "model", [(0, 1)])
+        found = (sines + cosines, twice, thrice, rows.sum(0), largest, least, columns.sum(0), part, passed.sum(0))
+        return tuple(fs.all_gather(out.flatten()[None], ("data", "model"), size=mesh.size) for out in found)
+
+    step = fs.shard_map(f, mesh=mesh, in_specs=(P("model"), P("model")), out_specs=P(), compile=compile, check="never")
+    out = step(torch.arange(20.0).view(5, 4) / 7, torch.arange(16.0).view(4, 4) / 5)
+    return [fs.device_get(x) for x in out]
+
+
+def uneven_compiled(backend: str, axes: dict[str, int]) -> list[torch.Tensor]:
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        return uneven(fs.make_mesh(**axes), compile=True)
+
+
+def waits(seed: int) -> list[bool]:
+    """Start sums over several axes in one order; wait for each when it occurs to this rank. Whether each was right."""
+    mesh = fs.make_mesh(data=2, model=2)
+    (me,) = mesh.ranks
+    members = {("data",): {me, me ^ 2}, ("model",): {me, me ^ 1}, ("data", "model"): {0, 1, 2, 3}}
+    (groups,) = mesh.run(lambda comm, _: {axes: comm._group(axes) for axes in members})
+    whims, started, right = random.Random(seed + me), [], []
+
+    def wait() -> None:
+        x, want = started.pop(whims.randrange(len(started)))
+        right.append(bool((torch.ops._c10d_functional.wait_tensor(x) == want).all()))
+
+    for i in range(200):
+        axes = list(members)[i % 3]
+        total = torch.ops._c10d_functional.all_reduce(torch.full((3000,), me + i), "sum", groups[axes].name)
+        started.append((total, sum(r + i for r in members[axes])))
+        while started and whims.random() < 0.5:
+            wait()
+    while started:
+        wait()
+    return right
+
+
+def transfers_and_products(gathers: bool) -> list[str]:
+    """What inductor makes of the gradients of two layers: "start" and "wait" of transfers, "mm" of matrices."""
+    mesh = fs.make_mesh(model=2)
+
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in params:
+            up = fs.all_gather(p["up"], "model", 1, size=6)[:, :3] if gathers else p["up"]
+            x = x + fs.psum((fs.pvary(x, "model") @ up).tanh() @ p["down"], "model")
+        return (x**2).sum()
+
+    specs = [{"up": P(None, "model"), "down": P("model")}] * 2
+    step = fs.shard_map(fs.value_and_grad(loss_fn), mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs),
+                        compile=True, check="never")  # fmt: skip
+    params = [{"up": torch.ones(4, 6), "down": torch.ones(6, 4)} for _ in range(2)]
+    _, (code,) = run_and_get_code(step, fs.device_put(params, specs, mesh), torch.ones(5, 4))
+    line = r"^ +(?:\w+ = )?(?:torch\.ops\._c10d_functional\.(\w+)|extern_kernels\.(\w+))"
+    called = re.findall(line, code, re.MULTILINE)
+    names = {"wait_tensor": "wait", "mm": "mm", "addmm": "mm"}
+    return [names.get(transfer or kernel, "start") for transfer, kernel in called]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from compile_cases import KINDS, compiled_and_eager, train
+from compile_cases import KINDS, compiled_and_eager, train, transfers_and_products, uneven, uneven_compiled, waits
 from processes import Pool
 
 import fshard as fs
@@ -33,3 +34,32 @@ def test_a_whole_step_is_one_graph_and_equals_the_eager_one_and_one_device(ranks
             assert (graphs, breaks) == (1, {}), kind
             same(compiled, eager)
             same(compiled, one)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("backend", "axes"), [("inductor", {"data": 1, "model": 2}), ("aot_eager", {"data": 2, "model": 2})]
+)
+def test_a_compiler_may_order_each_rank_by_its_sizes(ranks: Pool, backend: str, axes: dict[str, int]) -> None:
+    want = uneven(fs.make_mesh(kind="simulated", **axes), compile=False)
+    for got in ranks(math.prod(axes.values()), uneven_compiled, backend, axes, timeout=300):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)  # inductor's sin and exp are not torch's, to the last bit
+
+
+@pytest.mark.process
+def test_ranks_may_wait_in_any_order(ranks: Pool) -> None:
+    """Boards have room for a few transfers: one that is waited for late must not keep others from being started."""
+    for seed in range(5):
+        for right in ranks(4, waits, seed, timeout=60):
+            assert right == [True] * 200
+
+
+@pytest.mark.process
+def test_sums_are_under_way_while_gradients_of_weights_are_computed(ranks: Pool) -> None:
+    forward = ["mm", "mm", "start", "wait"]
+    for order in ranks(2, transfers_and_products, False, timeout=120):
+        assert order == forward * 2 + ["mm", "mm", "start", "mm", "mm", "wait", "mm", "mm", "mm"]
+    for order in ranks(2, transfers_and_products, True, timeout=120):  # parameters come one after the other
+        assert order[:6] == ["start", "wait", "mm", "mm", "start", "start"]
+        assert order.count("start") == order.count("wait") == 7

@@ -19,11 +19,11 @@ MOST_LINES = 350
 # Each file imports only from the ones above it. A new file takes its place here.
 LAYERS = [
     "errors", "source", "repair", "tree", "spec", "facts", "comm", "buffers", "abstract", "simulated",
-    "packed", "board", "mail", "pairs", "processes", "mesh",
+    "packed", "board", "mail", "pairs", "visible", "processes", "mesh",
     "wording", "blame", "verdicts", "operations", "ledger", "vma",
     "maps", "recast", "linear", "overlap", "extreme", "replicas", "sizes", "collectives", "unshard",
     "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "differences", "copies",
-    "results", "arguments", "shard_map", "verify",
+    "results", "arguments", "ahead", "shard_map", "verify",
     "transforms", "remat", "memo", "fetch", "loop", "scan", "schedules", "norm", "fused",
     "optim", "precision", "softmax", "extent", "loss", "nn", "rope", "data",
     "checkpoint.parts", "checkpoint.manifest", "checkpoint.commit", "checkpoint.saving", "checkpoint.loading",
