@@ -17,6 +17,7 @@ from . import tree
 from .comm import Comm, Region, index_of, region, size_of
 from .errors import fail
 from .extreme import extreme
+from .facts import floating
 from .linear import Copy, Exchange, Gather, Permute, Scatter, Slice, Sum, Vary, apply
 from .sizes import dim_of, gather_layout, split_layout
 from .spec import names_of, sized
@@ -44,7 +45,7 @@ def pmean(x: Any, axis: Axis) -> Any:
     """
 
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if not (xs[0].is_floating_point() or xs[0].is_complex()):
+        if not floating(xs[0]):
             kind = _dtype(xs[0])
             raise fail(f"pmean: the mean of {kind} is no {kind}", fix="cast to a floating dtype first")
         return apply(Sum(comm, axes, size_of(axes, comm.sizes)), xs)

@@ -16,6 +16,7 @@ from torch.nn import parameter
 from . import tree
 from .deferred import Deferred
 from .errors import ShardingError, fail
+from .facts import floating
 from .mesh import Mesh
 from .replicas import fingerprint, listed, span, told, unequal
 from .sharded import Sharded
@@ -178,7 +179,7 @@ def shapeless(x: object) -> bool:
 def _odd(x: Tensor, box: Box) -> Odd:
     """What is not finite in one shard: how many NaN and how many infinities, and the global index of the first."""
     found: Odd = {}
-    for start in range(0, x.numel(), CHUNK) if x.is_floating_point() or x.is_complex() else ():
+    for start in range(0, x.numel(), CHUNK) if floating(x) else ():
         part = span(x, start, min(start + CHUNK, x.numel()))
         part = part.to(torch.float32) if part.itemsize == 1 else part  # float8 knows no isfinite
         if bool(part.isfinite().all()):

@@ -23,6 +23,7 @@ from . import tree
 from .abstract import AbstractComm
 from .comm import Flight, Region, checker, memory_of, transposing, watched
 from .errors import fail
+from .facts import floating
 from .fetch import Plan, Slot, fetch, pool, send_back
 from .memo import HOOKS, Memo, no_hooks
 from .overlap import owned
@@ -151,7 +152,7 @@ class Walk:
                     raise
                 self.forgetful = False
         _, y, out = self._block(i, whole, x, graph=False)
-        y.live, out.live = [_smooth(t) for t in y.tensors], [_smooth(t) for t in out.tensors]
+        y.live, out.live = [floating(t) for t in y.tensors], [floating(t) for t in out.tensors]
         return None, y, out
 
     def _again(self, i: int, whole: Sequence[Tensor], x: Given) -> tuple[Record, Given, Given]:
@@ -294,10 +295,6 @@ def _land(sent: Sequence[Sent]) -> None:
     for one in sent:
         for leaf, grad in zip(one.leaves, one.flight(), strict=True):
             one.grads[leaf] = grad
-
-
-def _smooth(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 class _Loop(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import tree
 from .errors import fail
+from .facts import floating
 from .transforms import fill_in, tensors_of
 
 
@@ -80,7 +81,7 @@ class _Body:
         It is the gradient of <f(xs), grads>, and not torch.func.vjp, whose pullback runs after its level has ended:
         a remat inside `f` would then begin a level under tensors of the old one.
         """
-        smooth = [i for i, x in enumerate(xs) if _smooth(x) and (live[i] or not any(live))]
+        smooth = [i for i, x in enumerate(xs) if floating(x) and (live[i] or not any(live))]
 
         def pairing(*chosen: Tensor) -> Tensor:
             return sum(_inner(y, g) for y, g in _pairs(self.f(*_replace(xs, smooth, chosen)), grads))  # type: ignore[return-value]
@@ -104,12 +105,12 @@ class _Body:
         at, rates = tuple(xs[i] for i in moving), tuple(tangents[i] for i in moving)
         body = lambda *chosen: self.f(*_replace(xs, moving, chosen))  # noqa: E731
         out, pushed = torch.func.jvp(body, at, rates)  # type: ignore[misc]  # without has_aux it gives two
-        return tuple(t if _smooth(y) else None for y, t in zip(out, pushed, strict=True))
+        return tuple(t if floating(y) else None for y, t in zip(out, pushed, strict=True))
 
 
 def _pairs(out: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
     """The results that count, each with its gradient."""
-    return [(y, g) for y, g in zip(out, grads, strict=True) if g is not None and _smooth(y)]
+    return [(y, g) for y, g in zip(out, grads, strict=True) if g is not None and floating(y)]
 
 
 def _replace(xs: Sequence[Any], at: Sequence[int], by: Sequence[Any]) -> list[Any]:
@@ -128,7 +129,7 @@ class _RematCompiled(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.body, ctx.live = inputs[0], [True] * len(inputs[1:])
         ctx.save_for_backward(*inputs[1:])
-        ctx.mark_non_differentiable(*[y for y in output if not _smooth(y)])
+        ctx.mark_non_differentiable(*[y for y in output if not floating(y)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -161,10 +162,6 @@ class _Remat(_RematCompiled):
 
 def _inner(y: Tensor, g: Tensor) -> Tensor:
     return torch.real(y * g.conj()).sum() if y.is_complex() else (y * g).sum()
-
-
-def _smooth(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def check_captured(verb: str, f: Callable[..., Any]) -> None:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from . import tree
 from .comm import checker
 from .errors import ShardingError, fail
+from .facts import floating
 
 
 def value_and_grad(
@@ -211,7 +212,7 @@ def _named(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[str, Any]]
 
 def _check_differentiable(name: str, numbers: Sequence[int], args: Sequence[Any]) -> None:
     for path, leaf in _named(args, numbers):
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        if not isinstance(leaf, Tensor) or not floating(leaf):
             kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
             raise fail(f"value_and_grad({name}): {path} is {kind}, which has no gradient",
                        fix="keep what is not trained in another argument")  # fmt: skip

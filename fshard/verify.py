@@ -12,6 +12,7 @@ from . import tree
 from .copies import apart
 from .differences import Allowed, Difference, compare, largest, listed, tell, wide
 from .errors import ShardingError, fail, raise_all
+from .facts import floating
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
@@ -136,7 +137,7 @@ def _measure(f: ShardMapped, one: ShardMapped, args: Any, whole: Any, nudge: boo
 
 def _nudged(x: Any) -> Any:
     """The last bit of every float flipped: a rounding, the same for equal values, so that ties stay ties."""
-    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+    if not isinstance(x, Tensor) or not floating(x):
         return x
     if x.is_complex():
         return torch.view_as_complex(_nudged(torch.view_as_real(x.resolve_conj())))
