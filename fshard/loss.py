@@ -47,17 +47,17 @@ def cross_entropy(
 
     >>> nn.cross_entropy(logits, targets, axis="model", size=50257, over="data")     # [B@data, T, V@model]
     """
-    v, logits_are = logits.shape[-1], describe(logits.dtype, logits.shape)
+    v = logits.shape[-1]
     if reduction not in ("none", "mean", "sum"):
         raise fail(f"cross_entropy: reduction={reduction!r}", fix="'none', 'mean' or 'sum'")
     if not 0 <= label_smoothing <= 1:
         raise fail(f"cross_entropy: label_smoothing={label_smoothing}", fix="a share, from 0 to 1")
     if targets.dtype not in (torch.int64, torch.int32, torch.uint8) or targets.shape != logits.shape[:-1]:
         raise fail("cross_entropy: targets must be one integer class for each row of logits",
-                   logits=logits_are, targets=describe(targets.dtype, targets.shape))  # fmt: skip
+                   logits=_words(logits), targets=_words(targets))  # fmt: skip
     if weight is not None and tuple(weight.shape) != (v,):
         raise fail("cross_entropy: weight must be one number for each class here",
-                   logits=logits_are, weight=describe(weight.dtype, weight.shape))  # fmt: skip
+                   logits=_words(logits), weight=_words(weight))  # fmt: skip
     wide = torch.promote_types(logits.dtype, torch.float32)
     if weight is not None:
         weight, found = weight.detach().to(wide), checker()
@@ -108,6 +108,10 @@ def cross_entropy(
     if over:
         total, count = psum((total, count), over)
     return total if reduction == "sum" else total / count
+
+
+def _words(x: Tensor) -> str:
+    return describe(x.dtype, x.shape)
 
 
 __all__ = ["cross_entropy"]

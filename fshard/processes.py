@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from .comm import Axes, Flight, index_of, note, reduction, size_of
 from .errors import fail
 from .mail import Line, Wires
 from .packed import Group
-from .visible import Landing, VisibleGroup
+from .visible import visible
 
 _WORDS = 160  # bytes in which a rank says what it is about to do: 32 of them a digest of the rest
 
@@ -39,9 +38,8 @@ class ProcessComm:
         self._axes = tuple(a for a, n in sizes.items() if n > 1)
         self._groups: dict[Axes, str] = {}
         self._wires: dict[Axes, Wires] = {}
-        self._visible: dict[Axes, VisibleGroup] = {}
+        self._visible: dict[Axes, str] = {}  # a group on CPUs, as a compiler knows it
         self._lines: dict[Axes, Line] = {}
-        queue: deque[Landing] = deque()
         # Every subset, in one order on every rank: a group made later, by some ranks only, would be a hang.
         for k in range(1, len(self._axes) + 1):
             for axes in itertools.combinations(self._axes, k):
@@ -55,8 +53,7 @@ class ProcessComm:
                     line = Line(wires, range(group.size()), index_of(axes, sizes, coords))
                     patience = _patience().total_seconds()
                     wires.board = boards(line.me, functools.partial(pairs.all_gather, line), patience)
-                    self._visible[axes] = visible = VisibleGroup(line, queue)
-                    self._groups[axes] = visible.known_as
+                    self._visible[axes] = visible(self._members(axes), line)
 
     def _members(self, axes: Axes) -> list[int]:
         """The ranks that share my coordinates on every other axis, in order."""
@@ -67,7 +64,7 @@ class ProcessComm:
     def _sorted(self, axes: Axes) -> Axes:
         return tuple(a for a in self._axes if a in axes)
 
-    def _group(self, axes: Axes) -> Group:
+    def _group(self, axes: Axes, x: Tensor) -> Group:
         axes = tuple(a for a in axes if self.sizes[a] > 1)
         sorted_axes = self._sorted(axes)
         n = size_of(axes, self.sizes)
@@ -75,14 +72,15 @@ class ProcessComm:
         if axes != sorted_axes:  # dynamo follows: no tensors
             places = itertools.product(*[range(self.sizes[a]) for a in axes])
             order = [index_of(sorted_axes, self.sizes, dict(zip(axes, at, strict=True))) for at in places]
-        return Group(self._groups[sorted_axes], n, index_of(axes, self.sizes, self.coords), order)
+        names = self._visible if x.device.type == "cpu" and self._visible else self._groups
+        return Group(names[sorted_axes], n, index_of(axes, self.sizes, self.coords), order)
 
     def _line(self, axes: Axes, x: Tensor) -> Line | None:
         """The ranks over the axes, where they send to each other directly."""
         if torch.compiler.is_dynamo_compiling() or x.device.type != "cpu" or not self._wires:
             return None
         if axes not in self._lines:
-            group = self._group(axes)
+            group = self._group(axes, x)
             self._lines[axes] = Line(self._wires[self._sorted(axes)], group.order or range(group.n), group.me)
         return self._lines[axes]
 
@@ -105,7 +103,7 @@ class ProcessComm:
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         note(reduction(op), [x], axes)
         line = self._line(axes, x)
-        return packed.all_reduce(self._group(axes), x, op) if line is None else pairs.all_reduce(line, x, op)
+        return packed.all_reduce(self._group(axes, x), x, op) if line is None else pairs.all_reduce(line, x, op)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         note("all_gather", [x], axes)
@@ -113,37 +111,38 @@ class ProcessComm:
 
     def _gathered(self, x: Tensor, axes: Axes) -> Tensor:
         line = self._line(axes, x)
-        return packed.all_gather(self._group(axes), x) if line is None else pairs.all_gather(line, x)
+        return packed.all_gather(self._group(axes, x), x) if line is None else pairs.all_gather(line, x)
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
         note("reduce_scatter", [x], axes)
         line = self._line(axes, x)
-        return packed.reduce_scatter(self._group(axes), x) if line is None else pairs.reduce_scatter(line, x)
+        return packed.reduce_scatter(self._group(axes, x), x) if line is None else pairs.reduce_scatter(line, x)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         note("all_to_all", [x], axes)
         line = self._line(axes, x)
-        return packed.all_to_all(self._group(axes), x) if line is None else pairs.all_to_all(line, x)
+        return packed.all_to_all(self._group(axes, x), x) if line is None else pairs.all_to_all(line, x)
 
     def permute(self, x: Tensor, pairs_: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         note("permute", [x], axes)
         line = self._line(axes, x)
-        return packed.permute(self._group(axes), x, pairs_) if line is None else pairs.permute(line, x, pairs_)
+        return packed.permute(self._group(axes, x), x, pairs_) if line is None else pairs.permute(line, x, pairs_)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
         note("all_gather", xs, axes)
         line = self._line(axes, xs[0])
-        return packed.gather(self._group(axes), xs, into) if line is None else pairs.gather(line, xs, into)
+        return packed.gather(self._group(axes, xs[0]), xs, into) if line is None else pairs.gather(line, xs, into)
 
     def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
         note("reduce_scatter", [x for row in xs for x in row], axes)
         line = self._line(axes, xs[0][0])
-        return packed.scatter(self._group(axes), xs) if line is None else pairs.scatter(line, xs)
+        return packed.scatter(self._group(axes, xs[0][0]), xs) if line is None else pairs.scatter(line, xs)
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> Flight:
         note("all_reduce", xs, axes)
-        line = self._line(axes, xs[0])
-        return packed.reduce(self._group(axes), xs, fresh) if line is None else pairs.reduce(line, xs, fresh=fresh)
+        if (line := self._line(axes, xs[0])) is None:
+            return packed.reduce(self._group(axes, xs[0]), xs, fresh)
+        return pairs.reduce(line, xs, fresh=fresh)
 
 
 def _patience() -> Any:

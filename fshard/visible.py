@@ -9,7 +9,7 @@ before it: of ranks that land in different orders each might wait for the other.
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -22,41 +22,47 @@ from . import pairs
 from .comm import Flight
 from .mail import Line, Mail, copy
 
-_counter = itertools.count()
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 
 
 class Landing(dist.Work):
-    """A transfer under way. `wait` ends it, and those before it in the queue."""
+    """A transfer under way. `wait` ends it and those before it in the queue. What went wrong its own `wait` raises."""
 
     def __init__(self, land: Flight, queue: deque[Landing]) -> None:
         super().__init__()
-        self._land, self._queue = land, queue
+        self._land: Flight | None = land
+        self._error: BaseException | None = None
+        self._queue = queue
         queue.append(self)
 
     def wait(self, timeout: Any = None) -> bool:
         while self in self._queue:
-            first = self._queue.popleft()
-            land, first._land = first._land, _landed  # torch keeps what nobody has waited for; its tensors may go
-            land()
+            self._queue.popleft()._end()
+        if self._error is not None:
+            raise self._error
         return True
 
-
-def _landed() -> list[Tensor]:
-    return []
+    def _end(self) -> None:
+        assert self._land is not None
+        land, self._land = self._land, None  # torch keeps what nobody has waited for, but its tensors may go
+        try:
+            land()
+        except BaseException as e:
+            self._error = e
+            if not isinstance(e, Exception):
+                raise
 
 
 class VisibleGroup(dist.ProcessGroup):
-    """The ranks on a line, `known_as` a name as long as it lives. It has what the functional collectives ask for.
+    """The ranks on a line. It has what the functional collectives ask for.
 
     All groups of a rank share a queue of what is under way.
     """
 
     def __init__(self, line: Line, queue: deque[Landing]) -> None:
         super().__init__(line.me, len(line.places))  # type: ignore[call-arg]  # of two, where there is no store
+        self.world = dist.group.WORLD
         self._line, self._queue = line, queue
-        self.known_as = f"fshard/{next(_counter)}"
-        _register_process_group(self.known_as, self)  # type: ignore[arg-type]
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "fshard"
@@ -99,4 +105,23 @@ class VisibleGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
 
-__all__ = ["Landing", "VisibleGroup"]
+_groups: dict[str, VisibleGroup] = {}  # as long as torch.distributed runs, as its own
+_queue: deque[Landing] = deque()
+
+
+def visible(members: Sequence[int], line: Line) -> str:
+    """The name under which the functional collectives find these ranks of the world: on this line, or an earlier one.
+
+    It is in what is compiled: a mesh that is made again has the same, and its programs are not compiled again.
+    """
+    name = f"fshard/{hashlib.blake2b(repr(list(members)).encode(), digest_size=8).hexdigest()}"
+    if name in _groups and _groups[name].world is not dist.group.WORLD:  # it was ended, and started anew
+        _groups.clear()
+        _queue.clear()
+    if name not in _groups:
+        _groups[name] = VisibleGroup(line, _queue)
+        _register_process_group(name, _groups[name])  # type: ignore[arg-type]
+    return name
+
+
+__all__ = ["visible"]

@@ -103,7 +103,7 @@ def waits(seed: int) -> list[bool]:
     mesh = fs.make_mesh(data=2, model=2)
     (me,) = mesh.ranks
     members = {("data",): {me, me ^ 2}, ("model",): {me, me ^ 1}, ("data", "model"): {0, 1, 2, 3}}
-    (groups,) = mesh.run(lambda comm, _: {axes: comm._group(axes) for axes in members})
+    (groups,) = mesh.run(lambda comm, _: {axes: comm._group(axes, torch.ones(1)) for axes in members})
     whims, started, right = random.Random(seed + me), [], []
 
     def wait() -> None:
@@ -119,6 +119,34 @@ def waits(seed: int) -> list[bool]:
     while started:
         wait()
     return right
+
+
+def meshes_made_again() -> list[list[float]]:
+    """What meshes of the same ranks give, one after the other; compiled again, it would raise."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return fs.psum(x * 2, "m")
+
+    backend, found = functools.partial(torch.compile, backend="aot_eager"), []
+    with mock.patch.object(torch, "compile", backend), torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            mesh = fs.make_mesh(m=2)
+            step = fs.shard_map(f, mesh=mesh, in_specs=P("m"), out_specs=P(), compile=True, check="never")
+            found.append(fs.device_get(step(torch.arange(6.0))).tolist())
+    return found
+
+
+def unequal() -> tuple[str, list[float]]:
+    """Two sums under way, the first of sizes that differ: its error, and the second."""
+    mesh = fs.make_mesh(m=2)
+    (group,) = mesh.run(lambda comm, _: comm._group(("m",), torch.ones(1)))
+    ops = torch.ops._c10d_functional
+    first, second = (ops.all_reduce(torch.ones(n), "sum", group.name) for n in (3 + mesh.ranks[0], 4))
+    total = ops.wait_tensor(second).tolist()
+    try:
+        return str(ops.wait_tensor(first)), total
+    except fs.ShardingError as e:
+        return str(e).splitlines()[0], total
 
 
 def transfers_and_products(gathers: bool) -> list[str]:

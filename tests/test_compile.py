@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from compile_cases import KINDS, compiled_and_eager, train, transfers_and_products, uneven, uneven_compiled, waits
+from compile_cases import (
+    KINDS,
+    compiled_and_eager,
+    meshes_made_again,
+    train,
+    transfers_and_products,
+    unequal,
+    uneven,
+    uneven_compiled,
+    waits,
+)
 from processes import Pool
 
 import fshard as fs
@@ -53,6 +63,19 @@ def test_ranks_may_wait_in_any_order(ranks: Pool) -> None:
     for seed in range(5):
         for right in ranks(4, waits, seed, timeout=60):
             assert right == [True] * 200
+
+
+@pytest.mark.process
+def test_a_mesh_that_is_made_again_needs_no_compiler(ranks: Pool) -> None:
+    assert ranks(2, meshes_made_again, timeout=60) == [[[6.0, 10.0, 14.0]] * 3] * 2
+
+
+@pytest.mark.process
+def test_what_goes_wrong_is_raised_where_it_is_waited_for(ranks: Pool) -> None:
+    for rank, (error, total) in enumerate(ranks(2, unequal, timeout=60)):
+        sent, expected = (12, 16) if rank else (16, 12)
+        assert error == f"a transfer: one rank sends {sent} bytes, another expects {expected}"
+        assert total == [2.0] * 4
 
 
 @pytest.mark.process
