@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_cases import EVERY_DTYPE, check_all, check_flights, check_values, check_what_flights_note
+from compile_cases import meshes_made_again
 from processes import Pool, RanksError
 from torch import Tensor
 
@@ -262,10 +263,6 @@ def flights(n: int) -> None:
     check_values(mesh, ("x",))
 
 
-def test_make_mesh_fits_the_world_or_says_why_not(ranks: Pool) -> None:
-    ranks(4, meshes)
-
-
 def test_collectives_over_every_set_of_axes_in_every_order(ranks: Pool) -> None:
     ranks(4, groups, timeout=120)  # some 200 first calls, and each is checked
     ranks(4, line)
@@ -329,7 +326,8 @@ def bad_results() -> None:
         fs.shard_map(lambda: torch.ones(2), mesh=mesh, out_specs=P("model"))()
 
 
-def test_results_that_do_not_fit_are_refused_on_every_rank(ranks: Pool) -> None:
+def test_meshes_and_results_that_do_not_fit_are_refused_on_every_rank(ranks: Pool) -> None:
+    ranks(4, meshes)
     ranks(2, bad_results)
 
 
@@ -393,6 +391,7 @@ def compiled_and_eager() -> None:
 
 def test_compiled_steps_equal_eager_ones_and_compile_once(ranks: Pool) -> None:
     ranks(2, compiled_and_eager, timeout=150)
+    assert ranks(2, meshes_made_again, timeout=60) == [[[6.0, 10.0, 14.0]] * 3] * 2
 
 
 # --- failure ------------------------------------------------------------------------------------------------
@@ -461,18 +460,17 @@ def start_ranks(script: Path, how: str) -> list[tuple[int, str, float]]:
     return [(started[r].returncode, logs[r].read_text(), ended[r] - first) for r in range(2)]
 
 
-@pytest.mark.parametrize("how", ["raises", "leaves"])
-def test_a_rank_that_ends_ends_the_others_without_an_agent(tmp_path: Path, how: str) -> None:
+def test_a_rank_that_ends_ends_the_others_without_an_agent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    (code, waits, late), (own_code, own, _) = start_ranks(script, how)
-    assert code == 1, waits
-    assert own_code == {"raises": 1, "leaves": 0}[how], own
-    assert late < 10, f"the waiting rank took {late:.1f} s to end"
-    assert "rank 0: a collective broke off: another rank has failed, or left the program" in waits
-    assert "has finished" not in waits + own
-    if how == "raises":
-        assert own.count("ArithmeticError: rank 1 has had enough") == 1
+    for how, exits in (("raises", 1), ("leaves", 0)):
+        (code, waits, late), (own_code, own, _) = start_ranks(script, how)
+        assert code == 1, waits
+        assert own_code == exits, own
+        assert late < 10, f"the waiting rank took {late:.1f} s to end"
+        assert "rank 0: a collective broke off: another rank has failed, or left the program" in waits
+        assert "has finished" not in waits + own
+        assert own.count("ArithmeticError: rank 1 has had enough") == exits
         assert "ArithmeticError" not in waits
 
 
