@@ -18,6 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from . import tree
 from .deferred import Deferred
 from .errors import ShardingError, fail, raise_all
+from .memory import home
 from .mesh import Mesh
 from .results import Joint, Kinds
 from .sharded import Sharded
@@ -159,13 +160,13 @@ def donated(name: str, plan: Plan, args: tuple[Any, ...], leaves: Sequence[Any])
 def cut(plan: Plan, local: list[Any], mesh: Mesh, at: int) -> None:
     """Put one rank's part in the place of what is no shard: a view, and where threads would share it a copy."""
     for i, box in plan.cuts[at]:
-        x = local[i]
+        x, there = local[i], home(plan.specs[i], mesh.device)
         if mesh.kind == "abstract":
             shape = x.shape if box is None else box_shape(box)
-            local[i] = torch.empty(shape, dtype=x.dtype, device=mesh.device)  # a fake one, under the mesh's mode
+            local[i] = torch.empty(shape, dtype=x.dtype, device=there)  # a fake one, under the mesh's mode
         elif box is not None:
             part = x.detach() if box_shape(box) == x.shape else x.detach()[box]
-            local[i] = part.to(mesh.device, copy=mesh.kind == "simulated" and mesh.size > 1)
+            local[i] = part.to(there, copy=mesh.kind == "simulated" and mesh.size > 1)
 
 
 __all__ = ["Plan", "cut", "donated", "make_plan", "signature"]

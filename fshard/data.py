@@ -21,6 +21,7 @@ from torch import Tensor
 from . import tree
 from .errors import ShardingError, fail, raise_all
 from .keys import check_key, fold_in
+from .memory import home
 from .mesh import Mesh
 from .sharded import Sharded, from_callback
 from .spec import Box, P, describe, is_spec, local_box, problems
@@ -219,7 +220,7 @@ def _place(
     def own(box: Box) -> Tensor:
         # A copy: fetch may give views of the data set, which a donated batch would overwrite.
         part = rows[box[0].start, box[0].stop][(slice(None), *box[1:])]
-        return part.to(mesh.device, copy=True, memory_format=torch.contiguous_format)
+        return part.to(home(spec, mesh.device), copy=True, memory_format=torch.contiguous_format)
 
     return from_callback(shape, spec, mesh, own)
 

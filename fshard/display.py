@@ -72,7 +72,8 @@ class _Leaf:
     weighs: bool = False  # False for what has no bytes of its own: a spec, a number, a leaf shown before
     numel: int = 0
     nbytes: int = 0
-    local: Grid = 0
+    local: Grid = 0  # in the memory of a device
+    host: Grid = 0  # in that of its host
 
 
 def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Leaf], Sizes]:
@@ -104,7 +105,8 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
         seen[id(x)] = tree.dotted(path)
         init = words(x.init) if isinstance(x, Deferred) else ""
         local = _local(shape, spec or P(), tuple(sizes.items()), x.dtype.itemsize) if sizes else x.nbytes
-        out.append(_Leaf(what, init, shape, spec, True, x.numel(), x.nbytes, local))
+        kept = (0, local) if spec is not None and spec.memory == "host" else (local, 0)
+        out.append(_Leaf(what, init, shape, spec, True, x.numel(), x.nbytes, *kept))
     raise_all(errors)
     return out, sizes
 
@@ -149,6 +151,7 @@ class _Node:
     nbytes: int
     weighs: bool
     one: Grid  # bytes per device of one of the `times` equal subtrees
+    host: Grid  # and those in the memory of its host
     key: Any  # equal for subtrees that look the same
 
 
@@ -159,7 +162,7 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
     if optree.tree_is_leaf(tree_):
         leaf = next(leaves)
         return _Node(
-            name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.weighs, leaf.local, (leaf.what, leaf.init)
+            name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.weighs, leaf.local, leaf.host, (leaf.what, leaf.init)
         )
     values, _, entries, _ = optree.tree_flatten_one_level(tree_)
     made = {e: _node(str(e), v, leaves, fold) for e, v in zip(entries, values, strict=True)}
@@ -179,6 +182,7 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
         nbytes=sum(c.nbytes for c in children),
         weighs=any(c.weighs for c in children),
         one=sum(c.one * c.times for c in children),
+        host=sum(c.host * c.times for c in children),
         key=_key(children),
     )
 
@@ -263,7 +267,7 @@ def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
     """Name, what, initializer and bytes of a row, and the node whose children stand below it."""
     name, times, last = _chain(node)
     leaf = last.leaf or _Leaf("", weighs=True)
-    weighs = _span(last.one) if leaf.weighs and last.weighs else ""
+    weighs = _span(last.one + last.host) if leaf.weighs and last.weighs else ""
     if times > 1:
         name, weighs = f"{name}  ×{times}", f"{times} × {weighs}" if weighs else ""
     return name, leaf.what, leaf.init, weighs, last
@@ -289,7 +293,8 @@ def _total(root: _Node, sizes: Sizes) -> str:
     if not sizes:
         return whole
     n = math.prod(sizes.values())
-    return f"{whole}; {_span(root.one)} on each of {n} devices ({sized(sizes)})"
+    beside = f", and {_span(root.host)} of its host's memory" if np.max(root.host) else ""
+    return f"{whole}; {_span(root.one)} on each of {n} devices ({sized(sizes)}){beside}"
 
 
 def _table(root: _Node | None, sizes: Sizes) -> str:

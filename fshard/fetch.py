@@ -14,6 +14,7 @@ from .abstract import AbstractComm
 from .comm import Flight, Region, checker
 from .linear import run
 from .maps import Gather, Map, Vary
+from .memory import down, sent_up, up
 from .recast import Precision
 from .sizes import gather_layout
 from .unshard import Route
@@ -32,6 +33,12 @@ class Bundle:
     gather: Gather | None
     vary: Vary | None
     cast: Precision | None
+    host: bool  # whether they are in host memory
+
+    @property
+    def copied(self) -> bool:
+        """Whether what computes is a copy of a rank's own."""
+        return self.cast is not None or self.host
 
 
 class Place(NamedTuple):
@@ -60,10 +67,10 @@ def plan(
         return None
     groups: dict[Any, list[int]] = {}
     for i, (x, way) in enumerate(zip(leaves, ways, strict=True)):
-        groups.setdefault((way.gathers[0].axes if way.gathers else (), way.vary, x.dtype), []).append(i)
+        groups.setdefault((way.gathers[0].axes if way.gathers else (), way.vary, x.dtype, way.host), []).append(i)
     places: list[Place | None] = [None] * len(leaves)
     bundles, end = [], 0
-    for (axes, vary, _), which in groups.items():
+    for (axes, vary, _, host), which in groups.items():
         xs, gather, cast = [leaves[i] for i in which], None, Precision.of(leaves[which[0]], dtype, reduce_dtype)
         if axes:
             joined = [ways[i].gathers[0] for i in which]
@@ -71,13 +78,13 @@ def plan(
             gather = Gather(where.comm, axes, layout)
         kind = xs[0].dtype if cast is None else cast.computed
         for k, (i, x) in enumerate(zip(which, xs, strict=True)):
-            if gather is not None or kind != x.dtype:
+            if gather is not None or kind != x.dtype or host:
                 dim, size = gather.layout[k] if gather is not None else (0, x.shape[0] if x.ndim else 0)
                 shape = (*x.shape[:dim], size, *x.shape[dim + 1 :]) if x.ndim else ()
                 places[i] = Place(end, kind, shape)
                 end += -(-math.prod(shape) * kind.itemsize // ALIGNED) * ALIGNED
-        if axes or vary or cast:
-            bundles.append(Bundle(tuple(which), gather, Vary(where.comm, vary) if vary else None, cast))
+        if axes or vary or cast or host:
+            bundles.append(Bundle(tuple(which), gather, Vary(where.comm, vary) if vary else None, cast, host))
     return Plan(tuple(bundles), tuple(places), end)
 
 
@@ -148,7 +155,26 @@ def pool(where: Region) -> Pool:
 # --- there and back -----------------------------------------------------------------------------------------------
 
 
-def fetch(of: Plan, shards: Sequence[Tensor], slot: Slot | None) -> tuple[list[Tensor], list[Flight]]:
+def stage(where: Region, of: Plan, shards: Sequence[Tensor]) -> Flight:
+    """Start to copy to the device what of a block lies in host memory; lands as the shards to `fetch`.
+
+    Those that are used as they are stay where they are: they are copied to their places, and need no other.
+    """
+    moving = [i for b in of.bundles if b.host and (b.gather or b.cast) for i in b.which]
+    flight = sent_up(where, [shards[i] for i in moving])
+
+    def land() -> list[Tensor]:
+        out = list(shards)
+        for i, x in zip(moving, flight(), strict=True):
+            out[i] = x
+        return out
+
+    return land
+
+
+def fetch(
+    where: Region, of: Plan, shards: Sequence[Tensor], slot: Slot | None
+) -> tuple[list[Tensor], list[Flight]]:  # fmt: skip
     """Start to gather a block: its whole leaves, which are those once the flights have landed.
 
     Where the call is checked they are typed, and land at once. On an abstract mesh they are shapes.
@@ -171,8 +197,11 @@ def fetch(of: Plan, shards: Sequence[Tensor], slot: Slot | None) -> tuple[list[T
             run(_Placed(bundle.gather.comm, bundle.gather.axes, bundle.gather.layout, tuple(into), tuple(ys)), xs)
         elif bundle.gather is not None:
             flights.append(bundle.gather.start(xs, into))
-        elif bundle.cast is None or virtual or found is not None:
-            ys = xs if bundle.cast is None else [x.to(bundle.cast.computed) for x in xs]
+        elif not bundle.copied or virtual or found is not None:
+            ys = [up(x, where.device) for x in xs] if bundle.host else xs
+            ys = ys if bundle.cast is None else [y.to(bundle.cast.computed) for y in ys]
+        elif bundle.cast is None:
+            flights.append(sent_up(where, xs, into))
         else:
             torch._foreach_copy_(into, xs)
         for i, y in zip(bundle.which, ys, strict=True):
@@ -195,7 +224,8 @@ class _Placed(Gather):
 def send_back(bundle: Bundle, which: Sequence[int], grads: list[Tensor]) -> Flight:
     """Start to sum the gradients of some leaves of a bundle over the ranks; lands as those of their shards.
 
-    `which` counts within the bundle. The gradients are overwritten.
+    `which` counts within the bundle. The gradients are overwritten. Those of leaves in host memory are on their way
+    there when they land, until the device is awaited.
     """
     total, back = None if bundle.vary is None else bundle.vary.transpose, None
     if bundle.gather is not None:
@@ -208,7 +238,8 @@ def send_back(bundle: Bundle, which: Sequence[int], grads: list[Tensor]) -> Flig
 
     def land() -> list[Tensor]:
         out = flight() if kept is None else [g.to(kept) for g in flight()]
-        return out if back is None or total is None else _start(total, out)()
+        out = out if back is None or total is None else _start(total, out)()
+        return [down(g) for g in out] if bundle.host else out
 
     return land
 
@@ -221,4 +252,4 @@ def _start(m: Map, xs: list[Tensor]) -> Flight:
     return m.start(xs)
 
 
-__all__ = ["Bundle", "Plan", "Pool", "Slot", "fetch", "plan", "pool", "send_back", "views"]
+__all__ = ["Bundle", "Plan", "Pool", "Slot", "fetch", "plan", "pool", "send_back", "stage", "views"]

@@ -18,12 +18,15 @@ from torch import Tensor
 
 from .comm import checker, in_region, memory_of, region
 from .errors import fail
+from .memory import HOST, awaited, down, sent_up
 from .transforms import tracked
 
 Columns = list[list[Tensor]]  # parameters, gradients, moments...: a list each, in one order
 
 # Elements of gradient that are scaled, or made contiguous, at a time; for each thread of a CPU, whose cache they fit.
 _PIECE = {"cpu": 1 << 19, "cuda": 1 << 24}
+
+_VISIT = 1 << 28  # bytes of gradients and moments that visit their parameters at a time
 
 
 def fits(columns: Columns) -> list[bool]:
@@ -50,10 +53,71 @@ def given() -> Callable[[Tensor], bool]:
     return (lambda x: memory_of(x) in storages) if storages else (lambda x: False)
 
 
-def own(xs: Sequence[Tensor], donated: Callable[[Tensor], bool]) -> list[Tensor]:
-    """What a step may write: those that are donated themselves, and copies of the others."""
-    return [(x.detach() if x.requires_grad else x) if donated(x) and x.is_contiguous()
-            else x.detach().clone(memory_format=torch.contiguous_format) for x in xs]  # fmt: skip
+def lent(
+    columns: Columns, which: Sequence[int], donated: Callable[[Tensor], bool]
+) -> Iterator[tuple[Sequence[int], Columns]]:  # fmt: skip
+    """Leaves with all that belongs to them, where they lie: all at once if it lies there, else lot by lot.
+
+    While one lot is stepped the next is on its way. All of it may be written, but for the gradients: it is donated, or
+    a copy. What visits is to be given `back` before the next lot.
+    """
+    device = columns[0][which[0]].device
+    guests = {(k, i) for k, column in enumerate(columns) for i in which if column[i].device != device}
+    lots = _lots(columns, which, guests) if guests else [which]
+    coming = _lend(columns, lots[0], guests, donated)
+    for at, lot in enumerate(lots):
+        here = coming()
+        if at + 1 < len(lots):
+            coming = _lend(columns, lots[at + 1], guests, donated)
+        yield lot, here
+    if guests:
+        awaited(device)
+
+
+def back(x: Tensor, old: Tensor, donated: Callable[[Tensor], bool]) -> Tensor:
+    """What was computed for a leaf, in the memory where that lies: where it may be written, in its own."""
+    if x.device == old.device:
+        return x
+    if donated(old):
+        return old.copy_(x, non_blocking=True)
+    return down(x) if old.device == HOST else x.to(old.device)
+
+
+def _lots(columns: Columns, which: Sequence[int], guests: set[tuple[int, int]]) -> list[list[int]]:
+    """The leaves in lots of which the guests fill at most `_VISIT` bytes, or one leaf."""
+    lots: list[list[int]] = [[]]
+    filled = 0
+    for i in which:
+        nbytes = sum(column[i].nbytes for k, column in enumerate(columns) if (k, i) in guests)
+        if lots[-1] and filled + nbytes > _VISIT:
+            lots.append([])
+            filled = 0
+        lots[-1].append(i)
+        filled += nbytes
+    return lots
+
+
+def _lend(
+    columns: Columns, lot: Sequence[int], guests: set[tuple[int, int]], donated: Callable[[Tensor], bool]
+) -> Callable[[], Columns]:  # fmt: skip
+    device = columns[0][lot[0]].device
+    away = [(k, i) for k in range(len(columns)) for i in lot if (k, i) in guests]
+    xs = [columns[k][i] for k, i in away]
+    queued = xs and in_region() and region().device == device
+    flight = sent_up(region(), xs) if queued else lambda: [x.to(device) for x in xs]
+
+    def land() -> Columns:
+        found = dict(zip(away, flight(), strict=True))
+        return [[found[k, i] if (k, i) in found else column[i] if k == 1 else _own(column[i], donated) for i in lot]
+                for k, column in enumerate(columns)]  # fmt: skip
+
+    return land
+
+
+def _own(x: Tensor, donated: Callable[[Tensor], bool]) -> Tensor:
+    if donated(x) and x.is_contiguous():
+        return x.detach() if x.requires_grad else x
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def step(
@@ -196,4 +260,4 @@ def _full_registers(columns: Columns) -> tuple[Columns, list[tuple[Tensor, Tenso
     return pieces, ends
 
 
-__all__ = ["Columns", "fits", "given", "own", "step"]
+__all__ = ["Columns", "back", "fits", "given", "lent", "step"]

@@ -262,9 +262,10 @@ def spec_of(given: Any) -> P:
         return P(*(tuple(entry) if isinstance(entry, list) else entry for entry in given))
     try:
         call = ast.parse(str(given).strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.keywords:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError
-        return _WORDS[call.func.id](*(ast.literal_eval(arg) for arg in call.args))
+        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return _WORDS[call.func.id](*(ast.literal_eval(arg) for arg in call.args), **named)
     except ShardingError:
         raise
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as e:

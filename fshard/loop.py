@@ -24,8 +24,9 @@ from .abstract import AbstractComm
 from .comm import Flight, Region, checker, memory_of, transposing, watched
 from .errors import fail
 from .facts import floating
-from .fetch import Plan, Slot, fetch, pool, send_back
+from .fetch import Plan, Slot, fetch, pool, send_back, stage
 from .memo import HOOKS, Memo, no_hooks
+from .memory import awaited
 from .overlap import owned
 from .source import Site, site
 
@@ -101,7 +102,7 @@ class Walk:
         self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
         self.origin: Site | None = site() if watched() else None
         self.token = object()
-        kind = where.device.type
+        kind = where.device.type if torch.amp.is_autocast_available(where.device.type) else "cpu"
         how_cast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
         self.autocast = functools.partial(torch.autocast, kind, *how_cast)
         # A checker and a dry run see a block as it is; and they have no use for less work.
@@ -112,6 +113,7 @@ class Walk:
         self.results: list[Given] = []  # x after the last block, and each block's output
         self.whole: dict[int, list[Tensor]] = {}
         self.flying: dict[int, list[Flight]] = {}
+        self.staged: dict[int, Flight] = {}
         count = min(self.n, how.prefetch + 1) if how.release else self.n
         self.slots = pool(where).take(count, max(p.nbytes for p in plans), where)
 
@@ -216,6 +218,8 @@ class Walk:
                     _land(queue.popleft())
             while queue:
                 _land(queue.popleft())
+            if any(bundle.host for of in self.plans for bundle in of.bundles):
+                awaited(self.region.device)
         pairs = [(self.x, dx), *zip(self.params, grads, strict=True), *zip(self.each, downs, strict=True)]
         return [g for one, gs in pairs for g, live in zip(gs, one.live, strict=True) if live]
 
@@ -229,7 +233,7 @@ class Walk:
         for leaf, live in enumerate(params.live):
             if live and dp[leaf] is None:  # not used by this rank; the others may have
                 shard = params.leaves[leaf]
-                dp[leaf] = torch.zeros(shapes[leaf], dtype=shard.dtype, device=shard.device)
+                dp[leaf] = torch.zeros(shapes[leaf], dtype=shard.dtype, device=self.region.device)
         grads[:] = dp
         for bundle in self.plans[i].bundles:
             chosen = [k for k, leaf in enumerate(bundle.which) if params.live[leaf]]
@@ -245,13 +249,21 @@ class Walk:
     # --- weights ---
 
     def _fetched(self, i: int, way: int, end: int) -> list[Tensor]:
-        """The whole weights of a block; those of the next ones on the way, before `end`, are sent for."""
-        for j in range(i, i + way * (self.how.prefetch + 1), way):
-            if (end - j) * way > 0 and not self._there(j):
+        """The whole weights of a block; those of the next ones on the way, before `end`, are sent for.
+
+        What lies in host memory starts a block earlier, so that it is on the device when its gather starts.
+        """
+        soon = range(i, i + way * (self.how.prefetch + 2), way)
+        ahead = [j for j in soon if (end - j) * way > 0 and not self._there(j)]
+        for j in ahead:
+            if j not in self.staged:
+                self.staged[j] = stage(self.region, self.plans[j], self.params[j].leaves)
+        for j in ahead:
+            if j != soon[-1]:
                 slot = self._slot(j)
                 if slot is not None:
                     slot.holds = (self.token, j)
-                self.whole[j], self.flying[j] = fetch(self.plans[j], self.params[j].leaves, slot)
+                self.whole[j], self.flying[j] = fetch(self.region, self.plans[j], self.staged.pop(j)(), slot)
         for flight in self.flying.pop(i, ()):
             flight()
         return self.whole[i]

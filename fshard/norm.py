@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import tree
 from .collectives import axis_index, psum, pvary
+from .comm import in_region, region
 from .spec import is_spec
 from .transforms import tracked
 
@@ -41,13 +42,14 @@ def axes_of(specs: Any, x: Any, treedef: Any) -> list[tuple[str, ...]]:
 
 def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor:
     """`global_norm` of leaves that vary over these axes."""
-    groups: dict[tuple[str, ...], list[Tensor]] = {}
+    groups: dict[tuple[tuple[str, ...], torch.device], list[Tensor]] = {}
     for leaf, over in zip(leaves, axes, strict=True):
-        groups.setdefault(tuple(sorted(over)), []).append(leaf)
-    every = tuple(sorted({a for over in groups for a in over}))
+        groups.setdefault((tuple(sorted(over)), leaf.device), []).append(leaf)
+    every = tuple(sorted({a for over, _ in groups for a in over}))
+    device = region().device if in_region() else leaves[0].device if leaves else None
     parts = []
-    for over, group in groups.items():
-        part = _sum_of_squares(group)
+    for (over, _), group in groups.items():
+        part = _sum_of_squares(group).to(device)
         rest = tuple(a for a in every if a not in over)
         if rest:  # of the ranks that hold one part the first counts it, so that one psum serves every leaf
             part = torch.where(axis_index(rest) == 0, pvary(part, rest), 0.0)

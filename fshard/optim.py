@@ -25,7 +25,8 @@ from . import tree
 from .collectives import pvary
 from .deferred import Deferred
 from .errors import fail, raise_all
-from .fused import fits, given, own, step
+from .fused import back, fits, given, lent, step
+from .memory import settle
 from .norm import axes_of, global_norm, norm_of
 from .schedules import Schedule, constant, cosine, linear, not_negative, warmup
 from .sharded import Sharded, from_callback
@@ -161,21 +162,22 @@ def _optimizer(
             if fit:
                 groups.setdefault((p.device, p.dtype, decays[i]), []).append(i)
                 continue
-            g = (g * factors[i].to(g.device)).to(g.dtype) if factors else g
+            g, *rest_here = [x.to(p.device) for x in (g, *rest)]
+            g = (g * factors[i].to(p.device)).to(g.dtype) if factors else g
             rate64 = torch.as_tensor(rate, dtype=torch.float64, device=p.device)
             wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype  # half precision is rounded once
-            new = plain([x.to(wide) for x in (p, g, *rest)], rate64, count, decays[i])
+            new = plain([x.to(wide) for x in (p, g, *rest_here)], rate64, count, decays[i])
             for column, old, x in zip([columns[0], *columns[2:]], [p, *rest], new, strict=True):
-                column[i] = old.copy_(x) if donated(old) and not tracked(x) else x.to(p.dtype)
+                column[i] = old.copy_(x) if donated(old) and not tracked(x) else x.to(old.device, p.dtype)
+        moving, fixed = (rate, 0.0) if isinstance(rate, Tensor) else (None, float(rate))
         for (device, _, decay), which in groups.items():
-            stepped = [own([column[i] for i in which], donated) for column in (columns[0], *columns[2:])]
-            moving, fixed = (rate, 0.0) if isinstance(rate, Tensor) else (None, float(rate))
-            step(name, stepped[0], [columns[1][i] for i in which], [x for column in stepped[1:] for x in column],
-                 [factors[i].to(device) for i in which] if factors else [], moving, fixed, count,
-                 [*(options or ()), weight_decay * decay])  # fmt: skip
-            for column, done in zip([columns[0], *columns[2:]], stepped, strict=True):
-                for i, x in zip(which, done, strict=True):
-                    column[i] = x
+            for lot, (ps, gs, *moments_here) in lent(columns, which, donated):
+                scales = [factors[i].to(device) for i in lot] if factors else []
+                step(name, ps, gs, [x for column in moments_here for x in column], scales, moving, fixed, count,
+                     [*(options or ()), weight_decay * decay])  # fmt: skip
+                for column, done in zip([columns[0], *columns[2:]], [ps, *moments_here], strict=True):
+                    for i, x in zip(lot, done, strict=True):
+                        column[i] = back(x, column[i], donated)
         new_params, _, *new_moments = [tree.unflatten(treedef, column) for column in columns]
         return new_params, {"count": count, **dict(zip(moments, new_moments, strict=True))}
 
@@ -258,7 +260,8 @@ def _zeros(x: Any) -> Any:
     if isinstance(x, Deferred):
         return _init.zeros(x.shape, dtype=x.dtype)
     if isinstance(x, Sharded):
-        return Sharded(x.shape, x.spec, x.mesh, [_zeros(s) for s in x.shards])
+        made = [_zeros(s) for s in x.shards]
+        return Sharded(x.shape, x.spec, x.mesh, [s if s.is_meta else settle(s, x.spec, x.mesh.device) for s in made])
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 

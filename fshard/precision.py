@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from . import init as _init
 from . import tree
 from .collectives import psum
-from .comm import checker
+from .comm import checker, in_region, region
 from .deferred import Deferred
 from .errors import fail
 from .optim import Optimizer
@@ -192,7 +192,7 @@ def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:
         if x.numel():
             real = torch.view_as_real(x) if x.is_complex() else x
             groups.setdefault((names, x.dtype, x.device), []).append(real)
-    first = xs[0].device if xs else None
+    first = region().device if in_region() else xs[0].device if xs else None
     found = [torch.ones((), dtype=torch.bool, device=first)]
     for group in groups.values():
         if torch.compiler.is_dynamo_compiling() or any(map(is_functorch_wrapped_tensor, group)):

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import tree
 from .comm import memory_of
 from .errors import ShardingError, fail, raise_all
+from .memory import settle
 from .mesh import Mesh
 from .sharded import Placement, placed
 from .spec import P, is_spec, lengths, local_box, problems, short
@@ -165,6 +166,9 @@ def _own(leaves: list[Any], joint: Joint, mesh: Mesh, taken: set[int]) -> list[A
                 taken.add(memory)
     taken |= each
     taken.discard(0)
+    if mesh.device.type != "cpu":  # elsewhere they may lie in another memory than their specs say
+        places = joint.placements
+        leaves = [x if p is None else settle(x, p.spec, mesh.device) for x, p in zip(leaves, places, strict=True)]
     return leaves
 
 

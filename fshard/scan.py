@@ -20,7 +20,7 @@ from .fetch import plan
 from .loop import Given, Schedule, Walk, go
 from .remat import check_captured
 from .remat import remat as rematerialize
-from .spec import P, is_spec
+from .spec import P, any_on_host, is_spec
 from .unshard import routes, sizes_of, unshard
 
 # params of a block, x, and what belongs to this block alone -> x, or (x, an output of this block)
@@ -40,6 +40,7 @@ def scan(
     move and how long they stay: `prefetch` blocks are gathered while one computes, forward and backward; at most
     `prefetch + 1` gathered blocks exist at a time; gradients are summed over the ranks while the blocks before compute
     theirs. Leaves whose specs lack the axis (data parallel) are used where they lie, and their gradients summed.
+    Leaves in host memory (`P(..., memory="host")`) come to the device a block earlier still, and go when it is done.
 
     Args:
         params: a list of one tree for each block, or one tree whose leaves are stacked, [blocks, ...].
@@ -66,7 +67,8 @@ def scan(
     blocks = _Blocks.of(params, specs, each, shapes)
     if not len(blocks):
         return (x, []) if has_aux else x
-    if not axis or _transformed() or not live_axes(region("scan").comm, known_axes("scan", region(), axis)):
+    moving = any_on_host(specs) or (axis and live_axes(region("scan").comm, known_axes("scan", region(), axis)))
+    if not moving or _transformed():
         x, outs = _plain(block, blocks, x, axis, has_aux, remat, dtype, reduce_dtype)
     else:
         check_captured("scan", block)
@@ -125,10 +127,10 @@ def _unstacked(params: Any, specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
     if any(split[0] for split in parts):
         raise fail("scan: the dim of the blocks is split", fix="None first in the specs of stacked leaves",
                    specs=[s for s, split in zip(flat, parts, strict=True) if split[0]])  # fmt: skip
-    rest = tree.unflatten(treedef, [P(*(axes or None for axes in split[1:])) for split in parts])
+    rest = [P(*(axes or None for axes in split[1:]), memory=s.memory) for s, split in zip(flat, parts, strict=True)]
     rows = zip(*(x.unbind(0) for x in leaves), strict=True)
     known = None if shapes is None else tree.map(lambda s: _Shape(tuple(s.shape[1:])), shapes)
-    return [tree.unflatten(treedef, row) for row in rows], [rest] * n, [known] * n
+    return [tree.unflatten(treedef, row) for row in rows], [tree.unflatten(treedef, rest)] * n, [known] * n
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _plain(
     for p, specs, shapes, own in zip(blocks.params, blocks.specs, blocks.shapes, blocks.each, strict=True):
 
         def whole(p: Any, x: Any, own: Any, specs: Any = specs, shapes: Any = shapes) -> Any:
-            if axis:
+            if axis or any_on_host(specs):
                 p = unshard(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
             elif dtype is not None:
                 p = tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, p)

@@ -13,6 +13,7 @@ from . import tree
 from .deferred import Deferred
 from .errors import ShardingError, fail, raise_all
 from .keys import check_key, fold_in
+from .memory import home, settle
 from .mesh import Mesh
 from .spec import Box, P, box_shape, describe, ends, is_spec, local_box, problems, same
 
@@ -218,7 +219,8 @@ def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
     whole_ = torch.as_tensor(x).detach()
     if mesh.kind == "abstract":
         return described(tuple(whole_.shape), whole_.dtype, spec, mesh)
-    part = lambda box: whole_[box].to(mesh.device, copy=True, memory_format=torch.contiguous_format)  # noqa: E731
+    there = home(spec, mesh.device)
+    part = lambda box: whole_[box].to(there, copy=True, memory_format=torch.contiguous_format)  # noqa: E731
     return from_callback(whole_.shape, spec, mesh, part)
 
 
@@ -242,7 +244,7 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
         box = local_box(shape, spec, mesh.axes, mesh.coords(rank))
         at = ends(box)
         if at in parts:
-            shards.append(parts[at].clone())
+            shards.append(settle(parts[at], spec, mesh.device, copy=True))
             continue
         part = fn(box)
         if not isinstance(part, Tensor) or tuple(part.shape) != box_shape(box):
@@ -254,7 +256,8 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
             raise fail(f"from_callback: the callback gave {part.dtype} for rank {rank}, and {shards[0].dtype} before",
                        fix="return one dtype for every part")  # fmt: skip
         # A view shares the storage of something else, which a donated leaf would overwrite.
-        parts[at] = part.to("meta" if mesh.kind == "abstract" else mesh.device, copy=part._is_view())
+        own = part._is_view()
+        parts[at] = part.to("meta") if mesh.kind == "abstract" else settle(part, spec, mesh.device, copy=own)
         shards.append(parts[at])
     return Sharded(shape, spec, mesh, shards)
 

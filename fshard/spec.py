@@ -8,6 +8,7 @@ Over several axes it is cut again and again, major axis first, so that gathering
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
@@ -26,6 +27,7 @@ class P:
     """A partition spec: one entry per dim, each `None`, an axis name, or a tuple of names (major first).
 
     Trailing dims are whole. `...` stands for as many whole dims as fit, so `P(..., "model")` splits the last dim.
+    Each device keeps its part in its own memory, or in `memory="host"`, that of the computer it is in: see `on_host`.
 
     >>> P("data", None) == P("data")
     True
@@ -35,10 +37,13 @@ class P:
     Raises ShardingError for an axis named twice and for an entry that is no axis.
     """
 
-    __slots__ = ("entries",)
+    __slots__ = ("entries", "memory")
     entries: tuple[Axis | EllipsisType, ...]
+    memory: str
 
-    def __init__(self, *entries: Axis | EllipsisType) -> None:
+    def __init__(self, *entries: Axis | EllipsisType, memory: str = "device") -> None:
+        if memory not in ("device", "host"):
+            raise fail(f"P: memory={memory!r}", fix="'device' or 'host'")
         names: list[str] = []
         for entry in entries:
             group = entry if isinstance(entry, tuple) else (entry,)
@@ -56,6 +61,7 @@ class P:
         while trimmed and ((trimmed[-1] is None and ... not in trimmed) or trimmed[-1] is ...):
             trimmed.pop()
         object.__setattr__(self, "entries", tuple(trimmed))
+        object.__setattr__(self, "memory", memory)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a P never changes: make another")
@@ -75,16 +81,17 @@ class P:
         return tuple(names_of(e) for e in [*listed[:at], *whole, *listed[at:]] if e is not ...)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, P) and self.entries == other.entries
+        return isinstance(other, P) and self.entries == other.entries and self.memory == other.memory
 
     def __hash__(self) -> int:
-        return hash(("P", self.entries))
+        return hash(("P", self.entries, self.memory))
 
     def __repr__(self) -> str:
-        return f"P({', '.join('...' if e is ... else repr(e) for e in self.entries)})"
+        shown = ["..." if e is ... else repr(e) for e in self.entries]
+        return f"P({', '.join([*shown, *[f'memory={self.memory!r}'] * (self.memory != 'device')])})"
 
-    def __reduce__(self) -> tuple[type[P], tuple[Any, ...]]:
-        return P, self.entries
+    def __reduce__(self) -> Any:
+        return functools.partial(P, memory=self.memory), self.entries
 
 
 def row(axis: str | tuple[str, ...]) -> P:
@@ -102,6 +109,24 @@ def replicated() -> P:
     return P()
 
 
+def on_host(specs: Any) -> Any:
+    """The same spec tree, with every part kept in host memory: of parameters, of optimizer states, or of both.
+
+    >>> on_host({"w": P("data"), "b": P()})
+    {'w': P('data', memory='host'), 'b': P(memory='host')}
+
+    `scan` and `unshard` bring parameters to the device when their block is computed, and their gradients back;
+    optimizers step a parameter where it lies, and a state that lies elsewhere visits it. Anything else inside
+    `shard_map` asks for them by `to_device`. On CPUs the two memories are one.
+    """
+    return _tree.map(lambda s: P(*s.entries, memory="host"), specs)
+
+
+def any_on_host(specs: Any) -> bool:
+    """Whether anything in a spec tree is kept in host memory."""
+    return any(is_spec(s) and s.memory == "host" for s in _tree.leaves(specs))
+
+
 def is_spec(x: object) -> bool:
     return isinstance(x, P)
 
@@ -113,7 +138,7 @@ def names_of(axis: Axis) -> tuple[str, ...]:
 
 def same(a: P, b: P, ndim: int) -> bool:
     """Whether two specs place a leaf of `ndim` dims alike: `P(..., "m")` and `P(None, "m")` do on a matrix."""
-    return a == b or a.parts(ndim) == b.parts(ndim)
+    return a == b or (a.memory == b.memory and a.parts(ndim) == b.parts(ndim))
 
 
 # --- arithmetic of the cut ------------------------------------------------------------------------------------
@@ -273,7 +298,7 @@ def _add(spec: P, shape: tuple[int, ...], axis: str, min_size: int) -> P:
     else:
         dim = max(range(len(shape)), key=lambda d: (shape[d], -d))
     parts[dim] = (*parts[dim], axis)
-    return P(*parts)
+    return P(*parts, memory=spec.memory)
 
 
 # --- words ----------------------------------------------------------------------------------------------------
@@ -307,7 +332,8 @@ def sized(sizes: Mapping[str, int]) -> str:
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) -> str:
-    """`f32[768, 3072@model]`: dtype, global shape, and what splits each dim."""
+    """`f32[768, 3072@model]`: dtype, global shape, what splits each dim; `f32<host>[...]` of what is in host memory."""
     parts = spec.parts(len(shape)) if spec is not None else ((),) * len(shape)
     dims = [f"{n}@{'+'.join(axes)}" if axes else str(n) for n, axes in zip(shape, parts, strict=True)]
-    return f"{short(dtype)}[{', '.join(dims)}]"
+    where = "<host>" if spec is not None and spec.memory == "host" else ""
+    return f"{short(dtype)}{where}[{', '.join(dims)}]"

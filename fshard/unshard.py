@@ -15,6 +15,7 @@ from .comm import Region, region
 from .errors import ShardingError, fail, raise_all
 from .linear import apply
 from .maps import Gather, Map, Vary
+from .memory import up
 from .recast import Precision, Recast
 from .sizes import gather_layout
 from .spec import P, piece
@@ -31,7 +32,7 @@ def unshard(
         [D, F]{I}      -> [D, F]{V}     pvary          transpose: psum
 
     Leaves whose spec names the axis are gathered, the others varied; one transfer per dtype each way. Other axes in
-    the specs stay split.
+    the specs stay split. Leaves in host memory come to the device first, and their gradients go back there.
 
     Args:
         specs: of the params, or a prefix.
@@ -49,7 +50,7 @@ def unshard(
     flat = tree.broadcast(specs, params, name="specs", leaf=_is_spec)
     ways = routes("unshard", where, leaves, flat, axis, sizes_of("unshard", len(leaves), shapes))
     how = [Precision.of(x, dtype, reduce_dtype) for x in leaves]
-    out = list(leaves)
+    out = [up(x, where.device) if way.host else x for x, way in zip(leaves, ways, strict=True)]
     vary: dict[Any, list[int]] = {}
     gather: dict[tuple[str, ...], list[tuple[int, Joined]]] = {}
     for i, way in enumerate(ways):
@@ -88,6 +89,7 @@ class Route:
 
     vary: tuple[str, ...]
     gathers: tuple[Joined, ...]
+    host: bool = False  # whether it is in host memory, and first of all comes to the device
 
 
 def routes(
@@ -112,7 +114,8 @@ def routes(
                 sizes, coords = [where.sizes[a] for a in major], [where.coords[a] for a in major]
                 n = None if shape is None else piece(shape[dim], sizes, coords)[1]
                 gathers.append(Joined(tuple(a for a in joined if a in live), dim, n))
-        found.append(Route(tuple(a for a in live if a not in spec.axes), tuple(gathers)))
+        found.append(Route(tuple(a for a in live if a not in spec.axes), tuple(gathers),
+                           spec.memory == "host"))  # fmt: skip
     raise_all(errors)
     return found
 

@@ -18,7 +18,7 @@ MOST_LINES = 350
 
 # Each file imports only from the ones above it. A new file takes its place here.
 LAYERS = [
-    "errors", "source", "repair", "tree", "spec", "facts", "comm", "buffers", "abstract", "simulated",
+    "errors", "source", "repair", "tree", "spec", "facts", "comm", "memory", "buffers", "abstract", "simulated",
     "packed", "board", "mail", "pairs", "visible", "processes", "mesh",
     "wording", "blame", "verdicts", "operations", "ledger", "vma",
     "maps", "recast", "linear", "overlap", "extreme", "replicas", "sizes", "collectives", "unshard",

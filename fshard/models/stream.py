@@ -21,7 +21,7 @@ from fshard.keys import fold_in
 from fshard.maps import Gather, Vary
 from fshard.overlap import entered
 from fshard.scan import scan
-from fshard.spec import P, names_of
+from fshard.spec import P, any_on_host, names_of
 from fshard.unshard import unshard
 
 from .decoding import Cache, Seen, Tokens, generate, recall, rows
@@ -59,9 +59,9 @@ class Layout:
     def whole(self, names: Sequence[str], params: Any, specs: Any, shapes: Any) -> dict[str, Any]:
         """Parameters ready for each rank's own batch: unsharded over `data` by their specs, or varied without."""
         own = {name: params[name] for name in names}
-        if not self.data:  # which needs no region
-            return own if self.dtype is None else tree.map(lambda x: x.to(self.dtype), own)
         given = P() if specs is None else {name: specs[name] for name in names}
+        if not self.data and not any_on_host(given):  # which needs no region
+            return own if self.dtype is None else tree.map(lambda x: x.to(self.dtype), own)
         out: dict[str, Any] = unshard(own, given, self.data, shapes={name: shapes[name] for name in names},
                                       dtype=self.dtype, reduce_dtype=self.reduce_dtype)  # fmt: skip
         return out

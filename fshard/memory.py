@@ -1,0 +1,101 @@
+"""The memories that leaves lie in, a device's and its host's, and the ways between them.
+
+What lies in host memory visits the device while it is needed there. On CPUs the two are one, and nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import tree
+from .comm import Flight, Region, checker, region
+from .spec import P
+
+HOST = torch.device("cpu")
+
+
+def home(spec: P, device: torch.device) -> torch.device:
+    """Where a device keeps its part of a leaf."""
+    return HOST if spec.memory == "host" else device
+
+
+def settle(x: Tensor, spec: P, device: torch.device, *, copy: bool = False) -> Tensor:
+    """A part of a leaf in the memory that its spec says: of a CUDA device's host page-locked, so that copies queue."""
+    there = home(spec, device)
+    if there == device or device.type != "cuda":
+        return x.to(there, copy=copy)
+    return x if x.is_pinned() and not copy else _locked(x).copy_(x)
+
+
+def to_device(x: Any) -> Any:
+    """Tensors in the memory of this rank's device, where those of `memory="host"` arrive in the host's.
+
+        [*S] in host memory -> [*S] on the device     transpose: the cotangent goes to host memory
+
+    Takes a tree. What is on the device already stays as it is. `scan`, `unshard` and the optimizers do it themselves.
+
+    >>> double = shard_map(lambda w: 2 * to_device(w), mesh=mesh, out_specs=P("data"))
+    >>> double(device_put(torch.ones(8), P("data", memory="host"), mesh))
+    f32[8@data]
+    """
+    device = region("to_device").device
+    return tree.map(lambda leaf: up(leaf, device), x)
+
+
+def up(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, which work that is queued there after it will find; what is there, as it is."""
+    return x.to(device, non_blocking=True)
+
+
+def sent_up(where: Region, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Flight:
+    """Start to copy to the device, beside what it computes; lands as those copies, which lie `into` if that is given.
+
+    Work that was queued before may still use that memory: the copies wait for it.
+    """
+    real = not any(isinstance(x, FakeTensor) for x in xs) and not torch.compiler.is_compiling()
+    queued = where.device.type == "cuda" and real and checker() is None
+    if not queued and into is None:
+        there = [up(x, where.device) for x in xs]
+        return lambda: there
+    there = list(into or [torch.empty_like(x, device=where.device) for x in xs])
+    if not queued:
+        torch._foreach_copy_(there, list(xs))
+        return lambda: there
+    beside = where.scratch.get("beside") or torch.cuda.Stream(where.device)  # type: ignore[no-untyped-call]
+    where.scratch["beside"] = beside
+    beside.wait_stream(torch.cuda.current_stream(where.device))
+    with torch.cuda.stream(beside):
+        for x, y in zip(xs, there, strict=True):
+            y.copy_(x, non_blocking=True)
+        done = beside.record_event()
+
+    def land() -> list[Tensor]:
+        torch.cuda.current_stream(where.device).wait_event(done)
+        return there
+
+    return land
+
+
+def down(x: Tensor) -> Tensor:
+    """A copy in host memory, whose values are there once the device is `awaited`; what is there, as it is."""
+    if not x.is_cuda or isinstance(x, FakeTensor) or torch.compiler.is_compiling():
+        return x.to(HOST)
+    return _locked(x).copy_(x, non_blocking=True)
+
+
+def awaited(device: torch.device) -> None:
+    """Wait for what is on its way down."""
+    if device.type == "cuda" and torch.cuda.is_available() and not torch.compiler.is_compiling():
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _locked(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=HOST, pin_memory=True)
+
+
+__all__ = ["HOST", "awaited", "down", "home", "sent_up", "settle", "to_device", "up"]
