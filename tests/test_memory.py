@@ -24,7 +24,7 @@ DEVICE = torch.device("meta")
 CFG = gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=4, n_head=4)
 ROWS = 4
 
-# What is kept in host memory: parameters, or those of the blocks alone; the optimizer's state; both. And by which specs.
+# What is kept in host memory: parameters, or those of the blocks alone; the optimizer's state; both.
 KEPT = [(True, False), (False, True), (True, True), ("h", True)]
 KINDS = ["one", "data", "full", "tensor", "both"]
 
