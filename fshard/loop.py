@@ -25,8 +25,9 @@ from .comm import Flight, Region, checker, memory_of, transposing, watched
 from .errors import fail
 from .facts import floating
 from .fetch import Plan, Slot, fetch, pool, send_back, stage
+from .given import Given
 from .memo import HOOKS, Memo, no_hooks
-from .memory import awaited
+from .memory import awaited, down, sent_up
 from .overlap import owned
 from .source import Site, site
 
@@ -40,43 +41,8 @@ class Schedule:
 
     release: bool
     remat: bool
+    offload: bool
     prefetch: int
-
-
-@dataclass
-class Given:
-    """A tree taken apart: its leaves, where the tensors are, and which of these are being differentiated."""
-
-    leaves: list[Any]
-    treedef: Any
-    where: list[int]
-    live: list[bool]
-
-    @staticmethod
-    def of(x: Any) -> Given:
-        leaves, treedef = tree.flatten(x)
-        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        live = [torch.is_grad_enabled() and leaves[i].requires_grad for i in where]
-        return Given([x.detach() if isinstance(x, Tensor) else x for x in leaves], treedef, where, live)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.leaves[i] for i in self.where]
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The tree with other tensors."""
-        full = list(self.leaves)
-        for i, x in zip(self.where, tensors, strict=True):
-            full[i] = x
-        return tree.unflatten(self.treedef, full)
-
-    def emptied(self) -> Given:
-        """The same without its tensors."""
-        return replace(self, leaves=[None if isinstance(x, Tensor) else x for x in self.leaves])
-
-    def spread(self, found: Iterator[Tensor | None]) -> list[Tensor | None]:
-        """One entry for each tensor: the next of `found` where it is live."""
-        return [next(found) if live else None for live in self.live]
 
 
 @dataclass
@@ -105,9 +71,10 @@ class Walk:
         kind = where.device.type if torch.amp.is_autocast_available(where.device.type) else "cpu"
         how_cast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
         self.autocast = functools.partial(torch.autocast, kind, *how_cast)
-        # A checker and a dry run see a block as it is; and they have no use for less work.
-        self.forgetful = checker() is None and not isinstance(where.comm, AbstractComm)
+        # A checker and a dry run see a block as it is, and have no use for less work; a graph would hold its x.
+        self.forgetful = not how.offload and checker() is None and not isinstance(where.comm, AbstractComm)
         self.before: list[Given | None] = [None] * self.n  # x before each block that is differentiated
+        self.coming: dict[int, Flight] = {}  # those on their way back to the device
         self.records: list[Record | None] = [None] * self.n
         self.widths: list[int] = []  # how many tensors x was before each block
         self.results: list[Given] = []  # x after the last block, and each block's output
@@ -133,7 +100,8 @@ class Walk:
                 else:
                     record, y, out = self._block(i, whole, x, graph=moving)
                 if moving:
-                    self.before[i], self.records[i] = x, record
+                    kept = x.with_tensors([down(t) for t in x.tensors]) if self.how.offload else x
+                    self.before[i], self.records[i] = kept, record
                 self.widths.append(len(x.where))
                 x = y
                 outs.append(out)
@@ -198,7 +166,7 @@ class Walk:
         first = min(moving, default=self.n)
         with self._at_work(), transposing(self.origin) if self.origin else contextlib.nullcontext():
             for i in range(self.n - 1, -1, -1):
-                x, record, given = self.before[i], self.records[i], [*dx, *douts[i]]
+                x, record, given = self._before(i), self.records[i], [*dx, *douts[i]]
                 dx = [None] * self.widths[i]
                 if x is None:  # nothing here is differentiated, and so nothing goes back from here
                     continue
@@ -222,6 +190,17 @@ class Walk:
                 awaited(self.region.device)
         pairs = [(self.x, dx), *zip(self.params, grads, strict=True), *zip(self.each, downs, strict=True)]
         return [g for one, gs in pairs for g, live in zip(gs, one.live, strict=True) if live]
+
+    def _before(self, i: int) -> Given | None:
+        """x before a block, on the device; that of the block before, if it is in host memory, on its way."""
+        x = self.before[i]
+        if x is None or not self.how.offload:
+            return x
+        for j in (i, i - 1):
+            before = self.before[j] if j >= 0 else None
+            if before is not None and j not in self.coming:
+                self.coming[j] = sent_up(self.region, before.tensors)
+        return x.with_tensors(self.coming.pop(i)())
 
     def _sent(
         self, i: int, dp: list[Tensor | None], shapes: Sequence[torch.Size], grads: list[Tensor | None],

@@ -17,7 +17,8 @@ from .collectives import Axis, known_axes, live_axes
 from .comm import region
 from .errors import fail
 from .fetch import plan
-from .loop import Given, Schedule, Walk, go
+from .given import Given
+from .loop import Schedule, Walk, go
 from .remat import check_captured
 from .remat import remat as rematerialize
 from .spec import P, any_on_host, is_spec
@@ -29,8 +30,8 @@ Block = Callable[..., Any]
 
 def scan(
     block: Block, params: Any, x: Any, *, specs: Any, axis: Axis, each: Sequence[Any] | None = None,
-    shapes: Any = None, has_aux: bool = False, release: bool = True, remat: bool = False, prefetch: int = 1,
-    dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
+    shapes: Any = None, has_aux: bool = False, release: bool = True, remat: bool = False, offload: bool = False,
+    prefetch: int = 1, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
     """x through a stack of blocks, each made whole over `axis` just before its use: FSDP's schedule as a function.
 
@@ -50,12 +51,13 @@ def scan(
         has_aux: `block` gives `(x, out)`; then the result is `(x, outs)`, a list, or stacked like the parameters.
         release: gathered weights are let go after use and gathered again in backward; without, they are kept.
         remat: keep only x before each block; in backward compute again, up to the last thing that it needs.
+        offload: with `remat`, keep x before each block in host memory, and have it back a block ahead.
         prefetch: how many blocks ahead are gathered; 0 gathers when needed.
         dtype, reduce_dtype: as for `unshard`: mixed precision.
 
     Transfers, for each dtype of a block: a gather forward, one in backward (not of the last `prefetch + 1` blocks,
     which are still there), and one sum. Frozen leaves have no gradient: no buffer and no transfer. In a compiled
-    program, and under a transform of torch.func, it is the plain loop: same numbers, and `release` has no effect.
+    program, and under a transform of torch.func, it is the plain loop: same numbers, without `release` and `offload`.
 
     >>> x = scan(block, params["h"], x, specs=specs["h"], axis="data")
 
@@ -64,15 +66,18 @@ def scan(
     """
     if prefetch < 0:
         raise fail(f"scan: prefetch={prefetch}", fix="0 or more")
+    if offload and not remat:
+        raise fail("scan: offload=True keeps x before each block, and without remat there is more", fix="remat=True")
     blocks = _Blocks.of(params, specs, each, shapes)
     if not len(blocks):
         return (x, []) if has_aux else x
-    moving = any_on_host(specs) or (axis and live_axes(region("scan").comm, known_axes("scan", region(), axis)))
-    if not moving or _transformed():
+    live = axis and live_axes(region("scan").comm, known_axes("scan", region(), axis))
+    if not (live or offload or any_on_host(specs)) or _transformed():
         x, outs = _plain(block, blocks, x, axis, has_aux, remat, dtype, reduce_dtype)
     else:
         check_captured("scan", block)
-        x, outs = _scheduled(block, blocks, x, axis, has_aux, Schedule(release, remat, prefetch), dtype, reduce_dtype)
+        how = Schedule(release, remat, offload, prefetch)
+        x, outs = _scheduled(block, blocks, x, axis, has_aux, how, dtype, reduce_dtype)
     return (x, blocks.like_params(outs)) if has_aux else x
 
 

@@ -24,7 +24,7 @@ LAYERS = [
     "maps", "recast", "linear", "overlap", "extreme", "replicas", "sizes", "collectives", "unshard",
     "philox", "keys", "random", "deferred", "init", "sharded", "reshard", "differences", "copies",
     "results", "arguments", "ahead", "shard_map", "verify",
-    "transforms", "remat", "memo", "fetch", "loop", "scan", "schedules", "norm", "fused",
+    "transforms", "remat", "memo", "fetch", "given", "loop", "scan", "schedules", "norm", "fused",
     "optim", "precision", "softmax", "extent", "loss", "nn", "rope", "data",
     "checkpoint.parts", "checkpoint.manifest", "checkpoint.commit", "checkpoint.saving", "checkpoint.loading",
     "checkpoint", "picture", "display", "check", "evidence", "validate",

@@ -6,6 +6,7 @@ which no operation mixes two; and values on CPUs, where a block's leaves are cop
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import fshard as fs
-from fshard import P, ShardingError, fetch, fused, on_host, optim
+from fshard import P, ShardingError, fetch, fused, loop, on_host, optim
 from fshard.models import gpt2
 
 DEVICE = torch.device("meta")
@@ -254,6 +255,53 @@ def test_scan_holds_as_many_blocks_on_the_device_as_it_fetches_ahead() -> None:
     for ahead in (0, 1, 2):
         held = peak(on_host(P()), prefetch=ahead) - grads  # in host memory, where there is one
         assert (ahead + 1) * block <= held <= (ahead + 2) * block + (base - grads)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> None:
+    """Same numbers; x before each block is in host memory, but for the one in use and the next."""
+    blocks, d, rows = 10, 8, 2048
+    described = [fs.init.normal((d, d), std=0.3) for _ in range(blocks)]
+
+    def grads(mesh: fs.Mesh, offload: bool, count: LiveBytes | None = None, check: str = "never") -> Any:
+        def loss_fn(p: Any, x: Any) -> Tensor:
+            def block(w: Tensor, x: Any) -> Any:
+                return {"x": torch.tanh(x["x"] @ w), "ids": x["ids"]}
+
+            how = {"remat": True, "offload": offload, "prefetch": prefetch}
+            out = fs.scan(block, p, {"x": x, "ids": fs.axis_index("data")}, specs=P("data"), axis="data", **how)
+            return fs.psum(out["x"].sum(), "data")
+
+        def f(p: Any, x: Tensor) -> Any:
+            with count or contextlib.nullcontext():
+                return fs.grad(loss_fn, argnums=(0, 1))(p, x)
+
+        p = fs.materialize(described, P("data"), mesh, key=fs.key(0))
+        out = P("data")
+        mapped = fs.shard_map(f, mesh=mesh, in_specs=(P("data"), out), out_specs=out, check=check)
+        return mapped(p, torch.linspace(-1, 1, 2 * rows * d).view(2 * rows, d))
+
+    mesh = fs.make_mesh(data=2)
+    want = fs.device_get(grads(mesh, False))
+    equal(fs.device_get(grads(mesh, True)), want)
+    equal(fs.device_get(grads(mesh, True, check="always")), want)
+
+    def peak(mesh: fs.Mesh, offload: bool, device: torch.device | None = None) -> int:
+        live = LiveBytes(device)
+        grads(mesh, offload, live)
+        return live.peak
+
+    mesh = fs.make_mesh(data=1)
+    base = peak(mesh, False)
+    with monkeypatch.context() as m:
+        m.setattr(loop, "down", torch.clone)  # another memory, of which nothing of before is held
+        assert peak(mesh, True) < base + 2 * rows * d * 4
+    mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
+    peaks = {offload: peak(mesh, offload, DEVICE) for offload in (False, True)}
+    saved = (peaks[False] - peaks[True]) / (rows * d * 4)
+    assert round(saved) == blocks - 4, peaks  # that of the first is an argument; two are there; the last is a result
+    with pytest.raises(ShardingError, match="fix: remat=True"):
+        fs.scan(lambda p, x: x, [], 0, specs=None, axis=None, offload=True)
 
 
 # --- specs, placing, moving -------------------------------------------------------------------------------------
