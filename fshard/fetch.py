@@ -161,6 +161,8 @@ def stage(where: Region, of: Plan, shards: Sequence[Tensor]) -> Flight:
     Those that are used as they are stay where they are: they are copied to their places, and need no other.
     """
     moving = [i for b in of.bundles if b.host and (b.gather or b.cast) for i in b.which]
+    if not moving:
+        return lambda: list(shards)
     flight = sent_up(where, [shards[i] for i in moving])
 
     def land() -> list[Tensor]:
@@ -197,7 +199,7 @@ def fetch(
             run(_Placed(bundle.gather.comm, bundle.gather.axes, bundle.gather.layout, tuple(into), tuple(ys)), xs)
         elif bundle.gather is not None:
             flights.append(bundle.gather.start(xs, into))
-        elif not bundle.copied or virtual or found is not None:
+        elif not bundle.copied or slot is None or virtual or found is not None:
             ys = [up(x, where.device) for x in xs] if bundle.host else xs
             ys = ys if bundle.cast is None else [y.to(bundle.cast.computed) for y in ys]
         elif bundle.cast is None:

@@ -70,6 +70,8 @@ def lent(
         if at + 1 < len(lots):
             coming = _lend(columns, lots[at + 1], guests, donated)
         yield lot, here
+        for row in here:  # or the caller's loop would hold them until the next
+            row.clear()
     if guests:
         awaited(device)
 
@@ -79,7 +81,7 @@ def back(x: Tensor, old: Tensor, donated: Callable[[Tensor], bool]) -> Tensor:
     if x.device == old.device:
         return x
     if donated(old):
-        return old.copy_(x, non_blocking=True)
+        return old.copy_(x, non_blocking=not torch.compiler.is_compiling())
     return down(x) if old.device == HOST else x.to(old.device)
 
 
@@ -102,7 +104,7 @@ def _lend(
 ) -> Callable[[], Columns]:  # fmt: skip
     device = columns[0][lot[0]].device
     away = [(k, i) for k in range(len(columns)) for i in lot if (k, i) in guests]
-    xs = [columns[k][i] for k, i in away]
+    xs = [columns[k][i].contiguous() for k, i in away]
     queued = xs and in_region() and region().device == device
     flight = sent_up(region(), xs) if queued else lambda: [x.to(device) for x in xs]
 

@@ -269,7 +269,8 @@ def spec_of(given: Any) -> P:
     except ShardingError:
         raise
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as e:
-        raise fail(f"{given!r} is not a spec", fix="""P(None, "model"), row("model"), column("model") or P()""") from e
+        words = """P(None, "model"), P("data", memory="host"), row("model"), column("model") or P()"""
+        raise fail(f"{given!r} is not a spec", fix=words) from e
 
 
 __all__ = ["Described", "described", "inspect", "nested", "spec_of"]

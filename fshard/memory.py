@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import tree
-from .comm import Flight, Region, checker, region
+from .comm import Flight, Region, checker, in_region, region
 from .spec import P
 
 HOST = torch.device("cpu")
@@ -37,14 +37,15 @@ def to_device(x: Any) -> Any:
 
         [*S] in host memory -> [*S] on the device     transpose: the cotangent goes to host memory
 
-    Takes a tree. What is on the device already stays as it is. `scan`, `unshard` and the optimizers do it themselves.
+    Takes a tree. What is on the device already, and what is no tensor, stays as it is. On CUDA the copy is queued: do
+    not write to its source in the same call. `scan`, `unshard` and the optimizers bring leaves over by themselves.
 
     >>> double = shard_map(lambda w: 2 * to_device(w), mesh=mesh, out_specs=P("data"))
     >>> double(device_put(torch.ones(8), P("data", memory="host"), mesh))
     f32[8@data]
     """
     device = region("to_device").device
-    return tree.map(lambda leaf: up(leaf, device), x)
+    return tree.map(lambda leaf: up(leaf, device) if isinstance(leaf, Tensor) else leaf, x)
 
 
 def up(x: Tensor, device: torch.device) -> Tensor:
@@ -57,7 +58,9 @@ def sent_up(where: Region, xs: Sequence[Tensor], into: Sequence[Tensor] | None =
 
     Work that was queued before may still use that memory: the copies wait for it.
     """
-    real = not any(isinstance(x, FakeTensor) for x in xs) and not torch.compiler.is_compiling()
+    if not xs:
+        return list
+    real = not isinstance(xs[0], FakeTensor) and not torch.compiler.is_compiling()
     queued = where.device.type == "cuda" and real and checker() is None
     if not queued and into is None:
         there = [up(x, where.device) for x in xs]
@@ -72,6 +75,7 @@ def sent_up(where: Region, xs: Sequence[Tensor], into: Sequence[Tensor] | None =
     with torch.cuda.stream(beside):
         for x, y in zip(xs, there, strict=True):
             y.copy_(x, non_blocking=True)
+            y.record_stream(beside)  # if it is let go of before it has landed
         done = beside.record_event()
 
     def land() -> list[Tensor]:
@@ -94,8 +98,20 @@ def awaited(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def before_writing(xs: Sequence[Tensor]) -> None:
+    """Wait for copies up of tensors in host memory that are about to be written, if any of these are."""
+    if in_region() and region().device.type == "cuda" and any(x.device == HOST for x in xs):
+        awaited(region().device)
+
+
+def room(shape: Sequence[int], dtype: torch.dtype, spec: P, device: torch.device) -> Tensor:
+    """An empty part of a leaf, in the memory that its spec says: for `settle` to keep as it is."""
+    there = home(spec, device)
+    return torch.empty(shape, dtype=dtype, device=there, pin_memory=there != device and device.type == "cuda")
+
+
 def _locked(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=HOST, pin_memory=True)
 
 
-__all__ = ["HOST", "awaited", "down", "home", "sent_up", "settle", "to_device", "up"]
+__all__ = ["HOST", "awaited", "before_writing", "down", "home", "room", "sent_up", "settle", "to_device", "up"]

@@ -145,7 +145,10 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
             raise fail(f"make_mesh({given}): a{'n' * (kind == 'abstract')} {kind} mesh has no world size to take "
                        f"{wild[0]!r} from",
                        fix=f"say how many ranks it has: {wild[0]}=2")  # fmt: skip
-        return Mesh(axes, kind, torch.device(device) if device is not None else torch.get_default_device())
+        where = torch.device(device) if device is not None else torch.get_default_device()
+        if where.type == "cuda" and where.index is None:
+            where = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        return Mesh(axes, kind, where)
     return _process_mesh(axes, wild, given, device)
 
 

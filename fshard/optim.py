@@ -26,7 +26,7 @@ from .collectives import pvary
 from .deferred import Deferred
 from .errors import fail, raise_all
 from .fused import back, fits, given, lent, step
-from .memory import settle
+from .memory import before_writing, settle
 from .norm import axes_of, global_norm, norm_of
 from .schedules import Schedule, constant, cosine, linear, not_negative, warmup
 from .sharded import Sharded, from_callback
@@ -154,6 +154,7 @@ def _optimizer(
         decays = _decays(name, mask, params, treedef)
         rate, count = lr(state["count"]) if callable(lr) else lr, state["count"] + 1
         donated = given()
+        before_writing(columns[0])
         # A gradient that lies in a donated leaf is copied: that leaf may be overwritten before this is read.
         columns[1] = [g.clone() if donated(g) else g for g in columns[1]]
         groups: dict[Any, list[int]] = {}
@@ -171,8 +172,9 @@ def _optimizer(
                 column[i] = old.copy_(x) if donated(old) and not tracked(x) else x.to(old.device, p.dtype)
         moving, fixed = (rate, 0.0) if isinstance(rate, Tensor) else (None, float(rate))
         for (device, _, decay), which in groups.items():
+            there = {id(f): f.to(device) for f in factors}
             for lot, (ps, gs, *moments_here) in lent(columns, which, donated):
-                scales = [factors[i].to(device) for i in lot] if factors else []
+                scales = [there[id(factors[i])] for i in lot] if factors else []
                 step(name, ps, gs, [x for column in moments_here for x in column], scales, moving, fixed, count,
                      [*(options or ()), weight_decay * decay])  # fmt: skip
                 for column, done in zip([columns[0], *columns[2:]], [ps, *moments_here], strict=True):

@@ -12,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import init as _init
 from . import tree
-from .collectives import psum
+from .collectives import psum, pvary
 from .comm import checker, in_region, region
 from .deferred import Deferred
 from .errors import fail
@@ -113,7 +113,8 @@ class LossScale:
         """
         leaves, treedef = tree.flatten(grads)
         inverse = _constant(state["scale"]).double().reciprocal()
-        new = [(_wide(g) * inverse.to(g.device)).to(g.dtype) for g in leaves]
+        there = {device: inverse.to(device) for device in {g.device for g in leaves}}
+        new = [(_wide(g) * there[g.device]).to(g.dtype) for g in leaves]
         axes = [tuple(sorted(s.axes)) for s in tree.broadcast(specs, grads, name="specs", leaf=is_spec)]
         return tree.unflatten(treedef, new), _all_finite(new, axes)
 
@@ -193,7 +194,8 @@ def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:
             real = torch.view_as_real(x) if x.is_complex() else x
             groups.setdefault((names, x.dtype, x.device), []).append(real)
     first = region().device if in_region() else xs[0].device if xs else None
-    found = [torch.ones((), dtype=torch.bool, device=first)]
+    every = tuple(sorted({a for names in axes for a in names}))
+    found = [pvary(torch.ones((), dtype=torch.bool, device=first), every)]  # all there is where every part is empty
     for group in groups.values():
         if torch.compiler.is_dynamo_compiling() or any(map(is_functorch_wrapped_tensor, group)):
             each = [x.isfinite().all() for x in group]
@@ -201,7 +203,6 @@ def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:
             each = [x.isfinite() for x in torch._foreach_norm(group, math.inf)]
         found.append(torch.stack(each).all().to(first))
     good = torch.stack(found).all()
-    every = tuple(sorted({a for names in axes for a in names}))
     return psum((~good).to(torch.int32), every) == 0 if every else good
 
 

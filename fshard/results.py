@@ -18,7 +18,7 @@ from torch import Tensor
 from . import tree
 from .comm import memory_of
 from .errors import ShardingError, fail, raise_all
-from .memory import settle
+from .memory import home, settle
 from .mesh import Mesh
 from .sharded import Placement, placed
 from .spec import P, is_spec, lengths, local_box, problems, short
@@ -35,6 +35,7 @@ class Joint:
     kinds: list[list[Any]]  # by rank of this process, of each leaf: see `_kinds`
     placements: list[Placement | None]  # of each leaf; None of what is no tensor
     tensors: list[int]  # which leaves are
+    homes: list[torch.device]  # where each of those is kept
     plain: bool  # whether all tensors can be kept as they are: none is of another class, or requires grad
     steady: bool  # whether results have had one structure so far
 
@@ -167,8 +168,10 @@ def _own(leaves: list[Any], joint: Joint, mesh: Mesh, taken: set[int]) -> list[A
     taken |= each
     taken.discard(0)
     if mesh.device.type != "cpu":  # elsewhere they may lie in another memory than their specs say
-        places = joint.placements
-        leaves = [x if p is None else settle(x, p.spec, mesh.device) for x, p in zip(leaves, places, strict=True)]
+        for i, there in zip(joint.tensors, joint.homes, strict=True):
+            placement = joint.placements[i]
+            if placement is not None and leaves[i].device != there:
+                leaves[i] = settle(leaves[i], placement.spec, mesh.device)
     return leaves
 
 
@@ -207,7 +210,8 @@ def _joint(
     raise_all(errors)
     tensors = [i for i, p in enumerate(placements) if p is not None]
     plain = all(type(row.leaves[i]) is Tensor and not row.leaves[i].requires_grad for row in rows for i in tensors)
-    return Joint(first.treedef, [_kinds(row.leaves) for row in rows], placements, tensors, plain, steady)
+    homes = [home(p.spec, mesh.device) for p in placements if p is not None]
+    return Joint(first.treedef, [_kinds(row.leaves) for row in rows], placements, tensors, homes, plain, steady)
 
 
 def _across(rows: Sequence[Row]) -> list[list[Any]]:

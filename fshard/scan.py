@@ -72,8 +72,9 @@ def scan(
     if not len(blocks):
         return (x, []) if has_aux else x
     live = axis and live_axes(region("scan").comm, known_axes("scan", region(), axis))
-    if not (live or offload or any_on_host(specs)) or _transformed():
-        x, outs = _plain(block, blocks, x, axis, has_aux, remat, dtype, reduce_dtype)
+    host = not live and any_on_host(specs)
+    if not (live or host or offload) or _transformed():
+        x, outs = _plain(block, blocks, x, axis, bool(axis) or host, has_aux, remat, dtype, reduce_dtype)
     else:
         check_captured("scan", block)
         how = Schedule(release, remat, offload, prefetch)
@@ -156,15 +157,15 @@ def _transformed() -> bool:
 
 
 def _plain(
-    block: Block, blocks: _Blocks, x: Any, axis: Axis, has_aux: bool, remat: bool, dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
+    block: Block, blocks: _Blocks, x: Any, axis: Axis, apart: bool, has_aux: bool, remat: bool,
+    dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """The loop as it is written: what every schedule must equal."""
+    """The loop as it is written: what every schedule must equal. `apart` if weights may lie elsewhere, or in parts."""
     outs = []
     for p, specs, shapes, own in zip(blocks.params, blocks.specs, blocks.shapes, blocks.each, strict=True):
 
         def whole(p: Any, x: Any, own: Any, specs: Any = specs, shapes: Any = shapes) -> Any:
-            if axis or any_on_host(specs):
+            if apart:
                 p = unshard(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
             elif dtype is not None:
                 p = tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, p)
@@ -187,7 +188,7 @@ def _scheduled(
         ways = routes("scan", where, leaves, flat, axis, sizes_of("scan", len(leaves), shapes))
         found = plan(where, leaves, ways, dtype, reduce_dtype)
         if found is None:  # a leaf that is gathered along two dims
-            return _plain(block, blocks, x, axis, has_aux, how.remat, dtype, reduce_dtype)
+            return _plain(block, blocks, x, axis, True, has_aux, how.remat, dtype, reduce_dtype)
         plans.append(found)
 
     def step(p: Any, x: Any, own: Any) -> tuple[Any, Any]:

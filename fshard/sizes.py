@@ -38,7 +38,7 @@ def gather_layout(
     me = index_of(axes, comm.sizes, comm.coords)
     local = [x.shape[d] for x, d in zip(xs, dims, strict=True)]
     if any(s is None for s in sizes) and region(verb).uneven:
-        sizes = _ask(verb, comm, axes, local, xs[0].device)
+        sizes = _ask(verb, comm, axes, local, region(verb).device)
     known = [m * size_of(axes, comm.sizes) if s is None else s for m, s in zip(local, sizes, strict=True)]
     for m, size in zip(local, known, strict=True):
         if lengths(size, ns)[me] != m:

@@ -119,12 +119,17 @@ def on_host(specs: Any) -> Any:
     optimizers step a parameter where it lies, and a state that lies elsewhere visits it. Anything else inside
     `shard_map` asks for them by `to_device`. On CPUs the two memories are one.
     """
+    wrong = [f"{_tree.show('specs', at)} is a {type(s).__name__}"
+             for at, s in _tree.leaves_with_path(specs) if not is_spec(s)]  # fmt: skip
+    if wrong:
+        raise fail("on_host: not a tree of specs", *wrong, fix="fs.on_host(specs), of P leaves")
     return _tree.map(lambda s: P(*s.entries, memory="host"), specs)
 
 
 def any_on_host(specs: Any) -> bool:
     """Whether anything in a spec tree is kept in host memory."""
-    return any(is_spec(s) and s.memory == "host" for s in _tree.leaves(specs))
+    each = {id(s): s for s in specs}.values() if isinstance(specs, (list, tuple)) else [specs]  # blocks share theirs
+    return any(is_spec(s) and s.memory == "host" for one in each for s in _tree.leaves(one))
 
 
 def is_spec(x: object) -> bool:

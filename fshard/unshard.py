@@ -15,7 +15,7 @@ from .comm import Region, region
 from .errors import ShardingError, fail, raise_all
 from .linear import apply
 from .maps import Gather, Map, Vary
-from .memory import up
+from .memory import HOST, up
 from .recast import Precision, Recast
 from .sizes import gather_layout
 from .spec import P, piece
@@ -99,10 +99,14 @@ def routes(
     """The route of each leaf, over the axes of more than one rank. Raises for pieces that do not join."""
     names = known_axes(verb, where, axis)
     live = live_axes(where.comm, names)
+    elsewhere = where.device != HOST
     found: list[Route] = []
     errors: list[ShardingError] = []
     for i, (x, spec, shape) in enumerate(zip(leaves, specs, shapes, strict=True)):
         gathers = []
+        if elsewhere and x.device == HOST and spec.memory != "host":
+            errors.append(fail(f"{verb}: leaf {i} is in host memory, its spec says {spec}",
+                               fix="specs that say so, fs.on_host(specs); or fs.to_device(params)"))  # fmt: skip
         for dim, split in enumerate(spec.parts(x.ndim)):
             joined = tuple(a for a in split if a in names)
             major = split[: len(split) - len(joined)]

@@ -413,7 +413,7 @@ def test_specs_are_read_and_never_run(capsys, spec):
     folder("tiny", CONFIG)
     assert refused(capsys, "tiny", "--specs", f"**={spec}") == text(f"""
         {spec!r} is not a spec
-          fix: P(None, "model"), row("model"), column("model") or P()
+          fix: P(None, "model"), P("data", memory="host"), row("model"), column("model") or P()
     """)
 
 

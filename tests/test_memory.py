@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import fshard as fs
-from fshard import P, ShardingError, fetch, fused, loop, on_host, optim
+from fshard import P, ShardingError, comm, fetch, fused, loop, on_host, optim, sizes
 from fshard.models import gpt2
 
 DEVICE = torch.device("meta")
@@ -167,7 +168,9 @@ def test_user_code_asks_for_what_is_in_host_memory() -> None:
 
     with pytest.raises(RuntimeError, match="on the same device"):
         apply(lambda w: w)
-    loss, grad = apply(fs.to_device)
+    with pytest.raises(ShardingError, match=r"leaf 0 is in host memory, its spec says P\('data'\)"):
+        apply(lambda w: fs.unshard(w, P("data"), "data"))
+    loss, grad = apply(lambda w: fs.to_device([w, 3])[0])
     assert repr((loss, grad)) == "(f32[], f32<host>[4@data, 4])"
 
 
@@ -176,8 +179,10 @@ class Pretend(TorchFunctionMode):
 
     def __init__(self, *there: Tensor) -> None:
         super().__init__()
-        self.there = {x.data_ptr(): x for x in there}  # kept: no other may get their memory
+        self.there = {x.data_ptr(): x.untyped_storage() for x in there}  # kept: no other may get their memory
         self.moved: list[int] = []
+        self.guests: list[Any] = []
+        self.most = 0  # elements of guests at once
         self.kernels = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,8 +193,11 @@ class Pretend(TorchFunctionMode):
                 return args[0]
             x = args[0].clone() if len(args) == 2 else args[0].to(args[2], copy=True)
             if args[1].type == "cuda":
-                self.there[x.data_ptr()] = x
+                self.there[x.data_ptr()] = x.untyped_storage()
                 self.moved.append(x.numel())
+                self.guests.append(weakref.ref(x))
+                alive = [guest() for guest in self.guests]
+                self.most = max(self.most, sum(guest.numel() for guest in alive if guest is not None))
             return x
         given = [x for x in fs.tree.leaves([args, kwargs]) if isinstance(x, Tensor)]
         kinds = {self.is_there(x) for x in given if x.ndim}
@@ -199,7 +207,7 @@ class Pretend(TorchFunctionMode):
         old = {x.data_ptr() for x in given}
         for x in fs.tree.leaves(out):
             if isinstance(x, Tensor) and kinds == {True} and x.data_ptr() not in old:
-                self.there[x.data_ptr()] = x
+                self.there[x.data_ptr()] = x.untyped_storage()
         return out
 
     def is_there(self, x: Tensor) -> bool:
@@ -212,7 +220,7 @@ def test_moments_visit_their_parameters_a_lot_at_a_time(name: str, donated: bool
     damped = optim.sgd(1e-2, momentum=0.9, weight_decay=0.1, dampening=0.2 if name == "damped" else 0.0)
     opt = optim.adamw(1e-2) if name == "adamw" else damped
     draw = torch.Generator().manual_seed(0)
-    params = [torch.randn(n, generator=draw) for n in (5, 40, 7, 64, 1)]
+    params = [torch.randn(n, generator=draw) for n in (5, 40, 64, 64, 1)]
     grads = [torch.randn(p.shape, generator=draw) for p in params]
     _, state = opt.update(grads, opt.init(params), params)
     want = opt.update(grads, state, params)
@@ -228,8 +236,10 @@ def test_moments_visit_their_parameters_a_lot_at_a_time(name: str, donated: bool
         assert all(a is b for k in ("m", "v") if k in own for a, b in zip(own[k], state[k], strict=True))
     else:
         torch.testing.assert_close((state, params), before, rtol=0, atol=0)
-    assert pretended.moved.count(64) == (2 if name == "adamw" else 1)
-    assert pretended.kernels == {"adamw": 5, "sgd": 3, "damped": 0}[name]  # lots of 250 bytes, or one leaf
+    kinds = 2 if name == "adamw" else 1
+    assert pretended.moved.count(64) == 2 * kinds
+    assert pretended.kernels == {"adamw": 5, "sgd": 4, "damped": 0}[name]  # lots of 250 bytes, or one leaf
+    assert pretended.most <= kinds * 64 + 64 + 1  # one lot is there, the last moment that was given back, and the count
 
 
 def test_scan_holds_as_many_blocks_on_the_device_as_it_fetches_ahead() -> None:
@@ -304,6 +314,34 @@ def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> N
         fs.scan(lambda p, x: x, [], 0, specs=None, axis=None, offload=True)
 
 
+def test_a_dry_run_for_cuda_needs_no_cuda() -> None:
+    mesh = fs.make_mesh(kind="abstract", device="cuda", data=2)
+    assert mesh.device == torch.device("cuda:0")
+    described = [fs.init.ones((4, 4))] * 3
+    for specs in (P("data"), on_host(P("data")), on_host(P())):
+        p = fs.materialize(described, specs, mesh, key=fs.key(0))
+        f = lambda p, x, s=specs: fs.scan(lambda w, x: x @ w, p, x, specs=s, axis="data")  # noqa: E731
+        for check in ("never", "always"):
+            step = fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check=check)
+            assert repr(step(p, torch.ones(4, 4))) == "f32[4@data, 4]"
+
+
+def test_sizes_are_asked_for_by_tensors_of_the_device(monkeypatch: Any) -> None:
+    """Where ranks tell each other the sizes of host leaves, of which CUDA's transfers know nothing."""
+    mesh, asked = fs.make_mesh(data=2), []
+    ask = sizes._ask
+    monkeypatch.setattr(sizes, "_ask", lambda *args: asked.append(args[-1]) or ask(*args))
+    specs = on_host(P("data"))
+    p = fs.materialize([fs.init.ones((5, 3))], specs, mesh, key=fs.key(0))
+
+    def f(p: Any, x: Tensor) -> Tensor:
+        monkeypatch.setattr(comm.region(), "device", torch.device("cpu", 0))
+        return fs.scan(lambda w, x: x + w.sum(), p, x, specs=specs, axis="data")
+
+    fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check="never")(p, torch.ones(4))
+    assert asked == [torch.device("cpu", 0)] * 2
+
+
 # --- specs, placing, moving -------------------------------------------------------------------------------------
 
 
@@ -317,6 +355,8 @@ def test_a_spec_says_which_memory() -> None:
     assert fs.fully_shard(on_host(P()), torch.empty(4, 8), axis="data") == P(None, "data", memory="host")
     with pytest.raises(ShardingError, match="'device' or 'host'"):
         P("data", memory="disk")
+    with pytest.raises(ShardingError, match=r"specs\['b'\] is a int"):
+        on_host({"a": P(), "b": 3})
 
 
 def test_arguments_are_where_in_specs_say_and_results_where_out_specs_say() -> None:

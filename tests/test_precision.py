@@ -415,3 +415,13 @@ def test_numbers_that_could_not_work():
     text = r"guarded sgd: the state is not its state\n  fix: state = opt.init\(params\)"
     with pytest.raises(ShardingError, match=text):
         opt.update(torch.ones(2), optim.sgd(0.1).init(torch.ones(2)), torch.ones(2))
+
+
+def test_ranks_whose_parts_are_all_empty_take_part_in_the_decision():
+    mesh, scale, specs = fs.make_mesh(data=4), fs.LossScale(), {"w": P("data"), "b": P()}
+    for value, finite in ((1.0, True), (float("inf"), False)):
+        f = lambda g: scale.unscale(g, {"scale": torch.tensor(2.0)}, specs)  # noqa: E731
+        step = fs.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check="always")
+        g, good = step({"w": torch.full((6,), value), "b": torch.ones(2)})  # of w 2, 2, 2 and none
+        assert fs.device_get(g["w"]).tolist() == [value / 2] * 6
+        assert bool(good) == finite

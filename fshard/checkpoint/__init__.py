@@ -32,7 +32,6 @@ from fshard import tree
 from fshard.comm import in_region
 from fshard.deferred import Deferred
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.memory import home
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
 from fshard.spec import P, describe, is_spec, problems
@@ -172,7 +171,7 @@ def _target(label: str, leaf: Any, spec: P | None, mesh: Mesh | None) -> Target:
             shown = describe(leaf.dtype, leaf.shape)
             raise fail(f"{label}: nothing says where it goes", fix="give specs= and mesh=", leaf=shown)
         raise_all(problems(label, leaf.shape, spec, mesh.axes))
-        return Target(leaf.shape, leaf.dtype, home(spec, mesh.device), spec, mesh)
+        return Target(leaf.shape, leaf.dtype, mesh.device, spec, mesh)
     if spec is not None and spec.axes:
         raise fail(f"{label}: a {type(leaf).__name__} in `like` goes onto no mesh", spec=spec,
                    fix="give it P(), or put a Deferred or Sharded in its place")  # fmt: skip

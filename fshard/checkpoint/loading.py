@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fshard.errors import ShardingError, fail, raise_all
+from fshard.memory import HOST, room
 from fshard.mesh import Mesh
 from fshard.sharded import from_callback
 from fshard.spec import Box, P, box_shape, describe, local_box, same, whole
@@ -90,9 +91,13 @@ class Target:
             return self.parts[_corner(whole(self.shape))]
         return from_callback(self.shape, self.spec, self.mesh, self._part)
 
+    def room(self, box: Box) -> Tensor:
+        """An empty part, where it is to lie."""
+        return room(box_shape(box), self.dtype, self.spec or P(), self.device or HOST)
+
     def _part(self, box: Box) -> Tensor:
         if 0 in box_shape(box):
-            return torch.empty(box_shape(box), dtype=self.dtype, device=self.device)
+            return self.room(box)
         return self.parts[_corner(box)]
 
 
@@ -125,7 +130,7 @@ class Reads(LoadPlanner):
                 continue
             wanted = []
             for box in target.boxes():
-                part = torch.empty(box_shape(box), dtype=target.dtype, device=target.device)
+                part = target.room(box)
                 target.parts[_corner(box)] = part
                 if part.numel():
                     wanted.append(ChunkStorageMetadata(torch.Size(_corner(box)), part.shape))
