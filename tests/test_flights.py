@@ -90,7 +90,7 @@ class Wired(ProcessComm):
     def __init__(self, sizes: dict[str, int], coords: dict[str, int], nets: dict[Any, Any]) -> None:
         self.sizes, self.coords = sizes, coords
         self._axes = tuple(a for a, n in sizes.items() if n > 1)
-        self._groups, self._wires, self._lines = {}, {}, {}
+        self._groups, self._wires, self._visible, self._lines = {}, {}, {}, {}
         for k in range(1, len(self._axes) + 1):
             for axes in itertools.combinations(self._axes, k):
                 rest = tuple(coords[a] for a in sizes if a not in axes)
