@@ -161,8 +161,6 @@ def stage(where: Region, of: Plan, shards: Sequence[Tensor]) -> Flight:
     Those that are used as they are stay where they are: they are copied to their places, and need no other.
     """
     moving = [i for b in of.bundles if b.host and (b.gather or b.cast) for i in b.which]
-    if not moving:
-        return lambda: list(shards)
     flight = sent_up(where, [shards[i] for i in moving])
 
     def land() -> list[Tensor]:

@@ -29,7 +29,18 @@ def settle(x: Tensor, spec: P, device: torch.device, *, copy: bool = False) -> T
     there = home(spec, device)
     if there == device or device.type != "cuda":
         return x.to(there, copy=copy)
-    return x if x.is_pinned() and not copy else _locked(x).copy_(x)
+    return x if x.is_pinned() and not copy else room(x.shape, x.dtype, spec, device).copy_(x)
+
+
+def room(shape: Sequence[int], dtype: torch.dtype, spec: P, device: torch.device) -> Tensor:
+    """An empty part of a leaf, in the memory that its spec says: for `settle` to keep as it is."""
+    there = home(spec, device)
+    return torch.empty(shape, dtype=dtype, device=there, pin_memory=there != device and device.type == "cuda")
+
+
+def meeting(xs: Sequence[Tensor]) -> torch.device | None:
+    """Where what is found of tensors in several memories comes together: this rank's device, or that of the first."""
+    return region().device if in_region() else xs[0].device if xs else None
 
 
 def to_device(x: Any) -> Any:
@@ -89,7 +100,7 @@ def down(x: Tensor) -> Tensor:
     """A copy in host memory, whose values are there once the device is `awaited`; what is there, as it is."""
     if not x.is_cuda or isinstance(x, FakeTensor) or torch.compiler.is_compiling():
         return x.to(HOST)
-    return _locked(x).copy_(x, non_blocking=True)
+    return torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def awaited(device: torch.device) -> None:
@@ -104,14 +115,6 @@ def before_writing(xs: Sequence[Tensor]) -> None:
         awaited(region().device)
 
 
-def room(shape: Sequence[int], dtype: torch.dtype, spec: P, device: torch.device) -> Tensor:
-    """An empty part of a leaf, in the memory that its spec says: for `settle` to keep as it is."""
-    there = home(spec, device)
-    return torch.empty(shape, dtype=dtype, device=there, pin_memory=there != device and device.type == "cuda")
-
-
-def _locked(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=HOST, pin_memory=True)
-
-
-__all__ = ["HOST", "awaited", "before_writing", "down", "home", "room", "sent_up", "settle", "to_device", "up"]
+__all__ = [
+    "HOST", "awaited", "before_writing", "down", "home", "meeting", "room", "sent_up", "settle", "to_device", "up",
+]  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import tree
 from .collectives import axis_index, psum, pvary
-from .comm import in_region, region
+from .memory import meeting
 from .spec import is_spec
 from .transforms import tracked
 
@@ -46,7 +46,7 @@ def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor
     for leaf, over in zip(leaves, axes, strict=True):
         groups.setdefault((tuple(sorted(over)), leaf.device), []).append(leaf)
     every = tuple(sorted({a for over, _ in groups for a in over}))
-    device = region().device if in_region() else leaves[0].device if leaves else None
+    device = meeting(leaves)
     parts = []
     for (over, _), group in groups.items():
         part = _sum_of_squares(group).to(device)

@@ -13,9 +13,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from . import init as _init
 from . import tree
 from .collectives import psum, pvary
-from .comm import checker, in_region, region
+from .comm import checker
 from .deferred import Deferred
 from .errors import fail
+from .memory import meeting
 from .optim import Optimizer
 from .sharded import Sharded, from_callback
 from .spec import P, is_spec
@@ -193,7 +194,7 @@ def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:
         if x.numel():
             real = torch.view_as_real(x) if x.is_complex() else x
             groups.setdefault((names, x.dtype, x.device), []).append(real)
-    first = region().device if in_region() else xs[0].device if xs else None
+    first = meeting(xs)
     every = tuple(sorted({a for names in axes for a in names}))
     found = [pvary(torch.ones((), dtype=torch.bool, device=first), every)]  # all there is where every part is empty
     for group in groups.values():

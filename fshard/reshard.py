@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import tree
 from .errors import fail
-from .memory import home, settle, up
+from .memory import room, settle, up
 from .mesh import Mesh
 from .sharded import Sharded, described, place_all
 from .spec import Box, P, box_shape, ends, inside, local_box
@@ -111,10 +111,10 @@ def _copy(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     shards = []
     for rank in mesh.ranks:
         box = local_box(x.shape, spec, mesh.axes, mesh.coords(rank))
-        part = torch.empty(box_shape(box), dtype=x.dtype, device=home(spec, mesh.device))
+        part = room(box_shape(box), x.dtype, spec, mesh.device)
         for source, common in _sources(x, box, rank):
             part[inside(common, box)] = x.shards[source][inside(common, x.box(source))]
-        shards.append(settle(part, spec, mesh.device))
+        shards.append(part)
     return Sharded(x.shape, spec, mesh, shards)
 
 

@@ -35,7 +35,6 @@ class Joint:
     kinds: list[list[Any]]  # by rank of this process, of each leaf: see `_kinds`
     placements: list[Placement | None]  # of each leaf; None of what is no tensor
     tensors: list[int]  # which leaves are
-    homes: list[torch.device]  # where each of those is kept
     plain: bool  # whether all tensors can be kept as they are: none is of another class, or requires grad
     steady: bool  # whether results have had one structure so far
 
@@ -168,10 +167,9 @@ def _own(leaves: list[Any], joint: Joint, mesh: Mesh, taken: set[int]) -> list[A
     taken |= each
     taken.discard(0)
     if mesh.device.type != "cpu":  # elsewhere they may lie in another memory than their specs say
-        for i, there in zip(joint.tensors, joint.homes, strict=True):
-            placement = joint.placements[i]
-            if placement is not None and leaves[i].device != there:
-                leaves[i] = settle(leaves[i], placement.spec, mesh.device)
+        for i, p in enumerate(joint.placements):
+            if p is not None and leaves[i].device != home(p.spec, mesh.device):
+                leaves[i] = settle(leaves[i], p.spec, mesh.device)
     return leaves
 
 
@@ -210,8 +208,7 @@ def _joint(
     raise_all(errors)
     tensors = [i for i, p in enumerate(placements) if p is not None]
     plain = all(type(row.leaves[i]) is Tensor and not row.leaves[i].requires_grad for row in rows for i in tensors)
-    homes = [home(p.spec, mesh.device) for p in placements if p is not None]
-    return Joint(first.treedef, [_kinds(row.leaves) for row in rows], placements, tensors, homes, plain, steady)
+    return Joint(first.treedef, [_kinds(row.leaves) for row in rows], placements, tensors, plain, steady)
 
 
 def _across(rows: Sequence[Row]) -> list[list[Any]]:
