@@ -371,6 +371,7 @@ def test_arguments_are_where_in_specs_say_and_results_where_out_specs_say() -> N
     z = fs.reshard(y, on_host(P()))
     assert repr(z) == "f32<host>[4]"
     assert torch.equal(fs.device_get(fs.reshard(z, P("data"))), torch.arange(4.0))
+    assert repr(fs.reshard(z, P())) == "f32[4]"  # to the other memory, and no other rank
     assert fs.shard_map(lambda x: x * 2, mesh=mesh, out_specs=on_host(P()))(torch.ones(3)).spec.memory == "host"
 
 
