@@ -1,6 +1,7 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
-from . import checkpoint, data, init, interop, models, nn, optim, random, tree
+from . import checkpoint, data, hf, init, interop, models, nn, optim, random, tree
+from ._comm import recording, to_device
 from .check import check
 from .collectives import (
     all_gather,
@@ -16,24 +17,21 @@ from .collectives import (
     psum_scatter,
     pvary,
 )
-from .comm import recording
-from .deferred import Deferred
-from .display import show
 from .errors import ShardingError
-from .interop import hf
-from .interop.module import defer
-from .keys import fold_in, key, split
-from .memory import to_device
+from .grad import accumulate, grad, value_and_grad
+from .init import Deferred
+from .interop.defer import defer
 from .mesh import Mesh, make_mesh
 from .precision import LossScale, Policy, cast
-from .remat import remat
+from .random import fold_in, key, split
 from .reshard import device_get, reshard
-from .scan import scan
+from .schedule.remat import remat
+from .schedule.scan import scan
+from .schedule.unshard import unshard
 from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
+from .show.table import show
 from .spec import P, column, fully_shard, on_host, replicated, row, rules
-from .transforms import accumulate, grad, value_and_grad
-from .unshard import unshard
 from .validate import validate
 from .verify import verify
 

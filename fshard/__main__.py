@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .cli import inspect
 from .errors import ShardingError
-from .inspection import inspect
 
 
 def main(argv: Sequence[str] | None = None) -> int:

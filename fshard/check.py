@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from .comm import Transfer
-from .display import size
+from ._comm import Transfer
 from .errors import fail
 from .shard_map import ShardMapped, dry_run
+from .show.table import size
 from .spec import sized
 
 

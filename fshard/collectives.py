@@ -14,15 +14,24 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .comm import Comm, Region, index_of, region, size_of
+from ._comm import Axis, Comm, index_of, known_axes, live_axes, region, size_of
+from ._ops import (
+    Copy,
+    Exchange,
+    Gather,
+    Permute,
+    Scatter,
+    Slice,
+    Sum,
+    Vary,
+    apply,
+    dim_of,
+    extreme,
+    floating,
+    gather_layout,
+    split_layout,
+)
 from .errors import fail
-from .extreme import extreme
-from .facts import floating
-from .linear import Copy, Exchange, Gather, Permute, Scatter, Slice, Sum, Vary, apply
-from .sizes import dim_of, gather_layout, split_layout
-from .spec import names_of, sized
-
-Axis = str | tuple[str, ...] | None
 
 
 def psum(x: Any, axis: Axis) -> Any:
@@ -208,23 +217,6 @@ def by_dtype(leaves: Sequence[Tensor]) -> list[list[int]]:
     for i, x in enumerate(leaves):
         groups.setdefault(x.dtype, []).append(i)
     return list(groups.values())
-
-
-def known_axes(verb: str, where: Region, axis: Axis) -> tuple[str, ...]:
-    """The names of an axis argument. Raises for one that the mesh lacks, or that is named twice."""
-    names = names_of(axis)
-    for name in names:
-        if name not in where.sizes:
-            raise fail(f"{verb}: the mesh has no axis {name!r}", fix=f"use one of {list(where.sizes)}, or None",
-                       mesh=sized(where.sizes))  # fmt: skip
-    if len(set(names)) < len(names):
-        raise fail(f"{verb}: an axis is named twice in {names}", fix="name each axis once")
-    return names
-
-
-def live_axes(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of more than one rank."""
-    return tuple(a for a in names if comm.sizes[a] > 1)
 
 
 def _extreme(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) -> Any:

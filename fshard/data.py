@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from . import tree
+from ._comm import home
 from .errors import ShardingError, fail, raise_all
-from .keys import check_key, fold_in
-from .memory import home
 from .mesh import Mesh
+from .random import check_key, fold_in
 from .sharded import Sharded, from_callback
 from .spec import Box, P, describe, is_spec, local_box, problems
 

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import parameter
 
 from . import tree
-from .deferred import Deferred
+from ._compare import fingerprint, listed, span, told, unequal
+from ._ops import floating
+from ._torch_compat import FakeTensor
 from .errors import ShardingError, fail
-from .facts import floating
+from .init import Deferred
 from .mesh import Mesh
-from .replicas import fingerprint, listed, span, told, unequal
 from .sharded import Sharded
 from .spec import Box, P, box_shape, describe, ends, sized, whole
 

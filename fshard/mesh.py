@@ -15,13 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .abstract import AbstractComm
-from .comm import Comm, Transfer, refuse_nesting
+from ._comm import AbstractComm, Comm, ProcessComm, Transfer, refuse_nesting, simulate
+from ._torch_compat import FakeTensorMode, default_store
 from .errors import fail
-from .processes import ProcessComm
-from .simulated import simulate
 from .spec import sized
 
 T = TypeVar("T")
@@ -161,7 +158,7 @@ def _leave() -> None:
         return
     end = time.monotonic() + (0 if hasattr(sys, "last_value") else 5)
     with contextlib.suppress(RuntimeError):  # raised once the rank that holds the store has left
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         left = store.add("fshard/left", 1)
         while left < dist.get_world_size() and time.monotonic() < end:
             time.sleep(0.01)

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import init as _init
 from . import tree
+from ._comm import checker, meeting
+from ._torch_compat import foreach_norm, is_wrapped
 from .collectives import psum, pvary
-from .comm import checker
-from .deferred import Deferred
 from .errors import fail
-from .memory import meeting
-from .optim import Optimizer
+from .init import Deferred
+from .optim.optimizers import Optimizer
 from .sharded import Sharded, from_callback
 from .spec import P, is_spec
 
@@ -198,10 +197,10 @@ def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:
     every = tuple(sorted({a for names in axes for a in names}))
     found = [pvary(torch.ones((), dtype=torch.bool, device=first), every)]  # all there is where every part is empty
     for group in groups.values():
-        if torch.compiler.is_dynamo_compiling() or any(map(is_functorch_wrapped_tensor, group)):
+        if torch.compiler.is_dynamo_compiling() or any(map(is_wrapped, group)):
             each = [x.isfinite().all() for x in group]
         else:  # in one pass, and without a mask: by the largest absolute value of each
-            each = [x.isfinite() for x in torch._foreach_norm(group, math.inf)]
+            each = [x.isfinite() for x in foreach_norm(group, math.inf)]
         found.append(torch.stack(each).all().to(first))
     good = torch.stack(found).all()
     return psum((~good).to(torch.int32), every) == 0 if every else good
@@ -211,7 +210,7 @@ def _can_be_looked_at(x: Tensor) -> bool:
     """Whether a tensor has one value, now."""
     if torch.compiler.is_dynamo_compiling() or x.is_meta:
         return False
-    return type(x) is Tensor and not is_functorch_wrapped_tensor(x)
+    return type(x) is Tensor and not is_wrapped(x)
 
 
 __all__ = ["LossScale", "Policy", "cast"]

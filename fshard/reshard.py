@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import tree
+from ._comm import room, settle, up
 from .errors import fail
-from .memory import room, settle, up
 from .mesh import Mesh
 from .sharded import Sharded, described, place_all
 from .spec import Box, P, box_shape, ends, inside, local_box

@@ -12,22 +12,33 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from . import source, tree
-from .ahead import OPTIONS
-from .arguments import Plan, cut, donated, make_plan, signature
-from .comm import Comm, Region, bind, marked
-from .copies import apart
-from .differences import Allowed
+from . import _callsite, tree
+from ._call import (
+    OPTIONS,
+    Kinds,
+    Plan,
+    Row,
+    agree,
+    collect,
+    cut,
+    donated,
+    leaves_as,
+    make_plan,
+    memories,
+    returned,
+    signature,
+    specs_of,
+)
+from ._comm import Comm, Region, bind, marked
+from ._compare import Allowed, apart, check_replicas
+from ._ops import prepare
+from ._torch_compat import DataDependentOutputException, DynamicOutputShapeException
+from ._typecheck import Checker, same_numbers
 from .errors import fail, raise_all
-from .linear import prepare
 from .mesh import Mesh, make_mesh
-from .replicas import check_replicas
-from .results import Kinds, Row, agree, collect, leaves_as, memories, returned, specs_of
 from .sharded import Sharded, described, parts_of
 from .spec import problems
-from .vma import Checker, same_numbers
 
 Check = Literal["first", "always", "never", "values"]
 
@@ -264,8 +275,8 @@ def _told() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
         frames = [f for f, _ in traceback.walk_tb(e.__traceback__)]
-        frame = next((f for f in reversed(frames) if source.user_frame(f) is f), None)
-        where = f"{source.site(frame)}: " if frame is not None else ""
+        frame = next((f for f in reversed(frames) if _callsite.user_frame(f) is f), None)
+        where = f"{_callsite.site(frame)}: " if frame is not None else ""
         raise fail(f"{where}there is no data on an abstract mesh, and this needs the value of a tensor: {e}",
                    fix="keep it a tensor (torch.where, indexing by tensors); or check with data, by "
                        'fs.shard_map(..., check="always")') from e  # fmt: skip

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .deferred import Deferred
+from ._comm import home, settle
 from .errors import ShardingError, fail, raise_all
-from .keys import check_key, fold_in
-from .memory import home, settle
+from .init import Deferred
 from .mesh import Mesh
+from .random import check_key, fold_in
 from .spec import Box, P, box_shape, describe, ends, is_spec, local_box, problems, same
 
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import tree
-from .comm import in_region
-from .deferred import Deferred, words
-from .display import size
+from ._comm import in_region
+from ._compare import listed
 from .errors import ShardingError, fail, raise_all
 from .evidence import SCALARS, Held, Leaf, shapeless
+from .init import Deferred, words
 from .mesh import Mesh, make_mesh
-from .replicas import listed
 from .sharded import Sharded
+from .show.table import size
 from .spec import describe, matches
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .copies import apart
-from .differences import Allowed, Difference, compare, largest, listed, tell, wide
+from ._compare import Allowed, Difference, apart, compare, largest, listed, tell, wide
+from ._ops import floating
 from .errors import ShardingError, fail, raise_all
-from .facts import floating
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped

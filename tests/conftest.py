@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from processes import Pool
 
 import fshard  # noqa: F401  loaded before the workers are forked, so that they need not
+from tests.lib.processes import Pool
 
 MOST_PROCESS_TESTS = 25
 _pool = pytest.StashKey[Pool]()

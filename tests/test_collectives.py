@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from collective_cases import check_all, check_values, check_vmap_is_one_transfer
 
 import fshard as fs
 from fshard import P, ShardingError
+from tests.lib.collective_cases import check_all, check_values, check_vmap_is_one_transfer
 
 MESHES = [
     ({"a": 1}, ("a",)),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 
-import model_cases
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import fshard as fs
-from fshard import P, ShardingError
-from fshard.interop import hf
+from fshard import P, ShardingError, hf
 from fshard.models import bert, gpt2, gpt_neox, gptj, llama
+from tests.lib import model_cases
 
 transformers = pytest.importorskip("transformers")
 

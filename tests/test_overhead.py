@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.comm import recording, region
+from fshard._comm import recording, region
 
 ONE = fs.make_mesh(kind="simulated", a=1, b=1)
 TWO = fs.make_mesh(kind="simulated", a=2)

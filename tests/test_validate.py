@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Pool
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.replicas import digest
+from fshard._compare.replicas import digest
 from fshard.validate import Validated, validate
+from tests.lib.processes import Pool
 
 NAN, INF = float("nan"), float("inf")
 MESHES = [{"one": 1}, {"data": 2}, {"data": 2, "model": 3}, {"a": 2, "b": 1, "c": 2}]

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard import tree
-from fshard.comm import in_region
-from fshard.deferred import Deferred
+from fshard._comm import in_region
 from fshard.errors import ShardingError, fail, raise_all
+from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
 from fshard.spec import P, describe, is_spec, problems

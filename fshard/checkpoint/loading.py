@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from fshard._comm import HOST, room
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.memory import HOST, room
 from fshard.mesh import Mesh
 from fshard.sharded import from_callback
 from fshard.spec import Box, P, box_shape, describe, local_box, same, whole

@@ -18,11 +18,9 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard.collectives import Axis, all_gather
-from fshard.deferred import Deferred
 from fshard.errors import fail, raise_all
-from fshard.interop.export import write
-from fshard.interop.folder import Scan
-from fshard.interop.weights import Their, read
+from fshard.init import Deferred
+from fshard.interop.hf import Scan, Their, read, write
 from fshard.spec import P
 
 from .config import read_config, their

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from fshard import tree
 from fshard.errors import fail
-from fshard.interop.folder import CONFIG, Where, config_of
-from fshard.interop.weights import Their
+from fshard.interop.hf import CONFIG, Their, Where, config_of
 
 C = TypeVar("C")
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from fshard import nn, random
-from fshard.abstract import AbstractComm
+from fshard._comm import AbstractComm, region
+from fshard._ops import part, whole
 from fshard.collectives import Axis, axis_size, pmax, pmin, pvary
-from fshard.comm import region
 from fshard.errors import fail
-from fshard.extent import part, whole
-from fshard.keys import fold_in
+from fshard.random import fold_in
 from fshard.spec import P
 
 

@@ -18,8 +18,7 @@ from fshard import init as initial
 from fshard import nn, tree
 from fshard.collectives import Axis
 from fshard.errors import fail
-from fshard.interop.export import write
-from fshard.interop.weights import Their, read
+from fshard.interop.hf import Their, read, write
 from fshard.spec import P
 
 from .config import read_config, their

@@ -16,12 +16,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, rope, tree
+from fshard import nn, tree
 from fshard.collectives import Axis, pvary
 from fshard.errors import fail
-from fshard.interop.export import write
-from fshard.interop.folder import Scan, config_of
-from fshard.interop.weights import Their, read
+from fshard.interop.hf import Scan, Their, config_of, read, write
+from fshard.nn import rope
 from fshard.spec import P
 
 from .config import read_config, their

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, rope, tree
+from fshard import nn, tree
 from fshard.collectives import Axis
 from fshard.errors import fail
-from fshard.interop.export import write
-from fshard.interop.weights import Their, read
+from fshard.interop.hf import Their, read, write
+from fshard.nn import rope
 from fshard.spec import P
 
 from .config import read_config, their

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fshard import init as initial
-from fshard import nn, rope, tree
+from fshard import nn, tree
 from fshard.collectives import Axis
 from fshard.errors import fail, raise_all
-from fshard.interop.export import write
-from fshard.interop.folder import config_of
-from fshard.interop.weights import Their, read
+from fshard.interop.hf import Their, config_of, read, write
+from fshard.nn import rope
 from fshard.spec import P
 
 from .config import read_config, their

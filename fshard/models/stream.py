@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import nn, rope, tree
+from fshard import nn, tree
+from fshard._comm import region
+from fshard._ops import Gather, Vary
 from fshard.collectives import Axis, all_gather, live_axes, pmax, pslice, psum, psum_scatter, pvary
-from fshard.comm import region
-from fshard.keys import fold_in
-from fshard.maps import Gather, Vary
-from fshard.overlap import entered
-from fshard.scan import scan
+from fshard.nn import rope
+from fshard.random import fold_in
+from fshard.schedule.overlap import entered
+from fshard.schedule.scan import scan
+from fshard.schedule.unshard import unshard
 from fshard.spec import P, any_on_host, names_of
-from fshard.unshard import unshard
 
 from .decoding import Cache, Seen, Tokens, generate, recall, rows
 

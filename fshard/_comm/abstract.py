@@ -1,0 +1,78 @@
+"""A rank of a mesh that does not exist: collectives that give the right shapes, for fake tensors, and move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fshard._torch_compat import without_modes
+
+from .protocol import Axes, Comm, Flight, index_of, size_of
+from .record import Transfer, note, reduction, transfer
+
+
+class AbstractComm:
+    """The first rank of a mesh of any size."""
+
+    direct = True
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes: Mapping[str, int] = dict(sizes)
+        self.coords: Mapping[str, int] = dict.fromkeys(sizes, 0)
+        self.transfers: list[Transfer] = []  # what would have moved
+
+    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes) -> None:
+        self.transfers.append(transfer(op, xs, axes))
+        note(op, xs, axes)
+
+    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
+        self._note(reduction(op), [x], axes)
+        return x.new_empty(x.shape)
+
+    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        self._note("all_gather", [x], axes)
+        return x.new_empty([size_of(axes, self.sizes), *x.shape])
+
+    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
+        self._note("reduce_scatter", [x], axes)
+        return x.new_empty(x.shape[1:])
+
+    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
+        self._note("all_to_all", [x], axes)
+        return x.new_empty(x.shape)
+
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
+        self._note("permute", [x], axes)
+        return x.new_empty(x.shape)
+
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+        self._note("all_gather", xs, axes)
+        return list
+
+    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+        self._note("reduce_scatter", [x for row in xs for x in row], axes)
+        me = index_of(axes, self.sizes, self.coords)
+        return lambda: [row[me].new_empty(row[me].shape) for row in xs]
+
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> Flight:
+        self._note("all_reduce", xs, axes)
+        return lambda: [x.new_empty(x.shape) for x in xs] if fresh else list(xs)
+
+
+def cannot_ask(comm: Comm) -> str:
+    """Where ranks cannot ask each other for a size, what it is that cannot; else nothing."""
+    if isinstance(comm, AbstractComm):
+        return "an abstract mesh"
+    return "a compiled program" if torch.compiler.is_dynamo_compiling() else ""
+
+
+def dry(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor]) -> list[Tensor]:
+    """What `run` gives for fake tensors, by their shapes alone: on meta tensors, which take a tenth of the time."""
+    with without_modes():
+        out = run([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in xs])
+    return [x.new_empty(y.shape, dtype=y.dtype) for x, y in zip(xs, out, strict=True)]
+
+
+__all__ = ["AbstractComm", "cannot_ask", "dry"]

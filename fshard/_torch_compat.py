@@ -1,0 +1,115 @@
+"""Every private or semi-private API of torch that fshard uses, under a public name of our own.
+
+Nothing else in fshard imports a name of torch that begins with an underscore. Each entry says why there is no public
+way; `tests/test_torch_compat.py` tests each on its own, and docs/torch.md lists the versions that were run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group as register_process_group
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    peek_interpreter_stack,
+)
+from torch._functorch import eager_transforms
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+# --- transforms of torch.func ---------------------------------------------------------------------------------
+
+# torch.func has no public question for "is this tensor wrapped by a transform", nor for the tensor inside.
+is_wrapped = is_functorch_wrapped_tensor
+is_batched = is_batchedtensor
+is_grad_tracking = is_gradtrackingtensor
+without_functorch = torch._C._DisableFuncTorch
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The plain tensor inside the wrappers of torch.func."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func is running on this thread."""
+    return peek_interpreter_stack() is not None
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass of autograd is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# --- dispatch -------------------------------------------------------------------------------------------------
+
+without_dispatch = torch._C._DisableTorchDispatch
+below_autograd = torch._C._AutoDispatchBelowAutograd
+disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
+functional_collectives = torch.ops._c10d_functional
+
+
+# --- tensors and storages -------------------------------------------------------------------------------------
+
+
+def storage_id(x: Tensor) -> int:
+    """An integer that tells one storage from another while both live, empty and fake ones too."""
+    return int(x.untyped_storage()._cdata)
+
+
+def version_of(x: Tensor) -> int:
+    """The number of in-place changes of a tensor; -1 for one of inference mode, which does not count them."""
+    return -1 if x.is_inference() else x._version
+
+
+# --- kernels over lists of tensors ----------------------------------------------------------------------------
+
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_norm = torch._foreach_norm
+fused_sgd_ = torch._fused_sgd_
+fused_adamw_ = torch._fused_adamw_
+
+
+# --- torch.distributed ----------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """The store through which the processes of the default group found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def backend_of(group: dist.ProcessGroup, device: str) -> Any:
+    """The backend of a group for a kind of device. Raises RuntimeError if the group has none for it."""
+    return group._get_backend(torch.device(device))
+
+
+def timeout_of(backend: Any) -> Any:
+    """The timeout that a backend was started with."""
+    return backend.options._timeout
+
+
+__all__ = [
+    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
+    "HigherOrderOperator", "TorchDispatchMode", "UnsupportedOperatorException", "backend_of", "below_autograd",
+    "default_store", "disable_dynamo", "eager_transforms", "foreach_copy_", "foreach_div_", "foreach_norm",
+    "functional_collectives", "fused_adamw_", "fused_sgd_", "get_unwrapped", "in_backward", "in_transform",
+    "is_batched", "is_grad_tracking", "is_wrapped", "register_process_group", "storage_id", "timeout_of", "unwrapped",
+    "version_of", "without_dispatch", "without_functorch", "without_modes",
+]  # fmt: skip

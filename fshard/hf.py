@@ -1,0 +1,99 @@
+"""Hugging Face folders by slices: a model by the type its config names, or the leaves of any described module.
+
+    cfg, params = hf.load("my-llama")                          # described leaves of fs.models.llama: headers are read
+    params = fs.materialize(params, specs, mesh, key=key)      # each rank reads its own bytes
+    hf.save("again", cfg, params)                              # each rank writes its own bytes
+
+    apply, module = fs.defer(lambda: AutoModel.from_config(config))
+    params = hf.weights("folder", module["params"])            # the module's leaves, by their names in the files
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fshard import models, tree
+from fshard.errors import fail, raise_all
+from fshard.mesh import Mesh
+from fshard.spec import is_spec, problems
+
+from .interop.hf import CONFIG, Their, Where, config_of, read, write
+
+
+def load(path: Where, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
+    """The config and the described parameters of a folder, by the model file of its `model_type`.
+
+    The leaves are `Deferred`, their source a place in a file: `materialize` reads, on every rank, the bytes of its own
+    part. With `specs`, a tree (or a prefix) or a function of the config that gives one, and a `mesh`, they are also
+    checked against each other, while nothing is read yet.
+
+    >>> cfg, params = hf.load("my-gpt2", lambda cfg: gpt2.specs(cfg, model="model"), mesh)
+    >>> params["ln_f"]["w"]
+    f32[16] = stored(model.safetensors: transformer.ln_f.weight)
+
+    Raises ShardingError listing every tensor that is missing, extra, cut short or of another shape, and every leaf that
+    does not fit its spec; for pickles; and for a model_type without a model file.
+    """
+    kind = config_of(path).get("model_type")
+    model = model_of(kind)
+    if model is None:
+        raise fail(f"{Path(path) / CONFIG}: there is no model file for {kind!r}", models=", ".join(models.__all__),
+                   fix="apply, module = fs.defer(lambda: AutoModel.from_config(config)); "
+                       "hf.weights(path, module['params'])")  # fmt: skip
+    if (specs is None) != (mesh is None):
+        raise fail("load: specs and mesh are checked against each other", fix="give both, or neither")
+    cfg, params = model.load(path)
+    if mesh is not None:
+        given = specs(cfg) if callable(specs) and not is_spec(specs) else specs
+        flat = tree.broadcast(given, params, name="specs", leaf=is_spec)
+        found = zip(tree.leaves_with_path(params), flat, strict=True)
+        raise_all([e for (at, leaf), spec in found
+                   for e in problems(f"load: {tree.show('params', at)}", leaf.shape, spec, mesh.axes)])  # fmt: skip
+    return cfg, params
+
+
+def weights(path: Where, described: Any, *, prefix: str = "", ignored: Sequence[str] = ()) -> Any:
+    """The leaves of a described module with their values in a folder, by the same dotted names; see `weights.read`.
+
+    >>> apply, module = fs.defer(lambda: torch.nn.LayerNorm(16))
+    >>> hf.weights("my-gpt2", module["params"], prefix="transformer.ln_f.", ignored=("weight", "bias"))["bias"]
+    f32[16] = stored(model.safetensors: transformer.ln_f.bias)
+
+    Raises ShardingError listing every tensor that is missing, extra, cut short or of another shape.
+    """
+    return read(path, described, by_name, prefix=prefix, ignored=ignored)
+
+
+def save(path: Where, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Write a folder that `from_pretrained` reads; every rank writes its own bytes, and none holds the whole.
+
+    `cfg` is the `Config` of a model here, or, for a module's leaves by their dotted names, what config.json will say.
+    Leaves are `Sharded`, on whatever mesh, or tensors that are the same on every rank.
+
+    >>> cfg, params = hf.load("my-gpt2")
+    >>> hf.save("again", cfg, fs.materialize(params, P("model"), mesh, key=fs.key(0)))
+    """
+    if isinstance(cfg, Mapping):
+        write(path, params, by_name, config=cfg, max_shard_bytes=max_shard_bytes)
+        return
+    model = next((m for m in map(model_of, models.__all__) if m is not None and isinstance(cfg, m.Config)), None)
+    if model is None:
+        raise fail(f"save: {type(cfg).__name__} is the Config of no model here", models=", ".join(models.__all__),
+                   fix="for a module, pass config.to_dict()")  # fmt: skip
+    model.save(path, cfg, params, max_shard_bytes=max_shard_bytes)
+
+
+def by_name(path: tree.Path) -> Their:
+    """The tensor of the same name, as it is."""
+    return Their(tree.dotted(path))
+
+
+def model_of(kind: object) -> ModuleType | None:
+    """The model file of a `model_type`; None if there is none."""
+    return getattr(models, str(kind)) if kind in models.__all__ else None
+
+
+__all__ = ["load", "save", "weights"]

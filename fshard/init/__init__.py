@@ -1,0 +1,33 @@
+"""Initializers: each describes a leaf, as a `Deferred`; no storage until it is placed."""
+
+from .deferred import Deferred, Initializer, Scope, words
+from .initializers import (
+    Arange,
+    Eye,
+    Full,
+    Normal,
+    Orthogonal,
+    TruncNormal,
+    Uniform,
+    arange,
+    eye,
+    fans,
+    full,
+    kaiming_normal,
+    kaiming_uniform,
+    normal,
+    ones,
+    orthogonal,
+    trunc_normal,
+    uniform,
+    xavier_normal,
+    xavier_uniform,
+    zero_row,
+    zeros,
+)
+
+__all__ = [
+    "Arange", "Deferred", "Eye", "Full", "Initializer", "Normal", "Orthogonal", "Scope", "TruncNormal", "Uniform",
+    "arange", "eye", "fans", "full", "kaiming_normal", "kaiming_uniform", "normal", "ones", "orthogonal",
+    "trunc_normal", "uniform", "words", "xavier_normal", "xavier_uniform", "zero_row", "zeros",
+]  # fmt: skip

@@ -1,0 +1,262 @@
+"""Initializers: each describes a leaf, as a `Deferred`; no storage until it is placed.
+
+Fans are those of `[in, out]` matrices used as `x @ w`: fan_in is the size of dim -2 (times any dims before it),
+fan_out that of dim -1; `in_dim` and `out_dim` say otherwise, e.g. `in_dim=1, out_dim=0` for a torch.nn.Linear weight.
+Every element depends on the key and its global index alone, so every device fills just its own part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard import random
+from fshard.errors import fail
+from fshard.spec import Box, box_shape
+
+from .deferred import Deferred, Initializer, words
+
+Shape = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Draws from N(mean, std^2)."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return random.normal_box(key, shape, box, mean=self.mean, std=self.std, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class TruncNormal:
+    """Draws from N(mean, std^2) within [a, b]."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    a: float = -2.0
+    b: float = 2.0
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return random.trunc_normal_box(key, shape, box, mean=self.mean, std=self.std, a=self.a, b=self.b, dtype=dtype,
+                                       device=device)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Draws from U[low, high)."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return random.uniform_box(key, shape, box, low=self.low, high=self.high, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Full:
+    """One value everywhere."""
+
+    value: float = 0.0
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(box_shape(box), self.value, dtype=dtype, device=device)
+
+    def words(self) -> str:
+        return "zeros" if self.value == 0 else "ones" if self.value == 1 else f"full({self.value:.4g})"
+
+
+@dataclass(frozen=True)
+class Eye:
+    """`gain` on the diagonal, 0 elsewhere."""
+
+    gain: float = 1.0
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        out = torch.zeros(box_shape(box), dtype=dtype, device=device)
+        first, last = max(s.start for s in box), min(s.stop for s in box)
+        if first < last:
+            out[first - box[0].start :, first - box[1].start :].diagonal()[: last - first].fill_(self.gain)
+        return out
+
+
+@dataclass(frozen=True)
+class Arange:
+    """start + step * i."""
+
+    start: float = 0
+    step: float = 1
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        at = torch.arange(box[0].start, box[0].stop, device=device)
+        wide = torch.float64 if dtype.is_floating_point else torch.int64
+        return (at.to(wide) * self.step + self.start).to(dtype)
+
+
+@dataclass(frozen=True)
+class Orthogonal:
+    """A random orthonormal matrix, times `gain`."""
+
+    gain: float = 1.0
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # A QR needs the whole matrix: every device makes it on the CPU, the same bits, and keeps its part.
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        tall = (max(rows, columns), min(rows, columns))
+        gaussian = random.normal(key, tall, dtype=torch.float64)
+        q, r = torch.linalg.qr(gaussian)
+        q = q * r.diagonal().sign()  # makes the distribution uniform, and the factor unique
+        whole: Tensor = (q if rows >= columns else q.T).reshape(shape) * self.gain
+        return whole[box].to(device=device, dtype=dtype).contiguous()
+
+
+@dataclass(frozen=True)
+class ZeroRow:
+    """Another initializer, but zeros at one index of dim 0."""
+
+    of: Initializer
+    row: int
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        out = self.of.fill(key, shape, box, dtype, device)
+        if box[0].start <= self.row < box[0].stop:
+            out[self.row - box[0].start] = 0
+        return out
+
+    def words(self) -> str:
+        return f"{words(self.of)}, row {self.row} zero"
+
+
+def _describe(shape: Shape, init: Initializer, dtype: torch.dtype | None) -> Deferred:
+    return Deferred((shape,) if isinstance(shape, int) else tuple(shape), dtype or torch.get_default_dtype(), init)
+
+
+def normal(shape: Shape, *, mean: float = 0.0, std: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
+    """N(mean, std^2).
+
+    >>> normal((64, 256), std=0.02)
+    f32[64, 256] = normal(std=0.02)
+    """
+    return _describe(shape, Normal(mean, std), dtype)
+
+
+def trunc_normal(
+    shape: Shape, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0,
+    dtype: torch.dtype | None = None,
+) -> Deferred:  # fmt: skip
+    """N(mean, std^2) cut to [a, b], two values and not multiples of std, as in `torch.nn.init.trunc_normal_`."""
+    if not a < b:
+        raise fail(f"trunc_normal: nothing lies between a={a} and b={b}", fix="a < b")
+    return _describe(shape, TruncNormal(mean, std, a, b), dtype)
+
+
+def uniform(shape: Shape, *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
+    """U[low, high)."""
+    return _describe(shape, Uniform(low, high), dtype)
+
+
+def full(shape: Shape, value: float, *, dtype: torch.dtype | None = None) -> Deferred:
+    """`value` everywhere."""
+    return _describe(shape, Full(value), dtype)
+
+
+def zeros(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
+    """0 everywhere."""
+    return full(shape, 0.0, dtype=dtype)
+
+
+def ones(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
+    """1 everywhere."""
+    return full(shape, 1.0, dtype=dtype)
+
+
+def eye(n: int, m: int | None = None, *, gain: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
+    """`gain` on the diagonal of an [n, m] matrix, zero elsewhere; m = n if left out."""
+    return _describe((n, n if m is None else m), Eye(gain), dtype)
+
+
+def arange(n: int, *, start: float = 0, step: float = 1, dtype: torch.dtype | None = None) -> Deferred:
+    """start + step * i for i < n; int64 unless start or step is a float or a dtype is given."""
+    kind = torch.int64 if isinstance(start, int) and isinstance(step, int) else None
+    return _describe(n, Arange(start, step), dtype or kind)
+
+
+def orthogonal(shape: Shape, *, gain: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
+    """A random matrix with orthonormal rows or columns (whichever are fewer), dims before the last taken as rows.
+
+    Every device makes the whole matrix, on the CPU, before it keeps its part. Source: Saxe et al., 2013, "Exact
+    solutions to the nonlinear dynamics of learning in deep linear neural networks"; Mezzadri, 2007, for the signs.
+    """
+    described = _describe(shape, Orthogonal(gain), dtype)
+    if described.ndim < 2:
+        raise fail(f"orthogonal: {list(described.shape)} is no matrix", fix="give two dims or more")
+    return described
+
+
+def zero_row(leaf: Deferred, row: int) -> Deferred:
+    """The leaf, but zeros at one index of dim 0, wherever that row lies: the padding of an embedding.
+
+    >>> zero_row(normal((50257, 64), std=0.02), 0)
+    f32[50257, 64] = normal(std=0.02), row 0 zero
+
+    Raises ShardingError where dim 0 has no such index.
+    """
+    if not leaf.ndim or not 0 <= row < leaf.shape[0]:
+        raise fail(f"zero_row: {list(leaf.shape)} has no row {row}", fix="an index of dim 0, from 0 on")
+    return Deferred(leaf.shape, leaf.dtype, ZeroRow(leaf.init, row))
+
+
+def fans(shape: Sequence[int], in_dim: int = -2, out_dim: int = -1) -> tuple[int, int]:
+    """(fan_in, fan_out): the sizes of the two dims, each times the dims that are neither."""
+    if len(shape) < 2:
+        raise fail(f"a leaf of shape {list(shape)} has no fans", fix="give two dims or more, or use normal(std=...)")
+    field = math.prod(shape) // max(1, shape[in_dim] * shape[out_dim])
+    return shape[in_dim] * field, shape[out_dim] * field
+
+
+def _gain(nonlinearity: str, a: float) -> float:
+    return torch.nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type]
+
+
+def _fan(mode: str, shape: Sequence[int], in_dim: int, out_dim: int) -> int:
+    if mode not in ("fan_in", "fan_out"):
+        raise fail(f"mode={mode!r}", fix="mode='fan_in' or mode='fan_out'")
+    return max(1, fans(shape, in_dim, out_dim)[mode == "fan_out"])
+
+
+def kaiming_uniform(
+    shape: Sequence[int], *, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu",
+    in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None,
+) -> Deferred:  # fmt: skip
+    """U(-b, b), b = gain sqrt(3 / fan). Source: He et al., 2015, "Delving deep into rectifiers"."""
+    bound = _gain(nonlinearity, a) * math.sqrt(3 / _fan(mode, shape, in_dim, out_dim))
+    return uniform(shape, low=-bound, high=bound, dtype=dtype)
+
+
+def kaiming_normal(
+    shape: Sequence[int], *, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu",
+    in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None,
+) -> Deferred:  # fmt: skip
+    """N(0, gain^2 / fan). Source: He et al., 2015."""
+    return normal(shape, std=_gain(nonlinearity, a) / math.sqrt(_fan(mode, shape, in_dim, out_dim)), dtype=dtype)
+
+
+def xavier_uniform(
+    shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
+) -> Deferred:
+    """U(-b, b), b = gain sqrt(6 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
+    bound = gain * math.sqrt(6 / max(1, sum(fans(shape, in_dim, out_dim))))
+    return uniform(shape, low=-bound, high=bound, dtype=dtype)
+
+
+def xavier_normal(
+    shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
+) -> Deferred:
+    """N(0, 2 gain^2 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
+    return normal(shape, std=gain * math.sqrt(2 / max(1, sum(fans(shape, in_dim, out_dim)))), dtype=dtype)

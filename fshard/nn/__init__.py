@@ -1,0 +1,9 @@
+"""Pure layers and losses. With `axis=` a layer is split over a mesh axis; without, it is the dense one."""
+
+from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
+from .loss import cross_entropy
+
+__all__ = [
+    "attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear", "mlp",
+    "rms_norm",
+]  # fmt: skip

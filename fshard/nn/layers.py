@@ -1,0 +1,192 @@
+"""Pure layers and losses. With `axis=` a layer is split over a mesh axis; without, it is the dense one.
+
+Legend: B batch, T time, S keys, D width, F hidden width, H heads, K head width, V vocabulary; [D@model] is a
+dim split over an axis; {V} varies over it, {I} does not. Matrices are stored `[in, out]` and used as `x @ w`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fshard import random
+from fshard._ops import part, whole
+from fshard.collectives import Axis, psum, pvary
+from fshard.errors import fail
+from fshard.spec import P
+
+from .loss import cross_entropy
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """x @ w + b: x [..., D], w [D, F], b [F] -> [..., F].
+
+    Column parallel is w [D, F@model] and x {V model}; row parallel is w [D@model, F], then a psum.
+    """
+    return F.linear(x, w.transpose(0, 1), b)
+
+
+def mlp(
+    x: Tensor, up: Tensor, down: Tensor, *, up_b: Tensor | None = None, down_b: Tensor | None = None,
+    activation: Callable[[Tensor], Tensor] = F.relu, axis: Axis = None,
+) -> Tensor:  # fmt: skip
+    """down(activation(up(x))): [..., D] -> [..., D].
+
+        x {I}, up [D, F@axis], up_b [F@axis], down [F@axis, D], down_b [D]{I} -> {I}
+        one psum forward, one backward
+
+    Source: Shoeybi et al., 2019, "Megatron-LM".
+
+    >>> y = nn.mlp(x, params["up"], params["down"], activation=nn.gelu, axis="model")
+    """
+    h = activation(linear(pvary(x, axis) if axis else x, up, up_b))  # [..., F@axis]
+    y = linear(h, down)
+    y = psum(y, axis) if axis else y
+    return y if down_b is None else y + down_b
+
+
+def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
+    """Rows of a table: ids [...], table [V, D] -> [..., D].
+
+        with `axis`: ids {I}, table [V@axis, D]{V} -> [..., D]{V}, zero where another rank holds the row:
+        sum it, with psum or psum_scatter. The gradient of the table's part stays where it is.
+
+    `size` is V, needed only where the axis does not divide it. An id that the table lacks gives NaN with
+    `axis` (to raise, the host would have to wait for the device), and torch's IndexError without.
+
+    >>> x = fs.psum(nn.embedding(ids, params["wte"], axis="model", size=50257), "model")
+    """
+    if not axis:
+        return F.embedding(ids, table)
+    n = table.shape[0]
+    start, end = part("embedding", n, axis, size)
+    local = ids.long() - start
+    mine = (local >= 0) & (local < n)
+    rows = F.embedding(local.where(mine, 0), table if n else F.pad(table, (0, 0, 0, 1)))
+    blank = torch.where((ids >= 0) & (ids < end), 0.0, math.nan).to(rows.dtype)
+    return torch.where(mine.unsqueeze(-1), rows, blank.unsqueeze(-1))
+
+
+def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * w + b over the last dim: [..., D] -> [..., D].
+
+    Source: Ba et al., 2016.
+    """
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * w over the last dim: [..., D] -> [..., D]; inside, float32 or better.
+
+    Half precision is rounded once, after `w`; Llama's own code rounds before it too.
+    Source: Zhang & Sennrich, 2019.
+    """
+    return F.rms_norm(x, x.shape[-1:], w, eps)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None,
+    scale: float | None = None, rate: float = 0.0, key: Tensor | None = None, spec: P | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:  # fmt: skip
+    """Scaled dot-product attention: q [B, H, T, K], k and v [B, H, S, K] -> [B, H, T, K].
+
+    k and v may have fewer heads, a divisor of H: each then serves a group of neighbouring ones of q.
+    With `causal` the T positions are the last of the S, and each sees those up to its own (so not where an axis splits
+    the T and has all of the S: give a `mask` then). `mask` [..., T, S]
+    is True where a position is seen, or a number to add to its score; who sees nothing gets 0. With a dropout
+    `rate` and a `key` the weights are dropped by one mask on every mesh: `spec` and `shape` place the global
+    weights, [B, H, T, S], as in `dropout`. Heads may be split over an axis: nothing moves.
+
+    Without dropout this is torch's fused kernel. On a CPU it has neither jvp nor second derivatives; torch's
+    other one has: `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. Source: Vaswani et al., 2017.
+
+    >>> nn.attention(q, k, v, causal=True, rate=0.1, key=key, spec=P("data", "model"))
+    """
+    if causal and mask is not None:
+        raise fail("attention: causal=True and a mask", fix="put nn.causal_mask(T, S) into the mask")
+    t, s, drops = q.shape[-2], k.shape[-2], _drops("attention", rate, key)
+    k, v = (_for_heads(q.shape[-3], x) for x in (k, v))
+    if causal and t > 1 and (drops or t != s):
+        mask = causal_mask(t, s, device=q.device)
+    if not drops:
+        square = causal and t == s and t > 1
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale)
+    scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)  # [B, H, T, S]
+    blind = None  # who sees nothing: a softmax of it would be NaN
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        scores = scores.masked_fill(blind, 0)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    if blind is not None:
+        weights = weights.masked_fill(blind, 0)
+    return dropout(weights, rate, key=key, spec=spec, shape=shape) @ v
+
+
+def _for_heads(heads: int, x: Tensor) -> Tensor:
+    """[B, G, S, K] -> [B, H, S, K], each of the G heads H/G times."""
+    have = x.shape[-3]
+    if have == heads:
+        return x
+    if not have or heads % have:
+        why = f"{heads} % {have} = {heads % have}" if have else "there are none"
+        raise fail("attention: the heads of k and v must divide those of q", why, q=heads, k=have)
+    return x.repeat_interleave(heads // have, dim=-3)
+
+
+def causal_mask(t: int, s: int, *, device: torch.device | None = None) -> Tensor:
+    """[T, S] bool: whether each of the last T of S positions may see a position.
+
+    >>> causal_mask(2, 3)
+    tensor([[ True,  True, False],
+            [ True,  True,  True]])
+    """
+    return torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
+
+
+def dropout(
+    x: Tensor, rate: float, *, key: Tensor | None, spec: P | None = None, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    """Zero a share `rate` of the elements and scale the rest by 1 / (1 - rate).
+
+    The mask is a function of `key` and of each element's global index, hence the same on every mesh, and the
+    same when recomputed. `spec` says how the global array lies (its axes are those `x` varies over); `shape`
+    is the global shape, needed only where an axis does not divide it. `rate` 0 or key `None` does nothing.
+    Source: Srivastava et al., 2014.
+
+    >>> nn.dropout(x, 0.1, key=fs.fold_in(key, layer), spec=P("data"))        # x [B@data, T, D]
+    """
+    if not _drops("dropout", rate, key):
+        return x
+    assert key is not None
+    spec = spec or P()
+    if shape is None:
+        parts = zip(x.shape, spec.parts(x.ndim), strict=True)
+        shape = tuple(whole("dropout", n, axes, word="shape=") if axes else n for n, axes in parts)
+    keep = random.bernoulli(key, shape, p=1 - rate, spec=spec, device=x.device)
+    if keep.shape != x.shape:
+        raise fail("dropout: x is not this rank's part of the global array", fix="pass the global shape=",
+                   shape=list(shape), spec=spec, part=list(keep.shape), x=list(x.shape))  # fmt: skip
+    return torch.where(keep, x / (1 - rate), 0)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The tanh form of GELU, GPT-2's: [...] -> [...]. Source: Hendrycks & Gimpel, 2016."""
+    return F.gelu(x, approximate="tanh")
+
+
+def _drops(verb: str, rate: float, key: Tensor | None) -> bool:
+    if not 0 <= rate < 1:
+        raise fail(f"{verb}: rate={rate}", fix="a share, of at least 0 and less than 1")
+    return rate > 0 and key is not None
+
+
+__all__ = [
+    "attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear",
+    "mlp", "rms_norm",
+]  # fmt: skip

@@ -1,0 +1,10 @@
+"""Pure optimizers: an `Optimizer` is three pure functions, and its state a plain tree."""
+
+from .norm import global_norm
+from .optimizers import Optimizer, Transform, adamw, chain, clip_by_global_norm, sgd
+from .schedules import Schedule, constant, cosine, linear, warmup
+
+__all__ = [
+    "Optimizer", "Schedule", "Transform", "adamw", "chain", "clip_by_global_norm", "constant", "cosine",
+    "global_norm", "linear", "sgd", "warmup",
+]  # fmt: skip

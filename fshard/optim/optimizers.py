@@ -1,0 +1,331 @@
+"""Pure optimizers: an `Optimizer` is three pure functions, and its state a plain tree.
+
+    state         = opt.init(params)                    of tensors, `Deferred` or `Sharded`; it is of the same
+    params, state = opt.update(grads, state, params)    inside shard_map on local leaves, or on plain tensors
+    state_specs   = opt.specs(param_specs)              moments lie as their parameters do; prefixes stay so
+
+`update` never changes its arguments, except where shard_map was told that it may: a leaf whose storage is
+donated is overwritten, compiled or not, and costs no memory but that of one leaf at a time, or less.
+Every element is computed alike wherever it lies, so the mesh never changes the answer: bitwise, but for the
+norm of a clip and under torch.compile. Moments have the dtype of their parameter, as in torch.optim: keep
+parameters in float32 and compute in half precision, by a `Policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import init as _init
+from fshard import tree
+from fshard._comm import before_writing, settle
+from fshard.collectives import pvary
+from fshard.errors import fail, raise_all
+from fshard.grad import tracked
+from fshard.init import Deferred
+from fshard.sharded import Sharded, from_callback
+from fshard.spec import P, describe
+
+from .fused import back, fits, given, lent, step
+from .norm import axes_of, global_norm, norm_of
+from .schedules import Schedule, constant, cosine, linear, not_negative, warmup
+
+Mask = Any  # a tree of bools, a prefix of one, or a function from the parameters to either
+Plain = Callable[[Sequence[Tensor], Tensor, Tensor, bool], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, repr=False)
+class _Step:
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+    specs: Callable[[Any], Any]
+    name: str
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+
+@dataclass(frozen=True, repr=False)
+class Transform(_Step):
+    """A change of gradients: `update(grads, state, params) -> (grads, state)`. Stands first in a `chain`.
+
+    One that multiplies each leaf by a number may give those instead, by `factors`: the step then scales as it goes.
+    """
+
+    factors: Callable[[Any, Any, Any], tuple[list[Tensor], Any]] | None = None  # of each leaf, and the new state
+
+
+@dataclass(frozen=True, repr=False)
+class Optimizer(_Step):
+    """A step of the parameters: `update(grads, state, params) -> (params, state)`."""
+
+    scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # an update by grads * factors
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------
+
+
+def sgd(
+    lr: float | Schedule, *, momentum: float = 0.0, nesterov: bool = False, dampening: float = 0.0,
+    weight_decay: float = 0.0, mask: Mask = None,
+) -> Optimizer:  # fmt: skip
+    """Gradient descent, as `torch.optim.SGD`, on its fused kernel. State: count, and m for the momentum.
+
+    Args:
+        lr: a number, or a schedule: a function of the count of steps taken.
+        mask: which leaves decay (all of them if None): a tree of bools, a prefix of one, or a function of the
+            parameters. Let a function look at `ndim`, not at sizes: it sees local shapes.
+        dampening: has no fused kernel; with it, donated leaves are not reused.
+
+    >>> opt = sgd(0.5)
+    >>> opt.update(torch.tensor(2.0), opt.init(torch.tensor(1.0)), torch.tensor(1.0))
+    (tensor(0.), {'count': tensor(1)})
+
+    Source: Polyak, 1964; Sutskever et al., 2013, "On the importance of initialization and momentum".
+    """
+    not_negative("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
+    if nesterov and (momentum == 0 or dampening != 0):
+        raise fail("sgd: nesterov needs a momentum and no dampening", fix="momentum=0.9, dampening=0.0",
+                   momentum=momentum, dampening=dampening)  # fmt: skip
+
+    def plain(row: Sequence[Tensor], lr: Tensor, count: Tensor, decay: bool) -> tuple[Tensor, ...]:
+        p, g, *moments = row
+        step = g + weight_decay * p if decay and weight_decay else g
+        if not moments:
+            return (p - lr.to(p.dtype) * step,)
+        share = torch.where(count == 1, 1.0, 1.0 - dampening).to(p.dtype)  # the first gradient is not damped
+        m = moments[0] * momentum + (step * share if dampening else step)
+        return p - lr.to(p.dtype) * (step + momentum * m if nesterov else m), m
+
+    options = None if dampening else (momentum, float(nesterov))
+    return _optimizer("sgd", ("m",) if momentum else (), lr, weight_decay, mask, options, plain)
+
+
+def adamw(
+    lr: float | Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8,
+    weight_decay: float = 0.01, mask: Mask = None,
+) -> Optimizer:  # fmt: skip
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`, on its fused kernel. State: count, m and v.
+
+    `lr` and `mask` are those of `sgd`. With weight_decay=0 this is Adam.
+
+    >>> opt = adamw(warmup(cosine(3e-4, 10_000), 100), mask=lambda p: tree.map(lambda x: x.ndim > 1, p))
+    >>> opt.specs({"w": P("model")})
+    {'count': P(), 'm': {'w': P('model')}, 'v': {'w': P('model')}}
+
+    Source: Kingma & Ba, 2015, "Adam"; Loshchilov & Hutter, 2019, "Decoupled weight decay regularization".
+    """
+    not_negative("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    if max(b1, b2) >= 1:
+        raise fail(f"adamw: b1={b1}, b2={b2}", fix="less than 1")
+
+    def plain(row: Sequence[Tensor], lr: Tensor, count: Tensor, decay: bool) -> tuple[Tensor, ...]:
+        p, g, m, v = row
+        t = count.to(torch.float64)
+        step, root = (lr / (1 - b1**t)).to(p.dtype), (1 - b2**t).sqrt().to(p.dtype)
+        m = m + (g - m) * (1 - b1)
+        v = v * b2 + g * g * (1 - b2)
+        kept = p * (1 - lr * weight_decay).to(p.dtype) if decay and weight_decay else p
+        return kept - step * m / (v.sqrt() / root + eps), m, v
+
+    return _optimizer("adamw", ("m", "v"), lr, weight_decay, mask, (b1, b2, eps), plain)
+
+
+def _optimizer(
+    name: str, moments: tuple[str, ...], lr: float | Schedule, weight_decay: float, mask: Mask,
+    options: tuple[float, ...] | None, plain: Plain,
+) -> Optimizer:  # fmt: skip
+    """The optimizer of a rule that is written twice: as a kernel, which takes `options`, and pure on one leaf."""
+
+    def init(params: Any) -> Any:
+        return {"count": _scalar(params, torch.int64), **{k: tree.map(_zeros, params) for k in moments}}
+
+    def specs(param_specs: Any) -> Any:
+        return {"count": P(), **dict.fromkeys(moments, param_specs)}
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return scaled(grads, state, params, [])
+
+    def scaled(grads: Any, state: Any, params: Any, factors: Sequence[Tensor]) -> tuple[Any, Any]:
+        columns, treedef = _columns(name, moments, grads, state, params)
+        decays = _decays(name, mask, params, treedef)
+        rate, count = lr(state["count"]) if callable(lr) else lr, state["count"] + 1
+        donated = given()
+        before_writing(columns[0])
+        # A gradient that lies in a donated leaf is copied: that leaf may be overwritten before this is read.
+        columns[1] = [g.clone() if donated(g) else g for g in columns[1]]
+        groups: dict[Any, list[int]] = {}
+        for i, fit in enumerate(fits(columns) if options is not None else [False] * len(decays)):
+            p, g, *rest = [column[i] for column in columns]
+            if fit:
+                groups.setdefault((p.device, p.dtype, decays[i]), []).append(i)
+                continue
+            g, *rest_here = [x.to(p.device) for x in (g, *rest)]
+            g = (g * factors[i].to(p.device)).to(g.dtype) if factors else g
+            rate64 = torch.as_tensor(rate, dtype=torch.float64, device=p.device)
+            wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype  # half precision is rounded once
+            new = plain([x.to(wide) for x in (p, g, *rest_here)], rate64, count, decays[i])
+            for column, old, x in zip([columns[0], *columns[2:]], [p, *rest], new, strict=True):
+                column[i] = old.copy_(x) if donated(old) and not tracked(x) else x.to(old.device, p.dtype)
+        moving, fixed = (rate, 0.0) if isinstance(rate, Tensor) else (None, float(rate))
+        for (device, _, decay), which in groups.items():
+            there = {id(f): f.to(device) for f in factors}
+            for lot, (ps, gs, *moments_here) in lent(columns, which, donated):
+                scales = [there[id(factors[i])] for i in lot] if factors else []
+                step(name, ps, gs, [x for column in moments_here for x in column], scales, moving, fixed, count,
+                     [*(options or ()), weight_decay * decay])  # fmt: skip
+                for column, done in zip([columns[0], *columns[2:]], [ps, *moments_here], strict=True):
+                    for i, x in zip(lot, done, strict=True):
+                        column[i] = back(x, column[i], donated)
+        new_params, _, *new_moments = [tree.unflatten(treedef, column) for column in columns]
+        return new_params, {"count": count, **dict(zip(moments, new_moments, strict=True))}
+
+    return Optimizer(init, update, specs, name, scaled)
+
+
+# --- composition --------------------------------------------------------------------------------------------
+
+
+def chain(*steps: Transform | Optimizer) -> Optimizer:
+    """Transforms of gradients, one after the other, then an optimizer. The state: a tuple of theirs.
+
+    >>> opt = chain(clip_by_global_norm(1.0, specs), adamw(3e-4))
+    >>> params, state = opt.update(grads, state, params)
+    >>> state[0]["norm"]                                    # of the gradients as they came
+    tensor(2.7183)
+    """
+    kinds = [Transform] * (len(steps) - 1) + [Optimizer]
+    wrong = [f"step {i}, {s!r}, is out of place" for i, s in enumerate(steps) if not isinstance(s, kinds[i])]
+    if wrong or not steps:
+        raise fail(f"chain: {wrong[0] if wrong else 'no steps'}",
+                   fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))")
+    names = ", ".join(s.name for s in steps)
+    # What only scales, just before the step, is not made: that would be a second tree of gradients.
+    factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None
+    scaled = getattr(steps[-1], "scaled", None) if factors_of is not None else None
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        if not isinstance(state, (tuple, list)) or len(state) != len(steps):
+            raise fail(f"chain({names}): the state is not its state", fix="state = opt.init(params)")
+        value, new = grads, []
+        for s, old in list(zip(steps, state, strict=True))[: None if scaled is None else -2]:
+            value, changed = s.update(value, old, params)
+            new.append(changed)
+        if factors_of is not None and scaled is not None:
+            factors, changed = factors_of(value, state[-2], params)
+            value, last = scaled(value, state[-1], params, factors)
+            new += [changed, last]
+        return value, tuple(new)  # the last step gave the parameters
+
+    return Optimizer(lambda params: tuple(s.init(params) for s in steps), update,
+                     lambda specs: tuple(s.specs(specs) for s in steps), f"chain({names})")  # fmt: skip
+
+
+def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
+    """Scale the gradients by min(1, max_norm / (norm + 1e-6)), by the norm of the whole tree, on any mesh.
+
+        tree of [*S@axes]{V axes} -> the same     cost: one number over all axes of `specs`
+
+    `specs` are those of the parameters, or a prefix. The state is `{"norm": 0-d float32}`, the norm before
+    the clip, for logs. The formula, and what becomes of NaN (NaN everywhere) and of infinity (NaN, and 0
+    elsewhere), are those of `torch.nn.utils.clip_grad_norm_`.
+
+    Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural networks".
+    """
+    not_negative("clip_by_global_norm", max_norm=max_norm)
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        scales, state = factors(grads, state, params)
+        leaves, treedef = tree.flatten(grads)
+        clipped = [(g * scale.to(g.device)).to(g.dtype) for g, scale in zip(leaves, scales, strict=True)]
+        return tree.unflatten(treedef, clipped), state
+
+    def factors(grads: Any, state: Any, params: Any) -> tuple[list[Tensor], Any]:
+        leaves, treedef = tree.flatten(grads)
+        axes = axes_of(specs, grads, treedef)
+        norm = norm_of(leaves, axes)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        scales = {a: pvary(scale, a) if a else scale for a in axes}
+        return [scales[a] for a in axes], {"norm": norm.to(torch.float32)}
+
+    return Transform(lambda params: {"norm": _scalar(params, torch.float32)}, update,
+                     lambda param_specs: {"norm": P()}, "clip_by_global_norm", factors)  # fmt: skip
+
+
+# --- states and checks --------------------------------------------------------------------------------------
+
+
+def _zeros(x: Any) -> Any:
+    if isinstance(x, Deferred):
+        return _init.zeros(x.shape, dtype=x.dtype)
+    if isinstance(x, Sharded):
+        made = [_zeros(s) for s in x.shards]
+        return Sharded(x.shape, x.spec, x.mesh, [s if s.is_meta else settle(s, x.spec, x.mesh.device) for s in made])
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def _scalar(params: Any, dtype: torch.dtype) -> Any:
+    """A 0-d zero, of the kind and on the device that the leaves are."""
+    leaves = tree.leaves(params)
+    if any(isinstance(x, Deferred) for x in leaves):
+        return _init.zeros((), dtype=dtype)
+    if leaves and isinstance(leaves[0], Sharded):
+        return from_callback((), P(), leaves[0].mesh, lambda box: torch.zeros((), dtype=dtype))
+    return torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None)
+
+
+def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:
+    given: Any = True if mask is None else mask(params) if callable(mask) else mask
+    flat, structure = tree.flatten(given)
+    if not all(isinstance(leaf, bool) for leaf in flat):
+        wrong = [tree.show("mask", at) for at, x in tree.leaves_with_path(given) if not isinstance(x, bool)]
+        raise fail(f"{name}: {', '.join(wrong)}: not a bool", fix="True where a leaf decays, False elsewhere")
+    if structure == treedef:
+        return flat
+    return tree.broadcast(given, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool")
+
+
+def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: Any) -> tuple[list[list[Tensor]], Any]:
+    """The leaves of parameters, gradients and moments, and the structure of the parameters.
+
+    Gradients and moments must be trees like the parameters: the kernels read what they are given.
+    """
+    keys = sorted(state) if isinstance(state, dict) else type(state).__name__
+    if keys != sorted(["count", *moments]):
+        raise fail(f"{name}: the state is not its state", fix="state = opt.init(params)",
+                   got=keys, expected=sorted(["count", *moments]))  # fmt: skip
+    leaves, treedef = tree.flatten(params)
+    kinds = [(x.shape, x.dtype) for x in leaves]
+    trees = [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]]
+    flat = [(what, other, *tree.flatten(other)) for what, other in trees]
+    alike = all(d == treedef and [(x.shape, x.dtype) for x in xs] == kinds for _, _, xs, d in flat)
+    if not alike or not all(x.is_floating_point() for x in leaves):
+        _refuse(name, params, treedef, flat)
+    return [leaves, *[xs for _, _, xs, _ in flat]], treedef
+
+
+def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any, list[Tensor], Any]]) -> None:
+    """Raise, naming every leaf that is not as its parameter."""
+    want = {tree.show("", path): p for path, p in tree.leaves_with_path(params)}
+    errors = [fail(f"{name}: params{at}: {describe(p.dtype, p.shape)} is not floating", fix="keep it in another tree")
+              for at, p in want.items() if not p.is_floating_point()]  # fmt: skip
+    for what, other, _, structure in flat:
+        have = {tree.show("", path): x for path, x in tree.leaves_with_path(other)}
+        if structure != treedef:
+            errors.append(fail(f"{name}: {what}: not a tree like params",
+                               f"missing  {', '.join(at for at in want if at not in have) or 'nothing'}",
+                               f"extra    {', '.join(at for at in have if at not in want) or 'nothing'}",
+                               fix="gradients and state of exactly these params, in the same containers"))
+            continue
+        errors += [fail(f"{name}: {what}{at}: is {describe(x.dtype, x.shape)}, its parameter "
+                        f"{describe(want[at].dtype, want[at].shape)}", fix="give it that shape and dtype")
+                   for at, x in have.items() if (x.shape, x.dtype) != (want[at].shape, want[at].dtype)]
+    raise_all(errors)
+
+
+__all__ = ["Optimizer", "Schedule", "Transform", "adamw", "chain", "clip_by_global_norm", "constant",
+           "cosine", "global_norm", "linear", "sgd", "warmup"]  # fmt: skip

@@ -1,0 +1,92 @@
+"""Schedules: pure functions of the count of steps taken; of an int a float, of a tensor a 0-d float64 one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import fail
+
+Schedule = Callable[[Any], Any]  # the count of steps taken, an int or 0-d tensor -> a number or 0-d tensor
+
+
+def _schedule(f: Callable[[Tensor], Tensor]) -> Schedule:
+    """A function of the count, in float64: of a tensor a 0-d tensor, of an int a float."""
+
+    def at(count: Any) -> Any:
+        if isinstance(count, Tensor):
+            return f(count.to(torch.float64))
+        return f(torch.tensor(count, dtype=torch.float64)).item()
+
+    return at
+
+
+def _progress(count: Tensor, steps: int) -> Tensor:
+    return torch.clamp(count / steps, 0, 1) if steps else torch.ones_like(count)
+
+
+def constant(value: float) -> Schedule:
+    """The same number at every step."""
+    return _schedule(lambda count: torch.full_like(count, value))
+
+
+def linear(start: float, end: float, *, steps: int) -> Schedule:
+    """A straight line from `start` at 0 to `end` at `steps`, and `end` from there on.
+
+    >>> [linear(0.0, 1.0, steps=4)(i) for i in (0, 1, 4, 9)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+    not_negative("linear", steps=steps)
+    return _schedule(lambda count: _between(start, end, _progress(count, steps)))
+
+
+def cosine(peak: float, steps: int, *, end: float = 0.0) -> Schedule:
+    """Half a cosine from `peak` at 0 to `end` at `steps`, and `end` from there on.
+
+    >>> cosine(1.0, 10)(10)
+    0.0
+
+    Source: Loshchilov & Hutter, 2017, "SGDR: stochastic gradient descent with warm restarts".
+    """
+    not_negative("cosine", steps=steps)
+
+    def at(count: Tensor) -> Tensor:
+        return _between(end, peak, (torch.cos(math.pi * _progress(count, steps)) + 1) / 2)
+
+    return _schedule(at)
+
+
+def warmup(after: float | Schedule, steps: int, *, start: float = 0.0) -> Schedule:
+    """For `steps` steps a line from `start` to where `after` starts; then `after`, counted from there.
+
+    >>> lr = warmup(cosine(3e-4, 10_000 - 500, end=3e-5), 500)
+    >>> [lr(0), lr(250), lr(500), lr(10_000)]
+    [0.0, 0.00015, 0.0003, 3e-05]
+    """
+    not_negative("warmup", steps=steps)
+    then = after if callable(after) else constant(after)
+    top = float(then(torch.zeros((), dtype=torch.float64)))
+
+    def at(count: Tensor) -> Tensor:
+        rising = _between(start, top, _progress(count, steps))
+        return torch.where(count < steps, rising, then(torch.clamp(count - steps, min=0)))
+
+    return _schedule(at)
+
+
+def _between(start: float | Tensor, end: float | Tensor, t: Tensor) -> Tensor:
+    return torch.mul(1 - t, start) + torch.mul(t, end)  # exact at both ends
+
+
+def not_negative(name: str, **options: Any) -> None:
+    """Raise for an option below zero, or NaN. Functions pass."""
+    for option, value in options.items():
+        if not callable(value) and not value >= 0:
+            raise fail(f"{name}: {option}={value}", fix="0 or more")
+
+
+__all__ = ["Schedule", "constant", "cosine", "linear", "not_negative", "warmup"]

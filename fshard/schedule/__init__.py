@@ -1,0 +1,7 @@
+"""Schedules of a model's blocks: when weights are gathered, what is recomputed, and which transfers overlap."""
+
+from .remat import remat
+from .scan import scan
+from .unshard import unshard
+
+__all__ = ["remat", "scan", "unshard"]

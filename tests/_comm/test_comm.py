@@ -1,0 +1,534 @@
+"""Simulated ranks: no hang, ever; the first failure is the one seen; nothing is shared between ranks."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch._functorch import eager_transforms
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard._comm import in_region, region
+
+SOON = 10.0  # seconds: what does not hang is far below, on any machine
+
+
+WHOLE = P()
+
+
+def on_ranks(mesh, f, *args, out=WHOLE):
+    return fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=out)(*args)
+
+
+def rank_of():
+    return region().rank
+
+
+def still_works(mesh):
+    """The mesh is as good as new."""
+    total = on_ranks(mesh, lambda: fs.psum(torch.tensor(float(rank_of())), tuple(mesh.axes)))
+    assert total.item() == sum(range(mesh.size))
+
+
+def in_child(f):
+    """What `f` prints of itself in a forked child, which is killed if it takes long: for what might hang."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        try:
+            said = f()
+        except BaseException as e:
+            said = f"{type(e).__name__}: {e}"
+        os.write(write, str(said).encode())
+        os._exit(0)
+    os.close(write)
+    try:
+        ready, _, _ = select.select([read], [], [], SOON)
+        return os.read(read, 1 << 16).decode() if ready else "it hangs"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read)
+
+
+# --- a rank fails ------------------------------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    """An exception of the user."""
+
+
+def culprit(error):
+    raise error("mine")
+
+
+@pytest.mark.parametrize("error", [OwnError, ValueError, KeyboardInterrupt, SystemExit, ShardingError, StopIteration])
+@pytest.mark.parametrize("when", ["first", "last", "later"])
+def test_a_rank_that_raises_ends_the_others_and_is_the_one_seen(error, when):
+    mesh = fs.make_mesh(a=2, b=2)
+
+    def f(x):
+        x = fs.pvary(x, ("a", "b"))
+        if when == "later":
+            x = fs.pvary(fs.psum(fs.psum(x, "a"), "b"), ("a", "b"))
+        if rank_of() == 2:
+            time.sleep(0.02 if when == "last" else 0)  # by then the others wait
+            culprit(error)
+        if when == "first":
+            time.sleep(0.02)
+        return fs.psum(x, ("a", "b"))
+
+    start = time.monotonic()
+    with pytest.raises(error, match="mine") as caught:
+        on_ranks(mesh, f, torch.ones(3))
+    assert time.monotonic() - start < SOON
+    assert type(caught.value) is error
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "culprit"
+    assert "f" in names
+    still_works(mesh)
+
+
+def test_all_ranks_raise():
+    mesh = fs.make_mesh(a=4)
+    with pytest.raises(OwnError, match="mine"):
+        on_ranks(mesh, lambda: culprit(OwnError))
+    still_works(mesh)
+
+
+def test_user_code_cannot_swallow_the_end_of_its_run():
+    mesh = fs.make_mesh(a=2)
+    swallowed = []
+
+    def f(x):
+        if rank_of() == 1:
+            culprit(OwnError)
+        x = fs.pvary(x, "a")
+        try:
+            return fs.psum(x, "a")
+        except Exception as e:
+            swallowed.append(e)
+            return x
+
+    with pytest.raises(OwnError):
+        on_ranks(mesh, f, torch.ones(3))
+    assert swallowed == []
+    still_works(mesh)
+
+
+def test_a_rank_raises_in_its_backward_pass():
+    mesh = fs.make_mesh(a=3)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            if rank_of() == 1:
+                culprit(OwnError)
+            return grad
+
+    def f(x):
+        return fs.grad(lambda x: fs.psum(Fails.apply(fs.pvary(x, "a")).sum(), "a"))(x)
+
+    with pytest.raises(OwnError, match="mine"):
+        on_ranks(mesh, f, torch.ones(3))
+    still_works(mesh)
+
+
+def test_an_interrupt_of_the_caller_ends_every_rank():
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("interrupts reach the main thread")
+    mesh = fs.make_mesh(a=2)
+
+    def f(x):
+        for i in range(1 << 40):
+            x = fs.pmean(fs.pvary(x, "a"), "a")
+            if i == 5 and rank_of() == 0:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return x
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            on_ranks(mesh, f, torch.ones(3))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    still_works(mesh)
+
+
+# --- ranks that do not meet --------------------------------------------------------------------------------
+
+
+def text(mesh, f, *args):
+    start = time.monotonic()
+    with pytest.raises(ShardingError) as caught:
+        on_ranks(mesh, f, *args)
+    assert time.monotonic() - start < SOON
+    still_works(mesh)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_text_of_a_rank_that_returns_while_others_wait(first):
+    def f(x):
+        if rank_of() == 1:
+            time.sleep(0 if first else 0.02)
+            return x
+        return fs.psum(fs.pvary(x, "a"), "a")
+
+    assert text(fs.make_mesh(a=3), f, torch.ones(2, 4)) == (
+        "deadlock: every rank waits for one that will not come\n"
+        "  rank 0  waits in all_reduce over 'a' of float32[2, 4]\n"
+        "  rank 2  waits in all_reduce over 'a' of float32[2, 4]\n"
+        "  rank 1  has returned\n"
+        "  fix: every rank must call the same collectives in the same order"
+    )
+
+
+def test_text_of_a_deadlock_across_axes():
+    def f(x):
+        x, crossed = fs.pvary(x, ("a", "b")), rank_of() in (0, 3)
+        return fs.psum(fs.all_gather(x, "a"), "b") if crossed else fs.all_gather(fs.psum(x, "b"), "a")
+
+    assert text(fs.make_mesh(a=2, b=2), f, torch.ones(3)) == (
+        "deadlock: every rank waits for one that will not come\n"
+        "  rank 0  waits in all_gather over 'a' of float32[3]\n"
+        "  rank 1  waits in all_reduce over 'b' of float32[3]\n"
+        "  rank 2  waits in all_reduce over 'b' of float32[3]\n"
+        "  rank 3  waits in all_gather over 'a' of float32[3]\n"
+        "  fix: every rank must call the same collectives in the same order"
+    )
+
+
+def test_axes_in_another_order_do_not_meet():
+    said = text(
+        fs.make_mesh(a=2, b=2),
+        lambda x: fs.psum(fs.pvary(x, ("a", "b")), ("a", "b") if rank_of() % 2 else ("b", "a")),
+        torch.ones(3),
+    )
+    assert "deadlock" in said or "disagree" in said
+    assert "over 'a', 'b' of float32[3]" in said
+    assert "over 'b', 'a' of float32[3]" in said
+
+
+def test_a_rank_that_goes_on_alone():
+    f = lambda x: [fs.psum(fs.pvary(x, "a"), "a") for _ in range(2 + rank_of())][-1]  # noqa: E731
+    said = text(fs.make_mesh(a=2), f, torch.ones(3))
+    assert "rank 0  has returned" in said
+    assert "rank 1  waits in all_reduce" in said
+
+
+DISAGREEMENTS = {
+    "op": (
+        lambda x: fs.psum(x, "a") if rank_of() else fs.pmax(x, "a"),
+        {0: "all_reduce max over 'a' of float32[4]", 1: "all_reduce over 'a' of float32[4]"},
+    ),
+    "collective": (
+        lambda x: fs.psum(x, "a") if rank_of() else fs.all_gather(x, "a"),
+        {0: "all_gather over 'a' of float32[4]", 1: "all_reduce over 'a' of float32[4]"},
+    ),
+    "shape": (
+        lambda x: fs.psum(x[: 4 - rank_of()], "a"),
+        {0: "all_reduce over 'a' of float32[4]", 1: "all_reduce over 'a' of float32[3]"},
+    ),
+    "dtype": (
+        lambda x: fs.psum(x.double() if rank_of() else x, "a"),
+        {0: "all_reduce over 'a' of float32[4]", 1: "all_reduce over 'a' of float64[4]"},
+    ),
+    "pairs": (
+        lambda x: fs.ppermute(x, "a", [(0, 1)] if rank_of() else [(1, 0)]),
+        {0: "permute over 'a' of float32[4]", 1: "permute over 'a' of float32[4]"},
+    ),
+    "leaves": (
+        lambda x: fs.psum([x] * (1 + rank_of()), "a")[0],
+        {0: "all_reduce over 'a' of float32[4]", 1: "all_reduce over 'a' of float32[8]"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_text_of_ranks_that_disagree(name):
+    f, told = DISAGREEMENTS[name]
+    said = text(fs.make_mesh(a=2), lambda x: f(fs.pvary(x, "a")), torch.ones(4)).splitlines()
+    assert said[0] == "the ranks disagree on a collective"
+    assert sorted(said[1:3]) == [f"  rank {r}  {told[r]}" for r in (0, 1)]
+    assert said[3:] == [
+        (
+            "  fix: every rank must call the same collectives in the same order, on equal shapes; "
+            "for a dim that the axis does not divide, pass its global size="
+        )
+    ]
+
+
+# --- one run after, within, and beside another -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner_axes", [{"a": 2}, {"b": 2}, {"b": 1}], ids=repr)
+@pytest.mark.parametrize("outer_axes", [{"a": 2}, {"a": 1}], ids=repr)
+def test_shard_map_inside_shard_map_is_an_error(outer_axes, inner_axes):
+    def nested():
+        outer, inner = fs.make_mesh(**outer_axes), fs.make_mesh(**inner_axes)
+        inner = outer if outer == inner else inner
+        return on_ranks(outer, lambda x: on_ranks(inner, lambda x: x, x).shards[0], torch.ones(2))
+
+    assert in_child(nested) == (
+        "ShardingError: shard_map inside shard_map: the axes are bound already\n  fix: call the inner function directly"
+    )
+
+
+def test_threads_share_a_mesh():
+    mesh = fs.make_mesh(a=2, b=2)
+    wrong: list[object] = []
+
+    def many(base):
+        axes = ("a", "b")
+        f = fs.shard_map(lambda x: fs.psum(fs.pvary(x, axes), axes), mesh=mesh, in_specs=P(), out_specs=P())
+        for i in range(15):
+            got = f(torch.tensor(float(base + i))).item()
+            if got != 4 * (base + i):
+                wrong.append((base, i, got))
+
+    threads = [threading.Thread(target=many, args=(base,), daemon=True) for base in (0, 100, 200)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(SOON)
+    assert not any(t.is_alive() for t in threads)
+    assert wrong == []
+
+
+def test_meshes_run_beside_each_other_and_jvp_works_within_and_after():
+    square = lambda x: torch.func.jvp(lambda x: x * x, (x,), (torch.ones_like(x),))[1]  # noqa: E731
+    inside, outside = threading.Event(), threading.Event()
+
+    def early(x):  # ends while the other runs
+        assert inside.wait(SOON)
+        return square(x)
+
+    def late(x):
+        inside.set()
+        assert outside.wait(SOON)
+        return square(x)
+
+    results: dict[str, object] = {}
+
+    def call(name, mesh, f):
+        try:
+            results[name] = fs.device_get(on_ranks(mesh, f, torch.full((2,), 3.0))).tolist()
+        except Exception as e:
+            results[name] = e
+        if name == "early":
+            outside.set()
+
+    started = threading.Event()
+
+    def early_and_say(x):
+        started.set()
+        return early(x)
+
+    first = threading.Thread(target=call, args=("early", fs.make_mesh(a=2), early_and_say), daemon=True)
+    second = threading.Thread(target=call, args=("late", fs.make_mesh(b=2), late), daemon=True)
+    first.start()
+    assert started.wait(SOON)
+    second.start()
+    first.join(SOON)
+    second.join(SOON)
+    after = eager_transforms.JVP_NESTING
+    eager_transforms.JVP_NESTING = 0  # whatever happened: the other tests go on
+    assert results == {"early": [6, 6], "late": [6, 6]}
+    assert after == 0
+    assert square(torch.full((2,), 3.0)).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_inside_a_forward_mode_level_of_the_caller(n):
+    with torch.autograd.forward_ad.dual_level():
+        assert on_ranks(fs.make_mesh(a=n), lambda x: fs.psum(fs.pvary(x, "a"), "a"), torch.ones(())).item() == n
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_callers_modes_hold_on_every_rank(n):
+    mesh = fs.make_mesh(a=n)
+
+    def modes(comm, rank):
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+    assert mesh.run(modes) == [(True, False, False)] * n
+    with torch.no_grad():
+        assert mesh.run(modes) == [(False, False, False)] * n
+        with torch.enable_grad():
+            assert mesh.run(modes) == [(True, False, False)] * n
+    assert mesh.run(modes) == [(True, False, False)] * n
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_autocast_means_the_same_on_every_mesh(n):
+    f = lambda x: x @ x  # noqa: E731
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert on_ranks(fs.make_mesh(a=n), f, torch.ones(2, 2)).dtype == torch.bfloat16
+    assert on_ranks(fs.make_mesh(a=n), f, torch.ones(2, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_inference_mode_means_the_same_on_every_mesh(n):
+    with torch.inference_mode():
+        assert fs.make_mesh(a=n).run(lambda comm, rank: torch.is_inference_mode_enabled()) == [True] * n
+
+
+# --- what the ranks get ------------------------------------------------------------------------------------
+
+VERBS = {
+    "psum": lambda x: fs.pvary(fs.psum(x, "a"), "a"),  # pvary is a view: whoever writes into it writes into the sum
+    "psum of a tree": lambda x: fs.pvary(fs.psum([x, x], "a")[1], "a"),
+    "pmean": lambda x: fs.pvary(fs.pmean(x, "a"), "a"),
+    "pmax": lambda x: fs.pvary(fs.pmax(x, "a"), "a"),
+    "pmin": lambda x: fs.pvary(fs.pmin(x, "a"), "a"),
+    "all_gather": lambda x: fs.all_gather(x, "a"),
+    "psum_scatter": lambda x: fs.psum_scatter(x, "a"),
+    "all_to_all": lambda x: fs.all_to_all(x, "a", split=0, concat=1),
+    "ppermute": lambda x: fs.ppermute(x, "a", [(0, 1), (1, 2)]),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_result_is_each_ranks_own(verb):
+    """Writing into a result, or into the argument afterwards, reaches no other rank."""
+    mesh = fs.make_mesh(a=3)
+
+    def f(x, scribble):
+        x = fs.pvary(x, "a") * (1 + rank_of())
+        y = VERBS[verb](x)
+        if scribble:
+            kept = y.clone()
+            fs.psum(torch.zeros(1), "a")
+            x.fill_(1000 + rank_of())
+            y.add_(1 + rank_of())
+            fs.psum(torch.zeros(1), "a")
+            y = torch.where(y == kept + 1 + rank_of(), kept, float("nan"))
+        return y[None]
+
+    x = torch.arange(12.0).view(6, 2)
+    get = lambda scribble: fs.device_get(on_ranks(mesh, f, x, scribble, out=P("a")))  # noqa: E731
+    torch.testing.assert_close(get(True), get(False), rtol=0, atol=0)
+
+
+def test_sums_go_in_rank_order_and_half_precision_is_rounded_once():
+    mesh = fs.make_mesh(a=4)
+    for dtype in (torch.bfloat16, torch.float16):
+        parts = torch.tensor([1000.0, 1.25, 1.25, -1000.0], dtype=dtype)
+        total = fs.shard_map(lambda x: fs.psum(x, "a"), mesh=mesh, in_specs=P("a"), out_specs=P())(parts)
+        assert total.dtype == dtype
+        assert fs.device_get(total).tolist() == [2.5]
+    parts = torch.tensor([1e8, 1.0, -1e8, 1.0])
+    total = fs.shard_map(lambda x: fs.psum(x, "a"), mesh=mesh, in_specs=P("a"), out_specs=P())(parts)
+    assert fs.device_get(total).tolist() == [((parts[0] + parts[1]) + parts[2] + parts[3]).item()]
+
+
+# --- the region --------------------------------------------------------------------------------------------
+
+
+def test_a_region_knows_its_place():
+    mesh = fs.make_mesh(a=2, b=2)
+
+    def f():
+        here = region()
+        assert in_region()
+        assert dict(here.sizes) == mesh.axes
+        return torch.tensor([[here.rank, here.coords["a"], here.coords["b"]]])
+
+    got = fs.device_get(on_ranks(mesh, f, out=P(("a", "b"))))
+    assert got.tolist() == [[rank, *mesh.coords(rank).values()] for rank in mesh.ranks]
+    assert not in_region()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_is_bound_after_a_failure(n):
+    mesh = fs.make_mesh(a=n)
+    with pytest.raises(OwnError):
+        on_ranks(mesh, lambda: culprit(OwnError))
+    assert not in_region()
+    assert mesh.run(lambda comm, rank: in_region()) == [False] * n
+
+
+@pytest.mark.parametrize("verb", ["psum", "pmean", "pvary", "pmax", "all_gather", "psum_scatter", "pslice"])
+def test_text_of_a_verb_outside(verb):
+    with pytest.raises(ShardingError) as caught:
+        getattr(fs, verb)(torch.ones(2), "a")
+    assert str(caught.value) == (
+        f"{verb}: called outside shard_map, where no mesh axis is bound\n"
+        "  fix: call it inside a function wrapped by fs.shard_map(f, mesh=..., ...)"
+    )
+
+
+def test_other_threads_of_a_rank_are_not_in_its_region():
+    def f():
+        seen = []
+        other = threading.Thread(target=lambda: seen.append(in_region()))
+        other.start()
+        other.join()
+        assert seen == [False]
+
+    on_ranks(fs.make_mesh(a=2), f)
+
+
+# --- recording ---------------------------------------------------------------------------------------------
+
+
+def test_recording_sees_every_transfer_of_every_rank():
+    mesh = fs.make_mesh(a=2, b=2)
+
+    def f(x):
+        v = fs.pvary(x, ("a", "b"))
+        fs.psum({"x": v, "y": v[:1], "z": v.double()}, "a")  # one transfer per dtype
+        fs.all_gather(v, ("a", "b"))
+        fs.pvary(x, "a")  # moves nothing
+        fs.axis_index("a")
+
+    with fs.recording() as log:
+        on_ranks(mesh, f, torch.ones(3))
+    each = [
+        ("all_reduce", ("a",), torch.float32, 16),
+        ("all_reduce", ("a",), torch.float64, 24),
+        ("all_gather", ("a", "b"), torch.float32, 12),
+    ]
+    assert Counter((t.op, t.axes, t.dtype, t.bytes) for t in log) == Counter(each * 4)
+
+
+def test_recordings_nest_and_end():
+    mesh = fs.make_mesh(a=2)
+    once = lambda: on_ranks(mesh, lambda: fs.psum(torch.ones(1), "a"))  # noqa: E731
+    with fs.recording() as outer:
+        once()
+        with fs.recording() as inner:
+            once()
+        once()
+    once()
+    assert (len(outer), len(inner)) == (4, 2)
+    with pytest.raises(OwnError), fs.recording() as failed:
+        culprit(OwnError)
+    once()
+    assert failed == []
+
+
+def test_an_axis_of_one_moves_nothing():
+    with fs.recording() as log:
+        on_ranks(fs.make_mesh(a=1, b=2), lambda: fs.psum(torch.ones(1), "a"))
+    assert log == []

@@ -1,0 +1,379 @@
+"""Transfers that are started and landed: values on every kind of mesh, and what goes over the wire between pairs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard._comm import p2p as pairs
+from fshard._comm.board import boards
+from fshard._comm.gloo import Wires
+from fshard._comm.process import ProcessComm
+from fshard._ops.linear_maps import Gather, Scatter, Sum
+from tests.lib.collective_cases import EVERY_DTYPE, check_flights, check_what_flights_note
+
+MESHES = [
+    ({"a": 2}, ("a",)),
+    ({"a": 3}, ("a",)),
+    ({"a": 2, "b": 2}, ("b",)),
+    ({"a": 2, "b": 3}, ("b", "a")),
+    ({"a": 2, "b": 1, "c": 2, "d": 2}, ("a", "d")),
+]
+
+
+# --- a network in memory, under the code of process meshes -----------------------------------------------------
+
+
+class Wire:
+    """What gloo does, for ranks that are threads: messages meet by sender, receiver and tag, in order."""
+
+    def __init__(self, net: dict[Any, Any], me: int) -> None:
+        self.net, self.me = net, me
+        self.sent: list[tuple[int, Tensor]] = []
+        self.received: list[tuple[int, Tensor]] = []
+
+    def _box(self, *key: int) -> Any:
+        """What was sent from one to another by a tag, and the tickets of those who wait for it."""
+        return self.net.setdefault(key, (queue.Queue(), queue.Queue()))  # atomic
+
+    def send(self, xs: list[Tensor], to: int, tag: int) -> Work:
+        (x,) = xs
+        assert x.is_contiguous()
+        assert not x.is_conj()  # bytes know nothing of it
+        self.sent.append((to, x))
+        box = self._box(self.me, to, tag)
+        with self.net.setdefault("lock", threading.Lock()):
+            box[0].put(x.clone())
+            self._match(*box)
+        return Work(lambda: None)
+
+    def _match(self, sent: Any, wanted: Any) -> None:
+        while not sent.empty() and not wanted.empty():
+            wanted.get().put(sent.get())
+
+    def recv(self, xs: list[Tensor], of: int, tag: int) -> Work:
+        (x,) = xs
+        assert x.is_contiguous()
+        self.received.append((of, x))
+        box, ticket = self._box(of, self.me, tag), queue.Queue()
+        with self.net.setdefault("lock", threading.Lock()):
+            box[1].put(ticket)
+            self._match(*box)
+
+        def arrive() -> None:
+            message = ticket.get(timeout=60)
+            assert message.numel() == x.numel()
+            x.view(-1).copy_(message.view(-1))
+
+        return Work(arrive)
+
+
+class Work:
+    def __init__(self, act: Any) -> None:
+        self.wait = act
+
+
+class Wired(ProcessComm):
+    """A rank of a process mesh without processes: its groups are wires in memory."""
+
+    def __init__(self, sizes: dict[str, int], coords: dict[str, int], nets: dict[Any, Any]) -> None:
+        self.sizes, self.coords = sizes, coords
+        self._axes = tuple(a for a, n in sizes.items() if n > 1)
+        self._groups, self._wires, self._visible, self._lines = {}, {}, {}, {}
+        for k in range(1, len(self._axes) + 1):
+            for axes in itertools.combinations(self._axes, k):
+                rest = tuple(coords[a] for a in sizes if a not in axes)
+                place = 0
+                for a in axes:
+                    place = place * sizes[a] + coords[a]
+                self._groups[axes] = ""
+                self._wires[axes] = Wires(Wire(nets.setdefault((axes, rest), {}), place))
+
+
+    def share(self) -> None:
+        """As ranks of one host: with boards."""
+        for axes, wires in self._wires.items():
+            line = self._line(axes, torch.empty(0))
+            wires.board = boards(line.me, functools.partial(pairs.all_gather, line), 60.0)
+            assert wires.board is not None
+
+
+def wired(sizes: dict[str, int], *, shared: bool = False) -> Any:
+    """A mesh's `run` over wires in memory; `shared`, over boards."""
+
+    def run(f: Any) -> list[Any]:
+        nets: dict[Any, Any] = {}
+
+        def rank_main(comm: Wired, rank: int) -> Any:
+            if shared:
+                comm.share()
+            return f(comm, rank)
+
+        places = list(itertools.product(*(range(n) for n in sizes.values())))
+        with ThreadPoolExecutor(len(places)) as pool:
+            comms = [Wired(sizes, dict(zip(sizes, at, strict=True)), nets) for at in places]
+            return [future.result() for future in [pool.submit(rank_main, c, r) for r, c in enumerate(comms)]]
+
+    return run
+
+
+RUNS = {
+    "simulated": lambda sizes: fs.make_mesh(**sizes).run,
+    "sockets": wired,
+    "boards": functools.partial(wired, shared=True),
+}
+
+
+# --- values ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sizes", "axes"), MESHES)
+@pytest.mark.parametrize("kind", RUNS)
+def test_flights_land_with_the_right_values_in_another_order(kind, sizes, axes):
+    dtypes = EVERY_DTYPE if len(sizes) == 1 else EVERY_DTYPE[2::3]
+    check_flights(RUNS[kind](sizes), sizes, axes, dtypes)
+
+
+@pytest.mark.parametrize(("sizes", "axes"), MESHES)
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_flight_is_one_transfer_of_the_bytes_that_are_given(kind, sizes, axes):
+    check_what_flights_note(RUNS[kind](sizes), sizes, axes, math.prod(sizes.values()))
+
+
+@pytest.mark.parametrize("size", [1, 5_000, 50_001])  # one round, several messages or two rounds, a large message
+def test_sums_between_pairs_go_in_rank_order_and_half_precision_is_rounded_once(size):
+    parts = {torch.float32: [1e8, 1.0, -1e8, 1.0, 3.0], torch.bfloat16: [1000.0, 1.25, 1.25, -1000.0, 1.0],
+             torch.float16: [1000.0, 1.25, 1.25, -1000.0, 1.0]}  # fmt: skip
+    runs = {n: [run({"a": n}) for run in RUNS.values()] for n in (2, 3, 5)}
+    for n, (dtype, values) in itertools.product(runs, parts.items()):
+        total = torch.tensor(values[0], dtype=torch.float32)
+        for v in values[1:n]:
+            total = total + torch.tensor(v)
+        want = total.to(dtype).expand(size)
+
+        def sums(comm: Any, rank: int, n: int = n, dtype: Any = dtype, values: Any = values) -> list[Tensor]:
+            x = torch.full((size,), values[rank], dtype=dtype)
+            stack = x.expand(n, size)
+            out = [comm.reduce([x], ("a",), fresh=True)()[0], comm.all_reduce(x, "sum", ("a",))]
+            out += [comm.scatter([stack.unbind()], ("a",))()[0], comm.reduce_scatter(stack, ("a",))]
+            return [*out, comm.reduce([x], ("a",))()[0]]
+
+        for run in runs[n]:
+            for got in itertools.chain(*run(sums)):
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_blocking_verbs(kind):
+    sizes, axes = {"a": 2, "b": 2}, ("b", "a")
+
+    def f(comm: Any, rank: int) -> None:
+        me, n = 2 * comm.coords["b"] + comm.coords["a"], 4
+        every = torch.arange(float(n * n * 3)).view(n, n, 3)  # what each rank gives for each
+        mine = every[me]
+        same = lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0)  # noqa: E731
+        same(comm.all_reduce(mine, "sum", axes), every.sum(0))
+        same(comm.all_reduce(mine.t(), "max", axes), every[-1].t())
+        same(comm.all_reduce(-mine, "min", axes), -every[-1])
+        same(comm.all_gather(mine.t(), axes), every.transpose(1, 2))
+        same(comm.all_gather(mine[0, 0], axes), every[:, 0, 0])
+        same(comm.reduce_scatter(mine, axes), every.sum(0)[me])
+        same(comm.all_to_all(mine, axes), every[:, me])
+        same(comm.all_to_all(mine[:, 0], axes), every[:, me, 0])
+        got = comm.permute(mine, [(0, 1), (1, 3), (2, 2)], axes)
+        same(got, {1: every[0], 3: every[1], 2: every[2]}.get(me, torch.zeros(n, 3)))
+        conj = torch.view_as_complex(torch.stack([every, every + 1], -1)).conj()  # as it lies it is not what it says
+        same(comm.all_gather(conj[me], axes), conj.resolve_conj())
+
+    RUNS[kind](sizes)(f)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_sums_are_contiguous_and_on_the_device_of_their_parts(kind):
+    def f(comm: Any, rank: int) -> None:
+        x = torch.arange(24.0).view(4, 6)
+        with torch.device("meta"):
+            (part,) = comm.scatter([[x[:, :3].t(), x[:, 3:].t()]], ("a",))()
+            total, every = comm.all_reduce(x.t(), "sum", ("a",)), comm.all_gather(x, ("a",))
+            sent, turned = comm.permute(x, [(0, 1)], ("a",)), comm.all_to_all(x[:2], ("a",))
+        for y, want in ((part, 2 * x[:, 3 * rank :][:, :3].t()), (total, 2 * x.t()), (every, torch.stack([x, x])),
+                        (sent, x * rank), (turned, x[[rank, rank]])):  # fmt: skip
+            assert torch.equal(y, want)
+        assert part.is_contiguous()
+
+    RUNS[kind]({"a": 2})(f)
+
+
+@pytest.mark.parametrize("kind", ["sockets", "boards"])
+def test_a_flight_that_one_rank_drops_and_another_keeps_stops_nobody(kind):
+    def f(comm: Any, rank: int) -> None:
+        kept = [comm.reduce([torch.ones(9)], ("a",)) for _ in range(3)]
+        if rank == 0:
+            kept.clear()
+        for i in range(5):
+            assert comm.all_reduce(torch.full((9,), float(i)), "sum", ("a",))[0] == 2 * i
+
+    RUNS[kind]({"a": 2})(f)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_rank_may_start_the_next_before_it_lands_what_others_have_landed(kind):
+    def f(comm: Any, rank: int) -> None:
+        a, b, c = torch.ones(50_000), torch.full((50_000,), float(rank)), torch.zeros(3, 50_000)
+        first = comm.reduce([a], ("a",))
+        if rank == 1 and kind != "simulated":  # where everything moves at the start
+            time.sleep(0.05)
+            second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(50_000) * rank], [c.unbind()], ("a",))
+            first()
+        else:
+            first()
+            second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(50_000) * rank], [c.unbind()], ("a",))
+        second()
+        third()
+        assert a.unique().tolist() == [3]
+        assert b.unique().tolist() == [3]
+        assert c.unique(dim=1).tolist() == [[0], [1], [2]]
+
+    RUNS[kind]({"a": 3})(f)
+
+
+# --- maps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_map_that_is_started_gives_what_it_gives_when_run(kind, n):
+    """Over two dims, one that divides and one that does not; gathered into places that are given."""
+    layout = ((0, 2 * n), (1, 5))
+    whole = [torch.arange(2.0 * n * 3).view(2 * n, 3), torch.arange(20.0).view(4, 5)]
+
+    def f(comm: Any, rank: int) -> None:
+        same = lambda xs, ys: [torch.testing.assert_close(x, y, rtol=0, atol=0) for x, y in zip(xs, ys, strict=True)]  # noqa: E731
+        gather, scatter = Gather(comm, ("a",), layout), Scatter(comm, ("a",), layout)
+        mine = [x.split(gather.pieces(size), dim)[rank] for x, (dim, size) in zip(whole, layout, strict=True)]
+        same(gather.run(mine), whole)
+        into = [torch.zeros_like(x) for x in whole]
+        flight = gather.start(mine, into)
+        landed = flight()
+        assert all(x is y for x, y in zip(landed, into, strict=True))
+        same(into, whole)
+        for got in (scatter.run(whole), scatter.start(whole)()):
+            same(got, [n * x for x in mine])
+            assert all(x.is_contiguous() for x in got)
+        for divisor in (1, n):
+            m, xs = Sum(comm, ("a",), divisor), [x + rank for x in whole]
+            want = [(n * x + sum(range(n))) / divisor for x in whole]
+            same(m.run(xs), want)
+            same(xs, [x + rank for x in whole])  # lent
+            landed = m.start(xs)()
+            assert all(x is y for x, y in zip(landed, xs, strict=True))
+            same(xs, want)
+
+    RUNS[kind]({"a": n})(f)
+
+
+# --- what goes over the wire -----------------------------------------------------------------------------------
+
+
+class Silent(Wire):
+    def recv(self, xs: list[Tensor], of: int, tag: int) -> Work:
+        self.received.append((of, xs[0]))
+        return Work(xs[0].zero_)
+
+
+def silent(n: int) -> tuple[Any, Silent]:
+    """Rank 1 of n, where all the others send is zeros."""
+    comm = Wired({"a": n}, {"a": 1}, {})
+    wire = Silent({}, 1)
+    comm._wires = {("a",): Wires(wire)}
+    return comm, wire
+
+
+def where(moved: list[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
+    """Each message: the other rank, and the memory, (address, bytes)."""
+    return sorted((r, x.data_ptr(), x.nbytes) for r, x in moved)
+
+
+def at(r: int, x: Tensor) -> tuple[int, int, int]:
+    return r, x.data_ptr(), x.nbytes
+
+
+def test_what_is_large_moves_without_a_copy():
+    comm, wire = silent(3)
+    x, whole = torch.ones(40_000), torch.zeros(120_000)
+    comm.gather([x], [whole.split(40_000)], ("a",))()
+    assert where(wire.sent) == sorted([at(0, x), at(2, x)])
+    assert where(wire.received) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
+
+    comm, wire = silent(3)
+    (total,) = comm.scatter([whole.split(40_000)], ("a",))()
+    assert where(wire.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
+    assert at(0, total) in where(wire.received)  # the sum is made where the first part came
+
+    comm, wire = silent(2)
+    (total,) = comm.reduce([x], ("a",), fresh=True)()
+    assert (where(wire.sent), where(wire.received)) == ([at(0, x)], [at(0, total)])
+
+    comm, wire = silent(3)  # of three, each sums a third
+    comm.reduce([whole], ("a",))()
+    mine = whole[40_000:80_000]
+    assert where(wire.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:]), at(0, mine), at(2, mine)])
+    assert [m for m in where(wire.received) if m in (at(0, whole[:40_000]), at(2, whole[80_000:]))]
+
+
+def test_what_is_small_goes_in_one_message_to_each_rank():
+    small, large = [torch.ones(10, 3), torch.ones(()), torch.ones(0), torch.ones(100)], torch.ones(30_000)
+    for start in (
+        lambda comm, xs: comm.gather(xs, [[torch.empty(x.shape) for _ in range(3)] for x in xs], ("a",)),
+        lambda comm, xs: comm.scatter([[x] * 3 for x in xs], ("a",)),
+    ):
+        comm, wire = silent(3)
+        start(comm, [small[0], large, *small[1:]])()
+        sizes = [(r, size) for r, _, size in where(wire.sent)]
+        assert sorted(sizes) == [(0, 4 * 131), (0, 4 * 30_000), (2, 4 * 131), (2, 4 * 30_000)]
+        assert sorted((r, size) for r, _, size in where(wire.received)) == sorted(sizes)
+    comm, wire = silent(3)
+    comm.reduce(small, ("a",))()
+    assert [(r, size) for r, _, size in where(wire.sent)] == [(0, 4 * 131), (2, 4 * 131)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_nothing_is_sent_that_nobody_asked_for(n):
+    """(n-1)/n of the whole for a gather or a scatter, twice that for a sum; of uneven parts no padding."""
+    comm, wire = silent(n)
+    sizes = [30_000 + r for r in range(n)]
+    whole = torch.ones(sum(sizes))
+    count = lambda: sum(x.numel() for _, x in wire.sent)  # noqa: E731
+    comm.gather([torch.ones(sizes[1])], [whole.split(sizes)], ("a",))()
+    assert count() == (n - 1) * sizes[1]
+    wire.sent.clear()
+    comm.scatter([whole.split(sizes)], ("a",))()
+    assert count() == sum(sizes) - sizes[1]
+    wire.sent.clear()
+    comm.reduce([whole], ("a",))()
+    assert abs(count() - 2 * (n - 1) / n * whole.numel()) <= 2 * n
+    wire.sent.clear()
+    comm.permute(whole, [(0, 1)], ("a",))
+    assert count() == 0
+
+
+def test_a_flight_that_is_given_up_is_settled_before_the_next():
+    comm, wire = silent(2)
+    settled = []
+    wire.recv = lambda xs, of, tag: Work(lambda: settled.append(tag))  # type: ignore[method-assign]
+    flight = comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
+    del flight
+    assert settled == []
+    comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
+    assert len(settled) == 1

@@ -1,0 +1,554 @@
+"""Real ranks over gloo: the same answers as the simulated mesh, and an end to every rank when one fails."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fshard as fs
+from fshard import P
+from tests.lib.collective_cases import EVERY_DTYPE, check_all, check_flights, check_values, check_what_flights_note
+from tests.lib.compile_cases import meshes_made_again
+from tests.lib.processes import Pool, RanksError
+
+pytestmark = pytest.mark.process
+
+
+def same_leaves(got: Any, want: Any, *, rtol: float = 0.0) -> None:
+    """Every leaf equal: bitwise and NaN-safe, or to rounding where sums are taken in another order."""
+    assert fs.tree.structure(got) == fs.tree.structure(want)
+    for (path, a), b in zip(fs.tree.leaves_with_path(got), fs.tree.leaves(want), strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, p=path: f"{p}: {m}"
+        )
+
+
+# --- the opening example ------------------------------------------------------------------------------------
+
+
+def opening_example(mesh: fs.Mesh, steps: int = 3) -> Any:
+    """The design's first page; what every step gives, from the initial values on."""
+
+    def init() -> Any:
+        return {"up": fs.init.normal((64, 256), std=0.02), "down": fs.init.normal((256, 64), std=0.02)}
+
+    specs = {"up": fs.column("model"), "down": fs.row("model")}
+    params = fs.materialize(init(), specs, mesh, key=fs.key(0))
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        p = fs.pvary(p, "data")
+        h = torch.relu(fs.pvary(x, "model") @ p["up"])
+        y = fs.psum(h @ p["down"], "model")
+        return fs.pmean((y - x).square().mean(), "data")
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    def step(p: Any, x: Tensor) -> Any:
+        loss, grads = fs.value_and_grad(loss_fn)(p, x)
+        return fs.tree.map(lambda w, g: w - 10 * g, p, grads), loss
+
+    history = [fs.device_get(params)]
+    for i in range(steps):
+        params, loss = step(params, torch.randn(32, 64, generator=torch.Generator().manual_seed(i)))
+        history.append(fs.device_get((params, loss)))
+    assert repr(params) == "{'up': f32[64, 256@model], 'down': f32[256@model, 64]}"
+    return history
+
+
+def opening_example_on_ranks(axes: dict[str, int]) -> Any:
+    return opening_example(fs.make_mesh(**axes))
+
+
+def test_opening_example_equals_the_simulated_mesh(ranks: Pool) -> None:
+    one = opening_example(fs.make_mesh(data=1, model=1))
+    assert not torch.equal(one[0]["up"], one[-1][0]["up"])  # it moves
+    for axes in ({"data": 2, "model": 2}, {"data": 4, "model": 1}, {"model": 4, "data": 1}):
+        want = opening_example(fs.make_mesh(kind="simulated", **axes))
+        same_leaves(want, one, rtol=1e-5)
+        for got in ranks(4, opening_example_on_ranks, axes):
+            same_leaves(got[0], want[0])  # initial values: bitwise
+            same_leaves(got, want, rtol=1e-5)
+
+
+# --- placing, moving, fetching ------------------------------------------------------------------------------
+
+SPECS = [
+    P(), P("a"), P("b"), P(None, "a"), P("a", "b"), P("b", "a"), P(("a", "b")), P(("b", "a")),
+    P(None, ("a", "b")), P(..., "b"),
+]  # fmt: skip
+SHAPES = [
+    (8, 4),
+    (5, 3),
+    (2, 3),
+    (1, 7),
+    (0, 3),
+]  # even; uneven; parts that are empty; nearly all; nothing at all
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int8, torch.uint8,
+    torch.int64, torch.complex64,
+]  # fmt: skip
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return (torch.arange(torch.Size(shape).numel()) % 7 - 2).view(shape).to(dtype)
+
+
+def is_placed(x: fs.Sharded, whole: Tensor, spec: P) -> None:
+    rank = dist.get_rank()
+    assert x.shape == tuple(whole.shape)
+    assert x.spec.parts(x.ndim) == spec.parts(x.ndim)
+    (part,) = x.shards
+    assert part.dtype == whole.dtype
+    assert part.is_contiguous()
+    assert torch.equal(part, whole[x.box(rank)])
+
+
+def place_move_fetch() -> None:
+    mesh = fs.make_mesh(a=2, b=2)
+    other = fs.make_mesh(b=4)
+    rank = dist.get_rank()
+    pairs = [(s, torch.float32, a, b) for s in SHAPES for a, b in itertools.product(SPECS, SPECS)]
+    pairs += [((5, 3), d, a, b) for d in DTYPES for a, b in itertools.pairwise(SPECS)]
+    pairs += [((), d, P(), P()) for d in DTYPES]
+    for shape, dtype, before, after in pairs:
+        whole = values(shape, dtype)
+        x = fs.device_put(whole, before, mesh)
+        is_placed(x, whole, before)
+        is_placed(fs.reshard(x, after), whole, after)
+        is_placed(x, whole, before)  # where it was, it still is
+    for shape, dtype, spec in [*itertools.product(SHAPES, DTYPES, SPECS), *(((), d, P()) for d in DTYPES)]:
+        whole = values(shape, dtype)
+        x = fs.device_put({"x": whole}, spec, mesh)
+        assert torch.equal(fs.device_get(x)["x"], whole)
+        for to in (0, 3):
+            got = fs.device_get(x, rank=to)["x"]
+            assert torch.equal(got, whole) if rank == to else got is None
+    # another grid of the same ranks, and back
+    for shape, spec, there in itertools.product(SHAPES, SPECS, (P(), P("b"), P(None, "b"))):
+        whole = values(shape, torch.bfloat16)
+        x = fs.reshard(fs.device_put(whole, spec, mesh), there, other)
+        assert x.mesh == other
+        is_placed(x, whole, there)
+        is_placed(fs.reshard(x, spec, mesh), whole, spec)
+
+
+def test_placed_leaves_keep_every_element_through_moves_and_back(ranks: Pool) -> None:
+    ranks(4, place_move_fetch)
+
+
+def described() -> Any:
+    return {
+        "table": fs.init.normal((10, 6)),
+        "h": [{"w": fs.init.trunc_normal((6, 5), std=0.5), "b": fs.init.uniform(5)} for _ in range(2)],
+        "half": fs.init.normal((3, 4), dtype=torch.bfloat16),
+        "q": fs.init.orthogonal((6, 4)),
+        "eye": fs.init.eye(5, 3),
+        "steps": fs.init.arange(7),
+        "scale": fs.init.ones(()),
+    }
+
+
+PLACES = [
+    ("a", "b", P()),
+    (P(("a", "b")), {"w": P("a", "b"), "b": P("b")}, P("b", "a")),
+    (P(None, "a"), {"w": P(None, ("b", "a")), "b": P(("b", "a"))}, P(..., "b")),
+]
+
+
+def placed(mesh: fs.Mesh) -> list[Any]:
+    out = []
+    for table, block, half in PLACES[1:]:
+        specs = {
+            "table": table,
+            "h": [block, block],
+            "half": half,
+            "q": half,
+            "eye": P("a"),
+            "steps": P("b"),
+            "scale": P(),
+        }
+        out.append(fs.materialize(described(), specs, mesh, key=fs.key(7)))
+    return out
+
+
+def placed_on_ranks() -> list[Any]:
+    trees = placed(fs.make_mesh(a=2, b=2))
+    return [fs.device_get(trees), fs.tree.map(lambda x: x.shards[0], trees)]
+
+
+def test_materialize_fills_the_same_bits_as_the_simulated_mesh(ranks: Pool) -> None:
+    simulated = placed(fs.make_mesh(a=2, b=2, kind="simulated"))
+    one = fs.materialize(described(), P(), fs.make_mesh(a=1), key=fs.key(7))
+    for rank, (whole, shards) in enumerate(ranks(4, placed_on_ranks)):
+        same_leaves(whole, fs.device_get([one, one]))
+        same_leaves(shards, fs.tree.map(lambda x, r=rank: x.shards[r], simulated))
+
+
+# --- meshes and groups --------------------------------------------------------------------------------------
+
+
+def meshes() -> None:
+    assert repr(fs.make_mesh(data=2, model=2)) == "Mesh(data=2, model=2; process, 4 x cpu)"
+    assert fs.make_mesh(data=-1, model=2).axes == {"data": 2, "model": 2}
+    assert fs.make_mesh(data=-1).axes == {"data": 4}
+    assert fs.make_mesh(data=4, model=-1).axes == {"data": 4, "model": 1}
+    assert fs.make_mesh(data=2, model=2).ranks == (dist.get_rank(),)
+    for axes, why in (
+        ({"data": 3}, "3 = 3, not 4\n  fix: choose sizes whose product is 4, or start 3 processes"),
+        (
+            {"data": 4, "model": 2},
+            "4 x 2 = 8, not 4\n  fix: choose sizes whose product is 4, or start 8 processes",
+        ),
+        ({"data": -1, "model": 3}, "4 % 3 = 1\n  fix: choose sizes whose product is 4, or start 3 processes"),
+    ):
+        given = ", ".join(f"{a}={n}" for a, n in axes.items())
+        with pytest.raises(fs.ShardingError) as e:
+            fs.make_mesh(**axes)
+        assert (
+            str(e.value) == f"make_mesh({given}): the axes do not make up the world size\n  world  4\n  {why}"
+        )
+    for axes in ({"data": -1, "model": -1}, {"data": 0}, {}, {"data": -2}):
+        with pytest.raises(fs.ShardingError, match="not the sizes of a mesh"):
+            fs.make_mesh(**axes)
+    with pytest.raises(fs.ShardingError, match="compile=True"):
+        fs.shard_map(lambda: None, mesh=fs.make_mesh(data=2, kind="simulated"), out_specs=P(), compile=True)
+    # a simulated mesh still may be had where a process group is up
+    assert fs.make_mesh(kind="simulated", data=3).size == 3
+
+
+def groups() -> None:
+    mesh = fs.make_mesh(x=2, one=1, y=2)
+    names = ("x", "one", "y")
+    for k in (1, 2, 3):
+        for axes in itertools.permutations(names, k):  # every subset, in every order
+            n = sum(1 for _ in itertools.product(*(range(mesh.axes[a]) for a in axes)))
+            index = fs.shard_map(lambda a=axes: fs.axis_index(a)[None], mesh=mesh, out_specs=P(axes))()
+            assert torch.equal(fs.device_get(index), torch.arange(n)), axes
+            check_values(mesh, axes)
+    for axes in (("x",), ("y", "one", "x")):
+        check_all(mesh, axes)
+        check_flights(mesh.run, mesh.axes, tuple(a for a in axes if a != "one"), EVERY_DTYPE[2::3])
+
+
+def line() -> None:
+    mesh = fs.make_mesh(x=4)
+    check_values(mesh, ("x",))
+    check_all(mesh, ("x",))
+
+
+def flights(n: int) -> None:
+    mesh = fs.make_mesh(x=n)
+    check_flights(mesh.run, mesh.axes, ("x",), EVERY_DTYPE if n == 2 else EVERY_DTYPE[::3])
+    check_what_flights_note(mesh.run, mesh.axes, ("x",), here=1)
+    for _ in range(3):  # flights that every rank gives up do not stand in the way of others
+        mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [[torch.empty(9)] * n], ("x",)) and None)
+        mesh.run(lambda comm, rank: comm.reduce([torch.ones(50_000)], ("x",)) and None)
+    check_flights(mesh.run, mesh.axes, ("x",), EVERY_DTYPE[:1])
+    mesh.run(lambda comm, rank: comm._wires.clear())  # the way of a compiler, and of CUDA
+    check_flights(mesh.run, mesh.axes, ("x",), (torch.float32, torch.int64))
+    check_what_flights_note(mesh.run, mesh.axes, ("x",), here=1)
+    check_values(mesh, ("x",))
+
+
+def test_collectives_over_every_set_of_axes_in_every_order(ranks: Pool) -> None:
+    ranks(4, groups, timeout=120)  # some 200 first calls, and each is checked
+    ranks(4, line)
+    ranks(4, flights, 4)
+    ranks(2, flights, 2)
+
+
+# --- what does not divide -----------------------------------------------------------------------------------
+
+
+def uneven_training(mesh: fs.Mesh) -> Any:
+    """5 rows and 7 columns over 4 ranks: `unshard`, results of uneven shape, a gather that asks for sizes."""
+    specs = {"w": P(None, "data"), "b": P("data"), "scale": P()}
+    described = {"w": fs.init.normal((3, 7)), "b": fs.init.zeros(7), "scale": fs.init.ones(())}
+    params = fs.materialize(described, specs, mesh, key=fs.key(1))
+
+    def loss_fn(p: Any, x: Tensor) -> Any:
+        p = fs.unshard(p, specs, "data", shapes=described)
+        y = torch.tanh(x @ p["w"] + p["b"]) * p["scale"]
+        count = fs.psum(torch.tensor(float(len(x))), "data")
+        return fs.psum(y.square().sum(), "data") / count, y
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P(), P("data"), P("data"), P()))
+    def step(p: Any, x: Tensor) -> Any:
+        (loss, y), grads = fs.value_and_grad(loss_fn, has_aux=True)(p, x)
+        p = fs.tree.map(lambda w, g: w - 0.05 * g, p, grads)
+        whole = fs.all_gather(y, "data", to="invariant")  # sizes found out on the way
+        return p, loss, y, torch.full((len(x),), len(x)), whole
+
+    history = []
+    for rows in (5, 1, 6, 8):
+        x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
+        params, *rest = step(params, x)
+        assert [tuple(r.shape) for r in rest] == [(), (rows, 7), (rows,), (rows, 7)]
+        history.append(fs.device_get((params, rest)))
+    return history
+
+
+def uneven_on_ranks() -> Any:
+    return uneven_training(fs.make_mesh(data=4))
+
+
+def test_sizes_that_do_not_divide(ranks: Pool) -> None:
+    want = uneven_training(fs.make_mesh(data=4, kind="simulated"))
+    one = uneven_training(fs.make_mesh(data=1))
+    counts = [h[1][2].tolist() for h in want]
+    assert counts == [[2, 2, 2, 2, 1], [1], [2, 2, 2, 2, 2, 2], [2] * 8]
+    for history in (want, *ranks(4, uneven_on_ranks)):
+        assert [h[1][2].tolist() for h in history] == counts
+        for (params, rest), (params_1, rest_1) in zip(history, one, strict=True):
+            same_leaves([params, rest[:2], rest[3]], [params_1, rest_1[:2], rest_1[3]], rtol=1e-5)
+
+
+def bad_results() -> None:
+    mesh = fs.make_mesh(data=2)
+    with pytest.raises(fs.ShardingError, match="do not make up dim 0"):
+        fs.shard_map(lambda: torch.ones(1 + 2 * dist.get_rank()), mesh=mesh, out_specs=P("data"))()
+    with pytest.raises(fs.ShardingError, match=r"rank 1 returned \[3\]"):
+        fs.shard_map(lambda: torch.ones(1 + 2 * dist.get_rank()), mesh=mesh, out_specs=P())()
+    with pytest.raises(fs.ShardingError, match="the mesh has no axis 'model'"):
+        fs.shard_map(lambda: torch.ones(2), mesh=mesh, out_specs=P("model"))()
+
+
+def test_meshes_and_results_that_do_not_fit_are_refused_on_every_rank(ranks: Pool) -> None:
+    ranks(4, meshes)
+    ranks(2, bad_results)
+
+
+# --- compiled -----------------------------------------------------------------------------------------------
+
+
+def train(mesh: fs.Mesh, kind: str, compile: bool) -> Any:
+    described = {
+        "up": fs.init.normal((8, 16), std=0.3),
+        "b": fs.init.zeros(16),
+        "down": fs.init.normal((16, 8), std=0.3),
+    }
+    whole = {"up": P(), "b": P(), "down": P()}
+    specs: dict[str, P] = {
+        "data": whole,
+        "tensor": {"up": fs.column("data"), "b": P("data"), "down": fs.row("data")},
+        "full": fs.fully_shard(whole, described, axis="data"),
+    }[kind]  # type: ignore[assignment]
+    params = fs.materialize(described, specs, mesh, key=fs.key(3))
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        if kind == "tensor":
+            h = torch.relu(fs.pvary(x, "data") @ p["up"] + p["b"])
+            return (fs.psum(h @ p["down"], "data") - x).square().mean()
+        p = fs.unshard(p, specs, "data")
+        h = torch.relu(x @ p["up"] + p["b"])
+        return fs.pmean((h @ p["down"] - x).square().mean(), "data")
+
+    rows = P() if kind == "tensor" else P("data")
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, rows), out_specs=(specs, P()), compile=compile)
+    def step(p: Any, x: Tensor) -> Any:
+        loss, grads = fs.value_and_grad(loss_fn)(p, x)
+        return fs.tree.map(lambda w, g: w - 0.5 * g, p, grads), loss
+
+    history = []
+    for i in range(5):
+        params, loss = step(params, torch.randn(6, 8, generator=torch.Generator().manual_seed(i)))
+        history.append(fs.device_get((params, loss)))
+    return history
+
+
+def compiled_and_eager() -> None:
+    mesh = fs.make_mesh(data=2)
+    counters = torch._dynamo.utils.counters
+    # The default backend compiles C++, which takes long: once. What dynamo makes of a step is checked on all.
+    for kind, backend in (
+        ("data", "aot_eager"),
+        ("tensor", "aot_eager"),
+        ("full", "aot_eager"),
+        ("full", "inductor"),
+    ):
+        torch._dynamo.reset()
+        counters.clear()
+        with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+            got = train(mesh, kind, compile=True)
+        assert counters["stats"]["unique_graphs"] == 1, (kind, dict(counters["stats"]))
+        assert not counters["graph_break"], kind
+        same_leaves(got, train(mesh, kind, compile=False), rtol=1e-5)
+
+
+def test_compiled_steps_equal_eager_ones_and_compile_once(ranks: Pool) -> None:
+    ranks(2, compiled_and_eager, timeout=150)
+    assert ranks(2, meshes_made_again, timeout=60) == [[[6.0, 10.0, 14.0]] * 3] * 2
+
+
+# --- failure ------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+import fshard as fs
+from fshard import P
+
+how = sys.argv[1]
+mesh = fs.make_mesh(data=2)
+rank = mesh.ranks[0]
+
+@fs.shard_map(mesh=mesh, in_specs=(P("data"),), out_specs=P())
+def step(x):
+    if how == "raises" and rank == 1 and steps == 2:
+        raise ArithmeticError("rank 1 has had enough")
+    if how == "leaves" and rank == 1 and steps == 2:
+        sys.exit(0)
+    return fs.psum(x.sum(), "data")
+
+print(f"rank {rank} is up", flush=True)
+for steps in range(3):
+    step(torch.ones(4))
+print(f"rank {rank} has finished", flush=True)
+"""
+
+
+def environment() -> dict[str, str]:
+    """As a user's shell: this checkout importable, one compute thread, nothing of this run's own ranks."""
+    not_theirs = ("RANK", "WORLD", "LOCAL_", "MASTER_", "COV_", "PYTEST")
+    mine = {k: v for k, v in os.environ.items() if not k.startswith(not_theirs)}
+    home = str(Path(fs.__file__).parents[1])
+    return mine | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+def start_ranks(script: Path, how: str) -> list[tuple[int, str, float]]:
+    """Two processes without an agent over them: each one's exit code, what it printed, and when it ended."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    logs = [script.with_name(f"{how}-{r}.log") for r in range(2)]
+    started = []
+    for r, log in enumerate(logs):
+        env = environment() | here | {"RANK": str(r)}
+        with log.open("w") as out:
+            started.append(
+                subprocess.Popen([sys.executable, str(script), how], env=env, stdout=out, stderr=out)
+            )
+    ended: dict[int, float] = {}
+    limit = time.monotonic() + 60
+    try:
+        while len(ended) < 2 and time.monotonic() < limit:
+            ended |= {
+                r: time.monotonic() for r, p in enumerate(started) if r not in ended and p.poll() is not None
+            }
+            time.sleep(0.02)
+    finally:
+        for p in started:
+            p.kill()
+            p.wait()
+    assert len(ended) == 2, [log.read_text() for log in logs]
+    first = min(ended.values())
+    return [(started[r].returncode, logs[r].read_text(), ended[r] - first) for r in range(2)]
+
+
+def test_a_rank_that_ends_ends_the_others_without_an_agent(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    for how, exits in (("raises", 1), ("leaves", 0)):
+        (code, waits, late), (own_code, own, _) = start_ranks(script, how)
+        assert code == 1, waits
+        assert own_code == exits, own
+        assert late < 10, f"the waiting rank took {late:.1f} s to end"
+        assert "rank 0: a collective broke off: another rank has failed, or left the program" in waits
+        assert "has finished" not in waits + own
+        assert own.count("ArithmeticError: rank 1 has had enough") == exits
+        assert "ArithmeticError" not in waits
+
+
+def test_a_rank_that_raises_ends_a_job_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        "raises",
+    ]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "rank 0 is up" in done.stdout
+    assert "ArithmeticError: rank 1 has had enough" in done.stderr
+    assert "has finished" not in done.stdout
+
+
+def impatient(store: str) -> float:
+    """Rank 3 never comes: the ranks that wait for it give up when the job's own timeout is over."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    short = datetime.timedelta(seconds=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=short)
+    mesh = fs.make_mesh(data=2, model=2)
+    run = fs.shard_map(lambda x: fs.psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
+    run(torch.ones(4))
+    start = time.monotonic()
+    if rank == 1:  # waits for rank 3, in a group of just these two
+        with pytest.raises(fs.ShardingError, match="a collective broke off"):
+            run(torch.ones(4))
+        Path(f"{store}.done").touch()
+    while rank == 3 and not Path(f"{store}.done").exists() and time.monotonic() < start + 8:
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def test_a_rank_that_hangs_ends_the_wait_when_the_timeout_of_the_job_is_over(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    try:
+        waited = ranks(4, impatient, str(tmp_path / "store"))[1]
+    finally:
+        ranks.end_teams()  # their groups are of this test alone
+    assert 1 < waited < 6
+
+
+def crashes(in_flight: bool) -> None:
+    mesh = fs.make_mesh(data=2)
+
+    @fs.shard_map(mesh=mesh, in_specs=(P("data"),), out_specs=P())
+    def step(x: Tensor) -> Tensor:
+        if fs.axis_index("data") == 1:
+            os._exit(7)
+        return fs.psum(x.sum(), "data")
+
+    def fly(comm: Any, rank: int) -> None:
+        flights = [comm.reduce([torch.ones(n)], ("data",)) for n in (10, 1_000_000)]
+        if rank == 1:
+            os._exit(7)
+        for flight in flights:
+            flight()
+
+    if in_flight:
+        mesh.run(fly)
+    step(torch.ones(4))
+
+
+def test_a_rank_that_crashes_ends_the_others(ranks: Pool) -> None:
+    for in_flight in (False, True):
+        start = time.monotonic()
+        with pytest.raises(RanksError) as e:
+            ranks(2, crashes, in_flight)
+        assert "rank 0: a collective broke off: another rank has failed, or left the program" in str(e.value)
+        assert "rank 1 of 2: the process is gone" in str(e.value)
+        assert time.monotonic() - start < 10

@@ -1,0 +1,393 @@
+"""The checker: types follow every operation, wrong programs are named at their line, right ones pass unchanged."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard import _comm as comm
+from tests.corpus import refused
+
+MESH = fs.make_mesh(data=2, model=2)
+BOTH = {"data", "model"}
+
+
+def mapped(f, ins, out, mesh=MESH, **options):
+    return fs.shard_map(f, mesh=mesh, in_specs=ins, out_specs=out, **options)
+
+
+def types(f, specs, *args):
+    """What each result of `f` varies over and is fixed over, as the checker sees it."""
+    seen = {}
+
+    def look(*local):
+        kinds = [comm.checker().fact(x).type for x in fs.tree.leaves(f(*local))]
+        seen[comm.region().rank] = [(set(t.varies), set(t.fixed)) for t in kinds]
+        return ()
+
+    fs.shard_map(look, mesh=MESH, in_specs=specs, out_specs=P(), check="always")(*args)
+    first, *others = seen.values()
+    assert others == [first] * (MESH.size - 1)  # the same on every rank
+    return first
+
+
+def told(f, ins, out, *args, **options):
+    with pytest.raises(ShardingError) as e:
+        mapped(f, ins, out, check="always", **options)(*args)
+    return str(e.value)
+
+
+X, W = torch.randn(4, 8), torch.randn(8, 4)
+ROWS, COLUMNS = P("data"), fs.column("model")
+
+
+# --- what each operation gives --------------------------------------------------------------------------------
+
+V_DATA, V_BOTH, V_NONE = ({"data"}, {"model"}), (BOTH, set()), (set(), BOTH)
+
+GIVEN = {
+    "an argument": (lambda x, w: x, V_DATA),
+    "arithmetic": (lambda x, w: x * 2 + 1, V_DATA),
+    "two that vary over the same": (lambda x, w: x * x.sum(), V_DATA),
+    "pvary, then a product": (lambda x, w: fs.pvary(x, "model") @ fs.pvary(w, "data"), V_BOTH),
+    "psum of one axis": (lambda x, w: fs.psum(fs.pvary(x, "model"), "model"), V_DATA),
+    "psum of a tree": (lambda x, w: fs.psum({"x": x}, "data")["x"], V_NONE),
+    "psum of both": (lambda x, w: fs.psum(fs.pvary(x, "model"), ("data", "model")), V_NONE),
+    "pmax": (lambda x, w: fs.pmax(x, "data"), V_NONE),
+    "all_gather": (lambda x, w: fs.all_gather(x, "data"), V_DATA),
+    "all_gather to invariant": (lambda x, w: fs.all_gather(x, "data", to="invariant"), V_NONE),
+    "psum_scatter": (lambda x, w: fs.psum_scatter(x, "data"), V_DATA),
+    "pslice": (lambda x, w: fs.pslice(x, "model"), V_BOTH),
+    "all_to_all": (lambda x, w: fs.all_to_all(x, "data", split=1, concat=0), V_DATA),
+    "ppermute": (lambda x, w: fs.ppermute(x, "data", [(0, 1)]), V_DATA),
+    "axis_index": (lambda x, w: fs.axis_index("model"), ({"model"}, set())),
+    "made from nothing": (lambda x, w: torch.arange(3.0), (set(), set())),
+    "zeros like": (lambda x, w: torch.zeros_like(x), (set(), set())),
+    "nothing and something": (lambda x, w: torch.zeros_like(x) + w.sum(), ({"model"}, {"data"})),
+    "a comparison": (lambda x, w: x > w.sum(), V_BOTH),
+    "an integer of a float": (lambda x, w: x.argmax(-1), V_DATA),
+    "a view": (lambda x, w: x[0].view(2, 4).T, V_DATA),
+    "in place": (lambda x, w: x.clone().mul_(2), V_DATA),
+    "what is written into a view": (lambda x, w: _written(x), V_DATA),
+    "an out argument": (lambda x, w: torch.exp(x, out=torch.empty(2, 8)), V_DATA),
+    "overwritten": (lambda x, w: torch.zeros(2, 8).copy_(x), V_DATA),
+    "several results": (lambda x, w: x.max(-1).values, V_DATA),
+    "a list": (lambda x, w: torch.stack([x, 2 * x]), V_DATA),
+    "foreach": (lambda x, w: torch._foreach_mul([x], 2.0)[0], V_DATA),
+    "a gradient": (lambda x, w: fs.grad(lambda w: _loss(w, x))(w), ({"model"}, {"data"})),
+    "a vjp": (lambda x, w: torch.func.vjp(lambda x: x * x, x)[1](x)[0], V_DATA),
+    "a jvp": (lambda x, w: torch.func.jvp(lambda x: x * x, (x,), (x,))[1], V_DATA),
+    "vmap of grad": (lambda x, w: torch.func.vmap(torch.func.grad(lambda r: (r * r).sum()))(x), V_DATA),
+    "a hessian": (lambda x, w: torch.func.hessian(lambda r: (r**3).sum())(x[0]), V_DATA),
+    "remat": (lambda x, w: fs.grad(lambda w: _loss(w, x, fs.remat))(w), ({"model"}, {"data"})),
+    "nested grad": (
+        lambda x, w: fs.grad(lambda w: fs.psum(fs.grad(lambda w: _loss(w, x))(w).sum(), "model"))(w),
+        ({"model"}, {"data"}),
+    ),
+    "a draw by its spec": (lambda x, w: fs.random.normal(fs.key(0), (4, 8), spec=ROWS), V_DATA),
+    "a draw by its key": (lambda x, w: fs.random.normal(_key_of("data"), (4, 8)), V_DATA),
+    "a key split": (lambda x, w: fs.random.bits(fs.split(_key_of("data"))[0], (3,)), V_DATA),
+    "a mask on what it varies with": (
+        lambda x, w: fs.nn.dropout(x, 0.5, key=fs.key(0), spec=ROWS), V_DATA),
+}  # fmt: skip
+
+
+def _written(x):
+    buffer = torch.zeros(4, 8)
+    buffer[:2] = x
+    return buffer
+
+
+def _loss(w, x, wrap=lambda f: f):
+    block = wrap(lambda w, x: torch.tanh(x @ w).square().sum())
+    return fs.psum(block(fs.pvary(w, "data"), fs.pvary(x, "model")), ("data", "model"))
+
+
+def _key_of(axis):
+    return fs.fold_in(fs.key(0), fs.axis_index(axis))
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_type_of(name):
+    f, expected = GIVEN[name]
+    assert types(f, (ROWS, COLUMNS), X, W) == [expected]
+
+
+def test_what_a_view_is_written_with_all_views_are():
+    def f(x, w):
+        buffer = torch.zeros(4, 8)
+        row = buffer[0]
+        buffer[1].copy_(x[0])
+        return row, buffer
+
+    assert types(f, (ROWS, COLUMNS), X, W) == [(set(), set()), V_DATA]  # row 0 is what it was
+
+
+def test_an_alias_writes_what_it_shares():
+    def f(x, w):
+        v = fs.pvary(w, "data")
+        v.add_(fs.axis_index("data"))
+        return w * 1, torch.nn.Parameter(x) * 2
+
+    assert types(f, (ROWS, COLUMNS), X, W) == [V_BOTH, V_DATA]
+
+
+def test_leaves_of_one_transfer_are_written_apart():
+    def f(x, w):
+        a, b = fs.psum((x.sum(0), 2 * x.sum(0)), "data")
+        a.mul_(fs.axis_index("model") + 1)
+        return a, b
+
+    assert types(f, (ROWS, COLUMNS), X, W) == [({"model"}, {"data"}), V_NONE]
+
+
+def test_statistics_that_batch_norm_writes():
+    def f(x, w):
+        mean, var = torch.zeros(8), torch.ones(8)
+        y = torch.nn.functional.batch_norm(x, mean, var, training=True)
+        return y, mean, var
+
+    assert types(f, (ROWS, COLUMNS), X, W) == [V_DATA] * 3
+
+
+def test_a_fused_step_types_each_place_of_its_lists():
+    def f(x, w):
+        params, grads = [x.clone(), w.clone()], [x, w]
+        m, v = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
+        steps = [torch.ones(())] * 2
+        torch._fused_adamw_(params, grads, m, v, [], steps, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0,
+                            amsgrad=False, maximize=False)  # fmt: skip
+        return *params, *m
+
+    assert types(f, (ROWS, COLUMNS), X, W) == [V_DATA, ({"model"}, {"data"})] * 2
+
+
+def test_axes_of_one_rank_have_no_types():
+    mesh = fs.make_mesh(data=1, model=2)
+    f = mapped(lambda x: fs.psum(fs.psum(x, "data"), "data"), (P("data"),), P(), mesh=mesh, check="always")
+    torch.testing.assert_close(fs.device_get(f(X)), X)
+
+
+# --- what mixes ------------------------------------------------------------------------------------------------
+
+MIXES = {
+    "integers with floats": lambda x, w, i: x * i.sum(),
+    "a cast mask": lambda x, w, i: x * (i > 0).float().sum(),
+    "what is made here": lambda x, w, i: x * torch.linspace(0, 1, 8) + torch.ones(2, 8),
+    "Python numbers": lambda x, w, i: x * 3 + 0.5,
+    "the rank's place": lambda x, w, i: x * fs.axis_index("data"),
+    "an index that varies": lambda x, w, i: fs.pvary(w, "data")[:, fs.axis_index("data")],
+    "a comparison of both": lambda x, w, i: x * (fs.psum(x, "data").sum() > x.sum()),
+    "a generator of one's own": lambda x, w, i: x + torch.randn(8, generator=torch.Generator().manual_seed(0)),
+    "dropout of nothing": lambda x, w, i: torch.nn.functional.dropout(x, 0.0),
+    "attention": lambda x, w, i: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+    "a drawn index": lambda x, w, i: x[:, fs.random.randint(fs.key(0), (2,), high=8)],
+}  # fmt: skip
+
+
+def line_of(text):
+    """The line of this file that has `text` first."""
+    lines = Path(__file__).read_text().splitlines()
+    return 1 + next(i for i, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_mixes(name):
+    types(MIXES[name], (ROWS, COLUMNS, P()), X, W, torch.arange(3))
+
+
+def test_where_a_value_lies_in_a_buffer_may_differ_between_ranks():
+    """In one transfer with a leaf that is split unevenly over model, b lies elsewhere on each rank; it is one value."""
+    mesh = fs.make_mesh(data=2, model=2)
+
+    def f(a, b):
+        a, b = fs.psum((a, b), "data")
+        return fs.psum(fs.pvary(b, "model").sum() + a.sum(), "model")
+
+    a, b = torch.ones(2, 3), torch.ones(2, 4)
+    step = mapped(f, (P("data", "model"), P("data")), P(), mesh=mesh, check="always")
+    assert float(step(a, b)) == 2 * 8 + 6
+
+
+# --- what is refused, in full -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", refused.CASES)
+def test_text(name):
+    assert refused.text_of(name) == refused.texts()[name]
+
+
+def test_every_kept_text_has_its_program():
+    assert list(refused.texts()) == list(refused.CASES)
+
+
+REPAIRED = {
+    "missing_pvary": ('x @ p["up"]', 'fs.pvary(x, "model") @ p["up"]'),
+    "bias_before_the_sum": ('fs.psum(h @ w + b, "model")', 'fs.psum(h @ w, "model") + b'),
+    "psum_twice": ('return fs.psum(total, "data")', "return total"),
+    "mean_of_a_gradient": ('return fs.pmean(grads, "data")', "return grads"),
+}
+
+
+@pytest.mark.parametrize("name", REPAIRED)
+def test_the_printed_fix_is_right(name):
+    f, ins, out, args = refused.CASES[name]
+    wrong, right = REPAIRED[name]
+    source = inspect.getsource(f)
+    assert source.count(wrong) == 1
+    line = next(x.strip() for x in source.splitlines() if wrong in x).replace(wrong, right)
+    assert refused.texts()[name].endswith(f"fix: {line}")
+    scope = dict(vars(refused))
+    exec(source.replace(wrong, right), scope)
+    step = mapped(scope[f.__name__], ins, out, check="always")
+    step(*args)
+    fs.verify(step, *args)
+
+
+# --- when it looks ------------------------------------------------------------------------------------------------
+
+
+def wrong(x):
+    return x.sum()
+
+
+def test_first_looks_once_for_each_signature():
+    calls = []
+
+    def f(x):
+        calls.append(comm.checker() is not None)
+        return x * 2
+
+    step = mapped(f, (ROWS,), ROWS)
+    for x in (X, X, torch.randn(8, 8), X, X.double()):
+        step(x)
+    n = MESH.size
+    assert [calls[i * n] for i in range(5)] == [True, False, True, False, True]
+
+
+def test_a_call_that_failed_is_looked_at_again():
+    step = mapped(wrong, (ROWS,), P())
+    for _ in range(2):
+        with pytest.raises(ShardingError, match="varies over 'data'"):
+            step(X)
+
+
+def test_never_and_always():
+    mapped(wrong, (ROWS,), P(), check="never")(X)
+    calls = []
+
+    def f(x):
+        calls.append(comm.checker() is not None)
+        return x
+
+    step = mapped(f, (ROWS,), ROWS, check="always")
+    step(X), step(X)
+    assert all(calls)
+    with pytest.raises(ShardingError, match="check='sometimes'"):
+        mapped(f, (ROWS,), ROWS, check="sometimes")
+
+
+def test_on_keeps_how_it_is_checked():
+    other = fs.make_mesh(data=4, model=1)
+    mapped(wrong, (ROWS,), P(), check="never").on(other)(X)
+    with pytest.raises(ShardingError, match="varies over 'data'"):
+        mapped(wrong, (ROWS,), P()).on(other)(X)
+
+
+NUMBERS = {
+    "a default on one rank": lambda w, r: torch.add(w, w, alpha=r),
+    "a list": lambda w, r: torch.roll(w, [r], [0]),
+    "a foreach": lambda w, r: torch._foreach_mul([w], float(r))[0],
+    "a fill": lambda w, r: w.clone().fill_(float(r)),
+    "a complex one": lambda w, r: (w * complex(r, 0)).real,
+    "a key": lambda w, r: w + fs.random.normal(fs.key(r), w.shape),
+    "a choice of Python's": lambda w, r: w.unbind()[r] * 1,
+    "a branch": lambda w, r: w.sin() if r else w.cos(),
+    "a loop": lambda w, r: w * torch.tensor(float(r)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_each_rank_makes_no_one_value(name):
+    f = NUMBERS[name]
+    with pytest.raises(ShardingError, match=r"a number that differs between its ranks|is not one value|another part"):
+        mapped(lambda w: f(w, int(fs.axis_index("data"))), (P(),), P())(X)
+
+
+STRICT = {
+    "a scheduled rate": lambda x, s: x * (fs.random.uniform(fs.key(0), x.shape) < 0.9 - 0.001 * s),
+    "a noise schedule": lambda x, s: x + fs.random.normal(fs.key(0), x.shape) * (s > 10),
+    "a drawn integer": lambda x, s: x * fs.random.randint(fs.key(0), x.shape, high=10),
+}
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_a_draw_stays_one_until_it_meets_what_has_a_gradient(name):
+    text = told(STRICT[name], (ROWS, P()), ROWS, X, torch.tensor(3))
+    assert "of a draw that is the same on every rank of 'data' and what varies over it" in text
+
+
+def test_values_are_compared_where_no_type_sees_them_differ():
+    calls = []
+
+    def f(x):
+        calls.append(0)
+        late = int(fs.axis_index("model")) if len(calls) > MESH.size else 0
+        return {"x": x, "n": torch.tensor(float(late))}
+
+    step = mapped(f, (ROWS,), {"x": ROWS, "n": P()})
+    step(X), step(X)  # after the first call nobody looks
+    step = mapped(f, (ROWS,), {"x": ROWS, "n": P()}, check="values")
+    for _ in range(2):
+        with pytest.raises(ShardingError, match=r"result\['n'\] differs between ranks of 'model'"):
+            step(X)
+
+
+def test_checked_or_not_results_are_bitwise_the_same():
+    cfg = fs.models.gpt2.Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.1,
+                                attn_pdrop=0.1, embd_pdrop=0.1)  # fmt: skip
+    described, specs = fs.models.gpt2.init(cfg), fs.models.gpt2.specs(cfg, model="model")
+    specs = fs.fully_shard(specs, described, axis="data")
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.1, specs), fs.optim.adamw(1e-2))
+    layout = fs.models.gpt2.Layout("data", "model", True)
+    state = {"params": described, "opt": opt.init(described)}
+    state_specs = {"params": specs, "opt": opt.specs(specs)}
+
+    def step(state, ids, key):
+        loss = lambda p: fs.models.gpt2.loss(cfg, p, ids[:, :-1], ids[:, 1:], layout=layout, specs=specs, key=key, remat=True)  # noqa: E501, E731
+        value, grads = fs.value_and_grad(loss)(state["params"])
+        params, new = opt.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": new}, value
+
+    ids = torch.randint(0, 13, (4, 7), generator=torch.Generator().manual_seed(0))
+    got = []
+    for check in ("always", "never"):
+        f = mapped(step, (state_specs, ROWS, P()), (state_specs, P()), check=check, donate=0)
+        placed, losses = fs.materialize(state, state_specs, MESH, key=fs.key(0)), []
+        for i in range(3):
+            placed, loss = f(placed, ids, fs.fold_in(fs.key(1), i))
+            losses.append(loss)
+        got.append(fs.device_get((placed, losses)))
+    for a, b in zip(fs.tree.leaves(got[0]), fs.tree.leaves(got[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_gradient_has_its_parameters_type_also_where_it_is_zero():
+    def f(p, x):
+        grads = fs.grad(lambda p: fs.pmean((fs.pvary(p["used"], "data") * x).mean(), "data"))(p)
+        return fs.tree.map(lambda a, b: a - b, p, grads)
+
+    mapped(f, (P(), ROWS), P(), check="always")({"used": X[0], "unused": X[0]}, X)
+
+
+def test_library_code_is_not_where_the_user_went_wrong():
+    def f(x, w):
+        return fs.psum(fs.nn.linear(x, w).sum(), ("data", "model"))  # the user's line
+
+    text = told(f, (ROWS, COLUMNS), P(), X, W)
+    assert text.startswith(f"test_vma.py:{line_of('# the user' + chr(39) + 's line')} in f: ")

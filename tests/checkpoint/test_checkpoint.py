@@ -1,0 +1,437 @@
+"""Checkpoints: bitwise from every mesh to every other, simulated or real, each part written once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import fshard as fs
+from fshard import P, ShardingError, checkpoint
+from fshard.checkpoint import parts
+from fshard.checkpoint.manifest import read_manifest
+from tests.lib.processes import Pool
+
+MESHES: list[dict[str, int]] = [{"data": 1}, {"data": 4}, {"data": 2, "model": 3}, {"model": 8, "data": 1}]
+
+
+def values() -> dict[str, Tensor]:
+    """Leaves of every kind: dtypes, 0-d, empty, uneven, odd values."""
+    gen = torch.Generator().manual_seed(0)
+    odd = torch.tensor([math.nan, -0.0, math.inf, -math.inf, 1e-45, 1.0, 2.0])
+    real = torch.randn(7, 10, generator=gen)
+    ints = torch.randint(0, 100, (6, 5), generator=gen)
+    out = {
+        f"float{i}": real.to(dtype) for i, dtype in enumerate((torch.float32, torch.float64, torch.float16))
+    }
+    out |= {
+        f"int{i}": ints.to(dtype)
+        for i, dtype in enumerate((torch.int64, torch.int32, torch.int8, torch.uint8))
+    }
+    out |= {
+        "bf16": odd.bfloat16(),
+        "odd": odd,
+        "bool": ints > 50,
+        "complex": torch.complex(real, -real),
+        "fp8": odd[3:].to(torch.float8_e5m2),
+    }
+    out |= {"complex128": torch.complex(real, real).to(torch.complex128), "u16": ints.to(torch.uint16)}
+    out |= {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "empty2": torch.empty(4, 0, dtype=torch.int64),
+        "one": real[:1, :1],
+    }
+    return out
+
+
+def spec_of(mesh: fs.Mesh, x: Tensor, turn: int) -> P:
+    """One of several placements of a leaf: over each axis, over both, nested, or replicated."""
+    axes = [tuple(c) for n in range(3) for c in itertools.permutations(mesh.axes, n)]
+    options = (
+        [P()]
+        if x.ndim == 0
+        else [P(a or None) for a in axes] + ([P(None, a) for a in axes] if x.ndim > 1 else [])
+    )
+    options += [P(*list(mesh.axes)[: x.ndim])] if x.ndim > 1 and len(mesh.axes) > 1 else []
+    return options[turn % len(options)]
+
+
+def place(tree: dict[str, Tensor], mesh: fs.Mesh, turn: int) -> dict[str, fs.Sharded]:
+    specs = {k: spec_of(mesh, x, turn + i) for i, (k, x) in enumerate(sorted(tree.items()))}
+    return fs.device_put(tree, specs, mesh)
+
+
+def bits(x: Any) -> bytes:
+    x = fs.device_get(x)
+    return bytes(parts.bytes_of(x)) + repr((x.shape, x.dtype)).encode()
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    for k in a:
+        assert bits(a[k]) == bits(b[k]), k
+
+
+@pytest.mark.parametrize("to", MESHES, ids=str)
+@pytest.mark.parametrize("saved_on", MESHES, ids=str)
+def test_bitwise_on_every_mesh(saved_on: dict[str, int], to: dict[str, int], tmp_path: Path) -> None:
+    want = values()
+    checkpoint.save(tmp_path / "c", place(want, fs.make_mesh(**saved_on), 3))
+    for turn in range(3):
+        like = place({k: torch.zeros_like(x) for k, x in want.items()}, fs.make_mesh(**to), turn)
+        got = checkpoint.restore(tmp_path / "c", like)
+        same(got, want)
+        for k, x in got.items():
+            assert (x.spec, x.mesh) == (like[k].spec, like[k].mesh)
+            assert [s.shape for s in x.shards] == [s.shape for s in like[k].shards]
+
+
+def test_like_may_be_deferred_sharded_tensors_or_meta(tmp_path: Path) -> None:
+    want = {"w": torch.randn(5, 6), "b": torch.arange(4)}
+    mesh = fs.make_mesh(data=3)
+    checkpoint.save(tmp_path / "c", fs.device_put(want, P("data"), fs.make_mesh(data=2)))
+    deferred = {"w": fs.init.zeros((5, 6)), "b": fs.init.zeros((4,), dtype=torch.int64)}
+    likes: list[tuple[Any, Any, Any]] = [
+        (deferred, P("data"), mesh),
+        (deferred, {"w": P(None, "data"), "b": P()}, mesh),
+        (fs.device_put(want, P(), mesh), None, None),
+        (fs.device_put(want, P(), mesh), P("data"), None),
+        (fs.device_put(want, P("data"), mesh), None, fs.make_mesh(data=5)),
+        (want, None, None),
+        ({k: x.to("meta") for k, x in want.items()}, P(), mesh),
+    ]
+    for like, specs, on in likes:
+        got = checkpoint.restore(tmp_path / "c", like, specs=specs, mesh=on)
+        same(got, want)
+    assert isinstance(got["w"], Tensor)
+    assert got["w"] is not want["w"]
+
+
+def test_a_whole_train_state(tmp_path: Path) -> None:
+    mesh, other = fs.make_mesh(data=2, model=2), fs.make_mesh(model=4)
+    params = {"h": [{"up": fs.init.normal((8, 6))}, {"up": fs.init.normal((8, 6))}]}
+    placed = fs.materialize(params, P(None, "model"), mesh, key=fs.key(0))
+    values = {"step": 25, "lr": 0.1, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "big": 2**70,
+              "yes": True,
+              "name": "é\n\"x\"\ud800", "empty": ""}  # fmt: skip
+    state = {
+        "params": placed,
+        "opt": (placed, fs.device_put(3, P(), mesh)),
+        "key": fs.key(7),
+        "none": None,
+        **values,
+    }
+    assert checkpoint.save(tmp_path, state, step=25) == tmp_path / "step_000025"
+    like = {
+        **state,
+        **{k: type(v)() for k, v in values.items()},
+        "params": params,
+        "key": torch.zeros(2, dtype=torch.int64),
+    }
+    got = checkpoint.restore(tmp_path, like, specs=P(), mesh=other, step=25)
+    for k, v in values.items():
+        assert repr(got[k]) == repr(v)
+        assert type(got[k]) is type(v)
+    assert torch.equal(got["key"], fs.key(7))
+    assert got["none"] is None
+    assert isinstance(got["opt"], tuple)
+    assert got["opt"][1].item() == 3
+    for tree in (got["params"], got["opt"][0]):
+        for i in range(2):
+            assert tree["h"][i]["up"].mesh == other
+            assert bits(tree["h"][i]["up"]) == bits(placed["h"][i]["up"])
+    up = checkpoint.restore(tmp_path, params["h"][1], specs=P("model"), mesh=other, step=25, at="params.h.1")[
+        "up"
+    ]
+    assert bits(up) == bits(placed["h"][1]["up"])
+    assert checkpoint.restore(tmp_path, 0, step=25, at="step") == 25
+    listed = checkpoint.inspect(tmp_path, step=25)
+    assert listed["big"] == 2**70
+    assert listed["params.h.0.up"].shape == (8, 6)
+    assert repr(listed["opt.0.h.1.up"]) == "f32[8, 6]"
+    assert repr(listed["params.h.1.up"]) == "f32[8, 6] = opt.0.h.1.up"
+
+
+def test_each_part_is_written_once_by_the_least_loaded_holder(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(data=2, model=2)
+    tree = {f"w{i}": torch.randn(8, 8) for i in range(8)} | {"u": torch.randn(3, 5)}
+    specs = {k: P() if k < "w4" else P("model") for k in tree} | {"u": P(("data", "model"))}
+    at = checkpoint.save(tmp_path / "c", fs.device_put(tree, specs, mesh))
+    written = {p.name: 0 for p in at.glob("part-*")}
+    for name in written:
+        with safe_open(at / name, "pt") as f:
+            for key in f.keys():  # noqa: SIM118
+                written[name] += f.get_tensor(key).numel()
+                leaf, box = key.removesuffix("]").split("[")  # w0[0:8, 4:8]
+                slices = tuple(slice(*map(int, s.split(":"))) for s in box.split(", "))
+                assert torch.equal(f.get_tensor(key), tree[leaf][slices])
+    assert sum(written.values()) == sum(x.numel() for x in tree.values())
+    assert sorted(written) == [f"part-0000{r}.safetensors" for r in range(4)]
+    assert max(written.values()) - min(written.values()) <= 32  # half a leaf
+
+
+def test_part_files_are_safetensors(tmp_path: Path) -> None:
+    at = checkpoint.save(tmp_path / "c", values())
+    with safe_open(at / "part-00000.safetensors", "pt") as f:
+        assert torch.equal(f.get_tensor("bool[0:6, 0:5]"), values()["bool"])
+        assert torch.equal(torch.view_as_complex(f.get_tensor("complex[0:7, 0:10]")), values()["complex"])
+        assert f.get_tensor("empty[0:0, 0:4]").shape == (0, 4)
+        assert f.get_tensor("scalar[]").item() == 2.5
+    for leaf in read_manifest(at).leaves.values():  # aligned, for those who map the file
+        assert isinstance(leaf, checkpoint.Saved)
+        assert all(c.start % leaf.dtype.itemsize == 0 or leaf.dtype.itemsize > 8 for c in leaf.chunks)
+
+
+def test_the_manifest_is_json_of_every_parser(tmp_path: Path) -> None:
+    at = checkpoint.save(tmp_path / "c", {"a": math.nan, "b": -math.inf, "w": torch.tensor(math.nan)})
+    body = json.loads((at / "manifest.json").read_bytes(), parse_constant=pytest.fail)
+    assert body["format"] == "fshard.checkpoint"
+    assert body["leaves"]["b"] == {"type": "float", "value": "-inf"}
+
+
+def test_views_of_every_sort(tmp_path: Path) -> None:
+    x = torch.randn(4, 6, dtype=torch.complex64)
+    want = {
+        "conj": x.conj(),
+        "neg": x.conj().imag,
+        "t": x.real.T,
+        "step": x.real[::2, 1::3],
+        "n": x.real[:1].expand(3, 6),
+    }
+    want["grad"] = torch.nn.Parameter(torch.randn(3))
+    checkpoint.save(tmp_path / "c", want)
+    got = checkpoint.restore(tmp_path / "c", want)
+    same(got, {k: v.detach().clone() for k, v in want.items()})
+    assert not any(v.requires_grad for v in got.values())
+
+
+# --- ties ---------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_leaf_is_stored_once_and_restored_as_one(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(data=2)
+    w, t = fs.device_put(torch.randn(6, 4), P("data"), mesh), torch.arange(3)
+    at = checkpoint.save(tmp_path / "c", {"head": w, "wte": w, "t": t, "u": t})
+    assert sum(len(safe_open(p, "pt").keys()) for p in at.glob("part-*")) == 3
+    assert repr(checkpoint.inspect(at)["wte"]) == "f32[6, 4] = head"
+    apart = {"head": w, "wte": fs.device_put(torch.zeros(6, 4), P("data"), mesh), "t": t, "u": t.clone()}
+    got = checkpoint.restore(at, apart)
+    assert got["head"] is got["wte"]
+    assert got["t"] is got["u"]
+    want = {"head": w, "wte": w, "t": t, "u": t}
+    same(got, want)
+    got = checkpoint.restore(at, apart, specs={"head": P(), "wte": P(None, "data"), "t": P(), "u": P()})
+    assert got["head"] is not got["wte"]
+    same(got, want)
+    assert bits(checkpoint.restore(at, w, at="wte")) == bits(w)
+
+
+def test_a_tie_of_like_alone_does_not_join_what_was_saved_apart(tmp_path: Path) -> None:
+    a, b = torch.randn(4), torch.randn(4)
+    checkpoint.save(tmp_path / "c", {"a": a, "b": b})
+    like = fs.init.zeros((4,))
+    same(
+        checkpoint.restore(tmp_path / "c", {"a": like, "b": like}, specs=P(), mesh=fs.make_mesh(data=2)),
+        {"a": a, "b": b},
+    )
+
+
+# --- what does not fit --------------------------------------------------------------------------------------
+
+
+def test_all_differences_in_one_error(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(data=2)
+    state = {
+        "params": {"up": torch.zeros(4, 6), "down": torch.zeros(6, 4), "old": torch.zeros(3)},
+        "step": 3,
+        "lr": 1.0,
+    }
+    at = checkpoint.save(tmp_path / "c", state)
+    down = fs.init.zeros((6, 4), dtype=torch.bfloat16)
+    like = {"params": {"up": fs.init.zeros((4, 8)), "down": down, "new": fs.init.zeros((2,))},
+            "step": True, "lr": torch.zeros(())}  # fmt: skip
+    with pytest.raises(ShardingError) as e:
+        checkpoint.restore(at, like, specs=P(), mesh=mesh)
+    assert (
+        str(e.value)
+        == f"""\
+restore: {at} does not hold the leaves of `like`
+  differs  lr  saved as float, like says f32[]
+  differs  params.down  saved as f32[6, 4], like says bf16[6, 4]
+  missing  params.new  f32[2]
+  differs  params.up  saved as f32[4, 6], like says f32[4, 8]
+  differs  step  saved as int, like says bool
+  extra    params.old  f32[3]
+  fix: give `like` what fs.checkpoint.inspect shows; at='params' restores one subtree"""
+    )
+
+
+def error(f: Callable[[], object]) -> str:
+    with pytest.raises(ShardingError) as e:
+        f()
+    return str(e.value)
+
+
+def test_what_cannot_be_restored_is_said_before_reading(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(data=2)
+    like = {"a": fs.init.zeros((4,)), "b": torch.zeros(3), "c": None, "d": object()}
+    text = error(lambda: checkpoint.restore(tmp_path, like))
+    assert text.startswith(
+        "2 problems\nrestore: like['a']: nothing says where it goes\n  leaf  f32[4]\n  fix: give specs="
+    )
+    assert "like['d']: cannot restore a object" in text
+    text = error(
+        lambda: checkpoint.restore(tmp_path, {"a": like["a"], "b": like["b"]}, specs=P("model"), mesh=mesh)
+    )
+    assert "restore: like['a']: the mesh has no axis 'model'" in text
+    assert "restore: like['b']: a Tensor in `like` goes onto no mesh\n  spec  P('model')" in text
+    assert "another leaf is called 'x.y' too" in error(
+        lambda: checkpoint.restore(tmp_path, {"x.y": 1, "x": {"y": 2}})
+    )
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(data=2)
+    x = fs.device_put(torch.zeros(4), P("data"), mesh)
+    fs.shard_map(lambda x: x + 1, mesh=mesh, out_specs=P("data"), donate=0)(x)
+    tree = {
+        "d": fs.init.zeros((4,)),
+        "o": object(),
+        "x": {"y": 1},
+        "x.y": 2,
+        "q": torch.zeros(2).to(torch.float8_e4m3fnuz),
+    }
+    text = error(lambda: checkpoint.save(tmp_path / "c", tree))
+    for words in ["4 problems", "tree['d']: cannot save a Deferred\n  fix: fs.materialize it",
+                  "tree['o']: cannot save a object",
+                  "tree['x.y']: another leaf is called 'x.y' too",
+                  "tree['q']: cannot save torch.float8_e4m3fnuz"]:  # fmt: skip
+        assert words in text
+    assert "was donated to" in error(lambda: checkpoint.save(tmp_path / "c", {"x": x}))
+    for bad in ({"step": -1}, {"step": 2.0}, {"keep": 2}, {"keep": 0, "step": 1}):
+        assert text != error(lambda bad=bad: checkpoint.save(tmp_path / "c", {"x": 1}, **bad))
+    inside = fs.shard_map(lambda x: checkpoint.save(tmp_path / "c", x) and x, mesh=mesh, out_specs=P("data"))
+    assert "save: called inside shard_map" in error(lambda: inside(torch.zeros(4)))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- real ranks ---------------------------------------------------------------------------------------------
+
+
+def _state(mesh: fs.Mesh, specs: Any) -> dict[str, Any]:
+    like = {
+        "up": fs.init.normal((6, 10)),
+        "down": fs.init.normal((10, 5)),
+        "b": fs.init.normal((3,)),
+        "e": fs.init.zeros((0, 2)),
+    }
+    return {"params": fs.materialize(like, specs, mesh, key=fs.key(0)), "key": fs.key(5), "n": 4}
+
+
+SPECS: list[Any] = [{"up": P(None, "data"), "down": P("data"), "b": P("data"), "e": P()}, P()]
+
+
+def _rank(directory: str) -> dict[str, Any]:
+    """On each real rank: save, restore what a simulated mesh saved, and fail in several ways."""
+    import torch.distributed as dist
+
+    rank, out = dist.get_rank(), Path(directory)
+    mesh = fs.make_mesh(data=2)
+    state = _state(mesh, SPECS[0])
+    checkpoint.save(out / "process", state)
+    told: dict[str, Any] = {"same": []}
+
+    seen: list[int] = []
+    real = parts.zlib.crc32
+    parts.zlib.crc32 = lambda data, *a: seen.append(len(data)) or real(data, *a)  # type: ignore[assignment]
+    try:
+        for specs in SPECS:
+            got = checkpoint.restore(out / "simulated", _state(mesh, specs))
+            want = _state(mesh, specs)
+            told["same"] += [torch.equal(a.shards[0], b.shards[0]) for a, b in zip(
+                fs.tree.leaves(got["params"]), fs.tree.leaves(want["params"]), strict=True)]  # fmt: skip
+            told["same"] += [torch.equal(got["key"], want["key"]), got["n"] == 4]
+        parts.BLOCK = 40  # type: ignore[misc]
+        seen.clear()
+        checkpoint.restore(out / "big", {"w": fs.init.zeros((64, 10))}, specs=P("data"), mesh=mesh)
+        told["bytes"] = sum(n for n in seen if n == 40)
+    finally:
+        parts.BLOCK, parts.zlib.crc32 = 1 << 20, real  # type: ignore[misc]
+
+    def attempt(f: Callable[[], object]) -> str:
+        try:
+            f()
+        except ShardingError as e:
+            return str(e)
+        return "nothing was raised"
+
+    fsync = os.fsync
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    os.fsync = full if rank == 1 else fsync
+    told["full"] = attempt(lambda: checkpoint.save(out / "full", state))
+    os.fsync = fsync
+    told["differ"] = attempt(lambda: checkpoint.save(out / "differ", {**state, "n": 4 + rank}))
+    told["object"] = attempt(lambda: checkpoint.save(out / "object", {**state, "n": object() if rank else 4}))
+    told["exists"] = attempt(lambda: checkpoint.save(out / "process", state))
+    told["missing"] = attempt(lambda: checkpoint.restore(out / "simulated", {**state, "more": 1}))
+    told["cut"] = attempt(lambda: checkpoint.restore(out / "cut", state))
+    told["plain"] = attempt(lambda: checkpoint.save(out / "plain", {"x": torch.arange(3)}))  # rank 0 writes
+    return told
+
+
+@pytest.mark.process
+def test_real_ranks_save_and_restore_what_simulated_ones_do(
+    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = fs.make_mesh(data=2)
+    want = _state(mesh, SPECS[0])
+    simulated = checkpoint.save(tmp_path / "simulated", want)
+    cut = checkpoint.save(tmp_path / "cut", want)
+    (cut / "part-00001.safetensors").write_bytes(b"")
+    with monkeypatch.context() as m:
+        m.setattr(parts, "BLOCK", 40)
+        checkpoint.save(tmp_path / "big", {"w": torch.randn(64, 10)})
+    told = ranks(2, _rank, str(tmp_path))
+
+    process = tmp_path / "process"
+    assert sorted(f.name for f in process.iterdir()) == sorted(f.name for f in simulated.iterdir())
+    for f in process.iterdir():
+        assert f.read_bytes() == (simulated / f.name).read_bytes(), f.name
+    for specs in (P(), P("model"), P(("model", "data"))):
+        like = _state(fs.make_mesh(data=2, model=3), specs)
+        same(checkpoint.restore(process, like)["params"], want["params"])
+
+    for one in told:
+        assert all(one["same"])
+        assert one["bytes"] == 64 * 10 * 4 / 2  # half of the blocks
+        assert one["full"].startswith("rank 1: save: cannot write ")
+        assert one["differ"].startswith(
+            "rank 0: save: the ranks do not hold the same leaves\n  n    rank 0  4    rank 1  5\n  fix: "
+        )
+        assert one["object"].startswith("rank 1: save: tree['n']: cannot save a object")
+        assert "process is there already" in one["exists"]
+        assert one["missing"].startswith(
+            f"restore: {simulated} does not hold the leaves of `like`\n  missing  more  int"
+        )
+        assert "part-00001.safetensors: is cut short" in one["cut"]
+        assert one["plain"] == "nothing was raised"
+    left = {"simulated", "cut", "big", "process", "plain"}
+    assert {d.name for d in tmp_path.iterdir()} == left
+    assert checkpoint.restore(tmp_path / "plain", {"x": torch.zeros(3, dtype=torch.int64)})["x"].tolist() == [
+        0,
+        1,
+        2,
+    ]

@@ -1,0 +1,398 @@
+"""The files of checkpoints: read by blocks, checked before they are used, complete or not there at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pickle
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P, ShardingError, checkpoint
+from fshard.checkpoint import manifest, parts
+from tests.checkpoint.test_checkpoint import error, same
+
+# --- blocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (3, 0), (40,), (7, 9), (3, 50), (2, 3, 30), (2, 3, 4), (100, 1), (1, 1, 99)]
+)
+def test_blocks_follow_each_other_and_fit(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "BLOCK", 64)
+    x = torch.arange(math.prod(shape)).view(shape)
+    found = list(parts.blocks(shape, 4))
+    assert len(found) == parts.count(shape, 4)
+    assert torch.equal(torch.cat([x[b].flatten() for b in found] + [x.new_empty(0)]), x.flatten())
+    assert all(x[b].numel() * 4 <= 64 for b in found)
+    assert len(found) <= max(1, 2 * math.ceil(x.numel() * 4 / 64) + math.prod(shape[:-1]))
+
+
+def test_a_slice_reads_its_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "BLOCK", 256)
+    x = torch.randn(64, 8)
+    part, [(start, crc32)] = parts.write_part(tmp_path / "p", [parts.Piece("x", (64, 8), x.dtype, lambda: x)])
+    assert len(crc32) == 8
+    assert (tmp_path / "p").stat().st_size == part.bytes
+    seen: list[int] = []
+    real = parts.zlib.crc32
+    monkeypatch.setattr(parts.zlib, "crc32", lambda data: seen.append(len(data)) or real(data))
+    for box, blocks in [
+        ((slice(9, 15), slice(0, 8)), 1),
+        ((slice(7, 9), slice(3, 4)), 2),
+        ((slice(0, 64), slice(1, 2)), 8),
+    ]:
+        seen.clear()
+        out = torch.zeros(x[box].shape)
+        with open(tmp_path / "p", "rb") as f:
+            parts.read_chunk(f, "x", parts.Chunk((0, 0), (64, 8), "p", start, crc32), [(box, out)])
+        assert torch.equal(out, x[box])
+        assert seen == [256] * blocks
+
+
+def test_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "BLOCK", 64)
+    want = {
+        "a": torch.randn(50, 9),
+        "b": torch.randn(2, 60),
+        "c": torch.randn(1000),
+        "d": torch.randn(3, 4, 40),
+    }
+    checkpoint.save(tmp_path / "c", fs.device_put(want, P("data"), fs.make_mesh(data=3)))
+    for spec in (P(None, "data"), P("data"), P()):
+        specs = {**dict.fromkeys(want, spec), "c": P("data")}
+        same(checkpoint.restore(tmp_path / "c", fs.device_put(want, specs, fs.make_mesh(data=7))), want)
+
+
+# --- damage -------------------------------------------------------------------------------------------------
+
+
+def small(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    tree = fs.device_put({"a": torch.randn(4, 3), "b": torch.arange(2)}, P("data"), fs.make_mesh(data=2))
+    state = {**tree, "k": fs.key(1), "n": 3}
+    return checkpoint.save(tmp_path / "c", state), state
+
+
+def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
+    at, state = small(tmp_path)
+    for file in sorted(at.iterdir()):
+        good = file.read_bytes()
+        for i in range(0, len(good), 5 if file.suffix == ".json" else 3):
+            file.write_bytes(good[:i] + bytes([good[i] ^ 1 << i % 8]) + good[i + 1 :])
+            with pytest.raises(ShardingError):
+                checkpoint.restore(at, state)
+        file.write_bytes(good)
+    checkpoint.restore(at, state)
+
+
+def test_damage_says_which_file_and_which_leaf(tmp_path: Path) -> None:
+    at, state = small(tmp_path)
+    one, two = at / "part-00000.safetensors", at / "part-00001.safetensors"
+    good, other = one.read_bytes(), two.read_bytes()
+    one.write_bytes(good[:-1])
+    two.unlink()
+    assert (
+        error(lambda: checkpoint.restore(at, state))
+        == f"""\
+2 problems
+{one}: is cut short
+  expected  {len(good)} bytes    got  {len(good) - 1} bytes
+  fix: restore another checkpoint
+{two}: cannot be read
+  No such file or directory
+  fix: restore another checkpoint"""
+    )
+    two.write_bytes(other)
+    one.write_bytes(good + b"x")
+    assert f"{one}: is too long" in error(lambda: checkpoint.restore(at, state))
+    one.write_bytes(b"9" + good[1:])
+    assert f"{one}: the header is damaged" in error(lambda: checkpoint.restore(at, state))
+    start = manifest.read_manifest(at).leaves["a"].chunks[0].start
+    one.write_bytes(good[:start] + b"\xff" + good[start + 1 :])
+    text = error(lambda: checkpoint.restore(at, state))
+    assert text.startswith("a: the data is damaged\n  expected  crc32 ")
+    assert f"in {one}, bytes {start} to {start + 24}" in text
+    assert checkpoint.restore(at, 0, at="n") == 3  # nothing that is read is damaged
+
+
+def rewritten(at: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest, with a checksum that is right."""
+    body = json.loads((at / "manifest.json").read_bytes())
+    change(body)
+    head = {k: body.pop(k) for k in ("format", "version", "blake2b")}
+    text = json.dumps(body)[1:].encode()
+    head["blake2b"] = manifest._digest(text)
+    (at / "manifest.json").write_bytes(json.dumps(head)[:-1].encode() + b",\n" + text)
+
+
+MALFORMED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a file outside": lambda m: m["files"].update(
+        {"../part-00000.safetensors": m["files"].pop("part-00000.safetensors")}
+    ),
+    "an absolute file": lambda m: m["files"].update({"/etc/passwd": m["files"]["part-00000.safetensors"]}),
+    "a chunk outside": lambda m: m["leaves"]["a"]["chunks"][0].update(file="../x.safetensors"),
+    "a chunk beyond the leaf": lambda m: m["leaves"]["a"]["chunks"][0].update(offset=[3, 0]),
+    "a chunk beyond the file": lambda m: m["leaves"]["a"]["chunks"][0].update(start=10**6),
+    "a chunk missing": lambda m: m["leaves"]["a"]["chunks"].pop(),
+    "a chunk twice": lambda m: m["leaves"]["a"]["chunks"].__setitem__(1, m["leaves"]["a"]["chunks"][0]),
+    "a negative offset": lambda m: m["leaves"]["a"]["chunks"][0].update(offset=[-1, 0]),
+    "a huge chunk": lambda m: m["leaves"]["a"].update(
+        shape=[2**60, 3], chunks=[{**m["leaves"]["a"]["chunks"][0], "shape": [2**60, 3]}]
+    ),
+    "no checksum": lambda m: m["leaves"]["a"]["chunks"][0].update(crc32=[]),
+    "another dtype": lambda m: m["leaves"]["a"].update(dtype="object"),
+    "no shape": lambda m: m["leaves"]["a"].pop("shape"),
+    "a leaf of another kind": lambda m: m["leaves"].update(a=[]),
+    "a tie to nothing": lambda m: m["leaves"].update(a={"same_as": "zz"}),
+    "a tie to a value": lambda m: m["leaves"].update(zz={"same_as": "n"}),
+    "a value of another type": lambda m: m["leaves"]["n"].update(value="3"),
+    "a value of no type": lambda m: m["leaves"]["n"].update(type="list", value=[]),
+    "no leaves": lambda m: m.pop("leaves"),
+    "a step that is none": lambda m: m.update(step="x"),
+    "sizes of another type": lambda m: m["files"]["part-00000.safetensors"].update(bytes=1.5),
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_manifest_is_refused(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    at, state = small(tmp_path)
+    rewritten(at, lambda m: None)
+    checkpoint.restore(at, state)
+    rewritten(at, change)
+    assert f"{at / 'manifest.json'} is malformed" in error(lambda: checkpoint.restore(at, state))
+
+
+def test_other_directories_are_refused(tmp_path: Path) -> None:
+    at, state = small(tmp_path)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dir").mkdir()
+    checkpoint.save(tmp_path / "out", {"x": 1}, step=5)
+    for path, step, words in [
+        ("nothing", None, "there is nothing"),
+        ("file", None, "it is a file"),
+        ("dir", None, "it holds no manifest.json"),
+        ("out", None, "it holds the steps [5]\n  fix: step=5"),
+        ("out", 6, "there is nothing\n  fix: the steps here are [5]"),
+    ]:
+        text = error(lambda path=path, step=step: checkpoint.restore(tmp_path / path, {"x": 1}, step=step))
+        assert "is not a checkpoint of fshard" in text
+        assert words in text
+    rewritten(at, lambda m: m.update(version=2))
+    (at / "manifest.json").write_bytes(
+        (at / "manifest.json").read_bytes().replace(b'"version": 1', b'"version": 2', 1)
+    )
+    assert "expected  1    got  2" in error(lambda: checkpoint.restore(at, state))
+    for text in (b"", b"{}", b"[]\n", b'{"format": "other", "version": 1, "blake2b": ""}', b"[" * 100_000):
+        (at / "manifest.json").write_bytes(text)
+        assert "is not a manifest of fshard, or is damaged" in error(lambda: checkpoint.inspect(at))
+
+
+class Malicious:
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return exec, ("import test_checkpoint_files as t; t.Malicious.ran = True",)
+
+
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pickle.loads(pickle.dumps(Malicious()))
+    assert Malicious.ran  # it would work
+    Malicious.ran = False
+    at, state = small(tmp_path)
+    bad = pickle.dumps(Malicious())
+    for name in (".metadata", "__0_0.distcp", "extra.pt"):
+        (at / name).write_bytes(bad)
+    calls: list[Any] = []
+    for owner, name in [(pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")]:
+        monkeypatch.setattr(owner, name, lambda *a, **k: calls.append(a))
+    same(
+        {k: v for k, v in checkpoint.restore(at, state).items() if k != "n"},
+        {k: v for k, v in state.items() if k != "n"},
+    )
+    for name in ("part-00000.safetensors", "part-00001.safetensors", "manifest.json"):
+        (at / name).write_bytes(bad)
+        error(lambda: checkpoint.restore(at, state))
+    (at / "manifest.json").unlink()
+    assert ".metadata there is a pickle, and is never opened" in error(lambda: checkpoint.restore(at, state))
+    assert not calls
+    assert not Malicious.ran
+
+
+# --- steps, and complete or not at all ----------------------------------------------------------------------
+
+
+def test_steps_latest_and_keep(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "no") is None
+    assert checkpoint.steps(tmp_path) == []
+    for step in (5, 100, 20, 1_234_567):
+        checkpoint.save(tmp_path, {"x": step}, step=step)
+    assert checkpoint.steps(tmp_path) == [5, 20, 100, 1_234_567]
+    assert checkpoint.latest(tmp_path) == 1_234_567
+    (tmp_path / "step_999999999").mkdir()  # not complete
+    (tmp_path / "step_7").mkdir()
+    assert checkpoint.latest(tmp_path) == 1_234_567
+    checkpoint.save(tmp_path, {"x": 30}, step=30, keep=3)  # the one just saved stays, whatever its number
+    assert checkpoint.steps(tmp_path) == [30, 100, 1_234_567]
+    checkpoint.save(tmp_path, {"x": 40}, step=40, keep=1)
+    assert checkpoint.steps(tmp_path) == [40]
+    assert checkpoint.restore(tmp_path, {"x": 0}, step=40) == {"x": 40}
+
+
+def test_overwrite_is_asked_for_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(data=4)
+    first = {"x": fs.device_put(torch.arange(8), P("data"), mesh)}
+    at = checkpoint.save(tmp_path / "c", first)
+    assert error(lambda: checkpoint.save(at, first)) == (
+        f"save: {at} is there already\n  fix: overwrite=True, another step, or another directory"
+    )
+    for i in range(3):
+        new = {"x": torch.arange(8) + i}
+        checkpoint.save(at, new, overwrite=True)
+        same(checkpoint.restore(at, first), new)
+        assert len(list(at.iterdir())) == 2
+        assert list(tmp_path.iterdir()) == [at]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("keep")
+    assert "is there, and is not a checkpoint" in error(
+        lambda: checkpoint.save(tmp_path / "mine", first, overwrite=True)
+    )
+    assert (tmp_path / "mine" / "notes").read_text() == "keep"
+    (tmp_path / "empty").mkdir()
+    checkpoint.save(tmp_path / "empty", first)
+    checkpoint.save(tmp_path / "a" / "b" / "c", first)
+    assert checkpoint.inspect(tmp_path / "a" / "b" / "c").keys() == {"x"}
+
+
+@pytest.mark.parametrize("what", ["fsync", "rename", "replace", "mkdir"])
+def test_a_full_disk_leaves_nothing(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, state = small(tmp_path)
+    before = {f.name: f.read_bytes() for f in at.iterdir()}
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, what, full)
+    text = error(lambda: checkpoint.save(at, state, overwrite=True))
+    assert text.startswith("save: ")
+    assert "No space left on device" in text
+    if what != "replace":  # a new checkpoint needs none
+        assert "No space left on device" in error(lambda: checkpoint.save(tmp_path / "new", state))
+        assert list(tmp_path.iterdir()) == [at]
+    assert {f.name: f.read_bytes() for f in at.iterdir()} == before
+
+
+def test_an_interrupt_is_not_reworded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path / "c", {"x": torch.zeros(2)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def die_at(instant: int) -> None:
+    """From here on the process kills itself at the n-th thing it does to the disk; a write is half done."""
+    left = itertools.count(instant, -1)
+
+    def step(before: Callable[[], object] = lambda: None) -> None:
+        if next(left) == 0:
+            before()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(f: Callable[..., Any]) -> Callable[..., Any]:
+        def g(*args: Any, **kwargs: Any) -> Any:
+            step()
+            return f(*args, **kwargs)
+
+        return g
+
+    def opened(path: Any, mode: str) -> Any:
+        if "x" not in mode:
+            return open(path, mode)
+        step()
+        f = open(path, mode)  # noqa: SIM115
+        write = f.write
+
+        def half(data: Any) -> int:
+            step(lambda: (write(data[: len(data) // 2]), f.flush()))
+            return write(data)
+
+        f.write = half  # type: ignore[method-assign]
+        return f
+
+    for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+    parts.open = manifest.open = opened  # type: ignore[attr-defined]
+
+
+def killed(instant: int, job: Callable[[], object]) -> bool:
+    """Run `job` in a child that dies at the instant; False if it ended before that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # idle rank threads of this process: the child needs none
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            die_at(instant)
+            job()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
+@pytest.mark.process
+def test_a_kill_at_any_instant_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(data=2)
+
+    def state(n: int) -> dict[str, Any]:
+        return {"w": fs.device_put(torch.full((4,), float(n)), P("data"), mesh), "n": n}
+
+    for how, step, options in [
+        ("new step", 2, {}),
+        ("overwrite", 1, {"overwrite": True}),
+        ("keep", 2, {"keep": 1}),
+    ]:
+        seen = []
+        for instant in itertools.count():
+            out = tmp_path / how / str(instant)
+            checkpoint.save(out, state(1), step=1)
+            died = killed(
+                instant, lambda out=out, o=options, s=step: checkpoint.save(out, state(2), step=s, **o)
+            )
+            last = checkpoint.latest(out)
+            assert last in (1, step)
+            for known in checkpoint.steps(out):  # every one that shows is whole
+                got = checkpoint.restore(out, state(0), step=known)
+                assert got["n"] in ((1, 2) if how == "overwrite" else (known,))
+                same({"w": got["w"]}, {"w": state(got["n"])["w"]})
+            seen.append(got["n"])
+            checkpoint.save(out, state(1), step=9)  # clears what was left
+            assert all(d.name.startswith("step_") for d in out.iterdir())
+            assert all(len(list(d.iterdir())) == 3 for d in out.iterdir())
+            if not died:
+                break
+        assert seen == sorted(seen)  # one instant parts the old from the new
+        assert set(seen) == {1, 2}
+        assert len(seen) > 15
+
+
+def test_one_element_is_its_bytes_whatever_its_strides():
+    x = torch.arange(24.0).view(4, 6)[1:2, 3:4].T
+    assert bytes(parts.bytes_of(x)) == torch.tensor([9.0]).numpy().tobytes()

@@ -1,0 +1,363 @@
+"""What the documentation shows is what happens: every block of the README, every example of every docstring.
+
+README: the ```python blocks run in order, in one namespace; a ```text block right after one is exactly what
+it prints (`...` stands for any text).
+
+Docstrings: every `>>>` example runs, as in a session that has `torch`, `np`, `fs`, the public names and those
+of its own module, a simulated `mesh` of data=2, model=4, and what GIVEN says. One that calls a verb of a
+region runs inside one, on every rank, and shows rank 0. One that shows no result shows none on purpose.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import doctest
+import functools
+import importlib
+import io
+import linecache
+import pkgutil
+import re
+import shlex
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fshard as fs
+from fshard._comm import region
+
+README = Path(__file__).parents[2] / "README.md"
+COMMANDS = ("install", "test")  # the blocks that CI and a newcomer copy; each after its <!-- marker -->
+
+
+# --- README -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, text, first line, and the marker comment on the line above it, if any."""
+
+    language: str
+    text: str
+    line: int
+    marker: str
+    follows: bool  # only blank lines stand between it and the block before
+
+
+def blocks(text: str) -> list[Block]:
+    found: list[Block] = []
+    lines = text.splitlines()
+    start, language, marker, follows = -1, "", "", False
+    for i, line in enumerate(lines):
+        if start >= 0:
+            if line.startswith("```"):
+                found.append(Block(language, "\n".join(lines[start:i]) + "\n", start + 1, marker, follows))
+                start, marker, follows = -1, "", True
+        elif line.startswith("```"):
+            start, language = i + 1, line[3:].strip()
+        elif line.startswith("<!--"):
+            marker, follows = line, False
+        elif line.strip():
+            marker, follows = "", False
+    assert start < 0, f"line {start}: the block is not closed"
+    return found
+
+
+def run_blocks(text: str, name: str) -> list[str]:
+    """Run the python blocks; what each printed. Raises AssertionError where a text block says otherwise."""
+    namespace: dict[str, Any] = {"__name__": name}
+    printed: list[str] = []
+    before = ""
+    code = [""] * len(text.splitlines())  # the document as one program: what is no code is blank
+    for block in blocks(text):
+        if block.language == "python":
+            code[block.line - 1 : block.line - 1 + block.text.count("\n")] = block.text.splitlines()
+    linecache.cache[name] = (len(text), None, [line + "\n" for line in code], name)
+    for block in blocks(text):
+        if block.language == "python":
+            source = "\n" * (block.line - 1) + block.text  # so that a traceback has the document's own lines
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(source, name, "exec"), namespace)
+            printed.append(out.getvalue())
+        elif block.language == "text" and block.follows and before == "python":
+            assert matches(block.text, printed[-1]), (
+                f"{name}, line {block.line}: it prints\n{printed[-1]}and not\n{block.text}"
+            )
+        before = block.language
+    return printed
+
+
+def matches(want: str, got: str) -> bool:
+    strip = lambda text: "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"  # noqa: E731
+    return doctest.OutputChecker().check_output(strip(want), strip(got), doctest.ELLIPSIS)
+
+
+def test_readme_runs_and_prints_what_it_says() -> None:
+    text = README.read_text()
+    printed = run_blocks(text, "README.md")
+    assert len(printed) == sum(line.startswith("```python") for line in text.splitlines()) > 0
+
+
+def test_readme_names_one_command_to_install_and_one_to_test() -> None:
+    marked = {name: [b for b in blocks(README.read_text()) if b.marker == f"<!-- {name} -->"] for name in COMMANDS}
+    for name, found in marked.items():
+        assert len(found) == 1, f"{len(found)} blocks after a line <!-- {name} -->"
+        assert found[0].language in ("sh", "bash")
+        for line in found[0].text.splitlines():
+            words = shlex.split(line, comments=True)
+            if "install" in words:  # torch in the same command, or pip takes whatever build it likes
+                assert any(w.startswith("torch==") for w in words), line
+    assert re.search(r"\bpytest\b", marked["test"][0].text)
+
+
+TEXT = """a
+<!-- test -->
+```sh
+ls
+```
+
+```python
+x = 1
+print(x, 'b')
+```
+
+```text
+1 ...
+```
+b
+```text
+free
+```
+"""
+
+
+def test_blocks_are_read_as_they_are_meant() -> None:
+    assert [(b.language, b.marker, b.line, b.follows) for b in blocks(TEXT)] == [
+        ("sh", "<!-- test -->", 4, False),
+        ("python", "", 8, True),
+        ("text", "", 13, True),
+        ("text", "", 17, False),
+    ]
+    assert run_blocks(TEXT, "t") == ["1 b\n"]
+    with pytest.raises(AssertionError, match=r"t, line 13: it prints\s+1 b\s+and not\s+2 b"):
+        run_blocks(TEXT.replace("1 ...", "2 b"), "t")
+    with pytest.raises(AssertionError, match="not closed"):
+        blocks("```python\n")
+
+
+# --- docstrings ---------------------------------------------------------------------------------------------
+
+MLP = """
+params = fs.materialize({"up": fs.init.normal((64, 256)), "down": fs.init.normal((256, 64))},
+                        {"up": fs.column("model"), "down": fs.row("model")}, mesh, key=fs.key(0))
+"""
+SAVED = """
+specs = {"up": fs.column("model"), "down": fs.row("model")}
+init = lambda: {"up": fs.init.normal((64, 256)), "down": fs.init.normal((256, 64))}
+params = fs.materialize(init(), specs, mesh, key=fs.key(0))
+for step in (25, 50):
+    fs.checkpoint.save("out", {"params": params, "key": fs.key(0), "step": step}, step=step)
+"""
+LOCAL_MLP = """
+params = {"up": torch.ones(8, 4), "down": torch.ones(4, 8)}
+x = torch.ones(2, 3, 8)
+"""
+SCANNED = """
+block = lambda p, x: x + torch.relu(x @ p["up"]) @ p["down"]
+params, specs = {"h": [params, params]}, {"h": fs.P()}
+"""
+VOCABULARY = """
+v = 12565 if fs.axis_index("model") < 3 else 12562
+ids = torch.ones(2, 3, dtype=torch.int64)
+"""
+RECORDED = """
+total = lambda p, x: fs.psum(x.sum(), "data")
+step = fs.shard_map(total, mesh=mesh, in_specs=(None, P("data")), out_specs=P())
+batch = torch.ones(4)
+"""
+IMAGES = """
+key, step = fs.key(0), 3
+images, labels = np.zeros((500, 3, 32, 32), np.float32), np.zeros(500, int)
+"""
+GPT2 = """
+gpt2 = fs.models.gpt2
+cfg = gpt2.Config(32, 8, 16, 1, 4)
+gpt2.save("my-gpt2", cfg, fs.device_get(fs.materialize(gpt2.init(cfg), P(), mesh, key=fs.key(0))))
+"""
+LLAMA = """
+from fshard.models import llama
+cfg = llama.Config(32, 16, 24, 1, 4, 2)
+llama.save("my-llama", cfg, fs.materialize(llama.init(cfg), P(), mesh, key=fs.key(0)))
+"""
+GPTJ = """
+gptj = fs.models.gptj
+cfg = gptj.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=4, rotary_dim=4)
+gptj.save("my-gptj", cfg, fs.materialize(gptj.init(cfg), P(), mesh, key=fs.key(0)))
+"""
+NEOX = """
+gpt_neox = fs.models.gpt_neox
+cfg = gpt_neox.Config(32, 32, 1, 4, 24)
+gpt_neox.save("my-gpt-neox", cfg, fs.materialize(gpt_neox.init(cfg), P(), mesh, key=fs.key(0)))
+"""
+BERT = """
+bert = fs.models.bert
+cfg = bert.Config(32, 16, 1, 2, 32)
+bert.save("my-bert", cfg, fs.materialize(bert.init(cfg), P(), mesh, key=fs.key(0)))
+"""
+CHAIN = """
+specs = {"w": P()}
+params, grads = {"w": torch.zeros(1)}, {"w": torch.tensor([2.7183])}
+state = fs.optim.chain(fs.optim.clip_by_global_norm(1.0, specs), fs.optim.adamw(3e-4)).init(params)
+"""
+BATCH = """
+x = y = torch.ones(8, 8)
+loss_fn = lambda p, x, y: (x @ p["up"] @ p["down"] - y).square().mean()
+"""
+
+# What a docstring's example supposes, by the name of what it documents.
+GIVEN = {
+    "fshard.checkpoint.inspect": SAVED,
+    "fshard.checkpoint.latest": SAVED,
+    "fshard.checkpoint.restore": SAVED,
+    "fshard.checkpoint.save": MLP,
+    "fshard.checkpoint.steps": SAVED,
+    "fshard.collectives.ppermute": "x = torch.ones(2)",
+    "fshard._comm.record.recording": MLP + RECORDED,
+    "fshard.data.load": IMAGES,
+    "fshard.nn.loss.cross_entropy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
+    "fshard.cli.inspect": GPT2,
+    "fshard.interop.hf.folder.config_of": GPT2,
+    "fshard.hf.load": GPT2,
+    "fshard.hf.save": GPT2,
+    "fshard.hf.weights": GPT2,
+    "fshard.interop.hf.weights.read": GPT2,
+    "fshard.interop.hf.weights.tensors": GPT2,
+    "fshard.models.bert.load": BERT,
+    "fshard.models.gpt2.load": GPT2,
+    "fshard.models.gpt_neox.load": NEOX,
+    "fshard.models.gptj.load": GPTJ,
+    "fshard.models.llama.load": LLAMA,
+    "fshard.nn.layers.attention": "q = k = v = torch.ones(2, 3, 4, 8)\nkey = fs.key(0)",
+    "fshard.nn.layers.dropout": "x, key, layer = torch.ones(2, 3, 4), fs.key(0), 2",
+    "fshard.nn.layers.embedding": VOCABULARY + 'params = {"wte": torch.ones(v, 4)}',
+    "fshard.nn.layers.mlp": LOCAL_MLP,
+    "fshard.optim.optimizers.chain": CHAIN,
+    "fshard.reshard.device_get": MLP,
+    "fshard.sharded.from_callback": "memory_map = np.zeros((8, 4), np.float32)",
+    "fshard.precision.Policy": LOCAL_MLP + 'apply = lambda p, x: x @ p["up"]',
+    "fshard.grad.accumulate": LOCAL_MLP + BATCH,
+    "fshard.schedule.scan.scan": LOCAL_MLP + SCANNED,
+    "fshard.schedule.remat.remat": LOCAL_MLP + 'h = x\nblock = lambda p, h: torch.relu(h @ p["up"]) @ p["down"]',
+}
+MESHES = {
+    "fshard.collectives.ppermute": fs.make_mesh(stage=4),
+    "fshard.verify.verify": fs.make_mesh(data=2, model=2),
+}
+
+
+def documented() -> dict[str, tuple[Any, doctest.DocTest]]:
+    """Every docstring with examples: name -> (module, examples)."""
+    found = {}
+    finder = doctest.DocTestFinder()
+    names = [m.name for m in pkgutil.walk_packages(fs.__path__, "fshard.") if not m.name.endswith("__main__")]
+    for name in ("fshard", *names):
+        held = importlib.import_module(name)
+        found |= {t.name: (held, t) for t in finder.find(held, name) if t.examples}
+    return found
+
+
+DOCUMENTED = documented()
+
+
+def namespace(held: Any) -> dict[str, Any]:
+    names: dict[str, Any] = {key: getattr(fs, key) for key in fs.__all__}
+    names |= vars(held) | {"torch": torch, "np": np, "fs": fs, "P": fs.P}
+    return {key: value for key, value in names.items() if not key.startswith("__")}
+
+
+_compiling = threading.Lock()
+
+
+@functools.cache
+def _compiled(source: str) -> tuple[CodeType, CodeType]:
+    body = ast.parse(source, "<example>")
+    last = body.body.pop().value if body.body and isinstance(body.body[-1], ast.Expr) else ast.Constant(None)
+    expression = ast.fix_missing_locations(ast.Expression(last))
+    return compile(body, "<example>", "exec"), compile(expression, "<example>", "eval")
+
+
+def compiled(source: str) -> tuple[CodeType, CodeType]:
+    """All but a last expression, and that one. By one thread at a time: CPython 3.11's parser allows no more."""
+    with _compiling:
+        return _compiled(source)
+
+
+def session(name: str, mesh: fs.Mesh) -> list[str]:
+    """Type a docstring's examples in, one after the other; what each shows."""
+    held, test = DOCUMENTED[name]
+    screen = io.StringIO()
+    # Ranks are threads, and sys.stdout is all of theirs: so each session has a print of its own.
+    names = namespace(held) | {"mesh": mesh, "print": functools.partial(print, file=screen)}
+    for code in compiled(GIVEN.get(name, "")):
+        exec(code, names)
+    shown = []
+    for example in test.examples:
+        screen.seek(0)
+        screen.truncate()
+        statements, expression = compiled(example.source)
+        try:
+            exec(statements, names)
+            value = eval(expression, names)
+            shown.append(screen.getvalue() + ("" if value is None else repr(value)))
+        except fs.ShardingError as e:
+            if example.exc_msg is None:
+                raise
+            shown.append(f"{type(e).__name__}: {e}")
+    return shown
+
+
+def session_in_a_region(name: str, mesh: fs.Mesh) -> list[str]:
+    shown: dict[int, list[str]] = {}
+
+    def on_each_rank() -> None:
+        shown[region().rank] = session(name, mesh)
+
+    fs.shard_map(on_each_rank, mesh=mesh, out_specs=fs.P())()
+    return shown[0]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_docstring_examples_show_what_they_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mesh = MESHES.get(name) or fs.make_mesh(data=2, model=4)
+    try:
+        shown = session(name, mesh)
+    except fs.ShardingError as e:
+        if "called outside shard_map" not in str(e):
+            raise
+        shown = session_in_a_region(name, mesh)
+    for example, got in zip(DOCUMENTED[name][1].examples, shown, strict=True):
+        want = example.exc_msg or example.want
+        assert not want.strip() or matches(want, got), f"{name}: >>> {example.source}shows\n{got}\nand not\n{want}"
+
+
+def test_what_is_given_is_given_to_an_example() -> None:
+    assert not (set(GIVEN) | set(MESHES)) - set(DOCUMENTED)
+
+
+def test_a_docstring_that_is_wrong_is_found() -> None:
+    test = doctest.DocTestParser().get_doctest(">>> psum(1 + axis_index('data'), 'data')\n4", {}, "wrong", None, 0)
+    DOCUMENTED["wrong"] = fs.collectives, test
+    try:
+        assert session_in_a_region("wrong", fs.make_mesh(data=2)) == ["tensor(3)"]
+    finally:
+        del DOCUMENTED["wrong"]
+    assert not matches("4", "tensor(3)")
+    assert matches("tensor(...)", "tensor(3)")

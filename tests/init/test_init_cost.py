@@ -1,0 +1,184 @@
+"""What a part of a leaf costs, counted and not timed: random words, bytes, operations. `benchmarks/init.py` times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tracemalloc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fshard as fs
+from fshard import P
+from fshard.random import draws as R  # noqa: N812
+from fshard.models import llama
+from fshard.spec import box_shape, local_box
+from tests.benchmarks import init as benchmark
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+SPECS = {"row": P("n"), "column": P(..., "n"), "middle": P(None, "n"), "both": P("n", "m")}
+SHAPES = [(64, 128), (63, 127), (40, 3, 37), (16, 3, 8, 20), (8, 8, 8), (5, 7), (1, 200), (3, 3, 1, 65)]
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """How many random words each call of the generator made, since the list was last cleared."""
+    made = []
+    philox_lanes = R.philox_lanes
+
+    def counted(lanes, *args):
+        made.append(lanes.numel())
+        philox_lanes(lanes, *args)
+
+    monkeypatch.setattr(R, "philox_lanes", counted)
+    return made
+
+
+def fill(leaf, box):
+    return leaf.init.fill(fs.key(0), leaf.shape, box, leaf.dtype, CPU)
+
+
+def runs(shape, box):
+    """(start, length) of each run of `box`, of elements that are neighbours in the whole: by their indices."""
+    at = torch.arange(math.prod(shape)).view(shape)[box].flatten().tolist()
+    cuts = [0, *(i for i in range(1, len(at)) if at[i] != at[i - 1] + 1), len(at)]
+    return [(at[a], b - a) for a, b in itertools.pairwise(cuts)] if at else []
+
+
+class Operations(TorchDispatchMode):
+    """How many operations ran, and the sizes in bytes of the storages they made."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.made = 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.count += 1
+            self.made |= {x.untyped_storage().nbytes() for x in fs.tree.leaves(out)}
+        return out
+
+
+# --- words --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_part_takes_its_runs_extended_to_whole_blocks_and_no_word_more(spec, words):
+    for shape, n in itertools.product(SHAPES, (1, 2, 4, 8)):
+        leaf = fs.init.normal(shape)
+        for i, j in itertools.product({0, n // 2, n - 1}, (0, 1)):
+            box = local_box(shape, SPECS[spec], {"n": n, "m": 2}, {"n": i, "m": j})
+            words.clear()
+            fill(leaf, box)
+            # A run of L elements that begins in the middle of a block needs up to 3 words before it and 3 after it.
+            # Runs that begin at different places in their blocks all get as many.
+            found = runs(shape, box)
+            aligned = len({start % 4 for start, _ in found}) < 2
+            needed = sum((start % 4 + length + 3) // 4 * 4 for start, length in found)
+            most = needed if aligned else sum(length + 6 for _, length in found)
+            assert needed <= sum(words) <= most, (shape, box)
+
+
+@pytest.mark.parametrize("spec", ["row", "column", "middle"])
+@pytest.mark.parametrize("shape", [(64, 256), (32, 64, 128), (16, 8, 16, 64)])
+def test_a_rank_of_n_makes_one_nth_of_the_words(spec, shape, words):
+    leaf = fs.init.uniform(shape)
+    for n in (1, 2, 4, 8):
+        for i in range(n):
+            words.clear()
+            fill(leaf, local_box(shape, SPECS[spec], {"n": n}, {"n": i}))
+            assert sum(words) * n == leaf.numel()
+
+
+def test_a_long_run_that_is_cut_takes_one_block_more_for_each_cut(words, monkeypatch):
+    monkeypatch.setattr(R, "_LANES", 64)
+    fill(fs.init.normal(100_000), (slice(3, 90_001),))
+    assert 90_000 <= sum(words) <= 90_000 + 4 * (len(words) + 1)
+    assert len(words) <= 90_000 // (4 * 64) + 1
+
+
+def test_a_mesh_makes_every_element_once(words):
+    mesh = fs.make_mesh(n=4, m=2)
+    tree = {"a": fs.init.normal((64, 64)), "b": fs.init.normal((64, 128)), "c": fs.init.trunc_normal((32, 16))}
+    fs.materialize(tree, {"a": P("n", "m"), "b": P(None, ("n", "m")), "c": P("n")}, mesh, key=fs.key(0))
+    assert sum(words) == sum(leaf.numel() for leaf in fs.tree.leaves(tree))  # replicas over m are copies
+
+
+# --- bytes and operations -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", ["row", "column"])
+def test_the_scratch_does_not_grow_with_the_part(spec, dtype):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for shape in [(1024, 1024), (2048, 2048), (513, 8191)]:
+            leaf = fs.init.normal(shape, dtype=dtype)
+            box = local_box(shape, SPECS[spec], {"n": 2}, {"n": 0})
+            with Operations() as seen:
+                made = fill(leaf, box)
+            assert max(seen.made - {made.untyped_storage().nbytes()}) <= 1.25 * MIB  # 5 int64 lanes of 2^15 blocks
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("make", [fs.init.zeros, fs.init.ones, lambda s: fs.init.full(s, 0.5)])
+def test_a_constant_is_one_operation_and_no_words(make, words):
+    with Operations() as seen:
+        made = fill(make((256, 256)), (slice(0, 256), slice(0, 32)))
+    assert (seen.count, seen.made, words) == (1, {made.nbytes}, [])
+
+
+def test_a_small_leaf_takes_as_few_operations_wherever_it_lies():
+    counts = {}
+    for n in (1, 2, 4, 8):
+        for name in ("row", "column"):
+            with Operations() as seen:
+                fill(fs.init.normal((64, 64)), local_box((64, 64), SPECS[name], {"n": n}, {"n": n // 2}))
+            counts[n, name] = seen.count
+    assert len(set(counts.values())) == 1, counts
+    assert counts[1, "row"] < 120
+
+
+# --- a 70B Llama ----------------------------------------------------------------------------------------------
+
+
+def test_a_llama_of_seventy_billion_is_described_in_little_memory():
+    tracemalloc.start()
+    try:
+        tree = llama.init(benchmark.BIG)
+        specs = fs.fully_shard(llama.specs(benchmark.BIG, model="model"), tree, axis="data")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(x.numel() for x in fs.tree.leaves(tree)) == 70_553_706_496
+    assert len(fs.tree.leaves(specs)) == len(fs.tree.leaves(tree))
+    assert peak < 10 * MIB
+
+
+@pytest.fixture
+def rank_37():
+    """Rank 37 of 64, of a process group without the others, in which any collective raises."""
+    yield benchmark.one_of(64, 37, CPU, data=8, model=8)
+    dist.destroy_process_group()
+
+
+def test_a_rank_alone_makes_its_sixty_fourth_of_the_words_and_asks_no_other(rank_37, words):
+    cfg = llama.Config(vocab_size=256, hidden_size=128, intermediate_size=192, num_hidden_layers=2,
+                       num_attention_heads=16, num_key_value_heads=8)  # fmt: skip
+    tree = llama.init(cfg)
+    specs = fs.fully_shard(llama.specs(cfg, model="model"), tree, axis="data")
+    placed = fs.materialize(tree, specs, rank_37, key=fs.key(0))
+    drawn = [leaf.numel() for leaf in fs.tree.leaves(tree) if not isinstance(leaf.init, type(fs.init.ones(1).init))]
+    assert sum(words) * 64 == sum(drawn)
+    one = fs.materialize(tree, P(), fs.make_mesh(kind="simulated", one=1), key=fs.key(0))
+    for part, whole in zip(fs.tree.leaves(placed), fs.tree.leaves(one), strict=True):
+        box = part.box(37)
+        assert tuple(part.shards[0].shape) == box_shape(box)
+        assert torch.equal(part.shards[0], whole.shards[0][box])

@@ -1,0 +1,593 @@
+"""A module as a pure function: Hugging Face's train data parallel and fully sharded, and calls share nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.interop.defer.functional import Apply
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+B, T, V = 6, 7, 61
+SMALL = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+LM = {**SMALL, "vocab_size": V, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+HEADS = {**SMALL, "num_attention_heads": 3, "num_labels": 3}
+DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def ids(t=T, seed=0):
+    return torch.randint(0, V, (B, t), generator=torch.Generator().manual_seed(seed))
+
+
+def pixels():
+    return torch.randn(B, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def seen():
+    """An attention mask: rows of 7, 6, 5 and 4 tokens."""
+    return (torch.arange(T) < torch.tensor([[T - i % 4] for i in range(B)])).long()
+
+
+def text(**more):
+    return {"input_ids": ids(), "labels": ids(), **more}
+
+
+def classes(**inputs):
+    return {**inputs, "labels": torch.arange(B) % 3}
+
+
+def seq2seq():
+    return {"input_ids": ids(), "attention_mask": seen(), "labels": ids(5, seed=1)}
+
+
+# name -> (class, config, inputs)
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": V, "n_positions": 12, "n_embd": 24, "n_layer": 2, "n_head": 3,
+                                 "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0,
+                                 "eos_token_id": 0}, text),
+    "llama": ("LlamaForCausalLM", LM, text),
+    "bert": ("BertForSequenceClassification", {**HEADS, **DRY, "vocab_size": V, "max_position_embeddings": 16},
+             lambda: classes(input_ids=ids(), attention_mask=seen())),
+    "t5": ("T5ForConditionalGeneration", {"vocab_size": V, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2,
+                                          "num_heads": 3, "dropout_rate": 0.0, "decoder_start_token_id": 0}, seq2seq),
+    "vit": ("ViTForImageClassification", {**HEADS, **DRY, "image_size": 32, "patch_size": 8},
+            lambda: classes(pixel_values=pixels())),
+    "resnet": ("ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 2],
+                                                "layer_type": "basic", "num_labels": 3},
+               lambda: classes(pixel_values=pixels())),
+    "mixtral": ("MixtralForCausalLM", {**LM, "num_local_experts": 4}, text),
+    "mamba": ("MambaForCausalLM", {"vocab_size": V, "hidden_size": 24, "state_size": 4, "num_hidden_layers": 2,
+                                   "time_step_rank": 3}, text),
+}  # fmt: skip
+LAYOUTS = {
+    "one device": ({"data": 1}, False),
+    "data parallel": ({"data": 2}, False),
+    "fully sharded": ({"data": 2}, True),
+    "fully sharded, uneven": ({"data": 3}, True),
+}
+OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1}
+# Far above the rounding of a gradient that is zero in exact arithmetic (1e-9, see `close`): Adam divides by its size.
+EPS = 1e-4
+
+
+def hugging(cls, config):
+    """A model of transformers in training mode (the ResNet in evaluation mode), and its inputs' names in order."""
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    cls = getattr(hf, cls)
+    return cls(cls.config_class(**config))
+
+
+def leaves(module):
+    params = {n: p.detach().clone() for n, p in module.named_parameters()}
+    return params, {n: b.clone() for n, b in module.named_buffers()}
+
+
+def on_meta(module):
+    """An Apply whose skeleton holds no value; and no tie, which `to` does not keep."""
+    return Apply(copy.deepcopy(module).to("meta"), Apply(module).ties)
+
+
+@functools.cache
+def eager(name):
+    """The leaves of the module, its inputs, and what torch makes of them: loss, gradients, leaves after 3 steps."""
+    cls, config, inputs = MODELS[name]
+    module = hugging(cls, config).train(name != "resnet")
+    apply, start, batch = on_meta(module), leaves(module), inputs()
+    opt = torch.optim.AdamW(module.parameters(), eps=EPS, **OPTIMIZER)
+    first = None
+    for _ in range(3):
+        opt.zero_grad()
+        loss = module(**batch).loss
+        loss.backward()
+        # an unused parameter has no gradient in torch, and a zero one here: AdamW would decay it only then
+        for p in module.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        first = first or (loss.detach(), {n: p.grad.clone() for n, p in module.named_parameters()})
+        opt.step()
+    return apply, start, batch, *first, leaves(module)[0]
+
+
+def close(got, want, *, size=None, rtol=1e-5):
+    """Equal to rounding. What is zero in exact arithmetic (the gradient of a key's bias, which softmax does not see)
+    comes out as the rounding of a sum of terms as large as other gradients: hence a part in 1e6 of the largest."""
+    assert got.keys() == want.keys()
+    size = max(float(x.abs().max()) for x in want.values()) if size is None else size
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=rtol, atol=1e-6 * size, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_hugging_face_trains_on_every_mesh_as_torch_does_on_the_whole_batch(name, layout):
+    apply, (params, buffers), batch, want_loss, want_grads, want_params = eager(name)
+    sizes, sharded = LAYOUTS[layout]
+    mesh = fs.make_mesh(**sizes)
+    specs, held = {n: P() for n in params}, {n: P() for n in buffers}
+    if sharded:
+        specs = fs.fully_shard(specs, params, axis="data")
+        held = fs.fully_shard(held, buffers, axis="data")
+    opt = fs.optim.adamw(OPTIMIZER["lr"], eps=EPS, weight_decay=OPTIMIZER["weight_decay"])
+    kept = opt.specs(specs)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, held, kept, P("data")), out_specs=(P(), specs, specs, kept))
+    def step(p, b, state, batch):
+        def loss_fn(p):
+            whole = fs.unshard(p, specs, "data", shapes=params)
+            out = apply(whole, fs.unshard(b, held, "data", shapes=buffers), **batch)
+            return fs.pmean(out.loss, "data")  # each rank has as many examples and targets
+
+        loss, grads = fs.value_and_grad(loss_fn)(p)
+        p, state = opt.update(grads, state, p)
+        return loss, grads, p, state
+
+    p, b = fs.device_put(params, specs, mesh), fs.device_put(buffers, held, mesh)
+    loss, grads, p, state = step(p, b, fs.device_put(opt.init(params), kept, mesh), batch)
+    torch.testing.assert_close(fs.device_get(loss), want_loss, rtol=1e-5, atol=0.0)
+    close(fs.device_get(grads), want_grads)
+    for _ in range(2):
+        _, _, p, state = step(p, b, state, batch)
+    close(fs.device_get(p), want_params, size=1.0)
+
+
+# --- calls at the same time -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba"])
+def test_ranks_that_call_at_once_get_the_numbers_of_one_after_the_other(name):
+    module = hugging(*MODELS[name][:2])
+    params, buffers = leaves(module)
+    apply, alone = on_meta(module), on_meta(module)
+    each = {n: torch.stack([x * (1 + r / 10) for r in range(4)]) for n, x in params.items()}
+    want = torch.stack([alone({n: x[r] for n, x in each.items()}, buffers, input_ids=ids()).logits for r in range(4)])
+    f = fs.shard_map(
+        lambda p, b, x: apply({n: q[0] for n, q in p.items()}, fs.pvary(b, "data"), input_ids=x).logits[None],
+        mesh=fs.make_mesh(data=4), in_specs=(P("data"), P(), P()), out_specs=P("data"), check="never",
+    )  # fmt: skip
+    for _ in range(8):
+        assert torch.equal(fs.device_get(f(each, buffers, ids())), want)
+    assert len(alone._idle) == 1
+    modules = [c.module for c in apply._idle]
+    assert 1 <= len(modules) <= 4
+    assert len({id(m) for m in [apply.module, *modules]}) == 1 + len(modules)
+
+
+class Knot(nn.Module):
+    """What a copy must keep: cross references, bound methods, ties, lists of tensors, tensors that are no buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+        self.b = nn.Linear(2, 2, bias=False)
+        self.b.weight = self.a.weight
+        self.path = [self.a, self.b]
+        self.again = self.b.forward
+        self.table = torch.arange(2.0)
+        self.tables = {"t": [torch.ones(2)]}
+
+    def forward(self, x):
+        return self.again(self.path[0](x)) + self.table + self.tables["t"][0]
+
+
+def test_a_copy_has_the_tensors_of_the_module_and_its_own_structure():
+    module = Knot()
+    apply = Apply(module)
+    assert apply.ties == {"b.weight": "a.weight"}
+    params, _ = leaves(module)
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(apply(params, {}, x), module(x))
+    (held,) = apply._idle
+    own = held.module
+    assert own is not module
+    assert own.path == [own.a, own.b]
+    assert own.again.__self__ is own.b
+    assert own.table is module.table
+    assert own.tables is not module.tables
+    assert own.tables["t"][0] is module.tables["t"][0]
+    assert own.a.weight is module.a.weight is own.b.weight
+
+
+def test_a_tie_by_name_feeds_both():
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    apply = Apply(module, {"1.weight": "0.weight"})
+    w = torch.randn(2, 2)
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(apply({"0.weight": w}, {}, x), x @ w.T @ w.T)
+
+
+def test_an_exception_in_forward_leaves_nothing_behind():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            if x.sum() > 0:
+                self.weight.data.zero_()
+                raise RuntimeError("too large")
+            return super().forward(x)
+
+    module = Fails(2, 2)
+    before = copy.deepcopy(module.state_dict())
+    apply, (params, _) = Apply(module), leaves(module)
+    given = {n: x + 1 for n, x in params.items()}
+    with pytest.raises(RuntimeError, match="too large"):
+        apply(given, {}, torch.ones(1, 2))
+    assert not apply._idle
+    assert all(torch.equal(x, before[n]) for n, x in module.state_dict().items())
+    torch.testing.assert_close(apply(params, {}, -torch.ones(1, 2)), module(-torch.ones(1, 2)))
+
+
+def test_what_forward_sets_is_put_back():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.log, self.by_name, self.names = 0, [], {"x": [0]}, set()
+
+        def forward(self, x):
+            self.calls += 1
+            self.log.append(x)
+            self.by_name["x"].append(self.calls)
+            self.by_name["y"] = [1]
+            self.names.add(self.calls)
+            self.extra = nn.Linear(1, 1)
+            self.register_forward_hook(lambda *_: None)
+            return torch.tensor([self.calls, len(self.log), len(self.by_name["x"]), len(self._forward_hooks)])
+
+    apply = Apply(Counts())
+    got = [apply({}, {}, torch.ones(1)).tolist() for _ in range(3)]
+    assert got == [[1, 1, 2, 1]] * 3
+    (held,) = apply._idle
+    assert (held.module.calls, held.module.log, held.module.by_name, held.module.names) == (0, [], {"x": [0]}, set())
+    assert not hasattr(held.module, "extra")
+    assert len(apply._idle) == 1
+
+
+def test_hooks_that_hugging_face_adds_in_forward_do_not_pile_up():
+    module = hugging("LlamaForCausalLM", LM)
+    apply, state = on_meta(module), leaves(module)
+    got = [len(apply(*state, input_ids=ids(), output_hidden_states=True).hidden_states) for _ in range(3)]
+    assert got == [3, 3, 3]
+
+
+def test_a_module_that_cannot_be_copied_is_named():
+    class Fixed(nn.Module):
+        def __deepcopy__(self, memo):
+            raise TypeError("there is one of it")
+
+        def forward(self, x):
+            return x
+
+    with pytest.raises(ShardingError) as e:
+        Apply(Fixed())({}, {}, torch.ones(1))
+    assert str(e.value) == (
+        "Fixed: cannot be copied, and each rank of a simulated mesh needs its own\n"
+        "  TypeError: there is one of it\n"
+        "  fix: keep what copy.deepcopy refuses out of the module"
+    )
+
+
+# --- buffers --------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_call_that_would_lose_a_buffer_is_an_error():
+    norm = nn.BatchNorm1d(2)
+    apply, (params, buffers) = Apply(norm), leaves(norm)
+    x = torch.randn(4, 2)
+    for call in (apply, torch.func.grad(lambda *args: apply(*args).square().sum())):
+        with pytest.raises(ShardingError) as e:
+            call(params, buffers, x)
+        assert str(e.value) == (
+            "Apply(BatchNorm1d): forward changed buffers, and a plain call returns none: num_batches_tracked\n"
+            "  fix: out, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()"
+        )
+    assert all(torch.equal(b, norm.state_dict()[n]) for n, b in buffers.items())
+    assert apply.eval()(params, buffers, x).shape == (4, 2)
+    assert apply.module.training  # eval made another
+
+
+def test_a_buffer_that_batch_norm_writes_unseen_is_found_too():
+    norm = nn.BatchNorm1d(2)
+    norm.num_batches_tracked = None  # running_mean's version does not tell that batch_norm wrote it
+    apply, state = Apply(norm), leaves(norm)
+    for _ in range(2):
+        with pytest.raises(ShardingError, match="running_mean, running_var"):
+            apply(*state, torch.randn(4, 2))
+
+
+def test_a_buffer_that_changes_only_in_some_calls_is_found_under_vmap_too():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.tensor(0.0))
+
+        def forward(self, x, count):
+            return x + (self.n.add_(1) if count else self.n)
+
+    apply = Apply(Counts())
+    many = {"n": torch.zeros(3)}
+    call = lambda b, x, count: torch.func.vmap(lambda b, x: apply({}, b, x, count))(b, x)  # noqa: E731
+    assert torch.equal(call(many, torch.ones(3), False), torch.ones(3))
+    with pytest.raises(ShardingError, match=r"forward changed buffers.*: n"):
+        call(many, torch.ones(3), True)
+    assert torch.equal(many["n"], torch.zeros(3))
+
+
+@pytest.mark.parametrize("under", ["plain", "grad", "vmap", "inference"])
+def test_with_buffers_gives_what_the_module_would_hold(under):
+    norm = nn.BatchNorm1d(2, momentum=0.3)
+    apply, (params, buffers) = Apply(norm), leaves(norm)
+    x = torch.randn(4, 2) + 3
+    norm(x)
+    want = dict(norm.named_buffers())
+    if under == "plain":
+        _, got = apply.with_buffers(params, buffers, x)
+    elif under == "inference":
+        with torch.inference_mode():
+            _, got = apply.with_buffers(params, buffers, x)
+    elif under == "grad":
+        def loss(p):
+            out, new = apply.with_buffers(p, buffers, x)
+            return out.square().sum(), new
+
+        (_, got), _ = fs.value_and_grad(loss, has_aux=True)(params)
+    else:
+        two = {n: torch.stack([b, b]) for n, b in buffers.items()}
+        _, both = torch.func.vmap(apply.with_buffers, (None, 0, 0))(params, two, torch.stack([x, x]))
+        got = {n: b[1] for n, b in both.items()}
+    close(got, want, size=1.0)
+    assert int(buffers["num_batches_tracked"]) == 0
+    assert torch.equal(buffers["running_mean"], torch.zeros(2))
+
+
+def test_spectral_norm_and_instance_norm_update_their_buffers():
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))
+    instance = nn.InstanceNorm1d(3, track_running_stats=True)
+    for module, x in ((spectral, torch.randn(2, 3)), (instance, torch.randn(2, 3, 5))):
+        apply, state = Apply(copy.deepcopy(module)), leaves(module)
+        with pytest.raises(ShardingError, match="forward changed buffers"):
+            apply(*state, x)
+        out, new = apply.with_buffers(*state, x)
+        torch.testing.assert_close(out, module(x))
+        close(new, dict(module.named_buffers()), size=1.0)
+
+
+def rope(kind, **more):
+    config = {**LM, "max_position_embeddings": 16 if kind == "longrope" else 5,
+              "rope_parameters": {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0, **more}}  # fmt: skip
+    return hugging("LlamaForCausalLM", config)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_forward_recomputes_are_those_of_a_fresh_module(kind):
+    more = {"short_factor": [1.0] * 3, "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 5}
+    module = rope(kind, **(more if kind == "longrope" else {}))
+    apply, (params, buffers) = Apply(copy.deepcopy(module)), leaves(module)
+    before = {n: b.clone() for n, b in buffers.items()}
+    assert apply.transient == set(buffers)
+    for t in (3, 7, 3, 6):  # over and under the 5 positions after which the frequencies are others
+        want = copy.deepcopy(module)(input_ids=ids(t)).logits
+        torch.testing.assert_close(apply(params, buffers, input_ids=ids(t)).logits, want)
+    assert all(torch.equal(b, before[n]) for n, b in buffers.items())
+
+
+def test_a_batch_norm_in_train_mode_takes_the_statistics_of_each_rank():
+    cls, config, inputs = MODELS["resnet"]
+    module = hugging(cls, config)
+    apply, (params, buffers) = on_meta(module), leaves(module)
+    batch = inputs()
+    halves = [{k: x[rows] for k, x in batch.items()} for rows in (slice(0, 3), slice(3, 6))]
+    ranks = [copy.deepcopy(module) for _ in halves]
+    losses = [rank(**half).loss for rank, half in zip(ranks, halves, strict=True)]
+    sum(losses).div(2).backward()
+    want_grads = {n: sum(r.get_parameter(n).grad for r in ranks) for n in params}
+    want = {n: sum(r.get_buffer(n).double() for r in ranks).div(2).to(b.dtype) for n, b in buffers.items()}
+
+    @fs.shard_map(mesh=fs.make_mesh(data=2), in_specs=(P(), P(), P("data")), out_specs=P())
+    def step(p, b, batch):
+        def loss_fn(p):
+            out, new = apply.with_buffers(fs.unshard(p, P(), "data"), fs.unshard(b, P(), "data"), **batch)
+            return fs.pmean(out.loss, "data"), new
+
+        (loss, new), grads = fs.value_and_grad(loss_fn, has_aux=True)(p)
+        one = lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data")  # noqa: E731
+        return loss, grads, fs.tree.map(one, new)
+
+    loss, grads, new = fs.device_get(step(params, buffers, batch))
+    torch.testing.assert_close(loss, sum(losses).detach() / 2)
+    close(grads, want_grads)
+    close(new, want, size=1.0)
+    assert int(new["resnet.embedder.embedder.normalization.num_batches_tracked"]) == 1
+    with pytest.raises(ShardingError, match="change with the mesh"):
+        fs.verify(step, params, buffers, batch)
+
+
+# --- modes ----------------------------------------------------------------------------------------------------
+
+
+def test_train_and_eval_make_another():
+    module = nn.Dropout(0.5)
+    apply = Apply(module)
+    x = torch.ones(100)
+    assert torch.equal(apply.eval()({}, {}, x), x)
+    assert (apply.eval().train()({}, {}, x) == 0).any()
+    assert module.training
+    assert apply.train() is not apply
+
+
+def test_dropout_is_refused_in_a_region_and_not_in_evaluation_mode():
+    config = {**MODELS["gpt2"][1], "resid_pdrop": 0.1}
+    module = hugging("GPT2LMHeadModel", config)
+    apply, (params, buffers) = on_meta(module), leaves(module)
+
+    def loss(apply):
+        @fs.shard_map(mesh=fs.make_mesh(data=2), in_specs=(P(), P(), P("data")), out_specs=P())
+        def run(p, b, batch):
+            return fs.pmean(apply(fs.pvary(p, "data"), fs.pvary(b, "data"), **batch).loss, "data")
+
+        return fs.device_get(run(params, buffers, text()))
+
+    with pytest.raises(ShardingError, match="draws from torch's own generator"):
+        loss(apply)
+    torch.testing.assert_close(loss(apply.eval()), module.eval()(**text()).loss.detach())
+
+
+def test_gradient_checkpointing_is_refused():
+    module = hugging("LlamaForCausalLM", LM)
+    for m in module.modules():
+        if hasattr(m, "gradient_checkpointing"):
+            m.gradient_checkpointing = True
+    apply, state = Apply(module), leaves(module)
+    with pytest.raises(ShardingError) as e:
+        apply(*state, **text())
+    assert str(e.value) == (
+        "Apply(LlamaForCausalLM): gradient checkpointing is on in 'model'\n"
+        "  torch.utils.checkpoint runs forward again when the module has its tensors back\n"
+        "  fix: leave it off, and wrap what is computed again in fs.remat"
+    )
+    assert apply.eval()(*state, **text()).loss.ndim == 0  # where nothing is computed again
+
+
+def test_a_call_can_be_computed_again_in_backward():
+    module = hugging("LlamaForCausalLM", LM)
+    apply, (params, buffers) = on_meta(module), leaves(module)
+    loss = lambda p, b: apply(p, b, **text()).loss  # noqa: E731
+    want, got = torch.func.grad(loss)(params, buffers), torch.func.grad(fs.remat(loss))(params, buffers)
+    close(got, want)
+
+
+def test_it_compiles_whole():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    apply, (params, buffers) = Apply(module), leaves(module)
+    x = torch.randn(5, 3)
+
+    def step(p, b, x):
+        def loss(p):
+            out, new = apply.with_buffers(p, b, x)
+            return out.pow(3).sum(), new
+
+        return fs.value_and_grad(loss, has_aux=True)(p)
+
+    (loss, new), grads = torch.compile(step, fullgraph=True, backend="aot_eager")(params, buffers, x)
+    (want_loss, want_new), want_grads = step(params, buffers, x)
+    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-6)
+    close(new, want_new, size=1.0)
+    close(grads, want_grads)
+    assert int(buffers["1.num_batches_tracked"]) == 0
+
+
+def test_a_recurrent_module_finds_its_weights():
+    module = nn.LSTM(3, 4, 2)
+    apply, (params, buffers) = on_meta(module), leaves(module)
+    x = torch.randn(5, 2, 3)
+    got = torch.func.grad(lambda p: apply(p, buffers, x)[0].square().sum())(params)
+    module(x)[0].square().sum().backward()
+    close(got, {n: p.grad for n, p in module.named_parameters()})
+
+
+def test_what_the_constructor_froze_is_named():
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    assert Apply(module).frozen == {"bias"}
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+
+def test_every_leaf_that_does_not_fit_is_listed():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    module[1].weight = module[0].weight
+    _, buffers = leaves(module)
+    params = {"0.weight": torch.ones(2), "1.weight": torch.ones(2, 2), "1.bias": [0.0], "3": {"bias": torch.ones(2)}}
+    params["2.running_mean"] = buffers.pop("2.running_mean")
+    with pytest.raises(ShardingError) as e:
+        Apply(module)(params, buffers, torch.ones(1, 2))
+    name = "Apply(Sequential)"
+    assert str(e.value) == (
+        "8 problems\n"
+        f"{name}: buffers['2.running_mean'] is missing\n"
+        f"{name}: params['0.bias'] is missing\n"
+        f"{name}: params['0.weight'] has 1 dims, not 2\n"
+        "  given  f32[2]    module  f32[2, 2]\n"
+        f"{name}: params['1.bias'] is a list, not a tensor\n"
+        "  fix: call it inside shard_map, where leaves are tensors\n"
+        f"{name}: params['1.weight'] is no leaf of the module\n"
+        "  fix: leave it out: it is tied to '0.weight'\n"
+        f"{name}: params['2.running_mean'] is no leaf of the module\n"
+        "  fix: pass it in buffers\n"
+        f"{name}: params['3'] is a dict, not a tensor\n"
+        "  fix: names are flat: 'a.b', not ['a']['b']\n"
+        f"{name}: params['3'] is no leaf of the module\n"
+        "  fix: leave it out"
+    )
+
+
+def test_a_leaf_that_is_not_whole_is_named_where_forward_fails():
+    module = nn.Linear(4, 2)
+    with pytest.raises(RuntimeError) as e:
+        Apply(module)({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, {}, torch.ones(1, 4))
+    assert e.value.__notes__ == ["params['weight'] is [2, 2], in the module [2, 4]: fs.unshard makes it so"]
+
+
+def test_buffers_that_were_not_unsharded_are_named():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("angle", torch.ones(2))
+            self.register_buffer("other", torch.ones(2))
+            self.register_buffer("count", torch.tensor(0))
+
+        def forward(self, x):
+            return x * self.angle.cos()
+
+    apply = Apply(Scaled())
+
+    @fs.shard_map(mesh=fs.make_mesh(data=2), in_specs=(P(), P("data")), out_specs=P("data"))
+    def run(buffers, x):
+        return apply({}, buffers, x)
+
+    with pytest.raises(ShardingError) as e:
+        run(leaves(apply.module)[1], torch.ones(4, 2))
+    assert "in forward: mul of what is invariant (I) over 'data' and what varies (V) over it" in str(e.value)
+    assert str(e.value).endswith(
+        "\n  in Apply(Scaled), buffers['angle'] and 1 more of its buffers are invariant over 'data'"
+        '\n  fix: buffers = fs.unshard(buffers, its specs, "data")'
+    )
+
+
+@pytest.mark.parametrize("bad", [F.dropout])
+def test_other_errors_of_a_region_are_left_as_they_are(bad):
+    class Drops(nn.Module):
+        def forward(self, x):
+            return bad(x)
+
+    run = fs.shard_map(lambda x: Apply(Drops())({}, {}, x), mesh=fs.make_mesh(data=2), in_specs=P("data"),
+                       out_specs=P("data"))  # fmt: skip
+    with pytest.raises(ShardingError) as e:
+        run(torch.ones(4, 2))
+    assert "Apply(" not in str(e.value).split("fix:")[1]

@@ -1,0 +1,343 @@
+"""Every row of the collectives' table, and the properties each must have on any mesh, simulated or real."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import P
+from fshard._comm import index_of, recording, region
+from fshard.spec import lengths, piece
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear collective: `f(x, axis)`, the types of argument and result, and the argument's shape on a rank.
+
+    `shape(n)` is the global shape (n: ranks along the axis); `dim` is the dim the axis splits in the argument, if any.
+    """
+
+    name: str
+    f: Callable[[Any, Any], Any]
+    source: str  # "V" or "I"
+    target: str
+    shape: Callable[[int], tuple[int, ...]]
+    dim: int | None = None
+
+
+def _shift(x: Any, axis: Any) -> Any:
+    n = fs.axis_size(axis)
+    return fs.ppermute(x, axis, [(i, i + 1) for i in range(n - 1)])
+
+
+def _rotate(x: Any, axis: Any) -> Any:
+    n = fs.axis_size(axis)
+    return fs.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+CASES = [
+    Case("psum", fs.psum, "V", "I", lambda n: (3, 2)),
+    Case("pmean", fs.pmean, "V", "I", lambda n: (3, 2)),
+    Case("pvary", fs.pvary, "I", "V", lambda n: (3, 2)),
+    Case("all_gather", fs.all_gather, "V", "V", lambda n: (2 * n, 3), 0),
+    Case("all_gather dim 1", lambda x, a: fs.all_gather(x, a, 1), "V", "V", lambda n: (3, 2 * n), 1),
+    Case("all_gather dim -1", lambda x, a: fs.all_gather(x, a, -1), "V", "V", lambda n: (3, 4, n), 2),
+    Case("all_gather uneven", lambda x, a: fs.all_gather(x, a, 1, size=5), "V", "V", lambda n: (3, 5), 1),
+    Case("all_gather empty", lambda x, a: fs.all_gather(x, a, size=1), "V", "V", lambda n: (1, 2), 0),
+    Case("all_gather invariant", lambda x, a: fs.all_gather(x, a, to="invariant"), "V", "I", lambda n: (2 * n, 3), 0),
+    Case("all_gather invariant uneven", lambda x, a: fs.all_gather(x, a, 1, size=7, to="invariant"), "V", "I",
+         lambda n: (2, 7), 1),
+    Case("psum_scatter", fs.psum_scatter, "V", "V", lambda n: (2 * n, 3)),
+    Case("psum_scatter dim 1", lambda x, a: fs.psum_scatter(x, a, 1), "V", "V", lambda n: (3, n)),
+    Case("psum_scatter uneven", lambda x, a: fs.psum_scatter(x, a, -1), "V", "V", lambda n: (2, 5)),
+    Case("pslice", fs.pslice, "I", "V", lambda n: (2 * n, 3)),
+    Case("pslice uneven", lambda x, a: fs.pslice(x, a, 1), "I", "V", lambda n: (3, 5)),
+    Case("all_to_all", lambda x, a: fs.all_to_all(x, a, split=0, concat=1), "V", "V", lambda n: (2 * n, 3 * n), 1),
+    Case("all_to_all uneven", lambda x, a: fs.all_to_all(x, a, split=1, concat=0, size=5), "V", "V",
+         lambda n: (5, 7), 0),
+    Case("ppermute shift", _shift, "V", "V", lambda n: (3, 2)),
+    Case("ppermute rotate", _rotate, "V", "V", lambda n: (4,)),
+]  # fmt: skip
+
+
+def _draw(case: Case, kind: str, shape: tuple[int, ...], axes: tuple[str, ...], salt: int) -> Tensor:
+    """A tensor that differs between ranks, but for an invariant one not along `axes`."""
+    where = region()
+    coords = {a: (0 if kind == "I" and a in axes else c) for a, c in where.coords.items()}
+    seed = salt
+    for c in coords.values():
+        seed = seed * 31 + c + 1
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _local_shape(case: Case, axes: tuple[str, ...]) -> tuple[int, ...]:
+    where = region()
+    sizes, coords = [where.sizes[a] for a in axes], [where.coords[a] for a in axes]
+    shape = list(case.shape(math.prod(sizes)))
+    if case.dim is not None:
+        shape[case.dim] = piece(shape[case.dim], sizes, coords)[1]
+    return tuple(shape)
+
+
+def _pair(a: Tensor, b: Tensor, kind: str, axes: tuple[str, ...]) -> Tensor:
+    """<a, b>, summed over all ranks; an invariant pair counts once along `axes`."""
+    over = region().sizes if kind == "V" else [a for a in region().sizes if a not in axes]
+    return fs.psum((a * b).sum(), tuple(over))
+
+
+def check_case(case: Case, axes: tuple[str, ...]) -> None:
+    """The adjoint identity, double transposition, jvp, vmap and gradients: called inside a region."""
+    axis = axes if len(axes) > 1 else axes[0]
+
+    def f(x: Any) -> Any:
+        return case.f(x, axis)
+
+    x = _draw(case, case.source, _local_shape(case, axes), axes, 1)
+    y, pull = torch.func.vjp(f, x)
+    g = _draw(case, case.target, tuple(y.shape), axes, 2)
+    (back,) = pull(g)
+    assert back.shape == x.shape
+    left, right = _pair(y, g, case.target, axes), _pair(x, back, case.source, axes)
+    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+    assert left.abs() > 1e-6 or y.numel() == 0 or "empty" in case.name or math.prod(x.shape) == 0 or _silent(case, axes)
+    # transposed twice, it is itself
+    _, again = torch.func.vjp(lambda c: pull(c)[0], g)
+    torch.testing.assert_close(again(x)[0], y, rtol=1e-12, atol=1e-12)
+    # linear: the jvp is the map itself
+    t = _draw(case, case.source, tuple(x.shape), axes, 3)
+    primal, rate = torch.func.jvp(f, (x,), (t,))
+    torch.testing.assert_close(primal, y, rtol=0, atol=0)
+    torch.testing.assert_close(rate, f(t), rtol=1e-12, atol=1e-12)
+    # vmap: the examples one by one, whichever dim the batch is
+    batch = torch.stack([_draw(case, case.source, tuple(x.shape), axes, 10 + i) for i in range(3)])
+    want = torch.stack([f(b) for b in batch])
+    for dim in range(batch.ndim):
+        moved = batch.movedim(0, dim)
+        got = torch.func.vmap(f, in_dims=dim)(moved)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    # a gradient under vmap
+    weights = torch.stack([_draw(case, case.target, tuple(y.shape), axes, 20 + i) for i in range(3)])
+    grads = torch.func.vmap(torch.func.grad(lambda b, w: (f(b) * w).sum()))(batch, weights)
+    for i in range(3):
+        torch.testing.assert_close(grads[i], pull(weights[i])[0], rtol=1e-12, atol=1e-12)
+    # a tree, two dtypes and an integer leaf in it: the same as leaf by leaf
+    leaves = {"a": x, "b": [x.float(), (x * 10).long()]}
+    if case.name != "pmean":
+        for got_leaf, leaf in zip(fs.tree.leaves(f(leaves)), fs.tree.leaves(leaves), strict=True):
+            torch.testing.assert_close(got_leaf, f(leaf), rtol=0, atol=0)
+
+
+def _silent(case: Case, axes: tuple[str, ...]) -> bool:
+    """A shift over one rank sends nothing."""
+    return case.name == "ppermute shift" and math.prod(region().sizes[a] for a in axes) == 1
+
+
+def check_vmap_is_one_transfer(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
+    """A batch of examples moves in as many transfers as one example."""
+    axis = axes if len(axes) > 1 else axes[0]
+    for case in CASES:
+
+        def single(case: Case = case) -> Tensor:
+            case.f(torch.ones(_local_shape(case, axes)), axis)
+            return torch.zeros(())
+
+        def batch(case: Case = case) -> Tensor:
+            torch.func.vmap(lambda x: case.f(x, axis))(torch.ones(5, *_local_shape(case, axes)))
+            return torch.zeros(())
+
+        logs = []
+        for f in (single, batch):
+            with recording() as log:
+                fs.shard_map(f, mesh=mesh, out_specs=P())()
+            logs.append([t.op for t in log])
+        assert logs[0] == logs[1], case.name
+
+
+def check_all(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
+    """Every case on every rank of `mesh`."""
+
+    @fs.shard_map(mesh=mesh, out_specs=P())
+    def run() -> Tensor:
+        for case in CASES:
+            try:
+                check_case(case, axes)
+            except AssertionError as e:
+                raise AssertionError(f"{case.name} over {axes} on {mesh}: {e}") from e
+        return torch.zeros(())
+
+    run()
+
+
+def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
+    """Known answers, against the dense arithmetic."""
+    axis = axes if len(axes) > 1 else axes[0]
+    sizes = [mesh.axes[a] for a in axes]
+    n = math.prod(sizes)
+    whole = torch.arange(float(n * 2 * 6)).view(n * 2, 6)
+    spec = P(axis)
+    parts = whole.view(n, 2, 6)
+
+    def run(f: Callable[..., Any], out: Any, *args: Any, specs: Any = (spec,)) -> Any:
+        return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)(*args))
+
+    def same(a: Tensor, b: Tensor) -> None:
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+    same(run(lambda x: fs.psum(x, axis), P(), whole), parts.sum(0))
+    same(run(lambda x: fs.pmean(x, axis), P(), whole), parts.mean(0))
+    same(run(lambda x: fs.pmax(x, axis), P(), whole), parts.amax(0))
+    same(run(lambda x: fs.pmin(x, axis), P(), whole), parts.amin(0))
+    same(run(lambda x: fs.all_gather(x, axis, to="invariant"), P(), whole), whole)
+    same(run(lambda x: fs.psum_scatter(fs.pvary(x, axis), axis), spec, whole, specs=(P(),)), whole * n)
+    same(run(lambda x: fs.pslice(x, axis), spec, whole, specs=(P(),)), whole)
+    same(run(lambda x: fs.pslice(x, axis, 1), P(None, axis), whole, specs=(P(),)), whole)
+    wide = torch.arange(float(2 * n * 3 * n)).view(2 * n, 3 * n)
+    same(run(lambda x: fs.all_to_all(x, axis, split=1, concat=0), P(None, axis), wide), wide)
+    rotated = run(lambda x: fs.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]), spec, whole)
+    same(rotated, parts.roll(1, 0).reshape(whole.shape))
+    uneven = torch.arange(10.0).view(5, 2)
+    same(run(lambda x: fs.all_gather(x, axis, to="invariant"), P(), uneven), uneven)
+    same(run(lambda x: fs.psum_scatter(fs.pvary(x, axis), axis), spec, uneven, specs=(P(),)), uneven * n)
+    same(run(lambda x: fs.all_to_all(x, axis, split=1, concat=0), P(None, axis), uneven), uneven)
+    index = fs.shard_map(lambda: fs.axis_index(axis)[None], mesh=mesh, out_specs=spec)()
+    same(fs.device_get(index), torch.arange(n))
+    assert sum(lengths(5, sizes)) == 5
+
+
+# --- transfers in flight --------------------------------------------------------------------------------------
+
+Run = Callable[[Callable[[Any, int], Any]], Any]  # a mesh's `run`: f(comm, rank) on every rank of this process
+EVERY_DTYPE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool,
+               torch.complex64)  # fmt: skip
+
+
+def _given(shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int) -> Tensor:
+    """Small numbers of a rank's own, whose sums are exact in every dtype."""
+    x = torch.arange(math.prod(shape)).mul(7 + rank).add(salt + 3 * rank).remainder(5)
+    return (x > 2 if dtype == torch.bool else x.to(dtype) * (1j if dtype.is_complex else 1)).view(shape)
+
+
+def _summed(xs: list[Tensor]) -> Tensor:
+    total = xs[0].clone()
+    for x in xs[1:]:
+        total = total | x if x.dtype == torch.bool else total + x
+    return total
+
+
+def _same(got: Tensor, want: Tensor, what: str) -> None:
+    assert got.dtype == want.dtype, what
+    torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda m: f"{what}: {m}")
+
+
+def check_flights(run: Run, sizes: dict[str, int], axes: tuple[str, ...], dtypes: Any = EVERY_DTYPE) -> None:
+    """gather, scatter and reduce: uneven and empty parts, strided places, small and large, several in the air."""
+    n = math.prod(sizes[a] for a in axes)
+    # What rank r gives, of each tensor: uneven, empty on every other rank, in columns, 0-d; large, large in columns.
+    parts = [lambda r: (r + 1, 3), lambda r: (2, 3 * (r % 2)), lambda r: (4, r + 2), lambda r: (),
+             lambda r: (17_000 + r,), lambda r: (2, 8_200 + r)]  # fmt: skip
+    joined = [0, 1, 1, None, 0, 1]  # the dim along which the parts lie in the whole; of 0-d ones a new one
+    whole = [(5, 3), (0, 2), (), (4 * n + 1, 3), (20_001,)]
+
+    def gathering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
+        xs = [_given(shape(me), dtype, me, salt + i) for i, shape in enumerate(parts)]
+        xs[2] = xs[2].t().contiguous().t()  # as it lies, it cannot be sent
+        want, into, room = [], [], []
+        for i, (shape, dim) in enumerate(zip(parts, joined, strict=True)):
+            all_of_it = [_given(shape(r), dtype, r, salt + i) for r in range(n)]
+            want.append(torch.stack(all_of_it) if dim is None else torch.cat(all_of_it, dim))
+            room.append(torch.zeros_like(want[-1]))
+            into.append(room[-1].unbind() if dim is None else room[-1].split([shape(r)[dim] for r in range(n)], dim))
+        flight = comm.gather(xs, into, axes)
+
+        def land() -> None:
+            assert flight() == []
+            for i in range(len(parts)):
+                _same(room[i], want[i], f"gather {i} of {dtype}")
+
+        return land
+
+    def scattering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
+        def of(rank: int) -> list[tuple[Tensor, ...]]:
+            out = []
+            for i, (shape, dim) in enumerate(zip(parts, joined, strict=True)):
+                every = [_given(shape(r), dtype, rank + 10 * r, salt + i) for r in range(n)]
+                together = torch.stack(every) if dim is None else torch.cat(every, dim)
+                out.append(together.unbind() if dim is None else together.split([e.shape[dim] for e in every], dim))
+            return out
+
+        flight, everyone = comm.scatter(of(me), axes), [of(r) for r in range(n)]
+
+        def land() -> None:
+            got = flight()
+            for i, y in enumerate(got):
+                assert y.is_contiguous()
+                _same(y, _summed([theirs[i][me] for theirs in everyone]), f"scatter {i} of {dtype}")
+            for y in got:  # they are the caller's own
+                y.fill_(1)
+            assert len(got) == len(parts)
+
+        return land
+
+    def reducing(comm: Any, me: int, dtype: torch.dtype, salt: int, fresh: bool) -> Any:
+        xs = [_given(shape, dtype, me, salt + i) for i, shape in enumerate(whole)]
+        before = [x.clone() for x in xs]
+        flight = comm.reduce(xs, axes, fresh=fresh)
+
+        def land() -> None:
+            got = flight()
+            assert len(got) == len(xs)
+            for i, (x, y) in enumerate(zip(xs, got, strict=True)):
+                assert (y is x) != fresh
+                _same(y, _summed([_given(whole[i], dtype, r, salt + i) for r in range(n)]), f"reduce {i} of {dtype}")
+                if fresh:
+                    _same(x, before[i], "what was lent")
+                    assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
+
+        return land
+
+    def all_of_them(comm: Any, rank: int) -> None:
+        me = index_of(axes, comm.sizes, comm.coords)
+        for i, dtype in enumerate(dtypes):
+            flights = [gathering(comm, me, dtype, i), scattering(comm, me, dtype, i + 1)]
+            flights += [reducing(comm, me, dtype, i, fresh) for fresh in (True, False)]
+            flights += [gathering(comm, me, dtype, i + 2)]
+            for at in (3, 0, 4, 1, 2):  # not as they were started
+                flights[at]()
+        # several of the same kind and size, last one first; and none of anything
+        rows = [torch.zeros(n, 4) for _ in range(3)]
+        ours = [comm.gather([torch.full((4,), float(me + 10 * k))], [row.unbind()], axes) for k, row in enumerate(rows)]
+        for k in (2, 1, 0):
+            ours[k]()
+            _same(rows[k], (torch.arange(n) + 10.0 * k)[:, None].expand(n, 4), "flights of one size")
+        nothing = torch.zeros(0)
+        comm.gather([nothing], [[nothing] * n], axes)()
+        assert comm.scatter([[nothing] * n], axes)()[0].shape == (0,)
+
+    run(all_of_them)
+
+
+def check_what_flights_note(run: Run, sizes: dict[str, int], axes: tuple[str, ...], here: int) -> None:
+    """Each is one transfer, of the bytes that a rank gives; `here` of the ranks run in this process."""
+    n = math.prod(sizes[a] for a in axes)
+
+    def f(comm: Any, rank: int) -> None:
+        x = torch.ones(5, dtype=torch.float32)
+        flights = [
+            comm.gather([x, x[:2]], [[torch.empty(5)] * n, [torch.empty(2)] * n], axes),
+            comm.scatter([[x[: r % 2 + 1] for r in range(n)]], axes),
+            comm.reduce([x.clone(), x[:3].clone()], axes),
+        ]
+        for flight in flights:
+            flight()
+
+    with recording() as log:
+        run(f)
+    each = [("all_gather", 28), ("reduce_scatter", 4 * sum(r % 2 + 1 for r in range(n))), ("all_reduce", 32)]
+    assert Counter((t.op, t.bytes) for t in log) == Counter(each * here)

@@ -1,0 +1,99 @@
+"""A small model in a Hugging Face folder, its values known, for what reads such folders and what writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.interop.hf.weights import Their
+
+KEY = fs.key(0)
+WIDTH, HEADS, K, HIDDEN = 20, 6, 8, 7
+
+# Ours, a name and the dims of theirs: every kind of cut that the models have.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "emb": (13, WIDTH), "qkv": (WIDTH, 3, HEADS, K), "bias": (3, HEADS, K), "up": (WIDTH, HIDDEN),
+    "gate": (WIDTH, HIDDEN), "norm": (WIDTH,), "scale": (),
+}  # fmt: skip
+THEIRS = {
+    "emb": Their("m.emb.weight"), "qkv": Their("m.qkv.weight", "(h c k) d -> d c h k"),
+    "bias": Their("m.qkv.bias", "(h c k) -> c h k"), "norm": Their("m.norm.weight"), "scale": Their("m.scale"),
+    "gate": Their("m.gate_up.weight", "(two=2 f) d -> d f", {"two": 0}),
+    "up": Their("m.gate_up.weight", "(two=2 f) d -> d f", {"two": 1}),
+}  # fmt: skip
+SPECS: list[Any] = [
+    P(),
+    {"emb": P("model"), "qkv": P(None, None, "model"), "bias": P(None, "model"), "up": P(None, "model"),
+     "gate": P(None, "model"), "norm": P(), "scale": P()},
+    {"emb": P(None, "model"), "qkv": P(("model", "data")), "bias": P("data", None, "model"), "up": P("model", "data"),
+     "gate": P("data", "model"), "norm": P(("data", "model")), "scale": P()},
+]  # fmt: skip
+MESHES: list[dict[str, int]] = [{"data": 1, "model": 1}, {"data": 2, "model": 2}, {"data": 1, "model": 4}]
+
+
+def theirs(path: fs.tree.Path) -> Their:
+    return THEIRS[path[0]]
+
+
+def described() -> dict[str, Any]:
+    return {name: fs.init.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def values(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=gen).to(dtype) for name, shape in SHAPES.items()}
+
+
+def as_theirs(ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By hand, and plain torch."""
+    return {
+        "m.emb.weight": ours["emb"], "m.norm.weight": ours["norm"], "m.scale": ours["scale"],
+        "m.qkv.weight": ours["qkv"].permute(2, 1, 3, 0).reshape(-1, WIDTH).contiguous(),
+        "m.qkv.bias": ours["bias"].permute(1, 0, 2).reshape(-1).contiguous(),
+        "m.gate_up.weight": torch.cat([ours["gate"].T, ours["up"].T]),
+    }  # fmt: skip
+
+
+def same(got: Any, want: Any) -> None:
+    got = fs.device_get(got)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype, name
+        assert torch.equal(bits(got[name]), bits(want[name])), name
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def sharded_file(folder: Path, ours: dict[str, Tensor], cuts: int = 2) -> Path:
+    """The folder with an index that `save_pretrained` would write."""
+    folder.mkdir()
+    found = as_theirs(ours)
+    names = [f"model-{i + 1:05d}-of-{cuts:05d}.safetensors" for i in range(cuts)]
+    where = {name: names[i % cuts] for i, name in enumerate(found)}
+    for file in names:
+        save_file({n: x for n, x in found.items() if where[n] == file}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def single_file(folder: Path, ours: dict[str, Tensor]) -> Path:
+    folder.mkdir()
+    save_file(as_theirs(ours), folder / "model.safetensors")
+    return folder
+
+
+def refusal(f: Callable[[], object]) -> str:
+    with pytest.raises(ShardingError) as e:
+        f()
+    return str(e.value)

@@ -1,0 +1,422 @@
+from __future__ import annotations
+
+import math
+import random as stdlib_random
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.random import draws as R  # noqa: N812
+
+KEY = fs.key(0)
+M = 0xFFFFFFFF
+# Random123, kat_vectors: philox4x32, 10 rounds.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ((M, M, M, M), (M, M), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]  # fmt: skip
+WORDS = R._Law(lambda w: w, torch.int64)
+COINS = R._Law(lambda w: w < 1 << 31, torch.bool)
+LAWS = {
+    "normal": lambda key, shape, box: R.normal_box(key, shape, box, mean=0.5, std=2.0),
+    "normal_bf16": lambda key, shape, box: R.normal_box(key, shape, box, dtype=torch.bfloat16),
+    "normal_f64": lambda key, shape, box: R.normal_box(key, shape, box, dtype=torch.float64),
+    "trunc_normal": lambda key, shape, box: R.trunc_normal_box(key, shape, box, std=0.02, a=-0.03, b=0.05),
+    "uniform": lambda key, shape, box: R.uniform_box(key, shape, box, low=-1.0, high=3.0),
+    "uniform_f16": lambda key, shape, box: R.uniform_box(key, shape, box, dtype=torch.float16),
+    "bits": lambda key, shape, box: R._draw("bits", key, shape, box, WORDS, None),
+    "bernoulli": lambda key, shape, box: R._draw("bernoulli", key, shape, box, COINS, None),
+}
+
+
+def whole(shape):
+    return tuple(slice(0, n) for n in shape)
+
+
+def words_at(key, index):
+    """The definition, one element at a time, in Python integers."""
+    return [R.philox(((i >> 2) & M, i >> 34, 0, 0), key.tolist())[i & 3] for i in index]
+
+
+# --- the generator
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_philox_gives_the_published_answers(counter, key, answer):
+    assert " ".join(f"{w:08x}" for w in R.philox(counter, key)) == answer
+    lanes = R.philox([torch.tensor([c, 5]) for c in counter], [torch.tensor(k) for k in key])
+    assert " ".join(f"{w[0].item():08x}" for w in lanes) == answer
+
+
+@pytest.mark.parametrize("key", [(0, 0), (M, M), (0xA4093822, 0x299F31D0)])
+def test_lanes_in_place_equal_the_reference(key):
+    low = torch.cat([torch.arange(100), M - torch.arange(100), 1 << torch.arange(32)])
+    for high in (0, 1, M, torch.arange(len(low)) * 12345 & M):
+        lanes = torch.empty(5, len(low), dtype=torch.int64)
+        lanes[4] = low
+        R.philox_lanes(lanes[1:], lanes[0], high, key)
+        expected = torch.stack(R.philox((low, high, 0, 0), key))
+        assert torch.equal(lanes[1:], expected)
+
+
+# --- element addressing
+
+
+def test_bits_are_the_definition():
+    assert R.bits(KEY, (3, 5)).flatten().tolist() == words_at(KEY, range(15))
+    assert R.bits(fs.key(2**64 - 1), ()).tolist() == words_at(fs.key(2**64 - 1), [0])[0]
+
+
+@pytest.mark.parametrize("lanes", [16, 1 << 15])  # with 16 blocks at a time, runs and rows are cut often
+@pytest.mark.parametrize("law", LAWS)
+def test_any_box_is_that_part_of_the_whole_bitwise(law, lanes, monkeypatch):
+    monkeypatch.setattr(R, "_LANES", lanes)
+    rng = stdlib_random.Random(law)
+    shapes = [(1000,), (64, 48), (37, 53), (5, 7, 9), (4, 6, 8, 4), (3, 2, 1, 5), (300, 2), (2, 301), (70, 1)]
+    for shape in shapes:
+        full = LAWS[law](KEY, shape, whole(shape))
+        boxes = [[sorted(rng.choices(range(n + 1), k=2)) for n in shape] for _ in range(12)]
+        boxes += [[(0 if d == full_dim else n // 3, n) for d, n in enumerate(shape)] for full_dim in range(4)]
+        for box in ([slice(*ends) for ends in b] for b in boxes):
+            part = LAWS[law](KEY, shape, tuple(box))
+            assert part.is_contiguous()
+            assert torch.equal(part, full[tuple(box)]), (shape, box)
+
+
+@pytest.mark.parametrize("law", ["normal", "trunc_normal", "uniform"])
+def test_big_row_and_column_parts_and_threads_are_bitwise_equal(law):
+    shape = (151, 1031)  # more than 2^15 blocks: two tiles on one thread, two threads on one tile
+    full = LAWS[law](KEY, shape, whole(shape))
+    for box in [
+        (slice(1, 150), slice(0, 1031)),
+        (slice(0, 151), slice(3, 515)),
+        (slice(7, 140), slice(514, 1031)),
+    ]:
+        assert torch.equal(LAWS[law](KEY, shape, box), full[box])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        assert torch.equal(LAWS[law](KEY, shape, whole(shape)), full)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("first", [2**32 - 3, 2**34 - 5, 2**34 - 7, 2**50 + 1])
+def test_indices_beyond_32_bits(first):
+    traced = torch.vmap(lambda k: R._draw("bits", k, (2**60,), (slice(first, first + 17),), WORDS, None))
+    assert traced(KEY[None])[0].tolist() == words_at(KEY, range(first, first + 17))
+    row = R._draw("bits", KEY, (2**60,), (slice(first, first + 17),), WORDS, None)
+    assert row.tolist() == words_at(KEY, range(first, first + 17))
+    shape, width = (2**40, 2**20 + 1), 2**20 + 1  # rows that start anywhere in a block, across 2^34 blocks
+    top = (1 << 36) // width - 2
+    box = (slice(top, top + 5), slice(4, 9))
+    part = R._draw("bits", KEY, shape, box, WORDS, None)
+    index = [r * width + c for r in range(top, top + 5) for c in range(4, 9)]
+    assert part.flatten().tolist() == words_at(KEY, index)
+
+
+def test_empty_and_0d():
+    assert R.normal(KEY, (0, 3)).shape == (0, 3)
+    assert R.normal_box(KEY, (4, 3), (slice(4, 4), slice(0, 3))).shape == (0, 3)
+    assert R.normal(KEY, ()).shape == ()
+    assert R.normal(KEY, ()) == R.normal(KEY, (9,))[0]
+    assert R.bernoulli(KEY, (2, 0)).dtype == torch.bool
+
+
+# --- on a mesh
+
+
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "b"), P("a", "b"), P(("a", "b")), P("b", "a")])
+def test_a_region_draws_its_part(spec):
+    def draw():
+        return R.normal(KEY, (7, 10), spec=spec), R.bernoulli(KEY, (7, 10), p=0.3, spec=spec)
+
+    normal, mask = fs.shard_map(draw, mesh=fs.make_mesh(a=2, b=3), in_specs=(), out_specs=(spec, spec))()
+    assert torch.equal(fs.device_get(normal), R.normal(KEY, (7, 10)))
+    assert torch.equal(fs.device_get(mask), R.bernoulli(KEY, (7, 10), p=0.3))
+
+
+def test_a_split_draw_needs_a_region():
+    with pytest.raises(ShardingError, match=r"random.normal with spec=P\('a'\): called outside shard_map"):
+        R.normal(KEY, (4,), spec=P("a"))
+    with pytest.raises(ShardingError, match=r"random.bits: the mesh has no axis 'z'"):
+        fs.shard_map(
+            lambda: R.bits(KEY, (4,), spec=P("z")), mesh=fs.make_mesh(a=2), in_specs=(), out_specs=P("a")
+        )()
+
+
+# --- keys
+
+
+def test_keys_are_plain_tensors_of_two_words():
+    assert fs.key(2**64 - 2).tolist() == [M - 1, M]
+    assert fs.key(7).dtype == torch.int64
+    made = [KEY, *fs.split(KEY, 3), *(fs.fold_in(KEY, d) for d in (0, 1, -1, 2**32, "0", "1", "h.3.up"))]
+    assert len({tuple(k.tolist()) for k in made}) == len(made)
+    assert all(0 <= w <= M for k in made for w in k.tolist())
+    assert torch.equal(fs.split(KEY, 100)[:3], fs.split(KEY, 3))  # the two ways to make them
+    assert fs.split(KEY, 0).shape == (0, 2)
+    for n in (5, -5, 2**40):
+        assert torch.equal(fs.fold_in(KEY, n), fs.fold_in(KEY, torch.tensor(n)))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: fs.key(-1), "key: -1 makes no key\n  needed  an int, 0 <= n < 2^64\n  fix: fs.key(0)"),
+        (
+            lambda: fs.key(2**64),
+            f"key: {2**64} makes no key\n  needed  an int, 0 <= n < 2^64\n  fix: fs.key(0)",
+        ),
+        (
+            lambda: R.normal(3, (2,)),
+            "random.normal: this is no key\n  got  3    needed  i64[2]\n  fix: fs.key(3)",
+        ),
+        (
+            lambda: R.bits(torch.zeros(2), (2,)),
+            "random.bits: this is no key\n  got  f32[2]    needed  i64[2]\n  fix: fs.key(0)",
+        ),
+        (
+            lambda: fs.split(fs.split(KEY, 3)),
+            (
+                "split: this is no key\n  got  i64[3, 2]    needed  i64[2]\n"
+                "  fix: pass one of these keys, keys[0], or map over them with torch.vmap"
+            ),
+        ),
+        (
+            lambda: fs.fold_in(KEY, 0.5),
+            (
+                "fold_in: this cannot be folded in\n"
+                "  got  0.5    needed  a str, an int of 64 bits, i64[], i32[]\n  fix: fs.fold_in(key, step)"
+            ),
+        ),
+        (
+            lambda: R.trunc_normal(KEY, (2,), std=0.02, a=2.0, b=3.0),
+            (
+                "random.trunc_normal: next to nothing of this normal lies in [a, b]\n"
+                "  mean  0.0    std  0.02    a  2.0    b  3.0\n"
+                "  fix: std > 0 and a < b, which are values, not multiples of std"
+            ),
+        ),
+        (
+            lambda: R.uniform(KEY, (2,), low=1.0, high=1.0),
+            "random.uniform: nothing lies in [low, high)\n  low  1.0    high  1.0\n  fix: low < high",
+        ),
+        (
+            lambda: R.randint(KEY, (2,), high=2**31 + 1),
+            (
+                "random.randint: no range to draw from\n"
+                f"  low  0    high  {2**31 + 1}    needed  0 < high - low <= 2^31\n"
+                "  fix: low < high; for more bits, random.bits"
+            ),
+        ),
+        (
+            lambda: R.bernoulli(KEY, (2,), p=1.5),
+            "random.bernoulli: p is no probability\n  p  1.5\n  fix: 0 <= p <= 1",
+        ),
+    ],
+)
+def test_errors(call, text):
+    with pytest.raises(ShardingError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("law", LAWS)
+def test_on_cuda_any_box_is_that_part_and_words_are_those_of_the_cpu(law):
+    for shape in [(512, 640), (509, 1031)]:
+        with torch.device("cuda"):
+            full = LAWS[law](KEY, shape, whole(shape))
+            for box in [(slice(1, 508), slice(0, shape[1])), (slice(0, 500), slice(3, 515))]:
+                assert torch.equal(LAWS[law](KEY, shape, box), full[box])
+        if not full.dtype.is_floating_point:
+            assert torch.equal(full.cpu(), LAWS[law](KEY, shape, whole(shape)))
+
+
+# --- traced
+
+
+def step(key, number):
+    """Everything a compiled step may do with a key, drawn in odd boxes."""
+    key = fs.fold_in(fs.fold_in(key, "drop"), number)
+    first, second = fs.split(key)
+    box = (slice(1, 5), slice(3, 30), slice(2, 9))
+    return (
+        R.normal_box(first, (6, 37, 10), box),
+        R.uniform_box(second, (6, 37, 10), box, dtype=torch.bfloat16),
+        R.trunc_normal_box(first, (6, 37, 10), box, std=0.5, a=-1, b=1, dtype=torch.float16),
+        R.bernoulli(second, (16, 33), p=0.9),
+        R.randint(first, (50,), high=50257),
+    )
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_vmap_over_keys():
+    keys = fs.split(KEY, 3)
+    mapped = torch.vmap(lambda k: step(k, 7))(keys)
+    for i, k in enumerate(keys):
+        assert equal(step(k, 7), [x[i] for x in mapped])
+    wide = torch.tensor([-1, 1 << 40])  # only the low 32 bits of a key's words count
+    assert equal([torch.vmap(fs.split)(wide[None])[0]], [fs.split(wide)])
+    numbers = torch.arange(3)
+    assert torch.equal(torch.vmap(lambda n: fs.fold_in(KEY, n))(numbers)[2], fs.fold_in(KEY, 2))
+
+
+def test_fake_tensors():
+    with FakeTensorMode():
+        for key in (KEY, fs.key(1)):
+            for x, y in zip(step(key, 7), step(KEY, 7), strict=True):
+                assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+def test_compiled_it_has_the_same_bits_and_compiles_once():
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert equal(compiled(KEY, torch.tensor(3)), step(KEY, 3))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert equal(compiled(fs.key(9), torch.tensor(4)), step(fs.key(9), 4))
+
+
+# --- laws
+
+
+def test_bounds_hold_after_rounding():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = R.uniform(KEY, (1 << 16,), dtype=dtype)
+        assert x.min() >= 0
+        assert x.max() < 1
+        x = R.uniform(KEY, (1 << 14,), low=-0.3, high=0.7, dtype=dtype).double()
+        assert -0.3 <= x.min() < -0.29
+        assert 0.69 < x.max() < 0.7
+        x = R.trunc_normal(KEY, (1 << 14,), a=-0.3, b=0.7, dtype=dtype).double()
+        assert -0.3 <= x.min() < -0.29
+        assert 0.69 < x.max() <= 0.7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("x", [0.0, 1.0, -1.0, 0.3, -0.3, 1000.1, -7e-6, 3.5])
+def test_floor_is_the_neighbour_below(x, dtype):
+    down = R._floor(x, dtype)
+    assert down <= x
+    near = torch.tensor(x, dtype=dtype).double().item()  # rounded to nearest: x itself or a neighbour of it
+    assert torch.tensor(down, dtype=dtype).double().item() == down
+    assert down == near or near > x
+    assert x - down <= abs(x) * torch.finfo(dtype).eps + torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+
+
+def test_extreme_words_stay_finite_and_inside(monkeypatch):
+    extremes = torch.tensor([[0], [M], [1 << 31], [M - 1]])
+    monkeypatch.setattr(R, "philox_lanes", lambda words, *_: words.copy_(extremes))
+    x = R.normal(KEY, (4,), dtype=torch.float64)
+    assert x[1] == -x[0]
+    assert 6.33 < x[1] < 6.34
+    assert abs(x[2]) < 1e-9
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert R.uniform(KEY, (4,), dtype=dtype)[1] == 1 - torch.finfo(dtype).eps / 2
+        assert R.uniform(KEY, (4,), dtype=dtype)[0] == 0
+    assert R.trunc_normal(KEY, (4,), a=-math.inf, b=math.inf).isfinite().all()
+    assert R.randint(KEY, (4,), low=-5, high=2**31 - 5)[:2].tolist() == [-5, 2**31 - 6]
+    assert R.bernoulli(KEY, (4,), p=1.0).all()
+    assert not R.bernoulli(KEY, (4,), p=0.0).any()
+
+
+def test_half_precision_is_the_float32_draw_rounded():
+    x = R.normal(KEY, (5000,), std=0.02)
+    assert torch.equal(R.normal(KEY, (5000,), std=0.02, dtype=torch.bfloat16), x.bfloat16())
+    assert torch.equal(R.normal(KEY, (5000,), std=0.02, dtype=torch.float16), x.half())
+
+
+def cdf(x):
+    return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def test_distributions():
+    n = 1 << 20
+    lo, hi = (cdf(torch.tensor(x, dtype=torch.float64)) for x in (-1.0, 2.0))
+    draws = [
+        (R.normal(KEY, (n,), mean=3.0, std=0.5), lambda x: cdf((x - 3) / 0.5)),
+        (R.uniform(KEY, (n,), low=-1.0, high=3.0), lambda x: (x + 1) / 4),
+        (R.trunc_normal(KEY, (n,), a=-1.0, b=2.0), lambda x: (cdf(x) - lo) / (hi - lo)),
+    ]
+    for values, law in draws:
+        u = law(values.double().sort().values)
+        # Kolmogorov-Smirnov: sqrt(n) D exceeds 1.95 once in a thousand. The key is fixed: no flicker.
+        assert (u - (torch.arange(n) + 0.5) / n).abs().max() * math.sqrt(n) < 1.95
+    x = R.normal(KEY, (n,))
+    # 4 standard errors: of a mean 1 / sqrt(n), of a variance sqrt(2 / n), of a fourth moment sqrt(96 / n).
+    assert abs(x.mean()) < 4 / math.sqrt(n)
+    assert abs(x.var() - 1) < 4 * math.sqrt(2 / n)
+    assert abs((x**4).mean() - 3) < 4 * math.sqrt(96 / n)
+    # Of a share p it is sqrt(p (1 - p) / n).
+    assert abs(R.bernoulli(KEY, (n,), p=0.1).double().mean() - 0.1) < 4 * math.sqrt(0.09 / n)
+    # A chi-squared of 9 degrees has mean 9 and a standard deviation of sqrt(18).
+    counts = R.randint(KEY, (n,), low=5, high=15).sub(5).bincount(minlength=10).double()
+    assert len(counts) == 10
+    assert ((counts - n / 10) ** 2 / (n / 10)).sum() < 9 + 4 * math.sqrt(18)
+
+
+def test_streams_are_independent():
+    n = 1 << 16
+    keys = [KEY, fs.key(1), fs.key(1 << 32), *fs.split(KEY)]
+    keys += [fs.fold_in(KEY, data) for data in (0, 1, 2, 3, "a")]
+    x = torch.stack([R.normal(k, (n,)) for k in keys])
+    x = torch.cat([x, x[:1].roll(1, 1), x[:1].roll(2, 1), x[:1].roll(4, 1)])  # and neighbours within one
+    # A correlation of independent values is N(0, 1 / n); 78 pairs, 4.5 standard errors.
+    off = torch.corrcoef(x) - torch.eye(len(x))
+    assert off.abs().max() < 4.5 / math.sqrt(n)
+    assert torch.corrcoef(x.abs()).sub(torch.eye(len(x))).abs().max() < 4.5 / math.sqrt(n)
+    # Each of the 32 bits is one half the time: its share is N(1/2, 1/4n).
+    shares = torch.stack([(R.bits(KEY, (n,)) >> b & 1).double().mean() for b in range(32)])
+    assert (shares - 0.5).abs().max() < 4 * 0.5 / math.sqrt(n)
+
+
+# --- golden values: when one changes, R.VERSION must too. Floats are float64 results rounded to 24 bits or
+# fewer, so another build's last bit of erfinv does not show.
+
+GOLDEN = {
+    "normal": (R.normal_box, {}, "0x1.f577c6p+0 -0x1.430d3p-5 0x1.fdaadep-2"),
+    "normal_bf16": (R.normal_box, {"std": 0.02, "dtype": torch.bfloat16}, "0x1.4p-5 -0x1.9ep-11 0x1.46p-7"),
+    "uniform": (R.uniform_box, {"low": -1.0, "high": 2.0}, "0x1.ecc016p+0 0x1.cfaed4p-2 0x1.126d4ap+0"),
+    "uniform_bf16": (R.uniform_box, {"dtype": torch.bfloat16}, "0x1.f4p-1 0x1.fp-2 0x1.62p-1"),
+    "trunc_normal": (R.trunc_normal_box, {}, "0x1.ad90ep+0 -0x1.345872p-5 0x1.e49d64p-2"),
+    "trunc_normal_bf16": (
+        R.trunc_normal_box, {"std": 0.02, "a": -0.04, "b": 0.04, "dtype": torch.bfloat16},
+        "0x1.12p-5 -0x1.8ap-11 0x1.36p-7",
+    ),
+}  # fmt: skip
+
+
+def test_version():
+    assert R.VERSION == 1
+
+
+@pytest.mark.parametrize("law", GOLDEN)
+def test_golden_floats(law):
+    draw, params, values = GOLDEN[law]
+    key = fs.fold_in(fs.key(42), "golden")
+    assert draw(key, (9,), (slice(3, 6),), **params).tolist() == [float.fromhex(x) for x in values.split()]
+
+
+def test_golden_integers():
+    key = fs.fold_in(fs.key(42), "golden")
+    words = [444352993, 3741740897, 1348980441, 4187315405, 2079931490, 2966362281]
+    assert R.bits(key, (6,)).tolist() == words
+    assert R.bernoulli(key, (6,), p=0.4).tolist() == [True, False, True, False, False, False]
+    assert R.randint(key, (6,), high=1000).tolist() == [103, 871, 314, 974, 484, 690]
+
+
+def test_golden_keys():
+    assert fs.fold_in(KEY, 0).tolist() == [768504805, 323543615]
+    assert fs.fold_in(KEY, "h.3.up").tolist() == [653087669, 2847397680]
+    assert fs.fold_in(fs.key(2**40 + 3), -1).tolist() == [1260802874, 3272340998]
+    assert fs.split(KEY).tolist() == [[3710895380, 2918555867], [3130575500, 1684424915]]

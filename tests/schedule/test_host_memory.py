@@ -1,0 +1,400 @@
+"""Leaves in host memory: they visit the device where they are needed, and the numbers are those of leaves that stay.
+
+There is no second memory here, so what lies where is seen on fake tensors of an abstract mesh of other devices, of
+which no operation mixes two; and values on CPUs, where a block's leaves are copied all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import fshard as fs
+from fshard import P, ShardingError, on_host, optim
+from fshard import _comm as comm
+from fshard._ops import dim_sizes as sizes
+from fshard.models import gpt2
+from fshard.optim import fused
+from fshard.schedule import buckets as fetch
+from fshard.schedule import executor as loop
+from tests.lib.live import LiveBytes
+
+DEVICE = torch.device("meta")
+CFG = gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=4, n_head=4)
+ROWS = 4
+
+# What is kept in host memory: parameters, or those of the blocks alone; the optimizer's state; both.
+KEPT = [(True, False), (False, True), (True, True), ("h", True)]
+KINDS = ["one", "data", "full", "tensor", "both"]
+
+
+def layout_of(kind: str, **how: Any) -> gpt2.Layout:
+    data = None if kind in ("one", "tensor") else "data"
+    return gpt2.Layout(data, "model" if kind in ("tensor", "both") else None, batch=ROWS if data else None, **how)
+
+
+def specs_of(kind: str) -> Any:
+    specs = gpt2.specs(CFG, model="model" if kind in ("tensor", "both") else None)
+    return fs.fully_shard(specs, gpt2.init(CFG), axis="data") if kind in ("full", "both") else specs
+
+
+def placed_specs(opt: Any, specs: Any, params: bool | str, state: bool) -> Any:
+    own = {name: on_host(spec) if params in (True, name) else spec for name, spec in specs.items()}
+    return {"params": own, "opt": on_host(opt.specs(specs)) if state else opt.specs(specs)}
+
+
+def train_step(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, *, look: Any = None, **how: Any) -> Any:
+    """(the step, the specs of its state, the described state): clip and AdamW of GPT-2, its state donated."""
+    options = {k: how.pop(k) for k in ("dtype", "reduce_dtype") if k in how}
+    layout, specs, described = layout_of(kind, **options), specs_of(kind), gpt2.init(CFG)
+    mask = fs.tree.map(lambda x: x.ndim > 1, described)
+    rate = optim.warmup(optim.cosine(1e-2, 10), 3, start=1e-3)
+    opt = optim.chain(optim.clip_by_global_norm(0.3, specs), optim.adamw(rate, weight_decay=0.1, mask=mask))
+    placed = placed_specs(opt, specs, params, state)
+    own = placed["params"]
+
+    def loss_fn(p: Any, ids: Tensor) -> Tensor:
+        return gpt2.loss(CFG, p, ids[:, :-1], ids[:, 1:], layout=layout, specs=own, **how)
+
+    @fs.shard_map(mesh=mesh, in_specs=(placed, P(layout.data)), out_specs=(placed, P()), donate=0, check="never")
+    def step(given: Any, ids: Tensor) -> Any:
+        loss, grads = fs.value_and_grad(loss_fn)(given["params"], ids)
+        p, s = opt.update(grads, given["opt"], given["params"])
+        if look is not None:
+            look(given, grads, p, s)
+        return {"params": p, "opt": s}, loss
+
+    return step, placed, {"params": described, "opt": opt.init(described)}
+
+
+def train(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, **how: Any) -> list[Any]:
+    step, placed, described = train_step(mesh, kind, params, state, **how)
+    given, history = fs.materialize(described, placed, mesh, key=fs.key(0)), []
+    for i in range(3):
+        ids = torch.randint(CFG.vocab_size, (ROWS, 9), generator=torch.Generator().manual_seed(i))
+        given, loss = step(given, ids)
+        history.append(fs.device_get((given, loss)))
+    assert given["params"]["h"][0]["ln_1"]["w"].spec.memory == ("host" if params else "device")
+    return history
+
+
+def equal(got: Any, want: Any) -> None:
+    assert fs.tree.structure(got) == fs.tree.structure(want)
+    for (path, a), b in zip(fs.tree.leaves_with_path(got), fs.tree.leaves(want), strict=True):
+        assert torch.equal(a, b), path
+
+
+# --- values ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_numbers_are_those_of_leaves_on_the_device(kind: str, remat: bool) -> None:
+    mesh = fs.make_mesh(data=1 if kind == "one" else 2, model=2 if kind in ("tensor", "both") else 1)
+    want = train(mesh, kind, False, False, remat=remat)
+    assert not torch.equal(want[0][0]["params"]["wte"], want[-1][0]["params"]["wte"])
+    for params, state in KEPT:
+        equal(train(mesh, kind, params, state, remat=remat), want)
+
+
+@pytest.mark.parametrize("kind", ["one", "full"])
+def test_mixed_precision_from_host_memory(kind: str) -> None:
+    mesh = fs.make_mesh(data=1 if kind == "one" else 2, model=1)
+    how = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    equal(train(mesh, kind, True, True, **how), train(mesh, kind, False, False, **how))
+
+
+# --- what lies where --------------------------------------------------------------------------------------------
+
+
+def devices(x: Any) -> set[str]:
+    return {leaf.device.type for leaf in fs.tree.leaves(x)}
+
+
+CASES = [(kind, params, state, {}) for kind in KINDS for params, state in KEPT]
+CASES += [("both", True, True, {"remat": True}), ("both", True, True, {"dtype": torch.bfloat16})]
+
+
+@pytest.mark.parametrize(("kind", "params", "state", "how"), CASES, ids=str)
+def test_no_operation_mixes_the_memories(kind: str, params: bool | str, state: bool, how: Any) -> None:
+    mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=1 if kind == "one" else 2, model=2)
+    looked = []
+
+    def look(given: Any, grads: Any, new: Any, own: Any) -> None:
+        kept = {True: {"cpu"}, False: {"meta"}, "h": {"cpu", "meta"}}
+        assert devices(given["params"]) == devices(grads) == devices(new) == kept[params]
+        assert fs.tree.map(lambda x: x.device, new) == fs.tree.map(lambda x: x.device, grads)
+        assert devices(own[0]["norm"]) == {"meta"}
+        assert devices([given["opt"][1]["m"], own[1]["m"], own[1]["v"]]) == kept[state]
+        looked.append(True)
+
+    step, placed, described = train_step(mesh, kind, params, state, look=look, **how)
+    given = fs.materialize(described, placed, mesh, key=fs.key(0))
+    check = "always" if (kind, how) == ("both", {}) else "never"
+    out, _ = step.on(mesh, check=check)(given, torch.zeros(ROWS, 9, dtype=torch.int64))
+    assert fs.tree.map(lambda x: x.placement, out) == fs.tree.map(lambda x: x.placement, given)
+    assert looked == [True]
+
+
+def test_a_leaf_that_a_block_does_not_use_has_a_gradient_in_host_memory(monkeypatch: Any) -> None:
+    def start(m: Any, xs: list[Tensor], start: Any = fetch._start) -> Any:
+        assert devices(xs) == {"meta"}
+        return start(m, xs)
+
+    monkeypatch.setattr(fetch, "_start", start)
+    mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
+    specs = [on_host({"used": P("data"), "not": P(None, "data")})] * 3
+    p = fs.materialize([{"used": fs.init.ones((4, 4)), "not": fs.init.ones((2, 6))}] * 3, specs, mesh, key=fs.key(0))
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return fs.psum(fs.scan(lambda p, x: torch.tanh(x @ p["used"]), p, x, specs=specs, axis="data").sum(), "data")
+
+    f = fs.shard_map(fs.grad(loss_fn), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check="never")
+    assert repr(f(p, torch.ones(2, 4))[0]) == "{'used': f32<host>[4@data, 4], 'not': f32<host>[2, 6@data]}"
+
+
+def test_user_code_asks_for_what_is_in_host_memory() -> None:
+    mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
+    specs = on_host(P("data"))
+    w = fs.materialize(fs.init.normal((4, 4)), specs, mesh, key=fs.key(0))
+
+    def apply(visit: Any) -> Any:
+        f = lambda w, x: fs.psum((fs.pvary(x, "data") @ visit(w)).sum(), "data")  # noqa: E731
+        out = (P(), specs)
+        return fs.shard_map(fs.value_and_grad(f), mesh=mesh, in_specs=(specs, P()), out_specs=out)(w, torch.ones(4, 2))
+
+    with pytest.raises(RuntimeError, match="on the same device"):
+        apply(lambda w: w)
+    with pytest.raises(ShardingError, match=r"leaf 0 is in host memory, its spec says P\('data'\)"):
+        apply(lambda w: fs.unshard(w, P("data"), "data"))
+    loss, grad = apply(lambda w: fs.to_device([w, 3])[0])
+    assert repr((loss, grad)) == "(f32[], f32<host>[4@data, 4])"
+
+
+class Pretend(TorchFunctionMode):
+    """Tensors of some memory say that they are on CUDA, as does what is made of them; `to` copies there and back."""
+
+    def __init__(self, *there: Tensor) -> None:
+        super().__init__()
+        self.there = {x.data_ptr(): x.untyped_storage() for x in there}  # kept: no other may get their memory
+        self.moved: list[int] = []
+        self.guests: list[Any] = []
+        self.most = 0  # elements of guests at once
+        self.kernels = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.device.__get__:
+            return torch.device("cuda:0" if self.is_there(args[0]) else "cpu")
+        if func is Tensor.to and isinstance(args[1], torch.device):
+            if args[2:] in ((), (args[0].dtype,)) and self.is_there(args[0]) == (args[1].type == "cuda"):
+                return args[0]
+            x = args[0].clone() if len(args) == 2 else args[0].to(args[2], copy=True)
+            if args[1].type == "cuda":
+                self.there[x.data_ptr()] = x.untyped_storage()
+                self.moved.append(x.numel())
+                self.guests.append(weakref.ref(x))
+                alive = [guest() for guest in self.guests]
+                self.most = max(self.most, sum(guest.numel() for guest in alive if guest is not None))
+            return x
+        given = [x for x in fs.tree.leaves([args, kwargs]) if isinstance(x, Tensor)]
+        kinds = {self.is_there(x) for x in given if x.ndim}
+        assert func is Tensor.copy_ or len(kinds) < 2, f"{func} mixes memories"
+        out = func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "device"})  # that of a number
+        self.kernels += func.__name__.startswith("_fused")
+        old = {x.data_ptr() for x in given}
+        for x in fs.tree.leaves(out):
+            if isinstance(x, Tensor) and kinds == {True} and x.data_ptr() not in old:
+                self.there[x.data_ptr()] = x.untyped_storage()
+        return out
+
+    def is_there(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self.there
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "damped"])  # the last has no kernel
+def test_moments_visit_their_parameters_a_lot_at_a_time(name: str, donated: bool, monkeypatch: Any) -> None:
+    damped = optim.sgd(1e-2, momentum=0.9, weight_decay=0.1, dampening=0.2 if name == "damped" else 0.0)
+    opt = optim.adamw(1e-2) if name == "adamw" else damped
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(n, generator=draw) for n in (5, 40, 64, 64, 1)]
+    grads = [torch.randn(p.shape, generator=draw) for p in params]
+    _, state = opt.update(grads, opt.init(params), params)
+    want = opt.update(grads, state, params)
+    monkeypatch.setattr(fused, "_VISIT", 250)
+    monkeypatch.setattr("fshard.optim.optimizers.given", lambda: lambda x: donated)
+    before = copy.deepcopy((state, params))
+    with Pretend(*params, *grads) as pretended:
+        new, own = opt.update(grads, state, params)
+        assert {x.device.type for x in new} == {"cuda"}
+        assert {x.device.type for k in ("m", "v") if k in own for x in own[k]} == {"cpu"}
+    torch.testing.assert_close((new, own), want)
+    if donated:
+        assert all(a is b for k in ("m", "v") if k in own for a, b in zip(own[k], state[k], strict=True))
+    else:
+        torch.testing.assert_close((state, params), before, rtol=0, atol=0)
+    kinds = 2 if name == "adamw" else 1
+    assert pretended.moved.count(64) == 2 * kinds
+    assert pretended.kernels == {"adamw": 5, "sgd": 4, "damped": 0}[name]  # lots of 250 bytes, or one leaf
+    assert pretended.most <= kinds * 64 + 64 + 1  # one lot is there, the last moment that was given back, and the count
+
+
+def test_scan_holds_as_many_blocks_on_the_device_as_it_fetches_ahead() -> None:
+    """Beside what a loop over leaves of the device holds: a slot for each block that is there or on its way."""
+    mesh, blocks, d = fs.make_mesh(data=1), 6, 64
+    described = [fs.init.normal((d, d), std=0.1) for _ in range(blocks)]
+
+    def peak(specs: Any, **how: Any) -> int:
+        def loss_fn(p: Any, x: Tensor) -> Tensor:
+            return fs.scan(lambda w, x: torch.tanh(x @ w), p, x, specs=specs, axis="data", **how).sum()
+
+        def f(p: Any, x: Tensor) -> Any:
+            with LiveBytes() as live:
+                fs.value_and_grad(loss_fn)(p, x)
+            return live.peak
+
+        p = fs.materialize(described, specs, mesh, key=fs.key(0))
+        mapped = fs.shard_map(f, mesh=mesh, out_specs=P(), check="never")
+        return mapped(p, torch.ones(2, d))
+
+    block, base = d * d * 4, peak(P())
+    grads = blocks * block
+    for ahead in (0, 1, 2):
+        held = peak(on_host(P()), prefetch=ahead) - grads  # in host memory, where there is one
+        assert (ahead + 1) * block <= held <= (ahead + 2) * block + (base - grads)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> None:
+    """Same numbers; x before each block is in host memory, but for the one in use and the next."""
+    blocks, d, rows = 10, 8, 2048
+    described = [fs.init.normal((d, d), std=0.3) for _ in range(blocks)]
+
+    def grads(mesh: fs.Mesh, offload: bool, count: LiveBytes | None = None, check: str = "never") -> Any:
+        def loss_fn(p: Any, x: Any) -> Tensor:
+            def block(w: Tensor, x: Any) -> Any:
+                return {"x": torch.tanh(x["x"] @ w), "ids": x["ids"]}
+
+            how = {"remat": True, "offload": offload, "prefetch": prefetch}
+            out = fs.scan(block, p, {"x": x, "ids": fs.axis_index("data")}, specs=P("data"), axis="data", **how)
+            return fs.psum(out["x"].sum(), "data")
+
+        def f(p: Any, x: Tensor) -> Any:
+            with count or contextlib.nullcontext():
+                return fs.grad(loss_fn, argnums=(0, 1))(p, x)
+
+        p = fs.materialize(described, P("data"), mesh, key=fs.key(0))
+        out = P("data")
+        mapped = fs.shard_map(f, mesh=mesh, in_specs=(P("data"), out), out_specs=out, check=check)
+        return mapped(p, torch.linspace(-1, 1, 2 * rows * d).view(2 * rows, d))
+
+    mesh = fs.make_mesh(data=2)
+    want = fs.device_get(grads(mesh, False))
+    equal(fs.device_get(grads(mesh, True)), want)
+    equal(fs.device_get(grads(mesh, True, check="always")), want)
+
+    def peak(mesh: fs.Mesh, offload: bool, device: torch.device | None = None) -> int:
+        live = LiveBytes(device)
+        grads(mesh, offload, live)
+        return live.peak
+
+    mesh = fs.make_mesh(data=1)
+    base = peak(mesh, False)
+    with monkeypatch.context() as m:
+        m.setattr(loop, "down", torch.clone)  # another memory, of which nothing of before is held
+        assert peak(mesh, True) < base + 2 * rows * d * 4
+    mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
+    peaks = {offload: peak(mesh, offload, DEVICE) for offload in (False, True)}
+    saved = (peaks[False] - peaks[True]) / (rows * d * 4)
+    assert round(saved) == blocks - 4, peaks  # that of the first is an argument; two are there; the last is a result
+    with pytest.raises(ShardingError, match="fix: remat=True"):
+        fs.scan(lambda p, x: x, [], 0, specs=None, axis=None, offload=True)
+
+
+def test_a_dry_run_for_cuda_needs_no_cuda() -> None:
+    mesh = fs.make_mesh(kind="abstract", device="cuda", data=2)
+    assert mesh.device == torch.device("cuda:0")
+    described = [fs.init.ones((4, 4))] * 3
+    for specs in (P("data"), on_host(P("data")), on_host(P())):
+        p = fs.materialize(described, specs, mesh, key=fs.key(0))
+        f = lambda p, x, s=specs: fs.scan(lambda w, x: x @ w, p, x, specs=s, axis="data")  # noqa: E731
+        for check in ("never", "always"):
+            step = fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check=check)
+            assert repr(step(p, torch.ones(4, 4))) == "f32[4@data, 4]"
+
+
+def test_sizes_are_asked_for_by_tensors_of_the_device(monkeypatch: Any) -> None:
+    """Where ranks tell each other the sizes of host leaves, of which CUDA's transfers know nothing."""
+    mesh, asked = fs.make_mesh(data=2), []
+    ask = sizes._ask
+    monkeypatch.setattr(sizes, "_ask", lambda *args: asked.append(args[-1]) or ask(*args))
+    specs = on_host(P("data"))
+    p = fs.materialize([fs.init.ones((5, 3))], specs, mesh, key=fs.key(0))
+
+    def f(p: Any, x: Tensor) -> Tensor:
+        monkeypatch.setattr(comm.region(), "device", torch.device("cpu", 0))
+        return fs.scan(lambda w, x: x + w.sum(), p, x, specs=specs, axis="data")
+
+    fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check="never")(p, torch.ones(4))
+    assert asked == [torch.device("cpu", 0)] * 2
+
+
+# --- specs, placing, moving -------------------------------------------------------------------------------------
+
+
+def test_a_spec_says_which_memory() -> None:
+    spec = P("data", None, memory="host")
+    assert repr(spec) == "P('data', memory='host')"
+    assert repr(on_host({"a": P(), "b": P(..., "m")})) == "{'a': P(memory='host'), 'b': P(..., 'm', memory='host')}"
+    assert spec != P("data")
+    assert spec == on_host(P("data")) == pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec)
+    assert len({spec, P("data"), on_host(spec)}) == 2
+    assert fs.fully_shard(on_host(P()), torch.empty(4, 8), axis="data") == P(None, "data", memory="host")
+    with pytest.raises(ShardingError, match="'device' or 'host'"):
+        P("data", memory="disk")
+    with pytest.raises(ShardingError, match=r"specs\['b'\] is a int"):
+        on_host({"a": P(), "b": 3})
+
+
+def test_arguments_are_where_in_specs_say_and_results_where_out_specs_say() -> None:
+    mesh = fs.make_mesh(data=2)
+    x = fs.device_put(torch.arange(4.0), on_host(P("data")), mesh)
+    assert repr(x) == "f32<host>[4@data]"
+    with pytest.raises(ShardingError, match=r"is placed as P\('data', memory='host'\), in_specs says P\('data'\)"):
+        fs.shard_map(lambda x: x, mesh=mesh, in_specs=(P("data"),), out_specs=P("data"))(x)
+    y = fs.shard_map(fs.to_device, mesh=mesh, out_specs=P("data"))(x)
+    assert repr(y) == "f32[4@data]"
+    assert torch.equal(fs.device_get(y), torch.arange(4.0))
+    z = fs.reshard(y, on_host(P()))
+    assert repr(z) == "f32<host>[4]"
+    assert torch.equal(fs.device_get(fs.reshard(z, P("data"))), torch.arange(4.0))
+    assert repr(fs.reshard(z, P())) == "f32[4]"  # to the other memory, and no other rank
+    assert fs.shard_map(lambda x: x * 2, mesh=mesh, out_specs=on_host(P()))(torch.ones(3)).spec.memory == "host"
+
+
+def test_states_are_made_where_their_parameters_are_and_restored_where_specs_say(tmp_path: Any) -> None:
+    mesh, specs = fs.make_mesh(data=2), {"w": on_host(P("data"))}
+    params = fs.materialize({"w": fs.init.normal((6, 2))}, specs, mesh, key=fs.key(0))
+    state = optim.adamw(1e-3).init(params)
+    assert repr(state["m"]) == "{'w': f32<host>[6@data, 2]}"
+    fs.checkpoint.save(tmp_path, params)
+    back = fs.checkpoint.restore(tmp_path, params)
+    assert repr(back) == "{'w': f32<host>[6@data, 2]}"
+    back = fs.checkpoint.restore(tmp_path, params, specs={"w": P()})
+    assert repr(back) == "{'w': f32[6, 2]}"
+    assert torch.equal(fs.device_get(back["w"]), fs.device_get(params["w"]))
+
+
+def test_a_table_tells_the_memories_apart() -> None:
+    specs = {"a": P("data"), "b": on_host(P("data"))}
+    shown = str(fs.show({"a": fs.init.ones(512), "b": fs.init.ones((512, 4))}, specs=specs, mesh={"data": 2}))
+    assert shown.splitlines()[-1].endswith("1.0 KiB on each of 2 devices (data=2), and 4.0 KiB of its host's memory")
+    assert "f32<host>[512@data, 4]" in shown

@@ -1,0 +1,213 @@
+"""Remat of the scheduled loop: what backward needs is computed again, and no more; the numbers stay the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard._comm import recording
+from fshard.schedule.recompute import Memo
+
+D, BLOCKS, ROWS = 8, 3, 4
+SPECS = [{"up": P("data", "model"), "down": P("model", "data")}] * BLOCKS
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    h = torch.nn.functional.gelu(fs.pvary(x, "model") @ p["up"])
+    return x + fs.psum(h @ p["down"], "model")
+
+
+def with_a_gradient_inside(p: Any, x: Tensor) -> Tensor:
+    return block(p, x) + fs.grad(lambda y: fs.psum(torch.sin(y).sum(), "data"))(x)
+
+
+def with_a_gradient_of_torch_inside(p: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(torch.sin(y).sum(), y)
+    return block(p, x) * g
+
+
+def with_a_loop_inside(p: Any, x: Tensor) -> Tensor:
+    """Its own part of the weights on each rank, gathered once more."""
+    mine = {k: v.chunk(2, SPECS[0][k].entries.index("data"))[int(fs.axis_index("data"))] for k, v in p.items()}
+    inner = [{k: v * (i + 1) for k, v in mine.items()} for i in range(3)]
+    return fs.scan(block, inner, x, specs=SPECS, axis="data")
+
+
+def that_saves_what_it_is_given(p: Any, x: Tensor) -> Tensor:
+    x = x * x
+    return x.sin() * fs.psum((fs.pvary(x, "model") @ p["up"]).sum() * p["up"].square().sum(), "model").tanh()
+
+
+def step(body: Any, how: dict[str, Any], mesh: fs.Mesh) -> Any:
+    draw = lambda seed, *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    params = [{k: 0.3 * draw(10 * i + len(k), D, D) for k in s} for i, s in enumerate(SPECS)]
+    x = draw(99, ROWS, D)
+
+    @fs.shard_map(mesh=mesh, in_specs=(SPECS, P("data")), out_specs=(P(), SPECS), check="never")
+    def f(params: Any, x: Tensor) -> Any:
+        loss_fn = lambda p: fs.pmean(fs.scan(body, p, x, specs=SPECS, axis="data", **how).square().mean(), "data")  # noqa: E731
+        return fs.value_and_grad(loss_fn)(params)
+
+    with recording() as log:
+        out = f(fs.device_put(params, SPECS, mesh), x)
+    moved = Counter((t.op, t.axes, t.phase) for t in log)
+    return fs.device_get(out), {k: n // mesh.size for k, n in moved.items()}
+
+
+BODIES = [
+    block, with_a_gradient_inside, with_a_gradient_of_torch_inside, with_a_loop_inside, that_saves_what_it_is_given,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("release", [True, False])
+@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
+def test_remat_has_the_numbers_of_the_loop_without_it(body: Any, release: bool) -> None:
+    mesh = fs.make_mesh(data=2, model=2)
+    want, _ = step(body, {}, mesh)
+    got, _ = step(body, {"remat": True, "release": release}, mesh)
+    for a, b in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert all(g["up"].abs().sum() > 0 for g in got[1])
+
+
+def test_what_backward_does_not_need_is_not_done_again_but_every_transfer_is() -> None:
+    """Another rank may need what comes of a transfer."""
+    products: Counter[str] = Counter()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    def alone(p: Any, x: Tensor) -> Tensor:
+        with Products():
+            return x + torch.tanh(x @ p["up"]).cos() @ p["down"]
+
+    mesh = fs.make_mesh(data=2, model=2)
+    for how, products_of_blocks in (({}, 2), ({"remat": True}, 3)):
+        products.clear()
+        step(alone, how, mesh)
+        assert products["aten.mm.default"] == mesh.size * BLOCKS * products_of_blocks
+    sums = ("all_reduce", ("model",), "forward"), ("all_reduce", ("model",), "backward")
+    for how, back in (({}, BLOCKS - 1), ({"remat": True}, 2 * BLOCKS - 1)):  # nobody wants the gradient of the first x
+        _, moved = step(block, how, mesh)
+        assert [moved[s] for s in sums] == [BLOCKS, back]
+
+
+def test_ranks_that_need_different_things_move_the_same() -> None:
+    def uneven(p: Any, x: Tensor) -> Tensor:
+        h = fs.all_to_all(x @ p["up"], "data", split=1, concat=0)
+        if int(fs.axis_index("data")) == 0:
+            h = torch.tanh(h)  # which alone saves anything here
+        return x + fs.all_to_all(h, "data", split=0, concat=1).repeat(1, 2) * 0.5
+
+    mesh = fs.make_mesh(data=2, model=2)
+    want, _ = step(uneven, {}, mesh)
+    got, _ = step(uneven, {"remat": True}, mesh)
+    for a, b in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_modified_in_place_where_it_is_needed_is_refused() -> None:
+    def modified(p: Any, x: Tensor) -> Tensor:
+        h = torch.exp(x @ p["up"])
+        h.mul_(0.5)
+        return x + (h @ p["down"]).sin() * h.mean()
+
+    for how, kind in (({}, RuntimeError), ({"remat": True}, ShardingError)):
+        with pytest.raises(kind, match="modified by an inplace operation"):
+            step(modified, how, fs.make_mesh(data=2, model=1))
+
+
+def test_autocast_is_as_it_was_in_forward() -> None:
+    mesh = fs.make_mesh(data=2, model=1)
+
+    def cast(how: dict[str, Any]) -> Any:
+        def scanned(p: Any, x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = fs.scan(block, p, x, specs=SPECS, axis="data", **how)
+            return fs.pmean(y.float().square().mean(), "data")
+
+        params = [{k: torch.linspace(-1, 1, D * D).view(D, D) for k in s} for s in SPECS]
+        f = lambda p, x: fs.value_and_grad(lambda p: scanned(p, x))(p)  # noqa: E731
+        f = fs.shard_map(f, mesh=mesh, in_specs=(SPECS, P("data")), out_specs=(P(), SPECS), check="never")
+        return fs.device_get(f(fs.device_put(params, SPECS, mesh), torch.linspace(-1, 1, ROWS * D).view(ROWS, D)))
+
+    want, got = cast({}), cast({"remat": True})
+    for a, b in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_forgotten_is_let_go_and_what_comes_back_goes_with_its_use() -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+    made: list[weakref.ref[Tensor]] = []
+
+    def f(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = (x @ w).sin()
+            made.append(weakref.ref(x.untyped_storage()))
+        return x.sum()
+
+    x = torch.randn(2, 4)
+    want = torch.autograd.grad(f(x), w)
+    made.clear()
+    memo = Memo(frozenset({w.untyped_storage().data_ptr(), x.untyped_storage().data_ptr()}))
+    with memo.forgetting():
+        y = f(x)
+    assert [m() for m in made] == [None] * 3
+    made.clear()
+    memo.recall(lambda: f(x))
+    assert len(made) == 2  # it stopped at what the last sine has saved
+    assert torch.equal(torch.autograd.grad(y, w)[0], want[0])
+    assert [m() for m in made] == [None] * 2
+
+
+def test_a_computation_that_differs_the_second_time_is_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+    shape, times = [2], [2]
+
+    def f() -> Tensor:
+        y = x.expand(shape[0], 3) * 1.5
+        for _ in range(times[0]):
+            y = y.exp()
+        return y.sum()
+
+    differs = "what is computed again differs: f32.2, 3. before, f32.3, 3. now"
+    for change, message in ((shape, differs), (times, "differs: it saves 1 tensors fewer than before")):
+        memo = Memo(frozenset())
+        with memo.forgetting():
+            y = f()
+        change[0] = 3 if change is shape else 1
+        with pytest.raises(ShardingError, match=message):
+            memo.recall(f)
+        change[0] = 2
+        del y
+
+
+def test_a_scan_inside_a_checkpoint_of_torch_is_refused() -> None:
+    """It would compute with weights that have left memory."""
+    mesh = fs.make_mesh(data=2, model=2)
+
+    def f(p: Any, x: Tensor) -> Tensor:
+        run = lambda x: fs.scan(block, p, x, specs=SPECS, axis="data")  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+
+    params = [{k: torch.ones(D, D) for k in s} for s in SPECS]
+
+    @fs.shard_map(mesh=mesh, in_specs=(SPECS, P("data")), out_specs=SPECS, check="never")
+    def step(params: Any, x: Tensor) -> Any:
+        return fs.grad(lambda p: fs.pmean(f(p, x).mean(), "data"))(params)
+
+    with pytest.raises(ShardingError, match="scan: called where saved tensor hooks are set") as e:
+        step(fs.device_put(params, SPECS, mesh), torch.ones(ROWS, D))
+    assert "fix: use scan(..., remat=True) instead" in str(e.value)

@@ -1,0 +1,483 @@
+"""`python -m fshard inspect`: exactly what it prints, of every kind of path, and what it says of wrong ones."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fshard as fs
+from fshard import P, ShardingError
+from fshard.__main__ import main
+from fshard.cli import inspect, nested, spec_of
+from fshard.show.table import show, size
+
+gpt2 = fs.models.gpt2
+CONFIG = {"model_type": "gpt2", "vocab_size": 33, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 4}
+
+
+def text(block: str) -> str:
+    return dedent(block).strip("\n")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def folder(name: str, config: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> None:
+    Path(name).mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        Path(name, "config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        save_file(tensors, Path(name, "model.safetensors"))
+
+
+def my_gpt2() -> None:
+    cfg = gpt2.Config(33, 8, 16, 2, 4)
+    params = fs.materialize(gpt2.init(cfg), P(), fs.make_mesh(data=1), key=fs.key(0))
+    gpt2.save("my-gpt2", cfg, params)
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command prints."""
+    assert main(["inspect", *argv]) == 0
+    got = capsys.readouterr()
+    assert got.err == ""
+    return got.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command that cannot be carried out says."""
+    assert main(["inspect", *argv]) == 2
+    got = capsys.readouterr()
+    assert got.out == ""
+    return got.err.rstrip("\n")
+
+
+def table(printed: str) -> list[str]:
+    return printed.splitlines()[1:]
+
+
+# --- what it prints -----------------------------------------------------------------------------------------
+
+
+def test_a_config_alone_is_described_by_its_model(capsys):
+    folder("tiny", CONFIG)
+    want = text("""
+        tiny/config.json: gpt2, as fs.models.gpt2 describes it
+                                                              per device
+        wte        f32[33@model, 16]       normal(std=0.02)    384–576 B
+        wpe        f32[8, 16]              normal(std=0.02)        512 B
+        h.0–1  ×2                                            2 × 3.5 KiB
+          ln_1                                                     128 B
+            w      f32[16]                 ones                     64 B
+            b      f32[16]                 zeros                    64 B
+          qkv                                                      816 B
+            w      f32[16, 3, 4@model, 4]  normal(std=0.02)        768 B
+            b      f32[3, 4@model, 4]      zeros                    48 B
+          proj                                                     320 B
+            w      f32[4@model, 4, 16]     normal(std=0.01)        256 B
+            b      f32[16]                 zeros                    64 B
+          ln_2                                                     128 B
+            w      f32[16]                 ones                     64 B
+            b      f32[16]                 zeros                    64 B
+          up                                                     1.1 KiB
+            w      f32[16, 64@model]       normal(std=0.02)      1.0 KiB
+            b      f32[64@model]           zeros                    64 B
+          down                                                   1.1 KiB
+            w      f32[64@model, 16]       normal(std=0.01)      1.0 KiB
+            b      f32[16]                 zeros                    64 B
+        ln_f                                                       128 B
+          w        f32[16]                 ones                     64 B
+          b        f32[16]                 zeros                    64 B
+        total  7,248 parameters, 28.3 KiB; 8.0–8.2 KiB on each of 32 devices (data=8, model=4)
+    """)
+    assert said(capsys, "tiny/config.json", "--mesh", "data=8,model=4") == want + "\n"
+    assert table(said(capsys, "tiny", "--mesh", "data=8,model=4")) == table(want)
+
+
+def test_its_bytes_per_device_are_those_of_the_shards(capsys):
+    """Of the most and the least loaded rank of a real (simulated) mesh, uneven parts and all."""
+    folder("tiny", CONFIG)
+    mesh = fs.make_mesh(data=3, model=4)
+    cfg = gpt2.Config(33, 8, 16, 2, 4)
+    described = gpt2.init(cfg)
+    specs = fs.fully_shard(gpt2.specs(cfg, model="model"), described, axis="data")
+    params = fs.materialize(described, specs, mesh, key=fs.key(0), dtype=torch.bfloat16)
+    held = [sum(x.shards[r].nbytes for x in fs.tree.leaves(params)) for r in mesh.ranks]
+    out = said(capsys, "tiny", "--mesh", "data=3,model=4", "--fully-shard", "data", "--dtype", "bfloat16")
+    assert f"; {size(min(held))}–{size(max(held))} on each of 12 devices (data=3, model=4)\n" in out
+    assert "wte        bf16[33@model, 16@data] " in out
+    assert "    b      bf16[3, 4@model, 4@data]      zeros                    0–12 B\n" in out  # empty on some
+
+
+def test_a_folder_is_read_by_its_model_and_shows_where_values_come_from(capsys):
+    my_gpt2()
+    want = text("""
+        my-gpt2: gpt2, its files read by fs.models.gpt2
+                                                                                                           per device
+        wte        f32[33@model, 16]       stored(model.safetensors: transformer.wte.weight)                384–576 B
+        wpe        f32[8, 16]              stored(model.safetensors: transformer.wpe.weight)                    512 B
+        h.0–1  ×2                                                                                         2 × 3.5 KiB
+          ln_1                                                                                                  128 B
+            w      f32[16]                 stored(model.safetensors: transformer.h.*.ln_1.weight)                64 B
+            b      f32[16]                 stored(model.safetensors: transformer.h.*.ln_1.bias)                  64 B
+          qkv                                                                                                   816 B
+            w      f32[16, 3, 4@model, 4]  stored(model.safetensors: transformer.h.*.attn.c_attn.weight)        768 B
+            b      f32[3, 4@model, 4]      stored(model.safetensors: transformer.h.*.attn.c_attn.bias)           48 B
+    """)
+    out = said(capsys, "my-gpt2", "--mesh", "model=4")
+    assert out.startswith(want + "\n")
+    assert out.endswith("\ntotal  7,248 parameters, 28.3 KiB; 8.0–8.2 KiB on each of 4 devices (model=4)\n")
+    unfolded = said(capsys, "my-gpt2", "--mesh", "model=4", "--no-fold")
+    assert "stored(model.safetensors: transformer.h.1.attn.c_attn.weight)" in unfolded
+    assert "*" not in unfolded
+
+
+def test_without_an_axis_model_the_models_own_specs_split_nothing(capsys):
+    folder("tiny", CONFIG)
+    out = said(capsys, "tiny", "--mesh", "data=4")
+    assert "@" not in out
+    assert out.endswith("; 28.3 KiB on each of 4 devices (data=4)\n")
+
+
+def test_no_value_is_read(capsys, monkeypatch):
+    my_gpt2()
+    fs.checkpoint.save("out", {"w": torch.ones(3)}, step=1)
+    Path("plain").mkdir()
+    Path("my-gpt2/model.safetensors").rename("plain/model.safetensors")
+    size_ = Path("plain/model.safetensors").stat().st_size
+    read: list[int] = []
+    real = io.BufferedReader.read
+
+    class Watched(io.BufferedReader):
+        def read(self, n: int | None = -1, /) -> bytes:
+            read.append(len(got := real(self, n)))
+            return got
+
+    def watched(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return Watched(io.FileIO(file)) if mode == "rb" else builtin_open(file, mode, *args, **kwargs)
+
+    builtin_open = builtins.open
+    monkeypatch.setattr("os.preadv", None)
+    monkeypatch.setattr("builtins.open", watched)
+    said(capsys, "plain", "--mesh", "model=2")
+    assert 0 < sum(read) < size_ - 4 * 7248 + 1  # the header, and not the 7248 elements
+    Path("out/step_000001").joinpath("part-00000.safetensors").unlink()
+    said(capsys, "out", "--mesh", "model=2")
+
+
+def test_an_unknown_model_type_shows_the_tensors_of_its_files(capsys):
+    layer = {"w": torch.zeros(4, 6), "b": torch.zeros(6, dtype=torch.float16)}
+    tensors = {f"layers.{i}.{name}": x.clone() for i in range(3) for name, x in layer.items()}
+    folder("odd", {"model_type": "odd"}, {**tensors, "ids": torch.arange(3)})
+    assert said(capsys, "odd", "--mesh", "data=2", "--specs", "**.w=P(None, 'data')", "**=P()") == text("""
+        odd: odd, as its files name the tensors
+                                                                               per device
+        ids             i64[3]          stored(model.safetensors: ids)               24 B
+        layers.0–2  ×3                                                           3 × 60 B
+          w             f32[4, 6@data]  stored(model.safetensors: layers.*.w)        48 B
+          b             f16[6]          stored(model.safetensors: layers.*.b)        12 B
+        total  93 parameters, 348 B; 204 B on each of 2 devices (data=2)
+    """) + "\n"  # fmt: skip
+
+
+def test_raw_names_and_single_files_are_those_of_the_file(capsys):
+    my_gpt2()
+    raw, single = said(capsys, "my-gpt2", "--raw"), said(capsys, "my-gpt2/model.safetensors")
+    assert raw.startswith("my-gpt2: gpt2, as its files name the tensors\n")
+    assert single.startswith("my-gpt2/model.safetensors: tensors, as the file names them\n")
+    assert table(raw) == table(single)
+    assert "c_attn" in raw
+    folder("bare", tensors={"w": torch.ones(2)})
+    assert said(capsys, "bare").splitlines() == [
+        "bare: tensors, as the files name them", "w  f32[2]  stored(model.safetensors: w)  8 B",
+        "total  2 parameters, 8 B"]  # fmt: skip
+
+
+def test_a_checkpoint_is_shown_and_the_last_of_several(capsys):
+    mesh = fs.make_mesh(data=2)
+    w = fs.device_put(torch.ones(4, 2), P("data"), mesh)
+    state = {"params": {"h": [{"w": w}, {"w": fs.device_put(torch.ones(4, 2), P(), mesh)}], "tied": w}, "n": 7}
+    for step in (1, 2):
+        fs.checkpoint.save("out", state, step=step)
+    assert said(capsys, "out", "--mesh", "model=2", "--specs", "params.**=P('model')", "**=P()") == text("""
+        out: its last checkpoint, step 2
+                                                        per device
+        n              7
+        params                                                32 B
+          h.0–1.w  ×2  f32[4@model, 2]                    2 × 16 B
+          tied         f32[4@model, 2]  = params.h.0.w
+        total  16 parameters, 64 B; 32 B on each of 2 devices (model=2)
+    """) + "\n"  # fmt: skip
+    cast = said(capsys, "out", "--dtype", "bfloat16")
+    assert "  tied         bf16[4, 2]  = params.h.0.w" in cast  # still one leaf
+    assert "bf16" in cast
+    assert said(capsys, "out/step_000001").startswith("out/step_000001: a checkpoint\n")
+
+
+def test_a_model_type_without_a_model_file_is_described_by_its_constructor(capsys):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "state_size": 2, "time_step_rank": 1}
+    folder("mamba", {"model_type": "mamba", "architectures": ["MambaForCausalLM"], **sizes})
+    out = said(capsys, "mamba", "--mesh", "data=4", "--fully-shard", "data")
+    assert out.startswith("mamba: MambaForCausalLM, as its constructor in transformers describes it\n")
+    assert "  layers.0–1  ×2 " in out
+    assert "  embeddings.weight    f32[10, 8@data]     normal(std=0.1) " in out
+    folder("mamba", {"model_type": "mamba", "architectures": ["MambaConfig"], **sizes})
+    assert said(capsys, "mamba").startswith("mamba: mamba, as its constructor in transformers describes it\n")
+
+
+def test_rules_may_come_from_a_file_and_the_first_match_wins(capsys):
+    folder("tiny", CONFIG)
+    Path("specs.json").write_text(json.dumps({"h.*.up.w": [None, "model"], "h.**": "row('data')"}))
+    out = said(capsys, "tiny", "--mesh", "data=2,model=2", "--specs", "wte=P(('data','model'))", "specs.json", "**=P()")
+    assert "wte        f32[33@data+model, 16]" in out
+    assert "    w      f32[16, 64@model] " in out
+    assert "    b      f32[64@data] " in out
+    assert "wpe        f32[8, 16] " in out
+
+
+def test_without_a_mesh_there_are_no_bytes_per_device(capsys):
+    folder("tiny", CONFIG)
+    out = said(capsys, "tiny")
+    assert "per device" not in out
+    assert out.endswith("\ntotal  7,248 parameters, 28.3 KiB\n")
+    assert "wte        f32[33@model, 16] " in said(capsys, "tiny", "--specs", "wte=P('model')", "**=P()")
+
+
+def test_it_runs_as_a_module(capsys, monkeypatch):
+    folder("tiny", CONFIG)
+    monkeypatch.setattr("sys.argv", ["fshard", "inspect", "tiny", "--mesh", "model=2"])
+    monkeypatch.delitem(sys.modules, "fshard.__main__")
+    with pytest.raises(SystemExit) as e:
+        runpy.run_module("fshard", run_name="__main__")
+    assert e.value.code == 0
+    assert capsys.readouterr().out == inspect("tiny", mesh="model=2") + "\n"
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch):
+    folder("tiny", CONFIG)
+
+    class Gone:
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+        def fileno(self) -> int:
+            return 1_000  # a descriptor of nobody's
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    monkeypatch.setattr("os.dup2", lambda old, new: None)
+    assert main(["inspect", "tiny"]) == 0
+
+
+# --- what it refuses ----------------------------------------------------------------------------------------
+
+
+def test_paths_with_nothing_to_show_are_refused(capsys):
+    assert refused(capsys, "nowhere") == text("""
+        nowhere: there is no such file or folder
+          fix: a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint
+    """)
+    folder("pickled", CONFIG)
+    Path("pickled/pytorch_model.bin").write_bytes(b"\x80")
+    want = text("""
+        pickled: pickles are refused
+          there is pytorch_model.bin; a pickle runs whatever code is in it
+          fix: convert it where you may run that: AutoModel.from_pretrained(a).save_pretrained(b)
+    """)
+    assert refused(capsys, "pickled") == want
+    assert refused(capsys, "pickled/pytorch_model.bin").startswith("pickled/pytorch_model.bin: pickles are refused\n")
+    folder("empty")
+    assert refused(capsys, "empty").startswith("empty: there is neither model.safetensors nor ")
+    Path("some.json").write_text("{}")
+    assert refused(capsys, "some.json") == text("""
+        some.json: it has no model_type
+          fix: give the config.json of a Hugging Face model
+    """)
+    Path("some.json").write_text("{")
+    assert refused(capsys, "some.json").startswith("some.json: is not JSON\n")
+    folder("other", {"model_type": "nobody-has-this"})
+    assert refused(capsys, "other").startswith("other/config.json: transformers cannot read it\n")
+    Path("cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    assert refused(capsys, "cut.safetensors").startswith("cut.safetensors: is not safetensors, or is cut short\n")
+
+
+@pytest.mark.parametrize("config", [
+    {"model_type": "t5", "d_model": "wide"}, {"model_type": "t5", "d_model": None}, {"model_type": "timm_backbone"},
+    {"model_type": "mistral", "hidden_act": "nobody-has-this"},
+])  # fmt: skip
+def test_a_config_that_transformers_refuses_is_an_error_of_one_line(capsys, config):
+    """Each class of configs, and each constructor, raises what it likes."""
+    pytest.importorskip("transformers")
+    folder("odd", config)
+    what = "(transformers cannot read it|its constructor in transformers fails)"
+    assert re.fullmatch(rf"odd/config.json: {what}\n  model_type  \w+\n  \w+Error.*", refused(capsys, "odd"))
+
+
+def test_a_mesh_too_large_to_count_is_refused_at_once(capsys):
+    my_gpt2()
+    assert refused(capsys, "my-gpt2", "--mesh", "data=8,model=99999999999999999999") == text("""
+        --mesh data=8,model=99999999999999999999: more than 1,048,576 devices
+          what each of them holds is counted
+          fix: a smaller mesh
+    """)
+
+
+def test_without_transformers_the_models_are_named(capsys, monkeypatch):
+    folder("other", {"model_type": "mamba"})
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    out = refused(capsys, "other")
+    assert out.startswith(
+        "other/config.json: there is no model file for 'mamba', and transformers is not installed\n  models  "
+    )
+    assert "gpt2" in out
+
+
+def test_a_model_that_refuses_a_folder_says_how_to_see_it_anyway(capsys):
+    my_gpt2()
+    Path("my-gpt2/config.json").write_text(json.dumps({**CONFIG, "n_embd": 32}))
+    out = refused(capsys, "my-gpt2")
+    assert "'transformer.wpe.weight' has another shape" in out
+    assert out.endswith("\n  (--raw shows the tensors of any folder by their names)")
+    assert said(capsys, "my-gpt2", "--raw").startswith("my-gpt2: gpt2, as its files name the tensors\n")
+
+
+@pytest.mark.parametrize("mesh", ["data", "data=8,model", "data=0", "data=-1", "data=x", "=4", "data=2,", "a b=2"])
+def test_a_mesh_that_is_none_is_refused(capsys, mesh):
+    folder("tiny", CONFIG)
+    wrong = next(part for part in mesh.split(",") if part not in ("data=8", "data=2"))
+    assert refused(capsys, "tiny", f"--mesh={mesh}") == text(f"""
+        --mesh {mesh}: {wrong!r} is no axis of a mesh
+          an axis is a name, and its size 1 or more
+          fix: --mesh data=8,model=4
+    """)
+
+
+def test_axes_that_are_twice_or_not_there_are_refused(capsys):
+    folder("tiny", CONFIG)
+    assert refused(capsys, "tiny", "--mesh", "data=2,data=4") == text("""
+        --mesh data=2,data=4: 'data=4' is no axis of a mesh
+          it is there already
+          fix: --mesh data=8,model=4
+    """)
+    assert refused(capsys, "tiny", "--mesh", "model=2", "--fully-shard", "data") == text("""
+        --fully-shard data: the mesh has no such axis
+          fix: --mesh model=2,data=8
+    """)
+    assert refused(capsys, "tiny", "--fully-shard", "data").endswith("fix: --mesh data=8")
+    assert refused(capsys, "tiny", "--mesh", "model=2", "--specs", "wte=P('data')", "**=P()") == text("""
+        --specs wte=P('data'): the mesh has no axis 'data'
+          fix: use one of ['model']
+    """)
+
+
+def test_rules_that_do_not_fit_are_refused(capsys):
+    folder("tiny", CONFIG)
+    assert refused(capsys, "tiny", "--specs", "q.*=P()", "**=P()") == text("""
+        rules: 'q.*' matches no leaf
+          (an earlier rule may take all it would match)
+          fix: remove or mend it
+    """)
+    assert refused(capsys, "tiny", "--specs", "h.**=P()", "wte=P()", "ln_f.*=P()") == text("""
+        rules: no rule matches 'wpe'
+          fix: add a rule, or '**': P() at the end
+    """)
+    assert refused(capsys, "tiny", "--specs", "auto", "**=P()") == text("""
+        --specs auto: not a rule
+          fix: auto alone; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them
+    """)
+    assert refused(capsys, "tiny", "--specs", "none.json") == "--specs none.json: there is no such file"
+    assert refused(capsys, "tiny", "--specs", "wpe=P(None, None, 'model')", "**=P()") == text("""
+        show: tree['wpe']: P(None, None, 'model') describes 3 dims, the leaf has 2
+          fix: drop 1
+    """)
+    with_mesh = refused(capsys, "tiny", "--mesh", "model=2", "--specs", "wpe=P(None, None, 'model')", "**=P()")
+    assert with_mesh.startswith("show: tree['wpe']: the spec is longer than the shape\n")
+
+
+@pytest.mark.parametrize("spec", ["P(", "P", "P(axis='model')", "Q('model')", "P(open('x'))", "__import__('os')",
+                                  "P(x)", "P.__init__('x')", "row()", "[1, 2]", "", "P()()", "(" * 500])  # fmt: skip
+def test_specs_are_read_and_never_run(capsys, spec):
+    folder("tiny", CONFIG)
+    assert refused(capsys, "tiny", "--specs", f"**={spec}") == text(f"""
+        {spec!r} is not a spec
+          fix: P(None, "model"), P("data", memory="host"), row("model"), column("model") or P()
+    """)
+
+
+def test_specs_are_read_as_python_and_json_write_them():
+    for given in ("P()", 'P("data")', "P(None, ('a', 'b'))", "P(..., 'm')", "row('a')", "column(('a','b'))"):
+        assert spec_of(given) == eval(given, {"P": P, "row": fs.row, "column": fs.column})
+    assert spec_of([None, ["a", "b"], "c"]) == P(None, ("a", "b"), "c")
+    for wrong in ("P('a', 'a')", [3], "P(3)"):
+        with pytest.raises(ShardingError, match="P"):
+            spec_of(wrong)
+
+
+@pytest.mark.parametrize("argv", [[], ["inspect"], ["nothing"], ["inspect", "x", "--wrong"]], ids=str)
+def test_a_command_that_is_none_shows_how_to_use_it(capsys, argv):
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    assert e.value.code == 2
+    assert "usage: python -m fshard" in capsys.readouterr().err
+
+
+def test_a_dtype_that_is_none_is_refused(capsys):
+    folder("tiny", CONFIG)
+    for name in ("int8", "float33", "nn", "Tensor"):
+        assert refused(capsys, "tiny", "--dtype", name) == text(f"""
+            --dtype {name}: not a floating dtype of torch
+              fix: --dtype bfloat16
+        """)
+
+
+# --- names and folds ----------------------------------------------------------------------------------------
+
+
+def test_dotted_names_become_nested_dicts_unless_a_leaf_is_inside_another():
+    assert nested({"a.b": 1, "a.c.0": 2, "d": 3}) == {"a": {"b": 1, "c": {"0": 2}}, "d": 3}
+    for flat in ({"a": 1, "a.b": 2}, {"a.b": 2, "a": 1}):
+        assert nested(flat) == flat
+
+
+class From:
+    """An initializer that says where its values come from."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def words(self) -> str:
+        return f"from(file.1: {self.name})"
+
+
+def leaf(name: str) -> Any:
+    return fs.Deferred((2,), torch.float32, From(name))  # type: ignore[arg-type]
+
+
+def test_equal_layers_fold_where_their_sources_differ_in_the_layers_number_alone():
+    experts = {"h": [{"e": [leaf(f"h.{i}.e.{j}.w") for j in range(4)]} for i in range(3)]}
+    assert str(show(experts)) == text("""
+        h.0–2.e  ×3                                   3 × 32 B
+          0–3  ×4    f32[2]  from(file.1: h.*.e.*.w)   4 × 8 B
+        total  24 parameters, 96 B
+    """)
+    assert "from(file.1: *.1.w)" in str(show({"1": leaf("1.1.w"), "2": leaf("2.1.w")}))
+    assert "0–1  ×2  f32[2]  from(file.1: h.0.w)" in str(show([leaf("h.0.w"), leaf("h.0.w")]))
+    for other in ("h.2.w", "g.1.w", "h.1.v", "h.1.w.1", "h.11.w", "h1.1.w"):
+        assert "×" not in str(show([leaf("h.0.w"), leaf(other)])), other
+    assert "×" not in str(show([leaf("h.0.w"), leaf("h.1.w"), leaf("h.3.w")])).splitlines()[1]
+    whole = str(show({"h": [{"w": leaf("a.0"), "v": leaf("b.0")}, {"w": leaf("a.1"), "v": leaf("b.2")}]}))
+    assert "×" not in whole
+    assert "*" not in whole
