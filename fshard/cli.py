@@ -239,8 +239,10 @@ def _table(given: Sequence[str], sizes: dict[str, int]) -> dict[str, P]:
             continue
         glob, equals, spec = text.partition("=")
         if not equals:
-            raise fail(f"--specs {text}: not a rule",
-                       fix="""auto alone; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them""")
+            raise fail(
+                f"--specs {text}: not a rule",
+                fix="""auto alone; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them""",
+            )
         table[glob.strip()] = spec_of(spec)
     raise_all([fail(f"--specs {glob}={spec}: the mesh has no axis {axis!r}", fix=f"use one of {list(sizes)}")
                for glob, spec in table.items() for axis in spec.axes if sizes and axis not in sizes])  # fmt: skip

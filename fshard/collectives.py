@@ -16,19 +16,19 @@ from torch import Tensor
 from . import tree
 from ._comm import Axis, Comm, index_of, known_axes, live_axes, region, size_of
 from ._ops import (
-    Copy,
-    Exchange,
+    AllToAll,
     Gather,
+    GatherInvariant,
     Permute,
     Scatter,
     Slice,
     Sum,
     Vary,
-    apply,
+    apply_map,
+    differentiable_dtype,
     dim_of,
-    extreme,
-    floating,
     gather_layout,
+    minmax,
     split_layout,
 )
 from .errors import fail
@@ -42,7 +42,7 @@ def psum(x: Any, axis: Axis) -> Any:
     >>> psum(torch.ones(3) * axis_index("model"), "model")      # model=4
     tensor([6., 6., 6.])
     """
-    return _on_leaves("psum", x, axis, lambda comm, axes, xs: apply(Sum(comm, axes), xs))
+    return _on_leaves("psum", x, axis, lambda comm, axes, xs: apply_map(Sum(comm, axes), xs))
 
 
 def pmean(x: Any, axis: Axis) -> Any:
@@ -54,10 +54,10 @@ def pmean(x: Any, axis: Axis) -> Any:
     """
 
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if not floating(xs[0]):
+        if not differentiable_dtype(xs[0]):
             kind = _dtype(xs[0])
             raise fail(f"pmean: the mean of {kind} is no {kind}", fix="cast to a floating dtype first")
-        return apply(Sum(comm, axes, size_of(axes, comm.sizes)), xs)
+        return apply_map(Sum(comm, axes, size_of(axes, comm.sizes)), xs)
 
     return _on_leaves("pmean", x, axis, mean)
 
@@ -65,9 +65,9 @@ def pmean(x: Any, axis: Axis) -> Any:
 def pvary(x: Any, axis: Axis) -> Any:
     """Let an invariant value be used by each rank in its own way: gradients will be summed over the axis.
 
-        [B, D]{I} -> [B, D]{V}     transpose: psum     cost: none forward, 2(n-1)/n bytes backward
+    [B, D]{I} -> [B, D]{V}     transpose: psum     cost: none forward, 2(n-1)/n bytes backward
     """
-    return _on_leaves("pvary", x, axis, lambda comm, axes, xs: apply(Vary(comm, axes), xs))
+    return _on_leaves("pvary", x, axis, lambda comm, axes, xs: apply_map(Vary(comm, axes), xs))
 
 
 def pmax(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
@@ -103,7 +103,7 @@ def all_gather(
     def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         dims = [dim_of("all_gather", t, dim) for t in xs]
         layout = gather_layout("all_gather", comm, axes, xs, dims, [size] * len(xs))
-        return apply((Copy if to == "invariant" else Gather)(comm, axes, layout), xs)
+        return apply_map((GatherInvariant if to == "invariant" else Gather)(comm, axes, layout), xs)
 
     return _on_leaves("all_gather", x, axis, gather)
 
@@ -111,11 +111,11 @@ def all_gather(
 def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
     """Sum over the ranks, each keeping its own part of a dim.
 
-        [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
+    [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
     """
 
     def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim)), xs)
+        return apply_map(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim)), xs)
 
     return _on_leaves("psum_scatter", x, axis, scatter)
 
@@ -123,9 +123,11 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
 def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
     """Keep the own part of a dim of an invariant value.
 
-        [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
+    [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
     """
-    return _on_leaves("pslice", x, axis, lambda c, a, xs: apply(Slice(c, a, split_layout("pslice", a, xs, dim)), xs))
+    return _on_leaves(
+        "pslice", x, axis, lambda c, a, xs: apply_map(Slice(c, a, split_layout("pslice", a, xs, dim)), xs)
+    )
 
 
 def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None = None) -> Any:
@@ -142,7 +144,7 @@ def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None 
         if any(d == dim_of("all_to_all", t, split) for t, d in zip(xs, gathered, strict=True)):
             raise fail(f"all_to_all: split and concat are both dim {split}", fix="name two different dims")
         layout = gather_layout("all_to_all", comm, axes, xs, gathered, [size] * len(xs))
-        return apply(Exchange(comm, axes, split_layout("all_to_all", axes, xs, split), layout), xs)
+        return apply_map(AllToAll(comm, axes, split_layout("all_to_all", axes, xs, split), layout), xs)
 
     return _on_leaves("all_to_all", x, axis, exchange)
 
@@ -165,7 +167,7 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     pairs = tuple((int(source), int(target)) for source, target in perm)
     if names and n == 1 and not pairs:
         return tree.map(torch.zeros_like, x)
-    return _on_leaves("ppermute", x, axis, lambda comm, axes, xs: apply(Permute(comm, axes, pairs), xs))
+    return _on_leaves("ppermute", x, axis, lambda comm, axes, xs: apply_map(Permute(comm, axes, pairs), xs))
 
 
 def axis_index(axis: str | tuple[str, ...]) -> Tensor:
@@ -223,10 +225,8 @@ def _extreme(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) ->
     if grad not in (None, "tied"):
         raise fail(f"p{op}: grad={grad!r}", fix="grad='tied' or grad=None")
 
-    return _on_leaves(f"p{op}", x, axis, lambda comm, axes, xs: extreme(comm, axes, op, grad == "tied", xs))
+    return _on_leaves(f"p{op}", x, axis, lambda comm, axes, xs: minmax(comm, axes, op, grad == "tied", xs))
 
 
 def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
-
-

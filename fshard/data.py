@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import home
+from ._comm import memory_device
 from .errors import ShardingError, fail, raise_all
 from .mesh import Mesh
 from .random import check_key, fold_in
@@ -220,7 +220,7 @@ def _place(
     def own(box: Box) -> Tensor:
         # A copy: fetch may give views of the data set, which a donated batch would overwrite.
         part = rows[box[0].start, box[0].stop][(slice(None), *box[1:])]
-        return part.to(home(spec, mesh.device), copy=True, memory_format=torch.contiguous_format)
+        return part.to(memory_device(spec, mesh.device), copy=True, memory_format=torch.contiguous_format)
 
     return from_callback(shape, spec, mesh, own)
 

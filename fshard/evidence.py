@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import parameter
 
 from . import tree
-from ._compare import fingerprint, listed, span, told, unequal
-from ._ops import floating
+from ._compare import fingerprint, join_limited, span, told, unequal
+from ._ops import differentiable_dtype
 from ._torch_compat import FakeTensor
 from .errors import ShardingError, fail
 from .init import Deferred
@@ -151,7 +151,7 @@ class Leaf:
                 boxes[ends(self.box(r))] = max(n, boxes.get(ends(self.box(r)), 0))
             n, first = sum(boxes.values()), min(by_rank, key=lambda r: (by_rank[r][1], r))
             total += n
-            on = f", on rank {listed([str(r) for r in sorted(by_rank)], 8)}" if self.mesh else ""
+            on = f", on rank {join_limited([str(r) for r in sorted(by_rank)], 8)}" if self.mesh else ""
             also = ": what memory holds that nothing has written" if kind == "NaN" else ""
             notes.append(f"{n} {kind}, the first at {list(by_rank[first][1])}{on}{also}")
         return self.fail(f"is not finite in {total} of {self.x.numel()} elements", *notes, fix=fix)
@@ -179,7 +179,7 @@ def shapeless(x: object) -> bool:
 def _odd(x: Tensor, box: Box) -> Odd:
     """What is not finite in one shard: how many NaN and how many infinities, and the global index of the first."""
     found: Odd = {}
-    for start in range(0, x.numel(), CHUNK) if floating(x) else ():
+    for start in range(0, x.numel(), CHUNK) if differentiable_dtype(x) else ():
         part = span(x, start, min(start + CHUNK, x.numel()))
         part = part.to(torch.float32) if part.itemsize == 1 else part  # float8 knows no isfinite
         if bool(part.isfinite().all()):

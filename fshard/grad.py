@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from . import tree
 from ._comm import checker
-from ._ops import floating
+from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped
 from .errors import ShardingError, fail
 
@@ -65,7 +65,7 @@ def value_and_grad(
             _check_loss(name, loss)
             if checks is not None:
                 checks.loss(name, loss, leaves)
-            tensors, kept[:] = tensors_of(aux)
+            tensors, kept[:] = split_tensors(aux)
             return loss, tensors
 
         if not leaves:
@@ -84,7 +84,7 @@ def value_and_grad(
             for x, gradient in zip(leaves, flat_grads, strict=True):
                 checks.gradient(name, x, gradient)
         grads = tree.unflatten(treedef, flat_grads)
-        aux = fill_in(kept, tensors)
+        aux = fill_tensors(kept, tensors)
         return (loss, aux) if has_aux else loss, grads[0] if isinstance(argnums, int) else grads
 
     return wrapped
@@ -110,7 +110,7 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
 _running = threading.local()
 
 
-def tracked(x: Tensor) -> bool:
+def is_differentiated(x: Tensor) -> bool:
     """Whether a gradient that is being taken here goes through this tensor: then no kernel may be blind to it."""
     if torch.compiler.is_dynamo_compiling():  # which cannot look at levels
         return x.requires_grad
@@ -179,14 +179,14 @@ def _reaches_others(results: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
 # --- shared by the transforms ---------------------------------------------------------------------------------
 
 
-def tensors_of(x: Any) -> tuple[tuple[Tensor, ...], tuple[Any, list[Any]]]:
+def split_tensors(x: Any) -> tuple[tuple[Tensor, ...], tuple[Any, list[Any]]]:
     """The tensors of a tree, and the rest of it for `fill_in`."""
     leaves, treedef = tree.flatten(x)
     return tuple(t for t in leaves if isinstance(t, Tensor)), (
         treedef, [None if isinstance(t, Tensor) else t for t in leaves])  # fmt: skip
 
 
-def fill_in(rest: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+def fill_tensors(rest: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
     """The tree of `tensors_of` again, with other tensors."""
     treedef, leaves = rest
     given = iter(tensors)
@@ -213,7 +213,7 @@ def _named(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[str, Any]]
 
 def _check_differentiable(name: str, numbers: Sequence[int], args: Sequence[Any]) -> None:
     for path, leaf in _named(args, numbers):
-        if not isinstance(leaf, Tensor) or not floating(leaf):
+        if not isinstance(leaf, Tensor) or not differentiable_dtype(leaf):
             kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
             raise fail(f"value_and_grad({name}): {path} is {kind}, which has no gradient",
                        fix="keep what is not trained in another argument")  # fmt: skip
@@ -276,4 +276,4 @@ def _micro(i: int, arg: Any, step: int, steps: int) -> Any:
     return tree.map_with_path(part, arg)
 
 
-__all__ = ["accumulate", "fill_in", "grad", "tensors_of", "tracked", "value_and_grad"]
+__all__ = ["accumulate", "fill_tensors", "grad", "is_differentiated", "split_tensors", "value_and_grad"]

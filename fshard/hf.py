@@ -1,11 +1,11 @@
 """Hugging Face folders by slices: a model by the type its config names, or the leaves of any described module.
 
-    cfg, params = hf.load("my-llama")                          # described leaves of fs.models.llama: headers are read
-    params = fs.materialize(params, specs, mesh, key=key)      # each rank reads its own bytes
-    hf.save("again", cfg, params)                              # each rank writes its own bytes
+cfg, params = hf.load("my-llama")                          # described leaves of fs.models.llama: headers are read
+params = fs.materialize(params, specs, mesh, key=key)      # each rank reads its own bytes
+hf.save("again", cfg, params)                              # each rank writes its own bytes
 
-    apply, module = fs.defer(lambda: AutoModel.from_config(config))
-    params = hf.weights("folder", module["params"])            # the module's leaves, by their names in the files
+apply, module = fs.defer(lambda: AutoModel.from_config(config))
+params = hf.weights("folder", module["params"])            # the module's leaves, by their names in the files
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fshard.errors import fail, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, problems
 
-from .interop.hf import CONFIG, Their, Where, config_of, read, write
+from .interop.hf import CONFIG, FileTensor, Where, config_of, read, write
 
 
 def load(path: Where, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
@@ -86,9 +86,9 @@ def save(path: Where, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9
     model.save(path, cfg, params, max_shard_bytes=max_shard_bytes)
 
 
-def by_name(path: tree.Path) -> Their:
+def by_name(path: tree.Path) -> FileTensor:
     """The tensor of the same name, as it is."""
-    return Their(tree.dotted(path))
+    return FileTensor(tree.dotted(path))
 
 
 def model_of(kind: object) -> ModuleType | None:

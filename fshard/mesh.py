@@ -74,7 +74,7 @@ class Mesh:
         """What would have moved on an abstract mesh, since it was made."""
         return self._comm.transfers if isinstance(self._comm, AbstractComm) else []
 
-    def told(self, mine: Any) -> list[Any]:
+    def gather_objects(self, mine: Any) -> list[Any]:
         """What each process of the mesh says, by rank; alone, or with ranks that are threads, just this."""
         everyone = [mine] * (self.size if self.kind == "process" else 1)
         if len(everyone) > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import init as _init
 from . import tree
-from ._comm import checker, meeting
+from ._comm import checker, common_device
 from ._torch_compat import foreach_norm, is_wrapped
 from .collectives import psum, pvary
 from .errors import fail
@@ -193,7 +193,7 @@ def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:
         if x.numel():
             real = torch.view_as_real(x) if x.is_complex() else x
             groups.setdefault((names, x.dtype, x.device), []).append(real)
-    first = meeting(xs)
+    first = common_device(xs)
     every = tuple(sorted({a for names in axes for a in names}))
     found = [pvary(torch.ones((), dtype=torch.bool, device=first), every)]  # all there is where every part is empty
     for group in groups.values():

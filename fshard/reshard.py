@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import tree
-from ._comm import room, settle, up
+from ._comm import copy_to_device, empty_part, to_spec_memory
 from .errors import fail
 from .mesh import Mesh
 from .sharded import Sharded, described, place_all
@@ -46,7 +46,7 @@ def _get(x: Sharded, rank: int | None) -> Tensor | None:
 def _gather_to_host(x: Sharded, rank: int | None) -> Tensor | None:
     """Every part from its first owner, to `rank` or to all, one at a time."""
     me = x.mesh.ranks[0]
-    part = up(x.shards[0].detach().contiguous(), x.mesh.device)
+    part = copy_to_device(x.shards[0].detach().contiguous(), x.mesh.device)
     out = torch.empty(x.shape, dtype=x.dtype) if rank in (None, me) else None
     for owner, box in owners(x):
         if not x.spec.axes or me == owner == rank:
@@ -103,7 +103,7 @@ def _move(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     if mesh.kind == "abstract":
         return described(x.shape, x.dtype, spec, mesh)
     if mesh == x.mesh and spec.parts(x.ndim) == x.spec.parts(x.ndim):
-        return Sharded(x.shape, spec, mesh, [settle(s, spec, mesh.device, copy=True) for s in x.shards])
+        return Sharded(x.shape, spec, mesh, [to_spec_memory(s, spec, mesh.device, copy=True) for s in x.shards])
     return _exchange(x, spec, mesh) if mesh.kind == "process" else _copy(x, spec, mesh)
 
 
@@ -111,7 +111,7 @@ def _copy(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     shards = []
     for rank in mesh.ranks:
         box = local_box(x.shape, spec, mesh.axes, mesh.coords(rank))
-        part = room(box_shape(box), x.dtype, spec, mesh.device)
+        part = empty_part(box_shape(box), x.dtype, spec, mesh.device)
         for source, common in _sources(x, box, rank):
             part[inside(common, box)] = x.shards[source][inside(common, x.box(source))]
         shards.append(part)
@@ -122,7 +122,7 @@ def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     me = mesh.ranks[0]
     boxes = [local_box(x.shape, spec, mesh.axes, mesh.coords(rank)) for rank in range(mesh.size)]
     mine = x.box(me)
-    part = up(x.shards[0], mesh.device)
+    part = copy_to_device(x.shards[0], mesh.device)
     send = [
         [part[inside(c, mine)].reshape(-1) for s, c in _sources(x, box, rank) if s == me]
         for rank, box in enumerate(boxes)
@@ -143,7 +143,7 @@ def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
         n = math.prod(box_shape(common))
         out[inside(common, boxes[me])] = got[at : at + n].view(box_shape(common))
         at += n
-    return Sharded(x.shape, spec, mesh, [settle(out, spec, mesh.device)])
+    return Sharded(x.shape, spec, mesh, [to_spec_memory(out, spec, mesh.device)])
 
 
 def _sources(x: Sharded, box: Box, rank: int) -> list[tuple[int, Box]]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from . import _callsite, tree
 from ._call import (
     OPTIONS,
+    CallPlan,
     Kinds,
-    Plan,
     Row,
     agree,
     collect,
@@ -30,9 +30,9 @@ from ._call import (
     signature,
     specs_of,
 )
-from ._comm import Comm, Region, bind, marked
+from ._comm import Comm, Region, bind, mark_donated
 from ._compare import Allowed, apart, check_replicas
-from ._ops import prepare
+from ._ops import make_functions
 from ._torch_compat import DataDependentOutputException, DynamicOutputShapeException
 from ._typecheck import Checker, same_numbers
 from .errors import fail, raise_all
@@ -120,9 +120,9 @@ class ShardMapped:
         self._compiled = compile and mesh.kind != "abstract"
         self._body = torch.compile(f, fullgraph=True, options=OPTIONS) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
-        self._plans: list[Plan] = []  # the last used first
+        self._plans: list[CallPlan] = []  # the last used first
         self._steady = True  # whether all arguments have had one structure so far
-        self._spare: list[tuple[Plan, list[dict[Any, Any]]]] = []  # the scratch of the last call that has ended
+        self._spare: list[tuple[CallPlan, list[dict[Any, Any]]]] = []  # the scratch of the last call that has ended
 
     def on(self, mesh: Mesh, *, check: Check | None = None, compile: bool | None = None) -> ShardMapped:
         """The same function on another mesh; checked, or compiled, as before if not said."""
@@ -161,7 +161,7 @@ class ShardMapped:
                 inputs = tree.unflatten(plan.treedef, local)
                 given = [local[i] for i in plan.donated if isinstance(local[i], Tensor)] if self._compiled else []
                 del local
-                with marked(given):
+                with mark_donated(given):
                     out = self._body(*inputs)
                 del given
                 if watch is not None:
@@ -189,7 +189,7 @@ class ShardMapped:
             self._spare[:] = [(plan, scratch)]  # of one signature only, or every batch size would keep its buffers
         return joined
 
-    def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, list[Any]]:
+    def _planned(self, args: tuple[Any, ...]) -> tuple[CallPlan, list[Any]]:
         """The plan of a call's signature, most often that of the last one, and the leaves of its arguments."""
         last = self._plans[0] if self._plans else None
         if last is not None and self._steady:
@@ -203,12 +203,12 @@ class ShardMapped:
         found = next((p for p in self._plans if p.treedef == treedef and p.signature == kinds), None)
         if found is None:
             if self._compiled:
-                prepare(max(256, 2 * len(leaves)))
+                make_functions(max(256, 2 * len(leaves)))
             found = make_plan(self._name, self._f, self.mesh, self._in_specs, self._donate, args)
         self._plans = [found, *(p for p in self._plans if p is not found)]
         return found, leaves
 
-    def _scratch(self, plan: Plan, checked: bool) -> list[dict[Any, Any]]:
+    def _scratch(self, plan: CallPlan, checked: bool) -> list[dict[Any, Any]]:
         """What each rank kept from the last call, if it was of this plan; of calls at once one has it.
 
         A call that is checked starts with nothing and leaves nothing, and so does one that failed.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import home, settle
+from ._comm import memory_device, to_spec_memory
 from .errors import ShardingError, fail, raise_all
 from .init import Deferred
 from .mesh import Mesh
@@ -219,7 +219,7 @@ def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
     whole_ = torch.as_tensor(x).detach()
     if mesh.kind == "abstract":
         return described(tuple(whole_.shape), whole_.dtype, spec, mesh)
-    there = home(spec, mesh.device)
+    there = memory_device(spec, mesh.device)
     part = lambda box: whole_[box].to(there, copy=True, memory_format=torch.contiguous_format)  # noqa: E731
     return from_callback(whole_.shape, spec, mesh, part)
 
@@ -244,7 +244,7 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
         box = local_box(shape, spec, mesh.axes, mesh.coords(rank))
         at = ends(box)
         if at in parts:
-            shards.append(settle(parts[at], spec, mesh.device, copy=True))
+            shards.append(to_spec_memory(parts[at], spec, mesh.device, copy=True))
             continue
         part = fn(box)
         if not isinstance(part, Tensor) or tuple(part.shape) != box_shape(box):
@@ -257,7 +257,7 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
                        fix="return one dtype for every part")  # fmt: skip
         # A view shares the storage of something else, which a donated leaf would overwrite.
         own = part._is_view()
-        parts[at] = part.to("meta") if mesh.kind == "abstract" else settle(part, spec, mesh.device, copy=own)
+        parts[at] = part.to("meta") if mesh.kind == "abstract" else to_spec_memory(part, spec, mesh.device, copy=own)
         shards.append(parts[at])
     return Sharded(shape, spec, mesh, shards)
 

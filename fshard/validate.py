@@ -15,10 +15,10 @@ from torch import Tensor
 
 from . import tree
 from ._comm import in_region
-from ._compare import listed
+from ._compare import join_limited
 from .errors import ShardingError, fail, raise_all
 from .evidence import SCALARS, Held, Leaf, shapeless
-from .init import Deferred, words
+from .init import Deferred, describe_initializer
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded
 from .show.table import size
@@ -43,7 +43,7 @@ class Validated:
     ties: int | None
 
     def __repr__(self) -> str:
-        but = f", and infinities in {listed(self.infinite, 4)}" if self.infinite else ""
+        but = f", and infinities in {join_limited(self.infinite, 4)}" if self.infinite else ""
         over = f", equal over {', '.join(self.axes)}" if self.axes else ""
         lines = [f"valid: {self.leaves} leaves, {size(self.nbytes)}", f"  finite        {self.finite}{but}",
                  f"  replicated    {self.replicated}{over}"]  # fmt: skip
@@ -124,7 +124,7 @@ def _distinct(
             init = getattr(wanted.get(path), "init", None)
             mesh = x.mesh if isinstance(x, Sharded) else processes
             may = any(_fits(path, glob) for glob in globs)
-            leaves.append(Leaf(path, x, mesh, "" if init is None else words(init), may))
+            leaves.append(Leaf(path, x, mesh, "" if init is None else describe_initializer(init), may))
         seen.add(id(x))
     return leaves
 
@@ -206,7 +206,7 @@ def _exchange(
     mine: _Report, processes: Mesh | None
 ) -> tuple[list[tuple[int, ShardingError]], dict[tuple[int, int], Held]]:
     """The errors and holdings of all processes: the same on each of them."""
-    everyone: list[_Report] = [mine] if processes is None else processes.told(mine)
+    everyone: list[_Report] = [mine] if processes is None else processes.gather_objects(mine)
     said: dict[tuple[int, str], list[str]] = {}
     held: dict[tuple[int, int], Held] = {}
     for rank, report in enumerate(everyone):
@@ -216,7 +216,7 @@ def _exchange(
     errors = []
     for (i, text), ranks in said.items():
         first, *rest = text.split("\n")
-        on = f", on rank {listed(ranks, 8)}" if len(ranks) < len(everyone) else ""
+        on = f", on rank {join_limited(ranks, 8)}" if len(ranks) < len(everyone) else ""
         errors.append((i, ShardingError("\n".join([first + on, *rest]))))
     names = dict.fromkeys(name for report in everyone for name in report.leaves)
     for name in names:
@@ -225,7 +225,7 @@ def _exchange(
             has.setdefault(report.leaves.get(name, "nothing"), []).append(str(rank))
         if len(has) > 1:
             held = {}  # what is under a number is not one leaf
-            rows = [f"rank {listed(ranks, 8)}: {what}" for what, ranks in has.items()]
+            rows = [f"rank {join_limited(ranks, 8)}: {what}" for what, ranks in has.items()]
             errors.append((len(names), fail(f"validate: {name} is not alike on every rank", *rows,
                                             fix="make the same tree on every rank")))  # fmt: skip
     return errors, held

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import tree
 from ._compare import Allowed, Difference, apart, compare, largest, listed, tell, wide
-from ._ops import floating
+from ._ops import differentiable_dtype
 from .errors import ShardingError, fail, raise_all
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
@@ -86,7 +86,7 @@ def verify(
         more, error = compare(got, want, tuple(a for a in axes if sizes[a] != axes[a]), allowed)
         found, worst = found + more, max(worst, error)
     noise: list[str] = []
-    if any(f.mesh.told(bool(found))):
+    if any(f.mesh.gather_objects(bool(found))):
         again, moved = _measure(f, one, args, whole, atol is None and not bitwise)
         real = [d for d in found if d.beyond(allowed, moved[d.leaf])]
         unsteady = [names[i] for i in sorted({d.leaf for d in found if d.unsteady(again[d.leaf], allowed)})]
@@ -95,7 +95,7 @@ def verify(
         if unsteady:
             text = str(fail(f"verify: {listed(unsteady)} of {f._name}: another run on the same mesh gives another "
                             "answer", fix="draw with fs.random and a key, not with torch's own generator"))  # fmt: skip
-        if told := next(filter(None, f.mesh.told(text)), ""):
+        if told := next(filter(None, f.mesh.gather_objects(text)), ""):
             raise ShardingError(told)
     raise_all(split)
     return Verified(tuple(map(sized, [axes, *collapsed])), len(names) - 1, worst, tuple(noise))
@@ -136,7 +136,7 @@ def _measure(f: ShardMapped, one: ShardMapped, args: Any, whole: Any, nudge: boo
 
 def _nudged(x: Any) -> Any:
     """The last bit of every float flipped: a rounding, the same for equal values, so that ties stay ties."""
-    if not isinstance(x, Tensor) or not floating(x):
+    if not isinstance(x, Tensor) or not differentiable_dtype(x):
         return x
     if x.is_complex():
         return torch.view_as_complex(_nudged(torch.view_as_real(x.resolve_conj())))

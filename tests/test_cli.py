@@ -458,7 +458,7 @@ class From:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"from(file.1: {self.name})"
 
 

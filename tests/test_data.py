@@ -258,18 +258,16 @@ def test_the_batch_shares_no_memory_with_the_data_set():
 def test_a_loaded_batch_goes_into_shard_map():
     mesh = fs.make_mesh(data=4)
     placed = batch_of(0, {"data": 4}, batch=5)
-    total = fs.shard_map(
-        lambda b: fs.psum(b["x"].sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P()
-    )(placed)
+    total = fs.shard_map(lambda b: fs.psum(b["x"].sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())(
+        placed
+    )
     assert total.item() == fs.device_get(placed)["x"].sum().item()
 
 
 # --- crop ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", [np.uint8, np.uint16, np.int32, np.int64, torch.uint8, torch.uint16, torch.int32]
-)
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32, np.int64, torch.uint8, torch.uint16, torch.int32])
 def test_crop(kind):
     array = np.arange(100).astype(kind) if isinstance(kind, type) else torch.arange(100).to(kind)
     for starts in ([0, 97, 50], torch.tensor([0, 97, 50]), np.array([0, 97, 50])):
@@ -310,10 +308,7 @@ ERRORS = {
     ),
     "no batch": (
         lambda: data.indices(KEY, step=0, size=3, batch=4),
-        (
-            "steps_per_epoch: 3 examples do not fill a batch of 4\n  3 < 4\n"
-            "  fix: batch=3 or less, or drop_last=False"
-        ),
+        ("steps_per_epoch: 3 examples do not fill a batch of 4\n  3 < 4\n  fix: batch=3 or less, or drop_last=False"),
     ),
     "no examples": (
         lambda: data.indices(KEY, step=0, size=0, batch=4, drop_last=False),
@@ -396,10 +391,7 @@ ERRORS = {
     ),
     "crop before the start": (
         lambda: data.crop(np.arange(10), [-1], length=3),
-        (
-            "crop: starts from -1 to -1 reach past the text\n  10 - 3 = 7\n"
-            "  fix: 0 <= start <= len(text) - length"
-        ),
+        ("crop: starts from -1 to -1 reach past the text\n  10 - 3 = 7\n  fix: 0 <= start <= len(text) - length"),
     ),
     "crop dims": (
         lambda: data.crop(np.zeros((2, 5)), [0], length=3),

@@ -39,9 +39,26 @@ LAYERS = [
 
 # The namespaces of the public surface: every public name in them is for users.
 NAMESPACES = [
-    "fshard", "tree", "init", "random", "nn", "rope", "optim", "data", "checkpoint", "interop.module",
-    "interop.functional", "interop.pattern", "interop.weights", "interop.export", "interop.hf",
-    "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
+    "fshard",
+    "tree",
+    "init",
+    "random",
+    "nn",
+    "rope",
+    "optim",
+    "data",
+    "checkpoint",
+    "interop.module",
+    "interop.functional",
+    "interop.pattern",
+    "interop.weights",
+    "interop.export",
+    "interop.hf",
+    "models.gpt2",
+    "models.gptj",
+    "models.gpt_neox",
+    "models.llama",
+    "models.bert",
 ]
 
 
@@ -96,15 +113,9 @@ def test_imports_are_found_wherever_they_stand() -> None:
 
 
 def test_files_are_small_and_named_for_an_idea() -> None:
-    long = {
-        name: lines
-        for name, file in FILES.items()
-        if (lines := len(file.read_text().splitlines())) > MOST_LINES
-    }
+    long = {name: lines for name, file in FILES.items() if (lines := len(file.read_text().splitlines())) > MOST_LINES}
     assert not long, f"over {MOST_LINES} lines: {long}"
-    assert not {
-        name for name in FILES if name.split(".")[-1] in ("utils", "util", "helpers", "common", "misc")
-    }
+    assert not {name for name in FILES if name.split(".")[-1] in ("utils", "util", "helpers", "common", "misc")}
 
 
 def test_files_say_what_they_hold() -> None:

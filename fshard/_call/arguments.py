@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import home
+from fshard._comm import memory_device
 from fshard._torch_compat import is_wrapped
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.init import Deferred
@@ -23,11 +23,11 @@ from fshard.mesh import Mesh
 from fshard.sharded import Sharded
 from fshard.spec import Box, P, box_shape, is_even, is_spec, local_box, problems, same
 
-from .results import Joint, Kinds
+from .results import Kinds, OutputPlan
 
 
 @dataclass
-class Plan:
+class CallPlan:
     """What a signature of arguments settles, and below it what the calls so far have shown of it."""
 
     treedef: Any
@@ -40,7 +40,7 @@ class Plan:
     kept: list[int]  # all other leaves that are tensors inside
     checked: bool = False
     everyone: list[Kinds] | None = None  # what the ranks told each other of their results
-    joint: Joint | None = None  # how the last results were joined
+    joint: OutputPlan | None = None  # how the last results were joined
 
 
 def signature(leaves: Sequence[Any]) -> list[Any]:
@@ -59,7 +59,7 @@ def _kind(leaf: Any) -> Any:
 
 def make_plan(
     name: str, f: Callable[..., Any], mesh: Mesh, in_specs: Any, donate: Sequence[int], args: tuple[Any, ...]
-) -> Plan:
+) -> CallPlan:
     """Check arguments against the specs. Raises ShardingError listing every leaf that does not fit."""
     leaves, treedef = tree.flatten(args)
     flat = _specs(name, in_specs, args, len(leaves))
@@ -85,7 +85,7 @@ def make_plan(
     uneven = any(not is_even(tuple(leaves[i].shape), specs[i], mesh.axes) for i in inside)
     given = [i for i in _given(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in inside if i not in set(given)]
-    return Plan(treedef, signature(leaves), specs, _names(f, args), cuts, uneven, given, kept)
+    return CallPlan(treedef, signature(leaves), specs, _names(f, args), cuts, uneven, given, kept)
 
 
 def _specs(name: str, in_specs: Any, args: tuple[Any, ...], n: int) -> list[P | None]:
@@ -144,7 +144,7 @@ def _names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     return named
 
 
-def donated(name: str, plan: Plan, args: tuple[Any, ...], leaves: Sequence[Any]) -> list[Sharded]:
+def donated(name: str, plan: CallPlan, args: tuple[Any, ...], leaves: Sequence[Any]) -> list[Sharded]:
     """The leaves to give away. Raises ShardingError for one that is there twice."""
     given = [x for i in plan.donated if (x := leaves[i]).__class__ is Sharded]
     if len(set(map(id, given))) < len(given):
@@ -158,10 +158,10 @@ def donated(name: str, plan: Plan, args: tuple[Any, ...], leaves: Sequence[Any])
     return given
 
 
-def cut(plan: Plan, local: list[Any], mesh: Mesh, at: int) -> None:
+def cut(plan: CallPlan, local: list[Any], mesh: Mesh, at: int) -> None:
     """Put one rank's part in the place of what is no shard: a view, and where threads would share it a copy."""
     for i, box in plan.cuts[at]:
-        x, there = local[i], home(plan.specs[i], mesh.device)
+        x, there = local[i], memory_device(plan.specs[i], mesh.device)
         if mesh.kind == "abstract":
             shape = x.shape if box is None else box_shape(box)
             local[i] = torch.empty(shape, dtype=x.dtype, device=there)  # a fake one, under the mesh's mode
@@ -170,4 +170,4 @@ def cut(plan: Plan, local: list[Any], mesh: Mesh, at: int) -> None:
             local[i] = part.to(there, copy=mesh.kind == "simulated" and mesh.size > 1)
 
 
-__all__ = ["Plan", "cut", "donated", "make_plan", "signature"]
+__all__ = ["CallPlan", "cut", "donated", "make_plan", "signature"]

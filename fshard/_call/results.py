@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import home, memory_of, settle
+from fshard._comm import memory_device, storage_key, to_spec_memory
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.sharded import Placement, placed
@@ -27,7 +27,7 @@ Kinds = tuple[str, list[tuple[str, tuple[int, ...]]], str]
 
 
 @dataclass(frozen=True)
-class Joint:
+class OutputPlan:
     """How results of these kinds become `Sharded`: nothing in it depends on a value."""
 
     treedef: Any
@@ -45,10 +45,10 @@ class Row:
     out: Any
     leaves: list[Any]
     treedef: Any
-    joint: Joint | None
+    joint: OutputPlan | None
 
 
-def returned(out: Any, known: Joint | None, at: int) -> Row:
+def returned(out: Any, known: OutputPlan | None, at: int) -> Row:
     """The results of this process's rank number `at`, compared with what they were before."""
     if known is not None and known.steady:
         leaves = leaves_as(known.treedef, out)
@@ -86,7 +86,7 @@ def _kinds(leaves: list[Any]) -> list[Any]:
 def memories(xs: list[Tensor], mesh: Mesh) -> list[int]:
     """`memory_of` each, at a fifth of the cost, but 0 for those without elements."""
     if mesh.kind == "abstract":
-        return [memory_of(x) for x in xs]
+        return [storage_key(x) for x in xs]
     starts = list(map(Tensor.data_ptr, xs))
     if any(map(Tensor.storage_offset, xs)):
         return [p and p - int(x.storage_offset()) * x.element_size() for p, x in zip(starts, xs, strict=True)]
@@ -104,7 +104,7 @@ def agree(name: str, mesh: Mesh, known: list[Kinds] | None, row: Row, digest: st
         return known
     mine = str(row.treedef), [_kind(x) for x in row.leaves], digest
     if known is None:
-        known = mesh.told(mine)
+        known = mesh.gather_objects(mine)
         for rank, other in enumerate(known):
             if _alike(other) != _alike(known[0]):
                 raise fail(f"{name}: rank {rank} returned something else than rank 0",
@@ -124,8 +124,8 @@ def specs_of(name: str, out: Any, out_specs: Any) -> list[P]:
 
 def collect(
     name: str, mesh: Mesh, out_specs: Any, rows: Sequence[Row], everyone: list[Kinds] | None, taken: set[int],
-    known: Joint | None,
-) -> tuple[Any, Joint]:  # fmt: skip
+    known: OutputPlan | None,
+) -> tuple[Any, OutputPlan]:  # fmt: skip
     """Join the ranks' results by `out_specs`, and how the next ones like them are joined.
 
     `everyone` is what all of them returned (see `agree`), `known` how they were joined before. A result is kept as it
@@ -148,7 +148,7 @@ def collect(
     return tree.unflatten(joint.treedef, made), joint
 
 
-def _own(leaves: list[Any], joint: Joint, mesh: Mesh, taken: set[int]) -> list[Any]:
+def _own(leaves: list[Any], joint: OutputPlan, mesh: Mesh, taken: set[int]) -> list[Any]:
     """One rank's leaves, of which no tensor shares memory with what is taken; then theirs is taken too."""
     if mesh.kind == "abstract":
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in leaves]
@@ -167,14 +167,14 @@ def _own(leaves: list[Any], joint: Joint, mesh: Mesh, taken: set[int]) -> list[A
     taken.discard(0)
     if mesh.device.type != "cpu":  # elsewhere they may lie in another memory than their specs say
         for i, p in enumerate(joint.placements):
-            if p is not None and leaves[i].device != home(p.spec, mesh.device):
-                leaves[i] = settle(leaves[i], p.spec, mesh.device)
+            if p is not None and leaves[i].device != memory_device(p.spec, mesh.device):
+                leaves[i] = to_spec_memory(leaves[i], p.spec, mesh.device)
     return leaves
 
 
 def _joint(
     name: str, mesh: Mesh, out_specs: Any, rows: Sequence[Row], everyone: list[Kinds] | None, steady: bool
-) -> Joint:
+) -> OutputPlan:
     """Check results leaf by leaf: what they make up."""
     first = rows[0]
     flat = specs_of(name, first.out, out_specs)
@@ -207,7 +207,7 @@ def _joint(
     raise_all(errors)
     tensors = [i for i, p in enumerate(placements) if p is not None]
     plain = all(type(row.leaves[i]) is Tensor and not row.leaves[i].requires_grad for row in rows for i in tensors)
-    return Joint(first.treedef, [_kinds(row.leaves) for row in rows], placements, tensors, plain, steady)
+    return OutputPlan(first.treedef, [_kinds(row.leaves) for row in rows], placements, tensors, plain, steady)
 
 
 def _across(rows: Sequence[Row]) -> list[list[Any]]:
@@ -286,4 +286,4 @@ def _told(kinds: Kinds) -> str:
     return f"{', '.join(word if ' ' in word else f'{word}{list(shape)}' for word, shape in kinds[1])} in {kinds[0]}"
 
 
-__all__ = ["Joint", "Kinds", "Row", "agree", "collect", "leaves_as", "memories", "returned", "specs_of"]
+__all__ = ["Kinds", "OutputPlan", "Row", "agree", "collect", "leaves_as", "memories", "returned", "specs_of"]

@@ -4,19 +4,69 @@
 `abstract` with shapes alone. Nothing outside this package asks which of them it has.
 """
 
-from .abstract import AbstractComm, cannot_ask, dry
-from .host_memory import HOST, awaited, before_writing, down, home, meeting, room, sent_up, settle, to_device, up
-from .packing import cut, join, pack, pad, unpack
+from .abstract import AbstractComm, cannot_ask, run_on_meta
+from .host_memory import (
+    HOST,
+    common_device,
+    copy_to_device,
+    empty_part,
+    memory_device,
+    start_copy_to_device,
+    start_copy_to_host,
+    to_device,
+    to_spec_memory,
+    wait_before_writing,
+    wait_for_copies_to_host,
+)
+from .packing import join_padded, pack, pad, split_padded, unpack
 from .process import ProcessComm
-from .protocol import Axes, Comm, Flight, index_of, size_of
-from .record import Transfer, moved, recording, transposing, watched
+from .protocol import Axes, Comm, PendingTransfer, index_of, size_of
+from .record import Transfer, is_observed, recording, transfer_count, transposing
 from .region import Axis, Region, bind, checker, in_region, known_axes, live_axes, refuse_nesting, region
 from .simulated import simulate
-from .storage import marked, memory_of
+from .storage import mark_donated, storage_key
 
 __all__ = [
-    "HOST", "AbstractComm", "Axes", "Axis", "Comm", "Flight", "ProcessComm", "Region", "Transfer", "awaited",
-    "before_writing", "bind", "cannot_ask", "checker", "cut", "down", "dry", "home", "in_region", "index_of", "join",
-    "known_axes", "live_axes", "marked", "meeting", "memory_of", "moved", "pack", "pad", "recording", "refuse_nesting",
-    "region", "room", "sent_up", "settle", "simulate", "size_of", "to_device", "transposing", "unpack", "up", "watched",
+    "HOST",
+    "AbstractComm",
+    "Axes",
+    "Axis",
+    "Comm",
+    "PendingTransfer",
+    "ProcessComm",
+    "Region",
+    "Transfer",
+    "bind",
+    "cannot_ask",
+    "checker",
+    "common_device",
+    "copy_to_device",
+    "empty_part",
+    "in_region",
+    "index_of",
+    "is_observed",
+    "join_padded",
+    "known_axes",
+    "live_axes",
+    "mark_donated",
+    "memory_device",
+    "pack",
+    "pad",
+    "recording",
+    "refuse_nesting",
+    "region",
+    "run_on_meta",
+    "simulate",
+    "size_of",
+    "split_padded",
+    "start_copy_to_device",
+    "start_copy_to_host",
+    "storage_key",
+    "to_device",
+    "to_spec_memory",
+    "transfer_count",
+    "transposing",
+    "unpack",
+    "wait_before_writing",
+    "wait_for_copies_to_host",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard._torch_compat import without_modes
 
-from .protocol import Axes, Comm, Flight, index_of, size_of
+from .protocol import Axes, Comm, PendingTransfer, index_of, size_of
 from .record import Transfer, note, reduction, transfer
 
 
@@ -47,16 +47,16 @@ class AbstractComm:
         self._note("permute", [x], axes)
         return x.new_empty(x.shape)
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         self._note("all_gather", xs, axes)
         return list
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         self._note("reduce_scatter", [x for row in xs for x in row], axes)
         me = index_of(axes, self.sizes, self.coords)
         return lambda: [row[me].new_empty(row[me].shape) for row in xs]
 
-    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> Flight:
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         self._note("all_reduce", xs, axes)
         return lambda: [x.new_empty(x.shape) for x in xs] if fresh else list(xs)
 
@@ -68,11 +68,11 @@ def cannot_ask(comm: Comm) -> str:
     return "a compiled program" if torch.compiler.is_dynamo_compiling() else ""
 
 
-def dry(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor]) -> list[Tensor]:
+def run_on_meta(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor]) -> list[Tensor]:
     """What `run` gives for fake tensors, by their shapes alone: on meta tensors, which take a tenth of the time."""
     with without_modes():
         out = run([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in xs])
     return [x.new_empty(y.shape, dtype=y.dtype) for x, y in zip(xs, out, strict=True)]
 
 
-__all__ = ["AbstractComm", "cannot_ask", "dry"]
+__all__ = ["AbstractComm", "cannot_ask", "run_on_meta"]

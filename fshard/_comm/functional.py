@@ -13,7 +13,7 @@ from fshard._torch_compat import foreach_copy_, functional_collectives
 from fshard.errors import ShardingError, fail
 
 from .packing import pack, pad, unpack
-from .protocol import Flight
+from .protocol import PendingTransfer
 
 _ops = functional_collectives
 
@@ -71,7 +71,7 @@ def permute(group: Group, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor
 # --- of several, started and landed ---------------------------------------------------------------------------
 
 
-def gather(group: Group, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> Flight:
+def gather(group: Group, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> PendingTransfer:
     rows = [[parts[r] for parts in into] for r in range(group.n)]
     width = max(sum(t.numel() for t in row) for row in rows)
     started = _start(_ops.all_gather_into_tensor, pad(_flat(xs), 0, width), group.n, group.name)
@@ -85,7 +85,7 @@ def gather(group: Group, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]])
     return arrive
 
 
-def scatter(group: Group, xs: Sequence[Sequence[Tensor]]) -> Flight:
+def scatter(group: Group, xs: Sequence[Sequence[Tensor]]) -> PendingTransfer:
     flats = [_flat([row[r] for row in xs]) for r in range(group.n)]
     width = max(len(flat) for flat in flats)
     started = _start_sum(group, torch.stack([pad(flat, 0, width) for flat in flats]))
@@ -98,7 +98,7 @@ def scatter(group: Group, xs: Sequence[Sequence[Tensor]]) -> Flight:
     return arrive
 
 
-def reduce(group: Group, xs: Sequence[Tensor], fresh: bool) -> Flight:
+def reduce(group: Group, xs: Sequence[Tensor], fresh: bool) -> PendingTransfer:
     started = _start(_ops.all_reduce, pack(xs), "sum", group.name)
 
     def arrive() -> list[Tensor]:

@@ -114,7 +114,7 @@ class Mail:
             self._go("recv", x, r)
 
     def _go(self, way: str, x: Tensor, r: int) -> None:
-        """"send" a tensor to a rank, or "recv" one from it."""
+        """Begin to "send" a tensor to a rank, or to "recv" one from it."""
         tag = _TAGS[self._number % len(_TAGS)]  # messages of one tag arrive in the order they were sent
         self._works.append(Work(_sure(getattr(self._wires.backend, way), [x], self._line.places[r], tag), x))
 

@@ -15,32 +15,32 @@ from fshard import tree
 from fshard._torch_compat import FakeTensor, foreach_copy_
 from fshard.spec import P
 
-from .protocol import Flight
+from .protocol import PendingTransfer
 from .region import Region, checker, in_region, region
 
 HOST = torch.device("cpu")
 
 
-def home(spec: P, device: torch.device) -> torch.device:
+def memory_device(spec: P, device: torch.device) -> torch.device:
     """Where a device keeps its part of a leaf."""
     return HOST if spec.memory == "host" else device
 
 
-def settle(x: Tensor, spec: P, device: torch.device, *, copy: bool = False) -> Tensor:
+def to_spec_memory(x: Tensor, spec: P, device: torch.device, *, copy: bool = False) -> Tensor:
     """A part of a leaf in the memory that its spec says: of a CUDA device's host page-locked, so that copies queue."""
-    there = home(spec, device)
+    there = memory_device(spec, device)
     if there == device or device.type != "cuda":
         return x.to(there, copy=copy)
-    return x if x.is_pinned() and not copy else room(x.shape, x.dtype, spec, device).copy_(x)
+    return x if x.is_pinned() and not copy else empty_part(x.shape, x.dtype, spec, device).copy_(x)
 
 
-def room(shape: Sequence[int], dtype: torch.dtype, spec: P, device: torch.device) -> Tensor:
+def empty_part(shape: Sequence[int], dtype: torch.dtype, spec: P, device: torch.device) -> Tensor:
     """An empty part of a leaf, in the memory that its spec says: for `settle` to keep as it is."""
-    there = home(spec, device)
+    there = memory_device(spec, device)
     return torch.empty(shape, dtype=dtype, device=there, pin_memory=there != device and device.type == "cuda")
 
 
-def meeting(xs: Sequence[Tensor]) -> torch.device | None:
+def common_device(xs: Sequence[Tensor]) -> torch.device | None:
     """Where what is found of tensors in several memories comes together: this rank's device, or that of the first."""
     return region().device if in_region() else xs[0].device if xs else None
 
@@ -58,15 +58,15 @@ def to_device(x: Any) -> Any:
     f32[8@data]
     """
     device = region("to_device").device
-    return tree.map(lambda leaf: up(leaf, device) if isinstance(leaf, Tensor) else leaf, x)
+    return tree.map(lambda leaf: copy_to_device(leaf, device) if isinstance(leaf, Tensor) else leaf, x)
 
 
-def up(x: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, which work that is queued there after it will find; what is there, as it is."""
     return x.to(device, non_blocking=True)
 
 
-def sent_up(where: Region, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Flight:
+def start_copy_to_device(where: Region, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> PendingTransfer:
     """Start to copy to the device, beside what it computes; lands as those copies, which lie `into` if that is given.
 
     Work that was queued before may still use that memory: the copies wait for it.
@@ -76,7 +76,7 @@ def sent_up(where: Region, xs: Sequence[Tensor], into: Sequence[Tensor] | None =
     real = not isinstance(xs[0], FakeTensor) and not torch.compiler.is_compiling()
     queued = where.device.type == "cuda" and real and checker() is None
     if not queued and into is None:
-        there = [up(x, where.device) for x in xs]
+        there = [copy_to_device(x, where.device) for x in xs]
         return lambda: there
     there = list(into or [torch.empty_like(x, device=where.device) for x in xs])
     if not queued:
@@ -98,25 +98,35 @@ def sent_up(where: Region, xs: Sequence[Tensor], into: Sequence[Tensor] | None =
     return land
 
 
-def down(x: Tensor) -> Tensor:
+def start_copy_to_host(x: Tensor) -> Tensor:
     """A copy in host memory, whose values are there once the device is `awaited`; what is there, as it is."""
     if not x.is_cuda or isinstance(x, FakeTensor) or torch.compiler.is_compiling():
         return x.to(HOST)
     return torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True).copy_(x, non_blocking=True)
 
 
-def awaited(device: torch.device) -> None:
+def wait_for_copies_to_host(device: torch.device) -> None:
     """Wait for what is on its way down."""
     if device.type == "cuda" and torch.cuda.is_available() and not torch.compiler.is_compiling():
         torch.cuda.current_stream(device).synchronize()
 
 
-def before_writing(xs: Sequence[Tensor]) -> None:
+def wait_before_writing(xs: Sequence[Tensor]) -> None:
     """Wait for copies up of tensors in host memory that are about to be written, if any of these are."""
     if in_region() and region().device.type == "cuda" and any(x.device == HOST for x in xs):
-        awaited(region().device)
+        wait_for_copies_to_host(region().device)
 
 
 __all__ = [
-    "HOST", "awaited", "before_writing", "down", "home", "meeting", "room", "sent_up", "settle", "to_device", "up",
+    "HOST",
+    "common_device",
+    "copy_to_device",
+    "empty_part",
+    "memory_device",
+    "start_copy_to_device",
+    "start_copy_to_host",
+    "to_device",
+    "to_spec_memory",
+    "wait_before_writing",
+    "wait_for_copies_to_host",
 ]  # fmt: skip

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .gloo import Line, Mail, copy, seal, unseal
-from .packing import fold
-from .protocol import Flight
+from .packing import reduce_in_order
+from .protocol import PendingTransfer
 
 _WHOLE = 1 << 14  # bytes up to which everyone sums everything: half the bytes are not worth a second round
 
 
-def gather(line: Line, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> Flight:
+def gather(line: Line, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> PendingTransfer:
     """Start to bring rank r's xs[i] to into[i][r]."""
     places = {r: [parts[r] for parts in into] for r in line.others}
     mail = Mail(line, dict.fromkeys(line.others, xs), places, place=True)
@@ -31,7 +31,7 @@ def gather(line: Line, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -
     return land
 
 
-def scatter(line: Line, xs: Sequence[Sequence[Tensor]]) -> Flight:
+def scatter(line: Line, xs: Sequence[Sequence[Tensor]]) -> PendingTransfer:
     """Start to sum, for each i, every rank's xs[i][me]."""
     mine = [row[line.me] for row in xs]
     sealed = seal(mine, dense=False)
@@ -43,7 +43,7 @@ def scatter(line: Line, xs: Sequence[Sequence[Tensor]]) -> Flight:
     return land
 
 
-def reduce(line: Line, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = False) -> Flight:
+def reduce(line: Line, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = False) -> PendingTransfer:
     """Start to reduce over the ranks: in place, or to `fresh` tensors."""
     n, me = len(line.places), line.me
     flats = [x.view(-1) for x in seal(xs)]
@@ -127,7 +127,7 @@ def _totals(
         parts = [x if r == line.me else came[r][g] for r in range(len(line.places))]
         room = mail.room(g)
         into = out if out is not None else room if room is not None else _empty(x, x.shape)
-        totals.append(fold(parts, op, room, into))
+        totals.append(reduce_in_order(parts, op, room, into))
     mail.close()
     return totals
 

@@ -29,7 +29,7 @@ def pad(x: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([x, x.new_zeros([short if d == dim else n for d, n in enumerate(x.shape)])], dim)
 
 
-def cut(x: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
+def split_padded(x: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
     """Split a dim into padded pieces, stacked in front: [.., size, ..] -> [n, .., chunk, ..]."""
     if min(pieces) == pieces[0]:
         chunks: Tensor = x.unflatten(dim, (len(pieces), pieces[0]))  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ def cut(x: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
     return torch.stack([pad(p, dim, pieces[0]) for p in torch.split(x, list(pieces), dim)])
 
 
-def join(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
+def join_padded(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
     """Undo `cut`: [n, .., chunk, ..] -> [.., size, ..]."""
     if len(pieces) == 1 or min(pieces) == pieces[0]:
         return stack.movedim(0, dim).flatten(dim, dim + 1)
@@ -47,7 +47,7 @@ def join(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
 _STEPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def fold(parts: Sequence[Tensor], op: str, room: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def reduce_in_order(parts: Sequence[Tensor], op: str, room: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Reduce two parts or more, in this order: the same bits wherever it is done.
 
     Sums of half precision are kept in float32 and rounded once. The result goes to `out`, those on the way to `room`;
@@ -65,4 +65,4 @@ def fold(parts: Sequence[Tensor], op: str, room: Tensor | None = None, out: Tens
     return total
 
 
-__all__ = ["cut", "fold", "join", "pack", "pad", "unpack"]
+__all__ = ["join_padded", "pack", "pad", "reduce_in_order", "split_padded", "unpack"]

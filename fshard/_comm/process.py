@@ -19,7 +19,7 @@ from . import functional, p2p
 from .board import boards
 from .functional import Group
 from .gloo import Line, Wires
-from .protocol import Axes, Flight, index_of, size_of
+from .protocol import Axes, PendingTransfer, index_of, size_of
 from .record import note, reduction
 from .visible import visible
 
@@ -130,17 +130,17 @@ class ProcessComm:
         line = self._line(axes, x)
         return functional.permute(self._group(axes, x), x, pairs_) if line is None else p2p.permute(line, x, pairs_)
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("all_gather", xs, axes)
         line = self._line(axes, xs[0])
         return functional.gather(self._group(axes, xs[0]), xs, into) if line is None else p2p.gather(line, xs, into)
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("reduce_scatter", [x for row in xs for x in row], axes)
         line = self._line(axes, xs[0][0])
         return functional.scatter(self._group(axes, xs[0][0]), xs) if line is None else p2p.scatter(line, xs)
 
-    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> Flight:
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         note("all_reduce", xs, axes)
         if (line := self._line(axes, xs[0])) is None:
             return functional.reduce(self._group(axes, xs[0]), xs, fresh)

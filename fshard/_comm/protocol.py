@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 Axes = tuple[str, ...]
-Flight = Callable[[], list[Tensor]]  # a transfer under way: called, once, it waits and gives the results
+PendingTransfer = Callable[[], list[Tensor]]  # a transfer under way: called, once, it waits and gives the results
 
 
 class Comm(Protocol):
@@ -48,13 +48,13 @@ class Comm(Protocol):
     # Every rank starts the same transfers in the same order and lands them in the same order, which may be another.
     # Until it has landed, what a transfer was given must stay as it is.
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         """Rank r's xs[i] lands in into[i][r], which may be a strided view. Gives nothing."""
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         """For each i the sum over the ranks of their xs[i][me], contiguous."""
 
-    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> Flight:
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         """The sums over the ranks: in place, in contiguous xs that are the caller's own; `fresh`, in new tensors."""
 
 
@@ -74,4 +74,4 @@ def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) ->
     return at
 
 
-__all__ = ["Axes", "Comm", "Flight", "index_of", "size_of"]
+__all__ = ["Axes", "Comm", "PendingTransfer", "index_of", "size_of"]

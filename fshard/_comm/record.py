@@ -51,12 +51,12 @@ def recording() -> Iterator[list[Transfer]]:
 def note(op: str, xs: Sequence[Tensor], axes: Axes) -> None:
     """Count a transfer, and write it down where somebody is recording."""
     if not torch.compiler.is_dynamo_compiling():
-        _bound.moved = moved() + 1
+        _bound.moved = transfer_count() + 1
     if _record is not None:
         _record.append(transfer(op, xs, axes))
 
 
-def moved() -> int:
+def transfer_count() -> int:
     """How many transfers this rank has begun so far."""
     count: int = getattr(_bound, "moved", 0)
     return count
@@ -74,7 +74,7 @@ def reduction(op: str) -> str:
     return "all_reduce" if op == "sum" else f"all_reduce {op}"
 
 
-def watched() -> bool:
+def is_observed() -> bool:
     """Whether somebody asks where collectives are called: a record or a checker."""
     return _record is not None or checker() is not None
 
@@ -90,4 +90,4 @@ def transposing(origin: _callsite.Site) -> Iterator[None]:
         _bound.origin = before
 
 
-__all__ = ["Transfer", "moved", "note", "recording", "reduction", "transfer", "transposing", "watched"]
+__all__ = ["Transfer", "is_observed", "note", "recording", "reduction", "transfer", "transfer_count", "transposing"]

@@ -17,6 +17,7 @@ from .protocol import Comm
 
 Axis = str | tuple[str, ...] | None
 
+
 @dataclass
 class Region:
     """The inside of one `shard_map` call, on one rank: axis names are bound here and nowhere else."""

@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from fshard._torch_compat import eager_transforms, foreach_copy_
 from fshard.errors import fail
 
-from .packing import fold, pack, unpack
-from .protocol import Axes, Comm, Flight, index_of
+from .packing import pack, reduce_in_order, unpack
+from .protocol import Axes, Comm, PendingTransfer, index_of
 from .record import note, reduction
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class SimulatedComm:
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
-            total = fold(xs, op)
+            total = reduce_in_order(xs, op)
             return [total, *(total.clone() for _ in xs[1:])]
 
         return self._meet(reduction(op), x, axes, combine)
@@ -138,7 +138,7 @@ class SimulatedComm:
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
-            return [fold(row, "sum") for row in zip(*xs, strict=True)]
+            return [reduce_in_order(row, "sum") for row in zip(*xs, strict=True)]
 
         return self._meet("reduce_scatter", x, axes, combine)
 
@@ -154,7 +154,7 @@ class SimulatedComm:
 
     # Everything moves at the start, and what the others see is a copy: who lands may write to what it gave.
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("all_gather", xs, axes)
         shapes = [tuple(t.shape) for parts in into for t in parts]
         told = shapes[0] if len(xs) == 1 else (sum(parts[0].numel() for parts in into),)
@@ -165,17 +165,19 @@ class SimulatedComm:
             foreach_copy_(targets, _parts(flat, targets))
         return list
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> Flight:
+    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("reduce_scatter", [x for row in xs for x in row], axes)
         flats = [torch.cat([row[r].reshape(-1) for row in xs]) for r in range(len(xs[0]))]
         shapes = [tuple(t.shape) for row in xs for t in row]
         tag = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, shapes)
-        total = self._exchange(tag, flats, lambda rows: [fold(row, "sum") for row in zip(*rows, strict=True)])
+        total = self._exchange(
+            tag, flats, lambda rows: [reduce_in_order(row, "sum") for row in zip(*rows, strict=True)]
+        )
         me = index_of(axes, self.sizes, self.coords)
         found = _parts(total, [row[me] for row in xs])
         return lambda: found
 
-    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> Flight:
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         found = unpack(self.all_reduce(pack(xs), "sum", axes), xs)
         if not fresh:
             foreach_copy_(list(xs), found)
@@ -187,9 +189,7 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-def simulate(
-    sizes: Mapping[str, int], pool: ThreadPoolExecutor, f: Callable[[Comm, int], T]
-) -> list[T]:
+def simulate(sizes: Mapping[str, int], pool: ThreadPoolExecutor, f: Callable[[Comm, int], T]) -> list[T]:
     """Run `f(comm, rank)` on one thread per rank and give the results in rank order.
 
     The first rank that raises ends the others, and its exception, with its own traceback, is the one raised here.

@@ -10,14 +10,14 @@ from torch import Tensor
 from fshard._torch_compat import storage_id
 
 
-def memory_of(x: Tensor) -> int:
+def storage_key(x: Tensor) -> int:
     """What two tensors have in common that share memory; empty ones share none."""
     storage = x.untyped_storage()
     return (storage.data_ptr() if storage.device.type != "meta" else 0) or storage_id(x)
 
 
 @contextlib.contextmanager
-def marked(xs: Sequence[Tensor]) -> Iterator[None]:
+def mark_donated(xs: Sequence[Tensor]) -> Iterator[None]:
     """Within, these tensors say that they are donated: a compiler knows no storage, but it sees attributes."""
     for x in xs:
         x.donated = True  # type: ignore[attr-defined]
@@ -28,4 +28,4 @@ def marked(xs: Sequence[Tensor]) -> Iterator[None]:
             del x.donated  # type: ignore[attr-defined]
 
 
-__all__ = ["marked", "memory_of"]
+__all__ = ["mark_donated", "storage_key"]

@@ -21,7 +21,7 @@ from fshard._torch_compat import register_process_group
 
 from . import p2p
 from .gloo import Line, Mail, copy
-from .protocol import Flight
+from .protocol import PendingTransfer
 
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 
@@ -29,9 +29,9 @@ _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "
 class Landing(dist.Work):
     """A transfer under way. `wait` ends it and those before it in the queue. What went wrong its own `wait` raises."""
 
-    def __init__(self, land: Flight, queue: deque[Landing]) -> None:
+    def __init__(self, land: PendingTransfer, queue: deque[Landing]) -> None:
         super().__init__()
-        self._land: Flight | None = land
+        self._land: PendingTransfer | None = land
         self._error: BaseException | None = None
         self._queue = queue
         queue.append(self)

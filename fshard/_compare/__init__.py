@@ -2,9 +2,21 @@
 
 from .copies import apart
 from .diff import Allowed, Difference, compare, largest, listed, tell, wide
-from .replicas import check_replicas, fingerprint, span, told, unequal
+from .replicas import check_replicas, fingerprint, join_limited, span, told, unequal
 
 __all__ = [
-    "Allowed", "Difference", "apart", "check_replicas", "compare", "fingerprint", "largest", "listed", "span", "tell",
-    "told", "unequal", "wide",
+    "Allowed",
+    "Difference",
+    "apart",
+    "check_replicas",
+    "compare",
+    "fingerprint",
+    "join_limited",
+    "largest",
+    "listed",
+    "span",
+    "tell",
+    "told",
+    "unequal",
+    "wide",
 ]  # fmt: skip

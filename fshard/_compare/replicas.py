@@ -176,7 +176,7 @@ def check_replicas(name: str, out: Any, specs: Any) -> None:
     notes = [told(f, x) for f in here]
     others = [tree.show("result", rows[i][0]) for i in sorted({f.leaf for f in found})[1:]]
     if others:
-        notes.append(f"so {'does' if len(others) == 1 else 'do'} {listed(others, 4)}")
+        notes.append(f"so {'does' if len(others) == 1 else 'do'} {join_limited(others, 4)}")
     raise fail(f"{name}: {tree.show('result', path)} differs between ranks of {axes}, over which its spec says it is "
                "one value", *notes, "a Python number that depends on the rank does this, a kernel that is not "
                "deterministic, or a draw from torch's own generator",
@@ -193,7 +193,7 @@ def told(found: Disagreement, x: Tensor) -> str:
     texts = [_word(words, x) for words in groups]
     if len(set(texts)) < len(texts):  # two NaNs, say, or two dtypes
         texts = [_digest(words) for words in groups]
-    shown = [f"{found.axis}={listed(r, 8, ',')}: {text}" for r, text in zip(groups.values(), texts, strict=True)]
+    shown = [f"{found.axis}={join_limited(r, 8, ',')}: {text}" for r, text in zip(groups.values(), texts, strict=True)]
     at = [f"(at {', '.join(f'{a}={i}' for a, i in found.at.items())})"] if found.at else []
     more = [f"and {len(shown) - 6} more"] if len(shown) > 6 else []
     return "    ".join([*shown[:6], *more, *at])
@@ -214,10 +214,10 @@ def _digest(words: tuple[int, int, int]) -> str:
     return f"digest {words[0] & 0xFFFFFFFF:08x}"
 
 
-def listed(items: Sequence[str], most: int, gap: str = ", ") -> str:
+def join_limited(items: Sequence[str], most: int, gap: str = ", ") -> str:
     rest = len(items) - most
     return gap.join(items) if rest <= 0 else f"{gap.join(items[:most])}{gap.rstrip()} and {rest} more"
 
 
-__all__ = ["Disagreement", "check_replicas", "differing", "digest", "fingerprint", "listed", "span", "told",
+__all__ = ["Disagreement", "check_replicas", "differing", "digest", "fingerprint", "join_limited", "span", "told",
            "unequal"]  # fmt: skip

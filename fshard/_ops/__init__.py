@@ -1,13 +1,32 @@
 """Differentiable collectives: linear maps with their transposes, and the autograd Function that applies them."""
 
-from .autograd import apply, prepare, run
-from .dim_sizes import dim_of, gather_layout, part, split_layout, whole
-from .dtypes import floating
-from .linear_maps import Copy, Exchange, Gather, Map, Permute, Scatter, Slice, Sum, Vary
-from .minmax import extreme
-from .recast import Precision, Recast
+from .autograd import apply_map, make_functions, run_map
+from .dim_sizes import dim_of, gather_layout, global_size, local_range, split_layout
+from .dtypes import differentiable_dtype
+from .linear_maps import AllToAll, Gather, GatherInvariant, Map, Permute, Scatter, Slice, Sum, Vary
+from .minmax import minmax
+from .recast import CastMap, Precision
 
 __all__ = [
-    "Copy", "Exchange", "Gather", "Map", "Permute", "Precision", "Recast", "Scatter", "Slice", "Sum", "Vary", "apply",
-    "dim_of", "extreme", "floating", "gather_layout", "part", "prepare", "run", "split_layout", "whole",
+    "AllToAll",
+    "CastMap",
+    "Gather",
+    "GatherInvariant",
+    "Map",
+    "Permute",
+    "Precision",
+    "Scatter",
+    "Slice",
+    "Sum",
+    "Vary",
+    "apply_map",
+    "differentiable_dtype",
+    "dim_of",
+    "gather_layout",
+    "global_size",
+    "local_range",
+    "make_functions",
+    "minmax",
+    "run_map",
+    "split_layout",
 ]  # fmt: skip

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fshard._callsite import site
-from fshard._comm import AbstractComm, ProcessComm, checker, dry, transposing, watched
+from fshard._comm import AbstractComm, ProcessComm, checker, is_observed, run_on_meta, transposing
 
-from .linear_maps import Copy, Exchange, Gather, Map, Permute, Scatter, Slice, Sum, Vary
+from .linear_maps import AllToAll, Gather, GatherInvariant, Map, Permute, Scatter, Slice, Sum, Vary
 
 
-def apply(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def apply_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Apply a map to tensors of one dtype, differentiably in every mode of torch.func."""
     compiling = torch.compiler.is_dynamo_compiling()
     if compiling:
@@ -38,7 +38,7 @@ def _function(arity: int, compiling: bool) -> Any:
     return _functions[arity, compiling]
 
 
-def prepare(arity: int) -> None:
+def make_functions(arity: int) -> None:
     """Make the Functions of up to `arity` tensors: dynamo can use classes, not make them."""
     for n in range(1, arity + 1):
         _function(n, True)
@@ -48,7 +48,7 @@ def _make_function(arity: int, compiling: bool) -> Any:
     """The Function of `arity` tensors. Dynamo needs the exact signature, and refuses Functions with a jvp or vmap."""
 
     def forward(m: Map, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(m.run(xs)) if compiling else run(m, xs)
+        return tuple(m.run(xs)) if compiling else run_map(m, xs)
 
     names = ["m", *(f"x{i}" for i in range(arity))]
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
@@ -67,7 +67,7 @@ def _make_function(arity: int, compiling: bool) -> Any:
 
     def setup_context_with_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.map = inputs[0]
-        ctx.origin = (ctx.map.origin or site()) if watched() else None
+        ctx.origin = (ctx.map.origin or site()) if is_observed() else None
         ctx.blank = [functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in inputs[1:]]
         # What is frozen shares the transfer of the others, and has no gradient to compute or to move.
         ctx.live = [i for i, x in enumerate(inputs[1:]) if x.requires_grad]
@@ -77,18 +77,18 @@ def _make_function(arity: int, compiling: bool) -> Any:
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         live = ctx.live or range(arity)
         back = ctx.map.transpose.only(live)
-        found = apply(back if ctx.origin is None else replace(back, origin=ctx.origin), [grads[i] for i in live])
+        found = apply_map(back if ctx.origin is None else replace(back, origin=ctx.origin), [grads[i] for i in live])
         given = dict(zip(live, found, strict=True))
         return (None, *(given.get(i) for i in range(arity)))
 
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         known = [blank() if t is None else t for t, blank in zip(tangents, ctx.blank, strict=True)]
-        return apply(ctx.map, known)
+        return apply_map(ctx.map, known)
 
     def vmap(info: Any, in_dims: Sequence[int | None], m: Map, *xs: Tensor) -> tuple[Any, Any]:
         dims = in_dims[1:]
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, dims, strict=True)]
-        out = apply(m.batched([d is not None for d in dims]), front)
+        out = apply_map(m.batched([d is not None for d in dims]), front)
         return out, tuple(None if d is None else 0 for d in dims)
 
     members |= {"setup_context": staticmethod(setup_context_with_shapes), "backward": staticmethod(backward),
@@ -96,7 +96,7 @@ def _make_function(arity: int, compiling: bool) -> Any:
     return type("Linear", (torch.autograd.Function,), members)
 
 
-def run(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The map itself, its line known to a record of transfers; where the call is checked, checked.
 
     On an abstract mesh it runs on shapes alone. On processes the ranks of a checked call agree on it first.
@@ -104,7 +104,7 @@ def run(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     with transposing(m.origin) if m.origin else contextlib.nullcontext():
         found, act = checker(), m.run
         if isinstance(m.comm, AbstractComm):
-            act = functools.partial(dry, m.run)
+            act = functools.partial(run_on_meta, m.run)
         elif isinstance(m.comm, ProcessComm) and found is not None:
             act = functools.partial(_agreed, m, m.comm)
         return tuple(act(xs)) if found is None else found.collective(m, xs, act)
@@ -117,4 +117,7 @@ def _agreed(m: Map, comm: ProcessComm, xs: Sequence[Tensor]) -> list[Tensor]:
     return m.run(xs)
 
 
-__all__ = ["Copy", "Exchange", "Gather", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply", "prepare", "run"]
+__all__ = [
+    "AllToAll", "Gather", "GatherInvariant", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply_map",
+    "make_functions", "run_map",
+]  # fmt: skip

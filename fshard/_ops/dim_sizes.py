@@ -59,7 +59,7 @@ def _ask(verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], dev
         return [int(n) for n in everyone.sum(0).tolist()]
 
 
-def whole(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
+def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     """The global size of a dim that `axis` splits and of which this rank holds `n`.
 
     Where no argument of the region is uneven that is a product. Else the ranks tell each other, which a
@@ -74,13 +74,13 @@ def whole(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     return _ask(verb, where.comm, live, [n], where.device)[0]
 
 
-def part(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, int]:
+def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, int]:
     """(first, whole): where the `n` entries of this rank begin, and how many there are over `axis`.
 
     Raises ShardingError where this rank's part of `size` is not `n`.
     """
     names = names_of(axis)
-    size = size if size is not None else whole(verb, n, axis) if names else n
+    size = size if size is not None else global_size(verb, n, axis) if names else n
     sizes: list[int] = []
     coords: list[int] = []
     if names:
@@ -95,4 +95,4 @@ def part(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, int]:
     return start, size
 
 
-__all__ = ["dim_of", "gather_layout", "part", "split_layout", "whole"]
+__all__ = ["dim_of", "gather_layout", "global_size", "local_range", "split_layout"]

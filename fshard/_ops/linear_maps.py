@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard._callsite import Site
-from fshard._comm import Comm, Flight, cut, index_of, join, pack, pad, size_of, unpack
+from fshard._comm import Comm, PendingTransfer, index_of, join_padded, pack, pad, size_of, split_padded, unpack
 from fshard._torch_compat import foreach_div_
 from fshard.spec import lengths
 
@@ -37,7 +37,7 @@ class Map:
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         raise NotImplementedError
 
-    def start(self, xs: Sequence[Tensor]) -> Flight:
+    def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
         """Start to do it; the results come with the landing. Until then `xs` are lent."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ class Sum(Map):
         total = self.comm.all_reduce(pack(xs), "sum", self.axes)
         return unpack(total if self.divisor == 1 else total / self.divisor, xs)
 
-    def start(self, xs: Sequence[Tensor]) -> Flight:
+    def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
         """In place: `xs` are contiguous, and the caller's own."""
         flight = self.comm.reduce(xs, self.axes)
         return lambda: self._divided(flight())
@@ -138,7 +138,7 @@ class Gather(_Laid):
 
     verb = "all_gather"
 
-    def start(self, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Flight:
+    def start(self, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> PendingTransfer:
         """`into` are contiguous tensors of the shapes after gathering, which will hold the results."""
         whole = list(into or [])
         for x, (dim, size) in zip(xs, self.layout, strict=True):
@@ -161,7 +161,7 @@ class Gather(_Laid):
         rows = self.comm.all_gather(pack(chunks), self.axes).view(self.n, -1)
         parts = torch.split(rows, [c.numel() for c in chunks], dim=1)
         return [
-            join(part.view(self.n, *c.shape), dim, self.pieces(size))
+            join_padded(part.view(self.n, *c.shape), dim, self.pieces(size))
             for part, c, (dim, size) in zip(parts, chunks, self.layout, strict=True)
         ]
 
@@ -171,7 +171,7 @@ class Gather(_Laid):
 
 
 @dataclass(frozen=True)
-class Copy(Gather):
+class GatherInvariant(Gather):
     """all_gather(to="invariant"): one logical value."""
 
     gives = "I"
@@ -185,14 +185,14 @@ class Copy(Gather):
 class Scatter(_Laid):
     verb = "psum_scatter"
 
-    def start(self, xs: Sequence[Tensor]) -> Flight:
+    def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
         parts = [x.split_with_sizes(self.pieces(size), dim) for x, (dim, size) in zip(xs, self.layout, strict=True)]
         return self.comm.scatter(parts, self.axes)
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         if self.comm.direct:
             return self.start(xs)()
-        stacks = [cut(x, dim, self.pieces(size)) for x, (dim, size) in zip(xs, self.layout, strict=True)]
+        stacks = [split_padded(x, dim, self.pieces(size)) for x, (dim, size) in zip(xs, self.layout, strict=True)]
         rows = [s.reshape(self.n, -1) for s in stacks]
         total = self.comm.reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(total, [r.shape[1] for r in rows])
@@ -221,11 +221,11 @@ class Slice(_Laid):
 
     @property
     def transpose(self) -> Map:
-        return Copy(self.comm, self.axes, self.layout)
+        return GatherInvariant(self.comm, self.axes, self.layout)
 
 
 @dataclass(frozen=True)
-class Exchange(Map):
+class AllToAll(Map):
     """all_to_all: each tensor's (split dim, its whole size) and (concat dim, its whole size)."""
 
     split: Layout = ()
@@ -238,19 +238,21 @@ class Exchange(Map):
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         stacks = []
         for x, (s_dim, s_size), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
-            stacks.append(cut(pad(x, c_dim, lengths(c_size, self.sizes)[0]), s_dim, lengths(s_size, self.sizes)))
+            stacks.append(
+                split_padded(pad(x, c_dim, lengths(c_size, self.sizes)[0]), s_dim, lengths(s_size, self.sizes))
+            )
         rows = [s.reshape(self.n, -1) for s in stacks]
         got = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(got, [r.shape[1] for r in rows], dim=1)
         out = []
         for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
-            whole = join(part.reshape(s.shape), c_dim, lengths(c_size, self.sizes))
+            whole = join_padded(part.reshape(s.shape), c_dim, lengths(c_size, self.sizes))
             out.append(whole.narrow(s_dim, 0, lengths(s_size, self.sizes)[self.index]))
         return out
 
     @property
     def transpose(self) -> Map:
-        return Exchange(self.comm, self.axes, self.concat, self.split)
+        return AllToAll(self.comm, self.axes, self.concat, self.split)
 
     def only(self, which: Sequence[int]) -> Map:
         return replace(self, split=tuple(self.split[i] for i in which), concat=tuple(self.concat[i] for i in which))
@@ -275,4 +277,4 @@ class Permute(Map):
         return Permute(self.comm, self.axes, tuple((target, source) for source, target in self.pairs))
 
 
-__all__ = ["Copy", "Exchange", "Gather", "Layout", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary"]
+__all__ = ["AllToAll", "Gather", "GatherInvariant", "Layout", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary"]

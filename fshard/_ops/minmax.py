@@ -12,11 +12,11 @@ from torch import Tensor
 from fshard._comm import Comm, checker, pack, unpack
 from fshard.errors import fail
 
-from .autograd import Map, Sum, Vary, apply, run
+from .autograd import Map, Sum, Vary, apply_map, run_map
 
 
 @dataclass(frozen=True)
-class Most(Map):
+class MinMax(Map):
     """The maximum or minimum: typed like a map, but not linear."""
 
     op: str = "max"
@@ -26,7 +26,7 @@ class Most(Map):
     def verb(self) -> str:  # type: ignore[override]
         return f"p{self.op}"
 
-    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+    def run_map(self, xs: Sequence[Tensor]) -> list[Tensor]:
         return [self.comm.all_reduce(x, self.op, self.axes) for x in xs]
 
 
@@ -35,7 +35,7 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Tensor:
-        return run(Most(comm, axes, op), [x])[0]
+        return run_map(MinMax(comm, axes, op), [x])[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -51,18 +51,18 @@ class _Extreme(torch.autograd.Function):
             raise fail(f"p{ctx.op}: has no derivative", fix=fix)
         x, out = ctx.saved_tensors
         vary = Vary(ctx.comm, ctx.axes)
-        mine: Tensor = (x == apply(vary, [out])[0]).to(out.dtype)
-        return mine / apply(vary, apply(Sum(ctx.comm, ctx.axes), [mine]))[0]
+        mine: Tensor = (x == apply_map(vary, [out])[0]).to(out.dtype)
+        return mine / apply_map(vary, apply_map(Sum(ctx.comm, ctx.axes), [mine]))[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, None, None, apply(Vary(ctx.comm, ctx.axes), [grad])[0] * _Extreme._share(ctx)
+        return None, None, None, None, apply_map(Vary(ctx.comm, ctx.axes), [grad])[0] * _Extreme._share(ctx)
 
 
 class _ExtremeEager(_Extreme):
     @staticmethod
     def jvp(ctx: Any, _comm: None, _axes: None, _op: None, _tied: None, tangent: Tensor) -> Tensor:
-        return apply(Sum(ctx.comm, ctx.axes), [tangent * _Extreme._share(ctx)])[0]
+        return apply_map(Sum(ctx.comm, ctx.axes), [tangent * _Extreme._share(ctx)])[0]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Any:
@@ -70,7 +70,7 @@ class _ExtremeEager(_Extreme):
         return _ExtremeEager.apply(comm, axes, op, tied, front), 0  # type: ignore[no-untyped-call]
 
 
-def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[Tensor]) -> list[Tensor]:
+def minmax(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[Tensor]) -> list[Tensor]:
     """The elementwise `op` ("max", "min") over the ranks, of tensors of one dtype."""
     compiling = torch.compiler.is_dynamo_compiling()
     function: Any = _Extreme if compiling else _ExtremeEager
@@ -86,4 +86,4 @@ def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence
     return out
 
 
-__all__ = ["Most", "extreme"]
+__all__ = ["MinMax", "minmax"]

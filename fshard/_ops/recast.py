@@ -34,7 +34,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Recast(Map):
+class CastMap(Map):
     """A map of tensors in another dtype: cast `before`, and `after`; likewise the transpose."""
 
     inner: Map = field(kw_only=True)
@@ -43,8 +43,8 @@ class Recast(Map):
     back: tuple[torch.dtype, torch.dtype] = field(kw_only=True)
 
     @staticmethod
-    def of(inner: Map, how: Precision) -> Recast:
-        return Recast(inner.comm, inner.axes, inner=inner, before=how.computed, after=how.computed,
+    def of(inner: Map, how: Precision) -> CastMap:
+        return CastMap(inner.comm, inner.axes, inner=inner, before=how.computed, after=how.computed,
                       back=(how.summed, how.kept))  # fmt: skip
 
     @property
@@ -81,4 +81,4 @@ class Recast(Map):
         return self.inner.extent(xs)
 
 
-__all__ = ["Precision", "Recast"]
+__all__ = ["CastMap", "Precision"]

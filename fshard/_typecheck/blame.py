@@ -12,7 +12,7 @@ from fshard._torch_compat import in_backward
 from fshard.errors import ShardingError
 
 from . import suggestion
-from .types import Known, Meeting, Operand, typed
+from .types import CheckerView, IndexMix, Operand, typed
 from .wording import Scene, differentiating, error, over, quoted
 
 _SUMS = ("psum", "psum_scatter")
@@ -33,7 +33,7 @@ _TAKEN = {
 
 
 def mixed(
-    checker: Known, op: str, axis: str, still: Operand, moving: Operand, operands: Sequence[Operand]
+    checker: CheckerView, op: str, axis: str, still: Operand, moving: Operand, operands: Sequence[Operand]
 ) -> ShardingError:
     """One operand is invariant over an axis, and another varies over it."""
     scene = Scene(checker, operands)
@@ -99,7 +99,7 @@ def _is_bias(op: str, still: Operand, operands: Sequence[Operand]) -> bool:
     return op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and still.tensor is operands[0].tensor)
 
 
-def picked_by(checker: Known, m: Meeting) -> ShardingError:
+def picked_by(checker: CheckerView, m: IndexMix) -> ShardingError:
     """An integer that varies chose from a value that is invariant, which has a gradient, as the backward pass shows."""
     name, n, axes = m.still.name or "it", checker.sizes[m.axis], quoted([m.axis])
     what = f"{m.op} of what is invariant over {m.axis!r}, by an integer or bool that varies over it"
@@ -128,7 +128,7 @@ def _drawn(scene: Scene, axis: str, op: str, still: Operand, moving: Operand) ->
     return error(scene.site, what, rows, why, *made, fix=fix)
 
 
-def taken(checker: Known, m: Any, x: Operand, axes: Sequence[str]) -> ShardingError:
+def taken(checker: CheckerView, m: Any, x: Operand, axes: Sequence[str]) -> ShardingError:
     """A collective over axes of which its argument has another type than it takes."""
     verb, n = m.verb, math.prod(checker.sizes[a] for a in axes)
     why = _TAKEN[verb].format(n=n)
@@ -161,7 +161,7 @@ def _it(axes: Sequence[str]) -> str:
     return "it" if len(axes) == 1 else "them"
 
 
-def meetings(checker: Known, axes: Sequence[str]) -> list[str]:
+def meetings(checker: CheckerView, axes: Sequence[str]) -> list[str]:
     """Where integers that vary picked from what is invariant: the likely cause of a gradient that varies."""
     lines = [f"{m.op} at {m.site}: {m.still.name or 'a value'} is invariant over {m.axis!r}, "
              f"{m.moving.name or 'an integer'} varies over it"

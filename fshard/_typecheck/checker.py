@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fshard import _callsite
-from fshard._ops import floating
+from fshard._ops import differentiable_dtype
 from fshard._torch_compat import FakeTensor, HigherOrderOperator, TorchDispatchMode, disable_dynamo, unwrapped
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
@@ -37,7 +37,7 @@ from fshard.spec import P
 from . import blame, verdicts
 from .op_schema import Operation, opaque, operation
 from .type_table import Ledger
-from .types import NONE, Fact, Meeting, Operand, Type, join
+from .types import NONE, Fact, IndexMix, Operand, Type, join
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -58,7 +58,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._roots = 0
         self._off = False
         self.arguments: list[Fact] = []
-        self.met: list[Meeting] = []  # where integers that vary picked from what is invariant
+        self.met: list[IndexMix] = []  # where integers that vary picked from what is invariant
         # (operation, place, which time) -> the Python numbers it had, over which axes its result is fixed, where
         self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._counts: dict[tuple[Any, ...], int] = {}
@@ -81,7 +81,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def argument(self, x: Tensor, varies: frozenset[str], name: str) -> None:
         """Type an argument of the region, which its spec says to vary over these axes."""
-        self.give(x, Type(varies & self.axes, self.axes - varies, floating(x)), name=name)
+        self.give(x, Type(varies & self.axes, self.axes - varies, differentiable_dtype(x)), name=name)
         self.arguments.append(self.fact(x))
 
     def made(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
@@ -185,19 +185,19 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moving = [o for o in operands if axis in o.fact.type.varies]
             if not still:
                 continue
-            strict = [o for o in moving if floating(o.tensor) or _matters(op, o)]
+            strict = [o for o in moving if differentiable_dtype(o.tensor) or _matters(op, o)]
             if strict:
                 raise blame.mixed(self, op.words, axis, still[0], strict[0], operands)
-            self.met.append(Meeting(axis, op.words, _callsite.site(), still[0].fact, moving[0].fact))
+            self.met.append(IndexMix(axis, op.words, _callsite.site(), still[0].fact, moving[0].fact))
         return join(kinds)
 
     def _give(self, op: Operation, kind: Type, operands: Sequence[Operand], out: Any, written: set[int]) -> None:
         if isinstance(out, Tensor):
             if id(out) in written:
                 return
-            smooth = kind.smooth and floating(out)
+            smooth = kind.smooth and differentiable_dtype(out)
             # A draw is one until it is in what has a gradient; an integer made of it is a number like others.
-            drawn = kind.drawn and not smooth and (floating(out) or out.dtype == torch.bool)
+            drawn = kind.drawn and not smooth and (differentiable_dtype(out) or out.dtype == torch.bool)
             t = kind._replace(smooth=smooth, drawn=drawn)
             first = operands[0].fact if operands and op.view else None
             if first is not None:
@@ -238,7 +238,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts[what, where] = count = self._counts.get((what, where), 0) + 1
         self.numbers[what, where, count] = (numbers, fixed, where)
 
-    def told(self) -> dict[Any, Any]:
+    def numbers_to_compare(self) -> dict[Any, Any]:
         """The numbers, in a form that travels."""
         return {
             (op, str(where), where.lasti if where else 0, count): (given, sorted(fixed), str(where))
@@ -247,7 +247,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def digest(self) -> str:
         """The same on two ranks whose numbers are."""
-        return hashlib.blake2b(repr(sorted(self.told().items(), key=repr)).encode()).hexdigest()
+        return hashlib.blake2b(repr(sorted(self.numbers_to_compare().items(), key=repr)).encode()).hexdigest()
 
     # --- what the library asks ---
 
@@ -258,7 +258,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own = self.fact(leaf)
             axes = fact.type.varies & own.type.fixed
             if axes:
-                raise verdicts.loss_varies(self, name, Operand(unwrapped(x), fact), Operand(unwrapped(leaf), own), sorted(axes))
+                raise verdicts.loss_varies(
+                    self, name, Operand(unwrapped(x), fact), Operand(unwrapped(leaf), own), sorted(axes)
+                )
 
     def gradient(self, name: str, x: Tensor, grad: Tensor) -> None:
         """Raise unless a gradient varies over just what its parameter varies over; then it has its type."""
@@ -288,7 +290,7 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
     """
     everyone: list[Any] = [c.numbers for c in checkers]
     if mesh.kind == "process":
-        everyone = mesh.told(checkers[0].told())
+        everyone = mesh.gather_objects(checkers[0].numbers_to_compare())
     coords = [mesh.coords(rank) for rank in range(mesh.size)]
     often = [Counter(place[:-1] for place in numbers) for numbers in everyone]
     for axis, n in mesh.axes.items():
@@ -311,7 +313,7 @@ def _matters(op: Operation, o: Operand) -> bool:
     if not t.drawn:
         return t.smooth and not op.compares
     # A drawn integer that is an index, a sampled token, picks from whatever there is.
-    return floating(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
+    return differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
 
 
 _unseen = disable_dynamo(Checker._see)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from fshard._callsite import Site
-from fshard._ops import floating
+from fshard._ops import differentiable_dtype
 from fshard.spec import describe
 
 NONE: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class Operand(NamedTuple):
     fact: Fact
 
 
-class Meeting(NamedTuple):
+class IndexMix(NamedTuple):
     """Where an integer or bool that varies over `axis` met what is invariant over it, which is no error by itself."""
 
     axis: str
@@ -54,12 +54,12 @@ class Meeting(NamedTuple):
     moving: Fact
 
 
-class Known(Protocol):
+class CheckerView(Protocol):
     """What can be asked of a checker."""
 
     sizes: Mapping[str, int]
     arguments: list[Fact]
-    met: list[Meeting]
+    met: list[IndexMix]
 
     def fact(self, x: Tensor) -> Fact:
         """What is known of a tensor."""
@@ -68,11 +68,13 @@ class Known(Protocol):
 def join(kinds: Sequence[Type], like: Tensor | None = None) -> Type:
     """The type of what depends on these."""
     typed = [t for t in kinds if t.varies or t.fixed]
-    if typed and (like is None or floating(like)) and typed.count(typed[0]) == len(typed):  # as nearly always
+    if (
+        typed and (like is None or differentiable_dtype(like)) and typed.count(typed[0]) == len(typed)
+    ):  # as nearly always
         return typed[0]
     varies = NONE.union(*(t.varies for t in typed))
     fixed = NONE.union(*(t.fixed for t in typed)) - varies
-    smooth = any(t.smooth for t in typed) and (like is None or floating(like))
+    smooth = any(t.smooth for t in typed) and (like is None or differentiable_dtype(like))
     return Type(varies, fixed, smooth, any(t.drawn for t in typed))
 
 
@@ -83,4 +85,4 @@ def typed(o: Operand, shape: Sequence[int] | None = None) -> str:
     return f"{describe(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(parts)}}}"
 
 
-__all__ = ["FREE", "NONE", "Fact", "Known", "Meeting", "Operand", "Type", "join", "typed"]
+__all__ = ["FREE", "NONE", "CheckerView", "Fact", "IndexMix", "Operand", "Type", "join", "typed"]

@@ -11,13 +11,13 @@ from fshard.errors import ShardingError
 from fshard.spec import P
 
 from .blame import meetings, picked_by
-from .types import Known, Operand, typed
+from .types import CheckerView, Operand, typed
 from .wording import error, over, quoted
 
 SHOWN = 4  # results in full
 
 
-def loss_varies(checker: Known, name: str, x: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
+def loss_varies(checker: CheckerView, name: str, x: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
     """value_and_grad of a loss that differs between ranks, by parameters that do not."""
     of, n = leaf.fact.name or "a parameter", math.prod(checker.sizes[a] for a in axes)
     return error(x.fact.site or _callsite.site(), f"value_and_grad({name}): the loss varies over {over(axes)}",
@@ -28,7 +28,7 @@ def loss_varies(checker: Known, name: str, x: Operand, leaf: Operand, axes: Sequ
                  )  # fmt: skip
 
 
-def gradient_varies(checker: Known, name: str, x: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
+def gradient_varies(checker: CheckerView, name: str, x: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
     """A gradient that is not of its parameter's type."""
     found = {m.site: m for m in checker.met if m.axis in axes and m.site is not None}
     if len(found) == 1:
@@ -47,7 +47,11 @@ def gradient_varies(checker: Known, name: str, x: Operand, grad: Operand, axes: 
 
 
 def results(
-    checker: Known, name: str, rows: Sequence[tuple[str, Operand, P]], extra: Sequence[str], missing: Sequence[str]
+    checker: CheckerView,
+    name: str,
+    rows: Sequence[tuple[str, Operand, P]],
+    extra: Sequence[str],
+    missing: Sequence[str],
 ) -> ShardingError:
     """Results of one line that their out specs do not fit: they vary over `extra`, or do not vary over `missing`."""
     first, x, _ = rows[0]

@@ -13,13 +13,13 @@ from fshard._torch_compat import in_backward, unwrapped
 from fshard.errors import ShardingError, fail
 
 from . import suggestion
-from .types import Known, Operand, typed
+from .types import CheckerView, Operand, typed
 
 
 class Scene:
     """The user's line that is being executed, and what it calls its operands, those of an operator in order."""
 
-    def __init__(self, checker: Known, operands: Sequence[Operand] = ()) -> None:
+    def __init__(self, checker: CheckerView, operands: Sequence[Operand] = ()) -> None:
         self.checker, self.frame, self.site = checker, _callsite.user_frame(), _callsite.site()
         self._places = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
 

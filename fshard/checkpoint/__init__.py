@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 Where = str | os.PathLike[str]
 
 
-def save(
-    path: Where, tree_: Any, *, step: int | None = None, keep: int | None = None, overwrite: bool = False
-) -> Path:
+def save(path: Where, tree_: Any, *, step: int | None = None, keep: int | None = None, overwrite: bool = False) -> Path:
     """Save a tree of leaves, and give the directory of the checkpoint.
 
     Each part of a leaf is written once, by one of the ranks that hold it, and brought to the disk; when all
@@ -76,9 +74,7 @@ def save(
     leaves, wrong = _named(tree_)
     kinds = {x.mesh.kind for x in leaves.values() if isinstance(x, Sharded)}
     if len(kinds) > 1:
-        wrong.append(
-            fail("save: the leaves lie on a process mesh and on a simulated one", fix="save them apart")
-        )
+        wrong.append(fail("save: the leaves lie on a process mesh and on a simulated one", fix="save them apart"))
     alone = "process" not in kinds if kinds else not dist.is_initialized()
     final = _directory(path, step)
     writer = saving.Writer(final, step=step, keep=keep, overwrite=overwrite)
@@ -94,9 +90,7 @@ def _named(tree_: Any) -> tuple[dict[str, Any], list[ShardingError]]:
         where, name = f"save: {tree.show('tree', path)}", tree.dotted(path)
         if isinstance(leaf, (Sharded, Tensor)):
             if leaf.dtype not in DTYPES.values():
-                wrong.append(
-                    fail(f"{where}: cannot save {leaf.dtype}", fix=f"use one of {', '.join(DTYPES)}")
-                )
+                wrong.append(fail(f"{where}: cannot save {leaf.dtype}", fix=f"use one of {', '.join(DTYPES)}"))
         elif type(leaf) not in SCALARS:
             fix = "fs.materialize it" if isinstance(leaf, Deferred) else "give a tensor, a number or a string"
             wrong.append(fail(f"{where}: cannot save a {type(leaf).__name__}", fix=fix))
@@ -220,9 +214,7 @@ def _directory(path: Where, step: int | None) -> Path:
 
 def _outside(verb: str) -> None:
     if in_region():
-        raise fail(
-            f"{verb}: called inside shard_map, where every leaf is a local part", fix="call it outside"
-        )
+        raise fail(f"{verb}: called inside shard_map, where every leaf is a local part", fix="call it outside")
 
 
 __all__ = ["Saved", "inspect", "latest", "restore", "save", "steps"]

@@ -34,11 +34,7 @@ def steps(directory: Path) -> list[int]:
     """The steps that have a complete checkpoint, in order."""
     if not directory.is_dir():
         return []
-    found = [
-        m
-        for m in (_STEP.fullmatch(d.name) for d in directory.iterdir())
-        if m and is_complete(directory / m[0])
-    ]
+    found = [m for m in (_STEP.fullmatch(d.name) for d in directory.iterdir()) if m and is_complete(directory / m[0])]
     return sorted(int(m[1]) for m in found)
 
 
@@ -70,9 +66,7 @@ def begin(final: Path, *, overwrite: bool) -> tuple[Path, int]:
     Raises ShardingError where something is in the way.
     """
     if is_complete(final) and not overwrite:
-        raise fail(
-            f"save: {final} is there already", fix="overwrite=True, another step, or another directory"
-        )
+        raise fail(f"save: {final} is there already", fix="overwrite=True, another step, or another directory")
     if final.exists() and not is_complete(final) and (not final.is_dir() or any(final.iterdir())):
         raise fail(
             f"save: {final} is there, and is not a checkpoint",

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from fshard._comm import HOST, room
+from fshard._comm import HOST, empty_part
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.sharded import from_callback
@@ -44,9 +44,7 @@ from .saving import Corner, Ids, call, done
 def load(targets: Mapping[str, Target], directory: Path, at: str, *, alone: bool) -> None:
     """Fill the targets, by dotted path, from the checkpoint in `directory`."""
     reader, reads = Reader(directory), Reads(directory, at)
-    call(
-        "restore", lambda: dcp_load(dict(targets), storage_reader=reader, planner=reads, no_dist=alone), alone
-    )
+    call("restore", lambda: dcp_load(dict(targets), storage_reader=reader, planner=reads, no_dist=alone), alone)
 
 
 @dataclass
@@ -91,13 +89,13 @@ class Target:
             return self.parts[_corner(whole(self.shape))]
         return from_callback(self.shape, self.spec, self.mesh, self._part)
 
-    def room(self, box: Box) -> Tensor:
+    def empty_part(self, box: Box) -> Tensor:
         """An empty part, where it is to lie."""
-        return room(box_shape(box), self.dtype, self.spec or P(), self.device or HOST)
+        return empty_part(box_shape(box), self.dtype, self.spec or P(), self.device or HOST)
 
     def _part(self, box: Box) -> Tensor:
         if 0 in box_shape(box):
-            return self.room(box)
+            return self.empty_part(box)
         return self.parts[_corner(box)]
 
 
@@ -130,7 +128,7 @@ class Reads(LoadPlanner):
                 continue
             wanted = []
             for box in target.boxes():
-                part = target.room(box)
+                part = target.empty_part(box)
                 target.parts[_corner(box)] = part
                 if part.numel():
                     wanted.append(ChunkStorageMetadata(torch.Size(_corner(box)), part.shape))

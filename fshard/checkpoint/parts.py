@@ -206,6 +206,4 @@ def _common(a: Box, b: Box) -> Box:
 
 
 def unwritable(path: Path, e: OSError) -> ShardingError:
-    return fail(
-        f"save: cannot write {path}", str(e.strerror), fix="the last complete checkpoint is as it was"
-    )
+    return fail(f"save: cannot write {path}", str(e.strerror), fix="the last complete checkpoint is as it was")

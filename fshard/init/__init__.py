@@ -1,6 +1,6 @@
 """Initializers: each describes a leaf, as a `Deferred`; no storage until it is placed."""
 
-from .deferred import Deferred, Initializer, Scope, words
+from .deferred import Deferred, Initializer, Scope, describe_initializer
 from .initializers import (
     Arange,
     Eye,
@@ -27,7 +27,30 @@ from .initializers import (
 )
 
 __all__ = [
-    "Arange", "Deferred", "Eye", "Full", "Initializer", "Normal", "Orthogonal", "Scope", "TruncNormal", "Uniform",
-    "arange", "eye", "fans", "full", "kaiming_normal", "kaiming_uniform", "normal", "ones", "orthogonal",
-    "trunc_normal", "uniform", "words", "xavier_normal", "xavier_uniform", "zero_row", "zeros",
+    "Arange",
+    "Deferred",
+    "Eye",
+    "Full",
+    "Initializer",
+    "Normal",
+    "Orthogonal",
+    "Scope",
+    "TruncNormal",
+    "Uniform",
+    "arange",
+    "describe_initializer",
+    "eye",
+    "fans",
+    "full",
+    "kaiming_normal",
+    "kaiming_uniform",
+    "normal",
+    "ones",
+    "orthogonal",
+    "trunc_normal",
+    "uniform",
+    "xavier_normal",
+    "xavier_uniform",
+    "zero_row",
+    "zeros",
 ]  # fmt: skip

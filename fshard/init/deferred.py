@@ -67,12 +67,12 @@ class Deferred:
         return replace(self, dtype=dtype)
 
     def __repr__(self) -> str:
-        return f"{describe(self.dtype, self.shape)} = {words(self.init)}"
+        return f"{describe(self.dtype, self.shape)} = {describe_initializer(self.init)}"
 
 
-def words(init: object) -> str:
-    """`trunc_normal(std=0.02)`: an initializer's name and what differs from its defaults, or its own `words()`."""
-    own = getattr(init, "words", None)
+def describe_initializer(init: object) -> str:
+    """`trunc_normal(std=0.02)`: an initializer's name and what differs from its defaults, or its own `describe()`."""
+    own = getattr(init, "describe", None)
     if callable(own):
         return str(own())
     name = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(type(init).__name__))

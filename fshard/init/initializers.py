@@ -18,7 +18,7 @@ from fshard import random
 from fshard.errors import fail
 from fshard.spec import Box, box_shape
 
-from .deferred import Deferred, Initializer, words
+from .deferred import Deferred, Initializer, describe_initializer
 
 Shape = int | Sequence[int]
 
@@ -68,7 +68,7 @@ class Full:
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full(box_shape(box), self.value, dtype=dtype, device=device)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return "zeros" if self.value == 0 else "ones" if self.value == 1 else f"full({self.value:.4g})"
 
 
@@ -129,8 +129,8 @@ class ZeroRow:
             out[self.row - box[0].start] = 0
         return out
 
-    def words(self) -> str:
-        return f"{words(self.of)}, row {self.row} zero"
+    def describe(self) -> str:
+        return f"{describe_initializer(self.of)}, row {self.row} zero"
 
 
 def _describe(shape: Shape, init: Initializer, dtype: torch.dtype | None) -> Deferred:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard.collectives import Axis, all_gather
+from fshard._comm import Axis
+from fshard.collectives import all_gather
 from fshard.errors import fail, raise_all
 from fshard.init import Deferred
-from fshard.interop.hf import Scan, Their, read, write
+from fshard.interop.hf import FileTensor, Scan, read, write
 from fshard.spec import P
 
 from .config import read_config, their
@@ -258,18 +259,18 @@ def follows(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE,
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 
-def _pair(ours: str, name: str, w: str | None = "o i -> i o", b: str | None = None) -> dict[str, Their]:
-    return {f"{ours}.w": Their(f"{name}.weight", w), f"{ours}.b": Their(f"{name}.bias", b)}
+def _pair(ours: str, name: str, w: str | None = "o i -> i o", b: str | None = None) -> dict[str, FileTensor]:
+    return {f"{ours}.w": FileTensor(f"{name}.weight", w), f"{ours}.b": FileTensor(f"{name}.bias", b)}
 
 
 _TOP = {
-    "word": Their("bert.embeddings.word_embeddings.weight"),
-    "position": Their("bert.embeddings.position_embeddings.weight"),
-    "type": Their("bert.embeddings.token_type_embeddings.weight"),
+    "word": FileTensor("bert.embeddings.word_embeddings.weight"),
+    "position": FileTensor("bert.embeddings.position_embeddings.weight"),
+    "type": FileTensor("bert.embeddings.token_type_embeddings.weight"),
     **_pair("ln", "bert.embeddings.LayerNorm", None),
     **_pair("mlm.dense", "cls.predictions.transform.dense"),
     **_pair("mlm.ln", "cls.predictions.transform.LayerNorm", None),
-    "mlm.b": Their("cls.predictions.bias"),
+    "mlm.b": FileTensor("cls.predictions.bias"),
     **_pair("pooler", "bert.pooler.dense"), **_pair("nsp", "cls.seq_relationship"),
 }  # fmt: skip
 _BLOCK = {
@@ -291,7 +292,7 @@ _TIED = {
 }
 
 
-def theirs(path: tree.Path) -> Their:
+def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "q", "b"))
@@ -323,7 +324,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
     cfg = config(path, **{head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()})
     once = any(n.endswith("LayerNorm.gamma") for n in names)
 
-    def named(path: tree.Path) -> Their:
+    def named(path: tree.Path) -> FileTensor:
         """In files made of those for TensorFlow a norm's weight is called gamma, its bias beta."""
         name = theirs(path).name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
         return replace(theirs(path), name=name) if once else theirs(path)

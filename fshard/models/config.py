@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fshard import tree
 from fshard.errors import fail
-from fshard.interop.hf import CONFIG, Their, Where, config_of
+from fshard.interop.hf import CONFIG, FileTensor, Where, config_of
 
 C = TypeVar("C")
 
@@ -53,7 +53,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return type(value) in (int, float) if kind is float else isinstance(value, kind)
 
 
-def their(path: tree.Path, top: Mapping[str, Their], block: Mapping[str, Their], blocks: str) -> Their:
+def their(path: tree.Path, top: Mapping[str, FileTensor], block: Mapping[str, FileTensor], blocks: str) -> FileTensor:
     """The tensor that the leaf at a path is: of `top`, or, below `h`, of `block` under `blocks` and the block's number.
 
     >>> their(("h", 3, "w"), {}, {"w": Their("ln_1.weight")}, "transformer.h")

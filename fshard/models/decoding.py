@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fshard import nn, random
-from fshard._comm import AbstractComm, region
-from fshard._ops import part, whole
-from fshard.collectives import Axis, axis_size, pmax, pmin, pvary
+from fshard._comm import AbstractComm, Axis, region
+from fshard._ops import global_size, local_range
+from fshard.collectives import axis_size, pmax, pmin, pvary
 from fshard.errors import fail
 from fshard.random import fold_in
 from fshard.spec import P
@@ -129,7 +129,7 @@ def generate(
 
 def likeliest(logits: Tensor, axis: Axis, size: int) -> Tensor:
     """The class of the highest logit, the first of those that tie: [B, V@axis] -> [B]{I}; `size` is V."""
-    first, whole = part("likeliest", logits.shape[-1], axis, size)
+    first, whole = local_range("likeliest", logits.shape[-1], axis, size)
     if not axis:
         return logits.argmax(-1)
     local = logits if logits.shape[-1] else logits.new_full((len(logits), 1), -math.inf)
@@ -152,7 +152,7 @@ def rows(verb: str, n: int, axis: Axis, *, word: str) -> int:
     """
     if axis and isinstance(region(verb).comm, AbstractComm):
         return n * axis_size(axis)
-    return whole(verb, n, axis, word=word) if axis else n
+    return global_size(verb, n, axis, word=word) if axis else n
 
 
 __all__ = ["Cache", "Seen", "Step", "Tokens", "generate", "likeliest", "recall", "rows"]

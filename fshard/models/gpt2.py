@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard.collectives import Axis
+from fshard._comm import Axis
 from fshard.errors import fail
-from fshard.interop.hf import Their, read, write
+from fshard.interop.hf import FileTensor, read, write
 from fshard.spec import P
 
 from .config import read_config, their
@@ -170,17 +170,17 @@ def generate(
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 _TOP = {
-    "wte": Their("transformer.wte.weight"), "wpe": Their("transformer.wpe.weight"),
-    "ln_f.w": Their("transformer.ln_f.weight"), "ln_f.b": Their("transformer.ln_f.bias"),
+    "wte": FileTensor("transformer.wte.weight"), "wpe": FileTensor("transformer.wpe.weight"),
+    "ln_f.w": FileTensor("transformer.ln_f.weight"), "ln_f.b": FileTensor("transformer.ln_f.bias"),
 }  # fmt: skip
 _BLOCK = {  # their matrices are [in, out], as ours are
-    "ln_1.w": Their("ln_1.weight"), "ln_1.b": Their("ln_1.bias"),
-    "qkv.w": Their("attn.c_attn.weight", "d (c h k) -> d c h k"),
-    "qkv.b": Their("attn.c_attn.bias", "(c h k) -> c h k"),
-    "proj.w": Their("attn.c_proj.weight", "(h k) d -> h k d"), "proj.b": Their("attn.c_proj.bias"),
-    "ln_2.w": Their("ln_2.weight"), "ln_2.b": Their("ln_2.bias"),
-    "up.w": Their("mlp.c_fc.weight"), "up.b": Their("mlp.c_fc.bias"),
-    "down.w": Their("mlp.c_proj.weight"), "down.b": Their("mlp.c_proj.bias"),
+    "ln_1.w": FileTensor("ln_1.weight"), "ln_1.b": FileTensor("ln_1.bias"),
+    "qkv.w": FileTensor("attn.c_attn.weight", "d (c h k) -> d c h k"),
+    "qkv.b": FileTensor("attn.c_attn.bias", "(c h k) -> c h k"),
+    "proj.w": FileTensor("attn.c_proj.weight", "(h k) d -> h k d"), "proj.b": FileTensor("attn.c_proj.bias"),
+    "ln_2.w": FileTensor("ln_2.weight"), "ln_2.b": FileTensor("ln_2.bias"),
+    "up.w": FileTensor("mlp.c_fc.weight"), "up.b": FileTensor("mlp.c_fc.bias"),
+    "down.w": FileTensor("mlp.c_proj.weight"), "down.b": FileTensor("mlp.c_proj.bias"),
 }  # fmt: skip
 _FIXED = {
     "model_type": "gpt2", "tie_word_embeddings": True, "activation_function": "gelu_new", "scale_attn_weights": True,
@@ -190,7 +190,7 @@ _NOT_OURS = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 _TIED = {"lm_head.weight": "transformer.wte.weight"}
 
 
-def theirs(path: tree.Path) -> Their:
+def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "up", "w"))

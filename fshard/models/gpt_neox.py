@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard.collectives import Axis, pvary
+from fshard._comm import Axis
+from fshard.collectives import pvary
 from fshard.errors import fail
-from fshard.interop.hf import Scan, Their, config_of, read, write
+from fshard.interop.hf import FileTensor, Scan, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
@@ -225,23 +226,23 @@ def generate(
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # transformers 5 has the first, and writes the second
 _TOP = {
-    "wte": Their("gpt_neox.embed_in.weight"), "ln_f.w": Their("gpt_neox.final_layer_norm.weight"),
-    "ln_f.b": Their("gpt_neox.final_layer_norm.bias"), "head.w": Their("embed_out.weight", "v d -> d v"),
+    "wte": FileTensor("gpt_neox.embed_in.weight"), "ln_f.w": FileTensor("gpt_neox.final_layer_norm.weight"),
+    "ln_f.b": FileTensor("gpt_neox.final_layer_norm.bias"), "head.w": FileTensor("embed_out.weight", "v d -> d v"),
 }  # fmt: skip
 _BLOCK = {  # their matrices are [out, in]; q, k and v of one head stand together
-    "ln_1.w": Their("input_layernorm.weight"), "ln_1.b": Their("input_layernorm.bias"),
-    "qkv.w": Their("attention.query_key_value.weight", "(h c k) d -> d c h k"),
-    "qkv.b": Their("attention.query_key_value.bias", "(h c k) -> c h k"),
-    "proj.w": Their("attention.dense.weight", "d (h k) -> h k d"), "proj.b": Their("attention.dense.bias"),
-    "ln_2.w": Their("post_attention_layernorm.weight"), "ln_2.b": Their("post_attention_layernorm.bias"),
-    "up.w": Their("mlp.dense_h_to_4h.weight", "f d -> d f"), "up.b": Their("mlp.dense_h_to_4h.bias"),
-    "down.w": Their("mlp.dense_4h_to_h.weight", "d f -> f d"), "down.b": Their("mlp.dense_4h_to_h.bias"),
+    "ln_1.w": FileTensor("input_layernorm.weight"), "ln_1.b": FileTensor("input_layernorm.bias"),
+    "qkv.w": FileTensor("attention.query_key_value.weight", "(h c k) d -> d c h k"),
+    "qkv.b": FileTensor("attention.query_key_value.bias", "(h c k) -> c h k"),
+    "proj.w": FileTensor("attention.dense.weight", "d (h k) -> h k d"), "proj.b": FileTensor("attention.dense.bias"),
+    "ln_2.w": FileTensor("post_attention_layernorm.weight"), "ln_2.b": FileTensor("post_attention_layernorm.bias"),
+    "up.w": FileTensor("mlp.dense_h_to_4h.weight", "f d -> d f"), "up.b": FileTensor("mlp.dense_h_to_4h.bias"),
+    "down.w": FileTensor("mlp.dense_4h_to_h.weight", "d f -> f d"), "down.b": FileTensor("mlp.dense_4h_to_h.bias"),
 }  # fmt: skip
 _FIXED = {"model_type": "gpt_neox"}
 _NOT_OURS = (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")  # buffers of older versions
 
 
-def theirs(path: tree.Path) -> Their:
+def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "qkv", "b"))
@@ -273,7 +274,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
         return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=_NOT_OURS, copies=tied)
     head = next((name for name in _HEADS if name in scan.found), _HEADS[-1])
 
-    def here(path: tree.Path) -> Their:
+    def here(path: tree.Path) -> FileTensor:
         return replace(theirs(path), name=head) if path == ("head", "w") else theirs(path)
 
     return cfg, read(scan, init(cfg), here, prefix="gpt_neox.", ignored=_NOT_OURS)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard.collectives import Axis
+from fshard._comm import Axis
 from fshard.errors import fail
-from fshard.interop.hf import Their, read, write
+from fshard.interop.hf import FileTensor, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
@@ -193,22 +193,24 @@ def generate(
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 _TOP = {
-    "wte": Their("transformer.wte.weight"), "ln_f.w": Their("transformer.ln_f.weight"),
-    "ln_f.b": Their("transformer.ln_f.bias"), "head.w": Their("lm_head.weight", "v d -> d v"),
-    "head.b": Their("lm_head.bias"),
+    "wte": FileTensor("transformer.wte.weight"), "ln_f.w": FileTensor("transformer.ln_f.weight"),
+    "ln_f.b": FileTensor("transformer.ln_f.bias"), "head.w": FileTensor("lm_head.weight", "v d -> d v"),
+    "head.b": FileTensor("lm_head.bias"),
 }  # fmt: skip
 _BLOCK = {  # their matrices are [out, in]
-    "ln_1.w": Their("ln_1.weight"), "ln_1.b": Their("ln_1.bias"),
-    "q.w": Their("attn.q_proj.weight", "(h k) d -> d h k"), "k.w": Their("attn.k_proj.weight", "(h k) d -> d h k"),
-    "v.w": Their("attn.v_proj.weight", "(h k) d -> d h k"), "proj.w": Their("attn.out_proj.weight", "d (h k) -> h k d"),
-    "up.w": Their("mlp.fc_in.weight", "f d -> d f"), "up.b": Their("mlp.fc_in.bias"),
-    "down.w": Their("mlp.fc_out.weight", "d f -> f d"), "down.b": Their("mlp.fc_out.bias"),
+    "ln_1.w": FileTensor("ln_1.weight"), "ln_1.b": FileTensor("ln_1.bias"),
+    "q.w": FileTensor("attn.q_proj.weight", "(h k) d -> d h k"),
+    "k.w": FileTensor("attn.k_proj.weight", "(h k) d -> d h k"),
+    "v.w": FileTensor("attn.v_proj.weight", "(h k) d -> d h k"),
+    "proj.w": FileTensor("attn.out_proj.weight", "d (h k) -> h k d"),
+    "up.w": FileTensor("mlp.fc_in.weight", "f d -> d f"), "up.b": FileTensor("mlp.fc_in.bias"),
+    "down.w": FileTensor("mlp.fc_out.weight", "d f -> f d"), "down.b": FileTensor("mlp.fc_out.bias"),
 }  # fmt: skip
 _FIXED = {"model_type": "gptj", "activation_function": "gelu_new"}
 _NOT_OURS = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 
 
-def theirs(path: tree.Path) -> Their:
+def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "q", "w"))

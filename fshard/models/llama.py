@@ -19,9 +19,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard.collectives import Axis
+from fshard._comm import Axis
 from fshard.errors import fail, raise_all
-from fshard.interop.hf import Their, config_of, read, write
+from fshard.interop.hf import FileTensor, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
@@ -228,33 +228,33 @@ def generate(
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 _TOP = {
-    "wte": Their("model.embed_tokens.weight"),
-    "norm_f.w": Their("model.norm.weight"),
-    "head.w": Their("lm_head.weight", "v d -> d v"),
+    "wte": FileTensor("model.embed_tokens.weight"),
+    "norm_f.w": FileTensor("model.norm.weight"),
+    "head.w": FileTensor("lm_head.weight", "v d -> d v"),
 }
 _LAYER = {
-    "norm_1.w": Their("input_layernorm.weight"),
-    "q.w": Their("self_attn.q_proj.weight", "(g r k) d -> d g r k"),
-    "q.b": Their("self_attn.q_proj.bias", "(g r k) -> g r k"),
-    "k.w": Their("self_attn.k_proj.weight", "(g k) d -> d g k"),
-    "k.b": Their("self_attn.k_proj.bias", "(g k) -> g k"),
-    "v.w": Their("self_attn.v_proj.weight", "(g k) d -> d g k"),
-    "v.b": Their("self_attn.v_proj.bias", "(g k) -> g k"),
-    "proj.w": Their("self_attn.o_proj.weight", "d (g r k) -> g r k d"),
-    "proj.b": Their("self_attn.o_proj.bias"),
-    "norm_2.w": Their("post_attention_layernorm.weight"),
-    "gate.w": Their("mlp.gate_proj.weight", "f d -> d f"),
-    "gate.b": Their("mlp.gate_proj.bias"),
-    "up.w": Their("mlp.up_proj.weight", "f d -> d f"),
-    "up.b": Their("mlp.up_proj.bias"),
-    "down.w": Their("mlp.down_proj.weight", "d f -> f d"),
-    "down.b": Their("mlp.down_proj.bias"),
+    "norm_1.w": FileTensor("input_layernorm.weight"),
+    "q.w": FileTensor("self_attn.q_proj.weight", "(g r k) d -> d g r k"),
+    "q.b": FileTensor("self_attn.q_proj.bias", "(g r k) -> g r k"),
+    "k.w": FileTensor("self_attn.k_proj.weight", "(g k) d -> d g k"),
+    "k.b": FileTensor("self_attn.k_proj.bias", "(g k) -> g k"),
+    "v.w": FileTensor("self_attn.v_proj.weight", "(g k) d -> d g k"),
+    "v.b": FileTensor("self_attn.v_proj.bias", "(g k) -> g k"),
+    "proj.w": FileTensor("self_attn.o_proj.weight", "d (g r k) -> g r k d"),
+    "proj.b": FileTensor("self_attn.o_proj.bias"),
+    "norm_2.w": FileTensor("post_attention_layernorm.weight"),
+    "gate.w": FileTensor("mlp.gate_proj.weight", "f d -> d f"),
+    "gate.b": FileTensor("mlp.gate_proj.bias"),
+    "up.w": FileTensor("mlp.up_proj.weight", "f d -> d f"),
+    "up.b": FileTensor("mlp.up_proj.bias"),
+    "down.w": FileTensor("mlp.down_proj.weight", "d f -> f d"),
+    "down.b": FileTensor("mlp.down_proj.bias"),
 }
 _FIXED = {"model_type": "llama"}
 _NOT_OURS = ("rotary_emb.inv_freq",)  # of older versions
 
 
-def theirs(path: tree.Path) -> Their:
+def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "q", "w"))

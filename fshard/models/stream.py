@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fshard import nn, tree
-from fshard._comm import region
+from fshard._comm import Axis, live_axes, region
 from fshard._ops import Gather, Vary
-from fshard.collectives import Axis, all_gather, live_axes, pmax, pslice, psum, psum_scatter, pvary
+from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
 from fshard.nn import rope
 from fshard.random import fold_in
 from fshard.schedule.overlap import entered

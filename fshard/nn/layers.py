@@ -14,8 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import random
-from fshard._ops import part, whole
-from fshard.collectives import Axis, psum, pvary
+from fshard._comm import Axis
+from fshard._ops import global_size, local_range
+from fshard.collectives import psum, pvary
 from fshard.errors import fail
 from fshard.spec import P
 
@@ -63,7 +64,7 @@ def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None
     if not axis:
         return F.embedding(ids, table)
     n = table.shape[0]
-    start, end = part("embedding", n, axis, size)
+    start, end = local_range("embedding", n, axis, size)
     local = ids.long() - start
     mine = (local >= 0) & (local < n)
     rows = F.embedding(local.where(mine, 0), table if n else F.pad(table, (0, 0, 0, 1)))
@@ -167,7 +168,7 @@ def dropout(
     spec = spec or P()
     if shape is None:
         parts = zip(x.shape, spec.parts(x.ndim), strict=True)
-        shape = tuple(whole("dropout", n, axes, word="shape=") if axes else n for n, axes in parts)
+        shape = tuple(global_size("dropout", n, axes, word="shape=") if axes else n for n, axes in parts)
     keep = random.bernoulli(key, shape, p=1 - rate, spec=spec, device=x.device)
     if keep.shape != x.shape:
         raise fail("dropout: x is not this rank's part of the global array", fix="pass the global shape=",

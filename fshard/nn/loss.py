@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import checker
-from fshard._ops import part
-from fshard.collectives import Axis, pmax, psum, pvary
+from fshard._comm import Axis, checker
+from fshard._ops import local_range
+from fshard.collectives import pmax, psum, pvary
 from fshard.errors import fail
 from fshard.spec import describe
 
@@ -71,7 +71,7 @@ def cross_entropy(
                                  label_smoothing=label_smoothing, reduction=reduction)  # fmt: skip
         return losses.view(targets.shape) if reduction == "none" else losses
 
-    start, whole = part("cross_entropy", v, axis, size)
+    start, whole = local_range("cross_entropy", v, axis, size)
     counted = targets != ignore_index
     local = targets.long() - start
     mine = counted & (local >= 0) & (local < v) if axis else counted

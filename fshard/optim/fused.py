@@ -16,10 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard._comm import HOST, awaited, checker, down, in_region, memory_of, region, sent_up
+from fshard._comm import (
+    HOST,
+    checker,
+    in_region,
+    region,
+    start_copy_to_device,
+    start_copy_to_host,
+    storage_key,
+    wait_for_copies_to_host,
+)
 from fshard._torch_compat import below_autograd, fused_adamw_, fused_sgd_, in_transform, is_batched
 from fshard.errors import fail
-from fshard.grad import tracked
+from fshard.grad import is_differentiated
 
 Columns = list[list[Tensor]]  # parameters, gradients, moments...: a list each, in one order
 
@@ -35,7 +44,9 @@ def fits(columns: Columns) -> list[bool]:
         rows = zip(*columns, strict=True)
         return [_known(row[0]) and not any(map(is_batched, row)) for row in rows]
     inside = in_transform()
-    watched = [any((inside or x.requires_grad) and tracked(x) for x in row) for row in zip(*columns, strict=True)]
+    watched = [
+        any((inside or x.requires_grad) and is_differentiated(x) for x in row) for row in zip(*columns, strict=True)
+    ]
     return [not seen and _known(p) for seen, p in zip(watched, columns[0], strict=True)]
 
 
@@ -50,7 +61,7 @@ def given() -> Callable[[Tensor], bool]:
     if torch.compiler.is_dynamo_compiling():
         return lambda x: getattr(x, "donated", False)  # shard_map marks them: storages have no address here
     storages = region().donated if in_region() else frozenset()
-    return (lambda x: memory_of(x) in storages) if storages else (lambda x: False)
+    return (lambda x: storage_key(x) in storages) if storages else (lambda x: False)
 
 
 def lent(
@@ -73,7 +84,7 @@ def lent(
         for row in here:  # or the caller's loop would hold them until the next
             row.clear()
     if guests:
-        awaited(device)
+        wait_for_copies_to_host(device)
 
 
 def back(x: Tensor, old: Tensor, donated: Callable[[Tensor], bool]) -> Tensor:
@@ -82,7 +93,7 @@ def back(x: Tensor, old: Tensor, donated: Callable[[Tensor], bool]) -> Tensor:
         return x
     if donated(old):
         return old.copy_(x, non_blocking=not torch.compiler.is_compiling())
-    return down(x) if old.device == HOST else x.to(old.device)
+    return start_copy_to_host(x) if old.device == HOST else x.to(old.device)
 
 
 def _lots(columns: Columns, which: Sequence[int], guests: set[tuple[int, int]]) -> list[list[int]]:
@@ -106,7 +117,7 @@ def _lend(
     away = [(k, i) for k in range(len(columns)) for i in lot if (k, i) in guests]
     xs = [columns[k][i].contiguous() for k, i in away]
     queued = xs and in_region() and region().device == device
-    flight = sent_up(region(), xs) if queued else lambda: [x.to(device) for x in xs]
+    flight = start_copy_to_device(region(), xs) if queued else lambda: [x.to(device) for x in xs]
 
     def land() -> Columns:
         found = dict(zip(away, flight(), strict=True))
@@ -152,8 +163,8 @@ _library.define("step(str rule, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[
 
 def _step_here(rule: str, params: list[Tensor], grads: list[Tensor], moments: list[Tensor], *rest: Any) -> None:
     """`step`, for a compiler, which does not look whether a gradient lies in what is written."""
-    written = set(map(memory_of, [*params, *moments]))
-    step(rule, params, [g.clone() if memory_of(g) in written else g for g in grads], moments, *rest)
+    written = set(map(storage_key, [*params, *moments]))
+    step(rule, params, [g.clone() if storage_key(g) in written else g for g in grads], moments, *rest)
 
 
 _library.impl("step", _step_here, "CompositeExplicitAutograd")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import meeting
+from fshard._comm import common_device
 from fshard._torch_compat import foreach_norm
 from fshard.collectives import axis_index, psum, pvary
-from fshard.grad import tracked
+from fshard.grad import is_differentiated
 from fshard.spec import is_spec
 
 _BLOCK = 4096  # elements whose squares are added one by one
@@ -47,7 +47,7 @@ def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor
     for leaf, over in zip(leaves, axes, strict=True):
         groups.setdefault((tuple(sorted(over)), leaf.device), []).append(leaf)
     every = tuple(sorted({a for over, _ in groups for a in over}))
-    device = meeting(leaves)
+    device = common_device(leaves)
     parts = []
     for (over, _), group in groups.items():
         part = _sum_of_squares(group).to(device)
@@ -65,7 +65,9 @@ def _wide(xs: list[Tensor]) -> torch.dtype:
 
 def _sum_of_squares(xs: list[Tensor]) -> Tensor:
     wide = _wide(xs)
-    if torch.compiler.is_dynamo_compiling() or any(map(tracked, xs)):  # a compiler adds the squares as they are made
+    if torch.compiler.is_dynamo_compiling() or any(
+        map(is_differentiated, xs)
+    ):  # a compiler adds the squares as they are made
         return torch.stack([x.to(wide).square().sum() for x in xs]).sum()
     if xs[0].is_cuda:
         return torch.stack(foreach_norm(xs, 2, wide)).square().sum()

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from fshard import init as _init
 from fshard import tree
-from fshard._comm import before_writing, settle
+from fshard._comm import to_spec_memory, wait_before_writing
 from fshard.collectives import pvary
 from fshard.errors import fail, raise_all
-from fshard.grad import tracked
+from fshard.grad import is_differentiated
 from fshard.init import Deferred
 from fshard.sharded import Sharded, from_callback
 from fshard.spec import P, describe
@@ -155,7 +155,7 @@ def _optimizer(
         decays = _decays(name, mask, params, treedef)
         rate, count = lr(state["count"]) if callable(lr) else lr, state["count"] + 1
         donated = given()
-        before_writing(columns[0])
+        wait_before_writing(columns[0])
         # A gradient that lies in a donated leaf is copied: that leaf may be overwritten before this is read.
         columns[1] = [g.clone() if donated(g) else g for g in columns[1]]
         groups: dict[Any, list[int]] = {}
@@ -170,7 +170,7 @@ def _optimizer(
             wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype  # half precision is rounded once
             new = plain([x.to(wide) for x in (p, g, *rest_here)], rate64, count, decays[i])
             for column, old, x in zip([columns[0], *columns[2:]], [p, *rest], new, strict=True):
-                column[i] = old.copy_(x) if donated(old) and not tracked(x) else x.to(old.device, p.dtype)
+                column[i] = old.copy_(x) if donated(old) and not is_differentiated(x) else x.to(old.device, p.dtype)
         moving, fixed = (rate, 0.0) if isinstance(rate, Tensor) else (None, float(rate))
         for (device, _, decay), which in groups.items():
             there = {id(f): f.to(device) for f in factors}
@@ -201,8 +201,10 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
     kinds = [Transform] * (len(steps) - 1) + [Optimizer]
     wrong = [f"step {i}, {s!r}, is out of place" for i, s in enumerate(steps) if not isinstance(s, kinds[i])]
     if wrong or not steps:
-        raise fail(f"chain: {wrong[0] if wrong else 'no steps'}",
-                   fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))")
+        raise fail(
+            f"chain: {wrong[0] if wrong else 'no steps'}",
+            fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))",
+        )
     names = ", ".join(s.name for s in steps)
     # What only scales, just before the step, is not made: that would be a second tree of gradients.
     factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None
@@ -264,7 +266,9 @@ def _zeros(x: Any) -> Any:
         return _init.zeros(x.shape, dtype=x.dtype)
     if isinstance(x, Sharded):
         made = [_zeros(s) for s in x.shards]
-        return Sharded(x.shape, x.spec, x.mesh, [s if s.is_meta else settle(s, x.spec, x.mesh.device) for s in made])
+        return Sharded(
+            x.shape, x.spec, x.mesh, [s if s.is_meta else to_spec_memory(s, x.spec, x.mesh.device) for s in made]
+        )
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
@@ -316,14 +320,24 @@ def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any,
     for what, other, _, structure in flat:
         have = {tree.show("", path): x for path, x in tree.leaves_with_path(other)}
         if structure != treedef:
-            errors.append(fail(f"{name}: {what}: not a tree like params",
-                               f"missing  {', '.join(at for at in want if at not in have) or 'nothing'}",
-                               f"extra    {', '.join(at for at in have if at not in want) or 'nothing'}",
-                               fix="gradients and state of exactly these params, in the same containers"))
+            errors.append(
+                fail(
+                    f"{name}: {what}: not a tree like params",
+                    f"missing  {', '.join(at for at in want if at not in have) or 'nothing'}",
+                    f"extra    {', '.join(at for at in have if at not in want) or 'nothing'}",
+                    fix="gradients and state of exactly these params, in the same containers",
+                )
+            )
             continue
-        errors += [fail(f"{name}: {what}{at}: is {describe(x.dtype, x.shape)}, its parameter "
-                        f"{describe(want[at].dtype, want[at].shape)}", fix="give it that shape and dtype")
-                   for at, x in have.items() if (x.shape, x.dtype) != (want[at].shape, want[at].dtype)]
+        errors += [
+            fail(
+                f"{name}: {what}{at}: is {describe(x.dtype, x.shape)}, its parameter "
+                f"{describe(want[at].dtype, want[at].shape)}",
+                fix="give it that shape and dtype",
+            )
+            for at, x in have.items()
+            if (x.shape, x.dtype) != (want[at].shape, want[at].dtype)
+        ]
     raise_all(errors)
 
 

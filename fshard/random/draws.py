@@ -186,9 +186,7 @@ def _traced(law: _Law, k: Sequence[Word], shape: Sequence[int], box: Box, device
 # --- laws -------------------------------------------------------------------------------------------------
 
 
-def _float_law(
-    of: Callable[[Tensor], Tensor], dtype: torch.dtype, low: float | None = None, high: float = 0.0
-) -> _Law:
+def _float_law(of: Callable[[Tensor], Tensor], dtype: torch.dtype, low: float | None = None, high: float = 0.0) -> _Law:
     def rounded(words: Tensor) -> Tensor:
         return of(words) if dtype.itemsize >= 4 else of(words).float()
 
@@ -267,9 +265,7 @@ def _part(
     return out
 
 
-def _here(
-    verb: str, shape: Sequence[int], spec: P, device: torch.device | None
-) -> tuple[Box, torch.device | None]:
+def _here(verb: str, shape: Sequence[int], spec: P, device: torch.device | None) -> tuple[Box, torch.device | None]:
     """This rank's box, and where it is made: if not said, on the region's device."""
     if device is None and in_region():
         device = current_region().device

@@ -10,8 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard._comm import AbstractComm, Flight, Region, checker, down, sent_up, up
-from fshard._ops import Gather, Map, Precision, Vary, gather_layout, run
+from fshard._comm import (
+    AbstractComm,
+    PendingTransfer,
+    Region,
+    checker,
+    copy_to_device,
+    start_copy_to_device,
+    start_copy_to_host,
+)
+from fshard._ops import Gather, Map, Precision, Vary, gather_layout, run_map
 from fshard._torch_compat import foreach_copy_
 
 from .unshard import Route
@@ -20,7 +28,7 @@ ALIGNED = 64  # bytes: where vector registers and caches begin
 
 
 @dataclass(frozen=True)
-class Bundle:
+class Bucket:
     """Leaves of a block that travel together: gathered over some axes and used by each rank of others in its own way.
 
     One transfer forward and one back; two back where they were both gathered and varied (hybrid sharding).
@@ -47,10 +55,10 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """How the leaves of a block travel, and the place in a slot of each that is gathered or cast."""
 
-    bundles: tuple[Bundle, ...]
+    bundles: tuple[Bucket, ...]
     places: tuple[Place | None, ...]
     nbytes: int
 
@@ -58,7 +66,7 @@ class Plan:
 def plan(
     where: Region, leaves: Sequence[Tensor], ways: Sequence[Route], dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-) -> Plan | None:  # fmt: skip
+) -> BucketPlan | None:  # fmt: skip
     """The plan for leaves by these routes; `None` where a leaf is split by the axes on more than one dim."""
     if any(len(way.gathers) > 1 for way in ways):
         return None
@@ -81,12 +89,12 @@ def plan(
                 places[i] = Place(end, kind, shape)
                 end += -(-math.prod(shape) * kind.itemsize // ALIGNED) * ALIGNED
         if axes or vary or cast or host:
-            bundles.append(Bundle(tuple(which), gather, Vary(where.comm, vary) if vary else None, cast, host))
-    return Plan(tuple(bundles), tuple(places), end)
+            bundles.append(Bucket(tuple(which), gather, Vary(where.comm, vary) if vary else None, cast, host))
+    return BucketPlan(tuple(bundles), tuple(places), end)
 
 
 @dataclass
-class Slot:
+class GatherBuffer:
     """A buffer in which the gathered weights of one block lie at a time.
 
     Backward fills it again with what its views held in forward, which autograd must not take for a change: `filling`
@@ -98,12 +106,12 @@ class Slot:
     holds: Any = None  # of which walk, and which of its blocks
 
     @staticmethod
-    def of(nbytes: int, device: torch.device) -> Slot:
+    def of(nbytes: int, device: torch.device) -> GatherBuffer:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return Slot(buffer, buffer.data)
+        return GatherBuffer(buffer, buffer.data)
 
 
-def views(buffer: Tensor, of: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
+def views(buffer: Tensor, of: BucketPlan, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The whole leaves of a block in a buffer; those that need no place, as they are."""
     out = []
     for place, x in zip(of.places, leaves, strict=True):
@@ -118,47 +126,47 @@ def views(buffer: Tensor, of: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 @dataclass
-class Pool:
+class BufferPool:
     """The slots of a rank, kept from call to call by the region's scratch. A loop inside a loop takes others."""
 
-    free: list[Slot] = field(default_factory=list)
+    free: list[GatherBuffer] = field(default_factory=list)
 
-    def take(self, n: int, nbytes: int, where: Region) -> list[Slot]:
+    def take(self, n: int, nbytes: int, where: Region) -> list[GatherBuffer]:
         """`n` slots of at least so many bytes, those in the pool first. On an abstract mesh they have none."""
         if not nbytes:
             return []
         if isinstance(where.comm, AbstractComm):
-            return [Slot(torch.empty(0), torch.empty(0)) for _ in range(n)]
+            return [GatherBuffer(torch.empty(0), torch.empty(0)) for _ in range(n)]
         fit = [s for s in self.free if s.filling.numel() >= nbytes and s.filling.device == where.device][:n]
-        new = [Slot.of(nbytes, where.device) for _ in range(n - len(fit))]
+        new = [GatherBuffer.of(nbytes, where.device) for _ in range(n - len(fit))]
         if new:  # those too small are not kept beside the larger ones
             self.free = [*fit, *new]
         return [*fit, *new]
 
-    def hold(self, slots: Sequence[Slot]) -> None:
+    def hold(self, slots: Sequence[GatherBuffer]) -> None:
         """Let no other loop have these until they are given back."""
         self.free = [s for s in self.free if all(s is not t for t in slots)]
 
-    def give_back(self, slots: Sequence[Slot]) -> None:
+    def give_back(self, slots: Sequence[GatherBuffer]) -> None:
         self.free += [s for s in slots if s.filling.numel() and all(s is not t for t in self.free)]
 
 
-def pool(where: Region) -> Pool:
+def pool(where: Region) -> BufferPool:
     """The slots of this rank."""
-    found: Pool = where.scratch.setdefault("scan", Pool())
+    found: BufferPool = where.scratch.setdefault("scan", BufferPool())
     return found
 
 
 # --- there and back -----------------------------------------------------------------------------------------------
 
 
-def stage(where: Region, of: Plan, shards: Sequence[Tensor]) -> Flight:
+def stage(where: Region, of: BucketPlan, shards: Sequence[Tensor]) -> PendingTransfer:
     """Start to copy to the device what of a block lies in host memory; lands as the shards to `fetch`.
 
     Those that are used as they are stay where they are: they are copied to their places, and need no other.
     """
     moving = [i for b in of.bundles if b.host and (b.gather or b.cast) for i in b.which]
-    flight = sent_up(where, [shards[i] for i in moving])
+    flight = start_copy_to_device(where, [shards[i] for i in moving])
 
     def land() -> list[Tensor]:
         out = list(shards)
@@ -170,8 +178,8 @@ def stage(where: Region, of: Plan, shards: Sequence[Tensor]) -> Flight:
 
 
 def fetch(
-    where: Region, of: Plan, shards: Sequence[Tensor], slot: Slot | None
-) -> tuple[list[Tensor], list[Flight]]:  # fmt: skip
+    where: Region, of: BucketPlan, shards: Sequence[Tensor], slot: GatherBuffer | None
+) -> tuple[list[Tensor], list[PendingTransfer]]:  # fmt: skip
     """Start to gather a block: its whole leaves, which are those once the flights have landed.
 
     Where the call is checked they are typed, and land at once. On an abstract mesh they are shapes.
@@ -185,20 +193,20 @@ def fetch(
         xs, ys = [shards[i] for i in bundle.which], [reading[i] for i in bundle.which]
         into = [filling[i] for i in bundle.which]
         if bundle.vary is not None and found is not None:
-            xs = list(run(bundle.vary, xs))
+            xs = list(run_map(bundle.vary, xs))
         if bundle.gather is not None and bundle.cast is not None:
             xs = [x.to(bundle.cast.computed) for x in xs]
         if bundle.gather is not None and virtual:
-            ys = list(run(bundle.gather, xs))
+            ys = list(run_map(bundle.gather, xs))
         elif bundle.gather is not None and found is not None:
-            run(_Placed(bundle.gather.comm, bundle.gather.axes, bundle.gather.layout, tuple(into), tuple(ys)), xs)
+            run_map(_Placed(bundle.gather.comm, bundle.gather.axes, bundle.gather.layout, tuple(into), tuple(ys)), xs)
         elif bundle.gather is not None:
             flights.append(bundle.gather.start(xs, into))
         elif not bundle.copied or slot is None or virtual or found is not None:
-            ys = [up(x, where.device) for x in xs] if bundle.host else xs
+            ys = [copy_to_device(x, where.device) for x in xs] if bundle.host else xs
             ys = ys if bundle.cast is None else [y.to(bundle.cast.computed) for y in ys]
         elif bundle.cast is None:
-            flights.append(sent_up(where, xs, into))
+            flights.append(start_copy_to_device(where, xs, into))
         else:
             foreach_copy_(into, xs)
         for i, y in zip(bundle.which, ys, strict=True):
@@ -213,12 +221,12 @@ class _Placed(Gather):
     into: tuple[Tensor, ...] = field(default=(), compare=False)
     seen: tuple[Tensor, ...] = field(default=(), compare=False)
 
-    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+    def run_map(self, xs: Sequence[Tensor]) -> list[Tensor]:
         self.start(xs, self.into)()
         return list(self.seen)
 
 
-def send_back(bundle: Bundle, which: Sequence[int], grads: list[Tensor]) -> Flight:
+def send_back(bundle: Bucket, which: Sequence[int], grads: list[Tensor]) -> PendingTransfer:
     """Start to sum the gradients of some leaves of a bundle over the ranks; lands as those of their shards.
 
     `which` counts within the bundle. The gradients are overwritten. Those of leaves in host memory are on their way
@@ -236,17 +244,17 @@ def send_back(bundle: Bundle, which: Sequence[int], grads: list[Tensor]) -> Flig
     def land() -> list[Tensor]:
         out = flight() if kept is None else [g.to(kept) for g in flight()]
         out = out if back is None or total is None else _start(total, out)()
-        return [down(g) for g in out] if bundle.host else out
+        return [start_copy_to_host(g) for g in out] if bundle.host else out
 
     return land
 
 
-def _start(m: Map, xs: list[Tensor]) -> Flight:
+def _start(m: Map, xs: list[Tensor]) -> PendingTransfer:
     """Start a sum over the ranks. Where the call is checked, or a dry run, it lands at once."""
     if checker() is not None or isinstance(m.comm, AbstractComm):
-        out = list(run(m, xs))
+        out = list(run_map(m, xs))
         return lambda: out
     return m.start(xs)
 
 
-__all__ = ["Bundle", "Plan", "Pool", "Slot", "fetch", "plan", "pool", "send_back", "stage", "views"]
+__all__ = ["Bucket", "BucketPlan", "BufferPool", "GatherBuffer", "fetch", "plan", "pool", "send_back", "stage", "views"]

@@ -21,12 +21,23 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._callsite import Site, site
-from fshard._comm import AbstractComm, Flight, Region, awaited, checker, down, memory_of, sent_up, transposing, watched
-from fshard._ops import floating
+from fshard._comm import (
+    AbstractComm,
+    PendingTransfer,
+    Region,
+    checker,
+    is_observed,
+    start_copy_to_device,
+    start_copy_to_host,
+    storage_key,
+    transposing,
+    wait_for_copies_to_host,
+)
+from fshard._ops import differentiable_dtype
 from fshard.errors import fail
 
-from .buckets import Plan, Slot, fetch, pool, send_back, stage
-from .flat_tree import Given
+from .buckets import BucketPlan, GatherBuffer, fetch, pool, send_back, stage
+from .flat_tree import FlatTree
 from .overlap import owned
 from .recompute import HOOKS, Memo, no_hooks
 
@@ -56,30 +67,30 @@ class Record:
     memo: Memo | None = None
 
 
-class Walk:
+class Executor:
     """One walk through all blocks, and its way back."""
 
     def __init__(
-        self, where: Region, step: Step, x: Given, params: Sequence[Given], each: Sequence[Given],
-        plans: Sequence[Plan], how: Schedule,
+        self, where: Region, step: Step, x: FlatTree, params: Sequence[FlatTree], each: Sequence[FlatTree],
+        plans: Sequence[BucketPlan], how: Schedule,
     ) -> None:  # fmt: skip
         self.region, self.step, self.how = where, step, how
         self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
-        self.origin: Site | None = site() if watched() else None
+        self.origin: Site | None = site() if is_observed() else None
         self.token = object()
         kind = where.device.type if torch.amp.is_autocast_available(where.device.type) else "cpu"
         how_cast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
         self.autocast = functools.partial(torch.autocast, kind, *how_cast)
         # A checker and a dry run see a block as it is, and have no use for less work; a graph would hold its x.
         self.forgetful = not how.offload and checker() is None and not isinstance(where.comm, AbstractComm)
-        self.before: list[Given | None] = [None] * self.n  # x before each block that is differentiated
-        self.coming: dict[int, Flight] = {}  # those on their way back to the device
+        self.before: list[FlatTree | None] = [None] * self.n  # x before each block that is differentiated
+        self.coming: dict[int, PendingTransfer] = {}  # those on their way back to the device
         self.records: list[Record | None] = [None] * self.n
         self.widths: list[int] = []  # how many tensors x was before each block
-        self.results: list[Given] = []  # x after the last block, and each block's output
+        self.results: list[FlatTree] = []  # x after the last block, and each block's output
         self.whole: dict[int, list[Tensor]] = {}
-        self.flying: dict[int, list[Flight]] = {}
-        self.staged: dict[int, Flight] = {}
+        self.flying: dict[int, list[PendingTransfer]] = {}
+        self.staged: dict[int, PendingTransfer] = {}
         count = min(self.n, how.prefetch + 1) if how.release else self.n
         self.slots = pool(where).take(count, max(p.nbytes for p in plans), where)
 
@@ -99,7 +110,7 @@ class Walk:
                 else:
                     record, y, out = self._block(i, whole, x, graph=moving)
                 if moving:
-                    kept = x.with_tensors([down(t) for t in x.tensors]) if self.how.offload else x
+                    kept = x.with_tensors([start_copy_to_host(t) for t in x.tensors]) if self.how.offload else x
                     self.before[i], self.records[i] = kept, record
                 self.widths.append(len(x.where))
                 x = y
@@ -108,10 +119,10 @@ class Walk:
         self.results = [given.emptied() for given in (x, *outs)]  # results refer to their graph, and that to this walk
         return found
 
-    def _forgotten(self, i: int, whole: Sequence[Tensor], x: Given) -> tuple[Record | None, Given, Given]:
+    def _forgotten(self, i: int, whole: Sequence[Tensor], x: FlatTree) -> tuple[Record | None, FlatTree, FlatTree]:
         """Compute a block, and forget what its graph has saved; or, if that cannot be, make no graph."""
         if self.forgetful:
-            memo = Memo(frozenset(memory_of(t) for t in (*whole, *x.tensors, *self.each[i].tensors)))
+            memo = Memo(frozenset(storage_key(t) for t in (*whole, *x.tensors, *self.each[i].tensors)))
             try:
                 with memo.forgetting():
                     record, y, out = self._block(i, whole, x, graph=True)
@@ -121,15 +132,15 @@ class Walk:
                     raise
                 self.forgetful = False
         _, y, out = self._block(i, whole, x, graph=False)
-        y.live, out.live = [floating(t) for t in y.tensors], [floating(t) for t in out.tensors]
+        y.live, out.live = [differentiable_dtype(t) for t in y.tensors], [differentiable_dtype(t) for t in out.tensors]
         return None, y, out
 
-    def _again(self, i: int, whole: Sequence[Tensor], x: Given) -> tuple[Record, Given, Given]:
+    def _again(self, i: int, whole: Sequence[Tensor], x: FlatTree) -> tuple[Record, FlatTree, FlatTree]:
         """Compute a block again, as it was in forward."""
         with self.autocast():
             return self._block(i, whole, x, graph=True)
 
-    def _block(self, i: int, whole: Sequence[Tensor], x: Given, graph: bool) -> tuple[Record, Given, Given]:
+    def _block(self, i: int, whole: Sequence[Tensor], x: FlatTree, graph: bool) -> tuple[Record, FlatTree, FlatTree]:
         """Compute a block; with a `graph`, from leaves of its own."""
         params, each = self.params[i], self.each[i]
         inputs: list[Tensor] = []
@@ -143,13 +154,13 @@ class Walk:
             y, out = self.step(params.filled(leaves(whole, params.live)), x.filled(leaves(x.tensors, x.live)),
                                each.filled(leaves(each.tensors, each.live)))  # fmt: skip
             y, out = (tree.map(self._out_of_slots, t) for t in (y, out))
-            after, own = (Given.of(t) for t in (y, out))
+            after, own = (FlatTree.of(t) for t in (y, out))
         results = [t for t in (*tree.leaves(y), *tree.leaves(out)) if isinstance(t, Tensor)]
         return Record(inputs, results), after, own
 
     def _out_of_slots(self, x: Any) -> Any:
         """A result of a block; a copy of one that lies in a slot, where other weights will lie soon."""
-        lent = isinstance(x, Tensor) and any(memory_of(x) == memory_of(slot.filling) for slot in self.slots)
+        lent = isinstance(x, Tensor) and any(storage_key(x) == storage_key(slot.filling) for slot in self.slots)
         return x.clone() if lent else x
 
     # --- backward ---
@@ -186,11 +197,11 @@ class Walk:
             while queue:
                 _land(queue.popleft())
             if any(bundle.host for of in self.plans for bundle in of.bundles):
-                awaited(self.region.device)
+                wait_for_copies_to_host(self.region.device)
         pairs = [(self.x, dx), *zip(self.params, grads, strict=True), *zip(self.each, downs, strict=True)]
         return [g for one, gs in pairs for g, live in zip(gs, one.live, strict=True) if live]
 
-    def _before(self, i: int) -> Given | None:
+    def _before(self, i: int) -> FlatTree | None:
         """x before a block, on the device; that of the block before, if it is in host memory, on its way."""
         x = self.before[i]
         if x is None or not self.how.offload:
@@ -198,7 +209,7 @@ class Walk:
         for j in (i, i - 1):
             before = self.before[j] if j >= 0 else None
             if before is not None and j not in self.coming:
-                self.coming[j] = sent_up(self.region, before.tensors)
+                self.coming[j] = start_copy_to_device(self.region, before.tensors)
         return x.with_tensors(self.coming.pop(i)())
 
     def _sent(
@@ -207,7 +218,7 @@ class Walk:
     ) -> list[Sent]:  # fmt: skip
         """Start to sum the gradients of a block over the ranks; they land in `grads`."""
         params, sent = self.params[i], []
-        taken = {memory_of(t) for t in foreign if t is not None}
+        taken = {storage_key(t) for t in foreign if t is not None}
         for leaf, live in enumerate(params.live):
             if live and dp[leaf] is None:  # not used by this rank; the others may have
                 shard = params.leaves[leaf]
@@ -251,7 +262,7 @@ class Walk:
         slot = self._slot(i)
         return i in self.whole and (slot is None or slot.holds == (self.token, i))
 
-    def _slot(self, i: int) -> Slot | None:
+    def _slot(self, i: int) -> GatherBuffer | None:
         """Where the gathered weights of a block lie; `None` if it has none."""
         return self.slots[i % len(self.slots)] if self.plans[i].nbytes else None
 
@@ -278,7 +289,7 @@ class Sent:
 
     grads: list[Tensor | None]
     leaves: list[int]
-    flight: Flight
+    flight: PendingTransfer
 
 
 def _land(sent: Sequence[Sent]) -> None:
@@ -291,7 +302,7 @@ class _Loop(torch.autograd.Function):
     """The walk as one operation: its tensors in, its results out."""
 
     @staticmethod
-    def forward(ctx: Any, walk: Walk, *live: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, walk: Executor, *live: Tensor) -> tuple[Tensor, ...]:
         out = walk.forward()
         ctx.walk = walk
         wanted = [wanted for given in walk.results for wanted in given.live]
@@ -307,7 +318,7 @@ class _Loop(torch.autograd.Function):
         return None, *ctx.walk.backward(cotangents)
 
 
-def go(walk: Walk, x: Any, params: Sequence[Any], each: Sequence[Any]) -> tuple[Any, list[Any]]:
+def go(walk: Executor, x: Any, params: Sequence[Any], each: Sequence[Any]) -> tuple[Any, list[Any]]:
     """x after all blocks, and their outputs; differentiable once."""
     live = [t for given in (x, *params, *each) for t in tree.leaves(given)
             if isinstance(t, Tensor) and torch.is_grad_enabled() and t.requires_grad]  # fmt: skip
@@ -316,4 +327,4 @@ def go(walk: Walk, x: Any, params: Sequence[Any], each: Sequence[Any]) -> tuple[
     return last, outs
 
 
-__all__ = ["Schedule", "Walk", "go"]
+__all__ = ["Executor", "Schedule", "go"]

@@ -13,7 +13,7 @@ from fshard import tree
 
 
 @dataclass
-class Given:
+class FlatTree:
     """A tree taken apart: its leaves, where the tensors are, and which of these are being differentiated."""
 
     leaves: list[Any]
@@ -22,17 +22,17 @@ class Given:
     live: list[bool]
 
     @staticmethod
-    def of(x: Any) -> Given:
+    def of(x: Any) -> FlatTree:
         leaves, treedef = tree.flatten(x)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         live = [torch.is_grad_enabled() and leaves[i].requires_grad for i in where]
-        return Given([x.detach() if isinstance(x, Tensor) else x for x in leaves], treedef, where, live)
+        return FlatTree([x.detach() if isinstance(x, Tensor) else x for x in leaves], treedef, where, live)
 
     @property
     def tensors(self) -> list[Tensor]:
         return [self.leaves[i] for i in self.where]
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Given:
+    def with_tensors(self, tensors: Sequence[Tensor]) -> FlatTree:
         """The same with other tensors."""
         full = list(self.leaves)
         for i, x in zip(self.where, tensors, strict=True):
@@ -43,7 +43,7 @@ class Given:
         """The tree with other tensors."""
         return tree.unflatten(self.treedef, self.with_tensors(tensors).leaves)
 
-    def emptied(self) -> Given:
+    def emptied(self) -> FlatTree:
         """The same without its tensors."""
         return replace(self, leaves=[None if isinstance(x, Tensor) else x for x in self.leaves])
 
@@ -52,4 +52,4 @@ class Given:
         return [next(found) if live else None for live in self.live]
 
 
-__all__ = ["Given"]
+__all__ = ["FlatTree"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fshard._callsite import site
-from fshard._comm import AbstractComm, checker, memory_of, transposing, watched
-from fshard._ops import Map, apply, run
+from fshard._comm import AbstractComm, checker, is_observed, storage_key, transposing
+from fshard._ops import Map, apply_map, run_map
 from fshard._torch_compat import in_transform
 from fshard.errors import fail
 
@@ -27,14 +27,14 @@ def entered(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Te
     """
     every = (x, *weights)
     if not (torch.is_grad_enabled() and x.requires_grad and any(w.requires_grad for w in weights)) or _looked_at(m):
-        return f(apply(m, [x])[0], *weights)
+        return f(apply_map(m, [x])[0], *weights)
     out: Tensor = _Entered.apply(m, f, *every)  # type: ignore[no-untyped-call]
     return out
 
 
 def owned(grad: Tensor, taken: set[int]) -> Tensor:
     """A gradient that a sum may overwrite: dense, and in memory that nothing else refers to."""
-    at = memory_of(grad)
+    at = storage_key(grad)
     if at in taken or not grad.is_contiguous():
         return grad.clone(memory_format=torch.contiguous_format)
     taken.add(at)
@@ -54,8 +54,8 @@ def _looked_at(m: Map) -> bool:
 class _Entered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.back, ctx.origin = m.transpose, site() if watched() else None
-        inside = run(m, [x])[0].detach()
+        ctx.back, ctx.origin = m.transpose, site() if is_observed() else None
+        inside = run_map(m, [x])[0].detach()
         with torch.enable_grad():
             h = _Leaf.apply(torch.empty(0, requires_grad=True), inside)  # type: ignore[no-untyped-call]
             own = [w.detach().requires_grad_(w.requires_grad) for w in weights]
@@ -73,7 +73,7 @@ class _Entered(torch.autograd.Function):
         live = [w for w in ctx.weights if w is not None]
         (dh,) = torch.autograd.grad(ctx.y, ctx.h, g, retain_graph=True)
         with transposing(ctx.origin) if ctx.origin else contextlib.nullcontext():
-            flight = ctx.back.start([owned(dh, {memory_of(g)})])
+            flight = ctx.back.start([owned(dh, {storage_key(g)})])
         found = iter(torch.autograd.grad(ctx.y, live, g, allow_unused=True))
         grads = [None if w is None else next(found) for w in ctx.weights]
         return None, None, flight()[0], *grads

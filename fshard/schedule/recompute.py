@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from fshard._comm import memory_of, moved
+from fshard._comm import storage_key, transfer_count
 from fshard._torch_compat import version_of
 from fshard.errors import ShardingError, fail
 from fshard.spec import short
@@ -45,14 +45,14 @@ class Memo:
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
         """Within, what is saved is forgotten: nothing that is computed here can take a gradient of it."""
-        start = moved()
+        start = transfer_count()
         with saved_tensors_hooks(self._forget, _value):
             yield
-        self._transfers = moved() - start
+        self._transfers = transfer_count() - start
 
     def _forget(self, x: Tensor) -> _Held:
         held = _Held(x)
-        if memory_of(x) not in self._lasting:
+        if storage_key(x) not in self._lasting:
             held.x = None
             self._forgotten.append(weakref.ref(held))
         return held
@@ -64,20 +64,20 @@ class Memo:
             wanted.pop()
         if not wanted and not self._transfers:
             return
-        rest, end, missing = iter(wanted), moved() + self._transfers, len(wanted)
+        rest, end, missing = iter(wanted), transfer_count() + self._transfers, len(wanted)
         del wanted
 
         def take(x: Tensor) -> _Held:
             nonlocal missing
             new = _Held(x)
-            if missing and memory_of(x) not in self._lasting:
+            if missing and storage_key(x) not in self._lasting:
                 held = next(rest)
                 missing -= 1
                 if held is not None:
                     if held.kind != new.kind:
                         raise _differs(f"{_words(held)} before, {_words(new)} now")
                     held.keep(x)
-            if not missing and moved() >= end:
+            if not missing and transfer_count() >= end:
                 raise _Enough
             return new
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._ops import floating
+from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped
 from fshard.errors import fail
-from fshard.grad import fill_in, tensors_of
+from fshard.grad import fill_tensors, split_tensors
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             out = f(*a, **k)
             if torch.compiler.is_dynamo_compiling():
                 return _plain(f, out)  # dynamo lets nothing but tensors out of here
-            found, seen[:] = tensors_of(out)
+            found, seen[:] = split_tensors(out)
             return found
 
         xs = [leaves[i] for i in where]
@@ -54,7 +54,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             got = _RematCompiled.apply(_Body(of_tensors), *xs)  # type: ignore[no-untyped-call]
             return got[0] if len(got) == 1 else got
         got = _Remat.apply(_Body(of_tensors), *xs)  # type: ignore[no-untyped-call]
-        return fill_in(seen, got)
+        return fill_tensors(seen, got)
 
     return wrapped
 
@@ -81,7 +81,7 @@ class _Body:
         It is the gradient of <f(xs), grads>, and not torch.func.vjp, whose pullback runs after its level has ended:
         a remat inside `f` would then begin a level under tensors of the old one.
         """
-        smooth = [i for i, x in enumerate(xs) if floating(x) and (live[i] or not any(live))]
+        smooth = [i for i, x in enumerate(xs) if differentiable_dtype(x) and (live[i] or not any(live))]
 
         def pairing(*chosen: Tensor) -> Tensor:
             return sum(_inner(y, g) for y, g in _pairs(self.f(*_replace(xs, smooth, chosen)), grads))  # type: ignore[return-value]
@@ -105,12 +105,12 @@ class _Body:
         at, rates = tuple(xs[i] for i in moving), tuple(tangents[i] for i in moving)
         body = lambda *chosen: self.f(*_replace(xs, moving, chosen))  # noqa: E731
         out, pushed = torch.func.jvp(body, at, rates)  # type: ignore[misc]  # without has_aux it gives two
-        return tuple(t if floating(y) else None for y, t in zip(out, pushed, strict=True))
+        return tuple(t if differentiable_dtype(y) else None for y, t in zip(out, pushed, strict=True))
 
 
 def _pairs(out: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
     """The results that count, each with its gradient."""
-    return [(y, g) for y, g in zip(out, grads, strict=True) if g is not None and floating(y)]
+    return [(y, g) for y, g in zip(out, grads, strict=True) if g is not None and differentiable_dtype(y)]
 
 
 def _replace(xs: Sequence[Any], at: Sequence[int], by: Sequence[Any]) -> list[Any]:
@@ -129,7 +129,7 @@ class _RematCompiled(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.body, ctx.live = inputs[0], [True] * len(inputs[1:])
         ctx.save_for_backward(*inputs[1:])
-        ctx.mark_non_differentiable(*[y for y in output if not floating(y)])
+        ctx.mark_non_differentiable(*[y for y in output if not differentiable_dtype(y)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

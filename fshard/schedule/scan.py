@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import region
+from fshard._comm import Axis, known_axes, live_axes, region
 from fshard._torch_compat import in_transform
-from fshard.collectives import Axis, known_axes, live_axes
 from fshard.errors import fail
 from fshard.spec import P, any_on_host, is_spec
 
 from .buckets import plan
-from .executor import Schedule, Walk, go
-from .flat_tree import Given
+from .executor import Executor, Schedule, go
+from .flat_tree import FlatTree
 from .remat import check_captured
 from .remat import remat as rematerialize
 from .unshard import routes, sizes_of, unshard
@@ -197,7 +196,8 @@ def _scheduled(
         result = block(p, x, *own)
         return _halves(result) if has_aux else (result, None)
 
-    walk = Walk(where, step, Given.of(x), [Given.of(p) for p in blocks.params], [Given.of(e) for e in blocks.each],
+    params, each = [FlatTree.of(p) for p in blocks.params], [FlatTree.of(e) for e in blocks.each]
+    walk = Executor(where, step, FlatTree.of(x), params, each,
                 plans, how)  # fmt: skip
     return go(walk, x, blocks.params, blocks.each)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import HOST, Region, region, up
-from fshard._ops import Gather, Map, Precision, Recast, Vary, apply, gather_layout
-from fshard.collectives import Axis, by_dtype, known_axes, live_axes
+from fshard._comm import HOST, Axis, Region, copy_to_device, known_axes, live_axes, region
+from fshard._ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
+from fshard.collectives import by_dtype
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.spec import P, piece
 from fshard.spec import is_spec as _is_spec
@@ -46,7 +46,7 @@ def unshard(
     flat = tree.broadcast(specs, params, name="specs", leaf=_is_spec)
     ways = routes("unshard", where, leaves, flat, axis, sizes_of("unshard", len(leaves), shapes))
     how = [Precision.of(x, dtype, reduce_dtype) for x in leaves]
-    out = [up(x, where.device) if way.host else x for x, way in zip(leaves, ways, strict=True)]
+    out = [copy_to_device(x, where.device) if way.host else x for x, way in zip(leaves, ways, strict=True)]
     vary: dict[Any, list[int]] = {}
     gather: dict[tuple[str, ...], list[tuple[int, Joined]]] = {}
     for i, way in enumerate(ways):
@@ -63,7 +63,7 @@ def unshard(
 
 
 def _apply(m: Map, how: Precision | None, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return apply(m if how is None else Recast.of(m, how), xs)
+    return apply_map(m if how is None else CastMap.of(m, how), xs)
 
 
 def _cast(xs: Sequence[Tensor], how: Precision | None) -> Sequence[Tensor]:

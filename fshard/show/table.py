@@ -19,7 +19,7 @@ import torch
 
 from fshard import tree
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.init import Deferred, words
+from fshard.init import Deferred, describe_initializer
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
 from fshard.spec import P, describe, is_spec, lengths, problems, sized
@@ -104,7 +104,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
             out.append(_Leaf(what, f"= {seen[id(x)]}", shape, spec))
             continue
         seen[id(x)] = tree.dotted(path)
-        init = words(x.init) if isinstance(x, Deferred) else ""
+        init = describe_initializer(x.init) if isinstance(x, Deferred) else ""
         local = _local(shape, spec or P(), tuple(sizes.items()), x.dtype.itemsize) if sizes else x.nbytes
         kept = (0, local) if spec is not None and spec.memory == "host" else (local, 0)
         out.append(_Leaf(what, init, shape, spec, True, x.numel(), x.nbytes, *kept))
@@ -313,6 +313,7 @@ def _table(root: _Node | None, sizes: Sizes) -> str:
 
 
 # --- as HTML ------------------------------------------------------------------------------------------------
+
 
 def _html_table(root: _Node | None, sizes: Sizes) -> str:
     if root is None:

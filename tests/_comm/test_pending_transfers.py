@@ -100,7 +100,6 @@ class Wired(ProcessComm):
                 self._groups[axes] = ""
                 self._wires[axes] = Wires(Wire(nets.setdefault((axes, rest), {}), place))
 
-
     def share(self) -> None:
         """As ranks of one host: with boards."""
         for axes, wires in self._wires.items():

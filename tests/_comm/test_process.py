@@ -32,9 +32,7 @@ def same_leaves(got: Any, want: Any, *, rtol: float = 0.0) -> None:
     """Every leaf equal: bitwise and NaN-safe, or to rounding where sums are taken in another order."""
     assert fs.tree.structure(got) == fs.tree.structure(want)
     for (path, a), b in zip(fs.tree.leaves_with_path(got), fs.tree.leaves(want), strict=True):
-        torch.testing.assert_close(
-            a, b, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, p=path: f"{p}: {m}"
-        )
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, p=path: f"{p}: {m}")
 
 
 # --- the opening example ------------------------------------------------------------------------------------
@@ -217,9 +215,7 @@ def meshes() -> None:
         given = ", ".join(f"{a}={n}" for a, n in axes.items())
         with pytest.raises(fs.ShardingError) as e:
             fs.make_mesh(**axes)
-        assert (
-            str(e.value) == f"make_mesh({given}): the axes do not make up the world size\n  world  4\n  {why}"
-        )
+        assert str(e.value) == f"make_mesh({given}): the axes do not make up the world size\n  world  4\n  {why}"
     for axes in ({"data": -1, "model": -1}, {"data": 0}, {}, {"data": -2}):
         with pytest.raises(fs.ShardingError, match="not the sizes of a mesh"):
             fs.make_mesh(**axes)
@@ -440,16 +436,12 @@ def start_ranks(script: Path, how: str) -> list[tuple[int, str, float]]:
     for r, log in enumerate(logs):
         env = environment() | here | {"RANK": str(r)}
         with log.open("w") as out:
-            started.append(
-                subprocess.Popen([sys.executable, str(script), how], env=env, stdout=out, stderr=out)
-            )
+            started.append(subprocess.Popen([sys.executable, str(script), how], env=env, stdout=out, stderr=out))
     ended: dict[int, float] = {}
     limit = time.monotonic() + 60
     try:
         while len(ended) < 2 and time.monotonic() < limit:
-            ended |= {
-                r: time.monotonic() for r, p in enumerate(started) if r not in ended and p.poll() is not None
-            }
+            ended |= {r: time.monotonic() for r, p in enumerate(started) if r not in ended and p.poll() is not None}
             time.sleep(0.02)
     finally:
         for p in started:
@@ -513,9 +505,7 @@ def impatient(store: str) -> float:
     return time.monotonic() - start
 
 
-def test_a_rank_that_hangs_ends_the_wait_when_the_timeout_of_the_job_is_over(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_rank_that_hangs_ends_the_wait_when_the_timeout_of_the_job_is_over(ranks: Pool, tmp_path: Path) -> None:
     try:
         waited = ranks(4, impatient, str(tmp_path / "store"))[1]
     finally:

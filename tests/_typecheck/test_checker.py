@@ -359,7 +359,9 @@ def test_checked_or_not_results_are_bitwise_the_same():
     state_specs = {"params": specs, "opt": opt.specs(specs)}
 
     def step(state, ids, key):
-        loss = lambda p: fs.models.gpt2.loss(cfg, p, ids[:, :-1], ids[:, 1:], layout=layout, specs=specs, key=key, remat=True)  # noqa: E501, E731
+        def loss(p):
+            return fs.models.gpt2.loss(cfg, p, ids[:, :-1], ids[:, 1:], layout=layout, specs=specs, key=key, remat=True)
+
         value, grads = fs.value_and_grad(loss)(state["params"])
         params, new = opt.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": new}, value

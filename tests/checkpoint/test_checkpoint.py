@@ -30,13 +30,8 @@ def values() -> dict[str, Tensor]:
     odd = torch.tensor([math.nan, -0.0, math.inf, -math.inf, 1e-45, 1.0, 2.0])
     real = torch.randn(7, 10, generator=gen)
     ints = torch.randint(0, 100, (6, 5), generator=gen)
-    out = {
-        f"float{i}": real.to(dtype) for i, dtype in enumerate((torch.float32, torch.float64, torch.float16))
-    }
-    out |= {
-        f"int{i}": ints.to(dtype)
-        for i, dtype in enumerate((torch.int64, torch.int32, torch.int8, torch.uint8))
-    }
+    out = {f"float{i}": real.to(dtype) for i, dtype in enumerate((torch.float32, torch.float64, torch.float16))}
+    out |= {f"int{i}": ints.to(dtype) for i, dtype in enumerate((torch.int64, torch.int32, torch.int8, torch.uint8))}
     out |= {
         "bf16": odd.bfloat16(),
         "odd": odd,
@@ -58,9 +53,7 @@ def spec_of(mesh: fs.Mesh, x: Tensor, turn: int) -> P:
     """One of several placements of a leaf: over each axis, over both, nested, or replicated."""
     axes = [tuple(c) for n in range(3) for c in itertools.permutations(mesh.axes, n)]
     options = (
-        [P()]
-        if x.ndim == 0
-        else [P(a or None) for a in axes] + ([P(None, a) for a in axes] if x.ndim > 1 else [])
+        [P()] if x.ndim == 0 else [P(a or None) for a in axes] + ([P(None, a) for a in axes] if x.ndim > 1 else [])
     )
     options += [P(*list(mesh.axes)[: x.ndim])] if x.ndim > 1 and len(mesh.axes) > 1 else []
     return options[turn % len(options)]
@@ -150,9 +143,7 @@ def test_a_whole_train_state(tmp_path: Path) -> None:
         for i in range(2):
             assert tree["h"][i]["up"].mesh == other
             assert bits(tree["h"][i]["up"]) == bits(placed["h"][i]["up"])
-    up = checkpoint.restore(tmp_path, params["h"][1], specs=P("model"), mesh=other, step=25, at="params.h.1")[
-        "up"
-    ]
+    up = checkpoint.restore(tmp_path, params["h"][1], specs=P("model"), mesh=other, step=25, at="params.h.1")["up"]
     assert bits(up) == bits(placed["h"][1]["up"])
     assert checkpoint.restore(tmp_path, 0, step=25, at="step") == 25
     listed = checkpoint.inspect(tmp_path, step=25)
@@ -290,14 +281,10 @@ def test_what_cannot_be_restored_is_said_before_reading(tmp_path: Path) -> None:
         "2 problems\nrestore: like['a']: nothing says where it goes\n  leaf  f32[4]\n  fix: give specs="
     )
     assert "like['d']: cannot restore a object" in text
-    text = error(
-        lambda: checkpoint.restore(tmp_path, {"a": like["a"], "b": like["b"]}, specs=P("model"), mesh=mesh)
-    )
+    text = error(lambda: checkpoint.restore(tmp_path, {"a": like["a"], "b": like["b"]}, specs=P("model"), mesh=mesh))
     assert "restore: like['a']: the mesh has no axis 'model'" in text
     assert "restore: like['b']: a Tensor in `like` goes onto no mesh\n  spec  P('model')" in text
-    assert "another leaf is called 'x.y' too" in error(
-        lambda: checkpoint.restore(tmp_path, {"x.y": 1, "x": {"y": 2}})
-    )
+    assert "another leaf is called 'x.y' too" in error(lambda: checkpoint.restore(tmp_path, {"x.y": 1, "x": {"y": 2}}))
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:

@@ -187,9 +187,7 @@ def test_other_directories_are_refused(tmp_path: Path) -> None:
         assert "is not a checkpoint of fshard" in text
         assert words in text
     rewritten(at, lambda m: m.update(version=2))
-    (at / "manifest.json").write_bytes(
-        (at / "manifest.json").read_bytes().replace(b'"version": 1', b'"version": 2', 1)
-    )
+    (at / "manifest.json").write_bytes((at / "manifest.json").read_bytes().replace(b'"version": 1', b'"version": 2', 1))
     assert "expected  1    got  2" in error(lambda: checkpoint.restore(at, state))
     for text in (b"", b"{}", b"[]\n", b'{"format": "other", "version": 1, "blake2b": ""}', b"[" * 100_000):
         (at / "manifest.json").write_bytes(text)
@@ -373,9 +371,7 @@ def test_a_kill_at_any_instant_leaves_a_complete_checkpoint(tmp_path: Path) -> N
         for instant in itertools.count():
             out = tmp_path / how / str(instant)
             checkpoint.save(out, state(1), step=1)
-            died = killed(
-                instant, lambda out=out, o=options, s=step: checkpoint.save(out, state(2), step=s, **o)
-            )
+            died = killed(instant, lambda out=out, o=options, s=step: checkpoint.save(out, state(2), step=s, **o))
             last = checkpoint.latest(out)
             assert last in (1, step)
             for known in checkpoint.steps(out):  # every one that shows is whole

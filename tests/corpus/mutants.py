@@ -32,11 +32,13 @@ import fshard as fs
 from fshard import P, ShardingError, collectives
 from fshard._comm import Comm, Region, index_of, region, size_of
 from fshard._ops import autograd as linear
-from fshard._ops.recast import Recast
+from fshard._ops.recast import CastMap
 from fshard.models import gpt2
 from fshard.spec import box_shape, lengths, local_box
 
-_SCAN, _UNSHARD, _STREAM = (importlib.import_module(f"fshard.{name}") for name in ("schedule.scan", "schedule.unshard", "models.stream"))
+_SCAN, _UNSHARD, _STREAM = (
+    importlib.import_module(f"fshard.{name}") for name in ("schedule.scan", "schedule.unshard", "models.stream")
+)
 TYPED = "check" in inspect.signature(fs.shard_map).parameters  # whether there is a static checker
 
 # --- calls and their changes ----------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
     def of_unshard(m: Any, how: Any, xs: Xs, frame: FrameType | None = None) -> Xs:
         before, here.call = here.call, here.reach(m.verb, frame or sys._getframe(1))
         try:
-            return apply(m if how is None else Recast.of(m, how), xs)
+            return apply(m if how is None else CastMap.of(m, how), xs)
         finally:
             here.call = before
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P
-from fshard.random import draws as R  # noqa: N812
 from fshard.models import llama
+from fshard.random import draws as R  # noqa: N812
 from fshard.spec import box_shape, local_box
 from tests.benchmarks import init as benchmark
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.interop.hf.weights import Their
+from fshard.interop.hf.weights import FileTensor
 
 KEY = fs.key(0)
 WIDTH, HEADS, K, HIDDEN = 20, 6, 8, 7
@@ -25,10 +25,11 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "gate": (WIDTH, HIDDEN), "norm": (WIDTH,), "scale": (),
 }  # fmt: skip
 THEIRS = {
-    "emb": Their("m.emb.weight"), "qkv": Their("m.qkv.weight", "(h c k) d -> d c h k"),
-    "bias": Their("m.qkv.bias", "(h c k) -> c h k"), "norm": Their("m.norm.weight"), "scale": Their("m.scale"),
-    "gate": Their("m.gate_up.weight", "(two=2 f) d -> d f", {"two": 0}),
-    "up": Their("m.gate_up.weight", "(two=2 f) d -> d f", {"two": 1}),
+    "emb": FileTensor("m.emb.weight"), "qkv": FileTensor("m.qkv.weight", "(h c k) d -> d c h k"),
+    "bias": FileTensor("m.qkv.bias", "(h c k) -> c h k"), "norm": FileTensor("m.norm.weight"),
+    "scale": FileTensor("m.scale"),
+    "gate": FileTensor("m.gate_up.weight", "(two=2 f) d -> d f", {"two": 0}),
+    "up": FileTensor("m.gate_up.weight", "(two=2 f) d -> d f", {"two": 1}),
 }  # fmt: skip
 SPECS: list[Any] = [
     P(),
@@ -40,7 +41,7 @@ SPECS: list[Any] = [
 MESHES: list[dict[str, int]] = [{"data": 1, "model": 1}, {"data": 2, "model": 2}, {"data": 1, "model": 4}]
 
 
-def theirs(path: fs.tree.Path) -> Their:
+def theirs(path: fs.tree.Path) -> FileTensor:
     return THEIRS[path[0]]
 
 

@@ -120,9 +120,7 @@ class _Team:
         same: dict[str, list[int]] = {}
         for rank in sorted(failed):
             same.setdefault(failed[rank].rstrip(), []).append(rank)
-        reports = [
-            f"rank {', '.join(map(str, ranks))} of {len(self.pids)}: {text}" for text, ranks in same.items()
-        ]
+        reports = [f"rank {', '.join(map(str, ranks))} of {len(self.pids)}: {text}" for text, ranks in same.items()]
         return [results.get(i) for i in range(len(self.pids))], "\n\n".join(reports)
 
     def _print_output(self) -> None:

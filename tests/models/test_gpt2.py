@@ -95,8 +95,10 @@ def test_a_foreign_or_broken_folder_is_refused(tmp_path):
     with pytest.raises(ShardingError) as e:
         gpt2.load(tmp_path)
     assert "'transformer.h.2.ln_1.weight' is missing" in str(e.value)
-    assert "'transformer.wpe.weight' has another shape, for params['wpe']\n  got  [12, 24]    expected  [13, 24]" in \
-        str(e.value)
+    assert (
+        "'transformer.wpe.weight' has another shape, for params['wpe']\n  got  [12, 24]    expected  [13, 24]"
+        in str(e.value)
+    )
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     with pytest.raises(ShardingError) as e:
         gpt2.load(tmp_path)

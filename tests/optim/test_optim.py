@@ -113,9 +113,7 @@ def test_sgd_is_torchs(options, fused):
 def test_adamw_is_torchs(options, fused):
     params = make_params()
     got, state = train(optim.adamw(0.01, **options), params)
-    want, states, _ = train_torch(
-        torch_adamw(options, **({"fused": True} if fused else {"foreach": False})), params
-    )
+    want, states, _ = train_torch(torch_adamw(options, **({"fused": True} if fused else {"foreach": False})), params)
     assert_same(got, want, **CLOSE)
     assert_same(state["m"], states["exp_avg"], **CLOSE)
     assert_same(state["v"], states["exp_avg_sq"], **CLOSE)
@@ -165,17 +163,14 @@ def test_empty_trees():
     assert float(optim.global_norm({}, P())) == 0
 
 
-@pytest.mark.parametrize(
-    "make", [optim.adamw, lambda lr, **o: optim.sgd(lr, momentum=0.9, **o)], ids=["adamw", "sgd"]
-)
+@pytest.mark.parametrize("make", [optim.adamw, lambda lr, **o: optim.sgd(lr, momentum=0.9, **o)], ids=["adamw", "sgd"])
 def test_masks_are_param_groups(make):
     params = make_params()
     matrices = lambda p: tree.map(lambda x: x.ndim > 1, p)  # noqa: E731
 
     def groups(ps):
         split = [
-            {"params": [p for p in ps if (p.ndim > 1) == decay], "weight_decay": 0.3 * decay}
-            for decay in (True, False)
+            {"params": [p for p in ps if (p.ndim > 1) == decay], "weight_decay": 0.3 * decay} for decay in (True, False)
         ]
         adam = make is optim.adamw
         return torch.optim.AdamW(split, lr=0.01) if adam else torch.optim.SGD(split, lr=0.01, momentum=0.9)
@@ -228,7 +223,6 @@ def test_a_norm_of_many_elements_is_exact_enough():
     assert float(optim.global_norm(half, P())) == 300 * 32
 
 
-
 @pytest.mark.parametrize("n", [1, 15, 4096, 4097, 100_000, (1 << 23) + 5])
 def test_a_norm_is_as_exact_as_float32_however_leaves_are_cut_and_lie(n):
     x = torch.rand(n, generator=torch.Generator().manual_seed(n))
@@ -273,9 +267,7 @@ def test_schedules_are_torchs(schedule, make):
     scheduler = make(opt)
     for i in range(20):
         want = opt.param_groups[0]["lr"]
-        assert schedule(i) == pytest.approx(want, rel=1e-12, abs=1e-15), (
-            i
-        )  # theirs is a product of 20 factors
+        assert schedule(i) == pytest.approx(want, rel=1e-12, abs=1e-15), i  # theirs is a product of 20 factors
         count = torch.tensor(i)
         assert schedule(count).shape == ()
         assert float(schedule(count)) == schedule(i)
@@ -309,9 +301,7 @@ def test_a_schedule_sets_the_rate(name):
     got, _ = train(ours(rate), params)
     want, _, _ = train_torch(lambda ps: theirs(ps, lr=0.05, fused=True), params, schedule=schedule)
     assert_same(got, want, **CLOSE)
-    assert_same(
-        train(ours(lambda count: 0.1), params)[0], train(ours(0.1), params)[0]
-    )  # a plain number is one too
+    assert_same(train(ours(lambda count: 0.1), params)[0], train(ours(0.1), params)[0])  # a plain number is one too
 
 
 # --- the law ------------------------------------------------------------------------------------------------
@@ -388,9 +378,7 @@ def test_a_norm_counts_each_element_once_on_every_mesh(axes):
         fs.fully_shard(on(mesh, SPECS), params, axis=names[0]),
         {**dict.fromkeys(params, P()), "none": None, "w": P(tuple(names)), "odd": P(names[-1])},
     ):
-        norm = fs.shard_map(
-            lambda x, s=specs: optim.global_norm(x, s), mesh=mesh, in_specs=(specs,), out_specs=P()
-        )
+        norm = fs.shard_map(lambda x, s=specs: optim.global_norm(x, s), mesh=mesh, in_specs=(specs,), out_specs=P())
         with fs.recording() as log:
             got = norm(params)
         torch.testing.assert_close(fs.device_get(got), want, rtol=1e-6, atol=0)
@@ -478,9 +466,7 @@ def test_donated_leaves_are_overwritten(name):
     give = fs.shard_map(opt.update, mesh=mesh, out_specs=specs, donate=(1, 2))
     grads, state, placed = (
         fs.device_put(x, s, mesh)
-        for x, s in zip(
-            (grads_at(0, params), opt.init(params), params), (SPECS, specs[1], SPECS), strict=True
-        )
+        for x, s in zip((grads_at(0, params), opt.init(params), params), (SPECS, specs[1], SPECS), strict=True)
     )
     moments = {k: v for k, v in state.items() if k != "count"}
     before = pointers((placed, moments))
@@ -699,9 +685,7 @@ def test_real_ranks_step_alike(ranks):
     want = tree.leaves(train(clipped(P()), make_params(), 3))
     for own in ranks(2, clipped_on_ranks):
         for (got, box), whole in zip(own, want, strict=True):
-            torch.testing.assert_close(
-                got, whole[box], rtol=1e-4, atol=1e-5
-            )  # an error of the norm, times three
+            torch.testing.assert_close(got, whole[box], rtol=1e-4, atol=1e-5)  # an error of the norm, times three
 
 
 # --- errors -------------------------------------------------------------------------------------------------
@@ -722,9 +706,7 @@ def test_bad_options():
         "sgd: nesterov needs a momentum and no dampening\n  momentum  0.0    dampening  0.0\n"
         "  fix: momentum=0.9, dampening=0.0"
     )
-    assert (
-        text(optim.clip_by_global_norm, -1.0, P()) == "clip_by_global_norm: max_norm=-1.0\n  fix: 0 or more"
-    )
+    assert text(optim.clip_by_global_norm, -1.0, P()) == "clip_by_global_norm: max_norm=-1.0\n  fix: 0 or more"
     assert text(optim.cosine, 1.0, -5) == "cosine: steps=-5\n  fix: 0 or more"
 
 
@@ -777,10 +759,6 @@ def test_masks_and_specs_of_another_tree():
         "adamw: mask['a']: not a bool\n  fix: True where a leaf decays, False elsewhere"
     )
     short = optim.adamw(0.1, mask={"a": True})
-    assert text(short.update, params, short.init(params), params).startswith(
-        "adamw: mask: not a prefix of the tree"
-    )
-    assert text(optim.global_norm, params, {"a": P()}).startswith(
-        "specs: not a prefix of the tree it describes"
-    )
+    assert text(short.update, params, short.init(params), params).startswith("adamw: mask: not a prefix of the tree")
+    assert text(optim.global_norm, params, {"a": P()}).startswith("specs: not a prefix of the tree it describes")
     assert "called outside shard_map" in text(optim.global_norm, params, P("data"))

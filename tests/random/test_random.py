@@ -147,9 +147,7 @@ def test_a_split_draw_needs_a_region():
     with pytest.raises(ShardingError, match=r"random.normal with spec=P\('a'\): called outside shard_map"):
         R.normal(KEY, (4,), spec=P("a"))
     with pytest.raises(ShardingError, match=r"random.bits: the mesh has no axis 'z'"):
-        fs.shard_map(
-            lambda: R.bits(KEY, (4,), spec=P("z")), mesh=fs.make_mesh(a=2), in_specs=(), out_specs=P("a")
-        )()
+        fs.shard_map(lambda: R.bits(KEY, (4,), spec=P("z")), mesh=fs.make_mesh(a=2), in_specs=(), out_specs=P("a"))()
 
 
 # --- keys

@@ -12,7 +12,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard._comm import region
-from fshard._ops.autograd import apply
+from fshard._ops.autograd import apply_map
 from fshard._ops.linear_maps import Gather, Vary
 from fshard.schedule.overlap import entered
 
@@ -30,7 +30,7 @@ def ways(kind: str) -> Any:
 
 
 def plainly(m: Any, f: Any, x: Tensor, *weights: Tensor) -> Tensor:
-    return f(apply(m, [x])[0], *weights)
+    return f(apply_map(m, [x])[0], *weights)
 
 
 def gradients(by: Any, kind: str, axes: dict[str, int], of: tuple[int, ...], f: Any = layer, **how: Any) -> Any:

@@ -154,10 +154,7 @@ def test_specs_alone_and_meshless_specs():
           2        P(..., 'model')
         """,
     )
-    assert (
-        show({"w": fs.init.zeros((8, 4))}, specs=P("x")).text.splitlines()[0]
-        == "w  f32[8@x, 4]  zeros  128 B"
-    )
+    assert show({"w": fs.init.zeros((8, 4))}, specs=P("x")).text.splitlines()[0] == "w  f32[8@x, 4]  zeros  128 B"
 
 
 def test_what_is_folded():
@@ -419,10 +416,7 @@ ERRORS = {
     ),
     "layout": (
         lambda: layout((2,), P("x"), mesh={"y": 2}),
-        (
-            "layout: the mesh has no axis 'x'\n  shape  [2]    spec  P('x')    mesh  y=2\n"
-            "  fix: use one of ['y']"
-        ),
+        ("layout: the mesh has no axis 'x'\n  shape  [2]    spec  P('x')    mesh  y=2\n  fix: use one of ['y']"),
     ),
 }
 

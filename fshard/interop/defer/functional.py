@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard._comm import checker
-from fshard._ops import floating
+from fshard._ops import differentiable_dtype
 from fshard._torch_compat import FakeTensor, version_of
 from fshard._torch_compat import unwrapped as base
 from fshard.errors import ShardingError, fail, raise_all
@@ -187,7 +187,7 @@ class Apply:
                                     if isinstance(x, Tensor)))  # fmt: skip
         for kind, xs in leaves.items():
             for axis in sorted(varied):
-                still = [name for name, x in xs.items() if floating(x) and axis in watch.fact(x).type.fixed]
+                still = [name for name, x in xs.items() if differentiable_dtype(x) and axis in watch.fact(x).type.fixed]
                 if still:
                     rest = f" and {len(still) - 1} more" if len(still) > 1 else ""
                     what = f"in {self!r}, {kind}[{still[0]!r}]{rest} of its {kind} are invariant over {axis!r}"
@@ -268,8 +268,11 @@ def _copied(module: nn.Module) -> Any:
     try:
         return copy.deepcopy(module, memo)
     except Exception as e:
-        raise fail(f"{type(module).__name__}: cannot be copied, and each rank of a simulated mesh needs its own",
-                   f"{type(e).__name__}: {e}", fix="keep what copy.deepcopy refuses out of the module") from e
+        raise fail(
+            f"{type(module).__name__}: cannot be copied, and each rank of a simulated mesh needs its own",
+            f"{type(e).__name__}: {e}",
+            fix="keep what copy.deepcopy refuses out of the module",
+        ) from e
 
 
 def _reached(module: nn.Module) -> Iterator[Any]:

@@ -13,7 +13,18 @@ from torch import Tensor, nn
 from fshard._callsite import user_frame
 from fshard._comm import in_region
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.init import Arange, Deferred, Eye, Full, Initializer, Normal, Scope, TruncNormal, Uniform, words
+from fshard.init import (
+    Arange,
+    Deferred,
+    Eye,
+    Full,
+    Initializer,
+    Normal,
+    Scope,
+    TruncNormal,
+    Uniform,
+    describe_initializer,
+)
 from fshard.random import fold_in
 from fshard.spec import Box, describe
 
@@ -142,8 +153,12 @@ def _empty(module: nn.Module, leaves: _Leaves, recorder: Recorder | None) -> Non
             if recorder is None or recorder.find(x) is None:
                 return x
             if draws(recorder.node(x)):
-                errors.append(fail(f"defer: {where}: is drawn, and neither a parameter nor a buffer",
-                                   fix=f"register_buffer({where.rpartition('.')[2]!r}, ..., persistent=False)"))
+                errors.append(
+                    fail(
+                        f"defer: {where}: is drawn, and neither a parameter nor a buffer",
+                        fix=f"register_buffer({where.rpartition('.')[2]!r}, ..., persistent=False)",
+                    )
+                )
                 return x
             return recorder.value(x, where)
         if type(x) in (list, tuple):
@@ -186,11 +201,11 @@ class Recorded:
         except ShardingError as e:
             raise ShardingError(f"{self.name}: {e}") from None
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """`recorded(normal, write)`: the steps, each kind once; what is computed in full; whose draws they are."""
         steps = dict.fromkeys(named(n) for n in order(self.node) if not isinstance(n, (graph.Full, graph.View)))
         plain = _plain(self.node)
-        text = words(plain) if plain is not None else f"recorded({', '.join(steps) or 'full'})"
+        text = describe_initializer(plain) if plain is not None else f"recorded({', '.join(steps) or 'full'})"
         others = [o for o in self.owners if o != self.name]
         text += f" of {', '.join(others)}" if others else ""
         size = whole_bytes(self.node)
@@ -207,7 +222,7 @@ class Reference:
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.tensor[box].to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"reference(seed={self.seed})"
 
 

@@ -2,9 +2,20 @@
 
 from .export import write
 from .folder import CONFIG, INDEX, PICKLES, SINGLE, Scan, Where, config_of, read_json
-from .weights import Stored, Their, read, tensors
+from .weights import FileTensor, Stored, read, tensors
 
 __all__ = [
-    "CONFIG", "INDEX", "PICKLES", "SINGLE", "Scan", "Stored", "Their", "Where", "config_of", "read", "read_json",
-    "tensors", "write",
+    "CONFIG",
+    "INDEX",
+    "PICKLES",
+    "SINGLE",
+    "FileTensor",
+    "Scan",
+    "Stored",
+    "Where",
+    "config_of",
+    "read",
+    "read_json",
+    "tensors",
+    "write",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from fshard.spec import Box, ends, whole
 
 from .folder import CONFIG, INDEX, SINGLE, Where, read_json
 from .layout import File, Source, as_json, check_alike, check_described, files_of, lines, slots_of
-from .weights import CHUNK, Their
+from .weights import CHUNK, FileTensor
 
 T = TypeVar("T")
 
@@ -41,7 +41,8 @@ _TEMPORARY = ".saving-"
 
 
 def write(
-    folder: Where, tree_: Any, theirs: Callable[[tree.Path], Their], *, config: Mapping[str, Any], prefix: str = "",
+    folder: Where, tree_: Any, theirs: Callable[[tree.Path], FileTensor], *, config: Mapping[str, Any],
+    prefix: str = "",
     max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None, described: Any = None,
 ) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads: config.json and model.safetensors, or shards of it with an index.

@@ -22,7 +22,7 @@ from fshard.spec import describe
 
 from .folder import DTYPES, SINGLE
 from .pattern import Pattern, absent
-from .weights import Their
+from .weights import FileTensor
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
@@ -63,7 +63,9 @@ class File:
         return len(self.head) + sum(s.nbytes for s in self.slots)
 
 
-def slots_of(leaves: Sequence[tuple[tree.Path, Any]], theirs: Callable[[tree.Path], Their], prefix: str) -> list[Slot]:
+def slots_of(
+    leaves: Sequence[tuple[tree.Path, Any]], theirs: Callable[[tree.Path], FileTensor], prefix: str
+) -> list[Slot]:
     """The tensors of theirs in the order of the leaves. Raises ShardingError listing all that cannot be written."""
     errors: list[ShardingError] = []
     sources: dict[str, list[Source]] = {}

@@ -25,7 +25,7 @@ CHUNK = 8 << 20  # bytes in memory beside the part itself, while it is read
 
 
 @dataclass(frozen=True)
-class Their:
+class FileTensor:
     """The name of a tensor in the file, and how its dims become ours: `dims` and `at` as in `Pattern`; None is as ours.
 
     >>> Their("h.0.attn.c_attn.weight", "d (three h k) -> d three h k")
@@ -50,7 +50,7 @@ class Stored:
     def __init__(self, entry: Entry, pattern: Pattern, copy: Entry | None = None) -> None:
         self.entry, self.pattern, self.copy = entry, pattern, copy
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What it is called where a leaf is shown."""
         return f"stored({self.entry.file.name}: {self.entry.name})"
 
@@ -139,7 +139,7 @@ def tensors(path: Where) -> dict[str, Deferred]:
 
 
 def read(
-    folder: Where | Scan, described: Any, theirs: Callable[[tree.Path], Their], *, prefix: str = "",
+    folder: Where | Scan, described: Any, theirs: Callable[[tree.Path], FileTensor], *, prefix: str = "",
     ignored: Sequence[str] = (), copies: Mapping[str, str] | None = None,
 ) -> Any:  # fmt: skip
     """The tree `described` with its values in a folder: leaves of the same shapes, which `materialize` reads.
@@ -166,7 +166,7 @@ def read(
     scan = folder if isinstance(folder, Scan) else Scan(Path(folder))
     folder = scan.path
     errors, prefix = list(scan.errors), prefix and prefix.rstrip(".") + "."
-    places: dict[int, list[tuple[tree.Path, Their]]] = {}
+    places: dict[int, list[tuple[tree.Path, FileTensor]]] = {}
     leaves = tree.leaves_with_path(described)
     for path, leaf in leaves:
         places.setdefault(id(leaf), []).append((path, theirs(path)))
@@ -217,7 +217,7 @@ def _spellings(name: str, prefix: str) -> list[str]:
 
 
 def _stored(
-    folder: Path, entry: Entry, leaf: Deferred, where: str, their: Their, copy: Entry | None
+    folder: Path, entry: Entry, leaf: Deferred, where: str, their: FileTensor, copy: Entry | None
 ) -> tuple[Deferred, Pattern]:
     try:
         pattern = their.pattern(leaf.ndim)
@@ -239,4 +239,4 @@ def _stored(
     return Deferred(leaf.shape, entry.dtype, Stored(entry, pattern, copy)), pattern
 
 
-__all__ = ["Stored", "Their", "read", "tensors"]
+__all__ = ["FileTensor", "Stored", "read", "tensors"]

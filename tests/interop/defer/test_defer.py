@@ -799,5 +799,3 @@ def test_text_of_a_copy_that_lost_its_name():
         f"  'v' does not end with '{name}'\n"
         "  fix: keep the tree that fs.defer gave, or a part of it"
     )
-
-

@@ -351,6 +351,7 @@ def test_with_buffers_gives_what_the_module_would_hold(under):
         with torch.inference_mode():
             _, got = apply.with_buffers(params, buffers, x)
     elif under == "grad":
+
         def loss(p):
             out, new = apply.with_buffers(p, buffers, x)
             return out.square().sum(), new

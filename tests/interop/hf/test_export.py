@@ -22,7 +22,7 @@ import fshard as fs
 from fshard import P, ShardingError
 from fshard.interop.hf import export
 from fshard.interop.hf.folder import DTYPES, INDEX, SINGLE, config_of
-from fshard.interop.hf.weights import Their, read, tensors
+from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import whole
 from tests.lib.folder_cases import (
     KEY,
@@ -86,10 +86,10 @@ def test_the_files_are_what_that_package_reads_too(tmp_path: Path) -> None:
 def test_tensors_are_aligned_and_one_that_is_too_large_has_a_file_of_its_own(tmp_path: Path) -> None:
     mixed = {"a": torch.ones(3, dtype=torch.int8), "b": torch.ones(3), "c": torch.ones(1).half()}
     mixed["d"] = torch.ones(2).double()
-    export.write(tmp_path / "one", mixed, lambda path: Their(path[0]), config={})
+    export.write(tmp_path / "one", mixed, lambda path: FileTensor(path[0]), config={})
     for name, x in tensors(tmp_path / "one").items():
         assert x.init.entry.start % x.dtype.itemsize == 0, name  # type: ignore[attr-defined]
-    export.write(tmp_path / "some", mixed, lambda path: Their(path[0]), config={}, max_shard_bytes=2)
+    export.write(tmp_path / "some", mixed, lambda path: FileTensor(path[0]), config={}, max_shard_bytes=2)
     assert {n: list(load_file(tmp_path / "some" / n)) for n in files(tmp_path / "some") if "-of-" in n} == {
         f"model-0000{i + 1}-of-00004.safetensors": [n] for i, n in enumerate("abcd")
     }
@@ -114,12 +114,12 @@ def test_each_part_is_written_once_and_in_small_chunks(tmp_path: Path, monkeypat
 
 def test_a_tie_is_written_once_under_its_first_name(tmp_path: Path) -> None:
     leaf = placed({"x": torch.arange(6.0)}, P("data"), data=2)["x"]
-    export.write(tmp_path, {"a": leaf, "b": [leaf]}, lambda path: Their(fs.tree.dotted(path)), config={})
+    export.write(tmp_path, {"a": leaf, "b": [leaf]}, lambda path: FileTensor(fs.tree.dotted(path)), config={})
     assert list(load_file(tmp_path / "model.safetensors")) == ["a"]
 
 
 def test_a_prefix_stands_before_every_name(tmp_path: Path) -> None:
-    export.write(tmp_path, {"x": torch.ones(2)}, lambda path: Their(path[0]), config={}, prefix="base")
+    export.write(tmp_path, {"x": torch.ones(2)}, lambda path: FileTensor(path[0]), config={}, prefix="base")
     assert list(load_file(tmp_path / "model.safetensors")) == ["base.x"]
 
 
@@ -127,7 +127,7 @@ def test_leaves_that_lie_in_odd_ways_are_written_right(tmp_path: Path) -> None:
     x = torch.arange(24.0).view(4, 6)
     odd = {"t": x.T, "one": x[1:2, 3:4], "step": x[:, ::2], "none": x[:0], "grad": x.clone().requires_grad_(),
            "conj": torch.complex(x, x + 1).conj()}  # fmt: skip
-    export.write(tmp_path, odd, lambda path: Their(path[0]), config={})
+    export.write(tmp_path, odd, lambda path: FileTensor(path[0]), config={})
     want = {n: y.detach().resolve_conj().contiguous() for n, y in odd.items()}
     same(load_file(tmp_path / "model.safetensors"), want)
 
@@ -136,8 +136,8 @@ def test_leaves_that_lie_in_odd_ways_are_written_right(tmp_path: Path) -> None:
 KINDS: dict[str, int] = {"single": 10**9, "two shards": 16, "three shards": 8}
 
 
-def named(path: fs.tree.Path) -> Their:
-    return Their(path[0])
+def named(path: fs.tree.Path) -> FileTensor:
+    return FileTensor(path[0])
 
 
 def put(folder: Path, kind: str, add: float) -> None:
@@ -227,9 +227,12 @@ def test_everything_that_cannot_be_written_is_listed_before_a_file_is_made(tmp_p
               "number": 3, "described": fs.init.ones(3),
               "abstract": fs.materialize(fs.init.ones(2), P(), abstract, key=KEY),
               "c128": torch.ones(2, dtype=torch.complex128), "p.x": x + 6}  # fmt: skip
-    text = refusal(lambda: export.write(tmp_path / "no", leaves, lambda p: Their(*names.get(p[0], (p[0],))), config={},
+    text = refusal(lambda: export.write(tmp_path / "no", leaves,
+                                        lambda p: FileTensor(*names.get(p[0], (p[0],))), config={},
                                         prefix="p."))  # fmt: skip
-    assert text == f"""\
+    assert (
+        text
+        == f"""\
 10 problems
 write: tree['abstract']: is on an abstract mesh, where leaves have no values
   fix: use another mesh
@@ -257,6 +260,7 @@ write: 'p.gate' lacks a part
 write: 'p.twin' would be written twice
   tree['twin1'] and tree['twin2']
   fix: give each leaf a name of its own"""
+    )
     assert not any(tmp_path.iterdir())
 
 
@@ -273,7 +277,7 @@ write: config= is not JSON
     ],
 )  # fmt: skip
 def test_arguments_that_make_no_folder(tmp_path: Path, given: dict[str, Any], message: str) -> None:
-    args: dict[str, Any] = {"tree_": {"x": torch.ones(1)}, "theirs": lambda _: Their("x"), "config": {}} | given
+    args: dict[str, Any] = {"tree_": {"x": torch.ones(1)}, "theirs": lambda _: FileTensor("x"), "config": {}} | given
     assert refusal(lambda: export.write(tmp_path / "no", **args)) == message
     assert not any(tmp_path.iterdir())
 
@@ -282,12 +286,12 @@ def test_a_donated_leaf_and_a_region_are_refused(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     leaf = fs.device_put(torch.ones(2), P(), mesh)
     leaf.give_away("step")
-    text = refusal(lambda: export.write(tmp_path / "no", {"x": leaf}, lambda _: Their("x"), config={}))
+    text = refusal(lambda: export.write(tmp_path / "no", {"x": leaf}, lambda _: FileTensor("x"), config={}))
     assert text.startswith("write: tree['x']: f32[2] was donated to step, which may have overwritten it\n")
 
     @fs.shard_map(mesh=mesh, in_specs=(P(),), out_specs=P(), check="never")
     def inside(x: Tensor) -> Tensor:
-        export.write(tmp_path / "no", {"x": x}, lambda _: Their("x"), config={})
+        export.write(tmp_path / "no", {"x": x}, lambda _: FileTensor("x"), config={})
         return x
 
     want = "write: called inside shard_map, where every leaf is a local part\n  fix: call it outside"
@@ -327,20 +331,22 @@ def test_a_folder_that_cannot_be_linked_in_is_as_it_was(tmp_path: Path, monkeypa
 # --- transformers ---------------------------------------------------------------------------------------------
 
 GPT2 = {
-    "ln_1.w": Their("ln_1.weight"), "ln_1.b": Their("ln_1.bias"), "ln_2.w": Their("ln_2.weight"),
-    "ln_2.b": Their("ln_2.bias"), "qkv.w": Their("attn.c_attn.weight", "d (c h k) -> d c h k"),
-    "qkv.b": Their("attn.c_attn.bias", "(c h k) -> c h k"), "proj.w": Their("attn.c_proj.weight", "(h k) d -> h k d"),
-    "proj.b": Their("attn.c_proj.bias"), "up.w": Their("mlp.c_fc.weight"), "up.b": Their("mlp.c_fc.bias"),
-    "down.w": Their("mlp.c_proj.weight"), "down.b": Their("mlp.c_proj.bias"),
+    "ln_1.w": FileTensor("ln_1.weight"), "ln_1.b": FileTensor("ln_1.bias"), "ln_2.w": FileTensor("ln_2.weight"),
+    "ln_2.b": FileTensor("ln_2.bias"), "qkv.w": FileTensor("attn.c_attn.weight", "d (c h k) -> d c h k"),
+    "qkv.b": FileTensor("attn.c_attn.bias", "(c h k) -> c h k"),
+    "proj.w": FileTensor("attn.c_proj.weight", "(h k) d -> h k d"),
+    "proj.b": FileTensor("attn.c_proj.bias"),
+    "up.w": FileTensor("mlp.c_fc.weight"), "up.b": FileTensor("mlp.c_fc.bias"),
+    "down.w": FileTensor("mlp.c_proj.weight"), "down.b": FileTensor("mlp.c_proj.bias"),
 }  # fmt: skip
 
 
-def gpt2_theirs(path: fs.tree.Path) -> Their:
+def gpt2_theirs(path: fs.tree.Path) -> FileTensor:
     if path[0] == "h":
         their = GPT2[fs.tree.dotted(path[2:])]
-        return Their(f"transformer.h.{path[1]}.{their.name}", their.dims)
+        return FileTensor(f"transformer.h.{path[1]}.{their.name}", their.dims)
     last = {"w": "weight", "b": "bias"}
-    return Their(".".join(["transformer", path[0], *([last[p] for p in path[1:]] or ["weight"])]))
+    return FileTensor(".".join(["transformer", path[0], *([last[p] for p in path[1:]] or ["weight"])]))
 
 
 @pytest.mark.parametrize("most", ["50GB", "20KB"])

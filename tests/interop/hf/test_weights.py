@@ -18,7 +18,7 @@ import fshard as fs
 from fshard import P
 from fshard.interop.hf import export, weights
 from fshard.interop.hf.folder import DTYPES, config_of
-from fshard.interop.hf.weights import Their, read, tensors
+from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import Box, box_shape, whole
 from tests.lib.folder_cases import (
     HEADS,
@@ -70,7 +70,7 @@ def test_leaves_have_the_dtype_of_the_file_or_the_one_asked_for(tmp_path: Path) 
 def test_ints_stay_ints_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
     save_file({"i": torch.arange(6), "x": torch.arange(6.0)}, tmp_path / "model.safetensors")
     like = {"i": fs.init.arange(6), "x": fs.init.arange(6, start=0.0)}
-    leaves = read(tmp_path, like, lambda path: Their(path[0]))
+    leaves = read(tmp_path, like, lambda path: FileTensor(path[0]))
     got = fs.materialize(leaves, P("data"), fs.make_mesh(data=4), key=KEY, dtype=torch.float16)
     same(got, {"i": torch.arange(6), "x": torch.arange(6).half()})
 
@@ -92,9 +92,9 @@ def test_a_leaf_says_where_it_comes_from(tmp_path: Path) -> None:
 def test_every_dtype_is_written_and_read_back_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * 5 * dtype.itemsize,), dtype=torch.uint8)
     x = raw.view(dtype).view(6, 5)
-    export.write(tmp_path, {"x": x}, lambda _: Their("x", "o i -> i o"), config={})
+    export.write(tmp_path, {"x": x}, lambda _: FileTensor("x", "o i -> i o"), config={})
     like = {"x": fs.Deferred((6, 5), dtype, fs.init.zeros(1).init)}
-    leaves = read(tmp_path, like, lambda _: Their("x", "o i -> i o"))
+    leaves = read(tmp_path, like, lambda _: FileTensor("x", "o i -> i o"))
     same(fs.materialize(leaves, P("data", "model"), fs.make_mesh(data=2, model=2), key=KEY), {"x": x})
     if dtype != torch.float8_e8m0fnu:  # which that package has not
         assert torch.equal(bits(load_file(tmp_path / "model.safetensors")["x"]), bits(x.T))
@@ -181,7 +181,7 @@ def test_names_are_found_with_and_without_their_prefix(tmp_path: Path, given: st
     x = torch.arange(3.0)
     save_file({f"{held}x": x, "head": x + 1}, tmp_path / "model.safetensors")
     for name in {f"{held}x", f"{given.rstrip('.')}.x" if given else "x", "x" if given else f"{held}x"}:
-        called = {"x": Their(name), "head": Their("head")}
+        called = {"x": FileTensor(name), "head": FileTensor("head")}
         leaves = read(tmp_path, dict.fromkeys(("x",), fs.init.ones(3)) | {"head": fs.init.zeros(3)},
                       lambda path, called=called: called[path[0]], prefix=given)  # fmt: skip
         same(fs.materialize(leaves, P(), fs.make_mesh(data=1), key=KEY), {"x": x, "head": x + 1})
@@ -192,7 +192,7 @@ def test_a_tie_is_one_leaf_read_under_whichever_name_is_there(tmp_path: Path, he
     x = torch.arange(6.0).view(2, 3)
     save_file({n: x.clone() for n in held}, tmp_path / "model.safetensors")
     leaf = fs.init.normal((2, 3))
-    leaves = read(tmp_path, {"a": leaf, "z": leaf}, lambda path: Their({"a": "emb", "z": "head"}[path[0]]))
+    leaves = read(tmp_path, {"a": leaf, "z": leaf}, lambda path: FileTensor({"a": "emb", "z": "head"}[path[0]]))
     assert leaves["a"] is leaves["z"]
     got = fs.materialize(leaves, P("data"), fs.make_mesh(data=2), key=KEY)
     assert got["a"] is got["z"]
@@ -217,9 +217,11 @@ def test_everything_that_is_wrong_with_the_tensors_is_listed_at_once(tmp_path: P
     save_file(found, tmp_path / "model.safetensors")
     like = described() | {"list": [1]}
     del like["up"]
-    text = refusal(lambda: read(tmp_path, like, lambda path: THEIRS.get(path[0], Their("a")), ignored=(".bias",)))
+    text = refusal(lambda: read(tmp_path, like, lambda path: THEIRS.get(path[0], FileTensor("a")), ignored=(".bias",)))
     f = tmp_path
-    assert text == f"""\
+    assert (
+        text
+        == f"""\
 7 problems
 {f}: 'm.emb.weight' is missing
   for params['emb'], f32[13, 20]
@@ -236,10 +238,11 @@ params['list'][0]: is a int
   left over: two=1
 {f}: 'more.weight' is not part of this model
   f16[2, 3]"""
+    )
 
 
 def test_a_pattern_that_does_not_fit_its_leaf_names_the_leaf(single: Path) -> None:
-    text = refusal(lambda: read(single, {"x": fs.init.zeros((4, 2))}, lambda _: Their("m.scale", "a -> a"),
+    text = refusal(lambda: read(single, {"x": fs.init.zeros((4, 2))}, lambda _: FileTensor("m.scale", "a -> a"),
                                 ignored=("",)))  # fmt: skip
     assert text == ("params['x']: Pattern: [4, 2] has 2 dims, the right side has 1\n  a -> a\n"
                     "  fix: one name, or one (group), for each dim of ours")  # fmt: skip
@@ -261,7 +264,9 @@ def test_every_tensor_that_is_not_whole_in_its_file_is_named(tmp_path: Path) -> 
     f = raw(tmp_path / "model.safetensors", header, data=40)
     n = 8 + len(json.dumps(header))
     listed = ", ".join(DTYPES)
-    assert refusal(lambda: tensors(tmp_path)) == f"""\
+    assert (
+        refusal(lambda: tensors(tmp_path))
+        == f"""\
 6 problems
 {f}: 'b' is out of place
   it begins at byte {n + 4}, and the one before it ends at {n + 8}
@@ -279,6 +284,7 @@ def test_every_tensor_that_is_not_whole_in_its_file_is_named(tmp_path: Path) -> 
   fix: copy the file again
 {f}: 'f' has dtype 'F4', which is not read
   fix: convert it to one of {listed}"""
+    )
 
 
 def test_a_file_cut_short_names_the_tensors_it_lost_and_no_others(single: Path) -> None:
@@ -335,7 +341,9 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
     index.write_text(json.dumps(table))
     (folder / "model-00003-of-00003.safetensors").unlink()
     lost = ", ".join(n for n, f in table["weight_map"].items() if "00003-of" in f)
-    assert refusal(lambda: read(folder, described(), theirs)) == f"""\
+    assert (
+        refusal(lambda: read(folder, described(), theirs))
+        == f"""\
 3 problems
 {folder}/model-00001-of-00003.safetensors: 'm.scale' is not in it
   model.safetensors.index.json says it is
@@ -343,6 +351,7 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
   model.safetensors.index.json says it is
 {folder}/model-00003-of-00003.safetensors: there is no such file
   for {lost}"""
+    )
     index.write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
     assert refusal(lambda: tensors(folder)) == f"{index}: '../x.safetensors' leads out of the folder\n  for x"
     index.write_text("{}")
