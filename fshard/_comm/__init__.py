@@ -4,7 +4,7 @@
 `abstract` with shapes alone. Nothing outside this package asks which of them it has.
 """
 
-from .abstract import AbstractComm, cannot_ask, run_on_meta
+from .abstract import AbstractComm, run_on_meta
 from .host_memory import (
     HOST,
     common_device,
@@ -37,7 +37,6 @@ __all__ = [
     "Region",
     "Transfer",
     "bind",
-    "cannot_ask",
     "checker",
     "common_device",
     "copy_to_device",

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from fshard._torch_compat import without_modes
 
-from .protocol import Axes, Comm, PendingTransfer, index_of, size_of
+from .protocol import Axes, PendingTransfer, index_of, size_of
 from .record import Transfer, note, reduction, transfer
 
 
 class AbstractComm:
     """The first rank of a mesh of any size."""
 
+    has_values = False
     direct = True
+    static_sizes = True
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes: Mapping[str, int] = dict(sizes)
@@ -26,6 +28,9 @@ class AbstractComm:
     def _note(self, op: str, xs: Sequence[Tensor], axes: Axes) -> None:
         self.transfers.append(transfer(op, xs, axes))
         note(op, xs, axes)
+
+    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
+        pass  # there is one rank
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         self._note(reduction(op), [x], axes)
@@ -61,13 +66,6 @@ class AbstractComm:
         return lambda: [x.new_empty(x.shape) for x in xs] if fresh else list(xs)
 
 
-def cannot_ask(comm: Comm) -> str:
-    """Where ranks cannot ask each other for a size, what it is that cannot; else nothing."""
-    if isinstance(comm, AbstractComm):
-        return "an abstract mesh"
-    return "a compiled program" if torch.compiler.is_dynamo_compiling() else ""
-
-
 def run_on_meta(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor]) -> list[Tensor]:
     """What `run` gives for fake tensors, by their shapes alone: on meta tensors, which take a tenth of the time."""
     with without_modes():
@@ -75,4 +73,4 @@ def run_on_meta(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequenc
     return [x.new_empty(y.shape, dtype=y.dtype) for x, y in zip(xs, out, strict=True)]
 
 
-__all__ = ["AbstractComm", "cannot_ask", "run_on_meta"]
+__all__ = ["AbstractComm", "run_on_meta"]

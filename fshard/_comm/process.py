@@ -34,6 +34,8 @@ class ProcessComm:
     these find a `VisibleGroup`, and so the same messages.
     """
 
+    has_values = True
+
     def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
         self.sizes: Mapping[str, int] = dict(sizes)
         self.coords: Mapping[str, int] = dict(coords)
@@ -89,6 +91,10 @@ class ProcessComm:
     @property
     def direct(self) -> bool:
         return not torch.compiler.is_dynamo_compiling()
+
+    @property
+    def static_sizes(self) -> bool:
+        return torch.compiler.is_dynamo_compiling()
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         """Raise, on every rank, unless all of them are about to do the same. A rank that has left is waited for."""

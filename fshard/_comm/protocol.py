@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 Axes = tuple[str, ...]
@@ -26,9 +27,18 @@ class Comm(Protocol):
     sizes: Mapping[str, int]
     coords: Mapping[str, int]
 
+    has_values: bool  # False on an abstract mesh: results have a shape and a dtype, and no values
+
     @property
     def direct(self) -> bool:
-        """Whether a transfer can be started and landed: not where a compiler looks on."""
+        """True if a transfer can be started and waited for in two steps: not while a compiler traces."""
+
+    @property
+    def static_sizes(self) -> bool:
+        """True if ranks cannot exchange sizes at run time: on an abstract mesh and in a compiled program."""
+
+    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
+        """Raise ShardingError on every rank unless all ranks of `axes` pass the same `what`."""
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         """`op` ("sum", "max", "min") over the ranks: [*S] -> [*S]."""

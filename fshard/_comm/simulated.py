@@ -108,7 +108,9 @@ def _tell(tag: tuple[Any, ...]) -> str:
 class SimulatedComm:
     """One thread as a rank."""
 
+    has_values = True
     direct = True
+    static_sizes = False
 
     def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], meeting: _Meeting) -> None:
         self.sizes, self.coords, self._meeting = sizes, coords, meeting
@@ -125,6 +127,9 @@ class SimulatedComm:
         for at in itertools.product(*(range(self.sizes[a]) for a in axes)):
             group.append(index_of(tuple(self.sizes), self.sizes, {**self.coords, **dict(zip(axes, at, strict=True))}))
         return self._meeting.exchange(self._rank, tuple(group), x, tag, combine)
+
+    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
+        pass  # every exchange compares what its ranks call
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard._callsite import site
-from fshard._comm import AbstractComm, ProcessComm, checker, is_observed, run_on_meta, transposing
+from fshard._comm import checker, is_observed, run_on_meta, transposing
 
 from .linear_maps import AllToAll, Gather, GatherInvariant, Map, Permute, Scatter, Slice, Sum, Vary
 
@@ -103,17 +103,17 @@ def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """
     with transposing(m.origin) if m.origin else contextlib.nullcontext():
         found, act = checker(), m.run
-        if isinstance(m.comm, AbstractComm):
+        if not m.comm.has_values:
             act = functools.partial(run_on_meta, m.run)
-        elif isinstance(m.comm, ProcessComm) and found is not None:
-            act = functools.partial(_agreed, m, m.comm)
+        elif found is not None:
+            act = functools.partial(_run_if_agreed, m)
         return tuple(act(xs)) if found is None else found.collective(m, xs, act)
 
 
-def _agreed(m: Map, comm: ProcessComm, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The map, once the ranks have told each other that all of them are about to apply it."""
+def _run_if_agreed(m: Map, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Run the map once all ranks are known to be about to apply the same one."""
     if m.moves:
-        comm.agree(f"{m.verb} over {', '.join(m.axes)} of {xs[0].dtype} {m.extent(xs)}", m.axes, xs[0].device)
+        m.comm.agree(f"{m.verb} over {', '.join(m.axes)} of {xs[0].dtype} {m.extent(xs)}", m.axes, xs[0].device)
     return m.run(xs)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fshard._comm import Axis, Comm, cannot_ask, checker, index_of, known_axes, live_axes, region, size_of
+from fshard._comm import Axis, Comm, checker, index_of, known_axes, live_axes, region, size_of
 from fshard._torch_compat import without_functorch
 from fshard.errors import fail
 from fshard.spec import lengths, names_of, piece
@@ -49,14 +49,19 @@ def gather_layout(
 
 
 def _ask(verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], device: torch.device) -> list[int]:
-    if kind := cannot_ask(comm):
-        raise fail(f"{verb}: sizes that the axis does not divide must be known to {kind}",
+    if comm.static_sizes:
+        raise fail(f"{verb}: sizes that the axis does not divide must be known to {_of_static_sizes(comm)}",
                    fix="pass size= (for unshard: shapes=)")  # fmt: skip
     found = checker()
     # Numbers, not what is differentiated: tensors made inside a transform would be wrapped, and could not be sent.
     with contextlib.nullcontext() if found is None else found.resting(), without_functorch():
         everyone = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
         return [int(n) for n in everyone.sum(0).tolist()]
+
+
+def _of_static_sizes(comm: Comm) -> str:
+    """Name of the program that must know its sizes, for an error."""
+    return "a compiled program" if comm.has_values else "an abstract mesh"
 
 
 def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
@@ -69,8 +74,8 @@ def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     live = live_axes(where.comm, known_axes(verb, where, axis))
     if not live or not where.uneven:
         return n * size_of(live, where.sizes)
-    if kind := cannot_ask(where.comm):
-        raise fail(f"{verb}: {kind} must know the size of an uneven dim", fix=f"pass {word}")
+    if where.comm.static_sizes:
+        raise fail(f"{verb}: {_of_static_sizes(where.comm)} must know the size of an uneven dim", fix=f"pass {word}")
     return _ask(verb, where.comm, live, [n], where.device)[0]
 
 

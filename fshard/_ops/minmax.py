@@ -26,7 +26,7 @@ class MinMax(Map):
     def verb(self) -> str:  # type: ignore[override]
         return f"p{self.op}"
 
-    def run_map(self, xs: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         return [self.comm.all_reduce(x, self.op, self.axes) for x in xs]
 
 

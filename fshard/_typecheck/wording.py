@@ -70,7 +70,7 @@ def differentiating() -> bool:
         return True
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.endswith(("eager_transforms.py", "fshard/transforms.py")):
+        if frame.f_code.co_filename.endswith(("eager_transforms.py", "fshard/grad.py")):
             return True
         frame = frame.f_back
     return False

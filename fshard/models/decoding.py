@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard import nn, random
-from fshard._comm import AbstractComm, Axis, region
+from fshard._comm import Axis, region
 from fshard._ops import global_size, local_range
 from fshard.collectives import axis_size, pmax, pmin, pvary
 from fshard.errors import fail
@@ -150,7 +150,7 @@ def rows(verb: str, n: int, axis: Axis, *, word: str) -> int:
 
     Where the ranks have no values, on an abstract mesh, it is taken for even.
     """
-    if axis and isinstance(region(verb).comm, AbstractComm):
+    if axis and not region(verb).comm.has_values:
         return n * axis_size(axis)
     return global_size(verb, n, axis, word=word) if axis else n
 

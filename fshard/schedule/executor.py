@@ -22,7 +22,6 @@ from torch import Tensor
 from fshard import tree
 from fshard._callsite import Site, site
 from fshard._comm import (
-    AbstractComm,
     PendingTransfer,
     Region,
     checker,
@@ -82,7 +81,7 @@ class Executor:
         how_cast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
         self.autocast = functools.partial(torch.autocast, kind, *how_cast)
         # A checker and a dry run see a block as it is, and have no use for less work; a graph would hold its x.
-        self.forgetful = not how.offload and checker() is None and not isinstance(where.comm, AbstractComm)
+        self.forgetful = not how.offload and checker() is None and where.comm.has_values
         self.before: list[FlatTree | None] = [None] * self.n  # x before each block that is differentiated
         self.coming: dict[int, PendingTransfer] = {}  # those on their way back to the device
         self.records: list[Record | None] = [None] * self.n

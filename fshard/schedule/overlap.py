@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fshard._callsite import site
-from fshard._comm import AbstractComm, checker, is_observed, storage_key, transposing
+from fshard._comm import checker, is_observed, storage_key, transposing
 from fshard._ops import Map, apply_map, run_map
 from fshard._torch_compat import in_transform
 from fshard.errors import fail
@@ -43,12 +43,7 @@ def owned(grad: Tensor, taken: set[int]) -> Tensor:
 
 def _looked_at(m: Map) -> bool:
     """Whether a compiler, a transform of torch.func or the checker looks on, who cannot see into this."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or in_transform()
-        or checker() is not None
-        or isinstance(m.comm, AbstractComm)
-    )
+    return torch.compiler.is_dynamo_compiling() or in_transform() or checker() is not None or not m.comm.has_values
 
 
 class _Entered(torch.autograd.Function):

@@ -392,4 +392,4 @@ def test_library_code_is_not_where_the_user_went_wrong():
         return fs.psum(fs.nn.linear(x, w).sum(), ("data", "model"))  # the user's line
 
     text = told(f, (ROWS, COLUMNS), P(), X, W)
-    assert text.startswith(f"test_vma.py:{line_of('# the user' + chr(39) + 's line')} in f: ")
+    assert text.startswith(f"test_checker.py:{line_of('# the user' + chr(39) + 's line')} in f: ")

@@ -404,9 +404,9 @@ def test_a_site_is_plain_data() -> None:
 
 def test_a_site_tells_its_line() -> None:
     line = sys._getframe().f_lineno
-    assert str(here_of()) == f"test_source.py:{line + 1} in test_a_site_tells_its_line"
-    assert str(next(here_of() for _ in [0])) == f"test_source.py:{line + 2} in test_a_site_tells_its_line"
-    assert str((lambda n: here_of())(0)) == f"test_source.py:{line + 3} in <lambda>"
+    assert str(here_of()) == f"test_suggestion.py:{line + 1} in test_a_site_tells_its_line"
+    assert str(next(here_of() for _ in [0])) == f"test_suggestion.py:{line + 2} in test_a_site_tells_its_line"
+    assert str((lambda n: here_of())(0)) == f"test_suggestion.py:{line + 3} in <lambda>"
 
 
 def here_of() -> source.Site:

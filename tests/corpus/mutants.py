@@ -114,7 +114,7 @@ class _Alone:
 
 Xs = Sequence[Tensor]
 WHOLE = P()
-SAME_SHAPE = ("Sum", "Vary", "Permute", "Most")
+SAME_SHAPE = ("Sum", "Vary", "Permute", "MinMax")
 
 
 def _delete(m: Any, xs: Xs) -> Xs:
@@ -129,20 +129,20 @@ def _delete(m: Any, xs: Xs) -> Xs:
 
 
 def _double(m: Any, xs: Xs) -> Xs:
-    once = linear.apply(m, xs)
-    return linear.apply(m if type(m).__name__ in SAME_SHAPE else linear.Sum(m.comm, m.axes), once)
+    once = linear.apply_map(m, xs)
+    return linear.apply_map(m if type(m).__name__ in SAME_SHAPE else linear.Sum(m.comm, m.axes), once)
 
 
 def _swap(m: Any, xs: Xs) -> Xs:
     if isinstance(m, linear.Sum):
-        return linear.apply(replace(m, divisor=m.n if m.divisor == 1 else 1), xs)
-    other = linear.Gather if isinstance(m, linear.Copy) else linear.Copy
-    return linear.apply(other(m.comm, m.axes, m.layout), xs)
+        return linear.apply_map(replace(m, divisor=m.n if m.divisor == 1 else 1), xs)
+    other = linear.Gather if isinstance(m, linear.GatherInvariant) else linear.GatherInvariant
+    return linear.apply_map(other(m.comm, m.axes, m.layout), xs)
 
 
 def _of_one(m: Any, j: int, xs: Xs) -> Xs:
     """The collective of a tree, but for one of its leaves."""
-    out = list(linear.apply(m, xs))
+    out = list(linear.apply_map(m, xs))
     out[j] = _delete(replace(m, layout=(m.layout[j],)) if hasattr(m, "layout") else m, [xs[j]])[0]
     return out
 
@@ -202,7 +202,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         out: Tensor = f(of_unshard(m, None, [x], sys._getframe(1))[0], *weights)
         return out
 
-    def apply(m: Any, xs: Xs, real: Any = linear.apply) -> Xs:
+    def apply(m: Any, xs: Xs, real: Any = linear.apply_map) -> Xs:
         assert here.call is not None
         seen = logged(here.call)
         if seen is not None:
@@ -218,8 +218,8 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         seen = logged(here.call)
         if seen is not None:
             seen.axes = axes
-            seen.maps.append(("Most", len(xs)))
-        real = verbs["extreme"]
+            seen.maps.append(("MinMax", len(xs)))
+        real = verbs["minmax"]
         if here.call != target or change.startswith("axis"):
             return real(comm, axes, op, tied, xs)
         struck[0] += 1
@@ -257,11 +257,11 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
 
         return drawn
 
-    names = ("_on_leaves", "extreme")
+    names = ("_on_leaves", "minmax")
     verbs = {name: getattr(collectives, name) for name in names}
     remat = importlib.import_module("fshard.schedule.remat")  # its name in the library is the function's
     bodies = remat._Body
-    fakes = {"_on_leaves": on_leaves, "apply": apply, "extreme": extreme}
+    fakes = {"_on_leaves": on_leaves, "apply_map": apply, "minmax": extreme}
     draws = {name: draw(name, getattr(fs.random, name)) for name in ("bernoulli", "normal", "uniform")}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(collectives, **fakes))

@@ -1,4 +1,4 @@
-"""Programs that the checker refuses, and what it says of each: `refused.txt`, which test_vma holds it to.
+"""Programs that the checker refuses, and what it says of each: `refused.txt`, which test_checker holds it to.
 
 `python tests/refused.py` writes that file anew. Read the difference: these texts are what users learn the rules from.
 """

@@ -1,6 +1,6 @@
 """The notebooks run from top to bottom, and show what they keep; nothing in them is of one machine.
 
-`python tests/test_notebooks.py` runs them and writes what they show now into the files.
+`python tests/e2e/test_notebooks.py` runs them and writes what they show now into the files.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def compare(file: str, kept: NotebookNode, fresh: NotebookNode) -> None:
         old, new = text(code(kept)[name]), text(code(fresh)[name])
         raise AssertionError(f"{file}, cell {name!r} shows\n{new}\nand the file has\n{old or 'nothing'}\n"
                              f"{'(its HTML or its number differs)' * (old == new)}\n"
-                             "fix: if that is right, python tests/test_notebooks.py")  # fmt: skip
+                             "fix: if that is right, python tests/e2e/test_notebooks.py")  # fmt: skip
 
 
 def text(cell: NotebookNode) -> str:
@@ -155,7 +155,7 @@ def test_a_cell_that_was_run_out_of_order_is_found() -> None:
 
 
 def test_a_stale_notebook_fails_and_is_told_what_to_do() -> None:
-    with pytest.raises(AssertionError, match=r"fix: .*python tests/test_notebooks\.py"):
+    with pytest.raises(AssertionError, match=r"fix: .*python tests/e2e/test_notebooks\.py"):
         compare("n.ipynb", notebook(printed("a")), notebook(printed("b")))
 
 
