@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
@@ -110,6 +109,6 @@ __all__ = [
     "HigherOrderOperator", "TorchDispatchMode", "UnsupportedOperatorException", "backend_of", "below_autograd",
     "default_store", "disable_dynamo", "eager_transforms", "foreach_copy_", "foreach_div_", "foreach_norm",
     "functional_collectives", "fused_adamw_", "fused_sgd_", "get_unwrapped", "in_backward", "in_transform",
-    "is_batched", "is_grad_tracking", "is_wrapped", "register_process_group", "storage_id", "timeout_of", "unwrapped",
+    "is_batched", "is_grad_tracking", "is_wrapped", "storage_id", "timeout_of", "unwrapped",
     "version_of", "without_dispatch", "without_functorch", "without_modes",
 ]  # fmt: skip
