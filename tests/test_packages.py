@@ -98,7 +98,9 @@ def in_order(edges: dict[str, set[str]]) -> list[str]:
     done: list[str] = []
 
     def visit(package: str, path: tuple[str, ...]) -> None:
-        assert package not in path, "packages import each other: " + " -> ".join([*path[path.index(package) :], package])
+        assert package not in path, "packages import each other: " + " -> ".join(
+            [*path[path.index(package) :], package]
+        )
         if package not in done:
             for other in sorted(edges[package]):
                 visit(other, (*path, package))
