@@ -1,8 +1,8 @@
 """Messages between the ranks of a process group, by the point-to-point send and receive of gloo.
 
 A large contiguous tensor is sent without a copy, and the small ones of a transfer share one message to each rank.
-Messages match by tag, and each transfer has a tag of its own: transfers may be waited for in another order than they
-were started in.
+Messages match by tag, and each transfer has a tag of its own, so the order of the waits may differ from that of the
+starts.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class PendingMessages:
         while connections.abandoned:
             connections.abandoned.pop()._wait_for_works()
         n, me = connections.size, connections.rank
-        for r in sorted(incoming, key=lambda r: (me - r) % n):  # each rank begins with another one
+        for r in sorted(incoming, key=lambda r: (me - r) % n):  # each rank starts with another peer
             self._receive(r, incoming[r])
-        messages: dict[int, list[Tensor]] = {}  # a list that several ranks are sent is packed once
+        messages: dict[int, list[Tensor]] = {}  # a list for several ranks is packed once
         for r in sorted(outgoing, key=lambda r: (r - me) % n):
             xs = outgoing[r]
             if id(xs) not in messages:
@@ -87,8 +87,8 @@ class PendingMessages:
             self._works.pop()
 
     def __del__(self) -> None:
-        # After an error a transfer may never be waited for. Its messages must be received all the same, or all later
-        # ones on the connection wait behind them; and the garbage collector runs at another time on each rank.
+        # After an error nobody may wait for a transfer. Its messages must be received all the same, or all later ones
+        # on the connection are blocked. Not here, but at the next start: ranks delete objects at different times.
         if self._works:
             self._connections.abandoned.append(self)
 
@@ -101,7 +101,7 @@ def _messages(xs: Sequence[Tensor]) -> list[list[int]]:
 
 
 def pack_messages(xs: Sequence[Tensor], *, contiguous: bool = True) -> list[Tensor]:
-    """Return the messages for some tensors: a tensor itself, or the small ones end to end."""
+    """Return the messages for some tensors: each large tensor itself, and the small ones end to end."""
     out = []
     for indices in _messages(xs):
         x = xs[indices[0]]
@@ -126,7 +126,7 @@ def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_all(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Copy each tensor to its target; there may be none."""
+    """Copy each tensor to its target; both lists may be empty."""
     if targets:
         foreach_copy_(list(targets), list(xs))
 

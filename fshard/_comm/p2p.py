@@ -78,8 +78,7 @@ class PeerGroup:
         # 1. Each rank reduces its n-th of the whole. 2. Every rank sends that to all others.
         pieces = [flat.tensor_split(n) for flat in flats]
         parts = _Parts(self, {r: [row[r] for row in pieces] for r in self.others}, [row[me] for row in pieces])
-        # The number of the second round is taken now: before its start, one rank may start other transfers, and
-        # another not.
+        # The second round is numbered now, since ranks may start different numbers of transfers before they wait.
         second = next(self.connections.sequence_numbers)
 
         def wait() -> list[Tensor]:
