@@ -88,7 +88,7 @@ class Mesh:
         return f"Mesh({axes}; {self.kind}, {self.size} x {self.device.type})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Mesh stands for live devices and cannot be pickled: make it again with fs.make_mesh")
+        raise TypeError("a Mesh refers to live devices and cannot be pickled: make it again with fs.make_mesh")
 
 
 def _identity(mesh: Mesh) -> tuple[Any, ...]:

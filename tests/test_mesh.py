@@ -1,4 +1,4 @@
-"""Meshes: their sizes, coordinates and identity, and how they run."""
+"""Meshes: sizes, coordinates, identity, runs and messages of errors."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def test_coordinates_are_row_major(axes):
 
 
 @pytest.mark.parametrize("axes", SIZES, ids=repr)
-def test_run_gives_each_rank_its_view_and_returns_in_rank_order(axes):
+def test_run_passes_each_rank_its_comm_and_returns_in_rank_order(axes):
     mesh = fs.make_mesh(**axes)
     out = mesh.run(lambda comm, rank: (rank, dict(comm.coords), dict(comm.sizes)))
     assert out == [(rank, mesh.coords(rank), axes) for rank in range(mesh.size)]
 
 
-def test_all_ranks_run_at_once_each_on_a_thread():
+def test_simulated_ranks_run_concurrently_on_threads():
     mesh = fs.make_mesh(a=2, b=2)
-    together = threading.Barrier(4)
+    all_running = threading.Barrier(4)
 
     def f(comm, rank):
-        together.wait(20)
+        all_running.wait(20)
         return threading.get_ident()
 
     idents = mesh.run(f)
@@ -62,7 +62,7 @@ def test_one_rank_runs_in_the_callers_thread(axes):
     assert fs.make_mesh(**axes).run(lambda comm, rank: threading.get_ident()) == [threading.get_ident()]
 
 
-def test_the_callers_compute_threads_are_left_alone():
+def test_compute_threads_of_the_caller_are_unchanged():
     before = torch.get_num_threads()
     try:
         for n in (3, 1, 2):
@@ -80,12 +80,12 @@ def test_the_callers_compute_threads_are_left_alone():
             other = threading.Thread(target=lambda seen=seen: seen.append(torch.get_num_threads()))
             other.start()
             other.join()
-            assert seen == [n]  # nor those of a thread that the caller starts later
+            assert seen == [n]  # of a thread that the caller starts later, too
     finally:
         torch.set_num_threads(before)
 
 
-def test_equal_meshes():
+def test_meshes_are_equal_if_axes_kind_and_device_are():
     assert fs.make_mesh(a=2, b=2) == fs.make_mesh(a=2, b=2)
     assert hash(fs.make_mesh(a=2, b=2)) == hash(fs.make_mesh(a=2, b=2))
     others = [
@@ -99,25 +99,25 @@ def test_equal_meshes():
     assert fs.make_mesh(a=2) != "Mesh"
 
 
-def test_leaves_of_one_mesh_serve_on_an_equal_one():
+def test_leaves_of_one_mesh_are_accepted_on_an_equal_one():
     x = fs.device_put(torch.arange(4.0), P("a"), fs.make_mesh(a=2))
     double = fs.shard_map(lambda x: 2 * x, mesh=fs.make_mesh(a=2), in_specs=P("a"), out_specs=P("a"))
     assert fs.device_get(double(x)).tolist() == [0, 2, 4, 6]
 
 
-def test_repr():
+def test_repr_of_mesh():
     assert repr(fs.make_mesh(data=2, model=4)) == "Mesh(data=2, model=4; simulated, 8 x cpu)"
 
 
-def test_a_mesh_is_not_pickled_nor_copied():
-    message = "a Mesh stands for live devices and cannot be pickled: make it again with fs.make_mesh"
+def test_mesh_cannot_be_pickled_or_copied():
+    message = "a Mesh refers to live devices and cannot be pickled: make it again with fs.make_mesh"
     for f in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError) as caught:
             f(fs.make_mesh(a=2))
         assert str(caught.value) == message
 
 
-def text(**kwargs):
+def message_of(**kwargs):
     with pytest.raises(ShardingError) as caught:
         fs.make_mesh(**kwargs)
     return str(caught.value)
@@ -141,25 +141,25 @@ SIZES_FIX = (
         ({"a": -1, "b": -1}, "a=-1, b=-1"),
     ],
 )
-def test_text_of_sizes_that_are_none(axes, shown):
-    assert text(**axes) == f"make_mesh({shown}): not the sizes of a mesh" + SIZES_FIX
+def test_message_of_sizes_that_are_not_positive_integers(axes, shown):
+    assert message_of(**axes) == f"make_mesh({shown}): not the sizes of a mesh" + SIZES_FIX
 
 
-def test_text_of_a_wild_size_without_a_world():
-    assert text(kind="simulated", data=-1, model=2) == (
+def test_message_of_inferred_size_without_a_world_size():
+    assert message_of(kind="simulated", data=-1, model=2) == (
         "make_mesh(data=-1, model=2): a simulated mesh has no world size to infer 'data' from\n"
         "  fix: state how many ranks it has: data=2"
     )
 
 
-def test_text_of_an_unknown_kind():
-    assert text(kind="real", data=2).startswith("make_mesh: no kind of mesh is called 'real'\n  fix: kind=")
+def test_message_of_unknown_kind():
+    assert message_of(kind="real", data=2).startswith("make_mesh: no kind of mesh is called 'real'\n  fix: kind=")
 
 
-def test_text_of_a_process_mesh_outside_a_launch(monkeypatch):
+def test_message_of_process_mesh_outside_a_launch(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert text(kind="process", device="cpu", data=2) == (
+    assert message_of(kind="process", device="cpu", data=2) == (
         "make_mesh(data=2, kind='process'): this process was not launched as a rank\n"
         "  fix: start it with torchrun --nproc-per-node N, or use kind='simulated'"
     )

@@ -110,7 +110,7 @@ def call_distributed(f: Callable[..., Any], *args: Any) -> Any:
     try:
         return f(*args)
     except RuntimeError as e:
-        raise fail(f"rank {dist.get_rank()}: a collective broke off: another rank has failed, or left the program",
+        raise fail(f"rank {dist.get_rank()}: a collective failed: another rank has failed, or has left the program",
                    str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip
 
 

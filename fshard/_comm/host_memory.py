@@ -1,6 +1,6 @@
-"""The memories that leaves lie in, a device's and its host's, and the ways between them.
+"""The memories of leaves, that of a device and that of its host, and the copies between them.
 
-What lies in host memory visits the device while it is needed there. On CPUs the two are one, and nothing moves.
+A leaf in host memory is copied to the device while it is needed there. On CPUs both are one memory, without copies.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ HOST = torch.device("cpu")
 
 
 def memory_device(spec: P, device: torch.device) -> torch.device:
-    """Where a device keeps its part of a leaf."""
+    """Return the device, or the CPU, in whose memory the spec keeps a part of a leaf."""
     return HOST if spec.memory == "host" else device
 
 
 def to_spec_memory(x: Tensor, spec: P, device: torch.device, *, copy: bool = False) -> Tensor:
-    """A part of a leaf in the memory that its spec says: of a CUDA device's host page-locked, so that copies queue."""
-    there = memory_device(spec, device)
-    if there == device or device.type != "cuda":
-        return x.to(there, copy=copy)
+    """Copy a part of a leaf to the memory of its spec; beside a CUDA device page-locked, so that copies can queue."""
+    memory = memory_device(spec, device)
+    if memory == device or device.type != "cuda":
+        return x.to(memory, copy=copy)
     return x if x.is_pinned() and not copy else empty_part(x.shape, x.dtype, spec, device).copy_(x)
 
 
 def empty_part(shape: Sequence[int], dtype: torch.dtype, spec: P, device: torch.device) -> Tensor:
-    """An empty part of a leaf, in the memory that its spec says: for `settle` to keep as it is."""
-    there = memory_device(spec, device)
-    return torch.empty(shape, dtype=dtype, device=there, pin_memory=there != device and device.type == "cuda")
+    """Empty part of a leaf in the memory of its spec, which `to_spec_memory` returns without a copy."""
+    memory = memory_device(spec, device)
+    return torch.empty(shape, dtype=dtype, device=memory, pin_memory=memory != device and device.type == "cuda")
 
 
 def common_device(xs: Sequence[Tensor]) -> torch.device | None:
-    """Where what is found of tensors in several memories comes together: this rank's device, or that of the first."""
+    """Device for results of tensors in several memories: that of this rank, or outside a region that of the first."""
     return region().device if in_region() else xs[0].device if xs else None
 
 
 def to_device(x: Any) -> Any:
-    """Tensors in the memory of this rank's device, where those of `memory="host"` arrive in the host's.
+    """Copy tensors of `memory="host"`, which a region gets in host memory, to this rank's device.
 
         [*S] in host memory -> [*S] on the device     transpose: the cotangent goes to host memory
 
-    Takes a tree. What is on the device already, and what is no tensor, stays as it is. On CUDA the copy is queued: do
-    not write to its source in the same call. `scan`, `unshard` and the optimizers bring leaves over by themselves.
+    Takes a tree. Tensors on the device, and leaves that are no tensors, are returned as they are. On CUDA the copy is
+    queued: do not write to its source in the same call. `scan`, `unshard` and the optimizers copy leaves themselves.
 
     >>> double = shard_map(lambda w: 2 * to_device(w), mesh=mesh, out_specs=P("data"))
     >>> double(device_put(torch.ones(8), P("data", memory="host"), mesh))
@@ -62,57 +62,59 @@ def to_device(x: Any) -> Any:
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, which work that is queued there after it will find; what is there, as it is."""
+    """Queue a copy to the device before later work there; a tensor on the device is returned itself."""
     return x.to(device, non_blocking=True)
 
 
-def start_copy_to_device(where: Region, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> PendingTransfer:
-    """Start to copy to the device, beside what it computes; lands as those copies, which lie `into` if that is given.
+def start_copy_to_device(
+    region: Region, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None
+) -> PendingTransfer:  # fmt: skip
+    """Start to copy to the device while it computes; the results are the copies, written to `into` if it is passed.
 
-    Work that was queued before may still use that memory: the copies wait for it.
+    Work that was queued before may use the memory of `into`: the copies wait for it.
     """
     if not xs:
         return list
     real = not isinstance(xs[0], FakeTensor) and not torch.compiler.is_compiling()
-    queued = where.device.type == "cuda" and real and checker() is None
+    queued = region.device.type == "cuda" and real and checker() is None
     if not queued and into is None:
-        there = [copy_to_device(x, where.device) for x in xs]
-        return lambda: there
-    there = list(into or [torch.empty_like(x, device=where.device) for x in xs])
+        moved = [copy_to_device(x, region.device) for x in xs]
+        return lambda: moved
+    copies = list(into or [torch.empty_like(x, device=region.device) for x in xs])
     if not queued:
-        foreach_copy_(there, list(xs))
-        return lambda: there
-    beside = where.scratch.get("beside") or torch.cuda.Stream(where.device)  # type: ignore[no-untyped-call]
-    where.scratch["beside"] = beside
-    beside.wait_stream(torch.cuda.current_stream(where.device))
-    with torch.cuda.stream(beside):
-        for x, y in zip(xs, there, strict=True):
+        foreach_copy_(copies, list(xs))
+        return lambda: copies
+    stream = region.scratch.get("copy stream") or torch.cuda.Stream(region.device)  # type: ignore[no-untyped-call]
+    region.scratch["copy stream"] = stream
+    stream.wait_stream(torch.cuda.current_stream(region.device))
+    with torch.cuda.stream(stream):
+        for x, y in zip(xs, copies, strict=True):
             y.copy_(x, non_blocking=True)
-            y.record_stream(beside)  # if it is let go of before it has landed
-        done = beside.record_event()
+            y.record_stream(stream)  # in case it is freed before anything waits for the copy
+        done = stream.record_event()
 
-    def land() -> list[Tensor]:
-        torch.cuda.current_stream(where.device).wait_event(done)
-        return there
+    def wait() -> list[Tensor]:
+        torch.cuda.current_stream(region.device).wait_event(done)
+        return copies
 
-    return land
+    return wait
 
 
 def start_copy_to_host(x: Tensor) -> Tensor:
-    """A copy in host memory, whose values are there once the device is `awaited`; what is there, as it is."""
+    """Queue a copy to host memory, to be read after `wait_for_copies_to_host`; a tensor there is returned itself."""
     if not x.is_cuda or isinstance(x, FakeTensor) or torch.compiler.is_compiling():
         return x.to(HOST)
     return torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def wait_for_copies_to_host(device: torch.device) -> None:
-    """Wait for what is on its way down."""
+    """Wait for the queued copies of a device to its host."""
     if device.type == "cuda" and torch.cuda.is_available() and not torch.compiler.is_compiling():
         torch.cuda.current_stream(device).synchronize()
 
 
 def wait_before_writing(xs: Sequence[Tensor]) -> None:
-    """Wait for copies up of tensors in host memory that are about to be written, if any of these are."""
+    """Wait for queued copies to the device if any of these tensors, about to be written, is in host memory."""
     if in_region() and region().device.type == "cuda" and any(x.device == HOST for x in xs):
         wait_for_copies_to_host(region().device)
 

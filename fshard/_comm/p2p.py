@@ -1,7 +1,7 @@
-"""Transfers as messages between pairs of ranks, sent from the memory of the tensors to where they belong.
+"""Transfers as messages between pairs of ranks, from the memory of one rank's tensors to that of the other's.
 
-Gloo's own collectives copy into their own buffers, and take 3 to 5 times as long over sockets. Here all ranks reduce
-in the order of the ranks, so the results have the same bits on each, and on a simulated mesh.
+Gloo's own all_gather and reduce_scatter copy into buffers, and take about twice as long over sockets. Here every rank
+reduces in the order of the ranks, so the results have the same bits on all of them, and on a simulated mesh.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PeerGroup:
         # 1. Each rank reduces its n-th of the whole. 2. Every rank sends that to all others.
         pieces = [flat.tensor_split(n) for flat in flats]
         parts = _Parts(self, {r: [row[r] for row in pieces] for r in self.others}, [row[me] for row in pieces])
-        # The second round is numbered now, since ranks may start different numbers of transfers before they wait.
+        # Number the second round now: before they wait, ranks may start different numbers of other transfers.
         second = next(self.connections.sequence_numbers)
 
         def wait() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Simulated ranks: no hang, ever; the first failure is the one seen; nothing is shared between ranks."""
+"""Simulated ranks never hang, raise the first failure, and share no memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fshard import P, ShardingError
 from fshard._comm import in_region, region
 from fshard._torch_compat import set_jvp_nesting
 
-SOON = 10.0  # seconds: what does not hang is far below, on any machine
+LIMIT = 10.0  # seconds, far above the time of a test that does not hang
 
 
 WHOLE = P()
@@ -34,27 +34,27 @@ def rank_of():
 
 
 def still_works(mesh):
-    """The mesh is as good as new."""
+    """Assert that the mesh runs again after a failure."""
     total = on_ranks(mesh, lambda: fs.psum(torch.tensor(float(rank_of())), tuple(mesh.axes)))
     assert total.item() == sum(range(mesh.size))
 
 
 def in_child(f):
-    """What `f` prints of itself in a forked child, which is killed if it takes long: for what might hang."""
+    """Return the result of `f` as text, from a forked child that is killed if it hangs."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pid = os.fork()
     if pid == 0:
         try:
-            said = f()
+            answer = f()
         except BaseException as e:
-            said = f"{type(e).__name__}: {e}"
-        os.write(write, str(said).encode())
+            answer = f"{type(e).__name__}: {e}"
+        os.write(write, str(answer).encode())
         os._exit(0)
     os.close(write)
     try:
-        ready, _, _ = select.select([read], [], [], SOON)
+        ready, _, _ = select.select([read], [], [], LIMIT)
         return os.read(read, 1 << 16).decode() if ready else "it hangs"
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -62,7 +62,7 @@ def in_child(f):
         os.close(read)
 
 
-# --- a rank fails ------------------------------------------------------------------------------------------
+# --- failures of a rank ------------------------------------------------------------------------------------------
 
 
 class OwnError(Exception):
@@ -75,7 +75,7 @@ def culprit(error):
 
 @pytest.mark.parametrize("error", [OwnError, ValueError, KeyboardInterrupt, SystemExit, ShardingError, StopIteration])
 @pytest.mark.parametrize("when", ["first", "last", "later"])
-def test_a_rank_that_raises_ends_the_others_and_is_the_one_seen(error, when):
+def test_exception_of_one_rank_ends_the_others_and_is_raised(error, when):
     mesh = fs.make_mesh(a=2, b=2)
 
     def f(x):
@@ -83,7 +83,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_the_one_seen(error, when):
         if when == "later":
             x = fs.pvary(fs.psum(fs.psum(x, "a"), "b"), ("a", "b"))
         if rank_of() == 2:
-            time.sleep(0.02 if when == "last" else 0)  # by then the others wait
+            time.sleep(0.02 if when == "last" else 0)  # the others wait by then
             culprit(error)
         if when == "first":
             time.sleep(0.02)
@@ -92,7 +92,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_the_one_seen(error, when):
     start = time.monotonic()
     with pytest.raises(error, match="mine") as caught:
         on_ranks(mesh, f, torch.ones(3))
-    assert time.monotonic() - start < SOON
+    assert time.monotonic() - start < LIMIT
     assert type(caught.value) is error
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert names[-1] == "culprit"
@@ -100,16 +100,16 @@ def test_a_rank_that_raises_ends_the_others_and_is_the_one_seen(error, when):
     still_works(mesh)
 
 
-def test_all_ranks_raise():
+def test_one_exception_is_raised_if_all_ranks_raise():
     mesh = fs.make_mesh(a=4)
     with pytest.raises(OwnError, match="mine"):
         on_ranks(mesh, lambda: culprit(OwnError))
     still_works(mesh)
 
 
-def test_user_code_cannot_swallow_the_end_of_its_run():
+def test_user_code_cannot_catch_the_end_of_its_run():
     mesh = fs.make_mesh(a=2)
-    swallowed = []
+    caught = []
 
     def f(x):
         if rank_of() == 1:
@@ -118,16 +118,16 @@ def test_user_code_cannot_swallow_the_end_of_its_run():
         try:
             return fs.psum(x, "a")
         except Exception as e:
-            swallowed.append(e)
+            caught.append(e)
             return x
 
     with pytest.raises(OwnError):
         on_ranks(mesh, f, torch.ones(3))
-    assert swallowed == []
+    assert caught == []
     still_works(mesh)
 
 
-def test_a_rank_raises_in_its_backward_pass():
+def test_exception_in_backward_of_one_rank_is_raised():
     mesh = fs.make_mesh(a=3)
 
     class Fails(torch.autograd.Function):
@@ -153,7 +153,7 @@ def test_a_rank_raises_in_its_backward_pass():
     still_works(mesh)
 
 
-def test_an_interrupt_of_the_caller_ends_every_rank():
+def test_interrupt_of_the_caller_ends_every_rank():
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("interrupts reach the main thread")
     mesh = fs.make_mesh(a=2)
@@ -174,20 +174,20 @@ def test_an_interrupt_of_the_caller_ends_every_rank():
     still_works(mesh)
 
 
-# --- ranks that do not meet --------------------------------------------------------------------------------
+# --- deadlocks and disagreements --------------------------------------------------------------------------------
 
 
 def text(mesh, f, *args):
     start = time.monotonic()
     with pytest.raises(ShardingError) as caught:
         on_ranks(mesh, f, *args)
-    assert time.monotonic() - start < SOON
+    assert time.monotonic() - start < LIMIT
     still_works(mesh)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_text_of_a_rank_that_returns_while_others_wait(first):
+def test_message_of_rank_that_returns_while_others_wait(first):
     def f(x):
         if rank_of() == 1:
             time.sleep(0 if first else 0.02)
@@ -203,7 +203,7 @@ def test_text_of_a_rank_that_returns_while_others_wait(first):
     )
 
 
-def test_text_of_a_deadlock_across_axes():
+def test_message_of_deadlock_across_axes():
     def f(x):
         x, crossed = fs.pvary(x, ("a", "b")), rank_of() in (0, 3)
         return fs.psum(fs.all_gather(x, "a"), "b") if crossed else fs.all_gather(fs.psum(x, "b"), "a")
@@ -218,22 +218,22 @@ def test_text_of_a_deadlock_across_axes():
     )
 
 
-def test_axes_in_another_order_do_not_meet():
-    said = text(
+def test_axes_in_another_order_are_an_error():
+    message = text(
         fs.make_mesh(a=2, b=2),
         lambda x: fs.psum(fs.pvary(x, ("a", "b")), ("a", "b") if rank_of() % 2 else ("b", "a")),
         torch.ones(3),
     )
-    assert "deadlock" in said or "disagree" in said
-    assert "over 'a', 'b' of float32[3]" in said
-    assert "over 'b', 'a' of float32[3]" in said
+    assert "deadlock" in message or "disagree" in message
+    assert "over 'a', 'b' of float32[3]" in message
+    assert "over 'b', 'a' of float32[3]" in message
 
 
-def test_a_rank_that_goes_on_alone():
+def test_rank_that_calls_one_collective_more_is_an_error():
     f = lambda x: [fs.psum(fs.pvary(x, "a"), "a") for _ in range(2 + rank_of())][-1]  # noqa: E731
-    said = text(fs.make_mesh(a=2), f, torch.ones(3))
-    assert "rank 0  has returned" in said
-    assert "rank 1  waits in all_reduce" in said
+    message = text(fs.make_mesh(a=2), f, torch.ones(3))
+    assert "rank 0  has returned" in message
+    assert "rank 1  waits in all_reduce" in message
 
 
 DISAGREEMENTS = {
@@ -265,12 +265,12 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_text_of_ranks_that_disagree(name):
-    f, told = DISAGREEMENTS[name]
-    said = text(fs.make_mesh(a=2), lambda x: f(fs.pvary(x, "a")), torch.ones(4)).splitlines()
-    assert said[0] == "the ranks disagree on a collective"
-    assert sorted(said[1:3]) == [f"  rank {r}  {told[r]}" for r in (0, 1)]
-    assert said[3:] == [
+def test_message_of_ranks_that_call_different_collectives(name):
+    f, calls = DISAGREEMENTS[name]
+    message = text(fs.make_mesh(a=2), lambda x: f(fs.pvary(x, "a")), torch.ones(4)).splitlines()
+    assert message[0] == "the ranks disagree on a collective"
+    assert sorted(message[1:3]) == [f"  rank {r}  {calls[r]}" for r in (0, 1)]
+    assert message[3:] == [
         (
             "  fix: every rank must call the same collectives in the same order, on equal shapes; "
             "for a dim that the axis does not divide, pass its global size="
@@ -278,7 +278,7 @@ def test_text_of_ranks_that_disagree(name):
     ]
 
 
-# --- one run after, within, and beside another -------------------------------------------------------------
+# --- sequential, nested and concurrent runs -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inner_axes", [{"a": 2}, {"b": 2}, {"b": 1}], ids=repr)
@@ -294,7 +294,7 @@ def test_shard_map_inside_shard_map_is_an_error(outer_axes, inner_axes):
     )
 
 
-def test_threads_share_a_mesh():
+def test_threads_can_share_a_mesh():
     mesh = fs.make_mesh(a=2, b=2)
     wrong: list[object] = []
 
@@ -310,22 +310,22 @@ def test_threads_share_a_mesh():
     for t in threads:
         t.start()
     for t in threads:
-        t.join(SOON)
+        t.join(LIMIT)
     assert not any(t.is_alive() for t in threads)
     assert wrong == []
 
 
-def test_meshes_run_beside_each_other_and_jvp_works_within_and_after():
+def test_jvp_works_in_concurrent_runs_and_after():
     square = lambda x: torch.func.jvp(lambda x: x * x, (x,), (torch.ones_like(x),))[1]  # noqa: E731
     inside, outside = threading.Event(), threading.Event()
 
-    def early(x):  # ends while the other runs
-        assert inside.wait(SOON)
+    def early(x):  # ends while `late` runs
+        assert inside.wait(LIMIT)
         return square(x)
 
     def late(x):
         inside.set()
-        assert outside.wait(SOON)
+        assert outside.wait(LIMIT)
         return square(x)
 
     results: dict[str, object] = {}
@@ -340,17 +340,17 @@ def test_meshes_run_beside_each_other_and_jvp_works_within_and_after():
 
     started = threading.Event()
 
-    def early_and_say(x):
+    def early_and_signal(x):
         started.set()
         return early(x)
 
-    first = threading.Thread(target=call, args=("early", fs.make_mesh(a=2), early_and_say), daemon=True)
+    first = threading.Thread(target=call, args=("early", fs.make_mesh(a=2), early_and_signal), daemon=True)
     second = threading.Thread(target=call, args=("late", fs.make_mesh(b=2), late), daemon=True)
     first.start()
-    assert started.wait(SOON)
+    assert started.wait(LIMIT)
     second.start()
-    first.join(SOON)
-    second.join(SOON)
+    first.join(LIMIT)
+    second.join(LIMIT)
     after = set_jvp_nesting(0)  # in any case, for the tests that follow
     assert results == {"early": [6, 6], "late": [6, 6]}
     assert after == 0
@@ -358,13 +358,13 @@ def test_meshes_run_beside_each_other_and_jvp_works_within_and_after():
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_inside_a_forward_mode_level_of_the_caller(n):
+def test_simulated_mesh_runs_in_a_forward_mode_level_of_the_caller(n):
     with torch.autograd.forward_ad.dual_level():
         assert on_ranks(fs.make_mesh(a=n), lambda x: fs.psum(fs.pvary(x, "a"), "a"), torch.ones(())).item() == n
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_the_callers_modes_hold_on_every_rank(n):
+def test_modes_of_the_caller_apply_on_every_rank(n):
     mesh = fs.make_mesh(a=n)
 
     def modes(comm, rank):
@@ -379,7 +379,7 @@ def test_the_callers_modes_hold_on_every_rank(n):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_autocast_means_the_same_on_every_mesh(n):
+def test_autocast_applies_on_every_mesh(n):
     f = lambda x: x @ x  # noqa: E731
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert on_ranks(fs.make_mesh(a=n), f, torch.ones(2, 2)).dtype == torch.bfloat16
@@ -387,15 +387,15 @@ def test_autocast_means_the_same_on_every_mesh(n):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_inference_mode_means_the_same_on_every_mesh(n):
+def test_inference_mode_applies_on_every_mesh(n):
     with torch.inference_mode():
         assert fs.make_mesh(a=n).run(lambda comm, rank: torch.is_inference_mode_enabled()) == [True] * n
 
 
-# --- what the ranks get ------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------
 
 VERBS = {
-    "psum": lambda x: fs.pvary(fs.psum(x, "a"), "a"),  # pvary is a view: whoever writes into it writes into the sum
+    "psum": lambda x: fs.pvary(fs.psum(x, "a"), "a"),  # pvary is a view: writing into it writes into the sum
     "psum of a tree": lambda x: fs.pvary(fs.psum([x, x], "a")[1], "a"),
     "pmean": lambda x: fs.pvary(fs.pmean(x, "a"), "a"),
     "pmax": lambda x: fs.pvary(fs.pmax(x, "a"), "a"),
@@ -408,14 +408,14 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_result_is_each_ranks_own(verb):
-    """Writing into a result, or into the argument afterwards, reaches no other rank."""
+def test_result_shares_no_memory_with_other_ranks(verb):
+    """Writing into a result, or afterwards into the argument, changes nothing on other ranks."""
     mesh = fs.make_mesh(a=3)
 
-    def f(x, scribble):
+    def f(x, overwrite):
         x = fs.pvary(x, "a") * (1 + rank_of())
         y = VERBS[verb](x)
-        if scribble:
+        if overwrite:
             kept = y.clone()
             fs.psum(torch.zeros(1), "a")
             x.fill_(1000 + rank_of())
@@ -425,11 +425,11 @@ def test_a_result_is_each_ranks_own(verb):
         return y[None]
 
     x = torch.arange(12.0).view(6, 2)
-    get = lambda scribble: fs.device_get(on_ranks(mesh, f, x, scribble, out=P("a")))  # noqa: E731
+    get = lambda overwrite: fs.device_get(on_ranks(mesh, f, x, overwrite, out=P("a")))  # noqa: E731
     torch.testing.assert_close(get(True), get(False), rtol=0, atol=0)
 
 
-def test_sums_go_in_rank_order_and_half_precision_is_rounded_once():
+def test_sums_are_in_rank_order_and_half_precision_is_rounded_once():
     mesh = fs.make_mesh(a=4)
     for dtype in (torch.bfloat16, torch.float16):
         parts = torch.tensor([1000.0, 1.25, 1.25, -1000.0], dtype=dtype)
@@ -444,7 +444,7 @@ def test_sums_go_in_rank_order_and_half_precision_is_rounded_once():
 # --- the region --------------------------------------------------------------------------------------------
 
 
-def test_a_region_knows_its_place():
+def test_region_has_rank_and_coordinates():
     mesh = fs.make_mesh(a=2, b=2)
 
     def f():
@@ -459,7 +459,7 @@ def test_a_region_knows_its_place():
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_nothing_is_bound_after_a_failure(n):
+def test_no_region_is_bound_after_a_failure(n):
     mesh = fs.make_mesh(a=n)
     with pytest.raises(OwnError):
         on_ranks(mesh, lambda: culprit(OwnError))
@@ -468,7 +468,7 @@ def test_nothing_is_bound_after_a_failure(n):
 
 
 @pytest.mark.parametrize("verb", ["psum", "pmean", "pvary", "pmax", "all_gather", "psum_scatter", "pslice"])
-def test_text_of_a_verb_outside(verb):
+def test_message_of_verb_outside_a_region(verb):
     with pytest.raises(ShardingError) as caught:
         getattr(fs, verb)(torch.ones(2), "a")
     assert str(caught.value) == (
@@ -491,14 +491,14 @@ def test_other_threads_of_a_rank_are_not_in_its_region():
 # --- recording ---------------------------------------------------------------------------------------------
 
 
-def test_recording_sees_every_transfer_of_every_rank():
+def test_recording_has_every_transfer_of_every_rank():
     mesh = fs.make_mesh(a=2, b=2)
 
     def f(x):
         v = fs.pvary(x, ("a", "b"))
         fs.psum({"x": v, "y": v[:1], "z": v.double()}, "a")  # one transfer per dtype
         fs.all_gather(v, ("a", "b"))
-        fs.pvary(x, "a")  # moves nothing
+        fs.pvary(x, "a")  # transfers nothing
         fs.axis_index("a")
 
     with fs.recording() as log:
@@ -511,7 +511,7 @@ def test_recording_sees_every_transfer_of_every_rank():
     assert Counter((t.op, t.axes, t.dtype, t.bytes) for t in log) == Counter(each * 4)
 
 
-def test_recordings_nest_and_end():
+def test_recordings_nest():
     mesh = fs.make_mesh(a=2)
     once = lambda: on_ranks(mesh, lambda: fs.psum(torch.ones(1), "a"))  # noqa: E731
     with fs.recording() as outer:
@@ -527,7 +527,7 @@ def test_recordings_nest_and_end():
     assert failed == []
 
 
-def test_an_axis_of_one_moves_nothing():
+def test_axis_of_size_one_transfers_nothing():
     with fs.recording() as log:
         on_ranks(fs.make_mesh(a=1, b=2), lambda: fs.psum(torch.ones(1), "a"))
     assert log == []

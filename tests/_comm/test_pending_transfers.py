@@ -1,4 +1,4 @@
-"""Transfers that are started and landed: values on every kind of mesh, and what goes over the wire between pairs."""
+"""Pending transfers: their values on every kind of mesh, and the messages between pairs of ranks."""
 
 from __future__ import annotations
 
@@ -118,19 +118,19 @@ RUNS = {"simulated": lambda sizes: fs.make_mesh(**sizes).run, "messages": run_in
 
 @pytest.mark.parametrize(("sizes", "axes"), MESHES)
 @pytest.mark.parametrize("kind", RUNS)
-def test_flights_land_with_the_right_values_in_another_order(kind, sizes, axes):
+def test_pending_transfers_waited_for_in_another_order_have_the_right_values(kind, sizes, axes):
     dtypes = EVERY_DTYPE if len(sizes) == 1 else EVERY_DTYPE[2::3]
     check_flights(RUNS[kind](sizes), sizes, axes, dtypes)
 
 
 @pytest.mark.parametrize(("sizes", "axes"), MESHES)
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_flight_is_one_transfer_of_the_bytes_that_are_given(kind, sizes, axes):
+def test_pending_transfer_is_recorded_once_with_the_bytes_of_its_arguments(kind, sizes, axes):
     check_what_flights_note(RUNS[kind](sizes), sizes, axes, math.prod(sizes.values()))
 
 
-@pytest.mark.parametrize("size", [1, 5_000, 50_001])  # one round, several messages or two rounds, a large message
-def test_sums_between_pairs_go_in_rank_order_and_half_precision_is_rounded_once(size):
+@pytest.mark.parametrize("size", [1, 5_000, 50_001])  # one round; two rounds; a large message
+def test_sums_are_in_rank_order_and_half_precision_is_rounded_once(size):
     parts = {torch.float32: [1e8, 1.0, -1e8, 1.0, 3.0], torch.bfloat16: [1000.0, 1.25, 1.25, -1000.0, 1.0],
              torch.float16: [1000.0, 1.25, 1.25, -1000.0, 1.0]}  # fmt: skip
     runs = {n: [run({"a": n}) for run in RUNS.values()] for n in (2, 3, 5)}
@@ -153,12 +153,12 @@ def test_sums_between_pairs_go_in_rank_order_and_half_precision_is_rounded_once(
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_blocking_verbs(kind):
+def test_values_of_blocking_verbs(kind):
     sizes, axes = {"a": 2, "b": 2}, ("b", "a")
 
     def f(comm: Any, rank: int) -> None:
         me, n = 2 * comm.coords["b"] + comm.coords["a"], 4
-        every = torch.arange(float(n * n * 3)).view(n, n, 3)  # what each rank gives for each
+        every = torch.arange(float(n * n * 3)).view(n, n, 3)  # [source, target, 3]
         mine = every[me]
         same = lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0)  # noqa: E731
         same(comm.all_reduce(mine, "sum", axes), every.sum(0))
@@ -171,7 +171,7 @@ def test_blocking_verbs(kind):
         same(comm.all_to_all(mine[:, 0], axes), every[:, me, 0])
         got = comm.permute(mine, [(0, 1), (1, 3), (2, 2)], axes)
         same(got, {1: every[0], 3: every[1], 2: every[2]}.get(me, torch.zeros(n, 3)))
-        conj = torch.view_as_complex(torch.stack([every, every + 1], -1)).conj()  # as it lies it is not what it says
+        conj = torch.view_as_complex(torch.stack([every, every + 1], -1)).conj()  # a view: its memory is not conjugated
         same(comm.all_gather(conj[me], axes), conj.resolve_conj())
 
     RUNS[kind](sizes)(f)
@@ -184,9 +184,9 @@ def test_sums_are_contiguous_and_on_the_device_of_their_parts(kind):
         with torch.device("meta"):
             (part,) = comm.scatter([[x[:, :3].t(), x[:, 3:].t()]], ("a",))()
             total, every = comm.all_reduce(x.t(), "sum", ("a",)), comm.all_gather(x, ("a",))
-            sent, turned = comm.permute(x, [(0, 1)], ("a",)), comm.all_to_all(x[:2], ("a",))
+            permuted, exchanged = comm.permute(x, [(0, 1)], ("a",)), comm.all_to_all(x[:2], ("a",))
         for y, want in ((part, 2 * x[:, 3 * rank :][:, :3].t()), (total, 2 * x.t()), (every, torch.stack([x, x])),
-                        (sent, x * rank), (turned, x[[rank, rank]])):  # fmt: skip
+                        (permuted, x * rank), (exchanged, x[[rank, rank]])):  # fmt: skip
             assert torch.equal(y, want)
         assert part.is_contiguous()
 
@@ -205,11 +205,11 @@ def test_transfer_that_one_rank_drops_and_another_keeps_blocks_no_later_one():
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_rank_may_start_the_next_before_it_lands_what_others_have_landed(kind):
+def test_rank_may_start_transfers_before_it_waits_for_one_that_others_have_waited_for(kind):
     def f(comm: Any, rank: int) -> None:
         a, b, c = torch.ones(50_000), torch.full((50_000,), float(rank)), torch.zeros(3, 50_000)
         first = comm.reduce([a], ("a",))
-        if rank == 1 and kind != "simulated":  # where everything moves at the start
+        if rank == 1 and kind != "simulated":  # which transfers everything at the start
             time.sleep(0.05)
             second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(50_000) * rank], [c.unbind()], ("a",))
             first()
@@ -230,8 +230,8 @@ def test_a_rank_may_start_the_next_before_it_lands_what_others_have_landed(kind)
 
 @pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_map_that_is_started_gives_what_it_gives_when_run(kind, n):
-    """Over two dims, one that divides and one that does not; gathered into places that are given."""
+def test_started_map_gives_the_result_of_run(kind, n):
+    """Over two dims, one that divides and one that does not, and gathered into views."""
     layout = ((0, 2 * n), (1, 5))
     whole = [torch.arange(2.0 * n * 3).view(2 * n, 3), torch.arange(20.0).view(4, 5)]
 
@@ -241,9 +241,8 @@ def test_a_map_that_is_started_gives_what_it_gives_when_run(kind, n):
         mine = [x.split(gather.pieces(size), dim)[rank] for x, (dim, size) in zip(whole, layout, strict=True)]
         same(gather.run(mine), whole)
         into = [torch.zeros_like(x) for x in whole]
-        flight = gather.start(mine, into)
-        landed = flight()
-        assert all(x is y for x, y in zip(landed, into, strict=True))
+        results = gather.start(mine, into)()
+        assert all(x is y for x, y in zip(results, into, strict=True))
         same(into, whole)
         for got in (scatter.run(whole), scatter.start(whole)()):
             same(got, [n * x for x in mine])
@@ -252,9 +251,9 @@ def test_a_map_that_is_started_gives_what_it_gives_when_run(kind, n):
             m, xs = Sum(comm, ("a",), divisor), [x + rank for x in whole]
             want = [(n * x + sum(range(n))) / divisor for x in whole]
             same(m.run(xs), want)
-            same(xs, [x + rank for x in whole])  # lent
-            landed = m.start(xs)()
-            assert all(x is y for x, y in zip(landed, xs, strict=True))
+            same(xs, [x + rank for x in whole])  # not written to
+            results = m.start(xs)()
+            assert all(x is y for x, y in zip(results, xs, strict=True))
             same(xs, want)
 
     RUNS[kind]({"a": n})(f)
@@ -278,39 +277,39 @@ def zero_comm(n: int) -> tuple[Any, ZeroBackend]:
     return comm, backend
 
 
-def where(moved: list[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
-    """Each message: the other rank, and the memory, (address, bytes)."""
-    return sorted((r, x.data_ptr(), x.nbytes) for r, x in moved)
+def memory(messages: list[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
+    """List (the other rank, address, bytes) of each message."""
+    return sorted((r, x.data_ptr(), x.nbytes) for r, x in messages)
 
 
 def at(r: int, x: Tensor) -> tuple[int, int, int]:
     return r, x.data_ptr(), x.nbytes
 
 
-def test_what_is_large_moves_without_a_copy():
+def test_large_tensors_are_sent_and_received_without_a_copy():
     comm, backend = zero_comm(3)
     x, whole = torch.ones(40_000), torch.zeros(120_000)
     comm.gather([x], [whole.split(40_000)], ("a",))()
-    assert where(backend.sent) == sorted([at(0, x), at(2, x)])
-    assert where(backend.received) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
+    assert memory(backend.sent) == sorted([at(0, x), at(2, x)])
+    assert memory(backend.received) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
 
     comm, backend = zero_comm(3)
     (total,) = comm.scatter([whole.split(40_000)], ("a",))()
-    assert where(backend.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
-    assert at(0, total) in where(backend.received)  # the sum is made where the first part came
+    assert memory(backend.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
+    assert at(0, total) in memory(backend.received)  # the sum is computed in the first received part
 
     comm, backend = zero_comm(2)
     (total,) = comm.reduce([x], ("a",), fresh=True)()
-    assert (where(backend.sent), where(backend.received)) == ([at(0, x)], [at(0, total)])
+    assert (memory(backend.sent), memory(backend.received)) == ([at(0, x)], [at(0, total)])
 
     comm, backend = zero_comm(3)  # of three, each sums a third
     comm.reduce([whole], ("a",))()
     mine = whole[40_000:80_000]
-    assert where(backend.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:]), at(0, mine), at(2, mine)])
-    assert [m for m in where(backend.received) if m in (at(0, whole[:40_000]), at(2, whole[80_000:]))]
+    assert memory(backend.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:]), at(0, mine), at(2, mine)])
+    assert [m for m in memory(backend.received) if m in (at(0, whole[:40_000]), at(2, whole[80_000:]))]
 
 
-def test_what_is_small_goes_in_one_message_to_each_rank():
+def test_small_tensors_share_one_message_to_each_rank():
     small, large = [torch.ones(10, 3), torch.ones(()), torch.ones(0), torch.ones(100)], torch.ones(30_000)
     for start in (
         lambda comm, xs: comm.gather(xs, [[torch.empty(x.shape) for _ in range(3)] for x in xs], ("a",)),
@@ -318,17 +317,17 @@ def test_what_is_small_goes_in_one_message_to_each_rank():
     ):
         comm, backend = zero_comm(3)
         start(comm, [small[0], large, *small[1:]])()
-        sizes = [(r, size) for r, _, size in where(backend.sent)]
+        sizes = [(r, size) for r, _, size in memory(backend.sent)]
         assert sorted(sizes) == [(0, 4 * 131), (0, 4 * 30_000), (2, 4 * 131), (2, 4 * 30_000)]
-        assert sorted((r, size) for r, _, size in where(backend.received)) == sorted(sizes)
+        assert sorted((r, size) for r, _, size in memory(backend.received)) == sorted(sizes)
     comm, backend = zero_comm(3)
     comm.reduce(small, ("a",))()
-    assert [(r, size) for r, _, size in where(backend.sent)] == [(0, 4 * 131), (2, 4 * 131)]
+    assert [(r, size) for r, _, size in memory(backend.sent)] == [(0, 4 * 131), (2, 4 * 131)]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_nothing_is_sent_that_nobody_asked_for(n):
-    """(n-1)/n of the whole for a gather or a scatter, twice that for a sum; of uneven parts no padding."""
+def test_bytes_sent_by_gather_scatter_reduce_and_permute_are_the_least(n):
+    """A gather or a scatter sends (n-1)/n of the whole, a sum twice that, and uneven parts are not padded."""
     comm, backend = zero_comm(n)
     sizes = [30_000 + r for r in range(n)]
     whole = torch.ones(sum(sizes))
@@ -346,12 +345,12 @@ def test_nothing_is_sent_that_nobody_asked_for(n):
     assert count() == 0
 
 
-def test_a_flight_that_is_given_up_is_settled_before_the_next():
+def test_dropped_transfer_is_received_before_the_next_one_starts():
     comm, backend = zero_comm(2)
-    settled = []
-    backend.recv = lambda xs, of, tag: Work(lambda: settled.append(tag))  # type: ignore[method-assign]
-    flight = comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
-    del flight
-    assert settled == []
+    received = []
+    backend.recv = lambda xs, of, tag: Work(lambda: received.append(tag))  # type: ignore[method-assign]
+    pending = comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
+    del pending
+    assert received == []
     comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
-    assert len(settled) == 1
+    assert len(received) == 1

@@ -1,4 +1,4 @@
-"""Real ranks over gloo: the same answers as the simulated mesh, and an end to every rank when one fails."""
+"""Real ranks over gloo: the same results as a simulated mesh, and every rank ends when one fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.process
 
 
 def same_leaves(got: Any, want: Any, *, rtol: float = 0.0) -> None:
-    """Every leaf equal: bitwise and NaN-safe, or to rounding where sums are taken in another order."""
+    """Assert that every leaf is equal: bitwise with NaN equal, or to `rtol` if sums are in another order."""
     assert fs.tree.structure(got) == fs.tree.structure(want)
     for (path, a), b in zip(fs.tree.leaves_with_path(got), fs.tree.leaves(want), strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, p=path: f"{p}: {m}")
@@ -39,7 +39,7 @@ def same_leaves(got: Any, want: Any, *, rtol: float = 0.0) -> None:
 
 
 def opening_example(mesh: fs.Mesh, steps: int = 3) -> Any:
-    """The design's first page; what every step gives, from the initial values on."""
+    """Train the example of the design; return the initial values, and the parameters and loss of every step."""
 
     def init() -> Any:
         return {"up": fs.init.normal((64, 256), std=0.02), "down": fs.init.normal((256, 64), std=0.02)}
@@ -72,7 +72,7 @@ def opening_example_on_ranks(axes: dict[str, int]) -> Any:
 
 def test_opening_example_equals_the_simulated_mesh(ranks: Pool) -> None:
     one = opening_example(fs.make_mesh(data=1, model=1))
-    assert not torch.equal(one[0]["up"], one[-1][0]["up"])  # it moves
+    assert not torch.equal(one[0]["up"], one[-1][0]["up"])  # it is trained
     for axes in ({"data": 2, "model": 2}, {"data": 4, "model": 1}, {"model": 4, "data": 1}):
         want = opening_example(fs.make_mesh(kind="simulated", **axes))
         same_leaves(want, one, rtol=1e-5)
@@ -81,7 +81,7 @@ def test_opening_example_equals_the_simulated_mesh(ranks: Pool) -> None:
             same_leaves(got, want, rtol=1e-5)
 
 
-# --- placing, moving, fetching ------------------------------------------------------------------------------
+# --- device_put, reshard, device_get ------------------------------------------------------------------------------
 
 SPECS = [
     P(), P("a"), P("b"), P(None, "a"), P("a", "b"), P("b", "a"), P(("a", "b")), P(("b", "a")),
@@ -93,7 +93,7 @@ SHAPES = [
     (2, 3),
     (1, 7),
     (0, 3),
-]  # even; uneven; parts that are empty; nearly all; nothing at all
+]  # even; uneven; one empty part; three empty parts; no elements
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int8, torch.uint8,
     torch.int64, torch.complex64,
@@ -104,7 +104,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return (torch.arange(torch.Size(shape).numel()) % 7 - 2).view(shape).to(dtype)
 
 
-def is_placed(x: fs.Sharded, whole: Tensor, spec: P) -> None:
+def assert_placed(x: fs.Sharded, whole: Tensor, spec: P) -> None:
     rank = dist.get_rank()
     assert x.shape == tuple(whole.shape)
     assert x.spec.parts(x.ndim) == spec.parts(x.ndim)
@@ -114,7 +114,7 @@ def is_placed(x: fs.Sharded, whole: Tensor, spec: P) -> None:
     assert torch.equal(part, whole[x.box(rank)])
 
 
-def place_move_fetch() -> None:
+def put_reshard_get() -> None:
     mesh = fs.make_mesh(a=2, b=2)
     other = fs.make_mesh(b=4)
     rank = dist.get_rank()
@@ -124,9 +124,9 @@ def place_move_fetch() -> None:
     for shape, dtype, before, after in pairs:
         whole = values(shape, dtype)
         x = fs.device_put(whole, before, mesh)
-        is_placed(x, whole, before)
-        is_placed(fs.reshard(x, after), whole, after)
-        is_placed(x, whole, before)  # where it was, it still is
+        assert_placed(x, whole, before)
+        assert_placed(fs.reshard(x, after), whole, after)
+        assert_placed(x, whole, before)  # the argument is unchanged
     for shape, dtype, spec in [*itertools.product(SHAPES, DTYPES, SPECS), *(((), d, P()) for d in DTYPES)]:
         whole = values(shape, dtype)
         x = fs.device_put({"x": whole}, spec, mesh)
@@ -135,16 +135,16 @@ def place_move_fetch() -> None:
             got = fs.device_get(x, rank=to)["x"]
             assert torch.equal(got, whole) if rank == to else got is None
     # another grid of the same ranks, and back
-    for shape, spec, there in itertools.product(SHAPES, SPECS, (P(), P("b"), P(None, "b"))):
+    for shape, spec, new_spec in itertools.product(SHAPES, SPECS, (P(), P("b"), P(None, "b"))):
         whole = values(shape, torch.bfloat16)
-        x = fs.reshard(fs.device_put(whole, spec, mesh), there, other)
+        x = fs.reshard(fs.device_put(whole, spec, mesh), new_spec, other)
         assert x.mesh == other
-        is_placed(x, whole, there)
-        is_placed(fs.reshard(x, spec, mesh), whole, spec)
+        assert_placed(x, whole, new_spec)
+        assert_placed(fs.reshard(x, spec, mesh), whole, spec)
 
 
-def test_placed_leaves_keep_every_element_through_moves_and_back(ranks: Pool) -> None:
-    ranks(4, place_move_fetch)
+def test_put_reshard_and_get_keep_every_element(ranks: Pool) -> None:
+    ranks(4, put_reshard_get)
 
 
 def described() -> Any:
@@ -187,7 +187,7 @@ def placed_on_ranks() -> list[Any]:
     return [fs.device_get(trees), fs.tree.map(lambda x: x.shards[0], trees)]
 
 
-def test_materialize_fills_the_same_bits_as_the_simulated_mesh(ranks: Pool) -> None:
+def test_materialize_gives_the_bits_of_the_simulated_mesh(ranks: Pool) -> None:
     simulated = placed(fs.make_mesh(a=2, b=2, kind="simulated"))
     one = fs.materialize(described(), P(), fs.make_mesh(a=1), key=fs.key(7))
     for rank, (whole, shards) in enumerate(ranks(4, placed_on_ranks)):
@@ -212,16 +212,16 @@ def meshes() -> None:
         ),
         ({"data": -1, "model": 3}, "4 % 3 = 1\n  fix: choose sizes whose product is 4, or start 3 processes"),
     ):
-        given = ", ".join(f"{a}={n}" for a, n in axes.items())
+        sizes = ", ".join(f"{a}={n}" for a, n in axes.items())
         with pytest.raises(fs.ShardingError) as e:
             fs.make_mesh(**axes)
-        assert str(e.value) == f"make_mesh({given}): the axes do not make up the world size\n  world  4\n  {why}"
+        assert str(e.value) == f"make_mesh({sizes}): the axes do not make up the world size\n  world  4\n  {why}"
     for axes in ({"data": -1, "model": -1}, {"data": 0}, {}, {"data": -2}):
         with pytest.raises(fs.ShardingError, match="not the sizes of a mesh"):
             fs.make_mesh(**axes)
     with pytest.raises(fs.ShardingError, match="compile=True"):
         fs.shard_map(lambda: None, mesh=fs.make_mesh(data=2, kind="simulated"), out_specs=P(), compile=True)
-    # a simulated mesh still may be had where a process group is up
+    # a simulated mesh can be made while torch.distributed runs
     assert fs.make_mesh(kind="simulated", data=3).size == 3
 
 
@@ -239,17 +239,17 @@ def groups() -> None:
         check_flights(mesh.run, mesh.axes, tuple(a for a in axes if a != "one"), EVERY_DTYPE[2::3])
 
 
-def line() -> None:
+def single_axis() -> None:
     mesh = fs.make_mesh(x=4)
     check_values(mesh, ("x",))
     check_all(mesh, ("x",))
 
 
-def flights(n: int) -> None:
+def pending_transfers(n: int) -> None:
     mesh = fs.make_mesh(x=n)
     check_flights(mesh.run, mesh.axes, ("x",), EVERY_DTYPE if n == 2 else EVERY_DTYPE[::3])
     check_what_flights_note(mesh.run, mesh.axes, ("x",), here=1)
-    for _ in range(3):  # flights that every rank gives up do not stand in the way of others
+    for _ in range(3):  # transfers that every rank drops do not block others
         mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [[torch.empty(9)] * n], ("x",)) and None)
         mesh.run(lambda comm, rank: comm.reduce([torch.ones(50_000)], ("x",)) and None)
     check_flights(mesh.run, mesh.axes, ("x",), EVERY_DTYPE[:1])
@@ -261,16 +261,16 @@ def flights(n: int) -> None:
 
 def test_collectives_over_every_set_of_axes_in_every_order(ranks: Pool) -> None:
     ranks(4, groups, timeout=120)  # some 200 first calls, and each is checked
-    ranks(4, line)
-    ranks(4, flights, 4)
-    ranks(2, flights, 2)
+    ranks(4, single_axis)
+    ranks(4, pending_transfers, 4)
+    ranks(2, pending_transfers, 2)
 
 
-# --- what does not divide -----------------------------------------------------------------------------------
+# --- uneven dims -----------------------------------------------------------------------------------
 
 
 def uneven_training(mesh: fs.Mesh) -> Any:
-    """5 rows and 7 columns over 4 ranks: `unshard`, results of uneven shape, a gather that asks for sizes."""
+    """Train on 5 rows and 7 columns over 4 ranks, with uneven results and a gather that exchanges sizes."""
     specs = {"w": P(None, "data"), "b": P("data"), "scale": P()}
     described = {"w": fs.init.normal((3, 7)), "b": fs.init.zeros(7), "scale": fs.init.ones(())}
     params = fs.materialize(described, specs, mesh, key=fs.key(1))
@@ -285,7 +285,7 @@ def uneven_training(mesh: fs.Mesh) -> Any:
     def step(p: Any, x: Tensor) -> Any:
         (loss, y), grads = fs.value_and_grad(loss_fn, has_aux=True)(p, x)
         p = fs.tree.map(lambda w, g: w - 0.05 * g, p, grads)
-        whole = fs.all_gather(y, "data", to="invariant")  # sizes found out on the way
+        whole = fs.all_gather(y, "data", to="invariant")  # exchanges sizes
         return p, loss, y, torch.full((len(x),), len(x)), whole
 
     history = []
@@ -301,7 +301,7 @@ def uneven_on_ranks() -> Any:
     return uneven_training(fs.make_mesh(data=4))
 
 
-def test_sizes_that_do_not_divide(ranks: Pool) -> None:
+def test_training_with_uneven_dims_equals_other_meshes(ranks: Pool) -> None:
     want = uneven_training(fs.make_mesh(data=4, kind="simulated"))
     one = uneven_training(fs.make_mesh(data=1))
     counts = [h[1][2].tolist() for h in want]
@@ -322,7 +322,7 @@ def bad_results() -> None:
         fs.shard_map(lambda: torch.ones(2), mesh=mesh, out_specs=P("model"))()
 
 
-def test_meshes_and_results_that_do_not_fit_are_refused_on_every_rank(ranks: Pool) -> None:
+def test_wrong_meshes_and_results_are_errors_on_every_rank(ranks: Pool) -> None:
     ranks(4, meshes)
     ranks(2, bad_results)
 
@@ -369,7 +369,7 @@ def train(mesh: fs.Mesh, kind: str, compile: bool) -> Any:
 def compiled_and_eager() -> None:
     mesh = fs.make_mesh(data=2)
     counters = torch._dynamo.utils.counters
-    # The default backend compiles C++, which takes long: once. What dynamo makes of a step is checked on all.
+    # All kinds by a backend without code generation; one by inductor, which takes long to compile C++.
     for kind, backend in (
         ("data", "aot_eager"),
         ("tensor", "aot_eager"),
@@ -385,7 +385,7 @@ def compiled_and_eager() -> None:
         same_leaves(got, train(mesh, kind, compile=False), rtol=1e-5)
 
 
-def test_compiled_steps_equal_eager_ones_and_compile_once(ranks: Pool) -> None:
+def test_compiled_steps_equal_eager_steps_and_compile_once(ranks: Pool) -> None:
     ranks(2, compiled_and_eager, timeout=150)
     assert ranks(2, meshes_made_again, timeout=60) == [[[6.0, 10.0, 14.0]] * 3] * 2
 
@@ -405,7 +405,7 @@ rank = mesh.ranks[0]
 @fs.shard_map(mesh=mesh, in_specs=(P("data"),), out_specs=P())
 def step(x):
     if how == "raises" and rank == 1 and steps == 2:
-        raise ArithmeticError("rank 1 has had enough")
+        raise ArithmeticError("an error of rank 1")
     if how == "leaves" and rank == 1 and steps == 2:
         sys.exit(0)
     return fs.psum(x.sum(), "data")
@@ -418,15 +418,15 @@ print(f"rank {rank} has finished", flush=True)
 
 
 def environment() -> dict[str, str]:
-    """As a user's shell: this checkout importable, one compute thread, nothing of this run's own ranks."""
-    not_theirs = ("RANK", "WORLD", "LOCAL_", "MASTER_", "COV_", "PYTEST")
-    mine = {k: v for k, v in os.environ.items() if not k.startswith(not_theirs)}
+    """Environment of a user's shell: fshard importable, one compute thread, no variables of these tests' ranks."""
+    removed = ("RANK", "WORLD", "LOCAL_", "MASTER_", "COV_", "PYTEST")
+    mine = {k: v for k, v in os.environ.items() if not k.startswith(removed)}
     home = str(Path(fs.__file__).parents[1])
     return mine | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def start_ranks(script: Path, how: str) -> list[tuple[int, str, float]]:
-    """Two processes without an agent over them: each one's exit code, what it printed, and when it ended."""
+    """Run two processes without an agent; return the exit code, the output and the time of the end of each."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -452,21 +452,21 @@ def start_ranks(script: Path, how: str) -> list[tuple[int, str, float]]:
     return [(started[r].returncode, logs[r].read_text(), ended[r] - first) for r in range(2)]
 
 
-def test_a_rank_that_ends_ends_the_others_without_an_agent(tmp_path: Path) -> None:
+def test_end_of_one_rank_ends_the_others_without_an_agent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     for how, exits in (("raises", 1), ("leaves", 0)):
-        (code, waits, late), (own_code, own, _) = start_ranks(script, how)
+        (code, waits, delay), (own_code, own, _) = start_ranks(script, how)
         assert code == 1, waits
         assert own_code == exits, own
-        assert late < 10, f"the waiting rank took {late:.1f} s to end"
-        assert "rank 0: a collective broke off: another rank has failed, or left the program" in waits
+        assert delay < 10, f"the waiting rank took {delay:.1f} s to end"
+        assert "rank 0: a collective failed: another rank has failed, or has left the program" in waits
         assert "has finished" not in waits + own
-        assert own.count("ArithmeticError: rank 1 has had enough") == exits
+        assert own.count("ArithmeticError: an error of rank 1") == exits
         assert "ArithmeticError" not in waits
 
 
-def test_a_rank_that_raises_ends_a_job_under_torchrun(tmp_path: Path) -> None:
+def test_exception_of_one_rank_ends_a_job_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [
@@ -482,12 +482,12 @@ def test_a_rank_that_raises_ends_a_job_under_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "rank 0 is up" in done.stdout
-    assert "ArithmeticError: rank 1 has had enough" in done.stderr
+    assert "ArithmeticError: an error of rank 1" in done.stderr
     assert "has finished" not in done.stdout
 
 
-def impatient(store: str) -> float:
-    """Rank 3 never comes: the ranks that wait for it give up when the job's own timeout is over."""
+def wait_with_timeout(store: str) -> float:
+    """Leave rank 3 out of a collective: rank 1, which waits for it, fails after the timeout of the job."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     short = datetime.timedelta(seconds=2)
@@ -497,7 +497,7 @@ def impatient(store: str) -> float:
     run(torch.ones(4))
     start = time.monotonic()
     if rank == 1:  # waits for rank 3, in a group of just these two
-        with pytest.raises(fs.ShardingError, match="a collective broke off"):
+        with pytest.raises(fs.ShardingError, match="a collective failed"):
             run(torch.ones(4))
         Path(f"{store}.done").touch()
     while rank == 3 and not Path(f"{store}.done").exists() and time.monotonic() < start + 8:
@@ -505,15 +505,15 @@ def impatient(store: str) -> float:
     return time.monotonic() - start
 
 
-def test_a_rank_that_hangs_ends_the_wait_when_the_timeout_of_the_job_is_over(ranks: Pool, tmp_path: Path) -> None:
+def test_wait_for_a_rank_that_hangs_ends_after_the_timeout_of_the_job(ranks: Pool, tmp_path: Path) -> None:
     try:
-        waited = ranks(4, impatient, str(tmp_path / "store"))[1]
+        waited = ranks(4, wait_with_timeout, str(tmp_path / "store"))[1]
     finally:
-        ranks.end_teams()  # their groups are of this test alone
+        ranks.end_teams()  # their process groups have this test's timeout
     assert 1 < waited < 6
 
 
-def crashes(in_flight: bool) -> None:
+def crash(transfers_pending: bool) -> None:
     mesh = fs.make_mesh(data=2)
 
     @fs.shard_map(mesh=mesh, in_specs=(P("data"),), out_specs=P())
@@ -522,23 +522,23 @@ def crashes(in_flight: bool) -> None:
             os._exit(7)
         return fs.psum(x.sum(), "data")
 
-    def fly(comm: Any, rank: int) -> None:
-        flights = [comm.reduce([torch.ones(n)], ("data",)) for n in (10, 1_000_000)]
+    def start_and_crash(comm: Any, rank: int) -> None:
+        pending = [comm.reduce([torch.ones(n)], ("data",)) for n in (10, 1_000_000)]
         if rank == 1:
             os._exit(7)
-        for flight in flights:
-            flight()
+        for wait in pending:
+            wait()
 
-    if in_flight:
-        mesh.run(fly)
+    if transfers_pending:
+        mesh.run(start_and_crash)
     step(torch.ones(4))
 
 
-def test_a_rank_that_crashes_ends_the_others(ranks: Pool) -> None:
-    for in_flight in (False, True):
+def test_crash_of_one_rank_ends_the_others(ranks: Pool) -> None:
+    for transfers_pending in (False, True):
         start = time.monotonic()
         with pytest.raises(RanksError) as e:
-            ranks(2, crashes, in_flight)
-        assert "rank 0: a collective broke off: another rank has failed, or left the program" in str(e.value)
+            ranks(2, crash, transfers_pending)
+        assert "rank 0: a collective failed: another rank has failed, or has left the program" in str(e.value)
         assert "rank 1 of 2: the process is gone" in str(e.value)
         assert time.monotonic() - start < 10

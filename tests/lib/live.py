@@ -1,16 +1,16 @@
-"""Bytes that tensors hold while a program runs, on the thread that looks."""
+"""Bytes of the tensors that are alive while a program runs on this thread."""
 
 from __future__ import annotations
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
+from fshard._torch_compat import TorchDispatchMode, storage_id
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that were held at once by tensors made within; on one device, if that is named."""
+    """Peak of the bytes in tensors made within, on one device or on all."""
 
     def __init__(self, device=None):
         super().__init__()
@@ -19,13 +19,13 @@ class LiveBytes(TorchDispatchMode):
         self._live = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        old = {x.untyped_storage()._cdata for x in fs.tree.leaves([args, kwargs]) if isinstance(x, torch.Tensor)}
+        before = {storage_id(x) for x in fs.tree.leaves([args, kwargs]) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in fs.tree.leaves(out):
             if isinstance(x, torch.Tensor) and self.device in (None, x.device):
-                s = x.untyped_storage()
-                if s._cdata not in old:
-                    self._live[s._cdata] = (StorageWeakRef(s), s.nbytes())
-        self._live = {at: (ref, n) for at, (ref, n) in self._live.items() if not ref.expired()}
+                storage = x.untyped_storage()
+                if storage_id(x) not in before:
+                    self._live[storage_id(x)] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: (ref, n) for key, (ref, n) in self._live.items() if not ref.expired()}
         self.peak = max(self.peak, sum(n for _, n in self._live.values()))
         return out
