@@ -35,7 +35,7 @@ class Expression:
     def __init__(self, frame: FrameType) -> None:
         site = Site(frame.f_code, frame.f_lasti)
         first, last, start, end = site.columns
-        lines = text_of(site.file, frame.f_globals).encode().split(b"\n")
+        lines = text_of(site.file, frame.f_globals).encode().splitlines()
         if first is None or last is None or start is None or end is None or last > len(lines):
             raise LookupError
         code = b"\n".join([*lines[first - 1 : last - 1], lines[last - 1][:end]])[start:].decode()
@@ -47,10 +47,13 @@ class Expression:
         self._start = start - (len(self._code) - len(code)) // 2  # column of the parsed code
 
     def find(self, is_it: Callable[[object], bool], position: int | None = None) -> Any:
-        """Return the node of a tensor, or `None`; `position`, 0 or 1, is the side of an operator that it stands on."""
-        operator = isinstance(self.node, ast.BinOp) and position in (0, 1)
-        side = (self.node.left, self.node.right)[position or 0] if operator else None
-        return next((node for node in _parts(self.node) if is_it(self.value(node))), side)
+        """Return the node of a tensor, or `None` where its source is unknown or takes several lines.
+
+        `position` is that of the tensor among an operator's operands: 0 or 1.
+        """
+        sides = {0: self.node.left, 1: self.node.right} if isinstance(self.node, ast.BinOp) else {}
+        node = next((part for part in _parts(self.node) if is_it(self.value(part))), sides.get(position))
+        return node if node is not None and node.lineno == node.end_lineno else None
 
     def source(self, node: Any) -> str:
         """Return the source text of a node."""

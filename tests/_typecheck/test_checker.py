@@ -315,7 +315,9 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_of_each_rank_makes_no_one_value(name):
     f = NUMBERS[name]
-    with pytest.raises(ShardingError, match=r"a number that differs between its ranks|is not one value|a different part"):
+    with pytest.raises(
+        ShardingError, match=r"a number that differs between its ranks|is not one value|a different part"
+    ):
         mapped(lambda w: f(w, int(fs.axis_index("data"))), (P(),), P())(X)
 
 
