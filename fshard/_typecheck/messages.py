@@ -56,7 +56,7 @@ class Scene:
         def is_operand(x: object) -> bool:
             return isinstance(x, Tensor) and (unwrapped(x) is o.tensor or self.checker.info(x).root == o.info.root > 0)
 
-        return self.expression and self.expression.find(is_operand, self._positions.get(id(o.tensor)))
+        return self.expression and self.expression.find(is_operand, self._positions.get(id(o.tensor), -1))
 
     def known_name(self, o: Operand) -> str | None:
         """Return the source text of an operand, or its path among the arguments."""

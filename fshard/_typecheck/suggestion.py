@@ -46,10 +46,10 @@ class Expression:
         self._line = _without_comment(lines[first - 1]) if first == last and not stores else None
         self._start = start - (len(self._code) - len(code)) // 2  # column of the parsed code
 
-    def find(self, is_it: Callable[[object], bool], position: int | None = None) -> Any:
+    def find(self, is_it: Callable[[object], bool], position: int = -1) -> Any:
         """Return the node of a tensor, or `None` where its source is unknown or takes several lines.
 
-        `position` is that of the tensor among an operator's operands: 0 or 1.
+        `position` is that of the tensor among an operator's operands: 0 or 1, or -1 if unknown.
         """
         sides = {0: self.node.left, 1: self.node.right} if isinstance(self.node, ast.BinOp) else {}
         node = next((part for part in _parts(self.node) if is_it(self.value(part))), sides.get(position))

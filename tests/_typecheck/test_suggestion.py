@@ -70,7 +70,7 @@ def pvary(text: str) -> str:
     return f'fs.pvary({text}, "m")'
 
 
-def replaced(frame: FrameType, is_it: Any = is_x, position: int | None = None) -> tuple[str | None, str | None]:
+def replaced(frame: FrameType, is_it: Any = is_x, position: int = -1) -> tuple[str | None, str | None]:
     """The source text of a tensor, and the line with pvary of it."""
     expression = executing(frame)
     node = expression and expression.find(is_it, position)

@@ -187,7 +187,8 @@ class Apply:
                                     if isinstance(x, Tensor)))  # fmt: skip
         for kind, xs in leaves.items():
             for axis in sorted(varied):
-                still = [name for name, x in xs.items() if differentiable_dtype(x) and axis in watch.info(x).type.invariant]
+                still = [name for name, x in xs.items()
+                         if differentiable_dtype(x) and axis in watch.info(x).type.invariant]  # fmt: skip
                 if still:
                     rest = f" and {len(still) - 1} more" if len(still) > 1 else ""
                     what = f"in {self!r}, {kind}[{still[0]!r}]{rest} of its {kind} are invariant over {axis!r}"
