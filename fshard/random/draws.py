@@ -259,9 +259,9 @@ def _part(
     found = checker()
     if found is None:
         return draw(box, device)
-    with found.resting():
+    with found.paused():
         out = draw(box, device)
-    found.draw(out, f"random.{verb}", key, spec.axes)
+    found.set_draw_type(out, f"random.{verb}", key, spec.axes)
     return out
 
 
