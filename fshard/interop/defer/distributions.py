@@ -1,7 +1,7 @@
-"""The laws that constructors draw by: each fills any box from a key, and reads as torch's operation of its name.
+"""Distributions of torch's in-place draws: each fills any box of a tensor from a key.
 
-`normal`, `uniform` and `trunc_normal` are those of `random`. The others are made, in float64, of one uniform word
-w of 32 bits for each element, u = w / 2^32 and v = (w + 1/2) / 2^32:
+`normal`, `uniform` and `trunc_normal` are those of `fs.random`. The others are computed in float64 from one uniform
+32-bit word w for each element, with u = w / 2^32 and v = (w + 1/2) / 2^32:
 
     bernoulli(p)        u < p
     randint(low, high)  low + floor(u (high - low))
@@ -9,7 +9,7 @@ w of 32 bits for each element, u = w / 2^32 and v = (w + 1/2) / 2^32:
     log_normal(m, s)    exp of a normal
     cauchy(m, s)        m + s tan(pi (v - 1/2))
     geometric(p)        ceil(log(v) / log(1 - p)), at least 1
-    randperm            the order of the words of all elements
+    randperm            the order that sorts the words of all elements
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import Tensor
 from fshard import random
 from fshard.spec import Box, whole
 
-Fill = Callable[..., Tensor]
+Fill = Callable[..., Tensor]  # (key, shape, box, dtype, device, *parameters)
 
 
-def _words(key: Tensor, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+def _uniform(key: Tensor, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
     return random.uniform_box(key, shape, box, dtype=torch.float64, device=device)
 
 
-def _centred(key: Tensor, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
-    return _words(key, shape, box, device).add_(2.0**-33)
+def _uniform_centred(key: Tensor, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+    return _uniform(key, shape, box, device).add_(2.0**-33)
 
 
 def normal(
@@ -58,20 +58,20 @@ def trunc_normal(
 def bernoulli(
     key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, p: float
 ) -> Tensor:
-    return (_words(key, shape, box, device) < p).to(dtype)
+    return (_uniform(key, shape, box, device) < p).to(dtype)
 
 
 def randint(
     key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, low: int, high: int
 ) -> Tensor:
     n = high - low
-    return _words(key, shape, box, device).mul_(n).floor_().clamp_(max=n - 1).add_(low).to(dtype)
+    return _uniform(key, shape, box, device).mul_(n).floor_().clamp_(max=n - 1).add_(low).to(dtype)
 
 
 def exponential(
     key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, rate: float
 ) -> Tensor:
-    return _centred(key, shape, box, device).log_().div_(-rate).to(dtype)
+    return _uniform_centred(key, shape, box, device).log_().div_(-rate).to(dtype)
 
 
 def log_normal(
@@ -83,7 +83,7 @@ def log_normal(
 def cauchy(
     key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, median: float, sigma: float
 ) -> Tensor:
-    angle = _centred(key, shape, box, device).sub_(0.5).mul_(math.pi)
+    angle = _uniform_centred(key, shape, box, device).sub_(0.5).mul_(math.pi)
     return (angle.sin() / angle.cos()).mul_(sigma).add_(median).to(dtype)
 
 
@@ -92,17 +92,17 @@ def geometric(
 ) -> Tensor:
     if p >= 1:
         return torch.ones([s.stop - s.start for s in box], dtype=dtype, device=device)
-    return _centred(key, shape, box, device).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1).to(dtype)
+    return _uniform_centred(key, shape, box, device).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1).to(dtype)
 
 
 def randperm(key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _words(key, shape, whole(shape), device).argsort(stable=True)[box].to(dtype)
+    return _uniform(key, shape, whole(shape), device).argsort(stable=True)[box].to(dtype)
 
 
-LAWS: Mapping[str, Fill] = {
-    law.__name__: law
-    for law in (normal, uniform, trunc_normal, bernoulli, randint, exponential, log_normal, cauchy, geometric, randperm)
+DISTRIBUTIONS: Mapping[str, Fill] = {
+    f.__name__: f
+    for f in (normal, uniform, trunc_normal, bernoulli, randint, exponential, log_normal, cauchy, geometric, randperm)
 }
-WORDS = 1 << 32  # the most values that `randint` can tell apart
+MAX_RANDINT_RANGE = 1 << 32  # `randint` maps one 32-bit word to each value
 
-__all__ = ["LAWS", "WORDS"]
+__all__ = ["DISTRIBUTIONS", "MAX_RANDINT_RANGE"]
