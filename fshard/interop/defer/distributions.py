@@ -1,4 +1,4 @@
-"""Distributions of torch's in-place draws: each fills any box of a tensor from a key.
+"""Distributions of torch's draws: fill any box of a tensor from a key.
 
 `normal`, `uniform` and `trunc_normal` are those of `fs.random`. The others are computed in float64 from one uniform
 32-bit word w for each element, with u = w / 2^32 and v = (w + 1/2) / 2^32:
@@ -15,94 +15,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard import random
+from fshard.random import normal_box, trunc_normal_box, uniform_box
 from fshard.spec import Box, whole
 
-Fill = Callable[..., Tensor]  # (key, shape, box, dtype, device, *parameters)
-
-
-def _uniform(key: Tensor, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
-    return random.uniform_box(key, shape, box, dtype=torch.float64, device=device)
-
-
-def _uniform_centred(key: Tensor, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
-    return _uniform(key, shape, box, device).add_(2.0**-33)
-
-
-def normal(
-    key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device,
-    mean: float = 0.0, std: float = 1.0,
-) -> Tensor:  # fmt: skip
-    return random.normal_box(key, shape, box, mean=mean, std=std, dtype=dtype, device=device)
-
-
-def uniform(
-    key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device,
-    low: float = 0.0, high: float = 1.0,
-) -> Tensor:  # fmt: skip
-    return random.uniform_box(key, shape, box, low=low, high=high, dtype=dtype, device=device)
-
-
-def trunc_normal(
-    key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device,
-    mean: float, std: float, a: float, b: float,
-) -> Tensor:  # fmt: skip
-    return random.trunc_normal_box(key, shape, box, mean=mean, std=std, a=a, b=b, dtype=dtype, device=device)
-
-
-def bernoulli(
-    key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, p: float
-) -> Tensor:
-    return (_uniform(key, shape, box, device) < p).to(dtype)
-
-
-def randint(
-    key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, low: int, high: int
-) -> Tensor:
-    n = high - low
-    return _uniform(key, shape, box, device).mul_(n).floor_().clamp_(max=n - 1).add_(low).to(dtype)
-
-
-def exponential(
-    key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, rate: float
-) -> Tensor:
-    return _uniform_centred(key, shape, box, device).log_().div_(-rate).to(dtype)
-
-
-def log_normal(
-    key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, mean: float, std: float
-) -> Tensor:
-    return random.normal_box(key, shape, box, mean=mean, std=std, dtype=torch.float64, device=device).exp_().to(dtype)
-
-
-def cauchy(
-    key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, median: float, sigma: float
-) -> Tensor:
-    angle = _uniform_centred(key, shape, box, device).sub_(0.5).mul_(math.pi)
-    return (angle.sin() / angle.cos()).mul_(sigma).add_(median).to(dtype)
-
-
-def geometric(
-    key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device, p: float
-) -> Tensor:
-    if p >= 1:
-        return torch.ones([s.stop - s.start for s in box], dtype=dtype, device=device)
-    return _uniform_centred(key, shape, box, device).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1).to(dtype)
-
-
-def randperm(key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _uniform(key, shape, whole(shape), device).argsort(stable=True)[box].to(dtype)
-
-
-DISTRIBUTIONS: Mapping[str, Fill] = {
-    f.__name__: f
-    for f in (normal, uniform, trunc_normal, bernoulli, randint, exponential, log_normal, cauchy, geometric, randperm)
-}
 MAX_RANDINT_RANGE = 1 << 32  # `randint` maps one 32-bit word to each value
 
-__all__ = ["DISTRIBUTIONS", "MAX_RANDINT_RANGE"]
+
+def draw_box(
+    distribution: str, args: Sequence[float], key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Fill a box of a tensor of this shape."""
+    values: Any = (distribution, *args)
+    match values:
+        case "normal", mean, std:
+            return normal_box(key, shape, box, mean=mean, std=std, dtype=dtype, device=device)
+        case "uniform", low, high:
+            return uniform_box(key, shape, box, low=low, high=high, dtype=dtype, device=device)
+        case "trunc_normal", mean, std, a, b:
+            return trunc_normal_box(key, shape, box, mean=mean, std=std, a=a, b=b, dtype=dtype, device=device)
+        case "log_normal", mean, std:
+            x = normal_box(key, shape, box, mean=mean, std=std, dtype=torch.float64, device=device)
+            return x.exp_().to(dtype)
+        case ("randperm",):
+            words = uniform_box(key, shape, whole(shape), dtype=torch.float64, device=device)
+            return words.argsort(stable=True)[box].to(dtype)
+    x = uniform_box(key, shape, box, dtype=torch.float64, device=device)
+    half_word = 2.0**-33
+    match values:
+        case "bernoulli", p:
+            x = x < p
+        case "randint", low, high:
+            x.mul_(high - low).floor_().clamp_(max=high - low - 1).add_(low)
+        case "exponential", rate:
+            x.add_(half_word).log_().div_(-rate)
+        case "cauchy", median, sigma:
+            x.add_(half_word).sub_(0.5).mul_(math.pi)
+            x = (x.sin() / x.cos()).mul_(sigma).add_(median)
+        case "geometric", p if p >= 1:
+            x.fill_(1)
+        case "geometric", p:
+            x.add_(half_word).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1)
+        case _:
+            raise AssertionError(distribution)
+    return x.to(dtype)
+
+
+__all__ = ["MAX_RANDINT_RANGE", "draw_box"]

@@ -46,7 +46,7 @@ class Constant(Node):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Draw(Node):
-    """Random numbers of one of `DISTRIBUTIONS`. Every use of one object has the same numbers."""
+    """Random numbers of a distribution of `draw_box`. Every use of one object has the same numbers."""
 
     distribution: str
     args: tuple[float, ...]

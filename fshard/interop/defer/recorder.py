@@ -99,38 +99,39 @@ class RecordedStorage:
         found = self.region_of(x)
         if found is not None:
             return view(reshape(self.value, found[0]), found[1])
-        see = self._alias(x)
-        return Op(shape, x.dtype, Call("as_strided", lambda base: see(base)[1], (InputSlot(0),), {}, (self.value,)), 0)
+        alias = self._alias(x)
+        call = Call("as_strided", lambda base: alias(base)[1], (InputSlot(0),), {}, (self.value,))
+        return Op(shape, x.dtype, call, 0)
 
     def write(self, x: Tensor, value: Node) -> None:
         """Overwrite a tensor in this storage."""
-        old, found = self.value, self.region_of(x)
         if x.numel() == 0:
             return
+        old, found = self.value, self.region_of(x)
         if found is not None:
             self.value = reshape(graph.write(reshape(old, found[0]), found[1], value), old.shape)
             return
-        see = self._alias(x)
+        alias = self._alias(x)
 
         def put(base: Tensor, new: Tensor) -> Tensor:
-            copied, part = see(base)
+            base, part = alias(base)
             part.copy_(new)
-            return copied
+            return base
 
         call = Call("write as_strided", put, (InputSlot(0), InputSlot(1)), {}, (old, value))
         self.value = Op(old.shape, old.dtype, call, 0)
 
     def _alias(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Return a function from the whole value to (a copy of it, the part of this copy that `x` is)."""
-        shape, strides, old = tuple(x.shape), x.stride(), self.value
-        offset, dtype = x.storage_offset() - self.offset * old.dtype.itemsize // x.itemsize, x.dtype
+        """Return a function from the whole value to a copy of it, and the part of this copy that `x` is."""
+        dtype, shape, strides = x.dtype, tuple(x.shape), x.stride()
+        base_dtype, base_shape, base_strides = self.value.dtype, self.value.shape, self.strides
+        offset = int(x.storage_offset()) - self.offset * base_dtype.itemsize // dtype.itemsize
 
-        def see(base: Tensor) -> tuple[Tensor, Tensor]:
-            copied = torch.empty_strided(old.shape, self.strides, dtype=old.dtype).copy_(base)
-            part = torch.empty(0, dtype=dtype)
-            return copied, part.set_(copied.untyped_storage(), offset, shape, strides)
+        def alias(base: Tensor) -> tuple[Tensor, Tensor]:
+            copied = torch.empty_strided(base_shape, base_strides, dtype=base_dtype).copy_(base)
+            return copied, torch.empty(0, dtype=dtype).set_(copied.untyped_storage(), offset, shape, strides)
 
-        return see
+        return alias
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from torch import Tensor
 from fshard.errors import ShardingError, fail
 from fshard.spec import Box, box_shape, ends, inside, whole
 
-from .distributions import DISTRIBUTIONS
+from .distributions import draw_box
 from .graph import (
     Call,
     Cast,
@@ -125,8 +125,8 @@ class Replay:
             case Constant():
                 return node.tensor[box].to(self.device, copy=True)
             case Draw():
-                fill = DISTRIBUTIONS[node.distribution]
-                return fill(self.key_of(node), node.shape, box, node.dtype, self.device, *node.args)
+                key = self.key_of(node)
+                return draw_box(node.distribution, node.args, key, node.shape, box, node.dtype, self.device)
             case Cast():
                 return self.evaluate(node.source, box).to(node.dtype)
             case View():
