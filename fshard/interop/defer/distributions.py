@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fshard.random import normal_box, trunc_normal_box, uniform_box
-from fshard.spec import Box, whole
+from fshard.spec import Box, full_box
 
 MAX_RANDINT_RANGE = 1 << 32  # `randint` maps one 32-bit word to each value
 
@@ -44,7 +44,7 @@ def draw_box(
             x = normal_box(key, shape, box, mean=mean, std=std, dtype=torch.float64, device=device)
             return x.exp_().to(dtype)
         case ("randperm",):
-            words = uniform_box(key, shape, whole(shape), dtype=torch.float64, device=device)
+            words = uniform_box(key, shape, full_box(shape), dtype=torch.float64, device=device)
             return words.argsort(stable=True)[box].to(dtype)
     x = uniform_box(key, shape, box, dtype=torch.float64, device=device)
     half_word = 2.0**-33

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fshard._callsite import quote, site
 from fshard._torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, storage_id, without_dispatch
 from fshard.errors import ShardingError, fail
-from fshard.spec import whole
+from fshard.spec import full_box
 
 from . import graph
 from .aten_rules import AtenCall, drawn_value, fold_constant, new_value, overwriting_value
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise recording_error(f"{what} computes more than budget= in full", bytes=node.nbytes, budget=self.budget,
                                   fix="a larger budget=")  # fmt: skip
         with without_dispatch():
-            return Replay(node, _no_key, torch.device("cpu")).fill(whole(node.shape), node.dtype)
+            return Replay(node, _no_key, torch.device("cpu")).fill(full_box(node.shape), node.dtype)
 
     # --- operations -------------------------------------------------------------------------------------------
 

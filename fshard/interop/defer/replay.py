@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import ShardingError, fail
-from fshard.spec import Box, box_shape, ends, inside, whole
+from fshard.spec import Box, box_bounds, box_shape, full_box, relative_box
 
 from .distributions import draw_box
 from .graph import (
@@ -105,8 +105,8 @@ class Replay:
         if id(node) in self._partial:
             outer, x = self._partial[id(node)]
             if all(o.start <= i.start and i.stop <= o.stop for o, i in zip(outer, box, strict=True)):
-                return x[inside(box, outer)].clone()
-        key = id(node), ends(box)
+                return x[relative_box(box, outer)].clone()
+        key = id(node), box_bounds(box)
         if key not in self._cached:
             self._cached[key] = self._compute(node, box)
         return self._cached[key].clone()
@@ -147,7 +147,7 @@ class Replay:
 
     def _run_in_full(self, call: Call) -> list[Tensor]:
         if id(call) not in self._results:
-            self._results[id(call)] = call.run([self.evaluate(n, whole(n.shape)).contiguous() for n in call.inputs])
+            self._results[id(call)] = call.run([self.evaluate(n, full_box(n.shape)).contiguous() for n in call.inputs])
         return self._results[id(call)]
 
     def _reshape(self, node: Reshape, box: Box) -> Tensor:
@@ -160,7 +160,7 @@ class Replay:
             return self.evaluate(source, ()).reshape(box_shape(box))
         row = math.prod(source.shape[1:])
         rows = slice(first // row, last // row + 1)
-        flat = self.evaluate(source, (rows, *whole(source.shape[1:]))).reshape(-1)
+        flat = self.evaluate(source, (rows, *full_box(source.shape[1:]))).reshape(-1)
         return flat.as_strided(box_shape(box), strides, flat.storage_offset() + first - rows.start * row)
 
     def _write(self, node: Write, box: Box) -> Tensor:
@@ -170,7 +170,7 @@ class Replay:
         """
         writes: list[Write] = []
         base: Node = node
-        bounds = ends(box)
+        bounds = box_bounds(box)
         while isinstance(base, Write) and (base is node or (id(base), bounds) not in self._cached):
             writes.append(base)
             base = base.source

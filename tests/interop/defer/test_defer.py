@@ -20,7 +20,7 @@ from fshard import P, ShardingError
 from fshard.interop.defer import graph
 from fshard.interop.defer.constructor import Recorded, defer
 from fshard.interop.defer.replay import POINTWISE, Replay
-from fshard.spec import whole
+from fshard.spec import full_box
 
 CPU = torch.device("cpu")
 ONE = fs.make_mesh(one=1)
@@ -533,7 +533,7 @@ def test_overwritten_values_are_not_computed(monkeypatch):
     computed = []
     compute = Replay._compute
     monkeypatch.setattr(Replay, "_compute", lambda *args: (computed.append(type(args[1]).__name__), compute(*args))[1])
-    leaf.init.fill(fs.key(0), leaf.shape, whole(leaf.shape), leaf.dtype, CPU)
+    leaf.init.fill(fs.key(0), leaf.shape, full_box(leaf.shape), leaf.dtype, CPU)
     assert sorted(computed) == ["Draw", "Full", "Write"]
     computed.clear()
     leaf.init.fill(fs.key(0), leaf.shape, (slice(10, 20), slice(0, 21)), leaf.dtype, CPU)
@@ -546,7 +546,7 @@ def test_overwritten_values_are_not_computed(monkeypatch):
 def test_large_boxes_are_made_in_steps_of_bounded_size():
     big = (1500, 1 << 10)
     leaf = defer(lambda: made(lambda w: w.normal_().mul_(0.5), big))[1]["params"]["w"].to(torch.bfloat16)
-    made_ = leaf.init.fill(fs.key(0), leaf.shape, whole(big), torch.bfloat16, CPU)
+    made_ = leaf.init.fill(fs.key(0), leaf.shape, full_box(big), torch.bfloat16, CPU)
     part = leaf.init.fill(fs.key(0), leaf.shape, (slice(1000, 1100), slice(7, 900)), torch.bfloat16, CPU)
     same_bits(part, made_[1000:1100, 7:900])
 
