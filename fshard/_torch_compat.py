@@ -6,6 +6,7 @@ way; `tests/test_torch_compat.py` tests each on its own, and docs/torch.md lists
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,6 +79,13 @@ def version_of(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
+def replace_trunc_normal(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replace the function behind `torch.nn.init.trunc_normal_`, which no mode can intercept; return the former one."""
+    former: Callable[..., Tensor] = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = f
+    return former
+
+
 # --- kernels over lists of tensors ----------------------------------------------------------------------------
 
 foreach_copy_ = torch._foreach_copy_
@@ -110,6 +118,6 @@ __all__ = [
     "HigherOrderOperator", "TorchDispatchMode", "UnsupportedOperatorException", "backend_of", "below_autograd",
     "default_store", "disable_dynamo", "eager_transforms", "foreach_copy_", "foreach_div_", "foreach_norm",
     "functional_collectives", "fused_adamw_", "fused_sgd_", "get_unwrapped", "in_backward", "in_transform",
-    "is_batched", "is_grad_tracking", "is_wrapped", "register_process_group", "storage_id", "timeout_of", "unwrapped",
-    "version_of", "without_dispatch", "without_functorch", "without_modes",
+    "is_batched", "is_grad_tracking", "is_wrapped", "register_process_group", "replace_trunc_normal", "storage_id",
+    "timeout_of", "unwrapped", "version_of", "without_dispatch", "without_functorch", "without_modes",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard._torch_compat import without_dispatch
+from fshard._torch_compat import without_modes
 
 from .distributions import MAX_RANDINT_RANGE
 from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, map_nested, view, write
@@ -120,7 +120,7 @@ def fold_constant(node: Op) -> Node:
     numbers = [n for n in call.inputs if isinstance(n, Full)]
     if not numbers or len(numbers) < len(call.inputs) or not is_pointwise(node) or node.dtype.is_complex:
         return node
-    with without_dispatch(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         # Tensors of one element, with as many dims: numbers and tensors without dims promote differently.
         out = call.run([torch.full((1,) * len(n.shape), n.value, dtype=n.dtype) for n in numbers])[node.output]
     return Full(node.shape, node.dtype, out.to(node.dtype).item())

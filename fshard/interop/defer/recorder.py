@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fshard._callsite import quote, site
-from fshard._torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, storage_id, without_dispatch
+from fshard._torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    replace_trunc_normal,
+    storage_id,
+    without_modes,
+)
 from fshard.errors import ShardingError, fail
 from fshard.spec import full_box
 
@@ -159,7 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage is not None or isinstance(x, FakeTensor) or x.layout is not torch.strided or x.is_meta:
             what = "a tensor is on the meta device, sparse, a conjugate view, or of an operation that was not recorded"
             raise recording_error(what, fix=f"dense tensors that have values; or {EAGER}")
-        with without_dispatch(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             return constant(x.detach().clone())
 
     def write(self, x: Tensor, value: Node) -> None:
@@ -167,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._storage_of(x)
         if storage is None:  # a literal until now: record its storage as one row of numbers
             memory = x.untyped_storage()
-            with without_dispatch(), torch.no_grad():
+            with without_modes(), torch.no_grad():
                 row = x.detach().as_strided((memory.nbytes() // x.itemsize,), (1,), 0).clone()
             node = Constant(tuple(row.shape), row.dtype, row)
             storage = self._storages[storage_id(x)] = RecordedStorage(memory, node, (1,), 0)
@@ -189,7 +196,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if max(node.nbytes, bytes_in_full(node)) > self.budget:
             raise recording_error(f"{what} computes more than budget= in full", bytes=node.nbytes, budget=self.budget,
                                   fix="a larger budget=")  # fmt: skip
-        with without_dispatch():
+        with without_modes():
             return Replay(node, _no_key, torch.device("cpu")).fill(full_box(node.shape), node.dtype)
 
     # --- operations -------------------------------------------------------------------------------------------
@@ -203,7 +210,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = tensors_in((args, kwargs))
         is_draw = torch.Tag.nondeterministic_seeded in func.tags
         if tensors and not is_draw and not any(self.is_recorded(x) or isinstance(x, FakeTensor) for x in tensors):
-            with without_dispatch():
+            with without_modes():
                 return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None  # keys decide
@@ -224,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_view(self, op: AtenCall, source: Tensor) -> Any:
         if isinstance(source, FakeTensor):
             return _run(op)
-        with without_dispatch():  # a literal that was written to: its views are real, in the same storage
+        with without_modes():  # a literal that was written to: its views are real, in the same storage
             return op.func(*op.args, **op.kwargs)
 
     def _record_write(self, op: AtenCall, targets: Sequence[Tensor], is_draw: bool) -> Any:
@@ -285,7 +292,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         what = {"_local_scalar_dense": ".item()", "equal": "torch.equal()"}.get(op.name, f"{op.name}()")
         values = {id(x): self.value(x, what) for x in tensors_in((op.args, op.kwargs))}
         replace = lambda x: values[id(x)] if isinstance(x, Tensor) else x  # noqa: E731
-        with without_dispatch():
+        with without_modes():
             return op.func(*map_nested(op.args, replace), **map_nested(op.kwargs, replace))
 
 
@@ -384,33 +391,34 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     torch's truncated normal rejects and draws again, so it looks at numbers: here it is one draw, by inverse CDF.
     `module.half()` calls torch's `swap_tensors`, which fake tensors do not support: exchanging their data is enough.
     """
+
+    def recorded_trunc_normal_(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Tensor:
+        if not recorder.is_recorded(tensor):
+            return trunc_normal(tensor, mean, std, a, b, generator=generator)
+        args = (float(mean), float(std), float(a), float(b))
+        recorder.write(tensor, Draw(tuple(tensor.shape), tensor.dtype, "trunc_normal", args))
+        return tensor
+
+    def recorded_swap_tensors(x: Tensor, y: Tensor) -> None:
+        if not recorder.is_recorded(x) or not recorder.is_recorded(y):
+            swap_tensors(x, y)
+            return
+        requires_grad = x.requires_grad
+        with torch.no_grad():
+            x.data, y.data = y.data, x.data
+        x.requires_grad_(requires_grad)
+
     with _patch_lock:
-        trunc_normal: Callable[..., Tensor] = nn.init._no_grad_trunc_normal_
-        swap: Any = torch.utils.swap_tensors
-
-        def recorded_trunc_normal_(
-            tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
-        ) -> Tensor:
-            if not recorder.is_recorded(tensor):
-                return trunc_normal(tensor, mean, std, a, b, generator=generator)
-            args = (float(mean), float(std), float(a), float(b))
-            recorder.write(tensor, Draw(tuple(tensor.shape), tensor.dtype, "trunc_normal", args))
-            return tensor
-
-        def recorded_swap_tensors(x: Tensor, y: Tensor) -> None:
-            if not recorder.is_recorded(x) or not recorder.is_recorded(y):
-                swap(x, y)
-                return
-            requires_grad = x.requires_grad
-            with torch.no_grad():
-                x.data, y.data = y.data, x.data
-            x.requires_grad_(requires_grad)
-
-        nn.init._no_grad_trunc_normal_, torch.utils.swap_tensors = recorded_trunc_normal_, recorded_swap_tensors
+        swap_tensors: Any = torch.utils.swap_tensors
+        trunc_normal = replace_trunc_normal(recorded_trunc_normal_)
+        torch.utils.swap_tensors = recorded_swap_tensors
         try:
             yield
         finally:
-            nn.init._no_grad_trunc_normal_, torch.utils.swap_tensors = trunc_normal, swap
+            replace_trunc_normal(trunc_normal)
+            torch.utils.swap_tensors = swap_tensors
 
 
 __all__ = ["EAGER", "Recorder", "recording", "recording_error"]
