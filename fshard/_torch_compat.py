@@ -6,6 +6,7 @@ way; `tests/test_torch_compat.py` tests each on its own, and docs/torch.md lists
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,6 +84,13 @@ def version_of(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
+def replace_trunc_normal(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replace the function behind `torch.nn.init.trunc_normal_`, which no mode can intercept; return the former one."""
+    former: Callable[..., Tensor] = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = f
+    return former
+
+
 # --- kernels over lists of tensors ----------------------------------------------------------------------------
 
 foreach_copy_ = torch._foreach_copy_
@@ -108,8 +116,8 @@ def timeout_of(backend: Any) -> Any:
 __all__ = [
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "HigherOrderOperator", "TorchDispatchMode", "UnsupportedOperatorException", "backend_of", "below_autograd",
-    "disable_dynamo", "foreach_copy_", "foreach_div_", "foreach_norm",
-    "functional_collectives", "fused_adamw_", "fused_sgd_", "get_unwrapped", "in_backward", "in_transform",
-    "is_batched", "is_grad_tracking", "is_wrapped", "set_jvp_nesting", "storage_id", "timeout_of", "unwrapped",
-    "version_of", "without_dispatch", "without_functorch", "without_modes",
+    "disable_dynamo", "foreach_copy_", "foreach_div_", "foreach_norm", "functional_collectives", "fused_adamw_",
+    "fused_sgd_", "get_unwrapped", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_wrapped",
+    "replace_trunc_normal", "set_jvp_nesting", "storage_id", "timeout_of", "unwrapped", "version_of",
+    "without_dispatch", "without_functorch", "without_modes",
 ]  # fmt: skip
