@@ -159,7 +159,7 @@ class _ExpSums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, column: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, column: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, column, shift)
         ctx.save_for_forward(x, column, shift)
         blocks = _row_blocks(x, shift.dtype, shift.unsqueeze(-1))
@@ -167,7 +167,7 @@ class _ExpSums(torch.autograd.Function):
         return torch.cat(sums).view(shift.shape), _pick(x, column).to(shift.dtype)
 
     @staticmethod
-    def backward(ctx: Any, d_sum: Tensor, d_pick: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_sum: Tensor, d_pick: Tensor) -> tuple[Any, ...]:
         x, column, shift = ctx.saved_tensors
         d_sum, d_pick = d_sum.unsqueeze(-1), d_pick.unsqueeze(-1)
         if torch.is_grad_enabled():  # for a second derivative: operations that autograd can differentiate
@@ -181,7 +181,7 @@ class _ExpSums(torch.autograd.Function):
         return out, None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Tensor, _column: None, _shift: None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def jvp(ctx: Any, dx: Tensor, _column: None, _shift: None) -> tuple[Tensor, Tensor]:
         x, column, shift = ctx.saved_tensors
         return (_exp(x, shift) * dx).sum(-1), _pick(dx, column).to(shift.dtype)
 

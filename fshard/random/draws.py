@@ -37,7 +37,7 @@ from fshard._comm import checker, in_region
 from fshard._comm import region as current_region
 from fshard._torch_compat import without_functorch
 from fshard.errors import fail, raise_all
-from fshard.spec import Box, P, box_shape, local_box, problems, whole
+from fshard.spec import Box, P, box_shape, full_box, local_box, spec_errors
 
 from .keys import DRAW, key_words
 from .philox import M, Word, philox, philox_in_place
@@ -63,7 +63,7 @@ class _Distribution(NamedTuple):
 class _Runs(NamedTuple):
     """A box as runs of equal length, whose elements are contiguous in the global row-major order."""
 
-    count: int
+    number: int
     length: int
     base: int  # the global index of the box's first element
     outer: list[tuple[int, int]]  # (size, stride) of the dims outside the runs, at least one
@@ -141,10 +141,10 @@ def _fill(distribution: _Distribution, k: Sequence[int], runs: _Runs, out: Tenso
     threads = min(torch.get_num_threads(), 2 if runs.offset() is None else 4)  # a gather takes more memory
     blocks = _TILE_BLOCKS * threads if out.device.type == "cpu" else 1 << 20
     width = min(runs.length, 4 * blocks)
-    height = min(runs.count, max(1, blocks // runs.blocks(width)))
+    height = min(runs.number, max(1, blocks // runs.blocks(width)))
     scratch = torch.empty(5 * height * runs.blocks(width), dtype=torch.int64, device=out.device)
-    rows = out.view(runs.count, runs.length)
-    for top in range(0, runs.count, height):
+    rows = out.view(runs.number, runs.length)
+    for top in range(0, runs.number, height):
         for left in range(0, runs.length, width):
             _fill_tile(distribution, k, runs, (top, left), rows[top : top + height, left : left + width], scratch)
 
@@ -183,7 +183,7 @@ def _draw_out_of_place(
         return out
     runs, device = _Runs.of(shape, box), out.device
     k = [w.to(device) if isinstance(w, Tensor) else w for w in k]
-    start = runs.start(torch.arange(runs.count, device=device)[:, None])
+    start = runs.start(torch.arange(runs.number, device=device)[:, None])
     block = (start >> 2) + torch.arange(runs.blocks(runs.length), device=device)
     words = torch.stack(philox((block & M, block >> 32, 0, DRAW), k), -1).flatten(-2)
     words = runs.trim(words, start, runs.length)
@@ -282,9 +282,9 @@ def _local_box(
     if device is None and in_region():
         device = current_region().device
     if not spec.axes:
-        return whole(shape), device
+        return full_box(shape), device
     region = current_region(f"random.{verb} with spec={spec}")
-    raise_all(problems(f"random.{verb}", tuple(shape), spec, region.sizes))
+    raise_all(spec_errors(f"random.{verb}", tuple(shape), spec, region.sizes))
     return local_box(shape, spec, region.sizes, region.coords), device
 
 
