@@ -1,4 +1,4 @@
-"""Softmax cross-entropy, also of a vocabulary that is split over a mesh axis.
+"""Softmax cross-entropy, with the vocabulary on one device or split over a mesh axis.
 
 Legend: B batch, T time, V vocabulary; [V@axis] is a dim split over an axis; {V} varies over it, {I} does not.
 Source: Shoeybi et al., 2019, "Megatron-LM", for the split; torch.nn.functional.cross_entropy for the meaning.
@@ -32,17 +32,17 @@ def cross_entropy(
     weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
     reduction: Literal["none", "mean", "sum"] = "mean",
 ) -> Tensor:  # fmt: skip
-    """Softmax cross-entropy in nats: logits [..., V], integer targets [...] -> [], or [...].
+    """Compute softmax cross-entropy in nats: logits [..., V], integer targets [...] -> [], or [...].
 
-        with `axis`: logits [..., V@axis]{V}, targets {I} over it -> {I}: no rank sees another's logits
-        forward: one pmax and one psum, of one and of two numbers per target; backward: nothing moves
+        with `axis`: logits [..., V@axis]{V}, targets {I} over it -> {I}
+        cost: forward one pmax and one psum, of one and of two numbers per target; backward none
 
     Args:
         size: V, needed only where the axis does not divide it.
         over: axes the targets are split over (`"data"`): "mean" and "sum" are then over all of their ranks,
-            each target counted once also where the counts differ. This is one psum of two numbers.
+            each target counted once even if ranks have different numbers of them. This is one psum of two numbers.
         weight: [V], or [V@axis]: a constant for each class; the mean is a weighted one.
-        ignore_index: targets of this value count nothing. A mean over no targets is NaN, as in torch.
+        ignore_index: targets of this value are ignored. A mean over no targets is NaN, as in torch.
         label_smoothing: share of the target spread evenly over all classes.
         reduction: "none" gives one loss per target, 0 where ignored.
 
@@ -57,7 +57,7 @@ def cross_entropy(
     if reduction not in ("none", "mean", "sum"):
         raise fail(f"cross_entropy: reduction={reduction!r}", fix="'none', 'mean' or 'sum'")
     if not 0 <= label_smoothing <= 1:
-        raise fail(f"cross_entropy: label_smoothing={label_smoothing}", fix="a share, from 0 to 1")
+        raise fail(f"cross_entropy: label_smoothing={label_smoothing}", fix="0 <= label_smoothing <= 1")
     if targets.dtype not in (torch.int64, torch.int32, torch.uint8) or targets.shape != logits.shape[:-1]:
         raise fail("cross_entropy: targets must be one integer class for each row of logits",
                    logits=_describe(logits), targets=_describe(targets))  # fmt: skip

@@ -692,19 +692,19 @@ def test_compiled():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: nn.dropout(X, 1.0, key=KEY), "dropout: rate=1.0\n  fix: a share, of at least 0 and less than 1"),
-        (lambda: nn.dropout(X, -0.1, key=None), "dropout: rate=-0.1\n  fix: a share, of at least 0 and less than 1"),
+        (lambda: nn.dropout(X, 1.0, key=KEY), "dropout: rate=1.0\n  fix: 0 <= rate < 1"),
+        (lambda: nn.dropout(X, -0.1, key=None), "dropout: rate=-0.1\n  fix: 0 <= rate < 1"),
         (lambda: nn.attention(Q, K, V, rate=math.nan),
-         "attention: rate=nan\n  fix: a share, of at least 0 and less than 1"),
+         "attention: rate=nan\n  fix: 0 <= rate < 1"),
         (lambda: nn.dropout(X, 0.1, key=KEY, shape=(2, 5, 3)),
          ("dropout: x is not this rank's part of the global array\n"
          "  shape  [2, 5, 3]    spec  P()    part  [2, 5, 3]    x  [2, 5, 4]\n  fix: pass the global shape=")),
         (lambda: nn.attention(Q, K, V, causal=True, mask=BOOL),
-         "attention: causal=True and a mask\n  fix: put nn.causal_mask(T, S) into the mask"),
+         "attention: causal=True and a mask\n  fix: combine the mask with nn.causal_mask(T, S)"),
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), reduction="avg"),
          "cross_entropy: reduction='avg'\n  fix: 'none', 'mean' or 'sum'"),
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), label_smoothing=1.5),
-         "cross_entropy: label_smoothing=1.5\n  fix: a share, from 0 to 1"),
+         "cross_entropy: label_smoothing=1.5\n  fix: 0 <= label_smoothing <= 1"),
         (lambda: nn.cross_entropy(X, X),
          ("cross_entropy: targets must be one integer class for each row of logits\n"
          "  logits  f64[2, 5, 4]    targets  f64[2, 5, 4]")),
