@@ -210,7 +210,10 @@ def _temperature(stretch: float, scale: float) -> float:
 
 
 def _llama3(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
-    """Divide the frequencies of long waves, keep those of short waves, interpolate between. Source: Llama 3.1, Grattafiori et al., 2024."""
+    """Divide the frequencies of long waves, keep those of short waves, interpolate between.
+
+    Source: Llama 3.1, Grattafiori et al., 2024.
+    """
     rates = 1.0 / _powers(p["rope_theta"], r, device)
     factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
     original = p.get("original_max_position_embeddings") or longest

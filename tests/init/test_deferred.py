@@ -325,12 +325,12 @@ SIZES_FIX = "\n  fix: sizes are integers of 0 or more"
         (lambda: fs.init.zeros((2.0,)), f"Deferred: [2.0] is not a shape{SIZES_FIX}"),
         (
             lambda: fs.init.trunc_normal(3, a=1, b=1),
-            "trunc_normal: nothing lies between a=1 and b=1\n  fix: a < b",
+            "trunc_normal: the range from a=1 to b=1 is empty\n  fix: a < b",
         ),
-        (lambda: fs.init.orthogonal((3,)), "orthogonal: [3] is no matrix\n  fix: give two dims or more"),
+        (lambda: fs.init.orthogonal((3,)), "orthogonal: [3] is not a matrix\n  fix: two dims or more"),
         (
             lambda: fs.init.xavier_normal((3,)),
-            "a leaf of shape [3] has no fans\n  fix: give two dims or more, or use normal(std=...)",
+            "a leaf of shape [3] has no fans\n  fix: two dims or more, or normal(std=...)",
         ),
         (
             lambda: fs.init.kaiming_normal((3, 3), mode="fan"),

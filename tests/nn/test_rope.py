@@ -28,7 +28,8 @@ SCALINGS = {
     "yarn, tuned": {"rope_type": "yarn", "factor": 40, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7,
                     "mscale_all_dim": 1.0, "truncate": False, "original_max_position_embeddings": 32},
     "yarn, factor from the lengths": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32},
-    "yarn, attention factor": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3, "beta_fast": 1, "beta_slow": 1},
+    "yarn, attention factor": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3, "beta_fast": 1,
+                               "beta_slow": 1},
     "longrope": {"rope_type": "longrope", "long_factor": LONG, "short_factor": SHORT, "factor": 4.0,
                  "original_max_position_embeddings": 16},
     "longrope, factor from the lengths": {"rope_type": "longrope", "long_factor": LONG, "short_factor": SHORT,
@@ -42,8 +43,14 @@ SCALINGS = {
 
 def their_config(parameters, **kwargs):
     transformers = pytest.importorskip("transformers")
-    return transformers.LlamaConfig(hidden_size=96, num_attention_heads=4, head_dim=WIDTH,
-                                    max_position_embeddings=LONGEST, rope_parameters=dict(parameters), **kwargs)  # fmt: skip
+    return transformers.LlamaConfig(
+        hidden_size=96,
+        num_attention_heads=4,
+        head_dim=WIDTH,
+        max_position_embeddings=LONGEST,
+        rope_parameters=dict(parameters),
+        **kwargs,
+    )
 
 
 def theirs(parameters, **kwargs):
