@@ -35,7 +35,6 @@ from torch import Tensor
 
 from fshard._comm import checker, in_region
 from fshard._comm import region as current_region
-from fshard._torch_compat import without_functorch
 from fshard.errors import fail, raise_all
 from fshard.spec import Box, P, box_shape, full_box, local_box, spec_errors
 
@@ -127,13 +126,12 @@ def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, distribution: 
     k = key_words(f"random.{verb}", key)
     if isinstance(k[0], Tensor):
         return _draw_out_of_place(distribution, k, shape, box, device)
-    with without_functorch():  # a draw has no gradient, and its operations need no wrapper of torch.func
-        out = torch.empty(box_shape(box), dtype=distribution.dtype, device=device)
-        if type(out) is not Tensor:  # a fake tensor
-            return _draw_out_of_place(distribution, k, shape, box, device)
-        if out.numel():
-            _fill(distribution, k, _Runs.of(shape, box), out)
-        return out
+    out = torch.empty(box_shape(box), dtype=distribution.dtype, device=device)
+    if type(out) is not Tensor:  # a fake tensor
+        return _draw_out_of_place(distribution, k, shape, box, device)
+    if out.numel():
+        _fill(distribution, k, _Runs.of(shape, box), out)
+    return out
 
 
 def _fill(distribution: _Distribution, k: Sequence[int], runs: _Runs, out: Tensor) -> None:

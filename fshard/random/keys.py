@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard._comm import checker
-from fshard._torch_compat import assume_constant_result, without_functorch
+from fshard._torch_compat import assume_constant_result
 from fshard.errors import fail
 from fshard.spec import describe
 
@@ -100,8 +100,7 @@ def key_words(verb: str, key: Tensor) -> Sequence[Word]:
 
 def _key_tensor(words: Any, verb: str, *sources: Any) -> Tensor:
     """Make a key of Python ints that were computed from `sources`: the key varies over what they vary over."""
-    with without_functorch():  # keys have no gradient, and need no wrapper of torch.func
-        out = torch.tensor(words, device="cpu")
+    out = torch.tensor(words, device="cpu")
     types = checker()
     if types is not None:
         types.made(out, verb, of=sources)
