@@ -31,7 +31,7 @@ LAYERS = [
     "interop", "interop.window", "interop.graph", "interop.laws", "interop.evaluate", "interop.meaning",
     "interop.record", "interop.late", "interop.recording", "interop.functional", "interop.module",
     "interop.pattern", "interop.folder", "interop.weights", "interop.layout", "interop.export",
-    "models.config", "models.decoding", "models.stream",
+    "models.hf_files", "models.decoding", "models.transformer",
     "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert", "models", "interop.hf",
     "fshard",
     "recipes", "recipes.pretrain", "inspection", "__main__",

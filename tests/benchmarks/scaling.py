@@ -27,7 +27,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.models import gpt2
-from fshard.models.stream import Layout
+from fshard.models.transformer import Layout
 
 from .gpt import build
 from .init import interleaved, spread

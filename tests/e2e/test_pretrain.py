@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fshard import checkpoint, pmean
-from fshard.models import stream
+from fshard.models import transformer
 from fshard.recipes import pretrain
 
 TEXT = "\n".join(f"def f{i}(x, y={i}):\n    return x * {i} + y  # line {i * i}\n" for i in range(600))
@@ -176,7 +176,7 @@ def test_verify_compares_in_float32_what_trains_in_half_precision(text, tmp_path
 
 def mean_for_sum(monkeypatch):
     """A collective of the model by which no type changes: only the values tell."""
-    monkeypatch.setattr(stream, "psum", pmean)
+    monkeypatch.setattr(transformer, "psum", pmean)
 
 
 def test_verify_ends_a_run_of_a_wrong_model(text, tmp_path, monkeypatch):

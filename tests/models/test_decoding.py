@@ -36,7 +36,7 @@ def test_the_likeliest_is_the_first_of_those_that_tie(sizes):
 
     @fs.shard_map(mesh=fs.make_mesh(**sizes), in_specs=P("data", "model"), out_specs=P("data"))
     def run(x):
-        return decoding.likeliest(x, "model", 5)
+        return decoding.argmax(x, "model", 5)
 
     assert fs.device_get(run(logits)).tolist() == [1, 0, 0, 4]
 
@@ -54,8 +54,8 @@ def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
 
     @fs.shard_map(mesh=fs.make_mesh(data=2, model=2), in_specs=P("data", "model"), out_specs=P("data"))
     def run(x):
-        noise = decoding._gumbel(fs.key(0), x, (n, 5), P("data", "model"))
-        return decoding.likeliest(x / 0.5 + noise, "model", 5)
+        noise = decoding._gumbel_noise(fs.key(0), x, (n, 5), P("data", "model"))
+        return decoding.argmax(x / 0.5 + noise, "model", 5)
 
     got = fs.device_get(run(logits.expand(n, 5))).bincount(minlength=5) / n
     want = torch.softmax(logits / 0.5, 0)

@@ -103,7 +103,7 @@ def test_a_foreign_or_broken_folder_is_refused(tmp_path):
     with pytest.raises(ShardingError) as e:
         gpt2.load(tmp_path)
     assert str(e.value) == (
-        f"{tmp_path}/config.json: not a gpt2 as it is here\n  model_type: 'llama', not 'gpt2'\n"
+        f"{tmp_path}/config.json: not a supported gpt2\n  model_type: 'llama', not 'gpt2'\n"
         "  fix: use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))"
     )
     (tmp_path / "config.json").write_text(json.dumps({**config, "activation_function": "relu"}))

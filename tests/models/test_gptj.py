@@ -140,8 +140,8 @@ def test_dropout_leaves_the_scores_of_half_precision_in_float32(monkeypatch):
         seen.append((q.dtype, k.dtype, v.dtype))
         return original(q, k, v, *args, **kwargs)
 
-    original = gptj.attend
-    monkeypatch.setattr(gptj, "attend", attend)
+    original = gptj.causal_attention
+    monkeypatch.setattr(gptj, "causal_attention", attend)
     described = fs.tree.map(lambda d: d.to(torch.bfloat16), gptj.init(DROPS))
     for key, scores in ((fs.key(0), torch.float32), (None, torch.bfloat16)):
         mesh = fs.make_mesh(data=1)
@@ -192,7 +192,7 @@ def test_what_it_is_not_is_refused(tmp_path):
     with pytest.raises(ShardingError) as e:
         gptj.load(folder)
     wrong = "model_type: 'gpt_neo', not 'gptj'\n  activation_function: 'relu', not 'gelu_new'"
-    assert f"not a gptj as it is here\n  {wrong}\n  fix: " in str(e.value)
+    assert f"not a supported gptj\n  {wrong}\n  fix: " in str(e.value)
     (folder / "config.json").write_text(json.dumps({**given, "n_inner": 35}))
     with pytest.raises(ShardingError, match=r"'transformer.h.0.mlp.fc_in.weight' has another shape"):
         gptj.load(folder)

@@ -180,7 +180,7 @@ def test_what_is_no_llama_is_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
     with pytest.raises(ShardingError) as e:
         llama.load(folder)
-    assert str(e.value).startswith(f"{folder / 'config.json'}: not a llama as it is here\n  model_type: 'mistral'")
+    assert str(e.value).startswith(f"{folder / 'config.json'}: not a supported llama\n  model_type: 'mistral'")
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     with pytest.raises(ShardingError) as e:
         llama.load(folder)
@@ -197,11 +197,11 @@ llama.Config: the groups must divide the heads
   4 % 3 = 1"""),
     ({"hidden_act": "gelu"}, """\
 llama.Config: hidden_act='gelu'
-  fix: silu, which Llama has"""),
+  fix: silu, the activation of Llama"""),
     ({"rope_parameters": {"rope_theta": 10.0, "partial_rotary_factor": 0.5}}, """\
-llama.Config: Llama turns whole heads
+llama.Config: Llama rotates all dims of a head
   rope_parameters  {'rope_theta': 10.0, 'partial_rotary_factor': 0.5}
-  fix: no partial_rotary_factor"""),
+  fix: leave out partial_rotary_factor"""),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10.0}}, """\
 rope: linear needs ['factor']
   parameters  {'rope_type': 'linear', 'rope_theta': 10.0}"""),
