@@ -98,7 +98,7 @@ def known(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in ("one device", EVERYTHING, "uneven") else pytest.mark.slow)
+    [pytest.param(name, marks=[] if name in ("one device", EVERYTHING) else pytest.mark.slow)
      for name in LAYOUTS],
 )  # fmt: skip
 def test_states_logits_loss_and_gradients_equal_transformers(name, known):
@@ -204,7 +204,13 @@ def dropped():
 
 @pytest.mark.parametrize(
     ("name", "remat"),
-    [("data", False), ("both", False), ("model, sequence", True), (EVERYTHING, False), (EVERYTHING, True)],
+    [
+        *(
+            pytest.param(name, remat, marks=pytest.mark.slow)
+            for name, remat in (("data", False), ("both", False), ("model, sequence", True), (EVERYTHING, False))
+        ),
+        (EVERYTHING, True),
+    ],
 )
 def test_dropout_and_remat_do_not_depend_on_the_mesh(name, remat, dropped):
     loss, grads = loss_and_grads(DROPS, DRAWN, name, batch(), key=fs.key(3), remat=remat)
