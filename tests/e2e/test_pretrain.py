@@ -121,6 +121,7 @@ def stop_after(step, out, text, *flags):
         checkpoint.save = saved
 
 
+@pytest.mark.slow
 def test_remat_does_not_change_the_curve_and_bfloat16_hardly(text, one, tmp_path):
     assert_same_curve(run(tmp_path / "remat", text, "--remat", "--mesh", "data=2"), one)
     low = run(tmp_path / "bf16", text, "--dtype", "bfloat16")
