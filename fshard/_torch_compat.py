@@ -20,13 +20,11 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch._functorch import eager_transforms
-from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
