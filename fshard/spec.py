@@ -257,7 +257,7 @@ def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
         out = _tree.map_with_path(find, tree)
         errors += [
             fail(f"rules: {glob!r} matches no leaf", "(an earlier rule may take all it would match)",
-                 fix="remove or mend it")
+                 fix="remove or correct it")
             for glob in table
             if glob not in used
         ]  # fmt: skip

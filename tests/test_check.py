@@ -124,7 +124,7 @@ def test_text_of_a_program_that_needs_values():
     text = told(mapped(peeks, ins=(P(),), out=P()), torch.ones(3))
     line = inspect.getsourcelines(peeks)[1] + 1
     where = f"test_check.py:{line} in peeks"
-    assert text.startswith(f"{where}: there is no data on an abstract mesh, and this needs the value of a tensor: ")
+    assert text.startswith(f"{where}: an abstract mesh has no data, and this operation needs the value of a tensor: ")
     assert text.endswith('by fs.shard_map(..., check="always")')
 
 
@@ -210,7 +210,7 @@ def test_described_leaves_are_for_check_only():
 
 
 def test_only_what_shard_map_gives():
-    assert told(torch.sum, torch.ones(1)).endswith("fix: check what fs.shard_map gives")
+    assert told(torch.sum, torch.ones(1)).endswith("fix: check what fs.shard_map returns")
 
 
 def test_dropout_and_the_optimizer_run_without_data():

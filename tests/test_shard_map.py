@@ -281,7 +281,9 @@ def test_another_dtype_on_another_rank_is_an_error():
     message(mapped(lambda: torch.ones(2, dtype=kinds[int(fs.axis_index("a"))])))
 
 
-@pytest.mark.parametrize("value", [3, 2.5, "word", True, math.nan, object()], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value", [3, 2.5, "word", True, math.nan, object()], ids=["int", "float", "str", "bool", "nan", "object"]
+)
 def test_what_is_no_tensor_comes_back_as_it_is(value):
     got, x = mapped(lambda x: (value, x), ins=P("a"), out=(P(), P("a")))(torch.ones(2))
     assert got is value

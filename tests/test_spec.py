@@ -358,7 +358,7 @@ def test_text_of_unmatched_leaves_and_unused_rules():
         "  fix: add a rule, or '**': P() at the end\n"
         "rules: 'h.0.up' matches no leaf\n"
         "  (an earlier rule may take all it would match)\n"
-        "  fix: remove or mend it"
+        "  fix: remove or correct it"
     )
 
 

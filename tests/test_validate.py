@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from textwrap import dedent
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard._compare.replicas import digest
+from fshard._compare.digest import digest
 from fshard.validate import Validated, validate
 from tests.lib.processes import Pool
 
@@ -125,14 +126,14 @@ def test_every_element_that_is_not_finite_is_counted_once_and_the_first_is_named
         2 problems
         validate: tree['h'][0]['b'] is not finite in 1 of 3 elements
           leaf  f32[3]    mesh  data=2, model=3
-          1 NaN, the first at [1], on rank 0, 1, 2, 3, 4, 5: what memory holds that nothing has written
-          fix: write every element in the constructor, or mend the file it was read from
+          1 NaN, the first at [1], on rank 0, 1, 2, 3, 4, 5, as in memory that was never written
+          fix: write every element in the constructor, or repair the file it was read from
         validate: tree['h'][1]['w'] is not finite in 4 of 35 elements
           leaf  f32[5@data, 7@model]    mesh  data=2, model=3
-          3 NaN, the first at [1, 6], on rank 2, 4: what memory holds that nothing has written
+          3 NaN, the first at [1, 6], on rank 2, 4, as in memory that was never written
           1 infinite, the first at [2, 0], on rank 0
-          fix: write every element in the constructor, or mend the file it was read from
-               mend what made it; or, if infinities are meant here: allow_inf='h.*.w'
+          fix: write every element in the constructor, or repair the file it was read from
+               correct what made it; or, if infinities are meant here: allow_inf='h.*.w'
     """)
     assert "leaf  f32[3]    described as  zeros    mesh" in refused(params, described())
 
@@ -146,8 +147,8 @@ def test_every_floating_dtype_is_looked_at(dtype):
     for at in itertools.product(range(2), range(3)):
         x = torch.ones(2, 3)
         x[at] = NAN
-        assert f"1 NaN, the first at {list(at)}: what" in refused({"x": x.to(dtype)})
-        assert f"1 NaN, the first at {[at[1], at[0]]}: what" in refused({"x": x.to(dtype).T})
+        assert f"1 NaN, the first at {list(at)}, as in" in refused({"x": x.to(dtype)})
+        assert f"1 NaN, the first at {[at[1], at[0]]}, as in" in refused({"x": x.to(dtype).T})
     assert validate({"x": torch.ones(2, 3).to(dtype)}).finite == 1
 
 
@@ -159,13 +160,13 @@ def test_the_parts_of_a_complex_number_are_both_looked_at():
 
 
 def test_huge_leaves_are_read_in_chunks(monkeypatch):
-    monkeypatch.setattr("fshard.evidence.CHUNK", 8)
+    monkeypatch.setattr(sys.modules["fshard.validate"], "CHUNK", 8)
     for at in (0, 7, 8, 29):
         x = torch.zeros(5, 6)
         x.view(-1)[at] = x.view(-1)[29] = NAN
         n = 1 + (at != 29)
-        assert f"{n} NaN, the first at {[at // 6, at % 6]}: what" in refused(x)
-        assert f"{n} NaN, the first at {min([at % 6, at // 6], [5, 4])}: what" in refused(x.T)
+        assert f"{n} NaN, the first at {[at // 6, at % 6]}, as in" in refused(x)
+        assert f"{n} NaN, the first at {min([at % 6, at // 6], [5, 4])}, as in" in refused(x.T)
     largest = 0
 
     class Largest(TorchDispatchMode):
@@ -194,12 +195,12 @@ def test_infinities_are_allowed_by_glob_and_nan_is_not():
     assert refused(tree, allow_inf="**.mask") == text("""
         validate: tree['h'][0]['mask'] is not finite in 1 of 9 elements
           leaf  f32[3, 3]
-          1 NaN, the first at [2, 0]: what memory holds that nothing has written
-          fix: write every element in the constructor, or mend the file it was read from
+          1 NaN, the first at [2, 0], as in memory that was never written
+          fix: write every element in the constructor, or repair the file it was read from
     """)
     assert refused({"w": torch.ones(2)}, allow_inf=["**", "*.mask"]) == text("""
         validate: allow_inf='*.mask' matches no leaf
-          fix: remove or mend it
+          fix: remove or correct it
     """)
 
 
@@ -240,14 +241,14 @@ def test_what_has_no_values_is_named_with_its_reason():
           fix: fs.materialize its description on a mesh with ranks
         validate: tree[3]: f32[3] was donated to step, which may have overwritten it
           fix: use the value that call returned, or leave the argument out of donate=
-        validate: tree[4] has lost its storage: something has freed it
+        validate: tree[4] has no storage: something has freed it
           leaf  f32[4]
-          fix: fs.materialize its description, or keep what was freed
+          fix: fs.materialize its description, or do not free its storage
         validate: tree[5] is a P, not a leaf
           fix: a Sharded, a tensor or a number
-        validate: tree[6] is not laid out by its spec
+        validate: tree[6] is not placed as its spec says
           leaf  f32[4@data]    mesh  data=2
-          rank 1 holds f32[3], and its part is f32[2]
+          rank 1 has f32[3], and its part is f32[2]
           fix: make it with fs.materialize, fs.device_put or fs.from_callback
         validate: tree[7] is a lazy parameter: it has no shape yet
           fix: give its module all its sizes
@@ -259,7 +260,7 @@ def test_what_has_no_values_is_named_with_its_reason():
 
 def test_a_sparse_tensor_is_named():
     said = refused({"w": torch.eye(3).to_sparse()})
-    assert said.startswith("validate: tree['w'] is torch.sparse_coo, which has other elements than a leaf\n")
+    assert said.startswith("validate: tree['w'] is torch.sparse_coo, and a leaf must be strided\n")
 
 
 def test_it_is_called_outside_regions():
@@ -288,7 +289,7 @@ def test_what_is_missing_extra_or_of_another_shape_or_dtype_is_named():
           described  f32[] = ones
           fix: materialize the whole tree
         validate: tree['h'][2]['w'] is not described
-          fix: take it out, or describe it too
+          fix: remove it, or describe it too
         validate: tree['empty'] is f32[3, 0], and is described as f32[0, 3]
           fix: materialize it from its description
         validate: tree['ids'] is f32[4], and is described as i64[4]
@@ -305,12 +306,12 @@ def test_ties_that_are_lost_or_new_are_named():
     copies["d"] = fs.device_put(torch.ones(2, 2), P(), fs.make_mesh(data=2))
     assert refused(copies, like) == text("""
         validate: tree['d'] is another leaf than tree['a'], and is described as tied to it
-          two leaves, even of equal values, are updated and saved apart
+          two leaves, even of equal values, are updated and saved separately
           fix: put one object at both paths: tree['d'] = tree['a']
     """)
     assert refused({**tied, "c": tied["a"]}, like) == text("""
-        validate: tree['c'] is one leaf with tree['a'], and is not described so
-          whatever updates one of them changes both
+        validate: tree['c'] is one leaf with tree['a'], and is described as another
+          an update of one of them changes both
           fix: place a copy of it
     """)
     plain = torch.ones(2, 2)
@@ -331,7 +332,7 @@ def test_a_replica_that_differs_in_one_bit_is_named_on_every_mesh(axes):
         bits = x(params).shards[rank].view(-1).view(torch.int32)
         bits[-1] ^= 1 << 31 if name == "['h'][0]['b']" else 1  # 0.0 becomes -0.0, and 1 the next number
         told = refused(params)
-        assert told.startswith(f"validate: tree{name} is not one value: ranks of "), told
+        assert told.startswith(f"validate: tree{name} is not one value: it differs between ranks of "), told
         assert told.count("validate:") == 1
     assert validate(sound).leaves == 7
 
@@ -343,11 +344,11 @@ def test_a_replica_that_differs_is_shown_by_rank():
     zero, ids = shown(torch.zeros(2, dtype=torch.int64)), shown(torch.tensor([2, 3]))
     assert refused(params) == text(f"""
         2 problems
-        validate: tree['ids'] is not one value: ranks of 'model' hold different ones
+        validate: tree['ids'] is not one value: it differs between ranks of 'model'
           leaf  i64[4@data]    mesh  data=2, model=3
           model=0,1: digest {ids}    model=2: digest {zero}    (at data=1)
           fix: make it from one key or file on every rank, or name the axis in its spec
-        validate: tree['t'] is not one value: ranks of 'data' and 'model' hold different ones
+        validate: tree['t'] is not one value: it differs between ranks of 'data' and 'model'
           leaf  f32[]    mesh  data=2, model=3
           data=0: 1    data=1: 1.5    (at model=1)
           model=0,2: 1    model=1: 1.5    (at data=1)
@@ -390,22 +391,22 @@ def test_every_real_rank_raises_the_same_of_what_one_holds(ranks: Pool) -> None:
           as described  8, with 0 ties
     """)
     assert number.splitlines()[-4:] == [
-        "validate: tree['step'] is not alike on every rank", "  rank 0: 0", "  rank 1: 1",
+        "validate: tree['step'] is not the same on every rank", "  rank 0: 0", "  rank 1: 1",
         "  fix: make the same tree on every rank"]  # fmt: skip
     a, b, k0, k1 = map(shown, (torch.zeros(3), torch.tensor([-0.0, 0, 0]), fs.key(0), fs.key(1)))
     assert differing == text(f"""
         4 problems
         validate: tree['h'][0]['w'] is not finite in 1 of 35 elements
           leaf  f32[5@data, 7]    mesh  data=2
-          1 NaN, the first at [4, 2], on rank 1: what memory holds that nothing has written
-          fix: write every element in the constructor, or mend the file it was read from
-        validate: tree['h'][1]['b'] is not one value: ranks of 'data' hold different ones
+          1 NaN, the first at [4, 2], on rank 1, as in memory that was never written
+          fix: write every element in the constructor, or repair the file it was read from
+        validate: tree['h'][1]['b'] is not one value: it differs between ranks of 'data'
           leaf  f32[3]    mesh  data=2
           data=0: digest {a}    data=1: digest {b}
           fix: make it from one key or file on every rank, or name the axis in its spec
         validate: tree['ids']: i64[4@data] was donated to step, which may have overwritten it, on rank 1
           fix: use the value that call returned, or leave the argument out of donate=
-        validate: tree['key'] is not one value: ranks of 'data' hold different ones
+        validate: tree['key'] is not one value: it differs between ranks of 'data'
           leaf  i64[2]    mesh  data=2
           data=0: digest {k0}    data=1: digest {k1}
           fix: make it from one key or file on every rank, or name the axis in its spec
@@ -415,7 +416,7 @@ def test_every_real_rank_raises_the_same_of_what_one_holds(ranks: Pool) -> None:
         validate: tree['b'] is only described, on rank 0
           leaf  f32[1] = ones
           fix: fs.materialize(tree, specs, mesh, key=key)
-        validate: tree['b'] is not alike on every rank
+        validate: tree['b'] is not the same on every rank
           rank 0: f32[1] = ones
           rank 1: nothing
           fix: make the same tree on every rank

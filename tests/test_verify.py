@@ -51,7 +51,7 @@ def test_a_total_summed_again_is_n_times_too_large(mesh):
         "verify: result['loss'] of f changes with the mesh: collapsing 'data' gives another answer\n"
         "  largest error 8, of 16 against 8\n"
         "  every value is 2 times what it should be\n"
-        "  2 is the size of data: a psum of what is a total already, or where a mean was meant"
+        "  2 is the size of data: a psum of a value that is already a total, or where a mean was meant"
     )
 
 
@@ -110,7 +110,7 @@ def test_tolerances(mesh):
 
 
 def test_only_what_shard_map_gives(mesh):
-    assert told(torch.sum, torch.ones(1)).endswith("fix: verify what fs.shard_map gives")
+    assert told(torch.sum, torch.ones(1)).endswith("fix: verify what fs.shard_map returns")
 
 
 def test_a_mesh_of_one_rank_has_nothing_to_collapse():
@@ -148,15 +148,15 @@ def test_many_leaves_are_told_by_ratio_then_by_size_and_the_rest_named(mesh):
         "  result['w1']\n"
         "    largest error 2.5, of 5 against 2.5, at [1]\n"
         "    every value is 2 times what it should be\n"
-        "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
+        "    2 is the size of data: a psum of a value that is already a total, or where a mean was meant\n"
         "  result['w2']\n"
         "    largest error 5, of 10 against 5, at [1]\n"
         "    every value is 2 times what it should be\n"
-        "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
+        "    2 is the size of data: a psum of a value that is already a total, or where a mean was meant\n"
         "  result['w3']\n"
         "    largest error 7.5, of 15 against 7.5, at [1]\n"
         "    every value is 2 times what it should be\n"
-        "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
+        "    2 is the size of data: a psum of a value that is already a total, or where a mean was meant\n"
         "  result['z4']\n"
         "    largest error 6.9, of 6.95534 against 13.8384, at [1]\n"
         "    no constant ratio\n"
@@ -185,7 +185,7 @@ def size(a):
         (lambda x: x * size("model") ** 2, ["every value is 16 times", "16 is the square of 4, the size of model"]),
         (lambda x: x / size("model") ** 2, ["every value is 0.0625 times", "1/16, the square of 4"]),
         (lambda x: fs.psum(x.square().sum(), "data").sqrt(), ["every value is 1.414 times", "the square root of 2"]),
-        (lambda x: x * (size("data") == 1), ["every value is 0 times", "is lost on the way"]),
+        (lambda x: x * (size("data") == 1), ["every value is 0 times", "is missing"]),
         (lambda x: x * (size("data") > 1), ["every value should be 0"]),
         (lambda x: x * (1 + 0.3 * (size("data") > 1)), ["every value is 1.3 times what it should be"]),
         (lambda x: torch.cat([x[:3], x[3:] * size("data")]),
@@ -331,11 +331,11 @@ def test_replicas_that_differ_are_not_one_value(mesh):
 
     text = told(mapped(mesh, f, (P("data"),), {"x": P("data"), "n": P()}), torch.ones(4))
     assert text == (
-        "verify: f: result['n'] is not one value: ranks of 'model' hold different ones\n"
+        "verify: f: result['n'] is not one value: it differs between ranks of 'model'\n"
         "  spec  P()\n"
         "  they differ by up to 1\n"
         "  fix: psum or pmean it over 'model', or name 'model' in its out spec; look for a Python number\n"
-        "       or branch of a rank's own, which no type sees"
+        "       or a branch that depends on the rank, which the checker cannot see"
     )
 
 

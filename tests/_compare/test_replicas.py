@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard._compare.replicas import check_replicas, digest
+from fshard._compare import check_replicas
+from fshard._compare.digest import digest
 from tests.lib.processes import Pool
 
 CHUNK = 1 << 15  # words of 4 bytes
@@ -203,7 +204,7 @@ def at(*axes: str) -> int:
 
 
 CAUSE = (
-    "  a Python number that depends on the rank does this, a kernel that is not deterministic, or a draw from "
+    "  usual causes: a Python number that depends on the rank, a kernel that is not deterministic, a draw from "
     "torch's own generator\n"
 )
 
