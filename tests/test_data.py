@@ -300,7 +300,7 @@ ERRORS = {
     "permute size": (lambda: data.permute(KEY, [0], size=0), "permute: size=0\n  fix: a size from 1 to 2^62"),
     "permute positions": (
         lambda: data.permute(KEY, [3, -1, 12], size=10),
-        "permute: positions outside of range(10)\n  they go from -1 to 12\n  fix: 0 <= position < size",
+        "permute: positions outside range(10)\n  they range from -1 to 12\n  fix: 0 <= position < size",
     ),
     "permute floats": (
         lambda: data.permute(KEY, torch.zeros(2), size=10),
@@ -337,16 +337,16 @@ ERRORS = {
         lambda: load(lambda i: {"a": 1.0, "b": np.array(["x"] * len(i)), "c": IMAGES[i]}),
         (
             "2 problems\n"
-            "load: batch['a']: fetch gave a float\n  fix: return tensors or numpy arrays, or a tree of them\n"
-            "load: batch['b']: fetch gave an array of <U1\n  fix: return numbers"
+            "load: batch['a']: fetch returned a float\n  fix: return tensors or numpy arrays, or a tree of them\n"
+            "load: batch['b']: fetch returned an array of <U1\n  fix: return numbers"
         ),
     ),
     "load wrong rows": (
         lambda: load(lambda i: {"x": IMAGES[:3], "n": torch.tensor(2)}),
         (
             "2 problems\n"
-            "load: batch['n']: fetch gave i64[] for 2 examples\n  fix: return a row for each, in dim 0\n"
-            "load: batch['x']: fetch gave f32[3, 3, 4] for 2 examples\n  fix: return a row for each, in dim 0"
+            "load: batch['n']: fetch returned i64[] for 2 examples\n  fix: return a row for each, in dim 0\n"
+            "load: batch['x']: fetch returned f32[3, 3, 4] for 2 examples\n  fix: return a row for each, in dim 0"
         ),
     ),
     "load ragged": (
@@ -359,7 +359,7 @@ ERRORS = {
     "load other trees": (
         lambda: load(lambda i: {"x": IMAGES[i]} if i[0] else {"y": IMAGES[i]}),
         (
-            "load: fetch gave another tree for other rows\n  PyTreeSpec({'y': *})\n  PyTreeSpec({'x': *})\n"
+            "load: fetch returned another tree for other rows\n  PyTreeSpec({'y': *})\n  PyTreeSpec({'x': *})\n"
             "  fix: return the same keys for any rows"
         ),
     ),

@@ -154,7 +154,7 @@ def test_texts_of_what_cannot_be_put():
     assert message(fs.device_put, {"p": placed, "d": fs.init.zeros(2), "s": "word"}, P(), mesh) == (
         "3 problems\n"
         "device_put: tree['d']: cannot place a Deferred\n"
-        "  fix: fs.materialize makes described leaves\n"
+        "  fix: fs.materialize places described leaves\n"
         "device_put: tree['p']: cannot place a Sharded\n"
         "  fix: fs.reshard(tree, specs) moves placed leaves\n"
         "device_put: tree['s']: cannot place a str\n"
@@ -255,13 +255,13 @@ def test_a_view_from_the_callback_is_copied():
 def test_texts_of_a_wrong_callback():
     mesh = fs.make_mesh(a=2, b=2)
     assert message(fs.from_callback, (4, 6), P("a", "b"), mesh, lambda box: torch.zeros(4, 6)) == (
-        "from_callback: the callback gave [4, 6] for rank 0\n"
+        "from_callback: the callback returned [4, 6] for rank 0\n"
         "  slices  ['0:2', '0:3']\n"
         "  fix: return the elements of the slices it is called with: [2, 3]"
     )
     last = lambda box: [1.0] if box[0].start else torch.zeros(2)  # noqa: E731
     assert message(fs.from_callback, (4,), P("a"), mesh, last) == (
-        "from_callback: the callback gave a list for rank 2\n"
+        "from_callback: the callback returned a list for rank 2\n"
         "  slices  ['2:4']\n"
         "  fix: return the elements of the slices it is called with: [2]"
     )

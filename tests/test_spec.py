@@ -91,7 +91,7 @@ def test_repr_pickle_and_copies(spec, shown):
 
 
 def test_a_spec_never_changes():
-    with pytest.raises(AttributeError, match="a P never changes: make another"):
+    with pytest.raises(AttributeError, match="a P is immutable: make another"):
         P("a").entries = ()
     with pytest.raises(AttributeError):
         P("a").more = 1
@@ -150,7 +150,7 @@ def test_text_of_an_entry_that_is_no_axis(entry):
 
 
 def test_text_of_two_ellipses():
-    assert message(P, ..., "a", ...) == "P: '...' may stand once\n  fix: keep one '...'"
+    assert message(P, ..., "a", ...) == "P: '...' may be used once\n  fix: keep one '...'"
 
 
 def test_text_of_a_spec_with_too_many_dims():
@@ -357,7 +357,7 @@ def test_text_of_unmatched_leaves_and_unused_rules():
         "rules: no rule matches 'ln.scale'\n"
         "  fix: add a rule, or '**': P() at the end\n"
         "rules: 'h.0.up' matches no leaf\n"
-        "  (an earlier rule may take all it would match)\n"
+        "  (an earlier rule may match all of its leaves)\n"
         "  fix: remove or correct it"
     )
 
