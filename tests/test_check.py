@@ -48,34 +48,34 @@ def error_text(f, *args):
 def test_check_takes_deferred_arguments_and_an_abstract_mesh():
     mesh = fs.make_mesh(kind="abstract", data=256, model=8)
     assert repr(mesh) == "Mesh(data=256, model=8; abstract, 2048 x cpu)"
-    found = fs.check(mapped(mesh=mesh), init(), fs.init.zeros((1024, 16)))
-    params, loss = found.result
+    checked = fs.check(mapped(mesh=mesh), init(), fs.init.zeros((1024, 16)))
+    params, loss = checked.result
     assert repr(params) == "{'up': f32[16, 64@model], 'down': f32[64@model, 16]}"
     assert repr(loss) == "f32[]"
     assert params["up"].shape == (16, 64)
-    assert {x.device.type for leaf in fs.tree.leaves(found.result) for x in leaf.shards} == {"meta"}
+    assert {x.device.type for leaf in fs.tree.leaves(checked.result) for x in leaf.shards} == {"meta"}
 
 
 def test_check_takes_placed_and_plain_arguments_and_does_not_run_or_donate():
     mesh = fs.make_mesh(data=2, model=2)
     params = fs.materialize(init(), SPECS, mesh, key=fs.key(0))
     before = fs.device_get(params)
-    found = fs.check(mapped(mesh=mesh, donate=0), params, torch.randn(4, 16))
-    assert found.mesh == {"data": 2, "model": 2}
+    checked = fs.check(mapped(mesh=mesh, donate=0), params, torch.randn(4, 16))
+    assert checked.mesh == {"data": 2, "model": 2}
     for a, b in zip(fs.tree.leaves(before), fs.tree.leaves(fs.device_get(params)), strict=True):
         assert torch.equal(a, b)  # neither run nor donated
 
 
 def test_each_collective_is_recorded_with_its_line_and_phase():
-    found = fs.check(mapped(mesh=fs.make_mesh(data=2, model=4)), init(), fs.init.zeros((8, 16)))
+    checked = fs.check(mapped(mesh=fs.make_mesh(data=2, model=4)), init(), fs.init.zeros((8, 16)))
     first = inspect.getsourcelines(loss_fn)[1]
-    rows = [(t.op, t.axes, t.bytes, t.where.line - first, t.phase) for t in found.transfers]
+    rows = [(t.op, t.axes, t.bytes, t.where.line - first, t.phase) for t in checked.transfers]
     assert rows == [
         ("all_reduce", ("model",), 4 * 16 * 4, 3, "forward"),
         ("all_reduce", ("data",), 4, 4, "forward"),
         ("all_reduce", ("data",), 2 * 16 * 16 * 4, 1, "backward"),
     ]
-    assert all(t.dtype == torch.float32 and t.where.function == "loss_fn" for t in found.transfers)
+    assert all(t.dtype == torch.float32 and t.where.function == "loss_fn" for t in checked.transfers)
 
 
 def test_recorded_transfers_equal_those_of_a_run():
@@ -225,8 +225,8 @@ def test_dropout_and_the_optimizer_run_without_data():
 
     f = mapped(train, ins=(SPECS, opt.specs(SPECS), P("data"), P()), out=(SPECS, opt.specs(SPECS), P()), donate=(0, 1))
     params = init()
-    found = fs.check(f, params, opt.init(params), fs.init.zeros((8, 16)), fs.key(0))
-    assert fs.tree.structure(found.result[1]) == fs.tree.structure(opt.init(params))
+    checked = fs.check(f, params, opt.init(params), fs.init.zeros((8, 16)), fs.key(0))
+    assert fs.tree.structure(checked.result[1]) == fs.tree.structure(opt.init(params))
 
 
 def test_compiled_function_is_checked_before_it_is_compiled():
@@ -299,7 +299,7 @@ sys.exit("torch._dynamo" in sys.modules)
 def on_ranks():
     """Return the message of every wrong program on one rank; no rank may wait for another."""
     mesh = fs.make_mesh(data=2, model=2)
-    found = {}
+    outcomes = {}
     programs = {
         "right": lambda x: fs.psum(x.sum(), "data"),
         "result": lambda x: x.sum(),
@@ -314,15 +314,15 @@ def on_ranks():
         try:
             for _ in range(2):
                 step(torch.ones(4, 3))
-            found[name] = "passed"
+            outcomes[name] = "passed"
         except ShardingError as e:
-            found[name] = str(e)
+            outcomes[name] = str(e)
     compiled = fs.shard_map(programs["result"], mesh=mesh, in_specs=(P("data"),), out_specs=P(), compile=True)
     try:  # before anything is compiled
         compiled(torch.ones(4, 3))
     except ShardingError as e:
-        found["compiled"] = str(e)
-    return found
+        outcomes["compiled"] = str(e)
+    return outcomes
 
 
 @pytest.mark.process

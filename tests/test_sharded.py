@@ -39,11 +39,11 @@ ONE = fs.make_mesh(one=1)
 
 def specs_for(ndim, axes):
     """Return every spec that gives each axis a dim or none, in both orders of the axes."""
-    found = set()
+    specs = set()
     for names in (tuple(axes), tuple(axes)[::-1]):
         for dims in itertools.product(range(-1, ndim), repeat=len(names)):
-            found.add(P(*[tuple(a for a, d in zip(names, dims, strict=True) if d == dim) for dim in range(ndim)]))
-    return sorted(found, key=repr)
+            specs.add(P(*[tuple(a for a, d in zip(names, dims, strict=True) if d == dim) for dim in range(ndim)]))
+    return sorted(specs, key=repr)
 
 
 def numbered(*shape, dtype=torch.float32):
@@ -231,17 +231,17 @@ def test_error_text_of_a_donated_leaf():
 def test_callback_is_called_once_for_each_part(axes, shape):
     mesh, x = fs.make_mesh(**axes), numbered(*shape)
     for spec in specs_for(len(shape), axes):
-        asked = []
+        requested = []
 
-        def part(box, asked=asked):
-            asked.append(tuple((s.start, s.stop) for s in box))
+        def part(box, requested=requested):
+            requested.append(tuple((s.start, s.stop) for s in box))
             assert all(type(s) is slice and s.step is None for s in box)
             return x[box].clone()
 
         leaf = fs.from_callback(shape, spec, mesh, part)
         check_placed(leaf, x, spec, mesh)
-        assert len(set(asked)) == len(asked)
-        assert set(asked) == {tuple((s.start, s.stop) for s in leaf.box(rank)) for rank in mesh.ranks}
+        assert len(set(requested)) == len(requested)
+        assert set(requested) == {tuple((s.start, s.stop) for s in leaf.box(rank)) for rank in mesh.ranks}
         assert len({s.data_ptr() for s in leaf.shards if s.numel()}) == len([s for s in leaf.shards if s.numel()])
 
 

@@ -258,9 +258,9 @@ def test_spec_errors_is_empty_for_a_spec_that_fits():
 
 
 def test_error_text_of_an_unknown_axis_and_of_a_long_spec():
-    found = [str(e) for e in spec_errors("params['w']", (4,), P("x", ("a", "y")), axes_of)]
+    texts = [str(e) for e in spec_errors("params['w']", (4,), P("x", ("a", "y")), axes_of)]
     facts = "  shape  [4]    spec  P('x', ('a', 'y'))    mesh  a=2, b=3, c=2\n"
-    assert found == [
+    assert texts == [
         f"params['w']: the mesh has no axis 'x'\n{facts}  fix: use one of ['a', 'b', 'c']",
         f"params['w']: the mesh has no axis 'y'\n{facts}  fix: use one of ['a', 'b', 'c']",
         f"params['w']: the spec is longer than the shape\n{facts}  2 > 1 dims\n  fix: drop 1 of its entries",
@@ -332,8 +332,8 @@ def test_globs_match_paths(glob, matched):
     if not matched:
         assert error_text(specs, TREE).startswith(f"rules: {glob!r} matches no leaf")
         return
-    found = [fs.tree.dotted(path) for path, spec in fs.tree.leaves_with_path(specs(TREE)) if spec == P("yes")]
-    assert sorted(found) == matched
+    paths = [fs.tree.dotted(path) for path, spec in fs.tree.leaves_with_path(specs(TREE)) if spec == P("yes")]
+    assert sorted(paths) == matched
 
 
 def test_rules_can_be_applied_to_several_trees():

@@ -28,11 +28,11 @@ def error_text(f, *args, **options):
 def test_correct_program_passes_and_report_names_the_meshes(mesh):
     f = mapped(mesh, lambda x: {"sum": fs.psum(x.sum(), ("data", "model")), "x": x * 2},
                (P("data", "model"),), {"sum": P(), "x": P("data", "model")})  # fmt: skip
-    found = fs.verify(f, torch.randn(4, 8))
-    assert found.meshes == ("data=2, model=4", "data=1, model=4", "data=2, model=1", "data=1, model=1")
-    assert found.leaves == 2
-    assert found.error < 1e-5
-    assert repr(found).startswith("verified: 2 leaves the same on data=2, model=4; data=1, model=4;")
+    verified = fs.verify(f, torch.randn(4, 8))
+    assert verified.meshes == ("data=2, model=4", "data=1, model=4", "data=2, model=1", "data=1, model=1")
+    assert verified.leaves == 2
+    assert verified.error < 1e-5
+    assert repr(verified).startswith("verified: 2 leaves the same on data=2, model=4; data=1, model=4;")
 
 
 def test_donated_arguments_stay_valid(mesh):
@@ -265,10 +265,10 @@ def cancelling_sums(scale):
 
 def test_noise_is_distinguished_from_small_wrong_values(mesh):
     x = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 10
-    found = fs.verify(mapped(mesh, cancelling_sums(lambda: 1), (P("data"),), P()), x)
-    assert found.noise == ("result['zero']",)
-    assert repr(found).endswith("; only noise: result['zero'])")
-    assert found.error < 1e-5
+    verified = fs.verify(mapped(mesh, cancelling_sums(lambda: 1), (P("data"),), P()), x)
+    assert verified.noise == ("result['zero']",)
+    assert repr(verified).endswith("; only noise: result['zero'])")
+    assert verified.error < 1e-5
     text = error_text(mapped(mesh, cancelling_sums(lambda: size("data")), (P("data"),), P()), x)
     assert text.startswith("verify: result['tiny'] of f changes with the mesh: collapsing 'data'")
     assert "every value is 2 times" in text

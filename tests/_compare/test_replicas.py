@@ -170,8 +170,9 @@ def test_digests_of_all_patterns_of_two_bits_differ():
 def test_digest_depends_on_shape_and_dtype():
     x = torch.zeros(12)
     assert digests_differ(x, x.view(3, 4), x.view(4, 3), x.view(1, 12), x.view(torch.int32), x.view(torch.uint8),
-                          x[:11], x.view(torch.bfloat16), torch.zeros(()), torch.zeros(1), torch.zeros(0), torch.zeros(0, 2),
-                      torch.zeros(0, dtype=torch.bool), torch.zeros(2 * CHUNK), torch.zeros(2 * CHUNK + 1))  # fmt: skip
+                          x[:11], x.view(torch.bfloat16), torch.zeros(()), torch.zeros(1), torch.zeros(0),
+                          torch.zeros(0, 2), torch.zeros(0, dtype=torch.bool), torch.zeros(2 * CHUNK),
+                          torch.zeros(2 * CHUNK + 1))  # fmt: skip
 
 
 def test_digest_depends_on_nan_payload_and_nan_equals_itself():
