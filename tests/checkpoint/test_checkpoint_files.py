@@ -198,7 +198,7 @@ class Malicious:
     ran = False
 
     def __reduce__(self) -> Any:
-        return exec, ("import test_checkpoint_files as t; t.Malicious.ran = True",)
+        return exec, ("import tests.checkpoint.test_checkpoint_files as t; t.Malicious.ran = True",)
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_nothing_is_asked_without_dropout_and_once_with_it(name, monkeypatch):
     """The ranks ask where a dim is uneven, here the vocabulary; each time costs a transfer and a wait."""
     model, cfg = CASES[name]
     asked = []
-    monkeypatch.setattr(decoding, "whole", lambda verb, n, axis, word: asked.append(verb) or n)
+    monkeypatch.setattr(decoding, "global_size", lambda verb, n, axis, word: asked.append(verb) or n)
     for dropped, times in ((cfg, 1), (replace(cfg, **{f.name: 0.0 for f in fields(cfg) if "drop" in f.name}), 0)):
         asked.clear()
         loss_and_grads(model, dropped, {"r": 1, "d": 1}, tokens(5, b=2, t=4), key=fs.key(1))

@@ -309,7 +309,7 @@ def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> N
     mesh = fs.make_mesh(data=1)
     base = peak(mesh, False)
     with monkeypatch.context() as m:
-        m.setattr(loop, "down", torch.clone)  # another memory, of which nothing of before is held
+        m.setattr(loop, "start_copy_to_host", torch.clone)  # another memory, of which nothing of before is held
         assert peak(mesh, True) < base + 2 * rows * d * 4
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
     peaks = {offload: peak(mesh, offload, DEVICE) for offload in (False, True)}

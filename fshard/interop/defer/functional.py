@@ -128,7 +128,7 @@ class Apply:
             named = {p.name: given[p.kind][p.leaf] for p in self._places}
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**fed, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
-        versions = {name: version_of(x) for name, x in fed.items()}
+        versions = {name: version_of(base(x)) for name, x in fed.items()}
         mine = self._borrow()
         for p in mine.places:
             p.held[p.key] = given[p.kind][p.leaf]
@@ -145,7 +145,7 @@ class Apply:
         mine.put_back()
         self._idle.append(mine)
         state = {name: x for name, x in after.items() if name not in self.transient}
-        changed = [name for name, x in state.items() if x is not fed[name] or version_of(x) != versions[name]]
+        changed = [name for name, x in state.items() if x is not fed[name] or version_of(base(x)) != versions[name]]
         if not changed and not self._compared:  # torch's batch_norm writes what its schema does not say
             changed = [name for name, x in state.items() if not _equal(x, buffers[name])]
             self._compared = not changed

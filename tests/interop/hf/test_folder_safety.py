@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard import P, ShardingError
+from fshard.interop.hf import tensors
 from fshard.models import bert, gpt2, gpt_neox, gptj, llama
 
 CASES = {
@@ -98,7 +99,7 @@ def test_a_folder_given_by_a_relative_path_is_read_from_elsewhere_too(tmp_path, 
 
 def test_what_is_neither_a_file_nor_a_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert refusal(fs.interop.weights.tensors, tmp_path / "pipe").startswith(
+    assert refusal(tensors, tmp_path / "pipe").startswith(
         f"{tmp_path / 'pipe'}: is neither a file nor a folder\n")  # fmt: skip
 
 
