@@ -34,7 +34,7 @@ CHUNK = 1 << 20  # elements inspected at a time
 
 @dataclass(frozen=True, repr=False)
 class Validated:
-    """What `validate` has proved. A leaf at several paths counts once.
+    """Outcome of `validate`. A leaf at several paths counts once.
 
     `finite`: leaves of which every element is finite. `infinite`: the names of those with infinities, as allowed.
     `replicated`: leaves whose replicas are bitwise equal, over `axes`. `ties`: paths that are another path's leaf,
@@ -125,7 +125,7 @@ NonFinite = dict[str, tuple[int, tuple[int, ...]]]  # "NaN" or "infinite" -> cou
 
 @dataclass(frozen=True)
 class _Finding:
-    """What one rank has of a leaf: its elements that are not finite, and a digest if it has replicas."""
+    """Findings of one rank about a leaf: its elements that are not finite, and a digest if it has replicas."""
 
     nonfinite: NonFinite
     digest: tuple[int, ...]
@@ -377,7 +377,7 @@ def _has_shape(x: Any) -> bool:
 
 @dataclass
 class _Report:
-    """What one process has found. Leaves are numbered; an error that concerns no one leaf has the next number."""
+    """Findings of one process. Leaves are numbered; an error that concerns no one leaf has the next number."""
 
     leaves: dict[str, str]
     errors: list[tuple[int, str]] = field(default_factory=list)

@@ -29,7 +29,7 @@ from .spec import format_axes
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` compared: the meshes, and the largest error found."""
+    """Outcome of `verify`: the meshes that were compared, and the largest error."""
 
     meshes: tuple[str, ...]
     leaves: int

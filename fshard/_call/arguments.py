@@ -28,7 +28,7 @@ from .results import OutputPlan, ResultTypes
 
 @dataclass
 class CallPlan:
-    """What a signature of arguments determines, followed by what calls with that signature have found."""
+    """Properties that a signature of arguments determines, followed by findings of calls with that signature."""
 
     treedef: Any
     signature: list[Any]  # of each leaf
@@ -44,7 +44,7 @@ class CallPlan:
 
 
 def call_signature(leaves: Sequence[Any]) -> list[Any]:
-    """Return, for each leaf, what a plan depends on."""
+    """Return, for each leaf, the properties that a plan depends on."""
     return [x.placement if x.__class__ is Sharded else _leaf_signature(x) for x in leaves]
 
 

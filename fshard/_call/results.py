@@ -23,7 +23,7 @@ from fshard.spec import P, is_spec, local_box, part_lengths, short_dtype, spec_e
 
 
 class ResultTypes(NamedTuple):
-    """What one rank returned, without values: what ranks that are processes exchange."""
+    """Structure and types of one rank's results, which ranks that are processes exchange."""
 
     structure: str
     leaves: list[tuple[str, tuple[int, ...]]]  # dtype and local shape, or a Python value and ()
@@ -31,7 +31,7 @@ class ResultTypes(NamedTuple):
 
 
 class RankResult(NamedTuple):
-    """What one rank returned: as a tree, and flat."""
+    """Results of one rank: as a tree, and flat."""
 
     out: Any
     leaves: list[Any]
@@ -40,7 +40,7 @@ class RankResult(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """How results of these types become `Sharded`. Nothing in it depends on a value."""
+    """Placements of results of these types. Nothing in a plan depends on a value."""
 
     treedef: Any
     types: list[list[Any]]  # by rank of this process: `_leaf_types`
