@@ -152,7 +152,7 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
                f"       or, if all ranks are to use the same numbers, {shared}")  # fmt: skip
     else:
         what = f"{op} of a random draw that differs between the ranks of {axis!r} with an invariant operand"
-        why = f"the {n} ranks hold the same value, and each would change it by other random numbers"
+        why = f"the {n} ranks hold the same value, and each would change it by its own random numbers"
         fix = f"draw with a spec that does not name {axis!r}, by a key without fold_in of axis_index({axis!r})"
     site = draw.info.site
     drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []

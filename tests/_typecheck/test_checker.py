@@ -249,6 +249,31 @@ def test_printed_fix_makes_the_program_correct(name):
     fs.verify(step, *args)
 
 
+def test_fix_of_a_line_that_cannot_be_rewritten_is_a_call_before_it():
+    def several_lines(x, w):
+        return torch.add(
+            torch.tanh(x)[0, 0],
+            w,
+        )
+
+    def augmented_assignment(x, w):
+        total = w * 2
+        total += torch.tanh(x)[0, 0]
+        return total
+
+    def unnamed_operand(x, w):
+        return torch.add(torch.tanh(x)[0, 0], w * 2)
+
+    for f, call in [
+        (several_lines, 'fs.pvary(w, "data")'),
+        (augmented_assignment, 'fs.pvary(total, "data")'),
+        (unnamed_operand, 'fs.pvary(..., "data")'),
+    ]:
+        differentiated = lambda x, w, f=f: fs.grad(lambda w: fs.psum(f(x, w).sum(), ("data", "model")))(w)  # noqa: E731
+        text = error_of(differentiated, (ROWS, COLUMNS), P(), X, W)
+        assert text.endswith(f"fix: apply {call} to the invariant operand before this line")
+
+
 # --- calls that are checked -----------------------------------------------------------------------------------
 
 
