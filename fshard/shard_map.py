@@ -15,7 +15,6 @@ from torch import Tensor
 
 from . import _callsite, tree
 from ._call import (
-    OPTIONS,
     CallPlan,
     Kinds,
     Row,
@@ -118,7 +117,7 @@ class ShardMapped:
         self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
         self._check, self._compile, self._donate = check, compile, donate
         self._compiled = compile and mesh.kind != "abstract"
-        self._body = torch.compile(f, fullgraph=True, options=OPTIONS) if self._compiled else f
+        self._body = torch.compile(f, fullgraph=True) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[CallPlan] = []  # the last used first
         self._steady = True  # whether all arguments have had one structure so far

@@ -35,8 +35,8 @@ from fshard._ops.recast import CastMap
 from fshard.models import gpt2
 from fshard.spec import box_shape, local_box, part_lengths
 
-_SCAN, _UNSHARD, _STREAM = (
-    importlib.import_module(f"fshard.{name}") for name in ("schedule.scan", "schedule.unshard", "models.stream")
+_SCAN, _UNSHARD, _TRANSFORMER = (
+    importlib.import_module(f"fshard.{name}") for name in ("schedule.scan", "schedule.unshard", "models.transformer")
 )
 
 # --- calls and their changes ----------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> I
         stack.enter_context(mock.patch.multiple(collectives, **patches))
         stack.enter_context(mock.patch.object(_UNSHARD, "_apply", unshard_apply))
         # Run the plain loop, which calls the patched functions; schedules compute the same numbers.
-        stack.enter_context(mock.patch.object(_STREAM, "entered", entered))
+        stack.enter_context(mock.patch.object(_TRANSFORMER, "entered", entered))
         stack.enter_context(mock.patch.object(_SCAN, "_transformed", return_value=True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))

@@ -14,6 +14,8 @@ TESTED = {name: ("delete", "double") for name in PROGRAMS if not name.startswith
     "gpt2, dropout": ("draw",),
 }
 
+GPT2_ALL = "gpt2, all of these"
+
 INTEGERS = "integers have no gradient"
 UNDIFFERENTIATED = "nothing is differentiated here, so no gradient misses its sum"
 UNUSED = "the last iteration of the loop sends a value that is not used"
@@ -70,11 +72,11 @@ def test_without_checks_a_mutant_is_missed_or_equal(subjects, monkeypatch):
 @pytest.mark.parametrize(
     ("program", "name", "times"),
     [
-        on_one_worker("gpt2, all of these", "delete, psum_scatter 1 of leave in stream", 4),  # once on each of 4 ranks
-        on_one_worker("gpt2, all of these", "delete, psum_scatter 2 of leave in stream", 8),  # in a block: runs again
-        on_one_worker("gpt2, all of these", "draw: rank in the key, bernoulli 4 of dropout in layers", 8),
-        on_one_worker("gpt2, all of these", "delete, all_gather 2 of linear in stream", 8),
-        on_one_worker("gpt2, all of these", "delete, all_gather 3 of linear in stream", 4),  # after the blocks
+        on_one_worker(GPT2_ALL, "delete, psum_scatter 1 of leave in transformer", 4),  # once on each of 4 ranks
+        on_one_worker(GPT2_ALL, "delete, psum_scatter 2 of leave in transformer", 8),  # in a block: runs again
+        on_one_worker(GPT2_ALL, "draw: rank in the key, bernoulli 4 of dropout in layers", 8),
+        on_one_worker(GPT2_ALL, "delete, all_gather 2 of column_linear in transformer", 8),
+        on_one_worker(GPT2_ALL, "delete, all_gather 3 of column_linear in transformer", 4),  # after the blocks
     ],
 )
 def test_change_is_made_on_every_rank_and_in_every_run_of_remat(program, name, times, subjects):
@@ -86,7 +88,7 @@ def test_change_is_made_on_every_rank_and_in_every_run_of_remat(program, name, t
 
 
 @pytest.mark.parametrize(
-    "name", [on_one_worker(name) for name in ("pipeline", "ring attention", "gpt2, all of these", "clip and AdamW")]
+    "name", [on_one_worker(name) for name in ("pipeline", "ring attention", GPT2_ALL, "clip and AdamW")]
 )
 def test_calls_are_the_same_on_smaller_meshes(name, subjects):
     subject = subjects(name)
