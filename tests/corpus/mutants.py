@@ -541,7 +541,7 @@ def optimizer(**options: Any) -> Any:
     mesh = fs.make_mesh(**BOTH)
     specs = {"up": P("data", "model"), "down": P("model"), "b": P()}
     described = {"up": normal(4, 6), "down": normal(6, 4), "b": normal(4)}
-    # In float32, as the norm is: beside float64 results it would be too coarse.
+    # In float32, as the norm is: results in float64 would be compared more strictly than the norm allows.
     params = fs.materialize(described, specs, mesh, key=fs.key(0), dtype=torch.float32)
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.1, specs), fs.optim.adamw(0.1))
     state_specs = opt.specs(specs)
