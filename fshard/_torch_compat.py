@@ -67,7 +67,6 @@ def in_backward() -> bool:
 # --- dispatch -------------------------------------------------------------------------------------------------
 
 without_dispatch = torch._C._DisableTorchDispatch
-disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 functional_collectives = torch.ops._c10d_functional
 
 

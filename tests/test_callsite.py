@@ -42,7 +42,7 @@ def test_quote_marks_the_executing_expression(program: str, quoted: str) -> None
     assert run(program, VALUES, lambda f: _callsite.quote(_callsite.site(f))) == quoted  # type: ignore[arg-type]
 
 
-# --- frames, through torch --------------------------------------------------------------------------------------
+# --- frames, through torch ------------------------------------------------------------------------------------
 
 
 class AskAtEachOperation(TorchDispatchMode):
@@ -175,7 +175,7 @@ def test_thread_without_user_code_has_no_user_frame() -> None:
     assert answers == [None, None]
 
 
-# --- sites ------------------------------------------------------------------------------------------------------
+# --- sites ----------------------------------------------------------------------------------------------------
 
 
 def own_site() -> _callsite.Site:

@@ -118,10 +118,6 @@ def test_assume_constant_result():
     assert compiled(torch.tensor(0)).item() == digest("a")
 
 
-def test_disable_dynamo():
-    assert compat.disable_dynamo(lambda x: x + 1)(2) == 3
-
-
 def test_functional_collectives():
     schemas = {
         "all_reduce": ("input", "reduce_op", "group_name"),

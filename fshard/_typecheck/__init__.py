@@ -1,4 +1,4 @@
-"""The checker: what every tensor of a region varies over, and the errors where a program mixes that up."""
+"""The checker: types every tensor of a region by the axes it varies over, and raises where a program mixes types."""
 
 from .checker import Checker, same_numbers
 

@@ -123,7 +123,7 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
         if added and varying.info.name and not invariant.info.name and same_shape:
             return [f"{many} is a different part on each of the {n} ranks of {axis!r}, and {one} is the same on all",
                     ], f"look for a superfluous psum or pmean where {one} was computed"  # fmt: skip
-    notes = _reason_for_pvary(n, axis, f"uses {one} with its own values", one)
+    notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
     fix = scene.line_with("pvary", invariant, axes)
     if added and varying.info.op in _GIVES_PARTIAL_SUM:
         return notes, f"{scene.line_with('psum', varying, axes)}\n  or, if {many} is not part of a sum:  {fix}"
@@ -152,7 +152,7 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
                f"       or, if all ranks are to use the same numbers, {shared}")  # fmt: skip
     else:
         what = f"{op} of a random draw that differs between the ranks of {axis!r} with an invariant operand"
-        why = f"the {n} ranks hold the same value, and each would change it by other random numbers"
+        why = f"the {n} ranks hold the same value, and each would change it by its own random numbers"
         fix = f"draw with a spec that does not name {axis!r}, by a key without fold_in of axis_index({axis!r})"
     site = draw.info.site
     drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
@@ -163,7 +163,7 @@ def indexed_by_varying(checker: Checker, m: IndexMix) -> ShardingError:
     """Word the error of an invariant operand with a gradient that was indexed by an integer that varies."""
     name, n, axes = m.invariant.name or "the operand", checker.sizes[m.axis], _quoted([m.axis])
     what = f"{m.op} of a value that is invariant over {m.axis!r}, by an integer or bool that varies over it"
-    notes = _reason_for_pvary(n, m.axis, f"picks its own elements of {name}", name)
+    notes = _reason_for_pvary(n, m.axis, f"picks its own elements of {name}")
     return _error(m.site, what, [], *notes, fix=f"index fs.pvary({m.invariant.name or '...'}, {axes})")
 
 
@@ -312,8 +312,8 @@ def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -
 # --- parts of a message ---------------------------------------------------------------------------------------
 
 
-def _reason_for_pvary(n: int, axis: str, use: str, name: str) -> list[str]:
-    return [f"each of the {n} ranks of {axis!r} {use}, so a gradient of {name} is a sum over the ranks;",
+def _reason_for_pvary(n: int, axis: str, use: str) -> list[str]:
+    return [f"each of the {n} ranks of {axis!r} {use}, so the gradient is a sum over the ranks;",
             "pvary changes no value, and its transpose takes that sum"]  # fmt: skip
 
 

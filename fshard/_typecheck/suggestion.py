@@ -60,7 +60,7 @@ class Expression:
         return ast.get_source_segment(self._code, node) or ""
 
     def value(self, node: Any) -> Any:
-        """Return the object that a node names; `None` where only running code would tell."""
+        """Return the object that a node names; `None` for other expressions, which would have to run."""
         match node:
             case ast.Constant():
                 return node.value
@@ -150,11 +150,11 @@ def _parts(node: Any) -> Iterator[Any]:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    found = inspect.getattr_static(owner, name, None)
+    static = inspect.getattr_static(owner, name, None)
     if isinstance(owner, torch.nn.Module):
         parts = (owner.named_parameters(recurse=False), owner.named_buffers(recurse=False), owner.named_children())
-        return dict(x for part in parts for x in part).get(name, found)
-    return getattr(owner, name) if isinstance(found, _FIELDS) else found
+        return dict(x for part in parts for x in part).get(name, static)
+    return getattr(owner, name) if isinstance(static, _FIELDS) else static
 
 
 def qualified_name(frame: FrameType | None, verb: str) -> str:

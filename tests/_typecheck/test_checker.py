@@ -1,4 +1,4 @@
-"""The checker: types follow every operation, wrong programs are named at their line, right ones pass unchanged."""
+"""The checker types every operation, names the line of a wrong program, and changes no result of a correct one."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def mapped(f, ins, out, mesh=MESH, **options):
 
 
 def types(f, specs, *args):
-    """What each result of `f` varies over and is fixed over, as the checker sees it."""
-    seen = {}
+    """Return the axes that each result of `f` varies over, and those it is invariant over."""
+    by_rank = {}
 
-    def look(*local):
-        kinds = [comm.checker().info(x).type for x in fs.tree.leaves(f(*local))]
-        seen[comm.region().rank] = [(set(t.varying), set(t.invariant)) for t in kinds]
+    def record_types(*local):
+        infos = [comm.checker().info(x) for x in fs.tree.leaves(f(*local))]
+        by_rank[comm.region().rank] = [(set(i.type.varying), set(i.type.invariant)) for i in infos]
         return ()
 
-    fs.shard_map(look, mesh=MESH, in_specs=specs, out_specs=P(), check="always")(*args)
-    first, *others = seen.values()
-    assert others == [first] * (MESH.size - 1)  # the same on every rank
+    fs.shard_map(record_types, mesh=MESH, in_specs=specs, out_specs=P(), check="always")(*args)
+    first, *others = by_rank.values()
+    assert others == [first] * (MESH.size - 1)
     return first
 
 
-def told(f, ins, out, *args, **options):
+def error_of(f, ins, out, *args, **options):
     with pytest.raises(ShardingError) as e:
         mapped(f, ins, out, check="always", **options)(*args)
     return str(e.value)
@@ -46,14 +46,14 @@ X, W = torch.randn(4, 8), torch.randn(8, 4)
 ROWS, COLUMNS = P("data"), fs.column("model")
 
 
-# --- what each operation gives --------------------------------------------------------------------------------
+# --- types of results -----------------------------------------------------------------------------------------
 
 V_DATA, V_BOTH, V_NONE = ({"data"}, {"model"}), (BOTH, set()), (set(), BOTH)
 
-GIVEN = {
-    "an argument": (lambda x, w: x, V_DATA),
+RESULT_TYPES = {
+    "argument": (lambda x, w: x, V_DATA),
     "arithmetic": (lambda x, w: x * 2 + 1, V_DATA),
-    "two that vary over the same": (lambda x, w: x * x.sum(), V_DATA),
+    "product of two that vary over the same axis": (lambda x, w: x * x.sum(), V_DATA),
     "pvary, then a product": (lambda x, w: fs.pvary(x, "model") @ fs.pvary(w, "data"), V_BOTH),
     "psum of one axis": (lambda x, w: fs.psum(fs.pvary(x, "model"), "model"), V_DATA),
     "psum of a tree": (lambda x, w: fs.psum({"x": x}, "data")["x"], V_NONE),
@@ -68,31 +68,31 @@ GIVEN = {
     "axis_index": (lambda x, w: fs.axis_index("model"), ({"model"}, set())),
     "made from nothing": (lambda x, w: torch.arange(3.0), (set(), set())),
     "zeros like": (lambda x, w: torch.zeros_like(x), (set(), set())),
-    "nothing and something": (lambda x, w: torch.zeros_like(x) + w.sum(), ({"model"}, {"data"})),
-    "a comparison": (lambda x, w: x > w.sum(), V_BOTH),
-    "an integer of a float": (lambda x, w: x.argmax(-1), V_DATA),
-    "a view": (lambda x, w: x[0].view(2, 4).T, V_DATA),
+    "zeros plus a varying tensor": (lambda x, w: torch.zeros_like(x) + w.sum(), ({"model"}, {"data"})),
+    "comparison": (lambda x, w: x > w.sum(), V_BOTH),
+    "argmax": (lambda x, w: x.argmax(-1), V_DATA),
+    "view": (lambda x, w: x[0].view(2, 4).T, V_DATA),
     "in place": (lambda x, w: x.clone().mul_(2), V_DATA),
-    "what is written into a view": (lambda x, w: _written(x), V_DATA),
-    "an out argument": (lambda x, w: torch.exp(x, out=torch.empty(2, 8)), V_DATA),
+    "write through a view": (lambda x, w: _written(x), V_DATA),
+    "out argument": (lambda x, w: torch.exp(x, out=torch.empty(2, 8)), V_DATA),
     "overwritten": (lambda x, w: torch.zeros(2, 8).copy_(x), V_DATA),
-    "several results": (lambda x, w: x.max(-1).values, V_DATA),
-    "a list": (lambda x, w: torch.stack([x, 2 * x]), V_DATA),
+    "operation with several results": (lambda x, w: x.max(-1).values, V_DATA),
+    "operation on a list": (lambda x, w: torch.stack([x, 2 * x]), V_DATA),
     "foreach": (lambda x, w: torch._foreach_mul([x], 2.0)[0], V_DATA),
-    "a gradient": (lambda x, w: fs.grad(lambda w: _loss(w, x))(w), ({"model"}, {"data"})),
-    "a vjp": (lambda x, w: torch.func.vjp(lambda x: x * x, x)[1](x)[0], V_DATA),
-    "a jvp": (lambda x, w: torch.func.jvp(lambda x: x * x, (x,), (x,))[1], V_DATA),
+    "gradient": (lambda x, w: fs.grad(lambda w: _loss(w, x))(w), ({"model"}, {"data"})),
+    "vjp": (lambda x, w: torch.func.vjp(lambda x: x * x, x)[1](x)[0], V_DATA),
+    "jvp": (lambda x, w: torch.func.jvp(lambda x: x * x, (x,), (x,))[1], V_DATA),
     "vmap of grad": (lambda x, w: torch.func.vmap(torch.func.grad(lambda r: (r * r).sum()))(x), V_DATA),
-    "a hessian": (lambda x, w: torch.func.hessian(lambda r: (r**3).sum())(x[0]), V_DATA),
+    "hessian": (lambda x, w: torch.func.hessian(lambda r: (r**3).sum())(x[0]), V_DATA),
     "remat": (lambda x, w: fs.grad(lambda w: _loss(w, x, fs.remat))(w), ({"model"}, {"data"})),
     "nested grad": (
         lambda x, w: fs.grad(lambda w: fs.psum(fs.grad(lambda w: _loss(w, x))(w).sum(), "model"))(w),
         ({"model"}, {"data"}),
     ),
-    "a draw by its spec": (lambda x, w: fs.random.normal(fs.key(0), (4, 8), spec=ROWS), V_DATA),
-    "a draw by its key": (lambda x, w: fs.random.normal(_key_of("data"), (4, 8)), V_DATA),
-    "a key split": (lambda x, w: fs.random.bits(fs.split(_key_of("data"))[0], (3,)), V_DATA),
-    "a mask on what it varies with": (
+    "draw with a spec": (lambda x, w: fs.random.normal(fs.key(0), (4, 8), spec=ROWS), V_DATA),
+    "draw with a key that varies": (lambda x, w: fs.random.normal(_key_of("data"), (4, 8)), V_DATA),
+    "draw with a split key that varies": (lambda x, w: fs.random.bits(fs.split(_key_of("data"))[0], (3,)), V_DATA),
+    "dropout with the spec of its operand": (
         lambda x, w: fs.nn.dropout(x, 0.5, key=fs.key(0), spec=ROWS), V_DATA),
 }  # fmt: skip
 
@@ -112,23 +112,23 @@ def _key_of(axis):
     return fs.fold_in(fs.key(0), fs.axis_index(axis))
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_type_of(name):
-    f, expected = GIVEN[name]
+@pytest.mark.parametrize("name", RESULT_TYPES)
+def test_type_of_result(name):
+    f, expected = RESULT_TYPES[name]
     assert types(f, (ROWS, COLUMNS), X, W) == [expected]
 
 
-def test_what_a_view_is_written_with_all_views_are():
+def test_write_through_a_view_types_overlapping_views():
     def f(x, w):
         buffer = torch.zeros(4, 8)
         row = buffer[0]
         buffer[1].copy_(x[0])
         return row, buffer
 
-    assert types(f, (ROWS, COLUMNS), X, W) == [(set(), set()), V_DATA]  # row 0 is what it was
+    assert types(f, (ROWS, COLUMNS), X, W) == [(set(), set()), V_DATA]  # row 0 does not overlap
 
 
-def test_an_alias_writes_what_it_shares():
+def test_write_through_an_alias_types_the_storage():
     def f(x, w):
         v = fs.pvary(w, "data")
         v.add_(fs.axis_index("data"))
@@ -137,7 +137,7 @@ def test_an_alias_writes_what_it_shares():
     assert types(f, (ROWS, COLUMNS), X, W) == [V_BOTH, V_DATA]
 
 
-def test_leaves_of_one_transfer_are_written_apart():
+def test_write_to_one_leaf_of_a_transfer_does_not_type_the_others():
     def f(x, w):
         a, b = fs.psum((x.sum(0), 2 * x.sum(0)), "data")
         a.mul_(fs.axis_index("model") + 1)
@@ -146,7 +146,7 @@ def test_leaves_of_one_transfer_are_written_apart():
     assert types(f, (ROWS, COLUMNS), X, W) == [({"model"}, {"data"}), V_NONE]
 
 
-def test_statistics_that_batch_norm_writes():
+def test_batch_norm_types_its_running_statistics():
     def f(x, w):
         mean, var = torch.zeros(8), torch.ones(8)
         y = torch.nn.functional.batch_norm(x, mean, var, training=True)
@@ -155,7 +155,7 @@ def test_statistics_that_batch_norm_writes():
     assert types(f, (ROWS, COLUMNS), X, W) == [V_DATA] * 3
 
 
-def test_a_fused_step_types_each_place_of_its_lists():
+def test_fused_step_types_each_row_of_its_lists():
     def f(x, w):
         params, grads = [x.clone(), w.clone()], [x, w]
         m, v = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
@@ -167,42 +167,42 @@ def test_a_fused_step_types_each_place_of_its_lists():
     assert types(f, (ROWS, COLUMNS), X, W) == [V_DATA, ({"model"}, {"data"})] * 2
 
 
-def test_axes_of_one_rank_have_no_types():
+def test_axis_of_one_rank_has_no_types():
     mesh = fs.make_mesh(data=1, model=2)
     f = mapped(lambda x: fs.psum(fs.psum(x, "data"), "data"), (P("data"),), P(), mesh=mesh, check="always")
     torch.testing.assert_close(fs.device_get(f(X)), X)
 
 
-# --- what mixes ------------------------------------------------------------------------------------------------
+# --- operands that may mix ------------------------------------------------------------------------------------
 
 MIXES = {
     "integers with floats": lambda x, w, i: x * i.sum(),
-    "a cast mask": lambda x, w, i: x * (i > 0).float().sum(),
-    "what is made here": lambda x, w, i: x * torch.linspace(0, 1, 8) + torch.ones(2, 8),
+    "cast mask": lambda x, w, i: x * (i > 0).float().sum(),
+    "tensors made in the region": lambda x, w, i: x * torch.linspace(0, 1, 8) + torch.ones(2, 8),
     "Python numbers": lambda x, w, i: x * 3 + 0.5,
-    "the rank's place": lambda x, w, i: x * fs.axis_index("data"),
-    "an index that varies": lambda x, w, i: fs.pvary(w, "data")[:, fs.axis_index("data")],
-    "a comparison of both": lambda x, w, i: x * (fs.psum(x, "data").sum() > x.sum()),
-    "a generator of one's own": lambda x, w, i: x + torch.randn(8, generator=torch.Generator().manual_seed(0)),
-    "dropout of nothing": lambda x, w, i: torch.nn.functional.dropout(x, 0.0),
+    "axis_index": lambda x, w, i: x * fs.axis_index("data"),
+    "varying index": lambda x, w, i: fs.pvary(w, "data")[:, fs.axis_index("data")],
+    "comparison of invariant and varying": lambda x, w, i: x * (fs.psum(x, "data").sum() > x.sum()),
+    "draw from an explicit generator": lambda x, w, i: x + torch.randn(8, generator=torch.Generator().manual_seed(0)),
+    "dropout with rate 0": lambda x, w, i: torch.nn.functional.dropout(x, 0.0),
     "attention": lambda x, w, i: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
-    "a drawn index": lambda x, w, i: x[:, fs.random.randint(fs.key(0), (2,), high=8)],
+    "drawn index": lambda x, w, i: x[:, fs.random.randint(fs.key(0), (2,), high=8)],
 }  # fmt: skip
 
 
 def line_of(text):
-    """The line of this file that has `text` first."""
+    """Return the number of the first line of this file that contains `text`."""
     lines = Path(__file__).read_text().splitlines()
     return 1 + next(i for i, line in enumerate(lines) if text in line)
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_mixes(name):
+def test_operands_mix_without_an_error(name):
     types(MIXES[name], (ROWS, COLUMNS, P()), X, W, torch.arange(3))
 
 
-def test_where_a_value_lies_in_a_buffer_may_differ_between_ranks():
-    """In one transfer with a leaf that is split unevenly over model, b lies elsewhere on each rank; it is one value."""
+def test_offset_in_a_transfer_buffer_may_differ_between_ranks():
+    """The offset of b differs between ranks, since a leaf split unevenly over model precedes it in the buffer."""
     mesh = fs.make_mesh(data=2, model=2)
 
     def f(a, b):
@@ -214,19 +214,19 @@ def test_where_a_value_lies_in_a_buffer_may_differ_between_ranks():
     assert float(step(a, b)) == 2 * 8 + 6
 
 
-# --- what is refused, in full -----------------------------------------------------------------------------------
+# --- full texts of errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", refused.CASES)
-def test_text(name):
+def test_error_text_of_refused_program(name):
     assert refused.text_of(name) == refused.texts()[name]
 
 
-def test_every_kept_text_has_its_program():
+def test_refused_texts_are_those_of_the_programs():
     assert list(refused.texts()) == list(refused.CASES)
 
 
-REPAIRED = {
+FIXES = {
     "missing_pvary": ('x @ p["up"]', 'fs.pvary(x, "model") @ p["up"]'),
     "bias_before_the_sum": ('fs.psum(h @ w + b, "model")', 'fs.psum(h @ w, "model") + b'),
     "psum_twice": ('return fs.psum(total, "data")', "return total"),
@@ -234,29 +234,54 @@ REPAIRED = {
 }
 
 
-@pytest.mark.parametrize("name", REPAIRED)
-def test_the_printed_fix_is_right(name):
+@pytest.mark.parametrize("name", FIXES)
+def test_printed_fix_makes_the_program_correct(name):
     f, ins, out, args = refused.CASES[name]
-    wrong, right = REPAIRED[name]
+    wrong, fixed = FIXES[name]
     source = inspect.getsource(f)
     assert source.count(wrong) == 1
-    line = next(x.strip() for x in source.splitlines() if wrong in x).replace(wrong, right)
+    line = next(x.strip() for x in source.splitlines() if wrong in x).replace(wrong, fixed)
     assert refused.texts()[name].endswith(f"fix: {line}")
     scope = dict(vars(refused))
-    exec(source.replace(wrong, right), scope)
+    exec(source.replace(wrong, fixed), scope)
     step = mapped(scope[f.__name__], ins, out, check="always")
     step(*args)
     fs.verify(step, *args)
 
 
-# --- when it looks ------------------------------------------------------------------------------------------------
+def test_fix_of_a_line_that_cannot_be_rewritten_is_a_call_before_it():
+    def several_lines(x, w):
+        return torch.add(
+            torch.tanh(x)[0, 0],
+            w,
+        )
+
+    def augmented_assignment(x, w):
+        total = w * 2
+        total += torch.tanh(x)[0, 0]
+        return total
+
+    def unnamed_operand(x, w):
+        return torch.add(torch.tanh(x)[0, 0], w * 2)
+
+    for f, call in [
+        (several_lines, 'fs.pvary(w, "data")'),
+        (augmented_assignment, 'fs.pvary(total, "data")'),
+        (unnamed_operand, 'fs.pvary(..., "data")'),
+    ]:
+        differentiated = lambda x, w, f=f: fs.grad(lambda w: fs.psum(f(x, w).sum(), ("data", "model")))(w)  # noqa: E731
+        text = error_of(differentiated, (ROWS, COLUMNS), P(), X, W)
+        assert text.endswith(f"fix: apply {call} to the invariant operand before this line")
+
+
+# --- calls that are checked -----------------------------------------------------------------------------------
 
 
 def wrong(x):
     return x.sum()
 
 
-def test_first_looks_once_for_each_signature():
+def test_check_first_checks_one_call_of_each_signature():
     calls = []
 
     def f(x):
@@ -270,14 +295,14 @@ def test_first_looks_once_for_each_signature():
     assert [calls[i * n] for i in range(5)] == [True, False, True, False, True]
 
 
-def test_a_call_that_failed_is_looked_at_again():
+def test_failed_call_is_checked_again():
     step = mapped(wrong, (ROWS,), P())
     for _ in range(2):
         with pytest.raises(ShardingError, match="varies over 'data'"):
             step(X)
 
 
-def test_never_and_always():
+def test_check_never_and_check_always():
     mapped(wrong, (ROWS,), P(), check="never")(X)
     calls = []
 
@@ -292,7 +317,7 @@ def test_never_and_always():
         mapped(f, (ROWS,), ROWS, check="sometimes")
 
 
-def test_on_keeps_how_it_is_checked():
+def test_on_keeps_the_check_option():
     other = fs.make_mesh(data=4, model=1)
     mapped(wrong, (ROWS,), P(), check="never").on(other)(X)
     with pytest.raises(ShardingError, match="varies over 'data'"):
@@ -300,20 +325,20 @@ def test_on_keeps_how_it_is_checked():
 
 
 NUMBERS = {
-    "a default on one rank": lambda w, r: torch.add(w, w, alpha=r),
-    "a list": lambda w, r: torch.roll(w, [r], [0]),
-    "a foreach": lambda w, r: torch._foreach_mul([w], float(r))[0],
-    "a fill": lambda w, r: w.clone().fill_(float(r)),
-    "a complex one": lambda w, r: (w * complex(r, 0)).real,
-    "a key": lambda w, r: w + fs.random.normal(fs.key(r), w.shape),
-    "a choice of Python's": lambda w, r: w.unbind()[r] * 1,
-    "a branch": lambda w, r: w.sin() if r else w.cos(),
-    "a loop": lambda w, r: w * torch.tensor(float(r)),
+    "alpha of add": lambda w, r: torch.add(w, w, alpha=r),
+    "shifts of roll": lambda w, r: torch.roll(w, [r], [0]),
+    "foreach": lambda w, r: torch._foreach_mul([w], float(r))[0],
+    "fill_": lambda w, r: w.clone().fill_(float(r)),
+    "complex number": lambda w, r: (w * complex(r, 0)).real,
+    "key": lambda w, r: w + fs.random.normal(fs.key(r), w.shape),
+    "index of a Python list": lambda w, r: w.unbind()[r] * 1,
+    "Python branch": lambda w, r: w.sin() if r else w.cos(),
+    "torch.tensor of a number": lambda w, r: w * torch.tensor(float(r)),
 }
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_of_each_rank_makes_no_one_value(name):
+def test_python_number_that_differs_between_ranks_is_an_error(name):
     f = NUMBERS[name]
     with pytest.raises(
         ShardingError, match=r"a number that differs between its ranks|is not one value|a different part"
@@ -321,36 +346,36 @@ def test_a_number_of_each_rank_makes_no_one_value(name):
         mapped(lambda w: f(w, int(fs.axis_index("data"))), (P(),), P())(X)
 
 
-STRICT = {
-    "a scheduled rate": lambda x, s: x * (fs.random.uniform(fs.key(0), x.shape) < 0.9 - 0.001 * s),
-    "a noise schedule": lambda x, s: x + fs.random.normal(fs.key(0), x.shape) * (s > 10),
-    "a drawn integer": lambda x, s: x * fs.random.randint(fs.key(0), x.shape, high=10),
+MIXED_DRAWS = {
+    "scheduled rate": lambda x, s: x * (fs.random.uniform(fs.key(0), x.shape) < 0.9 - 0.001 * s),
+    "noise schedule": lambda x, s: x + fs.random.normal(fs.key(0), x.shape) * (s > 10),
+    "drawn integer": lambda x, s: x * fs.random.randint(fs.key(0), x.shape, high=10),
 }
 
 
-@pytest.mark.parametrize("name", STRICT)
-def test_a_draw_stays_one_until_it_meets_what_has_a_gradient(name):
-    text = told(STRICT[name], (ROWS, P()), ROWS, X, torch.tensor(3))
+@pytest.mark.parametrize("name", MIXED_DRAWS)
+def test_value_computed_from_a_draw_must_not_mix_until_it_has_a_gradient(name):
+    text = error_of(MIXED_DRAWS[name], (ROWS, P()), ROWS, X, torch.tensor(3))
     assert "of a random draw that is the same on every rank of 'data' with a varying operand" in text
 
 
-def test_values_are_compared_where_no_type_sees_them_differ():
+def test_check_values_compares_replicas_on_every_call():
     calls = []
 
     def f(x):
         calls.append(0)
-        late = int(fs.axis_index("model")) if len(calls) > MESH.size else 0
-        return {"x": x, "n": torch.tensor(float(late))}
+        number = int(fs.axis_index("model")) if len(calls) > MESH.size else 0
+        return {"x": x, "n": torch.tensor(float(number))}
 
     step = mapped(f, (ROWS,), {"x": ROWS, "n": P()})
-    step(X), step(X)  # after the first call nobody looks
+    step(X), step(X)  # only the first call is checked
     step = mapped(f, (ROWS,), {"x": ROWS, "n": P()}, check="values")
     for _ in range(2):
         with pytest.raises(ShardingError, match=r"result\['n'\] differs between ranks of 'model'"):
             step(X)
 
 
-def test_checked_or_not_results_are_bitwise_the_same():
+def test_results_are_bitwise_equal_with_and_without_checks():
     cfg = fs.models.gpt2.Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.1,
                                 attn_pdrop=0.1, embd_pdrop=0.1)  # fmt: skip
     described, specs = fs.models.gpt2.init(cfg), fs.models.gpt2.specs(cfg, model="model")
@@ -369,19 +394,19 @@ def test_checked_or_not_results_are_bitwise_the_same():
         return {"params": params, "opt": new}, value
 
     ids = torch.randint(0, 13, (4, 7), generator=torch.Generator().manual_seed(0))
-    got = []
+    results = []
     for check in ("always", "never"):
         f = mapped(step, (state_specs, ROWS, P()), (state_specs, P()), check=check, donate=0)
         placed, losses = fs.materialize(state, state_specs, MESH, key=fs.key(0)), []
         for i in range(3):
             placed, loss = f(placed, ids, fs.fold_in(fs.key(1), i))
             losses.append(loss)
-        got.append(fs.device_get((placed, losses)))
-    for a, b in zip(fs.tree.leaves(got[0]), fs.tree.leaves(got[1]), strict=True):
+        results.append(fs.device_get((placed, losses)))
+    for a, b in zip(fs.tree.leaves(results[0]), fs.tree.leaves(results[1]), strict=True):
         assert torch.equal(a, b)
 
 
-def test_a_gradient_has_its_parameters_type_also_where_it_is_zero():
+def test_zero_gradient_has_the_type_of_its_parameter():
     def f(p, x):
         grads = fs.grad(lambda p: fs.pmean((fs.pvary(p["used"], "data") * x).mean(), "data"))(p)
         return fs.tree.map(lambda a, b: a - b, p, grads)
@@ -389,9 +414,9 @@ def test_a_gradient_has_its_parameters_type_also_where_it_is_zero():
     mapped(f, (P(), ROWS), P(), check="always")({"used": X[0], "unused": X[0]}, X)
 
 
-def test_library_code_is_not_where_the_user_went_wrong():
+def test_error_names_the_users_line_and_not_the_library():
     def f(x, w):
         return fs.psum(fs.nn.linear(x, w).sum(), ("data", "model"))  # the user's line
 
-    text = told(f, (ROWS, COLUMNS), P(), X, W)
+    text = error_of(f, (ROWS, COLUMNS), P(), X, W)
     assert text.startswith(f"test_checker.py:{line_of('# the user' + chr(39) + 's line')} in f: ")

@@ -195,7 +195,7 @@ def test_term_is_moved_out_of_a_sum(program: str, is_summed: bool, line: str | N
     assert run(program, {**values(), "psum": psum}, moved) == (is_summed, line)
 
 
-# --- missing, edited and unusual sources ------------------------------------------------------------------------
+# --- missing, edited and unusual sources ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", ["<stdin>", "<string>", "/nowhere/train.py", "train.py"])
@@ -230,7 +230,7 @@ def test_code_without_columns_gives_no_expression() -> None:
     assert Probe.answer is None
 
 
-# --- names of functions of the library --------------------------------------------------------------------------
+# --- names of functions of the library ------------------------------------------------------------------------
 
 
 def test_function_is_named_as_it_was_imported() -> None:

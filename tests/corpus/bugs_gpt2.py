@@ -50,7 +50,7 @@ def params(bias: float = 0.5) -> Any:
     }
 
 
-# --- parts of the correct program ---------------------------------------------------------------------------
+# --- parts of the correct program -----------------------------------------------------------------------------
 
 
 def positions(p: Any, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def block(
     return f, (params(bias), normal("x", B, T, D), targets)
 
 
-# --- parts of the correct program under sequence parallelism ------------------------------------------------
+# --- parts of the correct program under sequence parallelism --------------------------------------------------
 
 
 def split_positions(p: Any, x: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ SEQUENCE = PARTS | {
 sequence = partial(block, base=SEQUENCE, sequence=True)
 
 
-# --- 1 and 2: a gradient that is never summed ---------------------------------------------------------------
+# --- 1 and 2: a gradient that is never summed -----------------------------------------------------------------
 
 
 def heads_without_pvary(p: Any, h: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def scattered_output_without_pvary_of_bias(p: Any, h: Tensor) -> Tensor:
     return fs.psum_scatter(h @ p["w"].flatten(0, -2), "model", 1) + p["b"]  # BUG: its gradient is of local positions
 
 
-# --- 3 and 4: reduced again ---------------------------------------------------------------------------------
+# --- 3 and 4: reduced again -----------------------------------------------------------------------------------
 
 
 def output_summed_twice(p: Any, h: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def step_summing_norm_grads_again(loss: Any, p: Any, x: Tensor, targets: Tensor)
     return {"loss": value, "grads": grads}
 
 
-# --- 5 and 6: before the sum, after the sum -----------------------------------------------------------------
+# --- 5 and 6: before the sum, after the sum -------------------------------------------------------------------
 
 
 def output_with_bias_in_sum(p: Any, h: Tensor) -> Tensor:
@@ -239,14 +239,14 @@ def loss_with_log_before_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return fs.pmean((total - logits_of_targets(logits, targets)).mean(), "data")
 
 
-# --- 7: unequal counts --------------------------------------------------------------------------------------
+# --- 7: unequal counts ----------------------------------------------------------------------------------------
 
 
 def loss_as_mean_of_means(logits: Tensor, targets: Tensor) -> Tensor:
     return fs.pmean(nn.cross_entropy(logits, targets, axis="model"), "data")  # BUG: one rank has fewer targets
 
 
-# --- 9 and 10: masks ----------------------------------------------------------------------------------------
+# --- 9 and 10: masks ------------------------------------------------------------------------------------------
 
 
 def attend_with_one_mask_for_all_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ def dropout_with_a_mask_per_rank(x: Tensor, name: str) -> Tensor:
     return nn.dropout(x, 0.25, key=key, spec=P("data"))  # BUG: x is the same on every rank of model
 
 
-# --- 11 and 12: a value of one rank used as if replicated ---------------------------------------------------
+# --- 11 and 12: a value of one rank used as if replicated -----------------------------------------------------
 
 
 def positions_by_the_wrong_axis(p: Any, x: Tensor) -> Tensor:

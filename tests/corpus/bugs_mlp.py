@@ -31,7 +31,7 @@ def params(bias: float = 0.5) -> dict[str, Tensor]:
     }
 
 
-# --- parts of the correct program ---------------------------------------------------------------------------
+# --- parts of the correct program -----------------------------------------------------------------------------
 
 
 def norm(p: Any, x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def mlp(
     return f, (params(bias), normal("x", batch, WIDTH))
 
 
-# --- 1: a gradient that is never summed ---------------------------------------------------------------------
+# --- 1: a gradient that is never summed -----------------------------------------------------------------------
 
 
 def up_without_pvary(p: Any, h: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def loss_with_pvary(p: Any, x: Tensor) -> Tensor:
     return fs.pmean((torch.tanh(x) - down(p, up(p, h))).square().mean(), "data")
 
 
-# --- 2: the same, with rows split over model too between the matmuls (sequence parallelism) -----------------
+# --- 2: the same, with rows split over model too between the matmuls (sequence parallelism) -------------------
 
 
 def split_norm(p: Any, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ SPLIT = PARTS | {"norm": split_norm, "up": gathered_up, "down": scattered_down, 
 split_mlp = partial(mlp, base=SPLIT, rows=("data", "model"), batch=8)
 
 
-# --- 3 and 4: reduced again ---------------------------------------------------------------------------------
+# --- 3 and 4: reduced again -----------------------------------------------------------------------------------
 
 
 def down_summed_twice(p: Any, h: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def step_summing_grads_again(loss: Callable[..., Tensor], p: Any, x: Tensor) -> 
     return {"loss": value, "grads": fs.psum(grads, "data")}  # BUG: pvary's transpose has summed them
 
 
-# --- 5 and 6: before the sum, after the sum -----------------------------------------------------------------
+# --- 5 and 6: before the sum, after the sum -------------------------------------------------------------------
 
 
 def down_with_bias_in_sum(p: Any, h: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def tanh_after_sum(p: Any, h: Tensor) -> Tensor:
     return torch.tanh(fs.psum(h @ p["down"], "model")) + p["down_b"]
 
 
-# --- 7: unequal counts --------------------------------------------------------------------------------------
+# --- 7: unequal counts ----------------------------------------------------------------------------------------
 
 
 def error_from_totals(x: Tensor, y: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def error_as_mean_of_means(x: Tensor, y: Tensor) -> Tensor:
     return fs.pmean((torch.tanh(x) - y).square().mean(), "data")  # BUG: 5 rows are split into 3 and 2
 
 
-# --- 9 and 10: masks ----------------------------------------------------------------------------------------
+# --- 9 and 10: masks ------------------------------------------------------------------------------------------
 
 
 def dropout_with_short_spec(h: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def residual_with_a_mask_per_rank(x: Tensor, y: Tensor) -> Tensor:
     return x + fs.nn.dropout(y, 0.25, key=key, spec=P("data"))  # BUG: y is the same on every rank of model
 
 
-# --- 11 and 12: a value of one rank used as if replicated ---------------------------------------------------
+# --- 11 and 12: a value of one rank used as if replicated -----------------------------------------------------
 
 
 def penalty(p: Any) -> Tensor:

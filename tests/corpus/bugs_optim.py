@@ -62,7 +62,7 @@ def train(check: str, *, specs: Any = SPECS, step: Any = step, steps: int = 2) -
     return f, ({k: everything[k] for k in specs}, normal("x", 4, mlp.WIDTH))
 
 
-# --- 3, 8: clipping by a norm -------------------------------------------------------------------------------
+# --- 3, 8: clipping by a norm ---------------------------------------------------------------------------------
 
 
 def scaled(grads: Any, norm: Tensor) -> Any:
@@ -104,7 +104,7 @@ def step_matrices_clipped_by_local_norm(p: Any, x: Tensor) -> tuple[Any, Any]:
 train_matrices = partial(train, specs=MATRICES)
 
 
-# --- 4, 6, 12: the sum of gradients, by the transpose of pvary or by hand -----------------------------------
+# --- 4, 6, 12: the sum of gradients, by the transpose of pvary or by hand -------------------------------------
 
 
 def step_summing_grads_again(p: Any, x: Tensor) -> tuple[Any, Any]:
@@ -149,7 +149,7 @@ def step_on_local_grads_and_parameters(p: Any, x: Tensor) -> tuple[Any, Any]:
     return {k: p[k] - 0.1 * grads[k] for k in p}, {"loss": loss}  # BUG: each rank trains its own copy
 
 
-# --- 9, 10: noise on gradients ------------------------------------------------------------------------------
+# --- 9, 10: noise on gradients --------------------------------------------------------------------------------
 
 
 def noisy(grads: Any) -> Any:
@@ -175,7 +175,7 @@ def with_noise(check: str, *, noise: Any = noisy) -> tuple[Any, tuple[Any, ...]]
     return train(check, step=step)
 
 
-# --- 11: a rate that differs between ranks ------------------------------------------------------------------
+# --- 11: a rate that differs between ranks --------------------------------------------------------------------
 
 
 def descend_at_rate_of_rank(p: Any, grads: Any) -> Any:

@@ -1,16 +1,15 @@
-"""Mutation testing of the two nets: right programs, each collective deleted, doubled or swapped, and who notices.
+"""Mutation testing of the two checks: correct programs with a collective deleted, doubled or swapped, and who notices.
 
-`python tests/mutants.py [part of a program's name]` prints the table: `check` types the program, `verify` compares
-its values on smaller meshes. A mutant is a program and a change of one call. A call is known by its verb, its line and
-how often that line was reached before: so it is the same call on every rank, on the meshes of `verify` (where a loop
-over ranks is shorter, and an axis of size 1 needs no collective), and when `remat` runs it again, as the counts of a
-body that runs again begin where they did the first time. The backward pass, made of transposes, follows the change.
+`python -m tests.corpus.mutants [part of a program's name]` prints the table: the types check a program when it runs,
+`verify` compares its values on smaller meshes. A mutant is a program and a change of one call. A call is known by its
+verb, its line and the number of times that the line ran before. So it is the same call on every rank, on the meshes of
+`verify` (where a loop over ranks is shorter, and an axis of size 1 needs no collective), and when `remat` runs a body
+again: its counts then begin as in the first run. The backward pass, made of transposes, follows the change.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import threading
 import time
@@ -39,7 +38,6 @@ from fshard.spec import box_shape, local_box, part_lengths
 _SCAN, _UNSHARD, _TRANSFORMER = (
     importlib.import_module(f"fshard.{name}") for name in ("schedule.scan", "schedule.unshard", "models.transformer")
 )
-TYPED = "check" in inspect.signature(fs.shard_map).parameters  # whether there is a static checker
 
 # --- calls and their changes ----------------------------------------------------------------------------------
 
@@ -52,14 +50,14 @@ class Call:
     file: str
     function: str
     line: int
-    nth: int  # how often this verb was called at this line before
+    nth: int  # number of earlier calls of this verb at this line
 
 
 @dataclass(frozen=True)
 class Mutant:
     call: Call
     change: str
-    name: str = field(compare=False)  # without line numbers, which move
+    name: str = field(compare=False)  # without line numbers, which edits change
 
     @property
     def group(self) -> str:
@@ -67,23 +65,23 @@ class Mutant:
 
 
 @dataclass
-class _Seen:
-    """What a call was on one rank: its collectives and their axes, or the spec of its draw."""
+class _CallLog:
+    """The collectives of one call on one rank, and their axes, or the spec of its draw."""
 
     axes: tuple[str, ...] = ()
     maps: list[tuple[str, int]] = field(default_factory=list)  # kind, number of tensors
     spec: P | None = None
 
 
-class _Here(threading.local):
-    """This rank's counts, in one region, and the call it is in."""
+class _CurrentCall(threading.local):
+    """The call that this rank runs, and the number of calls at each line of the region."""
 
     def __init__(self) -> None:
         self.region: Region | None = None
         self.counts: Counter[Any] = Counter()
         self.call: Call | None = None
 
-    def reach(self, verb: str, frame: FrameType | None) -> Call:
+    def enter(self, verb: str, frame: FrameType | None) -> Call:
         while frame is not None and frame.f_code.co_filename in (collectives.__file__, _UNSHARD.__file__):
             frame = frame.f_back
         assert frame is not None
@@ -94,8 +92,8 @@ class _Here(threading.local):
         return Call(*key, self.counts[key] - 1)
 
 
-class _Alone:
-    """A comm over which nothing arrives: every rank takes its own part for everyone's."""
+class _NoCommunication:
+    """A comm that sends nothing: each rank uses its own part in place of every other."""
 
     direct = False
 
@@ -113,18 +111,18 @@ class _Alone:
 
 
 Xs = Sequence[Tensor]
-WHOLE = P()
+REPLICATED = P()
 SAME_SHAPE = ("Sum", "Vary", "Permute", "MinMax")
 
 
 def _delete(m: Any, xs: Xs) -> Xs:
-    """What is left without the collective, in plain torch, shapes kept."""
+    """Return what plain torch gives without the collective, of the same shapes."""
     if type(m).__name__ in SAME_SHAPE:
         return list(xs)
-    if isinstance(m, linear.Slice):  # everyone takes the first part
+    if isinstance(m, linear.Slice):  # every rank takes the first part
         sizes = [part_lengths(size, m.sizes)[m.index] for _, size in m.layout]
         return [x.narrow(dim, 0, n) for x, (dim, _), n in zip(xs, m.layout, sizes, strict=True)]
-    out: Xs = replace(m, comm=_Alone(m.comm)).run(xs)
+    out: Xs = replace(m, comm=_NoCommunication(m.comm)).run(xs)
     return out
 
 
@@ -140,8 +138,8 @@ def _swap(m: Any, xs: Xs) -> Xs:
     return linear.apply_map(other(m.comm, m.axes, m.layout), xs)
 
 
-def _of_one(m: Any, j: int, xs: Xs) -> Xs:
-    """The collective of a tree, but for one of its leaves."""
+def _without_leaf(m: Any, j: int, xs: Xs) -> Xs:
+    """Run the collective of a tree, but not for leaf `j`."""
     out = list(linear.apply_map(m, xs))
     out[j] = _delete(replace(m, layout=(m.layout[j],)) if hasattr(m, "layout") else m, [xs[j]])[0]
     return out
@@ -150,210 +148,209 @@ def _of_one(m: Any, j: int, xs: Xs) -> Xs:
 CHANGES: dict[str, Callable[[Any, Xs], Xs]] = {"delete": _delete, "double": _double, "swap": _swap}
 
 
-def changes(seen: _Seen, sizes: dict[str, int]) -> list[str]:
-    """Every change of a call that makes another program of the same shapes."""
-    if seen.spec is not None:
-        return ["draw: rank in the key", *(["draw: local, without spec"] if seen.spec.axes else [])]
-    kinds = {kind for kind, _ in seen.maps}
+def changes(log: _CallLog, sizes: dict[str, int]) -> list[str]:
+    """Return every change of a call that makes another program of the same shapes."""
+    if log.spec is not None:
+        return ["draw: rank in the key", *(["draw: local, without spec"] if log.spec.axes else [])]
+    kinds = {kind for kind, _ in log.maps}
     out = ["delete"]
     if not kinds & {"Slice", "Exchange"}:
         out.append("double")
     if kinds & {"Sum", "Gather", "Copy"}:
         out.append("swap")
-    if len(seen.axes) > 1:
-        out += [f"axis: not over {a}" for a in seen.axes]
+    if len(log.axes) > 1:
+        out += [f"axis: not over {a}" for a in log.axes]
     elif not kinds & {"Gather", "Copy", "Scatter", "Slice", "Exchange"}:
-        out += [f"axis: over {a}" for a, n in sizes.items() if n == sizes[seen.axes[0]] and a not in seen.axes]
-    if len(seen.maps) == 1 and seen.maps[0][1] > 1 and kinds <= {"Sum", "Vary", "Gather", "Copy"}:
-        out += [f"leaf: {j}" for j in range(seen.maps[0][1])]
+        out += [f"axis: over {a}" for a, n in sizes.items() if n == sizes[log.axes[0]] and a not in log.axes]
+    if len(log.maps) == 1 and log.maps[0][1] > 1 and kinds <= {"Sum", "Vary", "Gather", "Copy"}:
+        out += [f"leaf: {j}" for j in range(log.maps[0][1])]
     return out
 
 
 @contextmanager
-def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iterator[list[int]]:
-    """Run everything as `mutant`; give how often it was struck. `log` takes the calls of the first rank."""
-    here = _Here()
-    struck = [0]
+def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> Iterator[list[int]]:
+    """Run everything as `mutant`; yield the number of changed calls, as a list. `log` collects the calls of rank 0."""
+    current = _CurrentCall()
+    count = [0]
     target, change = (mutant.call, mutant.change) if mutant else (None, "")
 
-    def logged(call: Call) -> _Seen | None:
-        return log.setdefault(call, _Seen()) if log is not None and region().rank == 0 else None
+    def entry(call: Call) -> _CallLog | None:
+        return log.setdefault(call, _CallLog()) if log is not None and region().rank == 0 else None
 
     def on_leaves(verb: str, x: Any, axis: Any, f: Any) -> Any:
-        call = here.reach(verb, sys._getframe(1))
+        call = current.enter(verb, sys._getframe(1))
         if call == target and change.startswith("axis"):
-            struck[0] += 1
+            count[0] += 1
             name = change.split()[-1]
             axis = name if change.startswith("axis: over") else tuple(a for a in axis if a != name)
-        before, here.call = here.call, call
+        before, current.call = current.call, call
         try:
-            return verbs["_on_leaves"](verb, x, axis, f)
+            return originals["_on_leaves"](verb, x, axis, f)
         finally:
-            here.call = before
+            current.call = before
 
-    def of_unshard(m: Any, how: Any, xs: Xs, frame: FrameType | None = None) -> Xs:
-        before, here.call = here.call, here.reach(m.verb, frame or sys._getframe(1))
+    def unshard_apply(m: Any, how: Any, xs: Xs, frame: FrameType | None = None) -> Xs:
+        before, current.call = current.call, current.enter(m.verb, frame or sys._getframe(1))
         try:
-            return apply(m if how is None else CastMap.of(m, how), xs)
+            return apply_map(m if how is None else CastMap.of(m, how), xs)
         finally:
-            here.call = before
+            current.call = before
 
     def entered(m: Any, f: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        out: Tensor = f(of_unshard(m, None, [x], sys._getframe(1))[0], *weights)
+        out: Tensor = f(unshard_apply(m, None, [x], sys._getframe(1))[0], *weights)
         return out
 
-    def apply(m: Any, xs: Xs, real: Any = linear.apply_map) -> Xs:
-        assert here.call is not None
-        seen = logged(here.call)
-        if seen is not None:
-            seen.axes = m.axes
-            seen.maps.append((type(m).__name__, len(xs)))
-        if here.call != target or change.startswith("axis"):
+    def apply_map(m: Any, xs: Xs, real: Any = linear.apply_map) -> Xs:
+        assert current.call is not None
+        logged = entry(current.call)
+        if logged is not None:
+            logged.axes = m.axes
+            logged.maps.append((type(m).__name__, len(xs)))
+        if current.call != target or change.startswith("axis"):
             return real(m, xs)
-        struck[0] += 1
-        return _of_one(m, int(change.split()[1]), xs) if change.startswith("leaf") else CHANGES[change](m, xs)
+        count[0] += 1
+        return _without_leaf(m, int(change.split()[1]), xs) if change.startswith("leaf") else CHANGES[change](m, xs)
 
     def extreme(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Xs) -> Xs:
-        assert here.call is not None
-        seen = logged(here.call)
-        if seen is not None:
-            seen.axes = axes
-            seen.maps.append(("MinMax", len(xs)))
-        real = verbs["minmax"]
-        if here.call != target or change.startswith("axis"):
+        assert current.call is not None
+        logged = entry(current.call)
+        if logged is not None:
+            logged.axes = axes
+            logged.maps.append(("MinMax", len(xs)))
+        real = originals["minmax"]
+        if current.call != target or change.startswith("axis"):
             return real(comm, axes, op, tied, xs)
-        struck[0] += 1
+        count[0] += 1
         return list(xs) if change == "delete" else real(comm, axes, op, tied, real(comm, axes, op, tied, xs))
 
     def body(f: Any) -> Any:
-        """A body of remat: a later run counts from where the first one did."""
+        """Wrap a body of remat: later runs begin with the counts of the first."""
         first: list[Counter[Any]] = []
 
         def counted(*xs: Tensor) -> Any:
             if not first:
-                first.append(here.counts.copy())
+                first.append(current.counts.copy())
                 return f(*xs)
-            outside, here.counts = here.counts, first[0].copy()
+            counts_before, current.counts = current.counts, first[0].copy()
             try:
                 return f(*xs)
             finally:
-                here.counts = outside
+                current.counts = counts_before
 
         return bodies(counted)
 
     def draw(name: str, real: Any) -> Any:
-        def drawn(key: Tensor, shape: Any, *, spec: P = WHOLE, **more: Any) -> Tensor:
-            call = here.reach(name, sys._getframe(1))
-            seen = logged(call)
-            if seen is not None:
-                seen.spec = spec
+        def drawn(key: Tensor, shape: Any, *, spec: P = REPLICATED, **more: Any) -> Tensor:
+            call = current.enter(name, sys._getframe(1))
+            logged = entry(call)
+            if logged is not None:
+                logged.spec = spec
             if call != target:
                 return real(key, shape, spec=spec, **more)
-            struck[0] += 1
-            where = region()
+            count[0] += 1
+            own = region()
             if change == "draw: rank in the key":
-                return real(fs.fold_in(key, fs.axis_index(tuple(where.sizes))), shape, spec=spec, **more)
-            return real(key, box_shape(local_box(shape, spec, where.sizes, where.coords)), **more)
+                return real(fs.fold_in(key, fs.axis_index(tuple(own.sizes))), shape, spec=spec, **more)
+            return real(key, box_shape(local_box(shape, spec, own.sizes, own.coords)), **more)
 
         return drawn
 
     names = ("_on_leaves", "minmax")
-    verbs = {name: getattr(collectives, name) for name in names}
-    remat = importlib.import_module("fshard.schedule.remat")  # its name in the library is the function's
+    originals = {name: getattr(collectives, name) for name in names}
+    remat = importlib.import_module("fshard.schedule.remat")  # fshard.schedule.remat is the function
     bodies = remat._Body
-    fakes = {"_on_leaves": on_leaves, "apply_map": apply, "minmax": extreme}
+    patches = {"_on_leaves": on_leaves, "apply_map": apply_map, "minmax": extreme}
     draws = {name: draw(name, getattr(fs.random, name)) for name in ("bernoulli", "normal", "uniform")}
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(collectives, **fakes))
-        stack.enter_context(mock.patch.object(_UNSHARD, "_apply", of_unshard))
-        # A schedule has the numbers of the plain loop; only that one calls what is struck here.
+        stack.enter_context(mock.patch.multiple(collectives, **patches))
+        stack.enter_context(mock.patch.object(_UNSHARD, "_apply", unshard_apply))
+        # Run the plain loop, which calls the patched functions; schedules compute the same numbers.
         stack.enter_context(mock.patch.object(_TRANSFORMER, "entered", entered))
         stack.enter_context(mock.patch.object(_SCAN, "_transformed", return_value=True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))
-        yield struck
+        yield count
 
 
-# --- who notices ----------------------------------------------------------------------------------------------
+# --- checks and outcomes --------------------------------------------------------------------------------------
 
-CLASSES = ("breaks", "static", "verify", "equal", "missed")
-Program = Callable[..., tuple[Any, tuple[Any, ...]]]  # options of shard_map -> (the function on its mesh, arguments)
+OUTCOMES = ("breaks", "types", "verify", "equal", "missed")
+Program = Callable[..., tuple[Any, tuple[Any, ...]]]  # options of shard_map -> (mapped function, arguments)
 
 
 @dataclass(frozen=True)
-class Fate:
+class Outcome:
     mutant: Mutant
-    seen_by: tuple[str, ...]  # of CLASSES, in their order
+    caught_by: tuple[str, ...]  # of OUTCOMES, in their order
 
     @property
     def kind(self) -> str:
-        return self.seen_by[0] if self.seen_by else "missed"
+        return self.caught_by[0] if self.caught_by else "missed"
 
 
 class Subject:
-    """A right program, its results, and its mutants. A net that refuses the program itself is blind to its mutants."""
+    """A correct program, its results and its mutants. A check that refuses the program cannot judge its mutants."""
 
     def __init__(self, program: Program) -> None:
-        self.f, self.args = program(**{"check": "never"} if TYPED else {})
-        self.typed = program(check="always")[0] if TYPED else None
-        log: dict[Call, _Seen] = {}
+        self.f, self.args = program(check="never")
+        self.typed = program(check="always")[0]
+        log: dict[Call, _CallLog] = {}
         with changed(None, log):
-            self.right = self.results()
+            self.expected = self.results()
         self.mutants: list[Mutant] = []
         places: Counter[Any] = Counter()
-        for call, seen in log.items():
-            where = (call.verb, call.file, call.function)
-            places[where] += 1
-            if seen.maps or seen.spec is not None:
-                place = f"{call.verb} {places[where]} of {call.function} in {call.file.removesuffix('.py')}"
-                self.mutants += [Mutant(call, c, f"{c}, {place}") for c in changes(seen, self.f.mesh.axes)]
+        for call, logged in log.items():
+            place = (call.verb, call.file, call.function)
+            places[place] += 1
+            if logged.maps or logged.spec is not None:
+                name = f"{call.verb} {places[place]} of {call.function} in {call.file.removesuffix('.py')}"
+                self.mutants += [Mutant(call, c, f"{c}, {name}") for c in changes(logged, self.f.mesh.axes)]
 
     @cached_property
     def alarms(self) -> dict[str, str]:
-        """What each net says of the right program."""
-        return {"static": self.static(), "verify": self.verify()}
+        """The error of each check for the correct program, or ""."""
+        return {"types": self.types(), "verify": self.verify()}
 
     def results(self) -> list[Tensor]:
-        """Every rank's part of every result."""
+        """Return every rank's part of every result."""
         return [part for leaf in fs.tree.leaves(self.f(*self.args)) for part in leaf.shards]
 
-    def static(self) -> str:
-        """What the checker says."""
-        return "" if self.typed is None else _told(lambda: self.typed(*self.args))
+    def types(self) -> str:
+        return _error_of(lambda: self.typed(*self.args))
 
     def verify(self) -> str:
-        return _told(lambda: fs.verify(self.f, *self.args))
+        return _error_of(lambda: fs.verify(self.f, *self.args))
 
-    def fate(self, mutant: Mutant) -> Fate:
-        """Everyone who sees the mutant."""
-        nets = self._nets()
-        with changed(mutant) as struck:
+    def outcome(self, mutant: Mutant) -> Outcome:
+        """Run every check on a mutant."""
+        checks = self._checks()
+        with changed(mutant) as count:
             try:
-                same = alike(self.results(), self.right)
+                same = close(self.results(), self.expected)
             except Exception:
-                return Fate(mutant, ("breaks",))
-            assert struck[0], f"{mutant.name} was never reached"
-            seen = {"equal": same, **{name: bool(net()) for name, net in nets.items()}}
-        return Fate(mutant, tuple(c for c in CLASSES if seen.get(c)))
+                return Outcome(mutant, ("breaks",))
+            assert count[0], f"{mutant.name} did not run"
+            caught = {"equal": same, **{name: bool(check()) for name, check in checks.items()}}
+        return Outcome(mutant, tuple(c for c in OUTCOMES if caught.get(c)))
 
-    def first_fate(self, mutant: Mutant) -> Fate:
-        """The same, but sooner: who sees it first, and nothing of the others."""
-        nets = self._nets()
-        with changed(mutant) as struck:
+    def first_outcome(self, mutant: Mutant) -> Outcome:
+        """Run checks on a mutant until one catches it."""
+        checks = self._checks()
+        with changed(mutant) as count:
             try:
-                seen = next((name for name, net in nets.items() if net()), "")
-                seen = seen or ("equal" if alike(self.results(), self.right) else "")
+                first = next((name for name, check in checks.items() if check()), "")
+                first = first or ("equal" if close(self.results(), self.expected) else "")
             except Exception:
-                seen = "breaks"
-            assert struck[0], f"{mutant.name} was never reached"
-        return Fate(mutant, (seen,) if seen else ())
+                first = "breaks"
+            assert count[0], f"{mutant.name} did not run"
+        return Outcome(mutant, (first,) if first else ())
 
-    def _nets(self) -> dict[str, Callable[[], str]]:
-        """The nets that are not blind; to be asked for before anything is changed."""
-        return {name: getattr(self, name) for name, told in self.alarms.items() if not told}
+    def _checks(self) -> dict[str, Callable[[], str]]:
+        """Return the checks that pass the correct program; call this before anything is changed."""
+        return {name: getattr(self, name) for name, alarm in self.alarms.items() if not alarm}
 
 
-def _told(run: Callable[[], Any]) -> str:
+def _error_of(run: Callable[[], Any]) -> str:
     try:
         run()
     except ShardingError as e:
@@ -361,24 +358,24 @@ def _told(run: Callable[[], Any]) -> str:
     return ""
 
 
-def alike(xs: list[Tensor], ys: list[Tensor]) -> bool:
-    """Equal to rounding, some hundred times that of one operation: sums here are of less than a hundred numbers."""
+def close(xs: list[Tensor], ys: list[Tensor]) -> bool:
+    """Return whether tensors are equal to some hundred roundings: sums here are of less than a hundred numbers."""
 
-    def close(x: Tensor, y: Tensor) -> bool:
+    def close_leaf(x: Tensor, y: Tensor) -> bool:
         if x.shape != y.shape or x.dtype != y.dtype:
             return False
         rtol = {torch.float64: 1e-12, torch.float32: 1e-5}.get(x.dtype, 0.0)
         scale = float(y.abs().max()) if y.numel() else 0.0
         return torch.allclose(x, y, rtol=rtol, atol=rtol * scale, equal_nan=True)
 
-    return all(close(x, y) for x, y in zip(xs, ys, strict=True))
+    return all(close_leaf(x, y) for x, y in zip(xs, ys, strict=True))
 
 
 # --- programs -------------------------------------------------------------------------------------------------
-# Each gives a loss and all gradients. Legend: B batch, T time, D width, F hidden, V vocabulary; [F@model] is split.
+# Each returns a loss and all gradients. Legend: B batch, T time, D width, F hidden, V vocabulary; [F@model] is split.
 
 PROGRAMS: dict[str, Program] = {}
-WIDE = torch.float64
+DTYPE = torch.float64
 
 
 def program(name: str) -> Callable[[Program], Program]:
@@ -390,22 +387,22 @@ def program(name: str) -> Callable[[Program], Program]:
 
 
 def normal(*shape: int, std: float = 0.5) -> Any:
-    return fs.init.normal(shape, std=std, dtype=WIDE)
+    return fs.init.normal(shape, std=std, dtype=DTYPE)
 
 
 def data(*shape: int, n: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(n), dtype=WIDE)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(n), dtype=DTYPE)
 
 
 def trained(
     loss: Callable[..., Tensor], described: Any, specs: Any, batch: Any, batch_specs: Any, axes: dict[str, int],
     **options: Any,
 ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
-    """shard_map of value_and_grad(loss), over placed parameters and a batch."""
+    """Return shard_map of value_and_grad(loss), and its arguments: placed parameters and a batch."""
     mesh = fs.make_mesh(**axes)
     params = fs.materialize(described, specs, mesh, key=fs.key(0))
-    takes, gives = (specs, *batch_specs), (P(), specs)
-    f = fs.shard_map(fs.value_and_grad(loss), mesh=mesh, in_specs=takes, out_specs=gives, **options)
+    in_specs = (specs, *batch_specs)
+    f = fs.shard_map(fs.value_and_grad(loss), mesh=mesh, in_specs=in_specs, out_specs=(P(), specs), **options)
     return f, (params, *batch)
 
 
@@ -443,8 +440,8 @@ def megatron_sequence(**options: Any) -> Any:
         out = x + fs.psum_scatter(h @ p["down"], "model", 1) + shared["down_b"]
         return fs.pmean((out - y).square().mean(), ("data", "model"))
 
-    lies = P("data", "model")
-    return trained(loss, mlp_params(), MLP_SPECS, (data(2, 4, 4), data(2, 4, 4, n=1)), (lies, lies), BOTH, **options)
+    batch, batch_specs = (data(2, 4, 4), data(2, 4, 4, n=1)), (P("data", "model"),) * 2
+    return trained(loss, mlp_params(), MLP_SPECS, batch, batch_specs, BOTH, **options)
 
 
 def two_layers(specs: Any, axes: dict[str, int], over: Any, **options: Any) -> Any:
@@ -475,7 +472,7 @@ def hsdp(**options: Any) -> Any:
 
 @program("accumulation")
 def accumulation(**options: Any) -> Any:
-    """Gradients are summed over data once, and not once per microbatch."""
+    """Sum gradients over data once, and not once per microbatch."""
 
     def step(p: Any, x: Tensor, y: Tensor) -> Any:
         loss = lambda p, x, y: (torch.tanh(x @ p["w"] + p["b"]) - y).square().mean()  # noqa: E731
@@ -500,8 +497,8 @@ def gpt2_program(
     key = fs.key(1) if rate else None
 
     def loss(p: Any, ids: Tensor) -> Tensor:
-        given = specs if fully else None
-        return gpt2.loss(cfg, p, ids[:, :-1], ids[:, 1:], layout=layout, specs=given, key=key, remat=remat)
+        gathered = specs if fully else None
+        return gpt2.loss(cfg, p, ids[:, :-1], ids[:, 1:], layout=layout, specs=gathered, key=key, remat=remat)
 
     ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
     specs = fs.tree.unflatten(fs.tree.structure(described), fs.tree.broadcast(
@@ -523,7 +520,7 @@ for _name, _options in GPT2.items():
 
 @program("split vocabulary")
 def vocabulary(**options: Any) -> Any:
-    """An embedding and a cross-entropy over 11 classes split in two; the data ranks hold unequally many targets."""
+    """Embed, and take a cross-entropy over 11 classes split in two; data ranks have unequal counts of targets."""
 
     def loss(p: Any, ids: Tensor, targets: Tensor) -> Tensor:
         p = fs.pvary(p, "data")
@@ -544,7 +541,7 @@ def optimizer(**options: Any) -> Any:
     mesh = fs.make_mesh(**BOTH)
     specs = {"up": P("data", "model"), "down": P("model"), "b": P()}
     described = {"up": normal(4, 6), "down": normal(6, 4), "b": normal(4)}
-    # in float32, as the norm is: beside float64 it would be the coarser one
+    # In float32, as the norm is: results in float64 would be compared more strictly than the norm allows.
     params = fs.materialize(described, specs, mesh, key=fs.key(0), dtype=torch.float32)
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.1, specs), fs.optim.adamw(0.1))
     state_specs = opt.specs(specs)
@@ -560,30 +557,30 @@ def optimizer(**options: Any) -> Any:
         p, state = opt.update(grads, state, p)
         return {"loss": value, "grads": grads, "norm": norm, "params": p, "state": state}
 
-    gives = {"loss": P(), "grads": specs, "norm": P(), "params": specs, "state": state_specs}
-    takes = (specs, state_specs, P("data"), P("data"))
-    f = fs.shard_map(step, mesh=mesh, in_specs=takes, out_specs=gives, **options)
+    out_specs = {"loss": P(), "grads": specs, "norm": P(), "params": specs, "state": state_specs}
+    in_specs = (specs, state_specs, P("data"), P("data"))
+    f = fs.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
     return f, (params, opt.init(params), data(4, 4).float(), data(4, 4, n=1).float())
 
 
 @program("pipeline")
 def pipeline(**options: Any) -> Any:
-    """Stages in a row: a microbatch goes one stage further with every tick."""
+    """Run stages in a row: each tick sends a microbatch to the next stage."""
 
     def loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
-        n, at = fs.axis_size("stage"), fs.axis_index("stage")
-        first, last = at == 0, at == n - 1
+        n, stage = fs.axis_size("stage"), fs.axis_index("stage")
+        first, last = stage == 0, stage == n - 1
         begin = fs.pvary(p["begin"], "stage")
         micro = fs.pvary(x, "stage").unbind()
-        got, total = torch.zeros(2, 3, dtype=WIDE), torch.zeros((), dtype=WIDE)
+        received, total = torch.zeros(2, 3, dtype=DTYPE), torch.zeros((), dtype=DTYPE)
         for tick in range(len(micro) + n - 1):
-            h = torch.where(first, micro[min(tick, len(micro) - 1)] @ begin, got)
+            h = torch.where(first, micro[min(tick, len(micro) - 1)] @ begin, received)
             for w in p["layers"]:
                 h = torch.tanh(h @ w)
             if tick >= n - 1:
                 error = (h - fs.pvary(y, "stage")[tick - n + 1]).square().mean()
                 total = total + torch.where(last, error, 0.0)
-            got = fs.ppermute(h, "stage", [(i, i + 1) for i in range(n - 1)])
+            received = fs.ppermute(h, "stage", [(i, i + 1) for i in range(n - 1)])
         return fs.psum(total, "stage")
 
     described, specs = {"begin": normal(3, 3), "layers": normal(3, 3, 3, std=1.0)}, {"begin": P(), "layers": P("stage")}
@@ -592,7 +589,7 @@ def pipeline(**options: Any) -> Any:
 
 @program("attention, heads for sequence")
 def ulysses(**options: Any) -> Any:
-    """The sequence is split outside of attention, the heads inside: all_to_all there and back."""
+    """Split the sequence outside of attention and the heads inside, with an all_to_all before and after."""
 
     def loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
         p = fs.pvary(p, "seq")
@@ -602,14 +599,14 @@ def ulysses(**options: Any) -> Any:
         a = fs.all_to_all(a, "seq", split=2, concat=1)  # [B, H, T@seq, K]
         return fs.pmean((a.transpose(1, 2).flatten(2) @ p["out"] - y).square().mean(), "seq")
 
-    described, lies = {"qkv": normal(4, 18), "out": normal(6, 4)}, P(None, "seq")
+    described, batch_specs = {"qkv": normal(4, 18), "out": normal(6, 4)}, (P(None, "seq"),) * 2
     batch = data(2, 4, 4), data(2, 4, 4, n=1)
-    return trained(loss, described, P(), batch, (lies, lies), {"seq": 2}, **options)
+    return trained(loss, described, P(), batch, batch_specs, {"seq": 2}, **options)
 
 
 @program("softmax over a split dim")
 def split_softmax(**options: Any) -> Any:
-    """Keys are split; the weights' maximum and sum are those of all ranks. One pmax is differentiated."""
+    """Split the keys: maximum and sum of the weights are taken over all ranks. One pmax is differentiated."""
 
     def loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
         p = fs.pvary(p, "seq")
@@ -628,7 +625,7 @@ def split_softmax(**options: Any) -> Any:
 
 @program("ring attention")
 def ring(**options: Any) -> Any:
-    """Keys and values go round; each rank keeps a running maximum, sum and mean for its own queries."""
+    """Send keys and values around the ring; each rank combines the parts for its queries."""
 
     def loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
         n = fs.axis_size("seq")
@@ -649,7 +646,7 @@ def ring(**options: Any) -> Any:
 
 @program("gradients per example")
 def per_example(**options: Any) -> Any:
-    """Each example's gradient is clipped, then the mean is taken: value_and_grad inside vmap, inside the region."""
+    """Clip each example's gradient, then take the mean: value_and_grad inside vmap, inside the region."""
     specs = {"up": P(None, "model"), "down": P("model"), "b": P()}
 
     def step(p: Any, x: Tensor, y: Tensor) -> Any:
@@ -672,39 +669,39 @@ def per_example(**options: Any) -> Any:
     mesh = fs.make_mesh(**BOTH)
     described = {"up": normal(3, 4), "down": normal(4, 3), "b": normal(3)}
     params = fs.materialize(described, specs, mesh, key=fs.key(0))
-    takes = (specs, P("data"), P("data"))
-    f = fs.shard_map(step, mesh=mesh, in_specs=takes, out_specs=(P("data"), specs), **options)
+    in_specs = (specs, P("data"), P("data"))
+    f = fs.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P("data"), specs), **options)
     return f, (params, data(4, 3), data(4, 3, n=1))
 
 
 # --- the table ------------------------------------------------------------------------------------------------
 
 
-def _row(name: str, found: Sequence[Fate]) -> str:
-    counts = Counter(f.kind for f in found)
-    wrong = len(found) - counts["equal"]
-    share = f"{1 - counts['missed'] / wrong:8.1%}" if wrong else f"{'-':>8}"
-    by_verify = sum("verify" in f.seen_by for f in found)
-    return f"{name:34}{len(found):8}" + "".join(f"{counts[c]:8}" for c in CLASSES) + share + f"{by_verify:12}"
+def _row(name: str, outcomes: Sequence[Outcome]) -> str:
+    counts = Counter(o.kind for o in outcomes)
+    different = len(outcomes) - counts["equal"]
+    share = f"{1 - counts['missed'] / different:8.1%}" if different else f"{'-':>8}"
+    by_verify = sum("verify" in o.caught_by for o in outcomes)
+    return f"{name:34}{len(outcomes):8}" + "".join(f"{counts[c]:8}" for c in OUTCOMES) + share + f"{by_verify:12}"
 
 
 def main(part: str = "") -> None:
-    print(f"{'program':34}{'mutants':>8}" + "".join(f"{c:>8}" for c in CLASSES) + "  caught  all verify")
-    every: list[Fate] = []
+    print(f"{'program':34}{'mutants':>8}" + "".join(f"{c:>8}" for c in OUTCOMES) + "  caught  by verify")
+    every: list[Outcome] = []
     lists: dict[str, list[str]] = {"equal": [], "missed": [], "false alarms": []}
     start = time.perf_counter()
     for name, program in PROGRAMS.items():
         if part not in name:
             continue
         subject = Subject(program)
-        found = [subject.fate(m) for m in subject.mutants]
-        every += found
-        print(_row(name, found), flush=True)
+        outcomes = [subject.outcome(m) for m in subject.mutants]
+        every += outcomes
+        print(_row(name, outcomes), flush=True)
         for kind in ("equal", "missed"):
-            lists[kind] += [f"{name}: {f.mutant.name}" for f in found if f.kind == kind]
-        lists["false alarms"] += [f"{name}: {net}: {told}" for net, told in subject.alarms.items() if told]
+            lists[kind] += [f"{name}: {o.mutant.name}" for o in outcomes if o.kind == kind]
+        lists["false alarms"] += [f"{name}: {check}: {alarm}" for check, alarm in subject.alarms.items() if alarm]
     for group in ("delete", "double", "swap", "axis", "leaf", "draw"):
-        print(_row(f"[{group}]", [f for f in every if f.mutant.group == group]))
+        print(_row(f"[{group}]", [o for o in every if o.mutant.group == group]))
     print(_row("all", every), f"   in {time.perf_counter() - start:.0f} s")
     for kind, lines in lists.items():
         print(f"\n{kind}: {len(lines)}", *lines, sep="\n  ")

@@ -1,6 +1,6 @@
-"""Programs that the checker refuses, and what it says of each: `refused.txt`, which test_checker holds it to.
+"""Programs that the checker refuses. Their error messages are in refused.txt, which test_checker compares.
 
-`python tests/refused.py` writes that file anew. Read the difference: these texts are what users learn the rules from.
+`python -m tests.corpus.refused` rewrites that file. Read the difference: users learn the rules from these texts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def bias_inside_linear(h, w, b):
     return fs.psum(y.sum(), "data")
 
 
-def norm_of_two_kinds(w, b):
+def norm_of_split_and_replicated(w, b):
     total = w.square().sum() + b.square().sum()
     return torch.sqrt(total)
 
@@ -64,7 +64,7 @@ def pvary_twice(x):
     return fs.pmean(fs.pvary(x * 2, ("data", "model")), ("data", "model"))
 
 
-def slice_of_what_varies(x):
+def pslice_of_varying(x):
     return fs.pslice(x, "data")
 
 
@@ -73,7 +73,7 @@ def one_mask_for_all(x):
     return torch.where(keep, x, 0)
 
 
-def a_mask_for_each(x):
+def one_mask_per_rank(x):
     key = fs.fold_in(fs.key(0), fs.axis_index("model"))
     return fs.nn.dropout(x, 0.5, key=key)
 
@@ -85,7 +85,7 @@ def local_loss(w, x):
     return fs.value_and_grad(loss)(w)
 
 
-def rows_of_a_table(table, ids):
+def indexed_by_ids(table, ids):
     def loss(table):
         rows = table[ids]
         return fs.psum(rows.sum(), "data")
@@ -93,7 +93,7 @@ def rows_of_a_table(table, ids):
     return fs.grad(loss)(table)
 
 
-def picked_then_used(gates, x):
+def indexed_by_rank(gates, x):
     def loss(gates):
         mine = torch.softmax(gates, -1).index_select(0, fs.axis_index("model"))
         return fs.psum((mine * x).sum(), ("data", "model"))
@@ -101,24 +101,24 @@ def picked_then_used(gates, x):
     return fs.grad(loss)(gates)
 
 
-def returned_as_one(x):
+def returned_as_replicated(x):
     return x.sum()
 
 
-def returned_as_parts(x):
+def returned_as_sharded(x):
     return {"y": x * 2}
 
 
-def torchs_generator(x):
+def torch_generator(x):
     return x + torch.rand(8)
 
 
-def a_rank_dependent_number(x):
+def rank_dependent_number(x):
     scale = 1 + int(fs.axis_index("model"))
     return x * scale
 
 
-def a_part_by_hand(x):
+def part_by_rank_number(x):
     n = x.shape[0] // 2
     return fs.pvary(x.chunk(2)[int(fs.axis_index("data"))], "data") * n
 
@@ -133,41 +133,41 @@ CASES = {
     "bias_inside_linear": (
         bias_inside_linear, (P("data", "model"), P("model"), P()), P(), (X, W, torch.ones(4)),
     ),
-    "norm_of_two_kinds": (norm_of_two_kinds, (COLUMNS, P()), P(), (W, B)),
+    "norm_of_split_and_replicated": (norm_of_split_and_replicated, (COLUMNS, P()), P(), (W, B)),
     "psum_twice": (psum_twice, (ROWS,), P(), (X,)),
     "mean_of_a_gradient": (mean_of_a_gradient, (P(), ROWS), P(), (B, X)),
     "gathered_again": (gathered_again, (ROWS,), P(), (X,)),
     "pvary_twice": (pvary_twice, (ROWS,), P(), (X,)),
-    "slice_of_what_varies": (slice_of_what_varies, (ROWS,), ROWS, (X,)),
+    "pslice_of_varying": (pslice_of_varying, (ROWS,), ROWS, (X,)),
     "one_mask_for_all": (one_mask_for_all, (ROWS,), ROWS, (X,)),
-    "a_mask_for_each": (a_mask_for_each, (P(),), P(), (X,)),
+    "one_mask_per_rank": (one_mask_per_rank, (P(),), P(), (X,)),
     "local_loss": (local_loss, (P(), ROWS), P(), (B, X)),
-    "rows_of_a_table": (rows_of_a_table, (P(), ROWS), P(), (X, torch.arange(4))),
-    "picked_then_used": (picked_then_used, (P(), P("data")), P(), (torch.ones(2, 8), X)),
-    "returned_as_one": (returned_as_one, (ROWS,), P(), (X,)),
-    "returned_as_parts": (returned_as_parts, (P(),), {"y": P(None, "model")}, (X,)),
-    "torchs_generator": (torchs_generator, (ROWS,), ROWS, (X,)),
-    "a_rank_dependent_number": (a_rank_dependent_number, (P(),), P(), (X,)),
-    "a_part_by_hand": (a_part_by_hand, (P(),), ROWS, (X,)),
+    "indexed_by_ids": (indexed_by_ids, (P(), ROWS), P(), (X, torch.arange(4))),
+    "indexed_by_rank": (indexed_by_rank, (P(), P("data")), P(), (torch.ones(2, 8), X)),
+    "returned_as_replicated": (returned_as_replicated, (ROWS,), P(), (X,)),
+    "returned_as_sharded": (returned_as_sharded, (P(),), {"y": P(None, "model")}, (X,)),
+    "torch_generator": (torch_generator, (ROWS,), ROWS, (X,)),
+    "rank_dependent_number": (rank_dependent_number, (P(),), P(), (X,)),
+    "part_by_rank_number": (part_by_rank_number, (P(),), ROWS, (X,)),
 }  # fmt: skip
 
 
 def text_of(name):
-    """What the checker says of a program."""
+    """Return the error of a program."""
     f, ins, out, args = CASES[name]
     try:
         fs.shard_map(f, mesh=MESH, in_specs=ins, out_specs=out, check="always")(*args)
     except fs.ShardingError as e:
         return str(e)
-    return "nothing"
+    return "no error"
 
 
 def texts():
-    """The kept texts, by program."""
+    """Return the texts of refused.txt, by program."""
     parts = TEXTS.read_text().split("\n## ")[1:]
     return {name: text for name, _, text in (part.strip().partition("\n") for part in parts)}
 
 
 if __name__ == "__main__":
-    TEXTS.write_text("What the checker says of each program of refused.py.\n"
+    TEXTS.write_text("The error of each program of refused.py.\n"
                      + "".join(f"\n## {name}\n{text_of(name)}\n" for name in CASES))  # fmt: skip

@@ -1,9 +1,9 @@
-"""Wrong parallel programs that people shipped, each with its repaired twin, as data.
+"""Bugs of parallel programs from public reports, as data: for each a wrong program and a correct one.
 
-The sources are public reports that the pattern was seen in; the programs are ours, and as small as the mistake allows.
+The programs are ours, and as small as the mistake allows.
 
 Legend: B batch, T positions, D width, E experts, V vocabulary; [T@model] is a dim split over an axis; {V} varies over
-the axis of the pattern, {I} does not. A line that a check of types can blame is marked BUG.
+the axis of the pattern, {I} does not. `# BUG` marks the line that the types name.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fshard import P, nn
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """A wrong program and a right one, of the same arguments and specs.
+class ReportedBug:
+    """A wrong program and a correct one, with the same arguments and specs.
 
-    `expected` names the first net that should catch the wrong one: "static", types at the marked line, or "verify".
-    `verify` must catch each of them: at `leaf`, on `axis` and, where the ratio is the size of an axis, by `factor`.
+    `caught_by` is the first check that catches the wrong one: the types, at the marked line, or `verify`. `verify`
+    catches every one: at `leaf`, on `axis` and, where the ratio is the size of an axis, by `factor`.
     """
 
     name: str
     source: str
     wrong: Callable[..., Any]
-    right: Callable[..., Any]
-    expected: Literal["static", "verify"]
+    correct: Callable[..., Any]
+    caught_by: Literal["types", "verify"]
     axis: str
     leaf: str
     in_specs: tuple[Any, ...]
@@ -46,7 +46,7 @@ Params = dict[str, Tensor]
 
 
 def trained(loss: Callable[..., Tensor]) -> Callable[..., Any]:
-    """A program that gives the gradients of a loss, and the loss."""
+    """Return a program that computes the gradients of a loss, and the loss."""
 
     @functools.wraps(loss)
     def step(p: Params, *batch: Tensor) -> dict[str, Any]:
@@ -62,12 +62,12 @@ def trained(loss: Callable[..., Tensor]) -> Callable[..., Any]:
 @trained
 def tied_wrong(p: Params, ids: Tensor, targets: Tensor) -> Tensor:  # [T@model]
     h = nn.embedding(ids, fs.pvary(p["wte"], "model"))  # [T@model, D]
-    logits = h @ p["wte"].T  # BUG: the gradient of this use stays on its rank
+    logits = h @ p["wte"].T  # BUG: the gradient of this use is not summed over ranks
     return nn.cross_entropy(logits, targets, over="model")
 
 
 @trained
-def tied_right(p: Params, ids: Tensor, targets: Tensor) -> Tensor:
+def tied_correct(p: Params, ids: Tensor, targets: Tensor) -> Tensor:
     wte = fs.pvary(p["wte"], "model")
     return nn.cross_entropy(nn.embedding(ids, wte) @ wte.T, targets, over="model")
 
@@ -79,32 +79,32 @@ def tied_right(p: Params, ids: Tensor, targets: Tensor) -> Tensor:
 def router_wrong(p: Params, x: Tensor) -> Tensor:  # x [T, D]{I}, experts [E@model, D, D]
     gates = torch.softmax(x @ p["router"], -1)  # [T, E]{I}
     mine = fs.axis_index("model") * len(p["experts"]) + torch.arange(len(p["experts"]))
-    own = gates.index_select(1, mine)  # BUG: takes the own part, and gives back the gradient of the own part only
-    y = torch.einsum("te,td,edf->tf", own, fs.pvary(x, "model"), p["experts"])
+    local_gates = gates.index_select(1, mine)  # BUG: the gradient is of the local experts only
+    y = torch.einsum("te,td,edf->tf", local_gates, fs.pvary(x, "model"), p["experts"])
     return fs.psum(y, "model").square().sum()
 
 
 @trained
-def router_right(p: Params, x: Tensor) -> Tensor:
+def router_correct(p: Params, x: Tensor) -> Tensor:
     gates = torch.softmax(x @ p["router"], -1)
-    own = fs.pslice(gates, "model", dim=1)  # [T, E@model], and its transpose gathers
-    y = torch.einsum("te,td,edf->tf", own, fs.pvary(x, "model"), p["experts"])
+    local_gates = fs.pslice(gates, "model", dim=1)  # [T, E@model]; the transpose gathers
+    y = torch.einsum("te,td,edf->tf", local_gates, fs.pvary(x, "model"), p["experts"])
     return fs.psum(y, "model").square().sum()
 
 
-# --- negatives of the other ranks, without their gradient -----------------------------------------------------
+# --- negatives of other ranks, without their gradient ---------------------------------------------------------
 
 
 @trained
 def contrastive_wrong(p: Params, x: Tensor) -> Tensor:  # x [B@data, D]
     z = x @ fs.pvary(p["w"], "data")
-    every = fs.all_gather(z, "data", to="invariant")  # its transpose is the own slice, not the sum over the ranks
-    logits = z @ every.T  # BUG
+    gathered = fs.all_gather(z, "data", to="invariant")  # its transpose is a slice, not the sum over the ranks
+    logits = z @ gathered.T  # BUG
     return nn.cross_entropy(logits, fs.axis_index("data") * len(x) + torch.arange(len(x)), over="data")
 
 
 @trained
-def contrastive_right(p: Params, x: Tensor) -> Tensor:
+def contrastive_correct(p: Params, x: Tensor) -> Tensor:
     z = x @ fs.pvary(p["w"], "data")
     logits = z @ fs.all_gather(z, "data").T
     return nn.cross_entropy(logits, fs.axis_index("data") * len(x) + torch.arange(len(x)), over="data")
@@ -119,7 +119,7 @@ def norm_wrong(grads: Params) -> dict[str, Tensor]:  # bias [D]{I}, up [D, F@mod
     return {"norm": fs.psum(total, "model").sqrt()}
 
 
-def norm_right(grads: Params) -> dict[str, Tensor]:
+def norm_correct(grads: Params) -> dict[str, Tensor]:
     total = grads["bias"].square().sum() + fs.psum(grads["up"].square().sum(), "model")
     return {"norm": total.sqrt()}
 
@@ -139,11 +139,11 @@ def reduced_twice_wrong(p: Params, x: Tensor) -> Params:
     return {"w": p["w"] - 0.1 * grads["w"]}  # BUG
 
 
-def reduced_twice_right(p: Params, x: Tensor) -> Params:
+def reduced_twice_correct(p: Params, x: Tensor) -> Params:
     return {"w": p["w"] - 0.1 * _fsdp_grads(p, x)["w"]}
 
 
-# --- microbatches of unequal counts, each with a mean of its own ----------------------------------------------
+# --- a mean for each of the microbatches, which have unequal counts -------------------------------------------
 
 
 def _errors(p: Params, x: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def accumulation_wrong(p: Params, x: Tensor, mask: Tensor) -> dict[str, Any]:  #
     return {"grads": grads, "loss": value}
 
 
-def accumulation_right(p: Params, x: Tensor, mask: Tensor) -> dict[str, Any]:
+def accumulation_correct(p: Params, x: Tensor, mask: Tensor) -> dict[str, Any]:
     count = fs.psum(mask.sum(), "data")
 
     def loss(p: Params, x: Tensor, mask: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def accumulation_right(p: Params, x: Tensor, mask: Tensor) -> dict[str, Any]:
     return {"grads": grads, "loss": value}
 
 
-# --- positions, masks and targets of a sequence that is split --------------------------------------------------
+# --- positions, masks and targets of a sequence that is split -------------------------------------------------
 
 
 def _rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -183,45 +183,45 @@ def _positions(t: int) -> Tensor:
 
 
 def rope_wrong(q: Tensor, k: Tensor) -> dict[str, Tensor]:  # [T@model, D]
-    at = torch.arange(len(q))  # every rank's part begins at 0
-    return {"scores": _rotated(q, at) @ fs.all_gather(_rotated(k, at), "model").T}
+    positions = torch.arange(len(q))  # begin at 0 on every rank
+    return {"scores": _rotated(q, positions) @ fs.all_gather(_rotated(k, positions), "model").T}
 
 
-def rope_right(q: Tensor, k: Tensor) -> dict[str, Tensor]:
-    at = _positions(len(q))
-    return {"scores": _rotated(q, at) @ fs.all_gather(_rotated(k, at), "model").T}
+def rope_correct(q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    positions = _positions(len(q))
+    return {"scores": _rotated(q, positions) @ fs.all_gather(_rotated(k, positions), "model").T}
 
 
 def causal_wrong(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:  # [B, H, T@model, D]
     k, v = fs.all_gather((k, v), "model", dim=2)
-    return {"y": nn.attention(q, k, v, causal=True)}  # takes every rank's queries for the last ones
+    return {"y": nn.attention(q, k, v, causal=True)}  # takes each rank's queries for the last positions
 
 
-def causal_right(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+def causal_correct(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     k, v = fs.all_gather((k, v), "model", dim=2)
     return {"y": nn.attention(q, k, v, mask=_positions(q.shape[2]).unsqueeze(1) >= torch.arange(k.shape[2]))}
 
 
 def shift_wrong(table: Tensor, ids: Tensor) -> dict[str, Tensor]:  # table [V, V]{I}, ids [T@model]
-    targets = torch.cat([ids[1:], torch.full((1,), -100)])  # the last target of every part is on the next rank
+    targets = torch.cat([ids[1:], torch.full((1,), -100)])  # the last target of each part is on the next rank
     return {"loss": nn.cross_entropy(nn.embedding(ids, fs.pvary(table, "model")), targets, over="model")}
 
 
-def shift_right(table: Tensor, ids: Tensor) -> dict[str, Tensor]:
+def shift_correct(table: Tensor, ids: Tensor) -> dict[str, Tensor]:
     n = fs.axis_size("model")
     after = fs.ppermute(ids[:1], "model", [(i + 1, i) for i in range(n - 1)])
     targets = torch.cat([ids[1:], torch.where(fs.axis_index("model") == n - 1, -100, after)])
     return {"loss": nn.cross_entropy(nn.embedding(ids, fs.pvary(table, "model")), targets, over="model")}
 
 
-# --- statistics of a part, taken for those of the whole -------------------------------------------------------
+# --- statistics of a part used as those of the whole ----------------------------------------------------------
 
 
 def rms_wrong(x: Tensor, scale: Tensor) -> dict[str, Tensor]:  # x [B, D@model], scale [D@model]
     return {"y": nn.rms_norm(x, scale)}
 
 
-def rms_right(x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+def rms_correct(x: Tensor, scale: Tensor) -> dict[str, Tensor]:
     mean = fs.pmean(x.square().mean(-1, keepdim=True), "model")
     return {"y": x * fs.pvary(torch.rsqrt(mean + 1e-6), "model") * scale}
 
@@ -233,15 +233,15 @@ def _whitened(x: Tensor, axes: tuple[str, ...]) -> dict[str, Tensor]:  # x [B@da
 
 
 def whitened_wrong(x: Tensor) -> dict[str, Tensor]:
-    return _whitened(x, ("data",))  # but the positions are split too
+    return _whitened(x, ("data",))  # the positions are split too
 
 
-def whitened_right(x: Tensor) -> dict[str, Tensor]:
+def whitened_correct(x: Tensor) -> dict[str, Tensor]:
     return _whitened(x, ("data", "model"))
 
 
 def _smoothed(logits: Tensor, targets: Tensor, classes: int) -> dict[str, Tensor]:  # logits [T, V@model], targets {I}
-    """Each of the other classes has an equal share of a tenth: a sum over all of them, less the right one."""
+    """Smooth labels by 0.1, shared equally by the other classes."""
     v = logits.shape[-1]
     top = fs.pvary(fs.pmax(logits.amax(-1, keepdim=True), "model"), "model")
     exps = fs.psum((logits - top).exp().sum(-1, keepdim=True), "model")
@@ -256,15 +256,15 @@ def smoothing_wrong(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return _smoothed(logits, targets, logits.shape[-1])
 
 
-def smoothing_right(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def smoothing_correct(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return _smoothed(logits, targets, logits.shape[-1] * fs.axis_size("model"))
 
 
-# --- a factor that undoes a mean, on a term that has none ------------------------------------------------------
+# --- a factor that undoes a mean, on a term without that mean -------------------------------------------------
 
 
 def _terms(p: Params, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part of the mean over all counted rows, and a mean over its own rows: {V}."""
+    """Return the local part of a mean over all counted rows, and a mean over the local rows: both {V}."""
     p = fs.pvary(p, "data")
     count = fs.pvary(fs.psum(mask.sum(), "data"), "data")
     balance = torch.logsumexp(x @ p["router"], -1).square().mean()
@@ -278,12 +278,12 @@ def auxiliary_wrong(p: Params, x: Tensor, mask: Tensor) -> Tensor:  # x [B@data,
 
 
 @trained
-def auxiliary_right(p: Params, x: Tensor, mask: Tensor) -> Tensor:
+def auxiliary_correct(p: Params, x: Tensor, mask: Tensor) -> Tensor:
     main, balance = _terms(p, x, mask)
     return fs.pmean(main * fs.axis_size("data") + 0.01 * balance, "data")
 
 
-# --- a decision of the host by what its own rank holds ---------------------------------------------------------
+# --- a Python branch on a value of one rank -------------------------------------------------------------------
 
 
 def skip_wrong(p: Params, grads: Tensor) -> Params:  # w [D]{I}, grads [B@data, D]
@@ -292,7 +292,7 @@ def skip_wrong(p: Params, grads: Tensor) -> Params:  # w [D]{I}, grads [B@data, 
     return {"w": p["w"] if spike else p["w"] - 0.1 * total}
 
 
-def skip_right(p: Params, grads: Tensor) -> Params:
+def skip_correct(p: Params, grads: Tensor) -> Params:
     total = fs.psum(grads.sum(0), "data")
     spike = bool(fs.pmax(grads.abs().max(), "data") > 10)
     return {"w": p["w"] if spike else p["w"] - 0.1 * total}
@@ -302,42 +302,44 @@ IDS = torch.arange(8) * 3 % 8
 MASK = torch.tensor([1.0, 1, 1, 1, 1, 0, 0, 0])
 DATA, MODEL = P("data"), P("model")
 
-PATTERNS = [
-    Pattern("a tied embedding, one of its two gradients not summed", "piper #13", tied_wrong, tied_right,
-            "static", "model", "result['grads']['wte']", (P(), MODEL, MODEL), P(),
+REPORTED_BUGS = [
+    ReportedBug("a tied embedding, one of its two gradients not summed", "piper #13", tied_wrong, tied_correct,
+            "types", "model", "result['grads']['wte']", (P(), MODEL, MODEL), P(),
             ({"wte": normal(8, 8)}, IDS, IDS.roll(-1))),
-    Pattern("a router's gradient from the own experts only", "torchtitan #2387", router_wrong, router_right,
-            "static", "model", "result['grads']['router']", ({"router": P(), "experts": MODEL}, P()),
+    ReportedBug("a router's gradient from the local experts only", "torchtitan #2387", router_wrong, router_correct,
+            "types", "model", "result['grads']['router']", ({"router": P(), "experts": MODEL}, P()),
             {"grads": {"router": P(), "experts": MODEL}, "loss": P()},
             ({"router": normal(8, 4), "experts": normal(4, 8, 8)}, normal(6, 8))),
-    Pattern("gathered negatives without the other ranks' gradient", "lightly #1528", contrastive_wrong,
-            contrastive_right, "static", "data", "result['grads']['w']", (P(), DATA), P(),
+    ReportedBug("gathered negatives without the other ranks' gradient", "lightly #1528", contrastive_wrong,
+            contrastive_correct, "types", "data", "result['grads']['w']", (P(), DATA), P(),
             ({"w": normal(8, 8) / 8}, normal(8, 8))),
-    Pattern("a norm that counts replicated leaves on every rank", "NeMo-RL #3788", norm_wrong, norm_right,
-            "static", "model", "result['norm']", ({"bias": P(), "up": P(None, "model")},), P(),
+    ReportedBug("a norm that counts replicated leaves on every rank", "NeMo-RL #3788", norm_wrong, norm_correct,
+            "types", "model", "result['norm']", ({"bias": P(), "up": P(None, "model")},), P(),
             ({"bias": normal(8), "up": normal(8, 8)},)),
-    Pattern("a gradient reduced twice", "Megatron-LM #6500", reduced_twice_wrong, reduced_twice_right,
-            "static", "data", "result['w']", (DATA, DATA), DATA, ({"w": normal(8, 8)}, normal(8, 8))),
-    Pattern("means of microbatches of unequal counts", "mlx-lm #1413", accumulation_wrong, accumulation_right,
+    ReportedBug("a gradient reduced twice", "Megatron-LM #6500", reduced_twice_wrong, reduced_twice_correct,
+            "types", "data", "result['w']", (DATA, DATA), DATA, ({"w": normal(8, 8)}, normal(8, 8))),
+    ReportedBug("means of microbatches of unequal counts", "mlx-lm #1413", accumulation_wrong, accumulation_correct,
             "verify", "data", "result['grads']['w']", (P(), DATA, DATA), P(),
             ({"w": normal(8, 8)}, normal(8, 8), MASK)),
-    Pattern("positions that begin at 0 on every rank", "Megatron-LM #5243", rope_wrong, rope_right,
+    ReportedBug("positions that begin at 0 on every rank", "Megatron-LM #5243", rope_wrong, rope_correct,
             "verify", "model", "result['scores']", (MODEL, MODEL), MODEL, (normal(8, 8), normal(8, 8))),
-    Pattern("a causal mask without the offset of the part", "Cornstarch #38", causal_wrong, causal_right,
+    ReportedBug("a causal mask without the offset of the part", "Cornstarch #38", causal_wrong, causal_correct,
             "verify", "model", "result['y']", (P(None, None, "model"),) * 3, P(None, None, "model"),
             (normal(1, 2, 8, 4), normal(1, 2, 8, 4), normal(1, 2, 8, 4))),
-    Pattern("targets shifted within each part", "transformers #36607", shift_wrong, shift_right,
+    ReportedBug("targets shifted within each part", "transformers #36607", shift_wrong, shift_correct,
             "verify", "model", "result['loss']", (P(), MODEL), P(), (normal(8, 8), IDS)),
-    Pattern("an RMS norm over the own features", "gpt-neox #1424", rms_wrong, rms_right,
+    ReportedBug("an RMS norm over the local features", "gpt-neox #1424", rms_wrong, rms_correct,
             "verify", "model", "result['y']", (P(None, "model"), MODEL), P(None, "model"), (normal(4, 8), normal(8))),
-    Pattern("whitening over one of two axes", "slime #2235", whitened_wrong, whitened_right,
+    ReportedBug("whitening over one of two axes", "slime #2235", whitened_wrong, whitened_correct,
             "verify", "model", "result['advantages']", (P("data", "model"),), P("data", "model"), (normal(4, 8),)),
-    Pattern("label smoothing by the own vocabulary", "Megatron-LM #7464", smoothing_wrong, smoothing_right,
+    ReportedBug("label smoothing by the size of the local vocabulary", "Megatron-LM #7464", smoothing_wrong,
+            smoothing_correct,
             "verify", "model", "result['loss']", (P(None, "model"), P()), P(), (normal(8, 8), IDS)),
-    Pattern("an auxiliary loss scaled up with the main one", "transformers #48690", auxiliary_wrong, auxiliary_right,
+    ReportedBug("an auxiliary loss scaled up with the main one", "transformers #48690", auxiliary_wrong,
+            auxiliary_correct,
             "verify", "data", "result['grads']['router']", (P(), DATA, DATA), P(),
             ({"router": normal(8, 4), "w": normal(8, 8)}, normal(8, 8), MASK), factor=2),
-    Pattern("a step skipped by the own gradient", "WeatherGenerator #2718", skip_wrong, skip_right,
+    ReportedBug("a step skipped by the local gradient", "WeatherGenerator #2718", skip_wrong, skip_correct,
             "verify", "data", "result['w']", (P(), DATA), P(),
             ({"w": normal(8)}, torch.cat([100 + normal(1, 8), normal(1, 8)]))),
 ]  # fmt: skip

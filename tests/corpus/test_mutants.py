@@ -1,4 +1,4 @@
-"""Every deleted or doubled collective of a right program is noticed, unless it changes nothing at all."""
+"""Every deleted or doubled collective of a correct program is caught, unless it changes nothing."""
 
 from __future__ import annotations
 
@@ -7,22 +7,29 @@ import pytest
 import fshard as fs
 from tests.corpus.mutants import PROGRAMS, Subject, changed
 
-# What is changed here; `python tests/mutants.py` changes everything in every program, which takes minutes.
+# The changes tested here; `python -m tests.corpus.mutants` makes all changes in all programs, which takes minutes.
 TESTED = {name: ("delete", "double") for name in PROGRAMS if not name.startswith("gpt2")} | {
     "clip and AdamW": ("delete",),
     "gpt2": ("delete",),
     "gpt2, dropout": ("draw",),
 }
 
+GPT2_ALL = "gpt2, all of these"
+
 INTEGERS = "integers have no gradient"
-UNDIFFERENTIATED = "nothing here is differentiated, so no gradient misses its sum"
-UNUSED = "what the last turn of the loop sends is not used"
+UNDIFFERENTIATED = "nothing is differentiated here, so no gradient misses its sum"
+UNUSED = "the last iteration of the loop sends a value that is not used"
 EQUAL = {
     "split vocabulary": {"delete, pvary 2 of loss in mutants": INTEGERS},
     "clip and AdamW": {f"delete, pvary {i} of norm_of in norm": UNDIFFERENTIATED for i in (1, 2, 3, 4)},
     "pipeline": {f"{change}, ppermute 4 of loss in mutants": UNUSED for change in ("delete", "double")},
     "ring attention": {f"{change}, ppermute 3 of loss in mutants": UNUSED for change in ("delete", "double")},
 }
+
+
+def on_one_worker(program, *values):
+    """Parameters of a test that runs on the worker that has made the program's Subject."""
+    return pytest.param(program, *values, marks=pytest.mark.xdist_group(f"mutants of {program}"))
 
 
 @pytest.fixture(scope="module")
@@ -37,48 +44,53 @@ def subjects():
     return get
 
 
-@pytest.mark.parametrize("name", TESTED)
-def test_neither_net_says_anything_of_a_right_program(name, subjects):
-    assert subjects(name).alarms == {"static": "", "verify": ""}
+@pytest.mark.parametrize("name", [on_one_worker(name) for name in TESTED])
+def test_neither_check_refuses_the_correct_program(name, subjects):
+    assert subjects(name).alarms == {"types": "", "verify": ""}
 
 
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("name", [on_one_worker(name) for name in TESTED])
 def test_no_mutant_is_missed(name, subjects):
     subject = subjects(name)
-    fates = [subject.first_fate(m) for m in subject.mutants if m.group in TESTED[name]]
-    assert fates
-    assert [f.mutant.name for f in fates if f.kind == "missed"] == []
-    assert sorted(f.mutant.name for f in fates if f.kind == "equal") == sorted(EQUAL.get(name, {}))
+    outcomes = [subject.first_outcome(m) for m in subject.mutants if m.group in TESTED[name]]
+    assert outcomes
+    assert [o.mutant.name for o in outcomes if o.kind == "missed"] == []
+    assert sorted(o.mutant.name for o in outcomes if o.kind == "equal") == sorted(EQUAL.get(name, {}))
 
 
-def test_without_nets_a_mutant_is_missed_or_changes_nothing(subjects, monkeypatch):
-    monkeypatch.setattr(Subject, "_nets", lambda self: {})
+@pytest.mark.xdist_group("mutants of accumulation")
+def test_without_checks_a_mutant_is_missed_or_equal(subjects, monkeypatch):
+    monkeypatch.setattr(Subject, "_checks", lambda self: {})
     subject = subjects("accumulation")
-    fates = {m.name: (subject.fate(m).kind, subject.first_fate(m).kind) for m in subject.mutants if "pmean" in m.name}
-    assert fates["delete, pmean 1 of step in mutants"] == ("missed", "missed")
-    assert fates["double, pmean 1 of step in mutants"] == ("equal", "equal")
+    kinds = {
+        m.name: (subject.outcome(m).kind, subject.first_outcome(m).kind) for m in subject.mutants if "pmean" in m.name
+    }
+    assert kinds["delete, pmean 1 of step in mutants"] == ("missed", "missed")
+    assert kinds["double, pmean 1 of step in mutants"] == ("equal", "equal")
 
 
 @pytest.mark.parametrize(
-    ("name", "times"),
+    ("program", "name", "times"),
     [
-        ("delete, psum_scatter 1 of leave in transformer", 4),  # once on each of 4 ranks: the embedding
-        ("delete, psum_scatter 2 of leave in transformer", 8),  # in a block, which runs again
-        ("draw: rank in the key, bernoulli 4 of dropout in layers", 8),
-        ("delete, all_gather 2 of column_linear in transformer", 8),
-        ("delete, all_gather 3 of column_linear in transformer", 4),  # after the blocks
+        on_one_worker(GPT2_ALL, "delete, psum_scatter 1 of leave in transformer", 4),  # once on each of 4 ranks
+        on_one_worker(GPT2_ALL, "delete, psum_scatter 2 of leave in transformer", 8),  # in a block: runs again
+        on_one_worker(GPT2_ALL, "draw: rank in the key, bernoulli 4 of dropout in layers", 8),
+        on_one_worker(GPT2_ALL, "delete, all_gather 2 of column_linear in transformer", 8),
+        on_one_worker(GPT2_ALL, "delete, all_gather 3 of column_linear in transformer", 4),  # after the blocks
     ],
 )
-def test_a_change_is_made_on_every_rank_and_wherever_remat_runs_again(name, times, subjects):
-    subject = subjects("gpt2, all of these")
+def test_change_is_made_on_every_rank_and_in_every_run_of_remat(program, name, times, subjects):
+    subject = subjects(program)
     (mutant,) = (m for m in subject.mutants if m.name == name)
-    with changed(mutant) as struck:
+    with changed(mutant) as count:
         subject.results()
-    assert struck == [times]
+    assert count == [times]
 
 
-@pytest.mark.parametrize("name", ["pipeline", "ring attention", "gpt2, all of these", "clip and AdamW"])
-def test_a_call_is_the_same_on_every_mesh(name, subjects):
+@pytest.mark.parametrize(
+    "name", [on_one_worker(name) for name in ("pipeline", "ring attention", GPT2_ALL, "clip and AdamW")]
+)
+def test_calls_are_the_same_on_smaller_meshes(name, subjects):
     subject = subjects(name)
 
     def calls(sizes):
@@ -87,11 +99,11 @@ def test_a_call_is_the_same_on_every_mesh(name, subjects):
             mesh = fs.make_mesh(kind="simulated", **sizes)
             f = subject.f.on(mesh)
             f(*fs.tree.map(lambda x: fs.reshard(x, x.spec, mesh) if isinstance(x, fs.Sharded) else x, subject.args))
-        return {call for call, seen in log.items() if seen.maps or seen.spec is not None}
+        return {call for call, logged in log.items() if logged.maps or logged.spec is not None}
 
     sizes = subject.f.mesh.axes
-    every = calls(sizes)
+    all_calls = calls(sizes)
     for axis in sizes:
         fewer = calls({**sizes, axis: 1})
-        assert fewer < every
+        assert fewer < all_calls
         assert fewer or len(sizes) == 1

@@ -1,4 +1,4 @@
-"""What people shipped: every repaired program passes, every wrong one is caught, by the net that should catch it."""
+"""Bugs from public reports: every correct program passes, and every wrong one is caught by the check that should."""
 
 from __future__ import annotations
 
@@ -9,51 +9,48 @@ import pytest
 
 import fshard as fs
 from fshard import ShardingError
-from tests.corpus.wild import PATTERNS
+from tests.corpus.reported_bugs import REPORTED_BUGS
 
-CHECKED = "check" in inspect.signature(fs.shard_map).parameters
 MESH = fs.make_mesh(data=2, model=4)
-every = pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.right.__name__.removesuffix("_right"))
-static = pytest.mark.parametrize(
-    "pattern", [p for p in PATTERNS if p.expected == "static"], ids=lambda p: p.right.__name__.removesuffix("_right")
-)
+TYPES = [bug for bug in REPORTED_BUGS if bug.caught_by == "types"]
 
 
-def mapped(pattern, body, check):
-    options = {"check": check} if CHECKED else {}
-    return fs.shard_map(body, mesh=MESH, in_specs=pattern.in_specs, out_specs=pattern.out_specs, **options)
+def name_of(bug):
+    return bug.correct.__name__.removesuffix("_correct")
 
 
-def marked(body):
-    """The line of a program that is marked BUG."""
-    lines, start = inspect.getsourcelines(body)
-    (line,) = [start + i for i, text in enumerate(lines) if "# BUG" in text]
+def mapped(bug, program, check):
+    return fs.shard_map(program, mesh=MESH, in_specs=bug.in_specs, out_specs=bug.out_specs, check=check)
+
+
+def line_of_bug(program):
+    lines, first = inspect.getsourcelines(program)
+    (line,) = [first + i for i, text in enumerate(lines) if "# BUG" in text]
     return line
 
 
-@every
-def test_the_right_program_is_the_same_on_every_mesh(pattern):
-    fs.verify(mapped(pattern, pattern.right, "always"), *pattern.args)
+@pytest.mark.parametrize("bug", REPORTED_BUGS, ids=name_of)
+def test_correct_program_passes_the_types_and_verify(bug):
+    fs.verify(mapped(bug, bug.correct, "always"), *bug.args)
 
 
-@every
-def test_the_wrong_program_is_caught_by_verify_at_its_leaf_and_axis(pattern):
+@pytest.mark.parametrize("bug", REPORTED_BUGS, ids=name_of)
+def test_verify_names_the_leaf_the_axis_and_the_factor(bug):
     with pytest.raises(ShardingError) as e:
-        fs.verify(mapped(pattern, pattern.wrong, "never"), *pattern.args)
+        fs.verify(mapped(bug, bug.wrong, "never"), *bug.args)
     text = str(e.value)
-    assert re.findall(r"collapsing (.+) gives another answer", text) == [repr(pattern.axis)]
-    assert pattern.leaf in text
-    if pattern.factor is not None:
-        told = text.split(pattern.leaf)[1].split("result[")[0]  # of this leaf, and no other
-        assert f"every value is {pattern.factor:g} times what it should be" in told
+    assert re.findall(r"collapsing (.+) gives another answer", text) == [repr(bug.axis)]
+    assert bug.leaf in text
+    if bug.factor is not None:
+        text_of_leaf = text.split(bug.leaf)[1].split("result[")[0]
+        assert f"every value is {bug.factor:g} times what it should be" in text_of_leaf
 
 
-@pytest.mark.skipif(not CHECKED, reason="shard_map has no checker")
-@static
-def test_the_wrong_line_is_named_before_anything_is_compared(pattern):
-    with pytest.raises(ShardingError, match=rf"wild\.py:{marked(pattern.wrong)} in "):
-        mapped(pattern, pattern.wrong, "always")(*pattern.args)
+@pytest.mark.parametrize("bug", TYPES, ids=name_of)
+def test_types_name_the_line(bug):
+    with pytest.raises(ShardingError, match=rf"reported_bugs\.py:{line_of_bug(bug.wrong)} in "):
+        mapped(bug, bug.wrong, "always")(*bug.args)
 
 
-def test_only_what_types_can_see_is_marked():
-    assert all((p.expected == "static") == ("# BUG" in inspect.getsource(p.wrong)) for p in PATTERNS)
+def test_only_bugs_that_types_catch_have_a_marked_line():
+    assert all((bug.caught_by == "types") == ("# BUG" in inspect.getsource(bug.wrong)) for bug in REPORTED_BUGS)
