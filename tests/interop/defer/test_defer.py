@@ -363,6 +363,10 @@ class AnyStrides(nn.Module):
         columns[:, 2].zero_()
         self.register_buffer("column_major", columns)
         self.register_buffer("channels_last", torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last) * 2)
+        literal = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+        literal[0] = torch.ones(3).mul(7)
+        literal.t_()[1] = 8
+        self.register_buffer("transposed_literal", literal)
         pairs = torch.zeros(3, dtype=torch.complex64)
         torch.view_as_real(pairs)[:, 1] = torch.arange(3.0)
         self.register_buffer("complex", pairs)
@@ -801,6 +805,11 @@ def test_text_of_a_draw_without_a_rule():
         pytest.param(lambda: torch.randn(3).numpy(), ".numpy() needs numbers that are drawn", id="numpy"),
         pytest.param(lambda: torch.randn(3).tolist(), ".item() needs numbers that are drawn", id="tolist"),
         pytest.param(lambda: bool(torch.rand(()) > 0.5), ".item() needs numbers that are drawn", id="bool"),
+        pytest.param(
+            lambda: torch.native_dropout(torch.ones(3), 0.5, True),
+            "there is no rule for the draws of",
+            id="two results",
+        ),
         pytest.param(lambda: torch.randn(3).nonzero(), "nonzero() needs numbers that are drawn", id="nonzero"),
         pytest.param(lambda: torch.equal(torch.randn(3), torch.ones(3)), "torch.equal() needs numbers", id="equal"),
         pytest.param(lambda: torch.empty(3).sum().item(), ".item() reads memory of torch.empty", id="empty"),
