@@ -182,11 +182,11 @@ class Apply:
             return
         leaves = {"params": params, "buffers": buffers}
         tensors = [x for x in tree.leaves((leaves, arguments)) if isinstance(x, Tensor)]
-        varying = set[str]().union(*(types.fact(x).type.varies for x in tensors))
+        varying = set[str]().union(*(types.info(x).type.varying for x in tensors))
         for kind, named in leaves.items():
-            floats = {name: types.fact(x).type for name, x in named.items() if differentiable_dtype(x)}
+            floats = {name: types.info(x).type for name, x in named.items() if differentiable_dtype(x)}
             for axis in sorted(varying):
-                names = [name for name, type_ in floats.items() if axis in type_.fixed]
+                names = [name for name, type_ in floats.items() if axis in type_.invariant]
                 if names:
                     rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
                     what = f"in {self!r}, {kind}[{names[0]!r}]{rest} of its {kind} are invariant over {axis!r}"
