@@ -199,6 +199,17 @@ def test_default_store(group):
     assert compat.default_store().add("fshard/test", 2) == 2
 
 
+def test_replace_trunc_normal():
+    calls = []
+    former = compat.replace_trunc_normal(lambda x, *args, **kwargs: calls.append(args) or x)
+    try:
+        torch.nn.init.trunc_normal_(torch.empty(3), 1.0, 2.0, -3.0, 4.0)
+    finally:
+        compat.replace_trunc_normal(former)
+    assert calls == [(1.0, 2.0, -3.0, 4.0)]
+    assert torch.nn.init.trunc_normal_(torch.zeros(3), a=0.5, b=0.7).min() >= 0.5
+
+
 def test_every_entry_has_a_test():
     tests = Path(__file__).read_text()
     missing = [name for name in compat.__all__ if f"compat.{name}" not in tests]

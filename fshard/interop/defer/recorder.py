@@ -218,9 +218,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs["device"] = torch.device("cpu")  # the mesh decides
         op = AtenCall(func, args, kwargs, self.node)
         if torch.Tag.inplace_view in func.tags:
-            if op.name.startswith("resize") or not all(isinstance(x, FakeTensor) for x in tensors):
+            is_set = op.name == "set" and not all(isinstance(x, FakeTensor) for x in tensors)
+            if is_set or op.name.startswith("resize"):
                 raise recording_error(f"{op.full_name} changes the storage of a tensor", fix="make a new tensor")
-            return func(*args, **kwargs)
+            return self._run_view(op, tensors[0])
         targets = _targets(func, args, kwargs)
         if targets:
             return self._record_write(op, targets, is_draw)
@@ -272,19 +273,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in results:
             if x.layout is not torch.strided:
                 raise recording_error(f"{op.name} returns a tensor of layout {x.layout}", fix="dense tensors")
-        if len(results) > 1:
+        if len(results) != 1:
+            if is_draw:
+                raise _no_distribution(op)
             call = op.call()
             for i, x in enumerate(results):
                 self._new(x, Op(tuple(x.shape), x.dtype, call, i))
-        elif not self.is_recorded(results[0]):  # else its argument, or a view of it that the schema does not declare
+        elif is_draw or not self.is_recorded(results[0]):  # else its argument, or an undeclared view of it
             x = results[0]
-            rule = drawn_value if is_draw else new_value
-            value = rule(op, tuple(x.shape), x.dtype)
+            value = (drawn_value if is_draw else new_value)(op, tuple(x.shape), x.dtype)
             if value is None:
                 raise _no_distribution(op)
             self._new(x, value)
-        elif is_draw:
-            raise _no_distribution(op)
         return out
 
     def _run_on_values(self, op: AtenCall) -> Any:

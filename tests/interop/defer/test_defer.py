@@ -1,4 +1,4 @@
-"""`defer`: what a constructor does, replayed on any box of any leaf, gives the same values on every mesh."""
+"""`defer`: a recorded constructor, replayed on any box of any leaf, gives the same values on every mesh."""
 
 from __future__ import annotations
 
@@ -33,28 +33,30 @@ def same_bits(a, b, where=""):
     assert torch.equal(as_bytes(a), as_bytes(b)), where
 
 
-def on_one(tree, n=7):
+def values_on_one_device(tree, n=7):
     return fs.device_get(fs.materialize(tree, P(), ONE, key=fs.key(n)))
 
 
 def specs_for(shape, axes):
-    """Row, column, both, and what `fully_shard` adds."""
+    """Row, column, both, and the spec of `fully_shard`."""
     names = tuple(axes)
-    found = {P(), fs.fully_shard(P(), torch.empty(shape, device="meta"), axis="a")}
+    specs = {P(), fs.fully_shard(P(), torch.empty(shape, device="meta"), axis="a")}
     if shape:
-        found |= {P("a"), P(..., "a"), P(..., names[::-1])}
+        specs |= {P("a"), P(..., "a"), P(..., names[::-1])}
     if len(shape) > 1 and "b" in axes:
-        found |= {P("b", ..., "a")}
-    return sorted(found, key=repr)
+        specs |= {P("b", ..., "a")}
+    return sorted(specs, key=repr)
 
 
-def check_law(tree, values, meshes=MESHES, most=2):
-    """Every part of every leaf, placed by any spec on any mesh, is that part of its value on no mesh."""
+def check_same_on_meshes(tree, values, meshes=MESHES, most=2):
+    """Assert that every shard of every leaf, by any spec on any mesh, is that slice of its value on one device."""
     for axes in meshes:
         mesh = fs.make_mesh(**axes)
         leaves = fs.tree.leaves(tree)
         options = [specs_for(x.shape, axes) for x in leaves]
-        for turn in range(max(map(len, options), default=0) if len(leaves) < 6 else most):  # many leaves take turns
+        for turn in range(
+            max(map(len, options), default=0) if len(leaves) < 6 else most
+        ):  # many leaves: each turn another spec for each
             specs = iter([s[(i + turn) % len(s)] for i, s in enumerate(options)])
             specs = fs.tree.map(lambda _, specs=specs: next(specs), tree)
             placed = fs.materialize(tree, specs, mesh, key=fs.key(7))
@@ -70,10 +72,10 @@ def is_drawn(leaf):
 
 
 def check_distribution(tree, values, eager, leaves=1000):
-    """As the eager constructor: what is not drawn exactly, what is drawn by moments and by Kolmogorov and Smirnov.
+    """Compare with the eager constructor: draws by moments and a Kolmogorov-Smirnov test, all other values exactly.
 
     Keys and seeds are fixed, so a test passes always or never. The level of each comparison is 0.001 / `leaves`, the
-    number of leaves in all: were both sides right, one set of seeds in a thousand would fail somewhere.
+    number of leaves in all: of correct values, one set of seeds in a thousand would fail somewhere.
     """
     for kind, theirs in (("params", dict(eager.named_parameters())), ("buffers", dict(eager.named_buffers()))):
         assert list(tree[kind]) == list(theirs)
@@ -95,17 +97,19 @@ def check_distribution(tree, values, eager, leaves=1000):
                 ratio = float(a.std() / b.std())
                 assert abs(math.log(ratio)) <= sigmas * math.sqrt(1 / n), (name, ratio)
             both = torch.cat([a, b])
-            apart = (torch.searchsorted(a, both, right=True) - torch.searchsorted(b, both, right=True)).abs().max() / n
-            assert float(apart) <= math.sqrt(-math.log(0.001 / leaves / 2) / 2) * math.sqrt(2 / n), name
+            distance = (
+                torch.searchsorted(a, both, right=True) - torch.searchsorted(b, both, right=True)
+            ).abs().max() / n
+            assert float(distance) <= math.sqrt(-math.log(0.001 / leaves / 2) / 2) * math.sqrt(2 / n), name
 
 
-def eagerly(constructor, seed=0):
+def construct_eagerly(constructor, seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return constructor()
 
 
-def quietly(constructor):
+def without_warnings(constructor):
     def built():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -164,7 +168,7 @@ LAYERS = {
 }
 VARIANTS = {
     "padding row 0": lambda: nn.Embedding(29, 7, padding_idx=0),
-    "padding row mid": lambda: nn.Embedding(29, 7, padding_idx=17),
+    "padding row inside": lambda: nn.Embedding(29, 7, padding_idx=17),
     "padding row -1": lambda: nn.EmbeddingBag(29, 7, padding_idx=-1),
     "half": lambda: nn.Linear(30, 21).half(),
     "bfloat16 norm": lambda: nn.Sequential(nn.Conv1d(6, 9, 3), nn.BatchNorm1d(9)).to(torch.bfloat16),
@@ -172,28 +176,28 @@ VARIANTS = {
     "weight_norm": lambda: parametrizations.weight_norm(nn.Conv1d(6, 9, 3)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(12, 9)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(12, 9)),
-    "xavier": lambda: made(nn.init.xavier_normal_),
-    "trunc_normal_": lambda: made(lambda w: nn.init.trunc_normal_(w, std=0.5, a=-0.7, b=0.3)),
-    "orthogonal_": lambda: made(lambda w: nn.init.orthogonal_(w, gain=2.0)),
-    "orthogonal_ wide": lambda: made(nn.init.orthogonal_, (9, 5, 4)),
-    "dirac_": lambda: made(lambda w: nn.init.dirac_(w, groups=2), (12, 5, 3)),
-    "eye_": lambda: made(nn.init.eye_),
-    "sparse_": lambda: made(lambda w: nn.init.sparse_(w, sparsity=0.3)),
-    "exponential_": lambda: made(lambda w: w.exponential_(2.0)),
-    "log_normal_": lambda: made(lambda w: w.log_normal_(0.5, 0.25)),
-    "cauchy_": lambda: made(lambda w: w.cauchy_(1.0, 0.1).clamp_(-3, 3)),
-    "geometric_": lambda: made(lambda w: w.geometric_(0.3)),
-    "bernoulli_": lambda: made(lambda w: w.bernoulli_(0.3)),
-    "bernoulli of tensor": lambda: made(lambda w: w.copy_(torch.bernoulli(torch.linspace(0, 1, 21).expand(30, 21)))),
-    "randint": lambda: made(lambda w: w.copy_(torch.randint(-3, 9, (30, 21)))),
-    "random_": lambda: made(lambda w: w.random_(5, 50)),
-    "dropout": lambda: made(lambda w: w.copy_(nn.functional.dropout(torch.ones(30, 21), 0.4))),
-    "normal of tensors": lambda: made(lambda w: w.copy_(torch.normal(torch.arange(21.0).expand(30, 21), 0.5))),
-    "randperm": lambda: made(lambda w: w.copy_(torch.randperm(630).view(30, 21))),
+    "xavier": lambda: filled(nn.init.xavier_normal_),
+    "trunc_normal_": lambda: filled(lambda w: nn.init.trunc_normal_(w, std=0.5, a=-0.7, b=0.3)),
+    "orthogonal_": lambda: filled(lambda w: nn.init.orthogonal_(w, gain=2.0)),
+    "orthogonal_ wide": lambda: filled(nn.init.orthogonal_, (9, 5, 4)),
+    "dirac_": lambda: filled(lambda w: nn.init.dirac_(w, groups=2), (12, 5, 3)),
+    "eye_": lambda: filled(nn.init.eye_),
+    "sparse_": lambda: filled(lambda w: nn.init.sparse_(w, sparsity=0.3)),
+    "exponential_": lambda: filled(lambda w: w.exponential_(2.0)),
+    "log_normal_": lambda: filled(lambda w: w.log_normal_(0.5, 0.25)),
+    "cauchy_": lambda: filled(lambda w: w.cauchy_(1.0, 0.1).clamp_(-3, 3)),
+    "geometric_": lambda: filled(lambda w: w.geometric_(0.3)),
+    "bernoulli_": lambda: filled(lambda w: w.bernoulli_(0.3)),
+    "bernoulli of tensor": lambda: filled(lambda w: w.copy_(torch.bernoulli(torch.linspace(0, 1, 21).expand(30, 21)))),
+    "randint": lambda: filled(lambda w: w.copy_(torch.randint(-3, 9, (30, 21)))),
+    "random_": lambda: filled(lambda w: w.random_(5, 50)),
+    "dropout": lambda: filled(lambda w: w.copy_(nn.functional.dropout(torch.ones(30, 21), 0.4))),
+    "normal of tensors": lambda: filled(lambda w: w.copy_(torch.normal(torch.arange(21.0).expand(30, 21), 0.5))),
+    "randperm": lambda: filled(lambda w: w.copy_(torch.randperm(630).view(30, 21))),
 }
 
 
-class Made(nn.Module):
+class Filled(nn.Module):
     def __init__(self, init, shape):
         super().__init__()
         self.w = nn.Parameter(torch.empty(shape))
@@ -201,35 +205,35 @@ class Made(nn.Module):
             init(self.w)
 
 
-def made(init, shape=(30, 21)):
-    return Made(init, shape)
+def filled(init, shape=(30, 21)):
+    return Filled(init, shape)
 
 
 @functools.cache
 def deferred(name):
-    return defer(quietly({**LAYERS, **VARIANTS}[name]))
+    return defer(without_warnings({**LAYERS, **VARIANTS}[name]))
 
 
 @pytest.mark.parametrize("name", [*LAYERS, *VARIANTS])
-def test_a_layer_is_the_same_on_every_mesh_and_distributed_as_eager(name):
+def test_layer_is_equal_on_every_mesh_and_distributed_as_eager(name):
     _, tree = deferred(name)
-    values = on_one(tree)
-    check_law(tree, values)
-    check_distribution(tree, values, eagerly(quietly({**LAYERS, **VARIANTS}[name])))
+    values = values_on_one_device(tree)
+    check_same_on_meshes(tree, values)
+    check_distribution(tree, values, construct_eagerly(without_warnings({**LAYERS, **VARIANTS}[name])))
 
 
-def test_no_layer_of_torch_is_missing():
-    """Each class of torch.nn is in LAYERS, or is made without leaves, or holds other modules, or is lazy."""
-    holders = {"Module", "Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict", "Container"}
+def test_every_layer_of_torch_nn_is_in_the_table():
+    """Each class of torch.nn is in LAYERS, has no leaves of its own, or is lazy."""
+    containers = {"Module", "Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict", "Container"}
     tries = ((), (2,), (2, 2), (2, 2, 2), ((2, 2),), ((2, 2), 2), (2.0, 2.0), ((2, 2), (2, 2)))
-    found = {n: c for m in (nn, nn.modules.linear) for n, c in vars(m).items() if inspect.isclass(c)}
+    classes = {n: c for m in (nn, nn.modules.linear) for n, c in vars(m).items() if inspect.isclass(c)}
     missing = []
-    for name, kind in found.items():
-        if not issubclass(kind, nn.Module) or name in LAYERS or name in holders or name.startswith("Lazy"):
+    for name, kind in classes.items():
+        if not issubclass(kind, nn.Module) or name in LAYERS or name in containers or name.startswith("Lazy"):
             continue
         for args in tries:
             try:
-                module = quietly(functools.partial(kind, *args))()
+                module = without_warnings(functools.partial(kind, *args))()
             except (TypeError, ValueError):
                 continue
             if list(module.parameters()) or list(module.buffers()):
@@ -243,18 +247,18 @@ def test_no_layer_of_torch_is_missing():
 # --- values ---------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_draw_is_the_initializer_and_has_its_values():
+def test_leaf_of_one_draw_equals_the_initializer():
     _, tree = defer(lambda: nn.Linear(64, 256))
     assert repr(tree["params"]["bias"]) == "f32[256] = uniform(low=-0.125, high=0.125)"
     like = {"params": {"bias": fs.init.uniform(256, low=-0.125, high=0.125)}}
-    same_bits(on_one(tree)["params"]["bias"], on_one(like)["params"]["bias"])
-    _, tree = defer(lambda: made(lambda w: w.normal_(0, 0.02)).to(torch.bfloat16))
+    same_bits(values_on_one_device(tree)["params"]["bias"], values_on_one_device(like)["params"]["bias"])
+    _, tree = defer(lambda: filled(lambda w: w.normal_(0, 0.02)).to(torch.bfloat16))
     assert repr(tree["params"]["w"]) == "bf16[30, 21] = normal(std=0.02)"
     like = fs.init.normal((30, 21), std=0.02, dtype=torch.bfloat16)
-    same_bits(on_one(tree["params"])["w"], on_one({"w": like})["w"])
+    same_bits(values_on_one_device(tree["params"])["w"], values_on_one_device({"w": like})["w"])
 
 
-def test_a_leaf_says_how_it_is_made():
+def test_repr_of_a_leaf_lists_its_steps():
     _, tree = deferred("padding row 0")
     assert repr(tree["params"]["weight"]) == "f32[29, 7] = recorded(normal, write)"
     _, tree = deferred("half")
@@ -266,31 +270,34 @@ def test_a_leaf_says_how_it_is_made():
     assert apply.whole == {g: 684}
 
 
-def test_copies_are_equal_and_layers_made_one_by_one_are_not():
-    values = on_one(deferred("TransformerEncoder")[1])["params"]
+def test_copied_layers_are_equal_and_separately_built_layers_differ():
+    values = values_on_one_device(deferred("TransformerEncoder")[1])["params"]
     for name, x in values.items():
         if name.startswith("layers.0."):
             same_bits(x, values[name.replace("layers.0.", "layers.1.")])
-    values = on_one(defer(lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))[1])["params"]
+    values = values_on_one_device(defer(lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))[1])["params"]
     assert not torch.equal(values["0.weight"], values["1.weight"])
 
 
-def test_copies_stay_equal_wherever_the_tree_is():
+def test_copied_layers_are_equal_at_any_path_of_the_tree():
     _, tree = deferred("TransformerEncoder")
-    alone, deep = on_one(tree["params"]), on_one({"encoders": [{"x": tree}, {"x": tree["params"]}]})["encoders"]
+    alone, deep = (
+        values_on_one_device(tree["params"]),
+        values_on_one_device({"encoders": [{"x": tree}, {"x": tree["params"]}]})["encoders"],
+    )
     for values in (alone, deep[0]["x"]["params"], deep[1]["x"]):
         same_bits(values["layers.0.linear1.weight"], values["layers.1.linear1.weight"])
 
 
-def test_two_modules_in_one_tree_differ_and_leaves_do_not_disturb_each_other():
+def test_adding_a_leaf_changes_no_other_leaf():
     trees = {name: defer(lambda: nn.Sequential(nn.Linear(4, 4)))[1] for name in "ab"}
-    values = on_one(trees)
+    values = values_on_one_device(trees)
     assert not torch.equal(values["a"]["params"]["0.weight"], values["b"]["params"]["0.weight"])
     more = defer(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))[1]
-    same_bits(on_one({"a": more})["a"]["params"]["0.weight"], values["a"]["params"]["0.weight"])
+    same_bits(values_on_one_device({"a": more})["a"]["params"]["0.weight"], values["a"]["params"]["0.weight"])
 
 
-def test_a_tie_is_one_leaf():
+def test_tied_parameters_are_one_leaf():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -303,7 +310,26 @@ def test_a_tie_is_one_leaf():
     assert apply.ties == {"head.weight": "wte.weight"}
 
 
-def test_buffers_persistent_or_not():
+def test_module_under_two_names_is_recorded_once():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+            self.b = self.a
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    apply, tree = defer(Shared)
+    assert list(tree["params"]) == ["a.weight", "a.bias"]
+    assert apply.ties == {"b.weight": "a.weight", "b.bias": "a.bias"}
+    params = values_on_one_device(tree)["params"]
+    x = torch.ones(2, 3)
+    linear = functools.partial(nn.functional.linear, weight=params["a.weight"], bias=params["a.bias"])
+    same_bits(apply(params, {}, x), linear(linear(x)))
+
+
+def test_buffers_are_recorded_persistent_or_not():
     class Buffers(nn.Module):
         def __init__(self):
             super().__init__()
@@ -314,12 +340,61 @@ def test_buffers_persistent_or_not():
 
     apply, tree = defer(Buffers)
     assert apply.transient == {"inv_freq", "ids"}
-    values = on_one(tree)
-    check_law(tree, values)
+    values = values_on_one_device(tree)
+    check_same_on_meshes(tree, values)
     check_distribution(tree, values, Buffers())
 
 
-def test_param_data_is_followed():
+class AnyStrides(nn.Module):
+    """Views that are no strided ranges of their base, storages that are not row-major, other dtypes in a storage."""
+
+    def __init__(self):
+        super().__init__()
+        x = torch.arange(48.0).view(12, 4)
+        x.view(3, 4, 4).transpose(1, 2)[1].neg_()
+        x.view(-1)[5:9].zero_()
+        self.register_buffer("split_dim", x)
+        self.register_buffer("overlapping", torch.arange(10.0).unfold(0, 4, 2))
+        diagonal = torch.zeros(3, 3)
+        diagonal.diagonal().copy_(torch.arange(3.0))
+        self.register_buffer("diagonal", diagonal)
+        columns = torch.empty_strided((3, 4), (1, 3))
+        columns.copy_(torch.arange(12.0).view(3, 4))
+        columns[:, 2].zero_()
+        self.register_buffer("column_major", columns)
+        self.register_buffer("channels_last", torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last) * 2)
+        literal = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+        literal[0] = torch.ones(3).mul(7)
+        literal.t_()[1] = 8
+        self.register_buffer("transposed_literal", literal)
+        pairs = torch.zeros(3, dtype=torch.complex64)
+        torch.view_as_real(pairs)[:, 1] = torch.arange(3.0)
+        self.register_buffer("complex", pairs)
+        bits = torch.arange(4.0)
+        bits.view(torch.int32)[2:] = 0
+        self.register_buffer("bits", bits)
+        self.register_buffer("cat_with_empty", torch.cat([torch.zeros(0), torch.ones(2, 3), torch.zeros(0, 3)]))
+
+
+def test_views_of_any_strides_equal_eager():
+    tree = defer(AnyStrides)[1]
+    values = values_on_one_device(tree)
+    check_distribution(tree, values, AnyStrides())
+    check_same_on_meshes(tree, values)
+
+
+def test_hundreds_of_partial_writes_are_computed_on_a_box_alone():
+    def experts(w):
+        for part in w:
+            nn.init.xavier_uniform_(part)
+            part.mul_(0.5)
+
+    apply, tree = defer(lambda: filled(experts, (400, 3, 2)))
+    assert not apply.whole
+    check_same_on_meshes(tree, values_on_one_device(tree), [{"a": 3}])
+
+
+def test_assignment_to_param_data_is_recorded():
     class Data(nn.Module):
         def __init__(self):
             super().__init__()
@@ -330,12 +405,12 @@ def test_param_data_is_followed():
             self.a.data[1:3, 0] = 7
 
     _, tree = defer(Data)
-    check_distribution(tree, on_one(tree), Data())
-    check_law(tree, on_one(tree))
+    check_distribution(tree, values_on_one_device(tree), Data())
+    check_same_on_meshes(tree, values_on_one_device(tree))
 
 
-class Odd(nn.Module):
-    """Views of views, in-place arithmetic, literals that are written to, and values that are looked at."""
+class ViewsAndWrites(nn.Module):
+    """Views of views, in-place arithmetic, writes to literals, and values that the constructor reads."""
 
     def __init__(self):
         super().__init__()
@@ -378,22 +453,22 @@ class Odd(nn.Module):
         self.plain = [torch.arange(3.0), {"one": torch.ones(())}]
 
 
-def test_odd_constructors_come_out_as_eager():
-    apply, tree = defer(Odd)
-    values, eager = on_one(tree), Odd()
+def test_views_and_writes_equal_eager():
+    apply, tree = defer(ViewsAndWrites)
+    values, eager = values_on_one_device(tree), ViewsAndWrites()
     check_distribution(tree, values, eager)
-    check_law(tree, values)
+    check_same_on_meshes(tree, values)
     module = apply.module
     assert (module.steps, module.total, module.array.tolist()) == (eager.steps, eager.total, [0, 1, 2, 3])
     same_bits(module.plain[0], eager.plain[0])
     same_bits(module.plain[1]["one"], eager.plain[1]["one"])
 
 
-def shuffled(steps):
-    """A buffer after random views, writes through them, casts and arithmetic: the same program for one seed."""
+def random_program(steps):
+    """Return a constructor whose buffer goes through random views, writes and arithmetic: one program for each seed."""
     r = python_random.Random(steps)
 
-    def some_view(x):
+    def random_view(x):
         for _ in range(r.randrange(4)):
             d = r.randrange(x.ndim) if x.ndim else None
             kind = r.choice(["slice", "slice", "select", "t", "unsqueeze", "squeeze", "view", "permute", "split"])
@@ -423,7 +498,7 @@ def shuffled(steps):
         module = nn.Module()
         x = torch.arange(4.0 * 6 * 5).view(4, 6, 5)
         for i in range(steps % 9 + 1):
-            v = some_view(x)
+            v = random_view(x)
             what = r.choice(["fill", "add", "mul", "copy", "self", "neg", "clone", "literal", "where"])
             if what == "fill":
                 v.fill_(i)
@@ -446,24 +521,24 @@ def shuffled(steps):
             else:
                 v.copy_(torch.where(v > 9, v, torch.zeros(())))
         module.register_buffer("x", x)
-        module.register_buffer("v", some_view(x))
+        module.register_buffer("v", random_view(x))
         return module
 
     return build
 
 
 @pytest.mark.parametrize("start", [0, 20, 40])
-def test_any_program_of_views_and_writes_comes_out_as_eager(start):
+def test_random_program_of_views_and_writes_equals_eager(start):
     for steps in range(start, start + 20):
-        tree = defer(shuffled(steps))[1]
-        values = on_one(tree)
-        for name, x in shuffled(steps)().named_buffers():
+        tree = defer(random_program(steps))[1]
+        values = values_on_one_device(tree)
+        for name, x in random_program(steps)().named_buffers():
             same_bits(values["buffers"][name], x, f"program {steps}: {name}")
-        check_law(tree, values, [{"a": 3}, {"a": 2, "b": 2}], most=1)
+        check_same_on_meshes(tree, values, [{"a": 3}, {"a": 2, "b": 2}], most=1)
 
 
-class Normed(nn.Module):
-    """A constructor that runs its own layers: what they write and give is recorded as well."""
+class RunsBatchNorm(nn.Module):
+    """A constructor that runs its own layers, whose results and writes are recorded too."""
 
     def __init__(self):
         super().__init__()
@@ -478,33 +553,33 @@ class Normed(nn.Module):
         self.register_buffer("outer", torch.mul(a, 3, out=torch.empty(2, 2)))
 
 
-def test_operations_that_write_to_several_tensors():
-    _, tree = defer(Normed)
-    check_distribution(tree, on_one(tree), Normed())
-    check_law(tree, on_one(tree))
+def test_operations_that_write_to_several_tensors_equal_eager():
+    _, tree = defer(RunsBatchNorm)
+    check_distribution(tree, values_on_one_device(tree), RunsBatchNorm())
+    check_same_on_meshes(tree, values_on_one_device(tree))
 
 
-def test_apply_runs_the_module():
+def test_apply_equals_the_module():
     apply, tree = defer(lambda: nn.LSTM(3, 4, batch_first=True))
-    values, x = on_one(tree), torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    values, x = values_on_one_device(tree), torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
     eager = nn.LSTM(3, 4, batch_first=True)
     eager.load_state_dict(values["params"])
     same_bits(apply(values["params"], values["buffers"], x)[0], eager(x)[0])
 
 
-def test_the_default_dtype_of_the_constructor_is_kept():
+def test_default_dtype_of_the_constructor_is_recorded():
     def half():
         torch.set_default_dtype(torch.bfloat16)
         try:
-            return Made(lambda w: w.copy_(torch.arange(630).view(30, 21) / 7), (30, 21))
+            return Filled(lambda w: w.copy_(torch.arange(630).view(30, 21) / 7), (30, 21))
         finally:
             torch.set_default_dtype(torch.float32)
 
     _, tree = defer(half)
-    check_distribution(tree, on_one(tree), half())
+    check_distribution(tree, values_on_one_device(tree), half())
 
 
-def test_several_draws_of_a_leaf_have_keys_of_their_own():
+def test_each_draw_of_a_leaf_has_its_own_key():
     def two(w):
         w[:15].normal_()
         w[15:].normal_()
@@ -512,13 +587,13 @@ def test_several_draws_of_a_leaf_have_keys_of_their_own():
     def added(w):
         w.normal_().add_(torch.randn(30, 21))
 
-    tree = defer(lambda: made(two))[1]
-    values = on_one(tree)
-    check_law(tree, values)
+    tree = defer(lambda: filled(two))[1]
+    values = values_on_one_device(tree)
+    check_same_on_meshes(tree, values)
     assert not torch.equal(values["params"]["w"][:15], values["params"]["w"][15:])
-    tree = defer(lambda: made(added))[1]
-    check_law(tree, on_one(tree))
-    assert float(on_one(tree)["params"]["w"].std()) == pytest.approx(math.sqrt(2), rel=0.1)
+    tree = defer(lambda: filled(added))[1]
+    check_same_on_meshes(tree, values_on_one_device(tree))
+    assert float(values_on_one_device(tree)["params"]["w"].std()) == pytest.approx(math.sqrt(2), rel=0.1)
 
 
 def test_overwritten_values_are_not_computed(monkeypatch):
@@ -529,7 +604,7 @@ def test_overwritten_values_are_not_computed(monkeypatch):
         w.uniform_(-1, 1)
         w[3].zero_()
 
-    leaf = defer(lambda: made(often))[1]["params"]["w"]
+    leaf = defer(lambda: filled(often))[1]["params"]["w"]
     computed = []
     compute = Replay._compute
     monkeypatch.setattr(Replay, "_compute", lambda *args: (computed.append(type(args[1]).__name__), compute(*args))[1])
@@ -538,26 +613,26 @@ def test_overwritten_values_are_not_computed(monkeypatch):
     computed.clear()
     leaf.init.fill(fs.key(0), leaf.shape, (slice(10, 20), slice(0, 21)), leaf.dtype, CPU)
     assert sorted(computed) == ["Draw", "Write"]  # the row that is written is not in the box
-    # a write over everything is not a write: the draw is all there is
-    leaf = defer(lambda: made(lambda w: (w.zero_(), w[:].normal_())))[1]["params"]["w"]
+    # a write to the whole tensor replaces its value: the draw alone remains
+    leaf = defer(lambda: filled(lambda w: (w.zero_(), w[:].normal_())))[1]["params"]["w"]
     assert repr(leaf) == "f32[30, 21] = normal()"
 
 
-def test_large_boxes_are_made_in_steps_of_bounded_size():
+def test_large_boxes_are_filled_in_chunks():
     big = (1500, 1 << 10)
-    leaf = defer(lambda: made(lambda w: w.normal_().mul_(0.5), big))[1]["params"]["w"].to(torch.bfloat16)
-    made_ = leaf.init.fill(fs.key(0), leaf.shape, full_box(big), torch.bfloat16, CPU)
+    leaf = defer(lambda: filled(lambda w: w.normal_().mul_(0.5), big))[1]["params"]["w"].to(torch.bfloat16)
+    full = leaf.init.fill(fs.key(0), leaf.shape, full_box(big), torch.bfloat16, CPU)
     part = leaf.init.fill(fs.key(0), leaf.shape, (slice(1000, 1100), slice(7, 900)), torch.bfloat16, CPU)
-    same_bits(part, made_[1000:1100, 7:900])
+    same_bits(part, full[1000:1100, 7:900])
 
 
-def test_memory_that_is_never_written_is_not_a_number():
-    values = on_one(defer(lambda: made(lambda w: w[:7].zero_()))[1])["params"]["w"]
+def test_uninitialized_memory_is_nan():
+    values = values_on_one_device(defer(lambda: filled(lambda w: w[:7].zero_()))[1])["params"]["w"]
     assert torch.equal(values.isnan().all(1), torch.arange(30) >= 7)
-    assert on_one(defer(lambda: nn.utils.skip_init(nn.Linear, 2, 2))[1])["params"]["weight"].isnan().all()
+    assert values_on_one_device(defer(lambda: nn.utils.skip_init(nn.Linear, 2, 2))[1])["params"]["weight"].isnan().all()
 
 
-def test_the_reference_is_eager_construction_bit_by_bit():
+def test_reference_equals_eager_construction_bitwise():
     state = torch.get_rng_state()
     apply, tree = defer(lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)), reference=3)
     assert torch.equal(torch.get_rng_state(), state)
@@ -565,53 +640,55 @@ def test_the_reference_is_eager_construction_bit_by_bit():
     torch.random.manual_seed(3)
     eager = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
     torch.set_rng_state(state)
-    values = on_one(tree)
-    check_law(tree, values)
+    values = values_on_one_device(tree)
+    check_same_on_meshes(tree, values)
     for name, x in [*eager.named_parameters(), *eager.named_buffers()]:
         same_bits({**values["params"], **values["buffers"]}[name], x.detach())
     assert all(x.is_meta for x in apply.module.parameters())
 
 
-def test_recording_leaves_no_trace():
+def test_recording_restores_random_states_and_patched_functions():
     before = (torch.get_rng_state(), nn.init._no_grad_trunc_normal_, torch.utils.swap_tensors)
     python, numbers = python_random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    defer(lambda: made(nn.init.trunc_normal_).half())
+    defer(lambda: filled(nn.init.trunc_normal_).half())
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (nn.init._no_grad_trunc_normal_, torch.utils.swap_tensors) == before[1:]
     assert (python_random.getstate(), np.random.get_state()[1].tolist()) == (python, numbers)  # noqa: NPY002
     assert not torch.nn.init.trunc_normal_(torch.empty(3)).isnan().any()
 
 
-def test_a_truncated_normal_of_another_thread_is_torchs_own():
-    seen = []
+def test_trunc_normal_of_another_thread_is_not_recorded():
+    drawn = []
 
     def constructor():
-        other = threading.Thread(target=lambda: seen.append(nn.init.trunc_normal_(torch.empty(50), a=-0.1, b=0.1)))
+        other = threading.Thread(target=lambda: drawn.append(nn.init.trunc_normal_(torch.empty(50), a=-0.1, b=0.1)))
         other.start()
         other.join()
-        return made(nn.init.trunc_normal_)
+        return filled(nn.init.trunc_normal_)
 
     defer(constructor)
-    assert type(seen[0]) is torch.Tensor
-    assert seen[0].abs().max() <= 0.1
+    assert type(drawn[0]) is torch.Tensor
+    assert drawn[0].abs().max() <= 0.1
 
 
-def test_other_parts_of_the_library_take_the_tree():
+def test_optimizers_casts_and_show_accept_the_tree():
     _, tree = deferred("TransformerEncoder")
     state = fs.optim.adamw(0.1).init(tree["params"])
-    assert fs.tree.leaves(on_one(state))
+    assert fs.tree.leaves(values_on_one_device(state))
     half = fs.tree.map(lambda x: x.to(torch.bfloat16), tree)
-    values = on_one(half)["params"]
+    values = values_on_one_device(half)["params"]
     assert values["layers.1.linear1.weight"].dtype == torch.bfloat16
-    same_bits(values["layers.1.linear1.weight"], on_one(tree)["params"]["layers.0.linear1.weight"].bfloat16())
+    same_bits(
+        values["layers.1.linear1.weight"], values_on_one_device(tree)["params"]["layers.0.linear1.weight"].bfloat16()
+    )
     specs = fs.tree.map(lambda x: P("a") if x.ndim else P(), tree)
     assert "uniform" in str(fs.show(tree, mesh={"a": 2}, specs=specs))
 
 
-def test_a_constructor_may_ask_for_any_device():
-    expected = on_one(defer(lambda: nn.Linear(4, 4))[1])
+def test_device_argument_of_the_constructor_is_ignored():
+    expected = values_on_one_device(defer(lambda: nn.Linear(4, 4))[1])
     for build in (lambda: nn.Linear(4, 4, device="meta"), lambda: nn.Linear(4, 4, device="cuda")):
-        fs.tree.map(same_bits, on_one(defer(build)[1]), expected)
+        fs.tree.map(same_bits, values_on_one_device(defer(build)[1]), expected)
 
 
 # --- pointwise operations ------------------------------------------------------------------------------------
@@ -623,7 +700,7 @@ ON_BOOLS = ("logical_and", "logical_not", "logical_or", "logical_xor")
 
 
 def calls(name):
-    """Ways to call an operation on (x, y, mask): tensors, numbers, and in place."""
+    """Return functions of (x, y, mask) that call an operation: with tensors, with numbers, and in place."""
     aten = getattr(torch, name, None) or getattr(torch.ops.aten, name)
     if name in ONE_ARGUMENT:
         return [lambda x, y, m: aten(x), lambda x, y, m: getattr(x.clone(), f"{name}_")()]
@@ -637,53 +714,53 @@ def calls(name):
     if name in ON_BITS or name == "logical_not":
         b = (lambda x: x.float().view(torch.int32)) if name in ON_BITS else (lambda x: x)
         return [(lambda x, y, m: aten(b(x))) if name.endswith("not") else (lambda x, y, m: aten(b(x), b(y)))]
-    ways = [lambda x, y, m: aten(x, y)]
+    functions = [lambda x, y, m: aten(x, y)]
     if name not in (*ON_BOOLS, "maximum", "minimum"):
-        ways.append(lambda x, y, m: aten(x, 0.3))
+        functions.append(lambda x, y, m: aten(x, 0.3))
     if name == "div":
-        ways += [lambda x, y, m: torch.div(x, y, rounding_mode="floor"), lambda x, y, m: x.clone().div_(0.3)]
-    return ways
+        functions += [lambda x, y, m: torch.div(x, y, rounding_mode="floor"), lambda x, y, m: x.clone().div_(0.3)]
+    return functions
 
 
 @pytest.mark.parametrize("name", sorted(POINTWISE))
-def test_an_element_has_the_same_bits_wherever_it_lies(name):
-    """Vectors, their ends, strides and unaligned starts: what `evaluate` relies on to compute on a box alone."""
+def test_pointwise_result_has_the_same_bits_at_any_position(name):
+    """Slices that end, start and step anywhere in a vector: `Replay` relies on it to compute a box alone."""
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)[: 2 if name == "rsqrt" else 4]:
         x, y = (torch.empty(1037).uniform_(-2, 2, generator=generator).to(dtype) for _ in range(2))
         if name == "erfinv":
             x = x / 2.0001
         mask = torch.empty(1037).bernoulli_(0.5, generator=generator).bool()
-        for way in calls(name):
-            full = way(x, y, mask)
+        for f in calls(name):
+            full = f(x, y, mask)
             for cut in (slice(0, 1), slice(1, 2), slice(3, 4), slice(1, 9), slice(5, 36), slice(13, 1037),
                         slice(1030, 1037), slice(2, 900, 3), slice(1, None, 7)):  # fmt: skip
-                same_bits(way(x[cut], y[cut], mask[cut]), full[cut], f"{name} {dtype} {cut}")
-                packed = way(x[cut].clone(), y[cut].clone(), mask[cut].clone())
+                same_bits(f(x[cut], y[cut], mask[cut]), full[cut], f"{name} {dtype} {cut}")
+                packed = f(x[cut].clone(), y[cut].clone(), mask[cut].clone())
                 same_bits(packed, full[cut], f"{name} {dtype} {cut} packed")
-                if full.shape == way(x, y[:1], mask).shape:  # one number against many, and written out
-                    one = way(x[cut], y[:1].expand(x[cut].shape).clone(), mask[cut])
-                    same_bits(one, way(x, y[:1], mask)[cut], f"{name} {dtype} {cut} broadcast")
+                if full.shape == f(x, y[:1], mask).shape:  # one broadcast number, and as many copies
+                    one = f(x[cut], y[:1].expand(x[cut].shape).clone(), mask[cut])
+                    same_bits(one, f(x, y[:1], mask)[cut], f"{name} {dtype} {cut} broadcast")
                     same_bits(x[cut].to(torch.bfloat16), x.to(torch.bfloat16)[cut], f"{dtype} to bf16")
 
 
-def test_a_sum_with_a_factor_is_computed_in_full():
-    """In a vector a multiply-add rounds once, beside it twice: such a sum depends on its place."""
-    apply, tree = defer(lambda: made(lambda w: w.normal_().add_(torch.randn(30, 21), alpha=0.3)))
+def test_add_with_alpha_is_computed_in_full():
+    """In a vector a multiply-add rounds once, after its end twice: such a sum depends on the position."""
+    apply, tree = defer(lambda: filled(lambda w: w.normal_().add_(torch.randn(30, 21), alpha=0.3)))
     assert apply.whole == {"w": 3 * 30 * 21 * 4}
-    check_law(tree, on_one(tree))
+    check_same_on_meshes(tree, values_on_one_device(tree))
 
 
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
-def failing(constructor, **kwargs):
+def error_of(constructor, **kwargs):
     with pytest.raises(ShardingError) as caught:
         defer(constructor, **kwargs)
     return str(caught.value)
 
 
-class Looks(nn.Module):
+class ReadsDraw(nn.Module):
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.randn(3, 3))
@@ -694,12 +771,12 @@ EAGER = "fs.defer(constructor, reference=0), which builds it eagerly"
 
 
 def line_of(text):
-    lines = inspect.getsource(inspect.getmodule(failing)).split("\n")
+    lines = inspect.getsource(inspect.getmodule(error_of)).split("\n")
     return next(i for i, line in enumerate(lines, 1) if text in line)
 
 
-def test_text_of_a_draw_that_is_looked_at():
-    assert failing(Looks) == (
+def test_text_of_reading_a_draw():
+    assert error_of(ReadsDraw) == (
         "defer: .item() needs numbers that are drawn only when a leaf is placed, by its key\n"
         f"  test_defer.py:{line_of('self.scale = self.w.std()')} in __init__\n"
         "    self.scale = self.w.std().item()\n"
@@ -708,14 +785,14 @@ def test_text_of_a_draw_that_is_looked_at():
     )
 
 
-def draws_oddly():
+def draws_multinomial():
     return torch.multinomial(torch.ones(3), 2)
 
 
 def test_text_of_a_draw_without_a_rule():
-    assert failing(draws_oddly) == (
+    assert error_of(draws_multinomial) == (
         "defer: there is no rule for the draws of aten.multinomial.default\n"
-        f"  test_defer.py:{line_of('return torch.multinomial')} in draws_oddly\n"
+        f"  test_defer.py:{line_of('return torch.multinomial')} in draws_multinomial\n"
         "    return torch.multinomial(torch.ones(3), 2)\n"
         "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^\n"
         f"  fix: draw with torch.nn.init or torch.randn; or {EAGER}"
@@ -723,11 +800,16 @@ def test_text_of_a_draw_without_a_rule():
 
 
 @pytest.mark.parametrize(
-    ("constructor", "said"),
+    ("constructor", "start_of_text"),
     [
         pytest.param(lambda: torch.randn(3).numpy(), ".numpy() needs numbers that are drawn", id="numpy"),
         pytest.param(lambda: torch.randn(3).tolist(), ".item() needs numbers that are drawn", id="tolist"),
         pytest.param(lambda: bool(torch.rand(()) > 0.5), ".item() needs numbers that are drawn", id="bool"),
+        pytest.param(
+            lambda: torch.native_dropout(torch.ones(3), 0.5, True),
+            "there is no rule for the draws of",
+            id="two results",
+        ),
         pytest.param(lambda: torch.randn(3).nonzero(), "nonzero() needs numbers that are drawn", id="nonzero"),
         pytest.param(lambda: torch.equal(torch.randn(3), torch.ones(3)), "torch.equal() needs numbers", id="equal"),
         pytest.param(lambda: torch.empty(3).sum().item(), ".item() reads memory of torch.empty", id="empty"),
@@ -738,10 +820,10 @@ def test_text_of_a_draw_without_a_rule():
         pytest.param(lambda: 3, "the constructor returned 3", id="not a module"),
     ],
 )
-def test_what_cannot_be_recorded_is_an_error_with_its_line(constructor, said):
-    text = failing(constructor)
-    assert text.startswith(f"defer: {said}")
-    if "constructor returned" not in said:
+def test_unrecordable_operation_is_an_error_with_its_line(constructor, start_of_text):
+    text = error_of(constructor)
+    assert text.startswith(f"defer: {start_of_text}")
+    if "constructor returned" not in start_of_text:
         assert "test_defer.py" in text
         assert "^" in text
 
@@ -753,7 +835,7 @@ def test_text_of_leaves_beyond_the_budget():
             nn.init.orthogonal_(part.weight)
         return module
 
-    text = failing(both, budget=1000)
+    text = error_of(both, budget=1000)
     assert text.startswith(
         "2 problems\ndefer: 0.weight: f32[64, 64] is computed in full, beyond budget=\n  operations  diag"
     )
@@ -762,38 +844,38 @@ def test_text_of_leaves_beyond_the_budget():
     defer(both, budget=needed)
 
 
-class Plain(nn.Module):
+class DrawnAttribute(nn.Module):
     def __init__(self):
         super().__init__()
         self.noise = torch.randn(3)
 
 
-def test_text_of_a_drawn_attribute_that_is_no_leaf():
-    assert failing(Plain) == (
+def test_text_of_a_drawn_attribute_that_is_not_a_leaf():
+    assert error_of(DrawnAttribute) == (
         "defer: noise: is drawn, and neither a parameter nor a buffer\n"
         "  fix: register_buffer('noise', ..., persistent=False)"
     )
 
 
-def test_text_of_integers_that_are_never_written():
+def test_text_of_integers_that_were_never_written():
     class Ints(nn.Module):
         def __init__(self):
             super().__init__()
             self.register_buffer("i", torch.empty(3, dtype=torch.long))
 
     with pytest.raises(ShardingError) as caught:
-        on_one(defer(Ints)[1])
+        values_on_one_device(defer(Ints)[1])
     assert str(caught.value) == (
         "i: memory of torch.empty is used before it is written\n  shape  [3]    dtype  torch.int64\n"
         "  integers have no NaN to mark it with\n  fix: torch.zeros in the constructor"
     )
 
 
-def test_text_of_a_copy_that_lost_its_name():
+def test_text_of_a_copy_under_another_name():
     _, tree = deferred("weight_norm")
     name = "parametrizations.weight.original1"
     with pytest.raises(ShardingError) as caught:
-        on_one({"v": tree["params"][name]})
+        values_on_one_device({"v": tree["params"][name]})
     assert str(caught.value) == (
         "materialize: tree['v']: is made of the draws of other leaves, found by its name\n"
         "  draws  parametrizations.weight.original0\n"

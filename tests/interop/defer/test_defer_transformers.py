@@ -1,4 +1,4 @@
-"""`defer` of Hugging Face's architectures, from small configurations: the law, the distributions, ties and dtypes.
+"""`defer` of Hugging Face's architectures, from small configurations: equal on meshes, distributions, ties, dtypes.
 
 transformers (5) wraps `torch.nn.init` and skips its own initialization only for tensors that are on the meta device or
 marked as loaded; a recorded tensor says it is on the CPU, so every model initializes itself as it does eagerly.
@@ -15,7 +15,15 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.interop.defer.constructor import defer
-from tests.interop.defer.test_defer import check_distribution, check_law, eagerly, is_drawn, on_one, quietly, same_bits
+from tests.interop.defer.test_defer import (
+    check_distribution,
+    check_same_on_meshes,
+    construct_eagerly,
+    is_drawn,
+    same_bits,
+    values_on_one_device,
+    without_warnings,
+)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 hf = pytest.importorskip("transformers")
@@ -25,11 +33,11 @@ GROUPED = {**SMALL, "num_key_value_heads": 2}
 BERT = {**SMALL, "max_position_embeddings": 12}
 GPT = {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 12, "bos_token_id": 1,
        "eos_token_id": 2}  # fmt: skip
-SEEN = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24, "image_size": 8,
+VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24, "image_size": 8,
         "patch_size": 4}  # fmt: skip
-HEARD = {**SMALL, "conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_conv_pos_embeddings": 4,
+AUDIO = {**SMALL, "conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_conv_pos_embeddings": 4,
          "num_conv_pos_embedding_groups": 2}  # fmt: skip
-TOLD = {"vocab_size": 61, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+SPEECH = {"vocab_size": 61, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_source_positions": 10,
         "max_target_positions": 10, "num_mel_bins": 8, "pad_token_id": 5, "decoder_start_token_id": 6,
         "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -44,7 +52,7 @@ MODELS = {
     "T5": ("T5ForConditionalGeneration", "T5Config",
            {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}),
     "BERT": ("BertForMaskedLM", "BertConfig", BERT),
-    "ViT": ("ViTForImageClassification", "ViTConfig", SEEN),
+    "ViT": ("ViTForImageClassification", "ViTConfig", VISION),
     "ResNet": ("ResNetForImageClassification", "ResNetConfig",
                {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "bottleneck"}),
     "Mamba": ("MambaForCausalLM", "MambaConfig",
@@ -52,9 +60,9 @@ MODELS = {
     "RWKV": ("RwkvForCausalLM", "RwkvConfig",
              {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 8}),
     "CLIP": ("CLIPModel", "CLIPConfig",
-             {"text_config": {**BERT, "bos_token_id": 1, "eos_token_id": 2}, "vision_config": SEEN,
+             {"text_config": {**BERT, "bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION,
               "projection_dim": 8}),
-    "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", TOLD),
+    "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", SPEECH),
     "Falcon": ("FalconForCausalLM", "FalconConfig", SMALL),
     "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
     "Gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**GROUPED, "head_dim": 4}),
@@ -69,7 +77,7 @@ MODELS = {
               "window_size": 4}),
     "ConvNeXt": ("ConvNextForImageClassification", "ConvNextConfig",
                  {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2}),
-    "Wav2Vec2": ("Wav2Vec2ForPreTraining", "Wav2Vec2Config", HEARD),
+    "Wav2Vec2": ("Wav2Vec2ForPreTraining", "Wav2Vec2Config", AUDIO),
 }  # fmt: skip
 
 TIES = {
@@ -88,7 +96,7 @@ PADDING = {"Llama": ("model.embed_tokens.weight", 3), "BERT": ("bert.embeddings.
 
 def constructor(name, **kwargs):
     model, config, sizes = MODELS[name]
-    return quietly(lambda: getattr(hf, model)._from_config(getattr(hf, config)(**sizes), **kwargs))
+    return without_warnings(lambda: getattr(hf, model)._from_config(getattr(hf, config)(**sizes), **kwargs))
 
 
 @functools.cache
@@ -97,10 +105,10 @@ def deferred(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_the_same_on_every_mesh_and_distributed_as_eager(name):
+def test_model_is_equal_on_every_mesh_and_distributed_as_eager(name):
     apply, tree = deferred(name)
-    values, eager = on_one(tree), eagerly(constructor(name))
-    check_law(tree, values, [{"a": 3}, {"a": 2, "b": 2}], most=1)
+    values, eager = values_on_one_device(tree), construct_eagerly(constructor(name))
+    check_same_on_meshes(tree, values, [{"a": 3}, {"a": 2, "b": 2}], most=1)
     check_distribution(tree, values, eager, leaves=2000)
     persistent = set(eager.state_dict(keep_vars=True))
     assert {n for n, _ in eager.named_buffers() if n not in persistent} <= apply.transient
@@ -110,33 +118,33 @@ def test_a_model_is_the_same_on_every_mesh_and_distributed_as_eager(name):
 
 
 @pytest.mark.parametrize("name", TIES)
-def test_ties_are_one_leaf(name):
+def test_tied_weights_are_one_leaf(name):
     assert deferred(name)[0].ties == TIES[name]
 
 
 @pytest.mark.parametrize("name", PADDING)
-def test_the_padding_row_is_zero_and_no_other(name):
+def test_only_the_padding_row_is_zero(name):
     leaf, row = PADDING[name]
-    weight = on_one({"params": deferred(name)[1]["params"]})["params"][leaf]
+    weight = values_on_one_device({"params": deferred(name)[1]["params"]})["params"][leaf]
     assert (weight == 0).all(1).nonzero().tolist() == [[row]]
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "BERT"])
-def test_the_dtype_of_the_constructor_is_kept(name):
+def test_dtype_of_the_constructor_is_recorded(name):
     _, tree = defer(constructor(name, dtype=torch.bfloat16))
-    eager = eagerly(constructor(name, dtype=torch.bfloat16))
-    values = on_one(tree)
+    eager = construct_eagerly(constructor(name, dtype=torch.bfloat16))
+    values = values_on_one_device(tree)
     assert {x.dtype for x in values["params"].values()} == {torch.bfloat16}
     check_distribution(tree, values, eager)
-    for n, x in on_one(deferred(name)[1])["params"].items():
+    for n, x in values_on_one_device(deferred(name)[1])["params"].items():
         if is_drawn(deferred(name)[1]["params"][n]):
             same_bits(values["params"][n], x.bfloat16())
 
 
-def test_an_auto_class_gives_what_its_model_gives():
+def test_auto_class_equals_its_model():
     config = hf.LlamaConfig(**GROUPED)
     for auto, name in ((hf.AutoModelForCausalLM, "model.norm.weight"), (hf.AutoModel, "norm.weight")):
-        apply, tree = defer(quietly(lambda auto=auto: auto.from_config(config)))
+        apply, tree = defer(without_warnings(lambda auto=auto: auto.from_config(config)))
         assert name in tree["params"]
         placed = fs.materialize(tree, P(), fs.make_mesh(a=1), key=fs.key(0))
         params, buffers = fs.device_get(placed["params"]), fs.device_get(placed["buffers"])
@@ -154,7 +162,7 @@ def apply_eager(auto, config, params, buffers):
 
 
 @pytest.mark.parametrize("name", ["Llama", "T5"])
-def test_a_described_model_trains_the_same_on_every_mesh(name):
+def test_deferred_model_trains_equally_on_every_mesh(name):
     """From `defer` to three steps of AdamW: data parallel, fully sharded, and the single device agree."""
     make = {
         "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(
@@ -198,6 +206,8 @@ def test_a_described_model_trains_the_same_on_every_mesh(name):
     for sizes, fsdp in (({"data": 2}, False), ({"data": 3}, True)):
         others, same = trained(sizes, fsdp)
         assert others == pytest.approx(losses, rel=1e-5)
-        for leaf, want in params.items():
+        for leaf, expected in params.items():
             # one step moves a weight by at most 1e-2; rounding moved none by a thousandth of that
-            torch.testing.assert_close(same[leaf], want, rtol=1e-5, atol=1e-5, msg=lambda m, leaf=leaf: f"{leaf}: {m}")
+            torch.testing.assert_close(
+                same[leaf], expected, rtol=1e-5, atol=1e-5, msg=lambda m, leaf=leaf: f"{leaf}: {m}"
+            )

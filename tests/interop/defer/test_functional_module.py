@@ -1,4 +1,4 @@
-"""A module as a pure function: Hugging Face's train data parallel and fully sharded, and calls share nothing."""
+"""A module as a pure function: models of Hugging Face train on meshes, and calls share no state."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def pixels():
     return torch.randn(B, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-def seen():
-    """An attention mask: rows of 7, 6, 5 and 4 tokens."""
+def attention_mask_of_rows():
+    """An attention mask with rows of 7, 6, 5 and 4 tokens."""
     return (torch.arange(T) < torch.tensor([[T - i % 4] for i in range(B)])).long()
 
 
@@ -46,7 +46,7 @@ def classes(**inputs):
 
 
 def seq2seq():
-    return {"input_ids": ids(), "attention_mask": seen(), "labels": ids(5, seed=1)}
+    return {"input_ids": ids(), "attention_mask": attention_mask_of_rows(), "labels": ids(5, seed=1)}
 
 
 # name -> (class, config, inputs)
@@ -56,7 +56,7 @@ MODELS = {
                                  "eos_token_id": 0}, text),
     "llama": ("LlamaForCausalLM", LM, text),
     "bert": ("BertForSequenceClassification", {**HEADS, **DRY, "vocab_size": V, "max_position_embeddings": 16},
-             lambda: classes(input_ids=ids(), attention_mask=seen())),
+             lambda: classes(input_ids=ids(), attention_mask=attention_mask_of_rows())),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": V, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2,
                                           "num_heads": 3, "dropout_rate": 0.0, "decoder_start_token_id": 0}, seq2seq),
     "vit": ("ViTForImageClassification", {**HEADS, **DRY, "image_size": 32, "patch_size": 8},
@@ -79,8 +79,8 @@ OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1}
 EPS = 1e-4
 
 
-def hugging(cls, config):
-    """A model of transformers in training mode (the ResNet in evaluation mode), and its inputs' names in order."""
+def hugging_face_model(cls, config):
+    """A model of transformers, in training mode."""
     hf = pytest.importorskip("transformers")
     torch.manual_seed(0)
     cls = getattr(hf, cls)
@@ -93,15 +93,15 @@ def leaves(module):
 
 
 def on_meta(module):
-    """An Apply whose skeleton holds no value; and no tie, which `to` does not keep."""
+    """An Apply whose skeleton is on meta. `to` loses ties, so they are passed."""
     return Apply(copy.deepcopy(module).to("meta"), Apply(module).ties)
 
 
 @functools.cache
 def eager(name):
-    """The leaves of the module, its inputs, and what torch makes of them: loss, gradients, leaves after 3 steps."""
+    """The Apply, leaves and inputs of a model, and torch's loss, gradients and parameters after 3 steps."""
     cls, config, inputs = MODELS[name]
-    module = hugging(cls, config).train(name != "resnet")
+    module = hugging_face_model(cls, config).train(name != "resnet")
     apply, start, batch = on_meta(module), leaves(module), inputs()
     opt = torch.optim.AdamW(module.parameters(), eps=EPS, **OPTIMIZER)
     first = None
@@ -117,72 +117,78 @@ def eager(name):
     return apply, start, batch, *first, leaves(module)[0]
 
 
-def close(got, want, *, size=None, rtol=1e-5):
-    """Equal to rounding. What is zero in exact arithmetic (the gradient of a key's bias, which softmax does not see)
-    comes out as the rounding of a sum of terms as large as other gradients: hence a part in 1e6 of the largest."""
-    assert got.keys() == want.keys()
-    size = max(float(x.abs().max()) for x in want.values()) if size is None else size
-    for name, x in want.items():
-        torch.testing.assert_close(got[name], x, rtol=rtol, atol=1e-6 * size, msg=lambda m, name=name: f"{name}: {m}")
+def close(result, expected, *, size=None, rtol=1e-5):
+    """Assert equality to rounding. A gradient that is zero in exact arithmetic (of a key's bias, which softmax cancels)
+    is the rounding of a sum of terms as large as other gradients: hence the tolerance of 1e-6 of the largest."""
+    assert result.keys() == expected.keys()
+    size = max(float(x.abs().max()) for x in expected.values()) if size is None else size
+    for name, x in expected.items():
+        torch.testing.assert_close(
+            result[name], x, rtol=rtol, atol=1e-6 * size, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_hugging_face_trains_on_every_mesh_as_torch_does_on_the_whole_batch(name, layout):
-    apply, (params, buffers), batch, want_loss, want_grads, want_params = eager(name)
+def test_hugging_face_model_trains_on_every_mesh_as_torch_on_the_whole_batch(name, layout):
+    apply, (params, buffers), batch, expected_loss, expected_grads, expected_params = eager(name)
     sizes, sharded = LAYOUTS[layout]
     mesh = fs.make_mesh(**sizes)
-    specs, held = {n: P() for n in params}, {n: P() for n in buffers}
+    specs, buffer_specs = {n: P() for n in params}, {n: P() for n in buffers}
     if sharded:
         specs = fs.fully_shard(specs, params, axis="data")
-        held = fs.fully_shard(held, buffers, axis="data")
+        buffer_specs = fs.fully_shard(buffer_specs, buffers, axis="data")
     opt = fs.optim.adamw(OPTIMIZER["lr"], eps=EPS, weight_decay=OPTIMIZER["weight_decay"])
-    kept = opt.specs(specs)
+    opt_specs = opt.specs(specs)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, held, kept, P("data")), out_specs=(P(), specs, specs, kept))
+    @fs.shard_map(
+        mesh=mesh, in_specs=(specs, buffer_specs, opt_specs, P("data")), out_specs=(P(), specs, specs, opt_specs)
+    )
     def step(p, b, state, batch):
         def loss_fn(p):
             whole = fs.unshard(p, specs, "data", shapes=params)
-            out = apply(whole, fs.unshard(b, held, "data", shapes=buffers), **batch)
+            out = apply(whole, fs.unshard(b, buffer_specs, "data", shapes=buffers), **batch)
             return fs.pmean(out.loss, "data")  # each rank has as many examples and targets
 
         loss, grads = fs.value_and_grad(loss_fn)(p)
         p, state = opt.update(grads, state, p)
         return loss, grads, p, state
 
-    p, b = fs.device_put(params, specs, mesh), fs.device_put(buffers, held, mesh)
-    loss, grads, p, state = step(p, b, fs.device_put(opt.init(params), kept, mesh), batch)
-    torch.testing.assert_close(fs.device_get(loss), want_loss, rtol=1e-5, atol=0.0)
-    close(fs.device_get(grads), want_grads)
+    p, b = fs.device_put(params, specs, mesh), fs.device_put(buffers, buffer_specs, mesh)
+    loss, grads, p, state = step(p, b, fs.device_put(opt.init(params), opt_specs, mesh), batch)
+    torch.testing.assert_close(fs.device_get(loss), expected_loss, rtol=1e-5, atol=0.0)
+    close(fs.device_get(grads), expected_grads)
     for _ in range(2):
         _, _, p, state = step(p, b, state, batch)
-    close(fs.device_get(p), want_params, size=1.0)
+    close(fs.device_get(p), expected_params, size=1.0)
 
 
 # --- calls at the same time -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mamba"])
-def test_ranks_that_call_at_once_get_the_numbers_of_one_after_the_other(name):
-    module = hugging(*MODELS[name][:2])
+def test_concurrent_calls_of_ranks_equal_sequential_calls(name):
+    module = hugging_face_model(*MODELS[name][:2])
     params, buffers = leaves(module)
     apply, alone = on_meta(module), on_meta(module)
     each = {n: torch.stack([x * (1 + r / 10) for r in range(4)]) for n, x in params.items()}
-    want = torch.stack([alone({n: x[r] for n, x in each.items()}, buffers, input_ids=ids()).logits for r in range(4)])
+    expected = torch.stack(
+        [alone({n: x[r] for n, x in each.items()}, buffers, input_ids=ids()).logits for r in range(4)]
+    )
     f = fs.shard_map(
         lambda p, b, x: apply({n: q[0] for n, q in p.items()}, fs.pvary(b, "data"), input_ids=x).logits[None],
         mesh=fs.make_mesh(data=4), in_specs=(P("data"), P(), P()), out_specs=P("data"), check="never",
     )  # fmt: skip
     for _ in range(8):
-        assert torch.equal(fs.device_get(f(each, buffers, ids())), want)
+        assert torch.equal(fs.device_get(f(each, buffers, ids())), expected)
     assert len(alone._free_copies) == 1
     modules = [c.module for c in apply._free_copies]
     assert 1 <= len(modules) <= 4
     assert len({id(m) for m in [apply.module, *modules]}) == 1 + len(modules)
 
 
-class Knot(nn.Module):
-    """What a copy must keep: cross references, bound methods, ties, lists of tensors, tensors that are no buffers."""
+class References(nn.Module):
+    """Module with cross references, bound methods, a tie, lists of tensors, and tensors that are not buffers."""
 
     def __init__(self):
         super().__init__()
@@ -198,15 +204,15 @@ class Knot(nn.Module):
         return self.again(self.path[0](x)) + self.table + self.tables["t"][0]
 
 
-def test_a_copy_has_the_tensors_of_the_module_and_its_own_structure():
-    module = Knot()
+def test_copy_shares_tensors_and_has_its_own_structure():
+    module = References()
     apply = Apply(module)
     assert apply.ties == {"b.weight": "a.weight"}
     params, _ = leaves(module)
     x = torch.randn(3, 2)
     torch.testing.assert_close(apply(params, {}, x), module(x))
-    (held,) = apply._free_copies
-    own = held.module
+    (free,) = apply._free_copies
+    own = free.module
     assert own is not module
     assert own.path == [own.a, own.b]
     assert own.again.__self__ is own.b
@@ -216,7 +222,7 @@ def test_a_copy_has_the_tensors_of_the_module_and_its_own_structure():
     assert own.a.weight is module.a.weight is own.b.weight
 
 
-def test_a_tie_by_name_feeds_both():
+def test_tie_by_name_sets_both_parameters():
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     apply = Apply(module, {"1.weight": "0.weight"})
     w = torch.randn(2, 2)
@@ -224,7 +230,7 @@ def test_a_tie_by_name_feeds_both():
     torch.testing.assert_close(apply({"0.weight": w}, {}, x), x @ w.T @ w.T)
 
 
-def test_an_exception_in_forward_leaves_nothing_behind():
+def test_exception_in_forward_discards_the_copy():
     class Fails(nn.Linear):
         def forward(self, x):
             if x.sum() > 0:
@@ -235,15 +241,15 @@ def test_an_exception_in_forward_leaves_nothing_behind():
     module = Fails(2, 2)
     before = copy.deepcopy(module.state_dict())
     apply, (params, _) = Apply(module), leaves(module)
-    given = {n: x + 1 for n, x in params.items()}
+    changed = {n: x + 1 for n, x in params.items()}
     with pytest.raises(RuntimeError, match="too large"):
-        apply(given, {}, torch.ones(1, 2))
+        apply(changed, {}, torch.ones(1, 2))
     assert not apply._free_copies
     assert all(torch.equal(x, before[n]) for n, x in module.state_dict().items())
     torch.testing.assert_close(apply(params, {}, -torch.ones(1, 2)), module(-torch.ones(1, 2)))
 
 
-def test_what_forward_sets_is_put_back():
+def test_changes_of_forward_are_undone():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -260,25 +266,25 @@ def test_what_forward_sets_is_put_back():
             return torch.tensor([self.calls, len(self.log), len(self.by_name["x"]), len(self._forward_hooks)])
 
     apply = Apply(Counts())
-    got = [apply({}, {}, torch.ones(1)).tolist() for _ in range(3)]
-    assert got == [[1, 1, 2, 1]] * 3
-    (held,) = apply._free_copies
-    assert (held.module.calls, held.module.log, held.module.by_name, held.module.names) == (0, [], {"x": [0]}, set())
-    assert not hasattr(held.module, "extra")
+    result = [apply({}, {}, torch.ones(1)).tolist() for _ in range(3)]
+    assert result == [[1, 1, 2, 1]] * 3
+    (free,) = apply._free_copies
+    assert (free.module.calls, free.module.log, free.module.by_name, free.module.names) == (0, [], {"x": [0]}, set())
+    assert not hasattr(free.module, "extra")
     assert len(apply._free_copies) == 1
 
 
-def test_hooks_that_hugging_face_adds_in_forward_do_not_pile_up():
-    module = hugging("LlamaForCausalLM", LM)
+def test_hooks_added_in_forward_are_removed():
+    module = hugging_face_model("LlamaForCausalLM", LM)
     apply, state = on_meta(module), leaves(module)
-    got = [len(apply(*state, input_ids=ids(), output_hidden_states=True).hidden_states) for _ in range(3)]
-    assert got == [3, 3, 3]
+    result = [len(apply(*state, input_ids=ids(), output_hidden_states=True).hidden_states) for _ in range(3)]
+    assert result == [3, 3, 3]
 
 
-def test_a_module_that_cannot_be_copied_is_named():
+def test_text_of_a_module_that_cannot_be_copied():
     class Fixed(nn.Module):
         def __deepcopy__(self, memo):
-            raise TypeError("there is one of it")
+            raise TypeError("this object cannot be copied")
 
         def forward(self, x):
             return x
@@ -287,7 +293,7 @@ def test_a_module_that_cannot_be_copied_is_named():
         Apply(Fixed())({}, {}, torch.ones(1))
     assert str(e.value) == (
         "Fixed: cannot be copied, and each rank of a simulated mesh needs its own\n"
-        "  TypeError: there is one of it\n"
+        "  TypeError: this object cannot be copied\n"
         "  fix: keep objects that copy.deepcopy refuses out of the module"
     )
 
@@ -295,7 +301,7 @@ def test_a_module_that_cannot_be_copied_is_named():
 # --- buffers --------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_call_that_would_lose_a_buffer_is_an_error():
+def test_plain_call_that_changes_a_buffer_is_an_error():
     norm = nn.BatchNorm1d(2)
     apply, (params, buffers) = Apply(norm), leaves(norm)
     x = torch.randn(4, 2)
@@ -308,19 +314,19 @@ def test_a_plain_call_that_would_lose_a_buffer_is_an_error():
         )
     assert all(torch.equal(b, norm.state_dict()[n]) for n, b in buffers.items())
     assert apply.eval()(params, buffers, x).shape == (4, 2)
-    assert apply.module.training  # eval made another
+    assert apply.module.training  # eval returned another
 
 
-def test_a_buffer_that_batch_norm_writes_unseen_is_found_too():
+def test_buffer_written_without_a_version_is_an_error():
     norm = nn.BatchNorm1d(2)
-    norm.num_batches_tracked = None  # running_mean's version does not tell that batch_norm wrote it
+    norm.num_batches_tracked = None  # batch_norm writes running_mean without a new version
     apply, state = Apply(norm), leaves(norm)
     for _ in range(2):
         with pytest.raises(ShardingError, match="running_mean, running_var"):
             apply(*state, torch.randn(4, 2))
 
 
-def test_a_buffer_that_changes_only_in_some_calls_is_found_under_vmap_too():
+def test_buffer_that_changes_in_a_later_call_under_vmap_is_an_error():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -339,29 +345,29 @@ def test_a_buffer_that_changes_only_in_some_calls_is_found_under_vmap_too():
 
 
 @pytest.mark.parametrize("under", ["plain", "grad", "vmap", "inference"])
-def test_with_buffers_gives_what_the_module_would_hold(under):
+def test_with_buffers_returns_the_buffers_of_the_module(under):
     norm = nn.BatchNorm1d(2, momentum=0.3)
     apply, (params, buffers) = Apply(norm), leaves(norm)
     x = torch.randn(4, 2) + 3
     norm(x)
-    want = dict(norm.named_buffers())
+    expected = dict(norm.named_buffers())
     if under == "plain":
-        _, got = apply.with_buffers(params, buffers, x)
+        _, result = apply.with_buffers(params, buffers, x)
     elif under == "inference":
         with torch.inference_mode():
-            _, got = apply.with_buffers(params, buffers, x)
+            _, result = apply.with_buffers(params, buffers, x)
     elif under == "grad":
 
         def loss(p):
             out, new = apply.with_buffers(p, buffers, x)
             return out.square().sum(), new
 
-        (_, got), _ = fs.value_and_grad(loss, has_aux=True)(params)
+        (_, result), _ = fs.value_and_grad(loss, has_aux=True)(params)
     else:
         two = {n: torch.stack([b, b]) for n, b in buffers.items()}
         _, both = torch.func.vmap(apply.with_buffers, (None, 0, 0))(params, two, torch.stack([x, x]))
-        got = {n: b[1] for n, b in both.items()}
-    close(got, want, size=1.0)
+        result = {n: b[1] for n, b in both.items()}
+    close(result, expected, size=1.0)
     assert int(buffers["num_batches_tracked"]) == 0
     assert torch.equal(buffers["running_mean"], torch.zeros(2))
 
@@ -381,33 +387,33 @@ def test_spectral_norm_and_instance_norm_update_their_buffers():
 def rope(kind, **more):
     config = {**LM, "max_position_embeddings": 16 if kind == "longrope" else 5,
               "rope_parameters": {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0, **more}}  # fmt: skip
-    return hugging("LlamaForCausalLM", config)
+    return hugging_face_model("LlamaForCausalLM", config)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_that_forward_recomputes_are_those_of_a_fresh_module(kind):
+def test_recomputed_frequencies_equal_those_of_a_new_module(kind):
     more = {"short_factor": [1.0] * 3, "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 5}
     module = rope(kind, **(more if kind == "longrope" else {}))
     apply, (params, buffers) = Apply(copy.deepcopy(module)), leaves(module)
     before = {n: b.clone() for n, b in buffers.items()}
     assert apply.transient == set(buffers)
-    for t in (3, 7, 3, 6):  # over and under the 5 positions after which the frequencies are others
-        want = copy.deepcopy(module)(input_ids=ids(t)).logits
-        torch.testing.assert_close(apply(params, buffers, input_ids=ids(t)).logits, want)
+    for t in (3, 7, 3, 6):  # below and above 5 positions, where the frequencies change
+        expected = copy.deepcopy(module)(input_ids=ids(t)).logits
+        torch.testing.assert_close(apply(params, buffers, input_ids=ids(t)).logits, expected)
     assert all(torch.equal(b, before[n]) for n, b in buffers.items())
 
 
-def test_a_batch_norm_in_train_mode_takes_the_statistics_of_each_rank():
+def test_batch_norm_in_train_mode_uses_the_statistics_of_each_rank():
     cls, config, inputs = MODELS["resnet"]
-    module = hugging(cls, config)
+    module = hugging_face_model(cls, config)
     apply, (params, buffers) = on_meta(module), leaves(module)
     batch = inputs()
     halves = [{k: x[rows] for k, x in batch.items()} for rows in (slice(0, 3), slice(3, 6))]
     ranks = [copy.deepcopy(module) for _ in halves]
     losses = [rank(**half).loss for rank, half in zip(ranks, halves, strict=True)]
     sum(losses).div(2).backward()
-    want_grads = {n: sum(r.get_parameter(n).grad for r in ranks) for n in params}
-    want = {n: sum(r.get_buffer(n).double() for r in ranks).div(2).to(b.dtype) for n, b in buffers.items()}
+    expected_grads = {n: sum(r.get_parameter(n).grad for r in ranks) for n in params}
+    expected = {n: sum(r.get_buffer(n).double() for r in ranks).div(2).to(b.dtype) for n, b in buffers.items()}
 
     @fs.shard_map(mesh=fs.make_mesh(data=2), in_specs=(P(), P(), P("data")), out_specs=P())
     def step(p, b, batch):
@@ -421,8 +427,8 @@ def test_a_batch_norm_in_train_mode_takes_the_statistics_of_each_rank():
 
     loss, grads, new = fs.device_get(step(params, buffers, batch))
     torch.testing.assert_close(loss, sum(losses).detach() / 2)
-    close(grads, want_grads)
-    close(new, want, size=1.0)
+    close(grads, expected_grads)
+    close(new, expected, size=1.0)
     assert int(new["resnet.embedder.embedder.normalization.num_batches_tracked"]) == 1
     with pytest.raises(ShardingError, match="change with the mesh"):
         fs.verify(step, params, buffers, batch)
@@ -431,7 +437,7 @@ def test_a_batch_norm_in_train_mode_takes_the_statistics_of_each_rank():
 # --- modes ----------------------------------------------------------------------------------------------------
 
 
-def test_train_and_eval_make_another():
+def test_train_and_eval_return_new_applies():
     module = nn.Dropout(0.5)
     apply = Apply(module)
     x = torch.ones(100)
@@ -443,7 +449,7 @@ def test_train_and_eval_make_another():
 
 def test_dropout_is_refused_in_a_region_and_not_in_evaluation_mode():
     config = {**MODELS["gpt2"][1], "resid_pdrop": 0.1}
-    module = hugging("GPT2LMHeadModel", config)
+    module = hugging_face_model("GPT2LMHeadModel", config)
     apply, (params, buffers) = on_meta(module), leaves(module)
 
     def loss(apply):
@@ -459,7 +465,7 @@ def test_dropout_is_refused_in_a_region_and_not_in_evaluation_mode():
 
 
 def test_gradient_checkpointing_is_refused():
-    module = hugging("LlamaForCausalLM", LM)
+    module = hugging_face_model("LlamaForCausalLM", LM)
     for m in module.modules():
         if hasattr(m, "gradient_checkpointing"):
             m.gradient_checkpointing = True
@@ -471,18 +477,18 @@ def test_gradient_checkpointing_is_refused():
         "  torch.utils.checkpoint would recompute with the skeleton's tensors, not with params\n"
         "  fix: switch it off, and wrap the recomputed call in fs.remat"
     )
-    assert apply.eval()(*state, **text()).loss.ndim == 0  # where nothing is computed again
+    assert apply.eval()(*state, **text()).loss.ndim == 0  # evaluation recomputes nothing
 
 
-def test_a_call_can_be_computed_again_in_backward():
-    module = hugging("LlamaForCausalLM", LM)
+def test_remat_of_a_call_has_equal_gradients():
+    module = hugging_face_model("LlamaForCausalLM", LM)
     apply, (params, buffers) = on_meta(module), leaves(module)
     loss = lambda p, b: apply(p, b, **text()).loss  # noqa: E731
-    want, got = torch.func.grad(loss)(params, buffers), torch.func.grad(fs.remat(loss))(params, buffers)
-    close(got, want)
+    expected, result = torch.func.grad(loss)(params, buffers), torch.func.grad(fs.remat(loss))(params, buffers)
+    close(result, expected)
 
 
-def test_it_compiles_whole():
+def test_apply_compiles_without_graph_breaks():
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     apply, (params, buffers) = Apply(module), leaves(module)
     x = torch.randn(5, 3)
@@ -495,23 +501,23 @@ def test_it_compiles_whole():
         return fs.value_and_grad(loss, has_aux=True)(p)
 
     (loss, new), grads = torch.compile(step, fullgraph=True, backend="aot_eager")(params, buffers, x)
-    (want_loss, want_new), want_grads = step(params, buffers, x)
-    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-6)
-    close(new, want_new, size=1.0)
-    close(grads, want_grads)
+    (expected_loss, expected_buffers), expected_grads = step(params, buffers, x)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
+    close(new, expected_buffers, size=1.0)
+    close(grads, expected_grads)
     assert int(buffers["1.num_batches_tracked"]) == 0
 
 
-def test_a_recurrent_module_finds_its_weights():
+def test_recurrent_module_uses_the_passed_weights():
     module = nn.LSTM(3, 4, 2)
     apply, (params, buffers) = on_meta(module), leaves(module)
     x = torch.randn(5, 2, 3)
-    got = torch.func.grad(lambda p: apply(p, buffers, x)[0].square().sum())(params)
+    result = torch.func.grad(lambda p: apply(p, buffers, x)[0].square().sum())(params)
     module(x)[0].square().sum().backward()
-    close(got, {n: p.grad for n, p in module.named_parameters()})
+    close(result, {n: p.grad for n, p in module.named_parameters()})
 
 
-def test_what_the_constructor_froze_is_named():
+def test_frozen_names_parameters_without_gradient():
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
     assert Apply(module).frozen == {"bias"}
@@ -520,7 +526,7 @@ def test_what_the_constructor_froze_is_named():
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
-def test_every_leaf_that_does_not_fit_is_listed():
+def test_text_lists_every_leaf_that_does_not_fit():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
     module[1].weight = module[0].weight
     _, buffers = leaves(module)
@@ -548,7 +554,7 @@ def test_every_leaf_that_does_not_fit_is_listed():
     )
 
 
-def test_a_leaf_that_is_not_whole_is_named_where_forward_fails():
+def test_note_names_leaves_that_are_not_whole():
     module = nn.Linear(4, 2)
     with pytest.raises(RuntimeError) as e:
         Apply(module)({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, {}, torch.ones(1, 4))
@@ -557,7 +563,7 @@ def test_a_leaf_that_is_not_whole_is_named_where_forward_fails():
     ]
 
 
-def test_buffers_that_were_not_unsharded_are_named():
+def test_text_names_buffers_that_were_not_unsharded():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -585,7 +591,7 @@ def test_buffers_that_were_not_unsharded_are_named():
 
 
 @pytest.mark.parametrize("bad", [F.dropout])
-def test_other_errors_of_a_region_are_left_as_they_are(bad):
+def test_other_errors_in_a_region_are_not_changed(bad):
     class Drops(nn.Module):
         def forward(self, x):
             return bad(x)
