@@ -16,14 +16,15 @@ from types import ModuleType
 from typing import Any
 
 from fshard import models, tree
+from fshard._io import StrPath
 from fshard.errors import fail, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, problems
 
-from .interop.hf import CONFIG, FileTensor, Where, config_of, read, write
+from .interop.hf import CONFIG, FileTensor, config_of, read, write
 
 
-def load(path: Where, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
+def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
     """The config and the described parameters of a folder, by the model file of its `model_type`.
 
     The leaves are `Deferred`, their source a place in a file: `materialize` reads, on every rank, the bytes of its own
@@ -55,7 +56,7 @@ def load(path: Where, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any,
     return cfg, params
 
 
-def weights(path: Where, described: Any, *, prefix: str = "", ignored: Sequence[str] = ()) -> Any:
+def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequence[str] = ()) -> Any:
     """The leaves of a described module with their values in a folder, by the same dotted names; see `weights.read`.
 
     >>> apply, module = fs.defer(lambda: torch.nn.LayerNorm(16))
@@ -67,7 +68,7 @@ def weights(path: Where, described: Any, *, prefix: str = "", ignored: Sequence[
     return read(path, described, by_name, prefix=prefix, ignored=ignored)
 
 
-def save(path: Where, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+def save(path: StrPath, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `from_pretrained` reads; every rank writes its own bytes, and none holds the whole.
 
     `cfg` is the `Config` of a model here, or, for a module's leaves by their dotted names, what config.json will say.

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.__main__ import main
-from fshard.cli import inspect, nested, spec_of
+from fshard.cli import inspect, main, nested, spec_of
 from fshard.show.table import show, size
 
 gpt2 = fs.models.gpt2
@@ -260,7 +259,6 @@ def test_without_a_mesh_there_are_no_bytes_per_device(capsys):
 def test_it_runs_as_a_module(capsys, monkeypatch):
     folder("tiny", CONFIG)
     monkeypatch.setattr("sys.argv", ["fshard", "inspect", "tiny", "--mesh", "model=2"])
-    monkeypatch.delitem(sys.modules, "fshard.__main__")
     with pytest.raises(SystemExit) as e:
         runpy.run_module("fshard", run_name="__main__")
     assert e.value.code == 0
@@ -294,13 +292,13 @@ def test_paths_with_nothing_to_show_are_refused(capsys):
     Path("pickled/pytorch_model.bin").write_bytes(b"\x80")
     want = text("""
         pickled: pickles are refused
-          there is pytorch_model.bin; a pickle runs whatever code is in it
-          fix: convert it where you may run that: AutoModel.from_pretrained(a).save_pretrained(b)
+          it has pytorch_model.bin; a pickle runs any code that is in it
+          fix: convert it on a machine that may run that: AutoModel.from_pretrained(a).save_pretrained(b)
     """)
     assert refused(capsys, "pickled") == want
     assert refused(capsys, "pickled/pytorch_model.bin").startswith("pickled/pytorch_model.bin: pickles are refused\n")
     folder("empty")
-    assert refused(capsys, "empty").startswith("empty: there is neither model.safetensors nor ")
+    assert refused(capsys, "empty").startswith("empty: has neither model.safetensors nor ")
     Path("some.json").write_text("{}")
     assert refused(capsys, "some.json") == text("""
         some.json: it has no model_type
@@ -330,7 +328,7 @@ def test_a_mesh_too_large_to_count_is_refused_at_once(capsys):
     my_gpt2()
     assert refused(capsys, "my-gpt2", "--mesh", "data=8,model=99999999999999999999") == text("""
         --mesh data=8,model=99999999999999999999: more than 1,048,576 devices
-          what each of them holds is counted
+          the bytes of each of them are counted
           fix: a smaller mesh
     """)
 
@@ -359,7 +357,7 @@ def test_a_mesh_that_is_none_is_refused(capsys, mesh):
     folder("tiny", CONFIG)
     wrong = next(part for part in mesh.split(",") if part not in ("data=8", "data=2"))
     assert refused(capsys, "tiny", f"--mesh={mesh}") == text(f"""
-        --mesh {mesh}: {wrong!r} is no axis of a mesh
+        --mesh {mesh}: {wrong!r} is not an axis of a mesh
           an axis is a name, and its size 1 or more
           fix: --mesh data=8,model=4
     """)
@@ -368,8 +366,8 @@ def test_a_mesh_that_is_none_is_refused(capsys, mesh):
 def test_axes_that_are_twice_or_not_there_are_refused(capsys):
     folder("tiny", CONFIG)
     assert refused(capsys, "tiny", "--mesh", "data=2,data=4") == text("""
-        --mesh data=2,data=4: 'data=4' is no axis of a mesh
-          it is there already
+        --mesh data=2,data=4: 'data=4' is not an axis of a mesh
+          the axis has a size already
           fix: --mesh data=8,model=4
     """)
     assert refused(capsys, "tiny", "--mesh", "model=2", "--fully-shard", "data") == text("""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError, checkpoint
+from fshard._io import bytes_of
 from fshard.checkpoint import parts
 from fshard.checkpoint.manifest import read_manifest
 from tests.lib.processes import Pool
@@ -66,7 +67,7 @@ def place(tree: dict[str, Tensor], mesh: fs.Mesh, turn: int) -> dict[str, fs.Sha
 
 def bits(x: Any) -> bytes:
     x = fs.device_get(x)
-    return bytes(parts.bytes_of(x)) + repr((x.shape, x.dtype)).encode()
+    return bytes(bytes_of(x)) + repr((x.shape, x.dtype)).encode()
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -263,7 +264,7 @@ restore: {at} does not hold the leaves of `like`
   differs  params.up  saved as f32[4, 6], like says f32[4, 8]
   differs  step  saved as int, like says bool
   extra    params.old  f32[3]
-  fix: give `like` what fs.checkpoint.inspect shows; at='params' restores one subtree"""
+  fix: give `like` the leaves that fs.checkpoint.inspect shows; at='params' restores one subtree"""
     )
 
 
@@ -277,14 +278,12 @@ def test_what_cannot_be_restored_is_said_before_reading(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     like = {"a": fs.init.zeros((4,)), "b": torch.zeros(3), "c": None, "d": object()}
     text = error(lambda: checkpoint.restore(tmp_path, like))
-    assert text.startswith(
-        "2 problems\nrestore: like['a']: nothing says where it goes\n  leaf  f32[4]\n  fix: give specs="
-    )
+    assert text.startswith("2 problems\nrestore: like['a']: has no spec or no mesh\n  leaf  f32[4]\n  fix: give specs=")
     assert "like['d']: cannot restore a object" in text
     text = error(lambda: checkpoint.restore(tmp_path, {"a": like["a"], "b": like["b"]}, specs=P("model"), mesh=mesh))
     assert "restore: like['a']: the mesh has no axis 'model'" in text
-    assert "restore: like['b']: a Tensor in `like` goes onto no mesh\n  spec  P('model')" in text
-    assert "another leaf is called 'x.y' too" in error(lambda: checkpoint.restore(tmp_path, {"x.y": 1, "x": {"y": 2}}))
+    assert "restore: like['b']: a Tensor in `like` cannot be split over a mesh\n  spec  P('model')" in text
+    assert "another leaf has the name 'x.y'" in error(lambda: checkpoint.restore(tmp_path, {"x.y": 1, "x": {"y": 2}}))
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
@@ -299,10 +298,10 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         "q": torch.zeros(2).to(torch.float8_e4m3fnuz),
     }
     text = error(lambda: checkpoint.save(tmp_path / "c", tree))
-    for words in ["4 problems", "tree['d']: cannot save a Deferred\n  fix: fs.materialize it",
-                  "tree['o']: cannot save a object",
-                  "tree['x.y']: another leaf is called 'x.y' too",
-                  "tree['q']: cannot save torch.float8_e4m3fnuz"]:  # fmt: skip
+    for words in ["4 problems", "tree['d']: is only described, and has no values\n  fix: fs.materialize it",
+                  "tree['o']: cannot write a object",
+                  "tree['x.y']: another leaf has the name 'x.y'",
+                  "tree['q']: cannot write torch.float8_e4m3fnuz"]:  # fmt: skip
         assert words in text
     assert "was donated to" in error(lambda: checkpoint.save(tmp_path / "c", {"x": x}))
     for bad in ({"step": -1}, {"step": 2.0}, {"keep": 2}, {"keep": 0, "step": 1}):
@@ -348,12 +347,12 @@ def _rank(directory: str) -> dict[str, Any]:
             told["same"] += [torch.equal(a.shards[0], b.shards[0]) for a, b in zip(
                 fs.tree.leaves(got["params"]), fs.tree.leaves(want["params"]), strict=True)]  # fmt: skip
             told["same"] += [torch.equal(got["key"], want["key"]), got["n"] == 4]
-        parts.BLOCK = 40  # type: ignore[misc]
+        parts.BLOCK_BYTES = 40  # type: ignore[misc]
         seen.clear()
         checkpoint.restore(out / "big", {"w": fs.init.zeros((64, 10))}, specs=P("data"), mesh=mesh)
         told["bytes"] = sum(n for n in seen if n == 40)
     finally:
-        parts.BLOCK, parts.zlib.crc32 = 1 << 20, real  # type: ignore[misc]
+        parts.BLOCK_BYTES, parts.zlib.crc32 = 1 << 20, real  # type: ignore[misc]
 
     def attempt(f: Callable[[], object]) -> str:
         try:
@@ -389,7 +388,7 @@ def test_real_ranks_save_and_restore_what_simulated_ones_do(
     cut = checkpoint.save(tmp_path / "cut", want)
     (cut / "part-00001.safetensors").write_bytes(b"")
     with monkeypatch.context() as m:
-        m.setattr(parts, "BLOCK", 40)
+        m.setattr(parts, "BLOCK_BYTES", 40)
         checkpoint.save(tmp_path / "big", {"w": torch.randn(64, 10)})
     told = ranks(2, _rank, str(tmp_path))
 
@@ -406,10 +405,10 @@ def test_real_ranks_save_and_restore_what_simulated_ones_do(
         assert one["bytes"] == 64 * 10 * 4 / 2  # half of the blocks
         assert one["full"].startswith("rank 1: save: cannot write ")
         assert one["differ"].startswith(
-            "rank 0: save: the ranks do not hold the same leaves\n  n    rank 0  4    rank 1  5\n  fix: "
+            "save: the ranks do not have the same leaves\n  n    rank 0  4    rank 1  5\n  fix: "
         )
-        assert one["object"].startswith("rank 1: save: tree['n']: cannot save a object")
-        assert "process is there already" in one["exists"]
+        assert one["object"].startswith("rank 1: save: tree['n']: cannot write a object")
+        assert "process exists" in one["exists"]
         assert one["missing"].startswith(
             f"restore: {simulated} does not hold the leaves of `like`\n  missing  more  int"
         )

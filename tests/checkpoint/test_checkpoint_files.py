@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import P, ShardingError, checkpoint
+from fshard import P, ShardingError, _io, checkpoint
 from fshard.checkpoint import manifest, parts
+from fshard.spec import whole
 from tests.checkpoint.test_checkpoint import error, same
 
 # --- blocks -------------------------------------------------------------------------------------------------
@@ -28,20 +29,20 @@ from tests.checkpoint.test_checkpoint import error, same
     "shape", [(), (0,), (3, 0), (40,), (7, 9), (3, 50), (2, 3, 30), (2, 3, 4), (100, 1), (1, 1, 99)]
 )
 def test_blocks_follow_each_other_and_fit(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BLOCK", 64)
+    monkeypatch.setattr(parts, "BLOCK_BYTES", 64)
     x = torch.arange(math.prod(shape)).view(shape)
     found = list(parts.blocks(shape, 4))
-    assert len(found) == parts.count(shape, 4)
+    assert len(found) == parts.block_count(shape, 4)
     assert torch.equal(torch.cat([x[b].flatten() for b in found] + [x.new_empty(0)]), x.flatten())
     assert all(x[b].numel() * 4 <= 64 for b in found)
     assert len(found) <= max(1, 2 * math.ceil(x.numel() * 4 / 64) + math.prod(shape[:-1]))
 
 
 def test_a_slice_reads_its_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BLOCK", 256)
+    monkeypatch.setattr(parts, "BLOCK_BYTES", 256)
     x = torch.randn(64, 8)
-    part, [(start, crc32)] = parts.write_part(tmp_path / "p", [parts.Piece("x", (64, 8), x.dtype, lambda: x)])
-    assert len(crc32) == 8
+    part, [(_, chunk)] = parts.write_part(tmp_path / "p", [parts.Piece("x", whole(x.shape), x)])
+    assert len(chunk.crc32) == 8
     assert (tmp_path / "p").stat().st_size == part.bytes
     seen: list[int] = []
     real = parts.zlib.crc32
@@ -54,13 +55,13 @@ def test_a_slice_reads_its_blocks_only(tmp_path: Path, monkeypatch: pytest.Monke
         seen.clear()
         out = torch.zeros(x[box].shape)
         with open(tmp_path / "p", "rb") as f:
-            parts.read_chunk(f, "x", parts.Chunk((0, 0), (64, 8), "p", start, crc32), [(box, out)])
+            parts.read_chunk(f, "x", chunk, [(box, out)])
         assert torch.equal(out, x[box])
         assert seen == [256] * blocks
 
 
 def test_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BLOCK", 64)
+    monkeypatch.setattr(parts, "BLOCK_BYTES", 64)
     want = {
         "a": torch.randn(50, 9),
         "b": torch.randn(2, 60),
@@ -177,11 +178,11 @@ def test_other_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dir").mkdir()
     checkpoint.save(tmp_path / "out", {"x": 1}, step=5)
     for path, step, words in [
-        ("nothing", None, "there is nothing"),
+        ("nothing", None, "it does not exist"),
         ("file", None, "it is a file"),
         ("dir", None, "it holds no manifest.json"),
         ("out", None, "it holds the steps [5]\n  fix: step=5"),
-        ("out", 6, "there is nothing\n  fix: the steps here are [5]"),
+        ("out", 6, "it does not exist\n  fix: the steps here are [5]"),
     ]:
         text = error(lambda path=path, step=step: checkpoint.restore(tmp_path / path, {"x": 1}, step=step))
         assert "is not a checkpoint of fshard" in text
@@ -220,7 +221,7 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (at / name).write_bytes(bad)
         error(lambda: checkpoint.restore(at, state))
     (at / "manifest.json").unlink()
-    assert ".metadata there is a pickle, and is never opened" in error(lambda: checkpoint.restore(at, state))
+    assert "its .metadata is a pickle, which is never opened" in error(lambda: checkpoint.restore(at, state))
     assert not calls
     assert not Malicious.ran
 
@@ -250,7 +251,7 @@ def test_overwrite_is_asked_for_and_leaves_nothing_behind(tmp_path: Path) -> Non
     first = {"x": fs.device_put(torch.arange(8), P("data"), mesh)}
     at = checkpoint.save(tmp_path / "c", first)
     assert error(lambda: checkpoint.save(at, first)) == (
-        f"save: {at} is there already\n  fix: overwrite=True, another step, or another directory"
+        f"save: {at} exists\n  fix: overwrite=True, another step, or another directory"
     )
     for i in range(3):
         new = {"x": torch.arange(8) + i}
@@ -260,9 +261,7 @@ def test_overwrite_is_asked_for_and_leaves_nothing_behind(tmp_path: Path) -> Non
         assert list(tmp_path.iterdir()) == [at]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("keep")
-    assert "is there, and is not a checkpoint" in error(
-        lambda: checkpoint.save(tmp_path / "mine", first, overwrite=True)
-    )
+    assert "exists, and is not a checkpoint" in error(lambda: checkpoint.save(tmp_path / "mine", first, overwrite=True))
     assert (tmp_path / "mine" / "notes").read_text() == "keep"
     (tmp_path / "empty").mkdir()
     checkpoint.save(tmp_path / "empty", first)
@@ -330,7 +329,7 @@ def die_at(instant: int) -> None:
 
     for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
-    parts.open = manifest.open = opened  # type: ignore[attr-defined]
+    _io.open = opened  # type: ignore[attr-defined]
 
 
 def killed(instant: int, job: Callable[[], object]) -> bool:
@@ -391,4 +390,4 @@ def test_a_kill_at_any_instant_leaves_a_complete_checkpoint(tmp_path: Path) -> N
 
 def test_one_element_is_its_bytes_whatever_its_strides():
     x = torch.arange(24.0).view(4, 6)[1:2, 3:4].T
-    assert bytes(parts.bytes_of(x)) == torch.tensor([9.0]).numpy().tobytes()
+    assert bytes(_io.bytes_of(x)) == torch.tensor([9.0]).numpy().tobytes()

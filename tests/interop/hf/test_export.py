@@ -20,8 +20,9 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError
+from fshard._safetensors import DTYPES
 from fshard.interop.hf import export
-from fshard.interop.hf.folder import DTYPES, INDEX, SINGLE, config_of
+from fshard.interop.hf.folder import INDEX, SINGLE, config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import whole
 from tests.lib.folder_cases import (
@@ -105,7 +106,7 @@ def test_each_part_is_written_once_and_in_small_chunks(tmp_path: Path, monkeypat
         return done
 
     monkeypatch.setattr(os, "pwrite", counted)
-    monkeypatch.setattr(export, "CHUNK", 200)
+    monkeypatch.setattr(export, "CHUNK_BYTES", 200)
     export.write(tmp_path, placed(values(), SPECS[1], data=2, model=2), theirs, config=CONFIG)
     assert sum(b - a for a, b in seen) == sum(x.nbytes for x in values().values())
     assert all(b == c for (_, b), (c, _) in itertools.pairwise(sorted(seen)))
@@ -188,13 +189,13 @@ def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new_ones(
         with monkeypatch.context() as m:
             for name in ("replace", "link", "unlink", "rmdir", "mkdir"):
                 m.setattr(os, name, dying(getattr(os, name), left))
-            m.setattr(export, "_abandon", lambda *_: None)
+            m.setattr(export, "_discard", lambda *_: None)
             with contextlib.suppress(Killed):
                 put(folder, new, 2.0)
         seen.append(holds(folder))
         with monkeypatch.context() as m:
             m.setattr(export, "_publish", dying(export._publish, iter([True])))
-            m.setattr(export, "_abandon", lambda *_: None)
+            m.setattr(export, "_discard", lambda *_: None)
             with pytest.raises(Killed):
                 put(folder, new, 4.0)  # a second one that is killed, before it appears
         assert holds(folder) == seen[-1], k
@@ -238,10 +239,10 @@ write: tree['abstract']: is on an abstract mesh, where leaves have no values
   fix: use another mesh
 write: tree['bad']: Pattern: [3] has 1 dims, the right side has 2
   a b -> a b
-  fix: one name, or one (group), for each dim of ours
+  fix: one name, or one (group), for each dim of the leaf
 write: tree['c128']: cannot write torch.complex128
-  fix: use one of {", ".join(DTYPES)}
-write: tree['described']: is only described
+  fix: use one of {", ".join(str(d).removeprefix("torch.") for d in DTYPES.values())}
+write: tree['described']: is only described, and has no values
   fix: fs.materialize it
 write: tree['number']: cannot write a int
   fix: give a tensor
@@ -253,7 +254,7 @@ write: 'p.cut' lacks a part
 write: 'p.mixed' has parts of different shapes or dtypes
   tree['f16']  f16[6]
   tree['f32']  f32[6]
-  fix: they are parts of one tensor there
+  fix: they are parts of one tensor in the file
 write: 'p.gate' lacks a part
   tree['half'] leave out two=0
   fix: give a leaf for each part
@@ -272,7 +273,7 @@ write: config= is not JSON
   Object of type type is not JSON serializable
   fix: numbers, strings, booleans, None, lists and dicts"""),
         ({"max_shard_bytes": 0}, "write: max_shard_bytes=0\n  fix: a number of bytes"),
-        ({"metadata": {"x": 1}}, "write: metadata={'x': 1}\n  fix: from strings to strings, as the format has it"),
+        ({"metadata": {"x": 1}}, "write: metadata={'x': 1}\n  fix: from strings to strings, as safetensors has it"),
         ({"tree_": {}}, "write: there are no leaves\n  fix: give the parameters"),
     ],
 )  # fmt: skip
@@ -311,7 +312,10 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     for where in (folder, new):
         text = refusal(lambda where=where: put(where, "three shards", 2.0))
         assert text.startswith(f"write: cannot write {where}")
-        assert text.endswith("\n  No space left on device\n  fix: the folder is as it was")
+        assert text.endswith(
+            "\n  No space left on device\n  the weights in the folder are unchanged\n"
+            "  fix: make room or choose another disk, and call it again"
+        )
     assert files(folder) == before
     assert not new.exists()
 
@@ -446,17 +450,18 @@ def test_real_ranks_read_and_write_their_own_bytes_only(ranks: Pool, tmp_path: P
         assert one["written plain"] == (0 if rank else sum(x.nbytes for x in values().values()))
         assert re.fullmatch(
             r"rank 1: write: cannot write \S+/full/\.saving-\w{8}/model.safetensors\n  No space left on device\n"
-            r"  fix: the folder is as it was", one["full"])  # fmt: skip
+            r"  the weights in the folder are unchanged\n"
+            r"  fix: make room or choose another disk, and call it again", one["full"])  # fmt: skip
         assert re.fullmatch(
-            r"rank 1: write: \S+/host1/\.saving-\w{8} is not here, though rank 0 has made it\n"
+            r"rank 1: write: \S+/host1/\.saving-\w{8} does not exist on this rank, and rank 0 has created it\n"
             r"  fix: write to a folder that all ranks share", one["elsewhere"])  # fmt: skip
-        assert one["differ"].startswith("write: the ranks do not hold the same leaves\n  rank 0  config.json  '{")
+        assert one["differ"].startswith("write: the ranks do not have the same leaves\n  config.json    rank 0  '{")
         assert one["object"] == "rank 1: write: tree['norm']: cannot write a object\n  fix: give a tensor"
         assert one["plain"] == "nothing was raised"
         assert re.fullmatch(
-            r"write: the ranks do not hold the same leaves\n"
-            r"  rank 0  m.norm.weight  f32\[20\]  from tree\['norm'\]  a tensor of crc32 \w{8}    "
-            r"rank 1  m.norm.weight  f32\[20\]  from tree\['norm'\]  a tensor of crc32 \w{8}\n"
-            r"  fix: plain tensors and the config must be the same on every rank", one["unlike"]), rank  # fmt: skip
+            r"write: the ranks do not have the same leaves\n"
+            r"  tree\['norm'\]    rank 0  f32\[20\] of crc32 \w{8} for m.norm.weight    "
+            r"rank 1  f32\[20\] of crc32 \w{8} for m.norm.weight\n"
+            r"  fix: plain tensors and the arguments must be the same on every rank", one["unlike"]), rank  # fmt: skip
     left = {d.name for d in tmp_path.iterdir()}
     assert left == {"there", "plain there", "want", "written", "plain"}

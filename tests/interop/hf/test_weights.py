@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard import P
+from fshard._safetensors import DTYPES
 from fshard.interop.hf import export, weights
-from fshard.interop.hf.folder import DTYPES, config_of
+from fshard.interop.hf.folder import config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import Box, box_shape, whole
 from tests.lib.folder_cases import (
@@ -133,7 +134,7 @@ def test_the_bytes_read_are_the_bytes_of_the_box(
     single: Path, monkeypatch: pytest.MonkeyPatch, name: str, box: Box, chunk: int, dtype: torch.dtype
 ) -> None:
     leaf = read(single, described(), theirs)[name]
-    monkeypatch.setattr(weights, "CHUNK", chunk)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", chunk)
     seen = preadv(monkeypatch)
     got = leaf.init.fill(KEY, leaf.shape, box, dtype, CPU)
     assert torch.equal(got, values()[name][box].to(dtype))
@@ -231,11 +232,11 @@ params['list'][0]: is a int
   got  [21]    expected  [20]
 {f}: 'm.qkv.weight' has another shape, for params['qkv']
   got  [20, 144]    expected  [144, 20]
-  (h c k) d -> d c h k, ours [20, 3, 6, 8]
+  (h c k) d -> d c h k, the leaf is [20, 3, 6, 8]
 {f}: 'm.scale' has a dtype of another kind, for params['scale']
   got  i64[]    expected  f32[]
-{f}: no leaf takes all of 'm.gate_up.weight'
-  left over: two=1
+{f}: no leaf is the rest of 'm.gate_up.weight'
+  unused: two=1
 {f}: 'more.weight' is not part of this model
   f16[2, 3]"""
     )
@@ -245,7 +246,7 @@ def test_a_pattern_that_does_not_fit_its_leaf_names_the_leaf(single: Path) -> No
     text = refusal(lambda: read(single, {"x": fs.init.zeros((4, 2))}, lambda _: FileTensor("m.scale", "a -> a"),
                                 ignored=("",)))  # fmt: skip
     assert text == ("params['x']: Pattern: [4, 2] has 2 dims, the right side has 1\n  a -> a\n"
-                    "  fix: one name, or one (group), for each dim of ours")  # fmt: skip
+                    "  fix: one name, or one (group), for each dim of the leaf")  # fmt: skip
 
 
 def raw(path: Path, header: Any, data: int = 0, length: int | None = None) -> Path:
@@ -282,7 +283,7 @@ def test_every_tensor_that_is_not_whole_in_its_file_is_named(tmp_path: Path) -> 
 {f}: 'f' is cut short
   it ends at byte {n + 70}, the file has {n + 40}
   fix: copy the file again
-{f}: 'f' has dtype 'F4', which is not read
+{f}: 'f' has dtype 'F4', which is not supported
   fix: convert it to one of {listed}"""
     )
 
@@ -327,7 +328,7 @@ def test_a_header_that_says_nothing(tmp_path: Path, header: Any, length: int | N
         os.truncate(f, length + 8)  # so long a header is refused even where it is there
     promised = length if length is not None else 0
     want = f"{f}: the header is damaged\n  {why}\n  fix: copy it again" if why else (
-        f"{f}: is not safetensors, or is cut short\n  its first 8 bytes promise a header of {promised} bytes, "
+        f"{f}: is not safetensors, or is cut short\n  its first 8 bytes announce a header of {promised} bytes, "
         f"the file has {f.stat().st_size}\n  fix: copy it again")  # fmt: skip
     assert refusal(lambda: tensors(tmp_path)) == want
     assert refusal(lambda: read(tmp_path, described(), theirs)) == want  # and nothing about missing tensors
@@ -353,7 +354,7 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
   for {lost}"""
     )
     index.write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
-    assert refusal(lambda: tensors(folder)) == f"{index}: '../x.safetensors' leads out of the folder\n  for x"
+    assert refusal(lambda: tensors(folder)) == f"{index}: '../x.safetensors' is outside the folder\n  for x"
     index.write_text("{}")
     why = "has no weight_map, from names of tensors to names of files"
     assert refusal(lambda: tensors(folder)) == f"{index}: {why}\n  fix: copy it again"
@@ -375,17 +376,17 @@ def test_a_tensor_that_the_index_does_not_name_is_one_that_the_model_has_not(tmp
 
 
 def test_pickles_are_refused_and_other_folders_are_described(tmp_path: Path) -> None:
-    convert = "fix: convert it where you may run that: AutoModel.from_pretrained(a).save_pretrained(b)"
-    runs = "a pickle runs whatever code is in it"
+    convert = "fix: convert it on a machine that may run that: AutoModel.from_pretrained(a).save_pretrained(b)"
+    runs = "a pickle runs any code that is in it"
     (tmp_path / "config.json").write_text("{}")
     wrote = "fix: give a folder that save_pretrained wrote"
-    neither = "there is neither model.safetensors nor model.safetensors.index.json"
+    neither = "has neither model.safetensors nor model.safetensors.index.json"
     assert refusal(lambda: tensors(tmp_path)) == f"{tmp_path}: {neither}\n  it holds no safetensors\n  {wrote}"
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    want = f"{tmp_path}: pickles are refused\n  there is pytorch_model.bin; {runs}\n  {convert}"
+    want = f"{tmp_path}: pickles are refused\n  it has pytorch_model.bin; {runs}\n  {convert}"
     assert refusal(lambda: tensors(tmp_path)) == want
     one = tmp_path / "pytorch_model.bin"
-    want = f"{one}: pickles are refused\n  there is pytorch_model.bin; {runs}\n  {convert}"
+    want = f"{one}: pickles are refused\n  it has pytorch_model.bin; {runs}\n  {convert}"
     assert refusal(lambda: read(one, {}, theirs)) == want
     (tmp_path / "adapter.safetensors").write_bytes(b"x")
     want = f"{tmp_path}: {neither}\n  it holds adapter.safetensors\n  fix: give one of these files"
