@@ -208,7 +208,6 @@ def nested(flat: dict[str, Any]) -> Any:
 
     Returns `flat` itself if a leaf would be inside another.
 
-
     >>> nested({"h.0.w": 1, "h.0.b": 2})
     {'h': {'0': {'w': 1, 'b': 2}}}
     """

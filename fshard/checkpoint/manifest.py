@@ -68,7 +68,7 @@ class Manifest:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json`, one line for each leaf, and flush it to the disk."""
-    files = _rows({name: dataclasses.asdict(part) for name, part in manifest.files.items()})
+    files = _rows({name: vars(part) for name, part in manifest.files.items()})
     leaves = _rows({path: _encode(leaf) for path, leaf in manifest.leaves.items()})
     body = f'"step": {json.dumps(manifest.step)},\n"files": {files},\n"leaves": {leaves}}}\n'.encode()
     first = f'{{"format": "{FORMAT}", "version": {VERSION}, "blake2b": "{_digest(body)}",\n'.encode()
@@ -119,7 +119,7 @@ def _encode(leaf: Saved | Scalar) -> Any:
     if leaf.same_as is not None:
         return {"same_as": leaf.same_as}
     dtype = str(leaf.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": leaf.shape, "chunks": [dataclasses.asdict(c) for c in leaf.chunks]}
+    return {"dtype": dtype, "shape": leaf.shape, "chunks": [vars(c) for c in leaf.chunks]}
 
 
 def _decode(body: Any) -> Manifest:

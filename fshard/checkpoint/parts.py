@@ -1,4 +1,4 @@
-"""Part files: the chunks that one rank wrote, and how any slice of one is read and checked.
+"""Part files: the chunks that one rank writes, and slices of them that any rank reads and checks.
 
 A chunk is a box of a leaf, contiguous, at byte `start` of its file. It has a CRC-32 for each block of at most 1 MiB, so
 that a rank that needs a slice reads and checks the blocks that the slice overlaps, and no others. The manifest has the
@@ -39,7 +39,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a leaf, and where its bytes are."""
+    """A box of a leaf, and the place and checksums of its bytes."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]

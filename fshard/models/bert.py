@@ -296,7 +296,7 @@ def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "q", "b"))
-    Their(name='bert.encoder.layer.3.attention.self.query.bias', dims='(h k) -> h k', at=None)
+    FileTensor(name='bert.encoder.layer.3.attention.self.query.bias', dims='(h k) -> h k', at=None)
     """
     return their(path, _TOP, _BLOCK, "bert.encoder.layer")
 

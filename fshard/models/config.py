@@ -57,8 +57,8 @@ def _fits(value: Any, hint: Any) -> bool:
 def their(path: tree.Path, top: Mapping[str, FileTensor], block: Mapping[str, FileTensor], blocks: str) -> FileTensor:
     """The tensor that the leaf at a path is: of `top`, or, below `h`, of `block` under `blocks` and the block's number.
 
-    >>> their(("h", 3, "w"), {}, {"w": Their("ln_1.weight")}, "transformer.h")
-    Their(name='transformer.h.3.ln_1.weight', dims=None, at=None)
+    >>> their(("h", 3, "w"), {}, {"w": FileTensor("ln_1.weight")}, "transformer.h")
+    FileTensor(name='transformer.h.3.ln_1.weight', dims=None, at=None)
     """
     if path[0] != "h":
         return top[tree.dotted(path)]

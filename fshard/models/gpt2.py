@@ -194,7 +194,7 @@ def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "up", "w"))
-    Their(name='transformer.h.3.mlp.c_fc.weight', dims=None, at=None)
+    FileTensor(name='transformer.h.3.mlp.c_fc.weight', dims=None, at=None)
     """
     return their(path, _TOP, _BLOCK, "transformer.h")
 

@@ -246,7 +246,7 @@ def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "qkv", "b"))
-    Their(name='gpt_neox.layers.3.attention.query_key_value.bias', dims='(h c k) -> c h k', at=None)
+    FileTensor(name='gpt_neox.layers.3.attention.query_key_value.bias', dims='(h c k) -> c h k', at=None)
     """
     return their(path, _TOP, _BLOCK, "gpt_neox.layers")
 

@@ -214,7 +214,7 @@ def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "q", "w"))
-    Their(name='transformer.h.3.attn.q_proj.weight', dims='(h k) d -> d h k', at=None)
+    FileTensor(name='transformer.h.3.attn.q_proj.weight', dims='(h k) d -> d h k', at=None)
     """
     return their(path, _TOP, _BLOCK, "transformer.h")
 

@@ -258,7 +258,7 @@ def theirs(path: tree.Path) -> FileTensor:
     """The tensor of a Hugging Face file that the leaf at a path is.
 
     >>> theirs(("h", 3, "q", "w"))
-    Their(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
+    FileTensor(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
     """
     return their(path, _TOP, _LAYER, "model.layers")
 

@@ -1,4 +1,4 @@
-"""Patterns: every box of a leaf is found in their tensor, by exact runs, however the dims are grouped and ordered."""
+"""Patterns locate every box of a leaf in the file, by exact runs, for any grouping and order of the dims."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fshard.interop.hf.pattern import Pattern, identity, missing_parts
 from fshard.spec import Box, box_shape, whole
 
 
-def taken(pattern: Pattern, theirs: Tensor, shape: tuple[int, ...], box: Box, most: int) -> Tensor:
-    """The box, by the runs of its chunks; checks that these are exact."""
+def read_box(pattern: Pattern, in_file: Tensor, shape: tuple[int, ...], box: Box, max_elements: int) -> Tensor:
+    """Read a box by the runs of its chunks, and check that these are exact."""
     out = torch.full(box_shape(box), -1)
-    flat, read = theirs.flatten(), []
+    flat, read = in_file.flatten(), []
     for region in pattern.regions(shape, box):
         view = region.view_of(out)
         before = -1
-        for part, starts, run in region.chunks(most):
+        for part, offsets, run in region.chunks(max_elements):
             target = view[part]
-            assert 0 < target.numel() <= most or target.numel() == 1
-            assert target.numel() == len(starts) * run
-            assert starts[0] > before  # from the front of the file to its end
-            assert all(b > a + run for a, b in itertools.pairwise(starts))  # runs that touch are one
-            before = starts[-1] + run - 1
-            target.copy_(torch.cat([flat[s : s + run] for s in starts]).view(target.shape))
-            read += [i for s in starts for i in range(s, s + run)]
-    assert sorted(read) == sorted(out.flatten().tolist())  # their elements are their own numbers: each read once
+            assert 0 < target.numel() <= max_elements or target.numel() == 1
+            assert target.numel() == len(offsets) * run
+            assert offsets[0] > before  # in the order of the file
+            assert all(b > a + run for a, b in itertools.pairwise(offsets))  # adjacent runs are one
+            before = offsets[-1] + run - 1
+            target.copy_(torch.cat([flat[s : s + run] for s in offsets]).view(target.shape))
+            read += [i for s in offsets for i in range(s, s + run)]
+    assert sorted(read) == sorted(out.flatten().tolist())  # each element is its own offset: each is read once
     return out
 
 
@@ -47,7 +47,7 @@ Case = tuple[str, dict[str, int], tuple[int, ...], Box, Tensor, int]
 
 @st.composite
 def cases(draw: Any) -> Case:
-    """A pattern, a box of a leaf, the leaf by plain torch, and a size of chunks."""
+    """A pattern, a box of a leaf, the leaf by plain torch, and the size of a chunk."""
     names = list("abcde"[: draw(st.integers(0, 5))])
     sizes = {n: draw(st.integers(1, 4)) for n in names}
     left = draw(st.permutations(names))
@@ -67,13 +67,13 @@ def cases(draw: Any) -> Case:
         word = lambda n: f"{n}={sizes[n]}" if n in known else n  # noqa: E731
         return " ".join(word(g[0]) if len(g) == 1 else f"({' '.join(map(word, g))})" for g in groups)
 
-    theirs, ours = grouped(left), grouped(right)
-    known = set(at) | {n for g in ours for n in g[1:]}
-    text = f"{side(theirs, known)} -> {side(ours, set())}"
+    file_groups, leaf_groups = grouped(left), grouped(right)
+    known = set(at) | {n for g in leaf_groups for n in g[1:]}
+    text = f"{side(file_groups, known)} -> {side(leaf_groups, set())}"
     x = numbered(tuple(sizes[n] for n in left))
     index = tuple(at[n] if n in at else slice(None) for n in left)
     kept = [n for n in left if n not in at]
-    x = x[index].permute([kept.index(n) for n in right]).reshape([math.prod(sizes[n] for n in g) for g in ours])
+    x = x[index].permute([kept.index(n) for n in right]).reshape([math.prod(sizes[n] for n in g) for g in leaf_groups])
     box = []
     for n in x.shape:
         start = draw(st.integers(0, n))
@@ -83,11 +83,11 @@ def cases(draw: Any) -> Case:
 
 @settings(max_examples=120, deadline=None)
 @given(cases())
-def test_every_box_is_what_plain_torch_cuts_out(case: Case) -> None:
-    text, at, shape, box, want, most = case
+def test_every_box_equals_slicing_by_plain_torch(case: Case) -> None:
+    text, at, shape, box, want, max_elements = case
     pattern = Pattern(text, at)
-    theirs = numbered(pattern.file_shape(shape))
-    assert torch.equal(taken(pattern, theirs, shape, box, most), want[box])
+    in_file = numbered(pattern.file_shape(shape))
+    assert torch.equal(read_box(pattern, in_file, shape, box, max_elements), want[box])
 
 
 KNOWN: dict[str, tuple[str, Mapping[str, int] | None, tuple[int, ...], Any]] = {
@@ -98,34 +98,39 @@ KNOWN: dict[str, tuple[str, Mapping[str, int] | None, tuple[int, ...], Any]] = {
     "gate": ("(two=2 f) d -> d f", {"two": 0}, (5, 4), lambda x: x[:4].T),
     "up": ("(two=2 f) d -> d f", {"two": 1}, (5, 4), lambda x: x[4:].T),
     "convolution": ("d 1 k -> k d", None, (4, 7), lambda x: x[:, 0].T),
-    "ours joined": ("(h k) d -> d (k h=2)", None, (3, 8), lambda x: x.view(2, 4, 3).permute(2, 1, 0).reshape(3, 8)),
+    "joined in the leaf": (
+        "(h k) d -> d (k h=2)",
+        None,
+        (3, 8),
+        lambda x: x.view(2, 4, 3).permute(2, 1, 0).reshape(3, 8),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_layouts_of_known_models(name: str) -> None:
+def test_layouts_of_known_models(name: str) -> None:
     text, at, shape, by_hand = KNOWN[name]
     pattern = Pattern(text, at)
-    theirs = numbered(pattern.file_shape(shape))
-    assert torch.equal(taken(pattern, theirs, shape, whole(shape), 1 << 20), by_hand(theirs))
+    in_file = numbered(pattern.file_shape(shape))
+    assert torch.equal(read_box(pattern, in_file, shape, whole(shape), 1 << 20), by_hand(in_file))
 
 
-def test_what_lies_end_to_end_is_one_run() -> None:
+def test_contiguous_elements_are_one_run() -> None:
     heads = (slice(0, 8), slice(0, 3), slice(2, 4), slice(0, 5))
     (region,) = Pattern("(h c k) d -> d c h k").regions((8, 3, 4, 5), heads)
     assert list(region.chunks(10**6)) == [((slice(0, 2), slice(0, 3), slice(0, 5), slice(0, 8)), [240], 240)]
     (region,) = identity(3).regions((4, 5, 6), (slice(1, 3), slice(1, 3), slice(0, 6)))
     assert list(region.chunks(10**6)) == [((slice(0, 2), slice(0, 2), slice(0, 6)), [36, 66], 12)]
     (region,) = identity(1).regions((10,), (slice(2, 9),))
-    assert [starts for _, starts, _ in region.chunks(3)] == [[2], [5], [8]]
+    assert [offsets for _, offsets, _ in region.chunks(3)] == [[2], [5], [8]]
 
 
-def test_a_chunk_of_short_runs_holds_few_of_them() -> None:
+def test_chunk_of_short_runs_has_a_limited_number_of_them() -> None:
     (region,) = identity(2).regions((200_000, 2), (slice(0, 200_000), slice(0, 1)))
-    assert max(len(starts) for _, starts, _ in region.chunks(1 << 22)) == 1 << 16
+    assert max(len(offsets) for _, offsets, _ in region.chunks(1 << 22)) == 1 << 16
 
 
-def test_a_leaf_without_dims_and_an_empty_box() -> None:
+def test_leaf_without_dims_and_empty_box() -> None:
     (region,) = identity(0).regions((), ())
     assert list(region.chunks(8)) == [((), [0], 1)]
     assert list(identity(2).regions((3, 0), whole((3, 0)))) == []
@@ -150,7 +155,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_mark_stands_under_what_is_no_pattern(text: str) -> None:
+def test_syntax_error_marks_its_position(text: str) -> None:
     with pytest.raises(ShardingError) as e:
         Pattern(text)
     assert str(e.value) == f'Pattern: {WRONG[text]}\n  fix: e.g. "(h three k) d -> d three h k", file -> leaf'
@@ -169,7 +174,7 @@ def test_a_mark_stands_under_what_is_no_pattern(text: str) -> None:
          "the sizes in (h k) are not known\n  {}\n  fix: write all but one after their names: h=4"),
     ],
 )  # fmt: skip
-def test_a_pattern_says_what_it_leaves_open(text: str, at: dict[str, int] | None, message: str) -> None:
+def test_error_names_the_size_or_index_that_is_missing(text: str, at: dict[str, int] | None, message: str) -> None:
     with pytest.raises(ShardingError) as e:
         Pattern(text, at)
     assert str(e.value) == "Pattern: " + message.replace("{}", text)
@@ -184,13 +189,13 @@ def test_a_pattern_says_what_it_leaves_open(text: str, at: dict[str, int] | None
         ("h=4 -> h", (6,), "[6] does not fit (h)\n  {}\n  fix: other sizes: 4 != 6"),
     ],
 )  # fmt: skip
-def test_a_leaf_that_does_not_fit_says_by_how_much(text: str, shape: tuple[int, ...], message: str) -> None:
+def test_error_of_unfitting_shape_shows_the_arithmetic(text: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ShardingError) as e:
         Pattern(text).file_shape(shape)
     assert str(e.value) == "Pattern: " + message.replace("{}", text)
 
 
-def test_the_parts_that_no_pattern_takes() -> None:
+def test_missing_parts_of_a_divided_tensor() -> None:
     gate = Pattern("(two=2 f) d -> d f", {"two": 0})
     up = Pattern("(two=2 f) d -> d f", {"two": 1})
     assert missing_parts([gate, up]) == missing_parts([identity(2)]) == []
