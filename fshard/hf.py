@@ -28,8 +28,8 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
     """Return the config and the described parameters of a folder, by the model file of its `model_type`.
 
     The leaves are `Deferred`, with a place in a file as their source: `materialize` reads, on every rank, the bytes of
-    its own part. With `specs`, a tree (or a prefix) or a function from the config to one, and a `mesh`, specs and leaves
-    are also checked against each other, before anything is read.
+    its own part. With `specs`, a tree (or a prefix) or a function from the config to one, and a `mesh`, leaves and
+    specs are also checked against each other, before anything is read.
 
     >>> cfg, params = hf.load("my-gpt2", lambda cfg: gpt2.specs(cfg, model="model"), mesh)
     >>> params["ln_f"]["w"]
@@ -82,7 +82,7 @@ def save(path: StrPath, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10*
         return
     model = next((m for m in map(model_of, models.__all__) if m is not None and isinstance(cfg, m.Config)), None)
     if model is None:
-        raise fail(f"save: {type(cfg).__name__} is not the Config of a model in fs.models", models=", ".join(models.__all__),
+        raise fail(f"save: {type(cfg).__name__} is not a Config of fs.models", models=", ".join(models.__all__),
                    fix="for a module, pass config.to_dict()")  # fmt: skip
     model.save(path, cfg, params, max_shard_bytes=max_shard_bytes)
 
