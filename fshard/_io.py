@@ -1,7 +1,7 @@
 """Files that all ranks of a mesh write together: bytes of tensors, files on the disk, and agreement between ranks.
 
 Each different part of a leaf is written by one of the ranks that hold it (`assign_writers`). A rank that fails makes
-every rank raise the same error (`on_every_rank`).
+every rank raise the same error (`Ranks`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -72,58 +72,82 @@ def write_errors(verb: str, path: Path, state: str) -> Iterator[None]:
 # --- agreement between ranks ----------------------------------------------------------------------------------
 
 
-def refuse_in_region(verb: str) -> None:
-    if in_region():
-        raise fail(f"{verb}: called inside shard_map, where every leaf is a local part", fix="call it outside")
+class Ranks:
+    """The processes that save, restore or write together: one alone, or one for each rank.
 
-
-def is_single_process(verb: str, leaves: Iterable[Any]) -> bool:
-    """Return whether this process writes all parts of the leaves, without others.
-
-    Raises ShardingError where some are on a process mesh and some on a simulated one.
+    `verb` begins the errors. Raises ShardingError inside `shard_map`.
     """
-    kinds = {x.mesh.kind for x in leaves if isinstance(x, Sharded)}
-    if {"process", "simulated"} <= kinds:
-        raise fail(f"{verb}: some leaves are on a process mesh and some on a simulated mesh",
-                   fix="write them in two calls")  # fmt: skip
-    return "process" not in kinds if kinds else not dist.is_initialized()
 
+    def __init__(self, verb: str, *, alone: bool) -> None:
+        if in_region():
+            raise fail(f"{verb}: called inside shard_map, where every leaf is a local part", fix="call it outside")
+        self.verb, self.alone = verb, alone
+        self.rank = 0 if alone else dist.get_rank()
 
-def on_every_rank(verb: str, job: Callable[[], T], *, single_process: bool) -> list[T]:
-    """Run `job` on every rank and return the results of all, by rank.
+    @classmethod
+    def of(cls, verb: str, leaves: Iterable[Any]) -> Ranks:
+        """Return the processes that hold the leaves; plain tensors are the same on all of them.
 
-    Where any rank raises an Exception, every rank raises ShardingError with the texts of all of them.
-    """
-    if single_process:
-        return [job()]
-    result: T | None = None
-    error: Exception | None = None
-    text = ""
-    try:
-        result = job()
-    except Exception as e:
-        error = e
-        text = str(e) if isinstance(e, ShardingError) else f"{verb}: {e!r}"
-    gathered: list[Any] = [None] * dist.get_world_size()
-    try:
-        dist.all_gather_object(gathered, (result, text))
-    except RuntimeError as e:
-        raise fail(f"{verb}: rank {dist.get_rank()} cannot reach the other ranks: one has failed or left the program",
-                   str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip
-    ranks_of: dict[str, list[str]] = {}
-    for rank, (_, message) in enumerate(gathered):
-        if message:
-            ranks_of.setdefault(message, []).append(str(rank))
-    if len(ranks_of) == 1 and len(ranks_of.get(text, ())) == len(gathered):
-        raise ShardingError(text) from error
-    if ranks_of:
-        lines = [f"rank {', '.join(ranks)}: {message}" for message, ranks in ranks_of.items()]
-        raise ShardingError("\n".join(lines)) from error
-    return [value for value, _ in gathered]
+        Raises ShardingError if some leaves are on a process mesh and some on a simulated one.
+        """
+        kinds = {x.mesh.kind for x in leaves if isinstance(x, Sharded)}
+        if {"process", "simulated"} <= kinds:
+            raise fail(f"{verb}: some leaves are on a process mesh and some on a simulated mesh",
+                       fix=f"{verb} them in two calls")  # fmt: skip
+        return cls(verb, alone="process" not in kinds if kinds else not dist.is_initialized())
+
+    def writes_for(self, rank: int) -> bool:
+        """Return whether this process writes the parts of a rank."""
+        return self.alone or rank == self.rank
+
+    def run(self, job: Callable[[], T]) -> list[T]:
+        """Run `job` in every process and return the results of all, by rank.
+
+        If any rank raises an Exception, every rank raises ShardingError with the texts of all of them.
+        """
+        if self.alone:
+            return [job()]
+        result: T | None = None
+        error: Exception | None = None
+        text = ""
+        try:
+            result = job()
+        except Exception as e:
+            error = e
+            text = str(e) if isinstance(e, ShardingError) else f"{self.verb}: {e!r}"
+        gathered: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(gathered, (result, text))
+        except RuntimeError as e:
+            raise fail(f"{self.verb}: rank {self.rank} cannot reach the others: one has failed or left the program",
+                       str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip
+        ranks_of: dict[str, list[str]] = {}
+        for rank, (_, message) in enumerate(gathered):
+            if message:
+                ranks_of.setdefault(message, []).append(str(rank))
+        if len(ranks_of) == 1 and len(ranks_of.get(text, ())) == len(gathered):
+            raise ShardingError(text) from error
+        if ranks_of:
+            lines = [f"rank {', '.join(ranks)}: {message}" for message, ranks in ranks_of.items()]
+            raise ShardingError("\n".join(lines)) from error
+        return [value for value, _ in gathered]
+
+    def run_on_first(self, job: Callable[[], T]) -> T:
+        """Run `job` on rank 0 alone and return its result on every rank. Errors are those of `run`."""
+        return cast(T, self.run(lambda: job() if self.rank == 0 else None)[0])
+
+    def check_equal(self, job: Callable[[], Mapping[str, str]], fix: str) -> None:
+        """Raise ShardingError, listing the differences, unless `job` returns the same texts by name on every rank."""
+        texts = self.run(job)
+        lines = [f"{name}    rank 0  {texts[0].get(name, 'nothing')}    rank {rank}  {other.get(name, 'nothing')}"
+                 for rank, other in enumerate(texts) for name in {**texts[0], **other}
+                 if texts[0].get(name) != other.get(name)]  # fmt: skip
+        if lines:
+            raise fail(f"{self.verb}: the ranks do not have the same leaves", *lines, fix=fix)
 
 
 def summary(leaf: Any) -> str:
-    """One line that is equal on two ranks if and only if they may write the leaf together."""
+    """Describe a leaf in one line, which is equal on two ranks if and only if they may write the leaf together."""
     if isinstance(leaf, Sharded):
         return f"{leaf!r} on {leaf.mesh!r}"
     if isinstance(leaf, Tensor):
@@ -131,28 +155,18 @@ def summary(leaf: Any) -> str:
     return repr(leaf)
 
 
-def check_equal_on_ranks(verb: str, summaries: Sequence[Mapping[str, str]], fix: str) -> None:
-    """Raise ShardingError, listing the differences, unless the ranks have the same summaries by name."""
-    first = summaries[0]
-    lines = [f"{name}    rank 0  {first.get(name, 'nothing')}    rank {rank}  {other.get(name, 'nothing')}"
-             for rank, other in enumerate(summaries) for name in {**first, **other}
-             if first.get(name) != other.get(name)]  # fmt: skip
-    if lines:
-        raise fail(f"{verb}: the ranks do not have the same leaves", *lines, fix=fix)
-
-
 # --- the parts of leaves --------------------------------------------------------------------------------------
 
 
-def writable(leaf: Any, dtypes: Collection[torch.dtype], kinds: str = "a tensor") -> Sharded | Tensor:
+def writable(leaf: Any, dtypes: Collection[torch.dtype], supported: str = "a tensor") -> Sharded | Tensor:
     """Return the leaf if it has values, of one of `dtypes`.
 
-    Raises ShardingError otherwise, with a text to stand after the path of the leaf; `kinds` says what is supported.
+    Raises ShardingError otherwise, with a text to stand after the path of the leaf.
     """
     if isinstance(leaf, Deferred):
         raise fail("is only described, and has no values", fix="fs.materialize it")
     if not isinstance(leaf, (Sharded, Tensor)):
-        raise fail(f"cannot write a {type(leaf).__name__}", fix=f"give {kinds}")
+        raise fail(f"cannot write a {type(leaf).__name__}", fix=f"give {supported}")
     if isinstance(leaf, Sharded):
         if leaf.mesh.kind == "abstract":
             raise fail("is on an abstract mesh, where leaves have no values", fix="use another mesh")
@@ -202,7 +216,5 @@ def local_part(leaf: Sharded | Tensor, rank: int) -> Tensor:
     return leaf if isinstance(leaf, Tensor) else leaf.shards[leaf.mesh.ranks.index(rank)]
 
 
-__all__ = [
-    "StrPath", "assign_writers", "bytes_of", "cannot_read", "check_equal_on_ranks", "is_single_process", "local_part",
-    "on_every_rank", "refuse_in_region", "summary", "sync", "writable", "write_errors", "write_file",
-]  # fmt: skip
+__all__ = ["Ranks", "StrPath", "assign_writers", "bytes_of", "cannot_read", "local_part", "summary", "sync", "writable",
+           "write_errors", "write_file"]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._comm import HOST, empty_part
-from fshard._io import StrPath, cannot_read, on_every_rank, refuse_in_region
+from fshard._io import Ranks, StrPath, cannot_read
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
@@ -55,20 +55,19 @@ def restore(
     shape or dtype, and every file that is missing, cut short or damaged; and where data that was read is
     damaged.
     """
-    refuse_in_region("restore")
+    meshes = [mesh, *(x.mesh for x in tree.leaves(like) if isinstance(x, Sharded))]
+    ranks = Ranks("restore", alone=not any(m is not None and m.kind == "process" for m in meshes))
     directory = commit.directory_of(path, step)
     targets, errors = _targets(like, specs, mesh, at)
-    meshes = [mesh, *(x.mesh for x in tree.leaves(like) if isinstance(x, Sharded))]
-    single = not any(m is not None and m.kind == "process" for m in meshes)
+    reads: Reads = {}
 
-    def plan() -> Reads:
+    def plan() -> None:
         raise_all(errors)
         commit.check_complete(directory)
-        return _plan(targets, directory, read_manifest(directory), at)
+        reads.update(_plan(targets, directory, read_manifest(directory), at))
 
-    reads: Reads = {}
-    on_every_rank("restore", lambda: reads.update(plan()), single_process=single)
-    on_every_rank("restore", lambda: _read(directory, reads), single_process=single)
+    ranks.run(plan)
+    ranks.run(lambda: _read(directory, reads))
     leaves: dict[str, Any] = {}
     for name, t in targets.items():
         leaves[name] = leaves[t.same_as] if t.same_as is not None else t.result()

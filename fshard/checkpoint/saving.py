@@ -6,23 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import (
-    StrPath,
-    assign_writers,
-    check_equal_on_ranks,
-    is_single_process,
-    local_part,
-    on_every_rank,
-    refuse_in_region,
-    summary,
-    sync,
-    writable,
-    write_errors,
-)
+from fshard._io import Ranks, StrPath, assign_writers, local_part, summary, sync, writable, write_errors
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
 
@@ -53,46 +40,36 @@ def save(
     Raises ShardingError for leaves that cannot be saved, where a checkpoint of that name exists, where the
     ranks hold different leaves, and where a file cannot be written.
     """
-    refuse_in_region("save")
     if step is not None and (type(step) is not int or step < 0):
         raise fail(f"save: step={step!r} is not a step", fix="an integer of 0 or more")
     if keep is not None and (type(keep) is not int or keep < 1 or step is None):
         raise fail(f"save: keep={keep!r} with step={step!r}", fix="keep= is 1 or more, and needs step=")
     leaves, errors = _named_leaves(tree_)
-    single = is_single_process("save", leaves.values())
-    rank = 0 if single else dist.get_rank()
+    ranks = Ranks.of("save", leaves.values())
     final = commit.directory_of(path, step)
     tensors, tied = _tensors(leaves)
 
     def describe_leaves() -> dict[str, str]:
         raise_all(errors)
-        if single:
+        if ranks.alone:
             return {}
         return {name: summary(x) + (f" = {tied[name]}" if name in tied else "") for name, x in leaves.items()}
 
-    def create() -> tuple[Path, int] | None:
-        return commit.create_temporary(final, overwrite=overwrite) if rank == 0 else None
-
     def publish() -> None:
-        if rank == 0:
-            with write_errors("save", final, UNCHANGED):
-                write_manifest(temporary, _manifest(step, leaves, tied, written))
-                commit.publish(temporary, final)
-                if step is not None and keep is not None:
-                    commit.keep_newest(final.parent, step, keep)
+        with write_errors("save", final, UNCHANGED):
+            write_manifest(temporary, _manifest(step, leaves, tied, written))
+            commit.publish(temporary, final)
+            if step is not None and keep is not None:
+                commit.keep_newest(final.parent, step, keep)
 
-    check_equal_on_ranks("save", on_every_rank("save", describe_leaves, single_process=single),
-                         "plain tensors and Python values must be the same on every rank: fs.from_callback places "
-                         "values that differ")  # fmt: skip
-    created = on_every_rank("save", create, single_process=single)[0]
-    assert created is not None
-    temporary, generation = created
+    ranks.check_equal(describe_leaves, "plain tensors and Python values must be the same on every rank: "
+                                       "fs.from_callback places values that differ")  # fmt: skip
+    temporary, generation = ranks.run_on_first(lambda: commit.create_temporary(final, overwrite=overwrite))
     try:
-        written = on_every_rank("save", lambda: _write_parts(temporary, generation, tensors, None if single else rank),
-                                single_process=single)  # fmt: skip
-        on_every_rank("save", publish, single_process=single)
+        written = ranks.run(lambda: _write_parts(temporary, generation, tensors, ranks))
+        ranks.run_on_first(publish)
     except BaseException:
-        if rank == 0:
+        if ranks.rank == 0:
             commit.discard(temporary, final)
         raise
     return final
@@ -130,12 +107,12 @@ def _tensors(leaves: Mapping[str, Any]) -> tuple[dict[str, Sharded | Tensor], di
     return tensors, tied
 
 
-def _write_parts(directory: Path, generation: int, tensors: Mapping[str, Sharded | Tensor], rank: int | None) -> Parts:
-    """Write the part file of this rank, or with None those of all ranks, and flush them to the disk."""
+def _write_parts(directory: Path, generation: int, tensors: Mapping[str, Sharded | Tensor], ranks: Ranks) -> Parts:
+    """Write the part files of this process, and flush them to the disk."""
     pieces: dict[int, list[Piece]] = {}
     for (name, leaf), boxes in zip(tensors.items(), assign_writers(tensors.values()), strict=True):
         for box, writer in boxes:
-            if rank in (None, writer):
+            if ranks.writes_for(writer):
                 pieces.setdefault(writer, []).append(Piece(name, box, local_part(leaf, writer)))
     files = {part_name(writer, generation): of_rank for writer, of_rank in pieces.items()}
     parts = {file: write_part(directory / file, of_rank) for file, of_rank in files.items()}

@@ -19,23 +19,19 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fshard import tree
 from fshard._io import (
+    Ranks,
     StrPath,
     assign_writers,
     bytes_of,
-    check_equal_on_ranks,
-    is_single_process,
     local_part,
-    on_every_rank,
-    refuse_in_region,
     summary,
     sync,
     write_errors,
@@ -51,7 +47,7 @@ from .weights import CHUNK_BYTES, FileTensor
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY = ".saving-"
 _UNCHANGED = "the weights in the folder are unchanged"
-Parts = list[tuple[int, Source, Box, Tensor]]  # the first byte of the tensor in its file, and a part of it
+Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its file, leaf, box of it, values
 
 
 def write(
@@ -81,10 +77,8 @@ def write(
     Raises ShardingError, on every rank, listing every leaf that cannot be written and every tensor of which a part is
     missing; if the ranks hold different leaves; if one cannot write. Then the folder is unchanged.
     """
-    refuse_in_region("write")
     leaves = tree.leaves_with_path(tree_)
-    single = is_single_process("write", [leaf for _, leaf in leaves])
-    rank = 0 if single else dist.get_rank()
+    ranks = Ranks.of("write", [leaf for _, leaf in leaves])
     final = Path(folder)
     files: list[OutputFile] = []
 
@@ -94,22 +88,19 @@ def write(
         tensors = output_tensors(leaves, theirs, prefix)
         files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata))
         out = {CONFIG: repr(_config_text(config))}
-        if not single:
+        if not ranks.alone:
             out |= {file.name: f"header of crc32 {zlib.crc32(file.header):08x}" for file in files}
             out |= {s.label: f"{summary(s.leaf)} for {t.name}" for t in tensors for s in t.sources}
         return out
 
-    check_equal_on_ranks("write", on_every_rank("write", plan, single_process=single),
-                         "plain tensors and the arguments must be the same on every rank")  # fmt: skip
+    ranks.check_equal(plan, "plain tensors and the arguments must be the same on every rank")
     is_new = not final.exists()
     try:
-        name = on_every_rank("write", lambda: "" if rank else _create_files(final, files, _config_text(config)),
-                             single_process=single)[0]  # fmt: skip
-        temporary = final / name
-        on_every_rank("write", lambda: _write_parts(temporary, files, None if single else rank), single_process=single)
-        on_every_rank("write", lambda: None if rank else _publish(final, temporary, files), single_process=single)
+        temporary = final / ranks.run_on_first(lambda: _create_files(final, files, _config_text(config)))
+        ranks.run(lambda: _write_parts(temporary, files, ranks))
+        ranks.run_on_first(lambda: _publish(final, temporary, files))
     except BaseException:
-        if rank == 0:
+        if ranks.rank == 0:
             _discard(final, is_new)
         raise
 
@@ -148,8 +139,8 @@ def _write_index(path: Path, files: Sequence[OutputFile], folder: str = "") -> N
     write_file(path, [(json.dumps(value, indent=2, sort_keys=True) + "\n").encode()])
 
 
-def _write_parts(temporary: Path, files: Sequence[OutputFile], rank: int | None) -> None:
-    """Write the parts of this rank, or with None those of all ranks, and flush them to the disk."""
+def _write_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> None:
+    """Write the parts of this process, and flush them to the disk."""
     if not temporary.is_dir():
         raise fail(f"write: {temporary} does not exist on this rank, and rank 0 has created it",
                    fix="write to a folder that all ranks share")  # fmt: skip
@@ -160,14 +151,14 @@ def _write_parts(temporary: Path, files: Sequence[OutputFile], rank: int | None)
         for tensor in file.tensors:
             for source in tensor.sources:
                 parts += [(start, source, box, local_part(source.leaf, writer)) for box, writer in next(writers)
-                          if rank in (None, writer)]  # fmt: skip
+                          if ranks.writes_for(writer)]  # fmt: skip
             start += tensor.nbytes
         if parts:
             with write_errors("write", temporary / file.name, _UNCHANGED):
                 _write_into(temporary / file.name, parts)
 
 
-def _write_into(path: Path, parts: Iterable[tuple[int, Source, Box, Tensor]]) -> None:
+def _write_into(path: Path, parts: Parts) -> None:
     fd = os.open(path, os.O_WRONLY)
     try:
         for start, source, box, part in parts:
