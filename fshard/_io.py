@@ -22,7 +22,7 @@ from ._comm import in_region
 from .errors import ShardingError, fail
 from .init import Deferred
 from .sharded import Sharded
-from .spec import Box, box_shape, describe, ends, whole
+from .spec import Box, box_bounds, box_shape, describe, full_box
 
 T = TypeVar("T")
 StrPath = str | os.PathLike[str]
@@ -202,12 +202,12 @@ def assign_writers(leaves: Iterable[Sharded | Tensor]) -> list[list[tuple[Box, i
 def _holders(leaf: Sharded | Tensor) -> list[tuple[Box, list[int]]]:
     """Each different box of a leaf, with the ranks that hold it."""
     if isinstance(leaf, Tensor) or not leaf.numel():
-        return [(whole(leaf.shape), [0])]
+        return [(full_box(leaf.shape), [0])]
     out: dict[Any, tuple[Box, list[int]]] = {}
     for rank in range(leaf.mesh.size):
         box = leaf.box(rank)
         if 0 not in box_shape(box):
-            out.setdefault(ends(box), (box, []))[1].append(rank)
+            out.setdefault(box_bounds(box), (box, []))[1].append(rank)
     return list(out.values())
 
 

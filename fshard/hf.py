@@ -19,7 +19,7 @@ from fshard import models, tree
 from fshard._io import StrPath
 from fshard.errors import fail, raise_all
 from fshard.mesh import Mesh
-from fshard.spec import is_spec, problems
+from fshard.spec import is_spec, spec_errors
 
 from .interop.hf import CONFIG, FileTensor, config_of, read, write
 
@@ -51,7 +51,7 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
         specs = specs(cfg) if callable(specs) and not is_spec(specs) else specs
         flat = tree.broadcast(specs, params, name="specs", leaf=is_spec)
         raise_all([e for (leaf_path, leaf), spec in zip(tree.leaves_with_path(params), flat, strict=True)
-                   for e in problems(f"load: {tree.show('params', leaf_path)}", leaf.shape, spec,
+                   for e in spec_errors(f"load: {tree.show('params', leaf_path)}", leaf.shape, spec,
                                      mesh.axes)])  # fmt: skip
     return cfg, params
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ._comm import AbstractComm, Comm, ProcessComm, Transfer, refuse_nesting, simulate
 from ._torch_compat import FakeTensorMode, default_store
 from .errors import fail
-from .spec import sized
+from .spec import format_axes
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Mesh:
         return hash(_identity(self))
 
     def __repr__(self) -> str:
-        axes = sized(self.axes)
+        axes = format_axes(self.axes)
         return f"Mesh({axes}; {self.kind}, {self.size} x {self.device.type})"
 
     def __reduce__(self) -> Any:
@@ -132,7 +132,7 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
     if kind not in ("process", "simulated", "abstract"):
         fix = "kind='process', kind='simulated' or kind='abstract'"
         raise fail(f"make_mesh: no kind of mesh is called {kind!r}", fix=fix)
-    given = sized(axes)
+    given = format_axes(axes)
     wild = [a for a, n in axes.items() if n == -1]
     if not axes or len(wild) > 1 or any(type(n) is not int or n < 1 for a, n in axes.items() if a not in wild):
         raise fail(f"make_mesh({given}): not the sizes of a mesh", fix="name at least one axis, each with a size of 1 "

@@ -37,8 +37,8 @@ from ._torch_compat import DataDependentOutputException, DynamicOutputShapeExcep
 from ._typecheck import Checker, same_numbers
 from .errors import fail, raise_all
 from .mesh import Mesh, make_mesh
-from .sharded import Sharded, described, parts_of
-from .spec import problems
+from .sharded import Sharded, abstract_sharded, local_parts
+from .spec import spec_errors
 
 Check = Literal["first", "always", "never", "values"]
 
@@ -134,7 +134,7 @@ class ShardMapped:
 
     def __call__(self, *args: Any) -> Any:
         plan, leaves = self._planned(args)
-        parts = parts_of(leaves, len(self.mesh.ranks))
+        parts = local_parts(leaves, len(self.mesh.ranks))
         checked = bool(self._live) and (self._check == "always" or (self._check != "never" and not plan.checked))
         if checked and self._compiled:
             dry_run(self, args)  # below the compiler no mode sees anything
@@ -142,7 +142,7 @@ class ShardMapped:
         scratch = self._scratch(plan, checked)
         # Nothing out here holds what is donated: a program may free it, and what it writes over is not there twice.
         for x in donated(self._name, plan, args, leaves):
-            x.give_away(self._name)
+            x.donate_to(self._name)
 
         def rank_main(comm: Comm, rank: int) -> tuple[Row, list[Kinds] | None, set[int], Checker | None]:
             at = rank if self.mesh.kind == "simulated" else 0
@@ -224,14 +224,14 @@ class ShardMapped:
         specs = specs_of(self._name, out, self._out_specs)
         found = zip(tree.leaves_with_path(out), specs, strict=True)
         rows = [(tree.show("result", path), x, spec) for (path, x), spec in found if isinstance(x, Tensor)]
-        fit = [row for row in rows if not problems(row[0], tuple(row[1].shape), row[2], self.mesh.axes)]
+        fit = [row for row in rows if not spec_errors(row[0], tuple(row[1].shape), row[2], self.mesh.axes)]
         raise_all(watch.results(self._name, fit))
 
 
 def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> tuple[Any, Mesh]:
     """Check a call on an abstract mesh of the same axes, with no data: the described result, and that mesh."""
     mesh = make_mesh(kind="abstract", device=f.mesh.device, **f.mesh.axes)
-    placed = lambda x: described(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x  # noqa: E731
+    placed = lambda x: abstract_sharded(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x  # noqa: E731
     return f.on(mesh, check="always")(*tree.map(placed, args)), mesh
 
 

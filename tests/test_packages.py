@@ -269,4 +269,4 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
 if __name__ == "__main__":
     text = CONTRIBUTING.read_text()
     start = text.index("```text\n", text.index("<!-- package graph -->")) + len("```text\n")
-    CONTRIBUTING.write_text(text[:start] + drawing() + text[text.index("\n```", start) :])
+    CONTRIBUTING.write_text(text[:start] + drawing() + text[text.index("\n```", start - 1) :])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fshard.errors import fail
-from fshard.spec import names_of, sized
+from fshard.spec import format_axes, names_of
 
 from .protocol import Comm
 
@@ -84,7 +84,7 @@ def known_axes(verb: str, where: Region, axis: Axis) -> tuple[str, ...]:
     for name in names:
         if name not in where.sizes:
             raise fail(f"{verb}: the mesh has no axis {name!r}", fix=f"use one of {list(where.sizes)}, or None",
-                       mesh=sized(where.sizes))  # fmt: skip
+                       mesh=format_axes(where.sizes))  # fmt: skip
     if len(set(names)) < len(names):
         raise fail(f"{verb}: an axis is named twice in {names}", fix="name each axis once")
     return names

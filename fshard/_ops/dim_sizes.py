@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard._comm import Axis, Comm, checker, index_of, known_axes, live_axes, region, size_of
 from fshard._torch_compat import without_functorch
 from fshard.errors import fail
-from fshard.spec import lengths, names_of, piece
+from fshard.spec import names_of, part_lengths, part_range
 
 
 def dim_of(verb: str, x: Tensor, dim: int) -> int:
@@ -41,9 +41,9 @@ def gather_layout(
         sizes = _ask(verb, comm, axes, local, region(verb).device)
     known = [m * size_of(axes, comm.sizes) if s is None else s for m, s in zip(local, sizes, strict=True)]
     for m, size in zip(local, known, strict=True):
-        if lengths(size, ns)[me] != m:
+        if part_lengths(size, ns)[me] != m:
             raise fail(f"{verb}: this rank's part is not its part of a dim of size {size}",
-                       f"over {axes}, {size} splits into {lengths(size, ns)}; rank {me} of them holds {m}",
+                       f"over {axes}, {size} splits into {part_lengths(size, ns)}; rank {me} of them holds {m}",
                        fix="pass the global size of the dim that is gathered")  # fmt: skip
     return tuple(zip(dims, known, strict=True))
 
@@ -92,10 +92,10 @@ def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, i
         where = region(verb)
         known_axes(verb, where, axis)
         sizes, coords = [where.sizes[a] for a in names], [where.coords[a] for a in names]
-    start, length = piece(size, sizes, coords)
+    start, length = part_range(size, sizes, coords)
     if length != n:
         raise fail(f"{verb}: this rank holds {n} of the vocabulary, its part is {length}",
-                   f"{size} over {axis!r} splits into {lengths(size, sizes)}",
+                   f"{size} over {axis!r} splits into {part_lengths(size, sizes)}",
                    fix="pass size=, the whole vocabulary")  # fmt: skip
     return start, size
 

@@ -17,7 +17,19 @@ from fshard.errors import ShardingError, fail, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded, from_callback
-from fshard.spec import Box, P, box_shape, describe, ends, inside, is_spec, local_box, problems, same, whole
+from fshard.spec import (
+    Box,
+    P,
+    box_bounds,
+    box_shape,
+    describe,
+    full_box,
+    is_spec,
+    local_box,
+    relative_box,
+    same_placement,
+    spec_errors,
+)
 
 from . import commit
 from .manifest import SCALARS, Manifest, Saved, Scalar, read_manifest
@@ -96,23 +108,25 @@ class Target:
 
     def allocate(self) -> list[tuple[Box, Tensor]]:
         """Allocate the parts; return them, each with its box."""
-        boxes = [whole(self.shape)]
+        boxes = [full_box(self.shape)]
         if self.mesh is not None:
             coords = [self.mesh.coords(rank) for rank in self.mesh.ranks]
             boxes = [local_box(self.shape, self.spec, self.mesh.axes, position) for position in coords]
-        out = {ends(box): box for box in boxes}
+        out = {box_bounds(box): box for box in boxes}
         self.parts = {key: empty_part(box_shape(box), self.dtype, self.spec, self.device) for key, box in out.items()}
         return [(box, self.parts[key]) for key, box in out.items()]
 
     def is_placed_like(self, other: Target) -> bool:
-        return (self.mesh, self.device) == (other.mesh, other.device) and same(self.spec, other.spec, len(self.shape))
+        return (self.mesh, self.device) == (other.mesh, other.device) and same_placement(
+            self.spec, other.spec, len(self.shape)
+        )
 
     def result(self) -> Any:
         if self.value_type is not None:
             return self.value
         if self.mesh is None:
-            return self.parts[ends(whole(self.shape))]
-        return from_callback(self.shape, self.spec, self.mesh, lambda box: self.parts[ends(box)])
+            return self.parts[box_bounds(full_box(self.shape))]
+        return from_callback(self.shape, self.spec, self.mesh, lambda box: self.parts[box_bounds(box)])
 
 
 def _targets(like: Any, specs: Any, mesh: Mesh | None, at: str) -> tuple[dict[str, Target], list[ShardingError]]:
@@ -141,7 +155,7 @@ def _target(label: str, leaf: Any, spec: P | None, mesh: Mesh | None) -> Target:
         if spec is None or mesh is None:
             raise fail(f"{label}: has no spec or no mesh", fix="give specs= and mesh=",
                        leaf=describe(leaf.dtype, leaf.shape))  # fmt: skip
-        raise_all(problems(label, leaf.shape, spec, mesh.axes))
+        raise_all(spec_errors(label, leaf.shape, spec, mesh.axes))
         return Target(leaf.shape, leaf.dtype, mesh.device, spec, mesh)
     if spec is not None and spec.axes:
         raise fail(f"{label}: a {type(leaf).__name__} in `like` cannot be split over a mesh", spec=spec,
@@ -172,7 +186,7 @@ def _plan(targets: Mapping[str, Target], directory: Path, manifest: Manifest, at
         parts = target.allocate()
         for chunk in saved.chunks:
             chunk_box = tuple(slice(a, a + n) for a, n in zip(chunk.offset, chunk.shape, strict=True))
-            wanted = [(inside(common, chunk_box), part[inside(common, box)])
+            wanted = [(relative_box(common, chunk_box), part[relative_box(common, box)])
                       for box, part in parts if (common := overlap(chunk_box, box)) is not None]  # fmt: skip
             if wanted:
                 reads.setdefault(chunk.file, []).append((path, chunk, wanted))

@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard import _safetensors
 from fshard._io import bytes_of, cannot_read, write_errors, write_file
 from fshard.errors import ShardingError, fail
-from fshard.spec import Box, box_shape, inside
+from fshard.spec import Box, box_shape, relative_box
 
 BLOCK_BYTES = 1 << 20  # part of the format: another size needs another version
 PART_NAME = re.compile(r"part-\d{5,}(\.\d+)?\.safetensors")
@@ -185,7 +185,7 @@ def read_chunk(f: io.BufferedReader, leaf: str, chunk: Chunk, wanted: Sequence[t
                        fix=RESTORE_ANOTHER, expected=f"crc32 {crc32:08x}", got=f"{got:08x}")  # fmt: skip
         values = buffer[:size].view(dtype).view(box_shape(block))
         for common, box, out in overlaps:
-            out[inside(common, box)] = values[inside(common, block)]
+            out[relative_box(common, box)] = values[relative_box(common, block)]
 
 
 def overlap(a: Box, b: Box) -> Box | None:

@@ -13,7 +13,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from fshard._comm import storage_key, transfer_count
 from fshard._torch_compat import version_of
 from fshard.errors import ShardingError, fail
-from fshard.spec import short
+from fshard.spec import short_dtype
 
 
 class _Held:
@@ -98,7 +98,7 @@ def _differs(how: str) -> ShardingError:
 
 def _words(held: _Held) -> str:
     shape, dtype = held.kind
-    return f"{short(dtype)}[{', '.join(map(str, shape))}]"
+    return f"{short_dtype(dtype)}[{', '.join(map(str, shape))}]"
 
 
 def _value(held: _Held) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import fshard as fs
 from fshard import P, ShardingError, _io, checkpoint
 from fshard.checkpoint import manifest, parts
-from fshard.spec import whole
+from fshard.spec import full_box
 from tests.checkpoint.test_checkpoint import error, same
 
 # --- blocks -------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_blocks_are_contiguous_and_within_the_size_limit(
 def test_read_chunk_reads_only_overlapping_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "BLOCK_BYTES", 256)
     x = torch.randn(64, 8)
-    part, [(_, chunk)] = parts.write_part(tmp_path / "p", [parts.Piece("x", whole(x.shape), x)])
+    part, [(_, chunk)] = parts.write_part(tmp_path / "p", [parts.Piece("x", full_box(x.shape), x)])
     assert len(chunk.crc32) == 8
     assert (tmp_path / "p").stat().st_size == part.bytes
     checked: list[int] = []

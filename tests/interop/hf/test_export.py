@@ -24,7 +24,7 @@ from fshard._safetensors import DTYPES
 from fshard.interop.hf import export
 from fshard.interop.hf.folder import INDEX, SINGLE, config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
-from fshard.spec import whole
+from fshard.spec import full_box
 from tests.lib.folder_cases import (
     KEY,
     MESHES,
@@ -152,7 +152,7 @@ def holds(folder: Path) -> float | None:
         return None
     leaves = read(folder, {n: fs.init.zeros(2) for n in "abc"}, named)
     values_of_leaves = {
-        tuple(x.init.fill(KEY, x.shape, whole(x.shape), x.dtype, CPU).tolist()) for x in leaves.values()
+        tuple(x.init.fill(KEY, x.shape, full_box(x.shape), x.dtype, CPU).tolist()) for x in leaves.values()
     }
     ((add, more),) = values_of_leaves  # the same in every leaf, and so in every file
     assert more == add + 1
@@ -288,7 +288,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any]
 def test_donated_leaf_and_call_inside_shard_map_are_refused(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     leaf = fs.device_put(torch.ones(2), P(), mesh)
-    leaf.give_away("step")
+    leaf.donate_to("step")
     text = refusal(lambda: export.write(tmp_path / "no", {"x": leaf}, lambda _: FileTensor("x"), config={}))
     assert text.startswith("write: tree['x']: f32[2] was donated to step, which may have overwritten it\n")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fshard import ShardingError
 from fshard.interop.hf.pattern import Pattern, identity, missing_parts
-from fshard.spec import Box, box_shape, whole
+from fshard.spec import Box, box_shape, full_box
 
 
 def read_box(pattern: Pattern, in_file: Tensor, shape: tuple[int, ...], box: Box, max_elements: int) -> Tensor:
@@ -112,7 +112,7 @@ def test_layouts_of_known_models(name: str) -> None:
     text, at, shape, by_hand = KNOWN[name]
     pattern = Pattern(text, at)
     in_file = numbered(pattern.file_shape(shape))
-    assert torch.equal(read_box(pattern, in_file, shape, whole(shape), 1 << 20), by_hand(in_file))
+    assert torch.equal(read_box(pattern, in_file, shape, full_box(shape), 1 << 20), by_hand(in_file))
 
 
 def test_contiguous_elements_are_one_run() -> None:
@@ -133,7 +133,7 @@ def test_chunk_of_short_runs_has_a_limited_number_of_them() -> None:
 def test_leaf_without_dims_and_empty_box() -> None:
     (region,) = identity(0).regions((), ())
     assert list(region.chunks(8)) == [((), [0], 1)]
-    assert list(identity(2).regions((3, 0), whole((3, 0)))) == []
+    assert list(identity(2).regions((3, 0), full_box((3, 0)))) == []
     assert Pattern("(h k) d -> d h k").file_shape((0, 2, 3)) == (6, 0)
 
 
