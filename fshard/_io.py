@@ -31,7 +31,7 @@ StrPath = str | os.PathLike[str]
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order: its own where it is contiguous on the CPU, a copy elsewhere."""
+    """Return the bytes of a tensor in row-major order: its own where it is contiguous on the CPU, a copy elsewhere."""
     x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
     flat = x.as_strided((x.numel(),), (1,))  # one element counts as contiguous whatever its strides
     return flat.view(torch.uint8).numpy().data
@@ -200,7 +200,7 @@ def assign_writers(leaves: Iterable[Sharded | Tensor]) -> list[list[tuple[Box, i
 
 
 def _holders(leaf: Sharded | Tensor) -> list[tuple[Box, list[int]]]:
-    """Each different box of a leaf, with the ranks that hold it."""
+    """Return each different box of a leaf, with the ranks that hold it."""
     if isinstance(leaf, Tensor) or not leaf.numel():
         return [(full_box(leaf.shape), [0])]
     out: dict[Any, tuple[Box, list[int]]] = {}
@@ -212,7 +212,7 @@ def _holders(leaf: Sharded | Tensor) -> list[tuple[Box, list[int]]]:
 
 
 def local_part(leaf: Sharded | Tensor, rank: int) -> Tensor:
-    """The part of a leaf that a rank of this process holds."""
+    """Return the part of a leaf that a rank of this process holds."""
     return leaf if isinstance(leaf, Tensor) else leaf.shards[leaf.mesh.ranks.index(rank)]
 
 

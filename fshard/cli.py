@@ -198,7 +198,7 @@ def _read_constructor(path: Path, kind: str, config: dict[str, Any]) -> Contents
 
 
 def _first_line(e: Exception) -> str:
-    """The type of an error, and the first line of its message."""
+    """Return the type of an error, and the first line of its message."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
 

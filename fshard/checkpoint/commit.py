@@ -27,12 +27,12 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def directory_of(path: StrPath, step: int | None) -> Path:
-    """`out`, or with a step `out/step_000025`."""
+    """Return `out`, or with a step `out/step_000025`."""
     return Path(path) if step is None else Path(path) / f"step_{step:06d}"
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps that have a complete checkpoint, in order."""
+    """Return the steps that have a complete checkpoint, in order."""
     if not directory.is_dir():
         return []
     names = [_STEP.fullmatch(d.name) for d in directory.iterdir()]

@@ -130,7 +130,7 @@ class Target:
 
 
 def _targets(like: Any, specs: Any, mesh: Mesh | None, at: str) -> tuple[dict[str, Target], list[ShardingError]]:
-    """The leaves to restore by their dotted paths in the checkpoint, and an error for each that cannot be."""
+    """Return the leaves to restore by their dotted paths in the checkpoint, and an error for each that cannot be."""
     leaves = tree.leaves_with_path(like)
     flat = [None] * len(leaves) if specs is None else tree.broadcast(specs, like, name="specs", leaf=is_spec)
     targets: dict[str, Target] = {}

@@ -77,7 +77,7 @@ def blocks(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 def _block_layout(shape: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """(d, rows): `rows` entries of dim d - 1, with all dims from d on, make a block; d = 0 if one block holds all."""
+    """Return (d, rows): a block is `rows` entries of dim d - 1, with all dims from d on; d = 0 if one block holds all."""
     dim, size = len(shape), itemsize
     while dim and size * shape[dim - 1] <= BLOCK_BYTES:
         dim -= 1
@@ -86,7 +86,7 @@ def _block_layout(shape: Sequence[int], itemsize: int) -> tuple[int, int]:
 
 
 def block_count(shape: Sequence[int], itemsize: int) -> int:
-    """Number of `blocks`."""
+    """Return the number of `blocks`."""
     if 0 in shape:
         return 0
     dim, rows = _block_layout(shape, itemsize)
@@ -189,6 +189,6 @@ def read_chunk(f: io.BufferedReader, leaf: str, chunk: Chunk, wanted: Sequence[t
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box that two boxes share; None if they share no element."""
+    """Return the box that two boxes share; None if they share no element."""
     box = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
     return box if all(s.start < s.stop for s in box) else None

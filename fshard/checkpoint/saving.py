@@ -76,7 +76,7 @@ def save(
 
 
 def _named_leaves(tree_: Any) -> tuple[dict[str, Any], list[ShardingError]]:
-    """The leaves by dotted path, and an error for each that cannot be saved."""
+    """Return the leaves by dotted path, and an error for each that cannot be saved."""
     leaves: dict[str, Any] = {}
     errors: list[ShardingError] = []
     for path, leaf in tree.leaves_with_path(tree_):
@@ -93,7 +93,7 @@ def _named_leaves(tree_: Any) -> tuple[dict[str, Any], list[ShardingError]]:
 
 
 def _tensors(leaves: Mapping[str, Any]) -> tuple[dict[str, Sharded | Tensor], dict[str, str]]:
-    """The different tensors by their first path, and the first path of each tensor at another path."""
+    """Return the different tensors by their first path, and the first path of each tensor at another path."""
     tensors: dict[str, Sharded | Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}

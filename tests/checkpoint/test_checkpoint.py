@@ -39,6 +39,7 @@ def values() -> dict[str, Tensor]:
         "bool": ints > 50,
         "complex": torch.complex(real, -real),
         "fp8": special[3:].to(torch.float8_e5m2),
+        "scale": torch.arange(120, 130, dtype=torch.uint8).view(torch.float8_e8m0fnu),
     }
     out |= {"complex128": torch.complex(real, real).to(torch.complex128), "u16": ints.to(torch.uint16)}
     out |= {
@@ -303,6 +304,10 @@ def test_save_refuses_unsupported_leaves_and_arguments(tmp_path: Path) -> None:
                   "tree['x.y']: another leaf has the name 'x.y'",
                   "tree['q']: cannot write torch.float8_e4m3fnuz"]:  # fmt: skip
         assert part in text
+    abstract = fs.materialize(fs.init.ones(2), P(), fs.make_mesh(kind="abstract", data=2), key=fs.key(0))
+    assert error(lambda: checkpoint.save(tmp_path / "c", {"a": abstract})) == (
+        "save: tree['a']: is on an abstract mesh, where leaves have no values\n  fix: use another mesh"
+    )
     assert "was donated to" in error(lambda: checkpoint.save(tmp_path / "c", {"x": x}))
     for bad in ({"step": -1}, {"step": 2.0}, {"keep": 2}, {"keep": 0, "step": 1}):
         assert text != error(lambda bad=bad: checkpoint.save(tmp_path / "c", {"x": 1}, **bad))

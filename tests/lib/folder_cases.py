@@ -55,7 +55,7 @@ def values(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def as_theirs(ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in the file, by plain torch."""
+    """Return the tensors in the file, by plain torch."""
     return {
         "m.emb.weight": ours["emb"], "m.norm.weight": ours["norm"], "m.scale": ours["scale"],
         "m.qkv.weight": ours["qkv"].permute(2, 1, 3, 0).reshape(-1, WIDTH).contiguous(),

@@ -211,7 +211,7 @@ def _publish(final: Path, temporary: Path, files: Sequence[OutputFile]) -> None:
 
 
 def _indexed_files(folder: Path) -> set[str]:
-    """The files that the index of a folder names."""
+    """Return the files that the index of a folder names."""
     try:
         return set(read_json(folder / INDEX)["weight_map"].values())
     except (ShardingError, KeyError, AttributeError, TypeError):

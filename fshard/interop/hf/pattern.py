@@ -64,7 +64,7 @@ class Pattern:
         return fail(f"Pattern: {problem}", self.text, fix=fix)
 
     def _sizes(self, shape: Sequence[int]) -> dict[str, int]:
-        """The size of every name, for a leaf of this shape."""
+        """Return the size of every name, for a leaf of this shape."""
         parsed = _parse(self.text)
         if len(shape) != len(parsed.leaf):
             raise self._error(f"{list(shape)} has {len(shape)} dims, the right side has {len(parsed.leaf)}",
@@ -81,7 +81,7 @@ class Pattern:
         return sizes
 
     def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the tensor in the file, for a leaf of `shape`."""
+        """Return the shape of the tensor in the file, for a leaf of `shape`."""
         sizes = self._sizes(shape)
         return tuple(math.prod(sizes[name] for name in group) for group in _parse(self.text).file)
 
@@ -134,7 +134,7 @@ class FileRegion:
     strides: tuple[int, ...]
 
     def view_of(self, x: Tensor) -> Tensor:
-        """The region as a view of `x`, the tensor of the box, with its dims in the order of the file."""
+        """Return the region as a view of `x`, the tensor of the box, with its dims in the order of the file."""
         return x[self.box].view(self.split_shape).permute(self.order)
 
     def chunks(self, max_elements: int) -> Iterator[tuple[Box, list[int], int]]:
@@ -163,7 +163,7 @@ class FileRegion:
                 yield box, offsets.ravel().tolist(), run
 
     def _runs(self, sizes: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-        """Length of the runs of contiguous elements in a box of these sizes, and (size, stride) of the dims of runs."""
+        """Return the length of the contiguous runs in a box of these sizes, and (size, stride) of the dims of runs."""
         run = 1
         dims: list[tuple[int, int]] = []
         for n, stride in zip(reversed(sizes), reversed(self.strides), strict=True):

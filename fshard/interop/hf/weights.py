@@ -38,7 +38,7 @@ class FileTensor:
     at: Mapping[str, int] | None = None
 
     def pattern(self, ndim: int) -> Pattern:
-        """The pattern for a leaf with `ndim` dims."""
+        """Return the pattern for a leaf with `ndim` dims."""
         return identity(ndim) if self.dims is None else Pattern(self.dims, self.at)
 
 
@@ -52,7 +52,7 @@ class FromFile:
         self.entry, self.pattern, self.copy = entry, pattern, copy
 
     def describe(self) -> str:
-        """The text that is shown after a leaf."""
+        """Return the text that is shown after a leaf."""
         return f"stored({self.entry.file.name}: {self.entry.name})"
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -220,7 +220,7 @@ def read(
 
 
 def with_dot(prefix: str) -> str:
-    """A prefix of names, with the dot at its end; `""` stays."""
+    """Return a prefix of names with a dot at its end; `""` unchanged."""
     return prefix and prefix.rstrip(".") + "."
 
 

@@ -147,7 +147,7 @@ def save(folder: Path, kind: str, add: float) -> None:
 
 
 def holds(folder: Path) -> float | None:
-    """The number added to all weights of the folder; None if it has no weights."""
+    """Return the number added to all weights of the folder; None if it has no weights."""
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return None
     leaves = read(folder, {n: fs.init.zeros(2) for n in "abc"}, named)
@@ -408,9 +408,9 @@ def _rank(directory: str) -> dict[str, Any]:
         os.preadv, os.pwrite = functions["preadv"], functions["pwrite"]
     results["bytes of shards"] = sum(x.shards[0].nbytes for x in params.values())
 
-    def attempt(path: str, leaves: Any, **config: Any) -> str:
+    def attempt(path: str, leaves: Any, metadata: dict[str, str] | None = None, **config: Any) -> str:
         try:
-            export.write(out / path, leaves, theirs, config=CONFIG | config)
+            export.write(out / path, leaves, theirs, config=CONFIG | config, metadata=metadata)
         except ShardingError as e:
             return str(e)
         return "nothing was raised"
@@ -425,6 +425,7 @@ def _rank(directory: str) -> dict[str, Any]:
         os.fsync = functions["fsync"]
     results["not shared"] = attempt(f"host{rank}", params)
     results["differ"] = attempt("differ", params, seed=rank)
+    results["metadata"] = attempt("differ", params, metadata={"rank": "0" * rank})
     results["object"] = attempt("object", {**params, "norm": object() if rank else params["norm"]})
     gathered = fs.device_get(params)
     before = results["written"]
@@ -458,6 +459,8 @@ def test_process_ranks_read_and_write_only_their_own_bytes(ranks: Pool, tmp_path
             r"rank 1: write: \S+/host1/\.saving-\w{8} does not exist on this rank, and rank 0 has created it\n"
             r"  fix: write to a folder that all ranks share", result["not shared"])  # fmt: skip
         assert result["differ"].startswith("write: the ranks do not have the same leaves\n  config.json    rank 0  '{")
+        assert result["metadata"].startswith(
+            "write: the ranks do not have the same leaves\n  model.safetensors    rank 0  header of ")  # fmt: skip
         assert result["object"] == "rank 1: write: tree['norm']: cannot write a object\n  fix: give a tensor"
         assert result["plain"] == "nothing was raised"
         assert re.fullmatch(
