@@ -77,7 +77,7 @@ def blocks(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 def _block_layout(shape: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """Return (d, rows): a block is `rows` entries of dim d - 1, with all dims from d on; d = 0 if one block holds all."""
+    """Return (d, rows): a block is `rows` entries of dim d - 1 with all dims from d on; d = 0 if one block is all."""
     dim, size = len(shape), itemsize
     while dim and size * shape[dim - 1] <= BLOCK_BYTES:
         dim -= 1
