@@ -388,8 +388,8 @@ def test_invalid_rules_are_refused(capsys):
     folder("tiny", CONFIG)
     assert error(capsys, "tiny", "--specs", "q.*=P()", "**=P()") == text("""
         rules: 'q.*' matches no leaf
-          (an earlier rule may take all it would match)
-          fix: remove or mend it
+          (an earlier rule may match all of its leaves)
+          fix: remove or correct it
     """)
     assert error(capsys, "tiny", "--specs", "h.**=P()", "wte=P()", "ln_f.*=P()") == text("""
         rules: no rule matches 'wpe'

@@ -76,7 +76,7 @@ def test_zero_heads_and_unknown_rope_parameters_are_refused(tmp_path):
     path.write_text(json.dumps({"model_type": "gpt2", "n_head": 0}))
     assert refusal(gpt2.config, tmp_path).startswith(f"{path}: describes no model\n  ZeroDivisionError: ")
     path.write_text(json.dumps({"model_type": "llama", "rope_parameters": "default"}))
-    assert refusal(llama.config, tmp_path).startswith("rope: 'default' are no parameters\n")
+    assert refusal(llama.config, tmp_path).startswith("rope: 'default' is not a dict of parameters\n")
 
 
 def test_config_accepts_null_for_optional_values_and_ints_for_floats(tmp_path):
