@@ -1,12 +1,15 @@
-"""What a checkpoint, a folder of weights or a config describes, and how it would lie on a mesh: `inspect`.
+"""The command line, `python -m fshard inspect`: the tensors of a path, and their placement on a mesh.
 
-Only configs, manifests and the headers of files are read: nothing has values here, and no rank is needed.
+Only configs, manifests and the headers of files are read: leaves have no values, and no rank is needed.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 
 from . import checkpoint, models, tree
-from .checkpoint.manifest import MANIFEST
+from .checkpoint.commit import is_complete
 from .errors import ShardingError, fail, raise_all
 from .hf import model_of
 from .init import Deferred
@@ -24,25 +27,57 @@ from .interop.hf import CONFIG, INDEX, PICKLES, SINGLE, read_json, tensors
 from .show.table import show
 from .spec import P, column, fully_shard, replicated, row, rules
 
-_MOST_DEVICES = 1 << 20
-_FIX = "a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint"
-_WORDS: dict[str, Callable[..., P]] = {"P": P, "row": row, "column": column, "replicated": replicated}
+_MAX_DEVICES = 1 << 20
+_PATHS = "a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint"
+_SPECS: dict[str, Callable[..., P]] = {"P": P, "row": row, "column": column, "replicated": replicated}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0, or 2 with the reason on stderr."""
+    options = _parser().parse_args(argv)
+    try:
+        print(options.run(options), flush=True)
+    except ShardingError as e:
+        print(e, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m fshard", description="Look at models and their placement on a mesh.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    command = commands.add_parser("inspect", help="print a tree: leaves, shapes, placement, source, bytes per device")
+    add = command.add_argument
+    add("path", metavar="PATH", help="a Hugging Face folder, a config.json, a .safetensors file or a checkpoint")
+    add("--mesh", default="", metavar="AXES", help="axis sizes: data=8,model=4")
+    add("--specs", nargs="+", default=["auto"], metavar="RULE",
+        help="auto (the model's own), or rules 'GLOB=P(...)' and .json files of them: the first match")  # fmt: skip
+    add("--fully-shard", default="", metavar="AXIS", help="also split every leaf over this axis")
+    add("--dtype", default="", help="cast floating leaves: bfloat16")
+    add("--no-fold", action="store_true", help="show every layer")
+    add("--raw", action="store_true", help="name tensors as the files do")
+    command.set_defaults(run=lambda options: inspect(
+        options.path, mesh=options.mesh, specs=options.specs, fully_sharded=options.fully_shard, dtype=options.dtype,
+        fold=not options.no_fold, raw=options.raw))  # fmt: skip
+    return parser
 
 
 @dataclass(frozen=True)
-class Described:
-    """A tree of described leaves, what describes it, and its own specs, given the axis that splits the model."""
+class Contents:
+    """Described leaves, the text about their source, and the model's own specs, from the axis that splits the model."""
 
     source: str
     tree: Any
-    specs: Callable[[str | None], Any]
+    specs: Callable[[str | None], Any] = lambda axis: P()
 
 
 def inspect(
     path: str | Path, *, mesh: str = "", specs: Sequence[str] = ("auto",), fully_sharded: str = "", dtype: str = "",
     fold: bool = True, raw: bool = False,
 ) -> str:  # fmt: skip
-    """The tree as a table, below a line that says what describes it: the text of `python -m fshard inspect`.
+    """Return a table of the leaves at a path, below a line about their source: the text of `python -m fshard inspect`.
 
     Args:
         path: a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint or a directory of them.
@@ -50,128 +85,128 @@ def inspect(
         specs: `auto` is the model's own, over the axis `model` if the mesh has it. Or rules, `GLOB=SPEC`, and .json
             files of them, as for `fs.rules`: the first match wins, and every leaf needs one.
         fully_sharded: an axis to add to every leaf, by `fs.fully_shard`.
-        dtype: what floating leaves are cast to, `bfloat16`.
+        dtype: the dtype that floating leaves are cast to, `bfloat16`.
         fold: show equal neighbours once.
-        raw: name tensors as the files do, also where there is a model file.
+        raw: name tensors as the files do, even if there is a model file.
 
     >>> print(inspect("my-gpt2/config.json", mesh="model=4"))
     my-gpt2/config.json: gpt2, as fs.models.gpt2 describes it
     ...
     total  3,952 parameters, 15.4 KiB; 4.6 KiB on each of 4 devices (model=4)
 
-    Raises ShardingError for what cannot be read or does not fit.
+    Raises ShardingError for a path that cannot be read, and for arguments that do not fit it.
     """
     sizes = _sizes(mesh)
     cast = _dtype(dtype)
     if fully_sharded and fully_sharded not in sizes:
         wider = ",".join(filter(None, (mesh, f"{fully_sharded}=8")))
         raise fail(f"--fully-shard {fully_sharded}: the mesh has no such axis", fix=f"--mesh {wider}")
-    found = described(path, raw=raw)
-    leaves = found.tree if cast is None else _cast(found.tree, cast)
+    contents = read(path, raw=raw)
+    leaves = contents.tree if cast is None else _cast(contents.tree, cast)
     spec_tree: Any = None
     if list(specs) != ["auto"]:
         spec_tree = rules(_table(specs, sizes))(leaves)
     elif sizes:
-        spec_tree = found.specs("model" if "model" in sizes else None)
+        spec_tree = contents.specs("model" if "model" in sizes else None)
     if fully_sharded:
         spec_tree = fully_shard(spec_tree, leaves, axis=fully_sharded)
     table = show(leaves, specs=spec_tree, mesh=sizes or None, fold=fold)
-    return f"{path}: {found.source}\n{table.text}"
+    return f"{path}: {contents.source}\n{table.text}"
 
 
-# --- what is described ----------------------------------------------------------------------------------------
+# --- the leaves at a path -------------------------------------------------------------------------------------
 
 
-def described(path: str | Path, *, raw: bool = False) -> Described:
-    """What is at `path`; only headers are read. Raises ShardingError where there is nothing that can be read."""
+def read(path: str | Path, *, raw: bool = False) -> Contents:
+    """Describe the leaves at `path`; only headers are read. Raises ShardingError if nothing there can be read."""
     path = Path(path)
     if not path.exists():
-        raise fail(f"{path}: there is no such file or folder", fix=_FIX)
+        raise fail(f"{path}: there is no such file or folder", fix=_PATHS)
     if path.suffix == ".json" and path.is_file():
-        return _of_config(path)
-    step = None if (path / MANIFEST).is_file() else checkpoint.latest(path)
-    if step is not None or (path / MANIFEST).is_file():
-        return _of_checkpoint(path, step)
+        return _read_config(path)
+    step = None if is_complete(path) else checkpoint.latest(path)
+    if step is not None or is_complete(path):
+        return _read_checkpoint(path, step)
     if not path.is_dir():
-        return Described("tensors, as the file names them", nested(tensors(path)), _replicated)
-    weights = any((path / name).is_file() for name in (SINGLE, INDEX))
-    if not (path / CONFIG).is_file() or (not weights and any(f.suffix in PICKLES for f in path.iterdir())):
-        return Described("tensors, as the files name them", nested(tensors(path)), _replicated)
-    if not weights:
-        return _of_config(path / CONFIG)
+        return Contents("tensors, as the file names them", nested(tensors(path)))
+    has_weights = any((path / name).is_file() for name in (SINGLE, INDEX))
+    if not (path / CONFIG).is_file() or (not has_weights and any(f.suffix in PICKLES for f in path.iterdir())):
+        return Contents("tensors, as the files name them", nested(tensors(path)))
+    if not has_weights:
+        return _read_config(path / CONFIG)
     kind = str(read_json(path / CONFIG).get("model_type"))
     model = None if raw else model_of(kind)
     if model is None:
-        return Described(f"{kind}, as its files name the tensors", nested(tensors(path)), _replicated)
+        return Contents(f"{kind}, as its files name the tensors", nested(tensors(path)))
     try:
         cfg, leaves = model.load(path)
     except ShardingError as e:
         raise ShardingError(f"{e}\n  (--raw shows the tensors of any folder by their names)") from e
-    return Described(f"{kind}, its files read by fs.models.{kind}", leaves, lambda axis: model.specs(cfg, model=axis))
+    return Contents(f"{kind}, its files read by fs.models.{kind}", leaves, lambda axis: model.specs(cfg, model=axis))
 
 
-def _of_checkpoint(path: Path, step: int | None) -> Described:
-    """Leaves as meta tensors: of shapes and dtypes, and no initializer."""
-    saved = checkpoint.inspect(path, step=step)
-    made: dict[str, Any] = {}
-    for name, x in saved.items():
-        tied = isinstance(x, checkpoint.Saved) and x.same_as
-        made[name] = made[tied] if tied else (
-            torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, checkpoint.Saved) else x)  # fmt: skip
-    what = "a checkpoint" if step is None else f"its last checkpoint, step {step}"
-    return Described(what, nested(made), _replicated)
+def _read_checkpoint(path: Path, step: int | None) -> Contents:
+    """Describe the leaves of a checkpoint by meta tensors, which have shapes and dtypes, and no initializer."""
+    leaves: dict[str, Any] = {}
+    for name, x in checkpoint.inspect(path, step=step).items():
+        if not isinstance(x, checkpoint.Saved):
+            leaves[name] = x
+        elif x.same_as:
+            leaves[name] = leaves[x.same_as]
+        else:
+            leaves[name] = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return Contents("a checkpoint" if step is None else f"its last checkpoint, step {step}", nested(leaves))
 
 
-def _of_config(path: Path) -> Described:
-    """By the model file of its type, or else by its constructor in transformers."""
-    given = read_json(path)
-    kind = given.get("model_type")
+def _read_config(path: Path) -> Contents:
+    """Describe a model by the model file of its type, or else by its constructor in transformers."""
+    config = read_json(path)
+    kind = config.get("model_type")
     if not isinstance(kind, str):
         raise fail(f"{path}: it has no model_type", fix="give the config.json of a Hugging Face model")
     model = model_of(kind)
     if model is None or path.name != CONFIG:
-        return _of_constructor(path, kind, given)
+        return _read_constructor(path, kind, config)
     cfg = model.config(path.parent)
-    what = f"{kind}, as fs.models.{kind} describes it"
-    return Described(what, model.init(cfg), lambda axis: model.specs(cfg, model=axis))
+    source = f"{kind}, as fs.models.{kind} describes it"
+    return Contents(source, model.init(cfg), lambda axis: model.specs(cfg, model=axis))
 
 
-def _of_constructor(path: Path, kind: str, given: dict[str, Any]) -> Described:
+def _read_constructor(path: Path, kind: str, config: dict[str, Any]) -> Contents:
+    """Describe a model by its constructor in transformers, which runs without values."""
     try:
         import transformers
     except ImportError as e:
         raise fail(f"{path}: there is no model file for {kind!r}, and transformers is not installed",
                    fix="pip install transformers", models=", ".join(models.__all__)) from e  # fmt: skip
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        hf_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # each class of configs checks them in its own way
-        raise fail(f"{path}: transformers cannot read it", _first(e), model_type=kind) from e
-    named = given.get("architectures")
-    classes = [getattr(transformers, str(name), None) for name in named or ()] if isinstance(named, list) else []
-    found = [c for c in classes if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel)]
-    make = found[0] if found else transformers.AutoModel.from_config
+        raise fail(f"{path}: transformers cannot read it", _first_line(e), model_type=kind) from e
+    names = config.get("architectures")
+    classes = [getattr(transformers, str(name), None) for name in names or ()] if isinstance(names, list) else []
+    usable = [c for c in classes if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel)]
+    make = usable[0] if usable else transformers.AutoModel.from_config
     try:
-        _, leaves = defer(lambda: make(config))
+        _, leaves = defer(lambda: make(hf_config))
     except ShardingError:
         raise
     except Exception as e:
-        raise fail(f"{path}: its constructor in transformers fails", _first(e), model_type=kind) from e
-    what = f"{found[0].__name__ if found else kind}, as its constructor in transformers describes it"
-    return Described(what, {key: nested(flat) for key, flat in leaves.items() if flat}, _replicated)
+        raise fail(f"{path}: its constructor in transformers fails", _first_line(e), model_type=kind) from e
+    source = f"{usable[0].__name__ if usable else kind}, as its constructor in transformers describes it"
+    return Contents(source, {group: nested(flat) for group, flat in leaves.items() if flat})
 
 
-def _first(e: Exception) -> str:
-    """What kind of error it is, and the first line it says."""
+def _first_line(e: Exception) -> str:
+    """Return the type of an error, and the first line of its message."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
 
 
-def _replicated(axis: str | None) -> P:
-    return P()
-
-
 def nested(flat: dict[str, Any]) -> Any:
-    """Dotted names as nested dicts, so that equal layers can be shown once; as they are, if a leaf is inside another.
+    """Turn dotted names into nested dicts, so that equal layers are shown once.
+
+    Returns `flat` itself if a leaf would be inside another.
 
     >>> nested({"h.0.w": 1, "h.0.b": 2})
     {'h': {'0': {'w': 1, 'b': 2}}}
@@ -179,58 +214,58 @@ def nested(flat: dict[str, Any]) -> Any:
     out: dict[str, Any] = {}
     for name, x in flat.items():
         *parents, last = name.split(".")
-        at = out
-        for part in parents:
-            at = at.setdefault(part, {})
-            if not isinstance(at, dict):
+        node = out
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
                 return flat
-        if last in at:
+        if last in node:
             return flat
-        at[last] = x
+        node[last] = x
     return out
 
 
 def _cast(leaves: Any, dtype: torch.dtype) -> Any:
-    """Floating leaves in another dtype; a tie stays one leaf."""
-    made: dict[int, Any] = {}
+    """Cast floating leaves to another dtype; a tie stays one leaf."""
+    cast: dict[int, Any] = {}
 
     def one(x: Any) -> Any:
         if not isinstance(x, (Deferred, torch.Tensor)) or not x.dtype.is_floating_point:
             return x
-        return made.setdefault(id(x), x.to(dtype))
+        return cast.setdefault(id(x), x.to(dtype))
 
     return tree.map(one, leaves)
 
 
-# --- the words of the command line ----------------------------------------------------------------------------
+# --- the options of the command line --------------------------------------------------------------------------
 
 
 def _sizes(text: str) -> dict[str, int]:
-    """`data=8,model=4` as axis sizes."""
+    """Parse `data=8,model=4` as axis sizes."""
     sizes: dict[str, int] = {}
     for part in text.split(",") if text else ():
         axis, _, n = part.strip().partition("=")
         if not axis.isidentifier() or not n.isdecimal() or int(n) < 1 or axis in sizes:
-            why = "it is there already" if axis in sizes else "an axis is a name, and its size 1 or more"
-            raise fail(f"--mesh {text}: {part!r} is no axis of a mesh", why, fix="--mesh data=8,model=4")
-        sizes[axis] = int(n) if len(n) < 10 else _MOST_DEVICES + 1
-    if math.prod(sizes.values()) > _MOST_DEVICES:
-        raise fail(f"--mesh {text}: more than {_MOST_DEVICES:,} devices", "what each of them holds is counted",
+            problem = "the axis has a size already" if axis in sizes else "an axis is a name, and its size 1 or more"
+            raise fail(f"--mesh {text}: {part!r} is not an axis of a mesh", problem, fix="--mesh data=8,model=4")
+        sizes[axis] = int(n) if len(n) < 10 else _MAX_DEVICES + 1
+    if math.prod(sizes.values()) > _MAX_DEVICES:
+        raise fail(f"--mesh {text}: more than {_MAX_DEVICES:,} devices", "the bytes of each of them are counted",
                    fix="a smaller mesh")  # fmt: skip
     return sizes
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    found = getattr(torch, name, None) if name else None
-    if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    dtype = getattr(torch, name, None) if name else None
+    if name and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise fail(f"--dtype {name}: not a floating dtype of torch", fix="--dtype bfloat16")
-    return found
+    return dtype
 
 
-def _table(given: Sequence[str], sizes: dict[str, int]) -> dict[str, P]:
-    """The rules of `--specs`, in order."""
+def _table(texts: Sequence[str], sizes: dict[str, int]) -> dict[str, P]:
+    """Parse the rules of `--specs`, in order."""
     table: dict[str, P] = {}
-    for text in given:
+    for text in texts:
         if text.endswith(".json"):
             path = Path(text)
             if not path.is_file():
@@ -249,29 +284,29 @@ def _table(given: Sequence[str], sizes: dict[str, int]) -> dict[str, P]:
     return table
 
 
-def spec_of(given: Any) -> P:
-    """A spec from text, `P(None, "model")` or `column("model")`, or from a JSON list, [null, ["data", "model"]].
+def spec_of(value: Any) -> P:
+    """Parse a spec from text, `P(None, "model")` or `column("model")`, or from a JSON list, [null, ["data", "model"]].
 
-    Text is read and never run.
+    Text is parsed and never run.
 
     >>> spec_of('P(None, ("data", "model"))'), spec_of([None, "model"]), spec_of('column("model")')
     (P(None, ('data', 'model')), P(None, 'model'), P(..., 'model'))
 
     Raises ShardingError for anything else.
     """
-    if isinstance(given, list):
-        return P(*(tuple(entry) if isinstance(entry, list) else entry for entry in given))
+    if isinstance(value, list):
+        return P(*(tuple(entry) if isinstance(entry, list) else entry for entry in value))
     try:
-        call = ast.parse(str(given).strip(), mode="eval").body
+        call = ast.parse(str(value).strip(), mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError
-        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        return _WORDS[call.func.id](*(ast.literal_eval(arg) for arg in call.args), **named)
+        keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return _SPECS[call.func.id](*(ast.literal_eval(arg) for arg in call.args), **keywords)
     except ShardingError:
         raise
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as e:
-        words = """P(None, "model"), P("data", memory="host"), row("model"), column("model") or P()"""
-        raise fail(f"{given!r} is not a spec", fix=words) from e
+        fix = """P(None, "model"), P("data", memory="host"), row("model"), column("model") or P()"""
+        raise fail(f"{value!r} is not a spec", fix=fix) from e
 
 
-__all__ = ["Described", "described", "inspect", "nested", "spec_of"]
+__all__ = ["inspect", "main", "nested", "read", "spec_of"]

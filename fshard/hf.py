@@ -1,4 +1,4 @@
-"""Hugging Face folders by slices: a model by the type its config names, or the leaves of any described module.
+"""Hugging Face folders by slices: a model by the type in its config, or the leaves of any described module.
 
 cfg, params = hf.load("my-llama")                          # described leaves of fs.models.llama: headers are read
 params = fs.materialize(params, specs, mesh, key=key)      # each rank reads its own bytes
@@ -16,19 +16,20 @@ from types import ModuleType
 from typing import Any
 
 from fshard import models, tree
+from fshard._io import StrPath
 from fshard.errors import fail, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
-from .interop.hf import CONFIG, FileTensor, Where, config_of, read, write
+from .interop.hf import CONFIG, FileTensor, config_of, read, write
 
 
-def load(path: Where, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
-    """The config and the described parameters of a folder, by the model file of its `model_type`.
+def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
+    """Return the config and the described parameters of a folder, by the model file of its `model_type`.
 
-    The leaves are `Deferred`, their source a place in a file: `materialize` reads, on every rank, the bytes of its own
-    part. With `specs`, a tree (or a prefix) or a function of the config that gives one, and a `mesh`, they are also
-    checked against each other, while nothing is read yet.
+    The leaves are `Deferred`, with a place in a file as their source: `materialize` reads, on every rank, the bytes of
+    its own part. With `specs`, a tree (or a prefix) or a function from the config to one, and a `mesh`, leaves and
+    specs are also checked against each other, before anything is read.
 
     >>> cfg, params = hf.load("my-gpt2", lambda cfg: gpt2.specs(cfg, model="model"), mesh)
     >>> params["ln_f"]["w"]
@@ -47,16 +48,16 @@ def load(path: Where, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any,
         raise fail("load: specs and mesh are checked against each other", fix="give both, or neither")
     cfg, params = model.load(path)
     if mesh is not None:
-        given = specs(cfg) if callable(specs) and not is_spec(specs) else specs
-        flat = tree.broadcast(given, params, name="specs", leaf=is_spec)
-        found = zip(tree.leaves_with_path(params), flat, strict=True)
-        raise_all([e for (at, leaf), spec in found
-                   for e in spec_errors(f"load: {tree.show('params', at)}", leaf.shape, spec, mesh.axes)])  # fmt: skip
+        specs = specs(cfg) if callable(specs) and not is_spec(specs) else specs
+        flat = tree.broadcast(specs, params, name="specs", leaf=is_spec)
+        raise_all([e for (leaf_path, leaf), spec in zip(tree.leaves_with_path(params), flat, strict=True)
+                   for e in spec_errors(f"load: {tree.show('params', leaf_path)}", leaf.shape, spec,
+                                     mesh.axes)])  # fmt: skip
     return cfg, params
 
 
-def weights(path: Where, described: Any, *, prefix: str = "", ignored: Sequence[str] = ()) -> Any:
-    """The leaves of a described module with their values in a folder, by the same dotted names; see `weights.read`.
+def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequence[str] = ()) -> Any:
+    """Return the leaves of a described module with their values in a folder, by the same dotted names.
 
     >>> apply, module = fs.defer(lambda: torch.nn.LayerNorm(16))
     >>> hf.weights("my-gpt2", module["params"], prefix="transformer.ln_f.", ignored=("weight", "bias"))["bias"]
@@ -67,11 +68,11 @@ def weights(path: Where, described: Any, *, prefix: str = "", ignored: Sequence[
     return read(path, described, by_name, prefix=prefix, ignored=ignored)
 
 
-def save(path: Where, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `from_pretrained` reads; every rank writes its own bytes, and none holds the whole.
+def save(path: StrPath, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Write a folder that `from_pretrained` reads; every rank writes its own bytes, and none needs the whole.
 
-    `cfg` is the `Config` of a model here, or, for a module's leaves by their dotted names, what config.json will say.
-    Leaves are `Sharded`, on whatever mesh, or tensors that are the same on every rank.
+    `cfg` is the `Config` of a model in `fs.models`, or, for a module's leaves by their dotted names, the contents of
+    config.json. Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank.
 
     >>> cfg, params = hf.load("my-gpt2")
     >>> hf.save("again", cfg, fs.materialize(params, P("model"), mesh, key=fs.key(0)))
@@ -81,18 +82,18 @@ def save(path: Where, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9
         return
     model = next((m for m in map(model_of, models.__all__) if m is not None and isinstance(cfg, m.Config)), None)
     if model is None:
-        raise fail(f"save: {type(cfg).__name__} is the Config of no model here", models=", ".join(models.__all__),
+        raise fail(f"save: {type(cfg).__name__} is not a Config of fs.models", models=", ".join(models.__all__),
                    fix="for a module, pass config.to_dict()")  # fmt: skip
     model.save(path, cfg, params, max_shard_bytes=max_shard_bytes)
 
 
 def by_name(path: tree.Path) -> FileTensor:
-    """The tensor of the same name, as it is."""
+    """Return the tensor with the name of the leaf."""
     return FileTensor(tree.dotted(path))
 
 
 def model_of(kind: object) -> ModuleType | None:
-    """The model file of a `model_type`; None if there is none."""
+    """Return the model file of a `model_type`, or None."""
     return getattr(models, str(kind)) if kind in models.__all__ else None
 
 

@@ -1,4 +1,4 @@
-"""`python -m fshard inspect`: exactly what it prints, of every kind of path, and what it says of wrong ones."""
+"""`python -m fshard inspect`: its exact output for every kind of path, and its errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.__main__ import main
-from fshard.cli import inspect, nested, spec_of
+from fshard.cli import inspect, main, nested, spec_of
 from fshard.show.table import show, size
 
 gpt2 = fs.models.gpt2
@@ -49,16 +48,16 @@ def my_gpt2() -> None:
     gpt2.save("my-gpt2", cfg, params)
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a command prints."""
+def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command and return its output."""
     assert main(["inspect", *argv]) == 0
     got = capsys.readouterr()
     assert got.err == ""
     return got.out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a command that cannot be carried out says."""
+def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command that fails and return its error."""
     assert main(["inspect", *argv]) == 2
     got = capsys.readouterr()
     assert got.out == ""
@@ -69,10 +68,10 @@ def table(printed: str) -> list[str]:
     return printed.splitlines()[1:]
 
 
-# --- what it prints -----------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------------
 
 
-def test_a_config_alone_is_described_by_its_model(capsys):
+def test_config_alone_is_described_by_its_model(capsys):
     folder("tiny", CONFIG)
     want = text("""
         tiny/config.json: gpt2, as fs.models.gpt2 describes it
@@ -103,26 +102,26 @@ def test_a_config_alone_is_described_by_its_model(capsys):
           b        f32[16]                 zeros                    64 B
         total  7,248 parameters, 28.3 KiB; 8.0–8.2 KiB on each of 32 devices (data=8, model=4)
     """)
-    assert said(capsys, "tiny/config.json", "--mesh", "data=8,model=4") == want + "\n"
-    assert table(said(capsys, "tiny", "--mesh", "data=8,model=4")) == table(want)
+    assert output(capsys, "tiny/config.json", "--mesh", "data=8,model=4") == want + "\n"
+    assert table(output(capsys, "tiny", "--mesh", "data=8,model=4")) == table(want)
 
 
-def test_its_bytes_per_device_are_those_of_the_shards(capsys):
-    """Of the most and the least loaded rank of a real (simulated) mesh, uneven parts and all."""
+def test_bytes_per_device_equal_those_of_real_shards(capsys):
+    """The range is that of the ranks of a simulated mesh, with uneven parts."""
     folder("tiny", CONFIG)
     mesh = fs.make_mesh(data=3, model=4)
     cfg = gpt2.Config(33, 8, 16, 2, 4)
     described = gpt2.init(cfg)
     specs = fs.fully_shard(gpt2.specs(cfg, model="model"), described, axis="data")
     params = fs.materialize(described, specs, mesh, key=fs.key(0), dtype=torch.bfloat16)
-    held = [sum(x.shards[r].nbytes for x in fs.tree.leaves(params)) for r in mesh.ranks]
-    out = said(capsys, "tiny", "--mesh", "data=3,model=4", "--fully-shard", "data", "--dtype", "bfloat16")
-    assert f"; {size(min(held))}–{size(max(held))} on each of 12 devices (data=3, model=4)\n" in out
+    nbytes = [sum(x.shards[r].nbytes for x in fs.tree.leaves(params)) for r in mesh.ranks]
+    out = output(capsys, "tiny", "--mesh", "data=3,model=4", "--fully-shard", "data", "--dtype", "bfloat16")
+    assert f"; {size(min(nbytes))}–{size(max(nbytes))} on each of 12 devices (data=3, model=4)\n" in out
     assert "wte        bf16[33@model, 16@data] " in out
-    assert "    b      bf16[3, 4@model, 4@data]      zeros                    0–12 B\n" in out  # empty on some
+    assert "    b      bf16[3, 4@model, 4@data]      zeros                    0–12 B\n" in out  # empty on some ranks
 
 
-def test_a_folder_is_read_by_its_model_and_shows_where_values_come_from(capsys):
+def test_folder_is_read_by_its_model_and_shows_the_source_of_values(capsys):
     my_gpt2()
     want = text("""
         my-gpt2: gpt2, its files read by fs.models.gpt2
@@ -137,17 +136,17 @@ def test_a_folder_is_read_by_its_model_and_shows_where_values_come_from(capsys):
             w      f32[16, 3, 4@model, 4]  stored(model.safetensors: transformer.h.*.attn.c_attn.weight)        768 B
             b      f32[3, 4@model, 4]      stored(model.safetensors: transformer.h.*.attn.c_attn.bias)           48 B
     """)
-    out = said(capsys, "my-gpt2", "--mesh", "model=4")
+    out = output(capsys, "my-gpt2", "--mesh", "model=4")
     assert out.startswith(want + "\n")
     assert out.endswith("\ntotal  7,248 parameters, 28.3 KiB; 8.0–8.2 KiB on each of 4 devices (model=4)\n")
-    unfolded = said(capsys, "my-gpt2", "--mesh", "model=4", "--no-fold")
+    unfolded = output(capsys, "my-gpt2", "--mesh", "model=4", "--no-fold")
     assert "stored(model.safetensors: transformer.h.1.attn.c_attn.weight)" in unfolded
     assert "*" not in unfolded
 
 
-def test_without_an_axis_model_the_models_own_specs_split_nothing(capsys):
+def test_own_specs_split_nothing_without_an_axis_model(capsys):
     folder("tiny", CONFIG)
-    out = said(capsys, "tiny", "--mesh", "data=4")
+    out = output(capsys, "tiny", "--mesh", "data=4")
     assert "@" not in out
     assert out.endswith("; 28.3 KiB on each of 4 devices (data=4)\n")
 
@@ -157,14 +156,15 @@ def test_no_value_is_read(capsys, monkeypatch):
     fs.checkpoint.save("out", {"w": torch.ones(3)}, step=1)
     Path("plain").mkdir()
     Path("my-gpt2/model.safetensors").rename("plain/model.safetensors")
-    size_ = Path("plain/model.safetensors").stat().st_size
-    read: list[int] = []
-    real = io.BufferedReader.read
+    file_size = Path("plain/model.safetensors").stat().st_size
+    sizes: list[int] = []
+    read = io.BufferedReader.read
 
     class Watched(io.BufferedReader):
         def read(self, n: int | None = -1, /) -> bytes:
-            read.append(len(got := real(self, n)))
-            return got
+            data = read(self, n)
+            sizes.append(len(data))
+            return data
 
     def watched(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         return Watched(io.FileIO(file)) if mode == "rb" else builtin_open(file, mode, *args, **kwargs)
@@ -172,17 +172,17 @@ def test_no_value_is_read(capsys, monkeypatch):
     builtin_open = builtins.open
     monkeypatch.setattr("os.preadv", None)
     monkeypatch.setattr("builtins.open", watched)
-    said(capsys, "plain", "--mesh", "model=2")
-    assert 0 < sum(read) < size_ - 4 * 7248 + 1  # the header, and not the 7248 elements
+    output(capsys, "plain", "--mesh", "model=2")
+    assert 0 < sum(sizes) < file_size - 4 * 7248 + 1  # the header, and not the 7248 elements
     Path("out/step_000001").joinpath("part-00000.safetensors").unlink()
-    said(capsys, "out", "--mesh", "model=2")
+    output(capsys, "out", "--mesh", "model=2")
 
 
-def test_an_unknown_model_type_shows_the_tensors_of_its_files(capsys):
+def test_unknown_model_type_shows_the_tensors_of_its_files(capsys):
     layer = {"w": torch.zeros(4, 6), "b": torch.zeros(6, dtype=torch.float16)}
     tensors = {f"layers.{i}.{name}": x.clone() for i in range(3) for name, x in layer.items()}
     folder("odd", {"model_type": "odd"}, {**tensors, "ids": torch.arange(3)})
-    assert said(capsys, "odd", "--mesh", "data=2", "--specs", "**.w=P(None, 'data')", "**=P()") == text("""
+    assert output(capsys, "odd", "--mesh", "data=2", "--specs", "**.w=P(None, 'data')", "**=P()") == text("""
         odd: odd, as its files name the tensors
                                                                                per device
         ids             i64[3]          stored(model.safetensors: ids)               24 B
@@ -195,24 +195,24 @@ def test_an_unknown_model_type_shows_the_tensors_of_its_files(capsys):
 
 def test_raw_names_and_single_files_are_those_of_the_file(capsys):
     my_gpt2()
-    raw, single = said(capsys, "my-gpt2", "--raw"), said(capsys, "my-gpt2/model.safetensors")
+    raw, single = output(capsys, "my-gpt2", "--raw"), output(capsys, "my-gpt2/model.safetensors")
     assert raw.startswith("my-gpt2: gpt2, as its files name the tensors\n")
     assert single.startswith("my-gpt2/model.safetensors: tensors, as the file names them\n")
     assert table(raw) == table(single)
     assert "c_attn" in raw
     folder("bare", tensors={"w": torch.ones(2)})
-    assert said(capsys, "bare").splitlines() == [
+    assert output(capsys, "bare").splitlines() == [
         "bare: tensors, as the files name them", "w  f32[2]  stored(model.safetensors: w)  8 B",
         "total  2 parameters, 8 B"]  # fmt: skip
 
 
-def test_a_checkpoint_is_shown_and_the_last_of_several(capsys):
+def test_checkpoint_and_last_of_several_are_shown(capsys):
     mesh = fs.make_mesh(data=2)
     w = fs.device_put(torch.ones(4, 2), P("data"), mesh)
     state = {"params": {"h": [{"w": w}, {"w": fs.device_put(torch.ones(4, 2), P(), mesh)}], "tied": w}, "n": 7}
     for step in (1, 2):
         fs.checkpoint.save("out", state, step=step)
-    assert said(capsys, "out", "--mesh", "model=2", "--specs", "params.**=P('model')", "**=P()") == text("""
+    assert output(capsys, "out", "--mesh", "model=2", "--specs", "params.**=P('model')", "**=P()") == text("""
         out: its last checkpoint, step 2
                                                         per device
         n              7
@@ -221,28 +221,30 @@ def test_a_checkpoint_is_shown_and_the_last_of_several(capsys):
           tied         f32[4@model, 2]  = params.h.0.w
         total  16 parameters, 64 B; 32 B on each of 2 devices (model=2)
     """) + "\n"  # fmt: skip
-    cast = said(capsys, "out", "--dtype", "bfloat16")
+    cast = output(capsys, "out", "--dtype", "bfloat16")
     assert "  tied         bf16[4, 2]  = params.h.0.w" in cast  # still one leaf
     assert "bf16" in cast
-    assert said(capsys, "out/step_000001").startswith("out/step_000001: a checkpoint\n")
+    assert output(capsys, "out/step_000001").startswith("out/step_000001: a checkpoint\n")
 
 
-def test_a_model_type_without_a_model_file_is_described_by_its_constructor(capsys):
+def test_model_type_without_a_model_file_is_described_by_its_constructor(capsys):
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "state_size": 2, "time_step_rank": 1}
     folder("mamba", {"model_type": "mamba", "architectures": ["MambaForCausalLM"], **sizes})
-    out = said(capsys, "mamba", "--mesh", "data=4", "--fully-shard", "data")
+    out = output(capsys, "mamba", "--mesh", "data=4", "--fully-shard", "data")
     assert out.startswith("mamba: MambaForCausalLM, as its constructor in transformers describes it\n")
     assert "  layers.0–1  ×2 " in out
     assert "  embeddings.weight    f32[10, 8@data]     normal(std=0.1) " in out
     folder("mamba", {"model_type": "mamba", "architectures": ["MambaConfig"], **sizes})
-    assert said(capsys, "mamba").startswith("mamba: mamba, as its constructor in transformers describes it\n")
+    assert output(capsys, "mamba").startswith("mamba: mamba, as its constructor in transformers describes it\n")
 
 
 def test_rules_may_come_from_a_file_and_the_first_match_wins(capsys):
     folder("tiny", CONFIG)
     Path("specs.json").write_text(json.dumps({"h.*.up.w": [None, "model"], "h.**": "row('data')"}))
-    out = said(capsys, "tiny", "--mesh", "data=2,model=2", "--specs", "wte=P(('data','model'))", "specs.json", "**=P()")
+    out = output(
+        capsys, "tiny", "--mesh", "data=2,model=2", "--specs", "wte=P(('data','model'))", "specs.json", "**=P()"
+    )
     assert "wte        f32[33@data+model, 16]" in out
     assert "    w      f32[16, 64@model] " in out
     assert "    b      f32[64@data] " in out
@@ -251,42 +253,41 @@ def test_rules_may_come_from_a_file_and_the_first_match_wins(capsys):
 
 def test_without_a_mesh_there_are_no_bytes_per_device(capsys):
     folder("tiny", CONFIG)
-    out = said(capsys, "tiny")
+    out = output(capsys, "tiny")
     assert "per device" not in out
     assert out.endswith("\ntotal  7,248 parameters, 28.3 KiB\n")
-    assert "wte        f32[33@model, 16] " in said(capsys, "tiny", "--specs", "wte=P('model')", "**=P()")
+    assert "wte        f32[33@model, 16] " in output(capsys, "tiny", "--specs", "wte=P('model')", "**=P()")
 
 
-def test_it_runs_as_a_module(capsys, monkeypatch):
+def test_python_m_fshard_runs_the_command(capsys, monkeypatch):
     folder("tiny", CONFIG)
     monkeypatch.setattr("sys.argv", ["fshard", "inspect", "tiny", "--mesh", "model=2"])
-    monkeypatch.delitem(sys.modules, "fshard.__main__")
     with pytest.raises(SystemExit) as e:
         runpy.run_module("fshard", run_name="__main__")
     assert e.value.code == 0
     assert capsys.readouterr().out == inspect("tiny", mesh="model=2") + "\n"
 
 
-def test_a_reader_that_leaves_is_no_error(monkeypatch):
+def test_closed_pipe_is_not_an_error(monkeypatch):
     folder("tiny", CONFIG)
 
-    class Gone:
+    class ClosedPipe:
         def write(self, _: str) -> int:
             raise BrokenPipeError
 
         def fileno(self) -> int:
-            return 1_000  # a descriptor of nobody's
+            return 1_000  # not an open descriptor
 
-    monkeypatch.setattr("sys.stdout", Gone())
+    monkeypatch.setattr("sys.stdout", ClosedPipe())
     monkeypatch.setattr("os.dup2", lambda old, new: None)
     assert main(["inspect", "tiny"]) == 0
 
 
-# --- what it refuses ----------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------------------
 
 
-def test_paths_with_nothing_to_show_are_refused(capsys):
-    assert refused(capsys, "nowhere") == text("""
+def test_paths_without_tensors_are_refused(capsys):
+    assert error(capsys, "nowhere") == text("""
         nowhere: there is no such file or folder
           fix: a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint
     """)
@@ -294,132 +295,132 @@ def test_paths_with_nothing_to_show_are_refused(capsys):
     Path("pickled/pytorch_model.bin").write_bytes(b"\x80")
     want = text("""
         pickled: pickles are refused
-          there is pytorch_model.bin; a pickle runs whatever code is in it
-          fix: convert it where you may run that: AutoModel.from_pretrained(a).save_pretrained(b)
+          it has pytorch_model.bin; a pickle runs any code that is in it
+          fix: convert it on a machine that may run that: AutoModel.from_pretrained(a).save_pretrained(b)
     """)
-    assert refused(capsys, "pickled") == want
-    assert refused(capsys, "pickled/pytorch_model.bin").startswith("pickled/pytorch_model.bin: pickles are refused\n")
+    assert error(capsys, "pickled") == want
+    assert error(capsys, "pickled/pytorch_model.bin").startswith("pickled/pytorch_model.bin: pickles are refused\n")
     folder("empty")
-    assert refused(capsys, "empty").startswith("empty: there is neither model.safetensors nor ")
+    assert error(capsys, "empty").startswith("empty: has neither model.safetensors nor ")
     Path("some.json").write_text("{}")
-    assert refused(capsys, "some.json") == text("""
+    assert error(capsys, "some.json") == text("""
         some.json: it has no model_type
           fix: give the config.json of a Hugging Face model
     """)
     Path("some.json").write_text("{")
-    assert refused(capsys, "some.json").startswith("some.json: is not JSON\n")
+    assert error(capsys, "some.json").startswith("some.json: is not JSON\n")
     folder("other", {"model_type": "nobody-has-this"})
-    assert refused(capsys, "other").startswith("other/config.json: transformers cannot read it\n")
+    assert error(capsys, "other").startswith("other/config.json: transformers cannot read it\n")
     Path("cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    assert refused(capsys, "cut.safetensors").startswith("cut.safetensors: is not safetensors, or is cut short\n")
+    assert error(capsys, "cut.safetensors").startswith("cut.safetensors: is not safetensors, or is cut short\n")
 
 
 @pytest.mark.parametrize("config", [
     {"model_type": "t5", "d_model": "wide"}, {"model_type": "t5", "d_model": None}, {"model_type": "timm_backbone"},
     {"model_type": "mistral", "hidden_act": "nobody-has-this"},
 ])  # fmt: skip
-def test_a_config_that_transformers_refuses_is_an_error_of_one_line(capsys, config):
-    """Each class of configs, and each constructor, raises what it likes."""
+def test_error_of_transformers_is_shown_in_one_line(capsys, config):
+    """Each class of configs, and each constructor, raises errors of its own types."""
     pytest.importorskip("transformers")
     folder("odd", config)
-    what = "(transformers cannot read it|its constructor in transformers fails)"
-    assert re.fullmatch(rf"odd/config.json: {what}\n  model_type  \w+\n  \w+Error.*", refused(capsys, "odd"))
+    problem = "(transformers cannot read it|its constructor in transformers fails)"
+    assert re.fullmatch(rf"odd/config.json: {problem}\n  model_type  \w+\n  \w+Error.*", error(capsys, "odd"))
 
 
-def test_a_mesh_too_large_to_count_is_refused_at_once(capsys):
+def test_too_many_devices_are_refused(capsys):
     my_gpt2()
-    assert refused(capsys, "my-gpt2", "--mesh", "data=8,model=99999999999999999999") == text("""
+    assert error(capsys, "my-gpt2", "--mesh", "data=8,model=99999999999999999999") == text("""
         --mesh data=8,model=99999999999999999999: more than 1,048,576 devices
-          what each of them holds is counted
+          the bytes of each of them are counted
           fix: a smaller mesh
     """)
 
 
-def test_without_transformers_the_models_are_named(capsys, monkeypatch):
+def test_models_are_named_if_transformers_is_not_installed(capsys, monkeypatch):
     folder("other", {"model_type": "mamba"})
     monkeypatch.setitem(sys.modules, "transformers", None)
-    out = refused(capsys, "other")
+    out = error(capsys, "other")
     assert out.startswith(
         "other/config.json: there is no model file for 'mamba', and transformers is not installed\n  models  "
     )
     assert "gpt2" in out
 
 
-def test_a_model_that_refuses_a_folder_says_how_to_see_it_anyway(capsys):
+def test_error_of_a_model_suggests_raw(capsys):
     my_gpt2()
     Path("my-gpt2/config.json").write_text(json.dumps({**CONFIG, "n_embd": 32}))
-    out = refused(capsys, "my-gpt2")
+    out = error(capsys, "my-gpt2")
     assert "'transformer.wpe.weight' has another shape" in out
     assert out.endswith("\n  (--raw shows the tensors of any folder by their names)")
-    assert said(capsys, "my-gpt2", "--raw").startswith("my-gpt2: gpt2, as its files name the tensors\n")
+    assert output(capsys, "my-gpt2", "--raw").startswith("my-gpt2: gpt2, as its files name the tensors\n")
 
 
 @pytest.mark.parametrize("mesh", ["data", "data=8,model", "data=0", "data=-1", "data=x", "=4", "data=2,", "a b=2"])
-def test_a_mesh_that_is_none_is_refused(capsys, mesh):
+def test_invalid_mesh_is_refused(capsys, mesh):
     folder("tiny", CONFIG)
     wrong = next(part for part in mesh.split(",") if part not in ("data=8", "data=2"))
-    assert refused(capsys, "tiny", f"--mesh={mesh}") == text(f"""
-        --mesh {mesh}: {wrong!r} is no axis of a mesh
+    assert error(capsys, "tiny", f"--mesh={mesh}") == text(f"""
+        --mesh {mesh}: {wrong!r} is not an axis of a mesh
           an axis is a name, and its size 1 or more
           fix: --mesh data=8,model=4
     """)
 
 
-def test_axes_that_are_twice_or_not_there_are_refused(capsys):
+def test_duplicate_and_unknown_axes_are_refused(capsys):
     folder("tiny", CONFIG)
-    assert refused(capsys, "tiny", "--mesh", "data=2,data=4") == text("""
-        --mesh data=2,data=4: 'data=4' is no axis of a mesh
-          it is there already
+    assert error(capsys, "tiny", "--mesh", "data=2,data=4") == text("""
+        --mesh data=2,data=4: 'data=4' is not an axis of a mesh
+          the axis has a size already
           fix: --mesh data=8,model=4
     """)
-    assert refused(capsys, "tiny", "--mesh", "model=2", "--fully-shard", "data") == text("""
+    assert error(capsys, "tiny", "--mesh", "model=2", "--fully-shard", "data") == text("""
         --fully-shard data: the mesh has no such axis
           fix: --mesh model=2,data=8
     """)
-    assert refused(capsys, "tiny", "--fully-shard", "data").endswith("fix: --mesh data=8")
-    assert refused(capsys, "tiny", "--mesh", "model=2", "--specs", "wte=P('data')", "**=P()") == text("""
+    assert error(capsys, "tiny", "--fully-shard", "data").endswith("fix: --mesh data=8")
+    assert error(capsys, "tiny", "--mesh", "model=2", "--specs", "wte=P('data')", "**=P()") == text("""
         --specs wte=P('data'): the mesh has no axis 'data'
           fix: use one of ['model']
     """)
 
 
-def test_rules_that_do_not_fit_are_refused(capsys):
+def test_invalid_rules_are_refused(capsys):
     folder("tiny", CONFIG)
-    assert refused(capsys, "tiny", "--specs", "q.*=P()", "**=P()") == text("""
+    assert error(capsys, "tiny", "--specs", "q.*=P()", "**=P()") == text("""
         rules: 'q.*' matches no leaf
           (an earlier rule may match all of its leaves)
           fix: remove or correct it
     """)
-    assert refused(capsys, "tiny", "--specs", "h.**=P()", "wte=P()", "ln_f.*=P()") == text("""
+    assert error(capsys, "tiny", "--specs", "h.**=P()", "wte=P()", "ln_f.*=P()") == text("""
         rules: no rule matches 'wpe'
           fix: add a rule, or '**': P() at the end
     """)
-    assert refused(capsys, "tiny", "--specs", "auto", "**=P()") == text("""
+    assert error(capsys, "tiny", "--specs", "auto", "**=P()") == text("""
         --specs auto: not a rule
           fix: auto alone; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them
     """)
-    assert refused(capsys, "tiny", "--specs", "none.json") == "--specs none.json: there is no such file"
-    assert refused(capsys, "tiny", "--specs", "wpe=P(None, None, 'model')", "**=P()") == text("""
+    assert error(capsys, "tiny", "--specs", "none.json") == "--specs none.json: there is no such file"
+    assert error(capsys, "tiny", "--specs", "wpe=P(None, None, 'model')", "**=P()") == text("""
         show: tree['wpe']: P(None, None, 'model') describes 3 dims, the leaf has 2
           fix: drop 1
     """)
-    with_mesh = refused(capsys, "tiny", "--mesh", "model=2", "--specs", "wpe=P(None, None, 'model')", "**=P()")
+    with_mesh = error(capsys, "tiny", "--mesh", "model=2", "--specs", "wpe=P(None, None, 'model')", "**=P()")
     assert with_mesh.startswith("show: tree['wpe']: the spec is longer than the shape\n")
 
 
 @pytest.mark.parametrize("spec", ["P(", "P", "P(axis='model')", "Q('model')", "P(open('x'))", "__import__('os')",
                                   "P(x)", "P.__init__('x')", "row()", "[1, 2]", "", "P()()", "(" * 500])  # fmt: skip
-def test_specs_are_read_and_never_run(capsys, spec):
+def test_specs_are_parsed_and_never_run(capsys, spec):
     folder("tiny", CONFIG)
-    assert refused(capsys, "tiny", "--specs", f"**={spec}") == text(f"""
+    assert error(capsys, "tiny", "--specs", f"**={spec}") == text(f"""
         {spec!r} is not a spec
           fix: P(None, "model"), P("data", memory="host"), row("model"), column("model") or P()
     """)
 
 
-def test_specs_are_read_as_python_and_json_write_them():
-    for given in ("P()", 'P("data")', "P(None, ('a', 'b'))", "P(..., 'm')", "row('a')", "column(('a','b'))"):
-        assert spec_of(given) == eval(given, {"P": P, "row": fs.row, "column": fs.column})
+def test_specs_parse_from_python_and_json():
+    for source in ("P()", 'P("data")', "P(None, ('a', 'b'))", "P(..., 'm')", "row('a')", "column(('a','b'))"):
+        assert spec_of(source) == eval(source, {"P": P, "row": fs.row, "column": fs.column})
     assert spec_of([None, ["a", "b"], "c"]) == P(None, ("a", "b"), "c")
     for wrong in ("P('a', 'a')", [3], "P(3)"):
         with pytest.raises(ShardingError, match="P"):
@@ -427,17 +428,17 @@ def test_specs_are_read_as_python_and_json_write_them():
 
 
 @pytest.mark.parametrize("argv", [[], ["inspect"], ["nothing"], ["inspect", "x", "--wrong"]], ids=str)
-def test_a_command_that_is_none_shows_how_to_use_it(capsys, argv):
+def test_invalid_command_shows_usage(capsys, argv):
     with pytest.raises(SystemExit) as e:
         main(argv)
     assert e.value.code == 2
     assert "usage: python -m fshard" in capsys.readouterr().err
 
 
-def test_a_dtype_that_is_none_is_refused(capsys):
+def test_invalid_dtype_is_refused(capsys):
     folder("tiny", CONFIG)
     for name in ("int8", "float33", "nn", "Tensor"):
-        assert refused(capsys, "tiny", "--dtype", name) == text(f"""
+        assert error(capsys, "tiny", "--dtype", name) == text(f"""
             --dtype {name}: not a floating dtype of torch
               fix: --dtype bfloat16
         """)
@@ -446,14 +447,14 @@ def test_a_dtype_that_is_none_is_refused(capsys):
 # --- names and folds ----------------------------------------------------------------------------------------
 
 
-def test_dotted_names_become_nested_dicts_unless_a_leaf_is_inside_another():
+def test_dotted_names_become_nested_dicts_unless_one_is_a_prefix_of_another():
     assert nested({"a.b": 1, "a.c.0": 2, "d": 3}) == {"a": {"b": 1, "c": {"0": 2}}, "d": 3}
     for flat in ({"a": 1, "a.b": 2}, {"a.b": 2, "a": 1}):
         assert nested(flat) == flat
 
 
 class From:
-    """An initializer that says where its values come from."""
+    """An initializer that describes the source of its values."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -466,7 +467,7 @@ def leaf(name: str) -> Any:
     return fs.Deferred((2,), torch.float32, From(name))  # type: ignore[arg-type]
 
 
-def test_equal_layers_fold_where_their_sources_differ_in_the_layers_number_alone():
+def test_layers_fold_if_their_sources_differ_only_in_the_layer_number():
     experts = {"h": [{"e": [leaf(f"h.{i}.e.{j}.w") for j in range(4)]} for i in range(3)]}
     assert str(show(experts)) == text("""
         h.0–2.e  ×3                                   3 × 32 B

@@ -1,4 +1,4 @@
-"""Hugging Face folders by one door: the model of the config's type, a module's leaves by name, and back."""
+"""`fs.hf`: load and save by the model of the config's type, or a module's leaves by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIGS = {
     gpt2: gpt2.Config(31, 8, 16, 1, 4),
     gptj: gptj.Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=1, n_head=4, rotary_dim=4),
     gpt_neox: gpt_neox.Config(31, 32, 1, 4, 24),
-    llama: llama.Config(31, 16, 24, 1, 4, 2, head_dim=4),  # as files have it
+    llama: llama.Config(31, 16, 24, 1, 4, 2, head_dim=4),  # files always have a head_dim
     bert: bert.Config(31, 16, 1, 2, 32),
 }
 
@@ -29,7 +29,7 @@ def full(tree, specs):
 
 
 @pytest.mark.parametrize("model", CONFIGS, ids=lambda m: m.__name__.split(".")[-1])
-def test_a_folder_is_loaded_and_saved_by_the_model_of_its_type(model, tmp_path):
+def test_load_and_save_use_the_model_file_of_the_type(model, tmp_path):
     cfg = CONFIGS[model]
     split = lambda cfg: model.specs(cfg, model="model")  # noqa: E731
     mesh = fs.make_mesh(data=2, model=2)
@@ -42,7 +42,7 @@ def test_a_folder_is_loaded_and_saved_by_the_model_of_its_type(model, tmp_path):
     model_cases.close(full(stored, split(cfg)), fs.device_get(params), 0, 0)
 
 
-def test_a_described_module_takes_its_leaves_from_a_folder_by_name(tmp_path):
+def test_described_module_reads_its_leaves_from_a_folder_by_name(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
                                       num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_described_module_takes_its_leaves_from_a_folder_by_name(tmp_path):
     assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
-def test_what_does_not_fit_the_mesh_is_listed_before_anything_is_read(tmp_path):
+def test_load_lists_leaves_that_do_not_fit_the_mesh(tmp_path):
     cfg = CONFIGS[gpt2]
     gpt2.save(tmp_path, cfg, full(gpt2.init(cfg), P()))
     with pytest.raises(ShardingError) as e:
@@ -79,15 +79,15 @@ def test_what_does_not_fit_the_mesh_is_listed_before_anything_is_read(tmp_path):
     assert "load: params['ln_f']['b']: the spec is longer than the shape" in str(e.value)
 
 
-def test_specs_without_a_mesh_are_not_passed_over(tmp_path):
+def test_specs_without_a_mesh_are_refused(tmp_path):
     cfg = CONFIGS[gpt2]
     gpt2.save(tmp_path, cfg, full(gpt2.init(cfg), P()))
-    for given in ({"specs": P()}, {"mesh": fs.make_mesh(model=2)}):
+    for arguments in ({"specs": P()}, {"mesh": fs.make_mesh(model=2)}):
         with pytest.raises(ShardingError, match="specs and mesh are checked against each other"):
-            hf.load(tmp_path, **given)
+            hf.load(tmp_path, **arguments)
 
 
-def test_a_type_without_a_model_file_is_refused_with_another_way(tmp_path):
+def test_type_without_a_model_file_is_refused_with_an_alternative(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ShardingError) as e:
         hf.load(tmp_path)
@@ -96,5 +96,5 @@ def test_a_type_without_a_model_file_is_refused_with_another_way(tmp_path):
         "  models  bert, gpt2, gpt_neox, gptj, llama\n"
         "  fix: apply, module = fs.defer(lambda: AutoModel.from_config(config)); hf.weights(path, module['params'])"
     )
-    with pytest.raises(ShardingError, match="save: int is the Config of no model here"):
+    with pytest.raises(ShardingError, match=r"save: int is not a Config of fs\.models"):
         hf.save(tmp_path, 3, {})

@@ -1,253 +1,227 @@
-"""What torch.distributed.checkpoint (DCP) asks for when it loads: a planner and a storage.
-
-Each rank plans the slices it needs and reads those. Nothing is read before every rank has agreed that the
-checkpoint holds what is asked for, and that the files it will read are whole.
-"""
+"""Restoring a checkpoint: every rank reads the slices that it needs, after all have agreed that the checkpoint fits."""
 
 from __future__ import annotations
 
-import io
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
+from fshard import tree
 from fshard._comm import HOST, empty_part
+from fshard._io import Ranks, StrPath, cannot_read
 from fshard.errors import ShardingError, fail, raise_all
+from fshard.init import Deferred
 from fshard.mesh import Mesh
-from fshard.sharded import from_callback
-from fshard.spec import Box, P, box_shape, describe, full_box, local_box, same_placement
+from fshard.sharded import Sharded, from_callback
+from fshard.spec import (
+    Box,
+    P,
+    box_bounds,
+    box_shape,
+    describe,
+    full_box,
+    is_spec,
+    local_box,
+    relative_box,
+    same_placement,
+    spec_errors,
+)
 
 from . import commit
-from .manifest import Manifest, Saved, Scalar, decode_scalar, encode, read_manifest
-from .parts import Chunk, check_part, read_chunk
-from .saving import Corner, Ids, call, done
+from .manifest import SCALARS, Manifest, Saved, Scalar, read_manifest
+from .parts import RESTORE_ANOTHER, Chunk, check_part, overlap, read_chunk
+
+Reads = dict[str, list[tuple[str, Chunk, list[tuple[Box, Tensor]]]]]  # file -> (leaf, chunk, (box of it, destination))
 
 
-def load(targets: Mapping[str, Target], directory: Path, at: str, *, alone: bool) -> None:
-    """Fill the targets, by dotted path, from the checkpoint in `directory`."""
-    reader, reads = Reader(directory), Reads(directory, at)
-    call("restore", lambda: dcp_load(dict(targets), storage_reader=reader, planner=reads, no_dist=alone), alone)
+def restore(
+    path: StrPath,
+    like: Any,
+    *,
+    specs: Any = None,
+    mesh: Mesh | None = None,
+    step: int | None = None,
+    at: str = "",
+) -> Any:
+    """Return a new tree with the structure of `like` and the values of the checkpoint.
+
+    A `Sharded` leaf of `like` gives its shape, dtype, spec and mesh; a `Deferred` one its shape and dtype,
+    and needs `specs` and `mesh`. A tensor becomes a tensor on its device (from meta, on the CPU), a
+    Python value one of its type; their values do not matter. Every process reads just the slices it will
+    hold. A leaf that was saved at two paths is one leaf again, if both are placed alike.
+
+    Args:
+        specs: the placement of the leaves, a prefix of `like`. Without it each `Sharded` leaf keeps its own.
+        mesh: the mesh of the leaves. Without it each `Sharded` leaf stays on its own.
+        step: restore `path/step_000025` instead of `path` itself.
+        at: the dotted path of the subtree to restore: `"params"` for the parameters of a train state.
+
+    >>> restore("out", init(), specs=specs, mesh=fs.make_mesh(model=2), step=25, at="params")
+    {'up': f32[64, 256@model], 'down': f32[256@model, 64]}
+
+    Raises ShardingError, before anything is loaded, listing every leaf that is missing, extra, or of another
+    shape or dtype, and every file that is missing, cut short or damaged; and where data that was read is
+    damaged.
+    """
+    meshes = [mesh, *(x.mesh for x in tree.leaves(like) if isinstance(x, Sharded))]
+    ranks = Ranks("restore", alone=not any(m is not None and m.kind == "process" for m in meshes))
+    directory = commit.directory_of(path, step)
+    targets, errors = _targets(like, specs, mesh, at)
+    reads: Reads = {}
+
+    def plan() -> None:
+        raise_all(errors)
+        commit.check_complete(directory)
+        reads.update(_plan(targets, directory, read_manifest(directory), at))
+
+    ranks.run(plan)
+    ranks.run(lambda: _read(directory, reads))
+    leaves: dict[str, Any] = {}
+    for name, t in targets.items():
+        leaves[name] = leaves[t.same_as] if t.same_as is not None else t.result()
+    return tree.unflatten(tree.structure(like), list(leaves.values()))
 
 
 @dataclass
 class Target:
-    """A leaf to restore: what it must be, where it goes, and what has been read of it.
+    """A leaf to restore: a Python value if `value_type` is set, a tensor on `device` if `mesh` is None.
 
-    With a mesh it goes there, by `spec`; without one it is a tensor on `device`, or a Python value of type
-    `kind`. `same_as` is the path whose result it shares.
+    `parts` has its different boxes in this process. `same_as` is the path of another target, if both are one leaf.
     """
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
-    device: torch.device | None = None
-    spec: P | None = None
+    device: torch.device = HOST
+    spec: P = field(default_factory=P)
     mesh: Mesh | None = None
-    kind: type | None = None
-    parts: dict[Corner, Tensor] = field(default_factory=dict)
+    value_type: type | None = None
     value: Any = None
     same_as: str | None = None
+    parts: dict[tuple[tuple[int, int], ...], Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return describe(self.dtype, self.shape) if self.kind is None else self.kind.__name__
+        return describe(self.dtype, self.shape) if self.value_type is None else self.value_type.__name__
 
-    def boxes(self) -> list[Box]:
-        """The different boxes that this process needs, empty ones left out."""
-        if self.mesh is None or self.spec is None:
-            return [full_box(self.shape)]
-        coords = [self.mesh.coords(rank) for rank in self.mesh.ranks]
-        boxes = [local_box(self.shape, self.spec, self.mesh.axes, at) for at in coords]
-        return list({_corner(box): box for box in boxes if 0 not in box_shape(box)}.values())
+    def allocate(self) -> list[tuple[Box, Tensor]]:
+        """Allocate the parts; return them, each with its box."""
+        boxes = [full_box(self.shape)]
+        if self.mesh is not None:
+            coords = [self.mesh.coords(rank) for rank in self.mesh.ranks]
+            boxes = [local_box(self.shape, self.spec, self.mesh.axes, position) for position in coords]
+        out = {box_bounds(box): box for box in boxes}
+        self.parts = {key: empty_part(box_shape(box), self.dtype, self.spec, self.device) for key, box in out.items()}
+        return [(box, self.parts[key]) for key, box in out.items()]
 
-    def goes_with(self, other: Target) -> bool:
-        """Whether two paths of one leaf can be one object again."""
-        if self.mesh is None or self.spec is None or other.spec is None:
-            return self.mesh == other.mesh and self.device == other.device
-        return self.mesh == other.mesh and same_placement(self.spec, other.spec, len(self.shape))
+    def is_placed_like(self, other: Target) -> bool:
+        return (self.mesh, self.device) == (other.mesh, other.device) and same_placement(
+            self.spec, other.spec, len(self.shape)
+        )
 
     def result(self) -> Any:
-        if self.kind is not None:
+        if self.value_type is not None:
             return self.value
-        if self.mesh is None or self.spec is None:
-            return self.parts[_corner(full_box(self.shape))]
-        return from_callback(self.shape, self.spec, self.mesh, self._part)
-
-    def empty_part(self, box: Box) -> Tensor:
-        """An empty part, where it is to lie."""
-        return empty_part(box_shape(box), self.dtype, self.spec or P(), self.device or HOST)
-
-    def _part(self, box: Box) -> Tensor:
-        if 0 in box_shape(box):
-            return self.empty_part(box)
-        return self.parts[_corner(box)]
+        if self.mesh is None:
+            return self.parts[box_bounds(full_box(self.shape))]
+        return from_callback(self.shape, self.spec, self.mesh, lambda box: self.parts[box_bounds(box)])
 
 
-class Reads(LoadPlanner):
-    """Which slices of chunks this process needs. Refuses a checkpoint that is not what was asked for."""
-
-    def __init__(self, directory: Path, at: str) -> None:
-        self.directory, self.under = directory, f"{at}." if at else ""
-        self.targets: dict[str, Target] = {}
-        self.metadata = Metadata({})
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        assert metadata is not None
-        self.targets, self.metadata = state_dict, metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        leaves: Mapping[str, Saved | Scalar] = self.metadata.storage_data.leaves
-        self._compare(leaves)
-        items: list[ReadItem] = []
-        for path, target in self.targets.items():
-            saved, known = leaves[path], self.metadata.state_dict_metadata[path]
-            if not isinstance(saved, Saved) or not isinstance(known, TensorStorageMetadata):
-                items.append(_read_value(path))
-                continue
-            first = self.targets.get(saved.same_as) if saved.same_as is not None else None
-            if first is not None and first.goes_with(target):
-                target.same_as = saved.same_as
-                continue
-            wanted = []
-            for box in target.boxes():
-                part = target.empty_part(box)
-                target.parts[_corner(box)] = part
-                if part.numel():
-                    wanted.append(ChunkStorageMetadata(torch.Size(_corner(box)), part.shape))
-            items += create_read_items_for_chunk_list(path, known, wanted)
-        return LoadPlan(items)
-
-    def _compare(self, leaves: Mapping[str, Saved | Scalar]) -> None:
-        lines = []
-        for path, target in self.targets.items():
-            saved = leaves.get(path)
-            told = describe(saved.dtype, saved.shape) if isinstance(saved, Saved) else type(saved).__name__
-            if path not in leaves:
-                lines.append(f"missing  {path}  {target!r}")
-            elif told != repr(target):
-                lines.append(f"differs  {path}  saved as {told}, like says {target!r}")
-        extra = [path for path in leaves if path.startswith(self.under) and path not in self.targets]
-        lines += [f"extra    {path}  {leaves[path]!r}" for path in extra]
-        if lines:
-            raise fail(f"restore: {self.directory} does not hold the leaves of `like`", *lines,
-                       fix="give `like` what fs.checkpoint.inspect shows; "
-                           "at='params' restores one subtree")  # fmt: skip
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.targets[read_item.dest_index.fqn].value = decode_scalar(json.loads(value.getvalue()))
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        at = read_item.dest_index
-        part = self.targets[at.fqn].parts[tuple(at.offset or ())]
-        return part[_box(read_item.dest_offsets, read_item.lengths)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
-
-
-class Reader(StorageReader):
-    """Reads and checks the slices that the plan asks for."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.manifest = Manifest(None, {}, {})
-        self.chunks: dict[tuple[str, Corner], Chunk] = {}
-        self.wrong: ShardingError | None = None
-
-    def reset(self, checkpoint_id: Ids = None) -> None: ...
-
-    def read_metadata(self) -> Metadata:
+def _targets(like: Any, specs: Any, mesh: Mesh | None, at: str) -> tuple[dict[str, Target], list[ShardingError]]:
+    """Return the leaves to restore by their dotted paths in the checkpoint, and an error for each that cannot be."""
+    leaves = tree.leaves_with_path(like)
+    flat = [None] * len(leaves) if specs is None else tree.broadcast(specs, like, name="specs", leaf=is_spec)
+    targets: dict[str, Target] = {}
+    errors: list[ShardingError] = []
+    for (path, leaf), spec in zip(leaves, flat, strict=True):
+        name = ".".join(part for part in (at, tree.dotted(path)) if part)
+        label = f"restore: {tree.show('like', path)}"
+        if name in targets:
+            errors.append(fail(f"{label}: another leaf has the name {name!r}", fix="rename a key"))
         try:
-            commit.check_complete(self.directory)
-            self.manifest = read_manifest(self.directory)
-        except ShardingError as e:  # said in set_up_storage_reader: here DCP would log it, and reword it
-            self.wrong = e
-        saved = {path: leaf for path, leaf in self.manifest.leaves.items() if isinstance(leaf, Saved)}
-        self.chunks = {(path, c.offset): c for path, leaf in saved.items() for c in leaf.chunks}
-        known = {path: _known(leaf) for path, leaf in self.manifest.leaves.items()}
-        return Metadata(known, storage_data=self.manifest)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        if self.wrong is not None:
-            raise self.wrong
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        errors = []
-        for name in self._by_file(plan):
-            errors += check_part(self.directory / name, self.manifest.files[name])
-        raise_all(errors)
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                value = self.manifest.leaves[item.storage_index.fqn]
-                planner.load_bytes(item, io.BytesIO(json.dumps(encode(value)).encode()))
-        for name, wanted in self._by_file(plan).items():
-            with open(self.directory / name, "rb") as f:
-                for (path, offset), reads in wanted.items():
-                    pairs = [(_box(r.storage_offsets, r.lengths), planner.resolve_tensor(r)) for r in reads]
-                    read_chunk(f, path, self.chunks[path, offset], pairs)
-        return done(None)
-
-    def _by_file(self, plan: LoadPlan) -> dict[str, dict[tuple[str, Corner], list[ReadItem]]]:
-        """What to read: file -> chunk, in the order of the file -> slices."""
-        wanted: dict[tuple[str, Corner], list[ReadItem]] = {}
-        for item in plan.items:
-            if item.type == LoadItemType.TENSOR:
-                at = item.storage_index
-                wanted.setdefault((at.fqn, tuple(at.offset or ())), []).append(item)
-        found: dict[str, dict[tuple[str, Corner], list[ReadItem]]] = {}
-        for key in sorted(wanted, key=lambda key: (self.chunks[key].file, self.chunks[key].start)):
-            found.setdefault(self.chunks[key].file, {})[key] = wanted[key]
-        return found
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Ids) -> bool:
-        return True
+            targets[name] = _target(label, leaf, spec, mesh)
+        except ShardingError as e:
+            errors.append(e)
+    return targets, errors
 
 
-def _known(leaf: Saved | Scalar) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not isinstance(leaf, Saved):
-        return BytesStorageMetadata()
-    chunks = [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in leaf.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=leaf.dtype), torch.Size(leaf.shape), chunks)
+def _target(label: str, leaf: Any, spec: P | None, mesh: Mesh | None) -> Target:
+    """Return the target for a leaf of `like`. Raises ShardingError if its placement is missing or impossible."""
+    if isinstance(leaf, (Sharded, Deferred)):
+        if isinstance(leaf, Sharded):
+            spec, mesh = spec or leaf.spec, mesh or leaf.mesh
+        if spec is None or mesh is None:
+            raise fail(f"{label}: has no spec or no mesh", fix="give specs= and mesh=",
+                       leaf=describe(leaf.dtype, leaf.shape))  # fmt: skip
+        raise_all(spec_errors(label, leaf.shape, spec, mesh.axes))
+        return Target(leaf.shape, leaf.dtype, mesh.device, spec, mesh)
+    if spec is not None and spec.axes:
+        raise fail(f"{label}: a {type(leaf).__name__} in `like` cannot be split over a mesh", spec=spec,
+                   fix="give it P(), or put a Deferred or Sharded in its place")  # fmt: skip
+    if isinstance(leaf, Tensor):
+        return Target(tuple(leaf.shape), leaf.dtype, HOST if leaf.is_meta else leaf.device)
+    if type(leaf) in SCALARS:
+        return Target(value_type=type(leaf))
+    raise fail(f"{label}: cannot restore a {type(leaf).__name__}", fix="give a tensor, a number or a string")
 
 
-def _read_value(path: str) -> ReadItem:
-    at, none = MetadataIndex(path), torch.Size((0,))
-    return ReadItem(LoadItemType.BYTE_IO, at, none, at, none, none)
+def _plan(targets: Mapping[str, Target], directory: Path, manifest: Manifest, at: str) -> Reads:
+    """Allocate the targets, and return the slices that fill them, by file in the order of their bytes.
+
+    Raises ShardingError where the leaves differ from those of the manifest, and for files that are damaged.
+    """
+    _check_leaves(targets, directory, manifest.leaves, at)
+    reads: Reads = {}
+    for path, target in targets.items():
+        saved = manifest.leaves[path]
+        if not isinstance(saved, Saved):
+            target.value = saved
+            continue
+        first = targets.get(saved.same_as) if saved.same_as is not None else None
+        if first is not None and first.is_placed_like(target):
+            target.same_as = saved.same_as
+            continue
+        parts = target.allocate()
+        for chunk in saved.chunks:
+            chunk_box = tuple(slice(a, a + n) for a, n in zip(chunk.offset, chunk.shape, strict=True))
+            wanted = [(relative_box(common, chunk_box), part[relative_box(common, box)])
+                      for box, part in parts if (common := overlap(chunk_box, box)) is not None]  # fmt: skip
+            if wanted:
+                reads.setdefault(chunk.file, []).append((path, chunk, wanted))
+    raise_all([e for file in sorted(reads) for e in check_part(directory / file, manifest.files[file])])
+    return {file: sorted(reads[file], key=lambda read: read[1].start) for file in sorted(reads)}
 
 
-def _corner(box: Box) -> Corner:
-    return tuple(s.start for s in box)
+def _check_leaves(
+    targets: Mapping[str, Target], directory: Path, leaves: Mapping[str, Saved | Scalar], at: str
+) -> None:
+    lines = []
+    for path, target in targets.items():
+        saved = leaves.get(path)
+        shown = describe(saved.dtype, saved.shape) if isinstance(saved, Saved) else type(saved).__name__
+        if path not in leaves:
+            lines.append(f"missing  {path}  {target!r}")
+        elif shown != repr(target):
+            lines.append(f"differs  {path}  saved as {shown}, like says {target!r}")
+    subtree = f"{at}." if at else ""
+    extra = [path for path in leaves if path.startswith(subtree) and path not in targets]
+    lines += [f"extra    {path}  {leaves[path]!r}" for path in extra]
+    if lines:
+        raise fail(f"restore: {directory} does not hold the leaves of `like`", *lines,
+                   fix="give `like` the leaves that fs.checkpoint.inspect shows; "
+                       "at='params' restores one subtree")  # fmt: skip
 
 
-def _box(offsets: Sequence[int], lengths: Sequence[int]) -> Box:
-    return tuple(slice(a, a + n) for a, n in zip(offsets, lengths, strict=True))
+def _read(directory: Path, reads: Reads) -> None:
+    for file, of_file in reads.items():
+        try:
+            with open(directory / file, "rb") as f:
+                for path, chunk, wanted in of_file:
+                    read_chunk(f, path, chunk, wanted)
+        except OSError as e:
+            raise cannot_read(directory / file, e, RESTORE_ANOTHER) from e
+
+
+__all__ = ["restore"]

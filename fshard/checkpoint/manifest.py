@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what it holds and where, in one JSON file.
+"""The manifest of a checkpoint: one JSON file with the leaves and the place of their bytes.
 
-    step_000025/manifest.json             every leaf: shape, dtype, and where each of its chunks lies
+    step_000025/manifest.json             every leaf: shape, dtype, and the place of each of its chunks
                 part-00000.safetensors    the chunks that rank 0 wrote
                 part-00003.safetensors    the chunks that rank 3 wrote
 
@@ -16,8 +16,8 @@ it. Then
         "params.head": {"same_as": "params.up"},            two paths of one leaf
         "cursor":      {"type": "int", "value": 1200}}      a Python value; floats as text, by `repr`
 
-The chunks of a leaf fill it and do not overlap; how they are checked is in `parts`. Nothing is pickled. A
-path in the manifest is the plain name of a part file, so that none leads out of the directory.
+The chunks of a leaf fill it and do not overlap; `parts` checks their bytes. Nothing is pickled. A file in the manifest
+is the plain name of a part file, so that none is outside the directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +33,11 @@ from typing import Any
 
 import torch
 
+from fshard._io import cannot_read, write_errors, write_file
 from fshard.errors import fail
 from fshard.spec import describe
 
-from .parts import DTYPES, ELSE, NAME, Chunk, Part, count, unwritable
+from .parts import DTYPES, PART_NAME, RESTORE_ANOTHER, UNCHANGED, Chunk, PartFile, block_count
 
 FORMAT, VERSION, MANIFEST = "fshard.checkpoint", 1, "manifest.json"
 SCALARS = (bool, int, float, str)
@@ -46,7 +46,7 @@ Scalar = bool | int | float | str
 
 @dataclass(frozen=True, repr=False)
 class Saved:
-    """A leaf as a checkpoint holds it. Shown as `f32[64, 256]`."""
+    """A tensor leaf in a checkpoint, shown as `f32[64, 256]`; `same_as` is the first path of the same leaf."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,60 +59,52 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint holds except the numbers."""
+    """Contents of a checkpoint, except the bytes of tensors."""
 
     step: int | None
-    files: Mapping[str, Part]
+    files: Mapping[str, PartFile]
     leaves: Mapping[str, Saved | Scalar]
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`, a leaf to a line, to the disk itself."""
-    files = _lines({name: dataclasses.asdict(part) for name, part in manifest.files.items()})
-    leaves = _lines({path: encode(leaf) for path, leaf in manifest.leaves.items()})
+    """Write `manifest.json`, one line for each leaf, and flush it to the disk."""
+    files = _rows({name: vars(part) for name, part in manifest.files.items()})
+    leaves = _rows({path: _encode(leaf) for path, leaf in manifest.leaves.items()})
     body = f'"step": {json.dumps(manifest.step)},\n"files": {files},\n"leaves": {leaves}}}\n'.encode()
-    head = f'{{"format": "{FORMAT}", "version": {VERSION}, "blake2b": "{_digest(body)}",\n'.encode()
+    first = f'{{"format": "{FORMAT}", "version": {VERSION}, "blake2b": "{_digest(body)}",\n'.encode()
     path = directory / MANIFEST
-    try:
-        with open(path, "xb") as f:
-            f.write(head + body)
-            f.flush()
-            os.fsync(f.fileno())
-    except OSError as e:
-        raise unwritable(path, e) from e
+    with write_errors("save", path, UNCHANGED):
+        write_file(path, [first, body])
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Read and check `manifest.json`. Raises ShardingError where it is damaged or of another version."""
     path = directory / MANIFEST
     try:
-        head, _, body = path.read_bytes().partition(b"\n")
+        first, _, body = path.read_bytes().partition(b"\n")
     except OSError as e:
-        raise fail(f"{path}: cannot be read", str(e.strerror), fix=ELSE) from e
+        raise cannot_read(path, e, RESTORE_ANOTHER) from e
     try:
-        first = json.loads(head.strip().removesuffix(b",") + b"}")
-        known = first["format"] == FORMAT
-        version, digest = first["version"], first["blake2b"]
+        head = json.loads(first.strip().removesuffix(b",") + b"}")
+        known = head["format"] == FORMAT
+        version, digest = head["version"], head["blake2b"]
     except (ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known:
-        raise fail(
-            f"{path} is not a manifest of fshard, or is damaged",
-            "its first line names no format",
-            fix=ELSE,
-        )
+        raise fail(f"{path} is not a manifest of fshard, or is damaged", f"its first line has no format {FORMAT!r}",
+                   fix=RESTORE_ANOTHER)  # fmt: skip
     if version != VERSION:
-        raise fail(f"{path} is of another version of fshard", fix="restore it with that version",
+        raise fail(f"{path} was written by another version of fshard", fix="restore it with that version",
                    expected=VERSION, got=version)  # fmt: skip
     if digest != _digest(body):
-        raise fail(f"{path} is damaged", fix=ELSE, expected=f"blake2b {digest}", got=_digest(body))
+        raise fail(f"{path} is damaged", fix=RESTORE_ANOTHER, expected=f"blake2b {digest}", got=_digest(body))
     try:
         return _decode(json.loads(b"{" + body))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise fail(f"{path} is malformed", f"{type(e).__name__}: {e}", fix=ELSE) from e
+        raise fail(f"{path} is malformed", f"{type(e).__name__}: {e}", fix=RESTORE_ANOTHER) from e
 
 
-def _lines(table: Mapping[str, Any]) -> str:
+def _rows(table: Mapping[str, Any]) -> str:
     rows = (f"\n{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items())
     return f"{{{','.join(rows)}}}"
 
@@ -121,25 +113,25 @@ def _digest(body: bytes) -> str:
     return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
-def encode(leaf: Saved | Scalar) -> Any:
+def _encode(leaf: Saved | Scalar) -> Any:
     if not isinstance(leaf, Saved):
         return {"type": type(leaf).__name__, "value": repr(leaf) if isinstance(leaf, float) else leaf}
     if leaf.same_as is not None:
         return {"same_as": leaf.same_as}
     dtype = str(leaf.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": leaf.shape, "chunks": [dataclasses.asdict(c) for c in leaf.chunks]}
+    return {"dtype": dtype, "shape": leaf.shape, "chunks": [vars(c) for c in leaf.chunks]}
 
 
 def _decode(body: Any) -> Manifest:
-    files = {name: Part(**fields) for name, fields in body["files"].items()}
+    files = {name: PartFile(**fields) for name, fields in body["files"].items()}
     for name, part in files.items():
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a part file")
+        if not PART_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of a part file")
         _sizes(dataclasses.astuple(part))
     leaves: dict[str, Saved | Scalar] = {}
     for path, entry in body["leaves"].items():
         if "value" in entry:
-            leaves[path] = decode_scalar(entry)
+            leaves[path] = _decode_scalar(entry)
         elif "same_as" in entry:
             first = leaves[entry["same_as"]]
             if not isinstance(first, Saved):
@@ -152,14 +144,14 @@ def _decode(body: Any) -> Manifest:
     return Manifest(body["step"], files, leaves)
 
 
-def decode_scalar(entry: Any) -> Scalar:
+def _decode_scalar(entry: Any) -> Scalar:
     value = float(entry["value"]) if entry["type"] == "float" else entry["value"]
     if not isinstance(value, SCALARS) or type(value).__name__ != entry["type"]:
-        raise ValueError(f"{entry['value']!r} is no {entry['type']}")
+        raise ValueError(f"{entry['value']!r} is not a {entry['type']}")
     return value
 
 
-def _decode_saved(path: str, entry: Any, files: Mapping[str, Part]) -> Saved:
+def _decode_saved(path: str, entry: Any, files: Mapping[str, PartFile]) -> Saved:
     shape, dtype = _sizes(entry["shape"]), DTYPES[entry["dtype"]]
     chunks = []
     for fields in entry["chunks"]:
@@ -169,7 +161,7 @@ def _decode_saved(path: str, entry: Any, files: Mapping[str, Part]) -> Saved:
             o + n <= m for o, n, m in zip(c.offset, c.shape, shape, strict=True)
         )
         end = c.start + math.prod(c.shape) * dtype.itemsize
-        if not fits or end > files[c.file].bytes or len(c.crc32) != count(c.shape, dtype.itemsize):
+        if not fits or end > files[c.file].bytes or len(c.crc32) != block_count(c.shape, dtype.itemsize):
             raise ValueError(f"{path}: the chunk at {list(c.offset)} does not fit its leaf or its file")
         chunks.append(c)
     filled = sum(math.prod(c.shape) for c in chunks)

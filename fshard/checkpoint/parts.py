@@ -1,49 +1,45 @@
-"""Part files: the chunks that one rank wrote, and how any slice of one is read and checked.
+"""Part files: the chunks that one rank writes, and slices of them that any rank reads and checks.
 
-A chunk is a box of a leaf, contiguous, at byte `start` of its file. It is checked by blocks of at most 1 MiB,
-one CRC-32 each, so that whoever needs a slice reads and checks the blocks it lies in and no others. With the
-header's checksum every byte of a file is covered. The files are plain safetensors, for any tool to look at;
-complex numbers have a last dim of 2 there. They are written here, and not by that package, to have one chunk
-in memory at a time.
+A chunk is a box of a leaf, contiguous, at byte `start` of its file. It has a CRC-32 for each block of at most 1 MiB, so
+that a rank that needs a slice reads and checks the blocks that the slice overlaps, and no others. The manifest has the
+CRC-32 of the header too: every byte of a file is checked. The files are plain safetensors, for any tool to read;
+complex numbers have a last dim of 2 there.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fshard import _safetensors
+from fshard._io import bytes_of, cannot_read, write_errors, write_file
 from fshard.errors import ShardingError, fail
 from fshard.spec import Box, box_shape, relative_box
 
-BLOCK = 1 << 20  # part of the format: another size needs another version
-NAME = re.compile(r"part-\d{5,}(\.\d+)?\.safetensors")
-ELSE = "restore another checkpoint"
+BLOCK_BYTES = 1 << 20  # part of the format: another size needs another version
+PART_NAME = re.compile(r"part-\d{5,}(\.\d+)?\.safetensors")
+RESTORE_ANOTHER = "restore another checkpoint"  # the fix for a damaged one
+UNCHANGED = "the last complete checkpoint is unchanged"
 
-_SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "F32", torch.complex128: "F64",
-}  # fmt: skip
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _SAFETENSORS}
+_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in {**dict.fromkeys(_safetensors.DTYPES.values()), **_COMPLEX}
+}
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a leaf, and where its bytes are."""
+    """A box of a leaf, and the place and checksums of its bytes."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -53,8 +49,8 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The size of a part file, and its header's."""
+class PartFile:
+    """Size and header of a part file."""
 
     bytes: int
     header_bytes: int
@@ -62,38 +58,38 @@ class Part:
 
 
 def blocks(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """The boxes, each of at most `BLOCK` bytes, that follow each other in a contiguous tensor.
+    """Split a contiguous tensor into boxes of at most `BLOCK_BYTES`, in the order of their bytes.
 
     >>> [box[0] for box in blocks((1000, 300), 4)]
     [slice(0, 873, None), slice(873, 1000, None)]
     """
     if 0 in shape:
         return
-    dim, rows = _cut(shape, itemsize)
-    rest = tuple(slice(0, n) for n in shape[dim:])
+    dim, rows = _block_layout(shape, itemsize)
+    inner = tuple(slice(0, n) for n in shape[dim:])
     if not dim:
-        yield rest
+        yield inner
         return
     n = shape[dim - 1]
-    for lead in itertools.product(*(range(m) for m in shape[: dim - 1])):
-        for at in range(0, n, rows):
-            yield *(slice(i, i + 1) for i in lead), slice(at, min(at + rows, n)), *rest
+    for outer in itertools.product(*(range(m) for m in shape[: dim - 1])):
+        for start in range(0, n, rows):
+            yield *(slice(i, i + 1) for i in outer), slice(start, min(start + rows, n)), *inner
 
 
-def _cut(shape: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """(d, rows): `rows` entries of dim d - 1, with all dims from d on, make a block; d = 0 where one does."""
+def _block_layout(shape: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Return (d, rows): a block is `rows` entries of dim d - 1 with all dims from d on; d = 0 if one block is all."""
     dim, size = len(shape), itemsize
-    while dim and size * shape[dim - 1] <= BLOCK:
+    while dim and size * shape[dim - 1] <= BLOCK_BYTES:
         dim -= 1
         size *= shape[dim]
-    return dim, BLOCK // size
+    return dim, BLOCK_BYTES // size
 
 
-def count(shape: Sequence[int], itemsize: int) -> int:
-    """How many `blocks` there are."""
+def block_count(shape: Sequence[int], itemsize: int) -> int:
+    """Return the number of `blocks`."""
     if 0 in shape:
         return 0
-    dim, rows = _cut(shape, itemsize)
+    dim, rows = _block_layout(shape, itemsize)
     if not dim:
         return 1
     return math.prod(shape[: dim - 1]) * -(-shape[dim - 1] // rows)
@@ -101,109 +97,98 @@ def count(shape: Sequence[int], itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """What `write_part` writes: a chunk that `read` gives when its turn comes."""
+    """A box of the leaf at a dotted path, with its values, for `write_part`."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
+    path: str
+    box: Box
+    values: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.path}[{', '.join(f'{s.start}:{s.stop}' for s in self.box)}]"
 
 
 def part_name(rank: int, generation: int) -> str:
     return f"part-{rank:05d}{f'.{generation}' if generation else ''}.safetensors"
 
 
-def write_part(path: Path, pieces: Sequence[Piece]) -> tuple[Part, list[tuple[int, tuple[int, ...]]]]:
-    """Write a safetensors file, one piece in memory at a time. Gives (start, checksums) of each."""
-    header: dict[str, Any] = {}
-    at = 0
+def write_part(path: Path, pieces: Sequence[Piece]) -> tuple[PartFile, list[tuple[str, Chunk]]]:
+    """Write a safetensors file, with one piece at a time in host memory, and return (leaf, chunk) for each."""
+    pieces = sorted(pieces, key=lambda p: (-p.values.dtype.itemsize, str(p)))  # widest first: each tensor is aligned
+    table = {}
     for p in pieces:
-        size = math.prod(p.shape) * p.dtype.itemsize
-        shape = [*p.shape, 2] if p.dtype.is_complex else [*p.shape]
-        header[p.name] = {"dtype": _SAFETENSORS[p.dtype], "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    spots = []
-    try:
-        with open(path, "xb") as f:
-            f.write(head)
-            start = len(head)
-            for p in pieces:
-                data = bytes_of(p.read())
-                spots.append((start, tuple(_crc32s(data, p.shape, p.dtype.itemsize))))
-                f.write(data)
-                start += len(data)
-            f.flush()
-            os.fsync(f.fileno())
-    except OSError as e:
-        raise unwritable(path, e) from e
-    return Part(len(head) + at, len(head), zlib.crc32(head)), spots
+        dtype, shape = p.values.dtype, box_shape(p.box)
+        table[str(p)] = (_COMPLEX[dtype], (*shape, 2)) if dtype in _COMPLEX else (dtype, shape)
+    header = _safetensors.encode_header(table)
+    chunks: list[tuple[str, Chunk]] = []
+    size = len(header)
+
+    def contents() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        yield header
+        for p in pieces:
+            data, shape = bytes_of(p.values), box_shape(p.box)
+            crc32 = tuple(_crc32_of_blocks(data, shape, p.values.dtype.itemsize))
+            chunks.append((p.path, Chunk(tuple(s.start for s in p.box), shape, path.name, size, crc32)))
+            size += len(data)
+            yield data
+
+    with write_errors("save", path, UNCHANGED):
+        write_file(path, contents())
+    return PartFile(size, len(header), zlib.crc32(header)), chunks
 
 
-def bytes_of(x: Tensor) -> memoryview:
-    x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = x.as_strided((x.numel(),), (1,))  # one element counts as contiguous whatever its strides
-    return flat.view(torch.uint8).numpy().data
-
-
-def _crc32s(data: memoryview, shape: Sequence[int], itemsize: int) -> Iterator[int]:
-    at = 0
+def _crc32_of_blocks(data: memoryview, shape: Sequence[int], itemsize: int) -> Iterator[int]:
+    start = 0
     for box in blocks(shape, itemsize):
         size = math.prod(box_shape(box)) * itemsize
-        yield zlib.crc32(data[at : at + size])
-        at += size
+        yield zlib.crc32(data[start : start + size])
+        start += size
 
 
-def check_part(path: Path, part: Part) -> list[ShardingError]:
-    """What is wrong with a part file, by its size and its header; empty if nothing."""
-    where = f"{path}"
+def check_part(path: Path, part: PartFile) -> list[ShardingError]:
+    """Compare the size and the header of a part file with the manifest; return the differences as errors."""
     try:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
-            head = f.read(part.header_bytes)
+            header = f.read(part.header_bytes)
     except OSError as e:
-        return [fail(f"{where}: cannot be read", str(e.strerror), fix=ELSE)]
+        return [cannot_read(path, e, RESTORE_ANOTHER)]
     if size != part.bytes:
-        why = "is cut short" if size < part.bytes else "is too long"
-        return [fail(f"{where}: {why}", fix=ELSE, expected=f"{part.bytes} bytes", got=f"{size} bytes")]
-    if zlib.crc32(head) != part.header_crc32:
-        return [fail(f"{where}: the header is damaged", fix=ELSE,
-                     expected=f"crc32 {part.header_crc32:08x}", got=f"{zlib.crc32(head):08x}")]  # fmt: skip
+        problem = "is cut short" if size < part.bytes else "is too long"
+        return [fail(f"{path}: {problem}", fix=RESTORE_ANOTHER, expected=f"{part.bytes} bytes", got=f"{size} bytes")]
+    if zlib.crc32(header) != part.header_crc32:
+        return [fail(f"{path}: the header is damaged", fix=RESTORE_ANOTHER,
+                     expected=f"crc32 {part.header_crc32:08x}", got=f"{zlib.crc32(header):08x}")]  # fmt: skip
     return []
 
 
 def read_chunk(f: io.BufferedReader, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tensor]]) -> None:
-    """Copy slices of a chunk, each pair a box of it and where that goes, by way of the blocks they lie in.
+    """Copy boxes of a chunk into tensors: `wanted` has pairs of a box of the chunk and its destination.
 
-    A block is read once, and checked before it is used. Raises ShardingError, naming leaf and file, where its
-    checksum differs.
+    A block is read once, and only if a box overlaps it. Raises ShardingError, naming leaf and file, where the checksum
+    of a block differs.
     """
     dtype = wanted[0][1].dtype
-    room = torch.empty(min(BLOCK, math.prod(chunk.shape) * dtype.itemsize), dtype=torch.uint8)
-    at = chunk.start
+    buffer = torch.empty(min(BLOCK_BYTES, math.prod(chunk.shape) * dtype.itemsize), dtype=torch.uint8)
+    stop = chunk.start
     for block, crc32 in zip(blocks(chunk.shape, dtype.itemsize), chunk.crc32, strict=True):
-        start, size = at, math.prod(box_shape(block)) * dtype.itemsize
-        at += size
-        shared = [(_common(block, box), box, out) for box, out in wanted]
-        shared = [(common, box, out) for common, box, out in shared if all(s.start < s.stop for s in common)]
-        if not shared:
+        start, size = stop, math.prod(box_shape(block)) * dtype.itemsize
+        stop += size
+        overlaps = [(common, box, out) for box, out in wanted if (common := overlap(block, box)) is not None]
+        if not overlaps:
             continue
+        data = buffer.numpy().data[:size]
         f.seek(start)
-        got = f.readinto(room.numpy().data[:size])
-        crc = zlib.crc32(room.numpy().data[:size])
-        if got != size or crc != crc32:
-            raise fail(f"{leaf}: the data is damaged", f"in {f.name}, bytes {start} to {start + size}",
-                       fix=ELSE, expected=f"crc32 {crc32:08x}", got=f"{crc:08x}")  # fmt: skip
-        values = room[:size].view(dtype).view(box_shape(block))
-        for common, box, out in shared:
+        count, got = f.readinto(data), zlib.crc32(data)
+        if count != size or got != crc32:
+            raise fail(f"{leaf}: the data is damaged", f"in {f.name}, bytes {start} to {stop}",
+                       fix=RESTORE_ANOTHER, expected=f"crc32 {crc32:08x}", got=f"{got:08x}")  # fmt: skip
+        values = buffer[:size].view(dtype).view(box_shape(block))
+        for common, box, out in overlaps:
             out[relative_box(common, box)] = values[relative_box(common, block)]
 
 
-def _common(a: Box, b: Box) -> Box:
-    return tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
-
-
-def unwritable(path: Path, e: OSError) -> ShardingError:
-    return fail(f"save: cannot write {path}", str(e.strerror), fix="the last complete checkpoint is as it was")
+def overlap(a: Box, b: Box) -> Box | None:
+    """Return the box that two boxes share; None if they share no element."""
+    box = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
+    return box if all(s.start < s.stop for s in box) else None

@@ -1,307 +1,139 @@
-"""What torch.distributed.checkpoint (DCP) asks for when it saves: a planner and a storage.
-
-DCP gathers the ranks' plans, lets each rank write its own, and makes a failure of one rank an error on all of
-them. Here are the plan (which rank writes which box) and the storage (over `parts`, `manifest` and `commit`).
-DCP's own would save nothing of a `Sharded`, write in place, and pickle.
-"""
+"""Saving a checkpoint: every rank writes its own part file, then rank 0 writes the manifest and publishes."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import json
-import math
-import os
-import warnings
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
+from fshard import tree
+from fshard._io import Ranks, StrPath, assign_writers, local_part, summary, sync, writable, write_errors
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
-from fshard.spec import box_bounds, box_shape, describe
 
 from . import commit
-from .manifest import SCALARS, Manifest, Saved, Scalar, decode_scalar, encode, write_manifest
-from .parts import Chunk, Part, Piece, bytes_of, part_name, write_part
+from .manifest import SCALARS, Manifest, Saved, write_manifest
+from .parts import DTYPES, UNCHANGED, Chunk, PartFile, Piece, part_name, write_part
 
-Ids = str | os.PathLike[str] | None
-Corner = tuple[int, ...]
-Holders = dict[tuple[tuple[int, int], ...], list[int]]  # (start, stop) per dim -> ranks
+Parts = dict[str, tuple[PartFile, list[tuple[str, Chunk]]]]  # file -> the file, and (leaf, chunk) for each chunk
 
 
-def save(leaves: Mapping[str, Any], writer: Writer, wrong: Sequence[ShardingError], *, alone: bool) -> None:
-    """Save leaves by dotted path. `wrong` is what this rank has found wrong: all ranks will hear of it."""
-    planner = Writes(wrong, None if alone else dist.get_rank())
-    try:
-        call(
-            "save",
-            lambda: dcp_save(dict(leaves), storage_writer=writer, planner=planner, no_dist=alone),
-            alone,
-        )
-    except BaseException:
-        writer.abandon()
-        raise
+def save(
+    path: StrPath, tree_: Any, *, step: int | None = None, keep: int | None = None, overwrite: bool = False
+) -> Path:
+    """Save a tree of leaves, and return the directory of the checkpoint.
 
+    Each different part of a leaf is written once, by one of the ranks that hold it, and flushed to the disk; when all
+    are, the checkpoint appears under its name, by one rename. If any rank fails, every rank raises and nothing appears.
+    A leaf at two paths of the tree is written once.
 
-def call(verb: str, job: Callable[[], object], alone: bool) -> None:
-    """Call DCP. What any rank raised becomes one ShardingError, the same on every rank."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `alone` says
-            job()
-    except CheckpointException as e:
-        said: dict[str, list[int]] = {}
-        for rank, (error, _) in sorted(e.failures.items()):
-            if not isinstance(error, Exception):
-                raise error from None  # an interrupt
-            words = str(error) if isinstance(error, ShardingError) else f"{verb}: {error!r}"
-            said.setdefault(words, []).append(rank)
-        if len(said) == 1 and (alone or len(e.failures) == dist.get_world_size()):
-            lines = list(said)
-        else:
-            lines = [f"rank {', '.join(map(str, ranks))}: {words}" for words, ranks in said.items()]
-        first = next(iter(e.failures.values()))[0]
-        cause = first.__cause__ if isinstance(first, ShardingError) else first
-        raise ShardingError("\n".join(lines)) from cause
-    except RuntimeError as e:
-        if alone:
-            raise
-        raise fail(
-            f"{verb}: rank {dist.get_rank()}: broken off: another rank has failed, or left the program",
-            str(e).splitlines()[0],
-            fix="see the first traceback of the other ranks",
-        ) from e
+    Args:
+        step: save to `path/step_000025` instead of `path` itself.
+        keep: then remove the oldest other steps in `path`, so that this many are left.
+        overwrite: replace a complete checkpoint of that name, as atomically.
 
+    >>> save("out", {"params": params, "key": fs.key(0), "step": 25}, step=25)
+    PosixPath('out/step_000025')
 
-class Writes(SavePlanner):
-    """Which rank writes which box: each different box once, by the holder that has the fewest bytes so far.
-
-    Every rank computes this by itself, and alike. Plain tensors and Python values are the same on every rank:
-    rank 0 writes them. With `rank=None` this process writes for all of them.
+    Raises ShardingError for leaves that cannot be saved, where a checkpoint of that name exists, where the
+    ranks hold different leaves, and where a file cannot be written.
     """
+    if step is not None and (type(step) is not int or step < 0):
+        raise fail(f"save: step={step!r} is not a step", fix="an integer of 0 or more")
+    if keep is not None and (type(keep) is not int or keep < 1 or step is None):
+        raise fail(f"save: keep={keep!r} with step={step!r}", fix="keep= is 1 or more, and needs step=")
+    leaves, errors = _named_leaves(tree_)
+    ranks = Ranks.of("save", leaves.values())
+    final = commit.directory_of(path, step)
+    tensors, tied = _tensors(leaves)
 
-    def __init__(self, wrong: Sequence[ShardingError], rank: int | None) -> None:
-        self.wrong, self.rank = wrong, rank
-        self.leaves: dict[str, Any] = {}
-        self.tied: dict[str, str] = {}
-        self.owner: dict[tuple[str, Corner], int] = {}
+    def describe_leaves() -> dict[str, str]:
+        raise_all(errors)
+        if ranks.alone:
+            return {}
+        return {name: summary(x) + (f" = {tied[name]}" if name in tied else "") for name, x in leaves.items()}
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self.leaves = state_dict
+    def publish() -> None:
+        with write_errors("save", final, UNCHANGED):
+            write_manifest(temporary, _manifest(step, leaves, tied, written))
+            commit.publish(temporary, final)
+            if step is not None and keep is not None:
+                commit.keep_newest(final.parent, step, keep)
 
-    def create_local_plan(self) -> SavePlan:
-        raise_all(self.wrong)
-        paths: dict[int, str] = {}
-        load: dict[int, int] = {}
-        held: dict[Any, Holders] = {}
-        items = []
-        for path, leaf in self.leaves.items():
-            if isinstance(leaf, SCALARS):
-                if self.rank in (None, 0):
-                    items.append(WriteItem(MetadataIndex(path), WriteItemType.BYTE_IO))
-                continue
-            if paths.setdefault(id(leaf), path) != path:
-                self.tied[path] = paths[id(leaf)]
-                continue
-            kind = (leaf.shape, leaf.spec, leaf.mesh) if isinstance(leaf, Sharded) else leaf.shape
-            if kind not in held:
-                held[kind] = _holders(leaf)
-            for box, ranks in held[kind].items():
-                corner, sizes = tuple(a for a, _ in box), tuple(b - a for a, b in box)
-                owner = min(ranks, key=lambda r: load.get(r, 0))
-                load[owner] = load.get(owner, 0) + math.prod(sizes) * leaf.dtype.itemsize
-                self.owner[path, corner] = owner
-                if self.rank in (None, owner):
-                    items.append(_write_item(path, leaf, corner, sizes))
-        told = dict.fromkeys(self.leaves, "")
-        if self.rank is not None:  # there are others to agree with
-            told = {path: _told(leaf, self.tied.get(path)) for path, leaf in self.leaves.items()}
-        return SavePlan(items, planner_data=told)
+    ranks.check_equal(describe_leaves, "plain tensors and Python values must be the same on every rank: "
+                                       "fs.from_callback places values that differ")  # fmt: skip
+    temporary, generation = ranks.run_on_first(lambda: commit.create_temporary(final, overwrite=overwrite))
+    try:
+        written = ranks.run(lambda: _write_parts(temporary, generation, tensors, ranks))
+        ranks.run_on_first(publish)
+    except BaseException:
+        if ranks.rank == 0:
+            commit.discard(temporary, final)
+        raise
+    return final
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        first = all_plans[0].planner_data
-        lines = []
-        for rank, plan in enumerate(all_plans):
-            other = plan.planner_data
-            for path in {**first, **other}:
-                mine, its = first.get(path, "nothing"), other.get(path, "nothing")
-                if mine != its:
-                    lines.append(f"{path}    rank 0  {mine}    rank {rank}  {its}")
-        if lines:
-            raise fail("save: the ranks do not hold the same leaves", *lines,
-                       fix="plain tensors and Python values must be the same on every rank: fs.from_callback "
-                           "places what differs")  # fmt: skip
-        plans, metadata = create_default_global_save_plan(all_plans, rewrite_index_hints=False)
-        return plans, dataclasses.replace(metadata, planner_data=(list(first), self.tied))
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+def _named_leaves(tree_: Any) -> tuple[dict[str, Any], list[ShardingError]]:
+    """Return the leaves by dotted path, and an error for each that cannot be saved."""
+    leaves: dict[str, Any] = {}
+    errors: list[ShardingError] = []
+    for path, leaf in tree.leaves_with_path(tree_):
+        label, name = f"save: {tree.show('tree', path)}", tree.dotted(path)
+        if type(leaf) not in SCALARS:
+            try:
+                writable(leaf, DTYPES.values(), "a tensor, a number or a string")
+            except ShardingError as e:
+                errors.append(ShardingError(f"{label}: {e}"))
+        if name in leaves:
+            errors.append(fail(f"{label}: another leaf has the name {name!r}", fix="rename a key"))
+        leaves[name] = leaf
+    return leaves, errors
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        leaf = self.leaves[write_item.index.fqn]
+
+def _tensors(leaves: Mapping[str, Any]) -> tuple[dict[str, Sharded | Tensor], dict[str, str]]:
+    """Return the different tensors by their first path, and the first path of each tensor at another path."""
+    tensors: dict[str, Sharded | Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, leaf in leaves.items():
         if isinstance(leaf, SCALARS):
-            return io.BytesIO(json.dumps(encode(leaf)).encode())
-        if isinstance(leaf, Sharded) and leaf.numel():
-            return leaf.shards[leaf.mesh.ranks.index(self.owner_of(write_item))]
-        return leaf if isinstance(leaf, Tensor) else torch.empty(leaf.shape, dtype=leaf.dtype)
-
-    def owner_of(self, item: WriteItem) -> int:
-        return self.owner[item.index.fqn, tuple(item.index.offset or ())]
-
-
-class Writer(StorageWriter):
-    """Writes the files of one checkpoint, and lets it appear when every rank has written its own."""
-
-    def __init__(self, final: Path, *, step: int | None, keep: int | None, overwrite: bool) -> None:
-        self.final, self.step, self.keep, self.overwrite = final, step, keep, overwrite
-        self.temporary: Path | None = None
-
-    def reset(self, checkpoint_id: Ids = None) -> None: ...
-
-    def set_up_storage_writer(self, is_coordinator: bool) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.temporary, generation = commit.begin(self.final, overwrite=self.overwrite)
-        return [dataclasses.replace(p, storage_data=(str(self.temporary), generation)) for p in plans]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        assert isinstance(planner, Writes)
-        directory, generation = Path(plan.storage_data[0]), plan.storage_data[1]
-        results = []
-        of_rank: dict[int, list[WriteItem]] = {}
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                data = planner.resolve_data(item)
-                assert isinstance(data, io.BytesIO)
-                results.append(WriteResult(item.index, data.getbuffer().nbytes, data.getvalue()))
-            else:
-                of_rank.setdefault(planner.owner_of(item), []).append(item)
-        for rank, items in of_rank.items():
-            results += _write_file(directory, part_name(rank, generation), items, planner)
-        if of_rank:
-            commit.sync(directory)
-        return done(results)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self.temporary is not None
-        paths, tied = metadata.planner_data
-        files: dict[str, Part] = {}
-        chunks: dict[str, list[Chunk]] = {}
-        leaves: dict[str, Saved | Scalar] = {}
-        for result in (r for of_rank in results for r in of_rank):
-            if isinstance(result.storage_data, bytes):
-                leaves[result.index.fqn] = decode_scalar(json.loads(result.storage_data))
-            else:
-                chunk, part = result.storage_data
-                chunks.setdefault(result.index.fqn, []).append(chunk)
-                files[chunk.file] = part
-        for path, known in metadata.state_dict_metadata.items():
-            if isinstance(known, TensorStorageMetadata):
-                in_order = tuple(sorted(chunks[path], key=lambda c: c.offset))
-                leaves[path] = Saved(tuple(known.size), known.properties.dtype, in_order)
-        for path, other in tied.items():
-            saved = leaves[other]
-            assert isinstance(saved, Saved)
-            leaves[path] = dataclasses.replace(saved, same_as=other)
-        manifest = Manifest(self.step, dict(sorted(files.items())), {path: leaves[path] for path in paths})
-        write_manifest(self.temporary, manifest)
-        commit.publish(self.temporary, self.final)
-        if self.step is not None and self.keep is not None:
-            commit.keep_newest(self.final.parent, self.step, self.keep)
-
-    def abandon(self) -> None:
-        """Remove what a failed save has written."""
-        if self.temporary is not None:
-            commit.abandon(self.temporary, self.final)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Ids) -> bool:
-        return True
+            continue
+        if id(leaf) in first:
+            tied[name] = first[id(leaf)]
+        else:
+            first[id(leaf)], tensors[name] = name, leaf
+    return tensors, tied
 
 
-def _write_file(directory: Path, name: str, items: list[WriteItem], planner: Writes) -> list[WriteResult]:
-    def piece(item: WriteItem) -> Piece:
-        assert item.tensor_data is not None
-        chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
-        box = ", ".join(f"{a}:{a + n}" for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
-
-        def read() -> Tensor:
-            x = planner.resolve_data(item)
-            assert isinstance(x, Tensor)
-            return x
-
-        return Piece(f"{item.index.fqn}[{box}]", tuple(chunk.sizes), dtype, read)
-
-    pairs = [(piece(item), item) for item in items]
-    pairs.sort(key=lambda p: (-p[0].dtype.itemsize, p[0].name))  # the widest first: every tensor is aligned
-    part, spots = write_part(directory / name, [p for p, _ in pairs])
-    results = []
-    for (p, item), (start, crc32) in zip(pairs, spots, strict=True):
-        chunk = Chunk(tuple(item.index.offset or ()), p.shape, name, start, crc32)
-        results.append(WriteResult(item.index, math.prod(p.shape) * p.dtype.itemsize, (chunk, part)))
-    return results
+def _write_parts(directory: Path, generation: int, tensors: Mapping[str, Sharded | Tensor], ranks: Ranks) -> Parts:
+    """Write the part files of this process, and flush them to the disk."""
+    pieces: dict[int, list[Piece]] = {}
+    for (name, leaf), boxes in zip(tensors.items(), assign_writers(tensors.values()), strict=True):
+        for box, writer in boxes:
+            if ranks.writes_for(writer):
+                pieces.setdefault(writer, []).append(Piece(name, box, local_part(leaf, writer)))
+    files = {part_name(writer, generation): of_rank for writer, of_rank in pieces.items()}
+    parts = {file: write_part(directory / file, of_rank) for file, of_rank in files.items()}
+    if parts:
+        sync(directory)
+    return parts
 
 
-def _write_item(path: str, leaf: Sharded | Tensor, corner: Corner, sizes: tuple[int, ...]) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(corner), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=leaf.dtype), torch.Size(leaf.shape))
-    return WriteItem(MetadataIndex(path, corner), WriteItemType.SHARD, tensor_data=data)
+def _manifest(
+    step: int | None, leaves: Mapping[str, Any], tied: Mapping[str, str], written: Iterable[Parts]
+) -> Manifest:
+    parts = {file: part for parts in written for file, part in parts.items()}
+    chunks: dict[str, list[Chunk]] = {}
+    for _, of_file in parts.values():
+        for name, chunk in of_file:
+            chunks.setdefault(name, []).append(chunk)
+    saved = {name: x if isinstance(x, SCALARS) else
+             Saved(tuple(x.shape), x.dtype, tuple(sorted(chunks[tied.get(name, name)], key=lambda c: c.offset)),
+                   tied.get(name))
+             for name, x in leaves.items()}  # fmt: skip
+    return Manifest(step, {file: parts[file][0] for file in sorted(parts)}, saved)
 
 
-def _holders(leaf: Sharded | Tensor) -> Holders:
-    """The ranks that hold each different box, no empty ones; rank 0 for plain tensors and empty leaves."""
-    shape = tuple(leaf.shape)
-    if isinstance(leaf, Tensor) or 0 in shape:
-        return {tuple((0, n) for n in shape): [0]}
-    found: Holders = {}
-    for rank in range(leaf.mesh.size):
-        box = leaf.box(rank)
-        if 0 not in box_shape(box):
-            found.setdefault(box_bounds(box), []).append(rank)
-    return found
-
-
-def _told(leaf: Any, tied: str | None) -> str:
-    """A leaf in a line that is equal on two ranks just if they may save it together."""
-    if isinstance(leaf, Sharded):
-        return f"{leaf!r} on {leaf.mesh!r}" + (f" = {tied}" if tied else "")
-    if isinstance(leaf, Tensor):
-        return f"{describe(leaf.dtype, leaf.shape)} of crc32 {zlib.crc32(bytes_of(leaf)):08x}"
-    return repr(leaf)
-
-
-def done(value: Any) -> Future[Any]:
-    """A future that is."""
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
+__all__ = ["save"]

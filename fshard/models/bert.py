@@ -21,7 +21,7 @@ from fshard._comm import Axis
 from fshard.collectives import all_gather
 from fshard.errors import fail, raise_all
 from fshard.init import Deferred
-from fshard.interop.hf import FileTensor, Scan, read, write
+from fshard.interop.hf import FileTensor, WeightHeaders, read, write
 from fshard.spec import P
 
 from .hf_files import file_tensor, read_config, weight_and_bias
@@ -314,8 +314,8 @@ def load(path: str | Path) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a BERT's.
     """
-    scan = Scan(Path(path))
-    names = [n.removeprefix("bert.") for n in scan.found]
+    scan = WeightHeaders(Path(path))
+    names = [n.removeprefix("bert.") for n in scan.tensors]
     cfg = config(path, **{head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()})
     from_tensorflow = any(n.endswith("LayerNorm.gamma") for n in names)
 

@@ -20,7 +20,7 @@ from fshard import nn, tree
 from fshard._comm import Axis
 from fshard.collectives import pvary
 from fshard.errors import fail
-from fshard.interop.hf import FileTensor, Scan, config_of, read, write
+from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
@@ -271,11 +271,11 @@ def load(path: str | Path) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-NeoX's.
     """
-    cfg, scan = config(path), Scan(Path(path))
+    cfg, scan = config(path), WeightHeaders(Path(path))
     if cfg.tie_word_embeddings:
         tied = dict.fromkeys(_HEADS, _TOP["wte"].name)
         return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=_IGNORED, copies=tied)
-    head = next((name for name in _HEADS if name in scan.found), _HEADS[-1])
+    head = next((name for name in _HEADS if name in scan.tensors), _HEADS[-1])
 
     def in_this_file(path: tree.Path) -> FileTensor:
         return replace(theirs(path), name=head) if path == ("head", "w") else theirs(path)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fshard import tree
+from fshard._io import StrPath
 from fshard.errors import fail
-from fshard.interop.hf import CONFIG, FileTensor, Where, config_of
+from fshard.interop.hf import CONFIG, FileTensor, config_of
 
 C = TypeVar("C")
 
 
-def read_config(folder: Where, cls: type[C], fixed: Mapping[str, Any], **others: Any) -> C:
+def read_config(folder: StrPath, cls: type[C], fixed: Mapping[str, Any], **others: Any) -> C:
     """Read the fields of `cls` from `config.json`; `others` are fields that have another name there.
 
     `fixed` is what every model of this type has, by name: `model_type`, and options for which there is one choice

@@ -1,4 +1,4 @@
-"""Checkpoints: bitwise from every mesh to every other, simulated or real, each part written once."""
+"""Checkpoints restore bitwise on every mesh, simulated or of processes, and each part is written once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError, checkpoint
+from fshard._io import bytes_of
 from fshard.checkpoint import parts
 from fshard.checkpoint.manifest import read_manifest
 from tests.lib.processes import Pool
@@ -25,19 +26,20 @@ MESHES: list[dict[str, int]] = [{"data": 1}, {"data": 4}, {"data": 2, "model": 3
 
 
 def values() -> dict[str, Tensor]:
-    """Leaves of every kind: dtypes, 0-d, empty, uneven, odd values."""
+    """Leaves of every kind: dtypes, 0-d, empty, uneven, special values."""
     gen = torch.Generator().manual_seed(0)
-    odd = torch.tensor([math.nan, -0.0, math.inf, -math.inf, 1e-45, 1.0, 2.0])
+    special = torch.tensor([math.nan, -0.0, math.inf, -math.inf, 1e-45, 1.0, 2.0])
     real = torch.randn(7, 10, generator=gen)
     ints = torch.randint(0, 100, (6, 5), generator=gen)
     out = {f"float{i}": real.to(dtype) for i, dtype in enumerate((torch.float32, torch.float64, torch.float16))}
     out |= {f"int{i}": ints.to(dtype) for i, dtype in enumerate((torch.int64, torch.int32, torch.int8, torch.uint8))}
     out |= {
-        "bf16": odd.bfloat16(),
-        "odd": odd,
+        "bf16": special.bfloat16(),
+        "special": special,
         "bool": ints > 50,
         "complex": torch.complex(real, -real),
-        "fp8": odd[3:].to(torch.float8_e5m2),
+        "fp8": special[3:].to(torch.float8_e5m2),
+        "scale": torch.arange(120, 130, dtype=torch.uint8).view(torch.float8_e8m0fnu),
     }
     out |= {"complex128": torch.complex(real, real).to(torch.complex128), "u16": ints.to(torch.uint16)}
     out |= {
@@ -49,24 +51,24 @@ def values() -> dict[str, Tensor]:
     return out
 
 
-def spec_of(mesh: fs.Mesh, x: Tensor, turn: int) -> P:
-    """One of several placements of a leaf: over each axis, over both, nested, or replicated."""
+def spec_of(mesh: fs.Mesh, x: Tensor, choice: int) -> P:
+    """Choose one of several placements of a leaf: over each axis, over both, nested, or replicated."""
     axes = [tuple(c) for n in range(3) for c in itertools.permutations(mesh.axes, n)]
     options = (
         [P()] if x.ndim == 0 else [P(a or None) for a in axes] + ([P(None, a) for a in axes] if x.ndim > 1 else [])
     )
     options += [P(*list(mesh.axes)[: x.ndim])] if x.ndim > 1 and len(mesh.axes) > 1 else []
-    return options[turn % len(options)]
+    return options[choice % len(options)]
 
 
-def place(tree: dict[str, Tensor], mesh: fs.Mesh, turn: int) -> dict[str, fs.Sharded]:
-    specs = {k: spec_of(mesh, x, turn + i) for i, (k, x) in enumerate(sorted(tree.items()))}
+def place(tree: dict[str, Tensor], mesh: fs.Mesh, choice: int) -> dict[str, fs.Sharded]:
+    specs = {k: spec_of(mesh, x, choice + i) for i, (k, x) in enumerate(sorted(tree.items()))}
     return fs.device_put(tree, specs, mesh)
 
 
 def bits(x: Any) -> bytes:
     x = fs.device_get(x)
-    return bytes(parts.bytes_of(x)) + repr((x.shape, x.dtype)).encode()
+    return bytes(bytes_of(x)) + repr((x.shape, x.dtype)).encode()
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -77,11 +79,11 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("to", MESHES, ids=str)
 @pytest.mark.parametrize("saved_on", MESHES, ids=str)
-def test_bitwise_on_every_mesh(saved_on: dict[str, int], to: dict[str, int], tmp_path: Path) -> None:
+def test_restore_is_bitwise_equal_on_every_mesh(saved_on: dict[str, int], to: dict[str, int], tmp_path: Path) -> None:
     want = values()
     checkpoint.save(tmp_path / "c", place(want, fs.make_mesh(**saved_on), 3))
-    for turn in range(3):
-        like = place({k: torch.zeros_like(x) for k, x in want.items()}, fs.make_mesh(**to), turn)
+    for choice in range(3):
+        like = place({k: torch.zeros_like(x) for k, x in want.items()}, fs.make_mesh(**to), choice)
         got = checkpoint.restore(tmp_path / "c", like)
         same(got, want)
         for k, x in got.items():
@@ -110,7 +112,7 @@ def test_like_may_be_deferred_sharded_tensors_or_meta(tmp_path: Path) -> None:
     assert got["w"] is not want["w"]
 
 
-def test_a_whole_train_state(tmp_path: Path) -> None:
+def test_train_state_with_scalars_restores_on_another_mesh(tmp_path: Path) -> None:
     mesh, other = fs.make_mesh(data=2, model=2), fs.make_mesh(model=4)
     params = {"h": [{"up": fs.init.normal((8, 6))}, {"up": fs.init.normal((8, 6))}]}
     placed = fs.materialize(params, P(None, "model"), mesh, key=fs.key(0))
@@ -153,7 +155,7 @@ def test_a_whole_train_state(tmp_path: Path) -> None:
     assert repr(listed["params.h.1.up"]) == "f32[8, 6] = opt.0.h.1.up"
 
 
-def test_each_part_is_written_once_by_the_least_loaded_holder(tmp_path: Path) -> None:
+def test_each_part_is_written_once_by_its_holder_with_fewest_bytes(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2, model=2)
     tree = {f"w{i}": torch.randn(8, 8) for i in range(8)} | {"u": torch.randn(3, 5)}
     specs = {k: P() if k < "w4" else P("model") for k in tree} | {"u": P(("data", "model"))}
@@ -178,19 +180,19 @@ def test_part_files_are_safetensors(tmp_path: Path) -> None:
         assert torch.equal(torch.view_as_complex(f.get_tensor("complex[0:7, 0:10]")), values()["complex"])
         assert f.get_tensor("empty[0:0, 0:4]").shape == (0, 4)
         assert f.get_tensor("scalar[]").item() == 2.5
-    for leaf in read_manifest(at).leaves.values():  # aligned, for those who map the file
+    for leaf in read_manifest(at).leaves.values():  # aligned, so that a memory map of the file works
         assert isinstance(leaf, checkpoint.Saved)
         assert all(c.start % leaf.dtype.itemsize == 0 or leaf.dtype.itemsize > 8 for c in leaf.chunks)
 
 
-def test_the_manifest_is_json_of_every_parser(tmp_path: Path) -> None:
+def test_manifest_is_strict_json(tmp_path: Path) -> None:
     at = checkpoint.save(tmp_path / "c", {"a": math.nan, "b": -math.inf, "w": torch.tensor(math.nan)})
     body = json.loads((at / "manifest.json").read_bytes(), parse_constant=pytest.fail)
     assert body["format"] == "fshard.checkpoint"
     assert body["leaves"]["b"] == {"type": "float", "value": "-inf"}
 
 
-def test_views_of_every_sort(tmp_path: Path) -> None:
+def test_views_conjugates_and_parameters_are_saved_by_value(tmp_path: Path) -> None:
     x = torch.randn(4, 6, dtype=torch.complex64)
     want = {
         "conj": x.conj(),
@@ -209,25 +211,25 @@ def test_views_of_every_sort(tmp_path: Path) -> None:
 # --- ties ---------------------------------------------------------------------------------------------------
 
 
-def test_a_tied_leaf_is_stored_once_and_restored_as_one(tmp_path: Path) -> None:
+def test_tied_leaf_is_stored_once_and_restored_as_one_leaf(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     w, t = fs.device_put(torch.randn(6, 4), P("data"), mesh), torch.arange(3)
     at = checkpoint.save(tmp_path / "c", {"head": w, "wte": w, "t": t, "u": t})
     assert sum(len(safe_open(p, "pt").keys()) for p in at.glob("part-*")) == 3
     assert repr(checkpoint.inspect(at)["wte"]) == "f32[6, 4] = head"
-    apart = {"head": w, "wte": fs.device_put(torch.zeros(6, 4), P("data"), mesh), "t": t, "u": t.clone()}
-    got = checkpoint.restore(at, apart)
+    separate = {"head": w, "wte": fs.device_put(torch.zeros(6, 4), P("data"), mesh), "t": t, "u": t.clone()}
+    got = checkpoint.restore(at, separate)
     assert got["head"] is got["wte"]
     assert got["t"] is got["u"]
     want = {"head": w, "wte": w, "t": t, "u": t}
     same(got, want)
-    got = checkpoint.restore(at, apart, specs={"head": P(), "wte": P(None, "data"), "t": P(), "u": P()})
+    got = checkpoint.restore(at, separate, specs={"head": P(), "wte": P(None, "data"), "t": P(), "u": P()})
     assert got["head"] is not got["wte"]
     same(got, want)
     assert bits(checkpoint.restore(at, w, at="wte")) == bits(w)
 
 
-def test_a_tie_of_like_alone_does_not_join_what_was_saved_apart(tmp_path: Path) -> None:
+def test_leaf_repeated_in_like_does_not_tie_leaves_saved_separately(tmp_path: Path) -> None:
     a, b = torch.randn(4), torch.randn(4)
     checkpoint.save(tmp_path / "c", {"a": a, "b": b})
     like = fs.init.zeros((4,))
@@ -237,10 +239,10 @@ def test_a_tie_of_like_alone_does_not_join_what_was_saved_apart(tmp_path: Path) 
     )
 
 
-# --- what does not fit --------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------
 
 
-def test_all_differences_in_one_error(tmp_path: Path) -> None:
+def test_restore_error_lists_all_differences_from_like(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     state = {
         "params": {"up": torch.zeros(4, 6), "down": torch.zeros(6, 4), "old": torch.zeros(3)},
@@ -263,7 +265,7 @@ restore: {at} does not hold the leaves of `like`
   differs  params.up  saved as f32[4, 6], like says f32[4, 8]
   differs  step  saved as int, like says bool
   extra    params.old  f32[3]
-  fix: give `like` what fs.checkpoint.inspect shows; at='params' restores one subtree"""
+  fix: give `like` the leaves that fs.checkpoint.inspect shows; at='params' restores one subtree"""
     )
 
 
@@ -273,21 +275,19 @@ def error(f: Callable[[], object]) -> str:
     return str(e.value)
 
 
-def test_what_cannot_be_restored_is_said_before_reading(tmp_path: Path) -> None:
+def test_restore_refuses_unsupported_like_before_reading(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     like = {"a": fs.init.zeros((4,)), "b": torch.zeros(3), "c": None, "d": object()}
     text = error(lambda: checkpoint.restore(tmp_path, like))
-    assert text.startswith(
-        "2 problems\nrestore: like['a']: nothing says where it goes\n  leaf  f32[4]\n  fix: give specs="
-    )
+    assert text.startswith("2 problems\nrestore: like['a']: has no spec or no mesh\n  leaf  f32[4]\n  fix: give specs=")
     assert "like['d']: cannot restore a object" in text
     text = error(lambda: checkpoint.restore(tmp_path, {"a": like["a"], "b": like["b"]}, specs=P("model"), mesh=mesh))
     assert "restore: like['a']: the mesh has no axis 'model'" in text
-    assert "restore: like['b']: a Tensor in `like` goes onto no mesh\n  spec  P('model')" in text
-    assert "another leaf is called 'x.y' too" in error(lambda: checkpoint.restore(tmp_path, {"x.y": 1, "x": {"y": 2}}))
+    assert "restore: like['b']: a Tensor in `like` cannot be split over a mesh\n  spec  P('model')" in text
+    assert "another leaf has the name 'x.y'" in error(lambda: checkpoint.restore(tmp_path, {"x.y": 1, "x": {"y": 2}}))
 
 
-def test_what_cannot_be_saved(tmp_path: Path) -> None:
+def test_save_refuses_unsupported_leaves_and_arguments(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     x = fs.device_put(torch.zeros(4), P("data"), mesh)
     fs.shard_map(lambda x: x + 1, mesh=mesh, out_specs=P("data"), donate=0)(x)
@@ -299,11 +299,15 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         "q": torch.zeros(2).to(torch.float8_e4m3fnuz),
     }
     text = error(lambda: checkpoint.save(tmp_path / "c", tree))
-    for words in ["4 problems", "tree['d']: cannot save a Deferred\n  fix: fs.materialize it",
-                  "tree['o']: cannot save a object",
-                  "tree['x.y']: another leaf is called 'x.y' too",
-                  "tree['q']: cannot save torch.float8_e4m3fnuz"]:  # fmt: skip
-        assert words in text
+    for part in ["4 problems", "tree['d']: is only described, and has no values\n  fix: fs.materialize it",
+                  "tree['o']: cannot write a object",
+                  "tree['x.y']: another leaf has the name 'x.y'",
+                  "tree['q']: cannot write torch.float8_e4m3fnuz"]:  # fmt: skip
+        assert part in text
+    abstract = fs.materialize(fs.init.ones(2), P(), fs.make_mesh(kind="abstract", data=2), key=fs.key(0))
+    assert error(lambda: checkpoint.save(tmp_path / "c", {"a": abstract})) == (
+        "save: tree['a']: is on an abstract mesh, where leaves have no values\n  fix: use another mesh"
+    )
     assert "was donated to" in error(lambda: checkpoint.save(tmp_path / "c", {"x": x}))
     for bad in ({"step": -1}, {"step": 2.0}, {"keep": 2}, {"keep": 0, "step": 1}):
         assert text != error(lambda bad=bad: checkpoint.save(tmp_path / "c", {"x": 1}, **bad))
@@ -312,7 +316,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- real ranks ---------------------------------------------------------------------------------------------
+# --- processes ----------------------------------------------------------------------------------------------
 
 
 def _state(mesh: fs.Mesh, specs: Any) -> dict[str, Any]:
@@ -329,31 +333,31 @@ SPECS: list[Any] = [{"up": P(None, "data"), "down": P("data"), "b": P("data"), "
 
 
 def _rank(directory: str) -> dict[str, Any]:
-    """On each real rank: save, restore what a simulated mesh saved, and fail in several ways."""
+    """On each process: save, restore a checkpoint of a simulated mesh, and fail in several ways."""
     import torch.distributed as dist
 
     rank, out = dist.get_rank(), Path(directory)
     mesh = fs.make_mesh(data=2)
     state = _state(mesh, SPECS[0])
     checkpoint.save(out / "process", state)
-    told: dict[str, Any] = {"same": []}
+    results: dict[str, Any] = {"same": []}
 
-    seen: list[int] = []
-    real = parts.zlib.crc32
-    parts.zlib.crc32 = lambda data, *a: seen.append(len(data)) or real(data, *a)  # type: ignore[assignment]
+    checked: list[int] = []
+    crc32 = parts.zlib.crc32
+    parts.zlib.crc32 = lambda data, *a: checked.append(len(data)) or crc32(data, *a)  # type: ignore[assignment]
     try:
         for specs in SPECS:
             got = checkpoint.restore(out / "simulated", _state(mesh, specs))
             want = _state(mesh, specs)
-            told["same"] += [torch.equal(a.shards[0], b.shards[0]) for a, b in zip(
+            results["same"] += [torch.equal(a.shards[0], b.shards[0]) for a, b in zip(
                 fs.tree.leaves(got["params"]), fs.tree.leaves(want["params"]), strict=True)]  # fmt: skip
-            told["same"] += [torch.equal(got["key"], want["key"]), got["n"] == 4]
-        parts.BLOCK = 40  # type: ignore[misc]
-        seen.clear()
+            results["same"] += [torch.equal(got["key"], want["key"]), got["n"] == 4]
+        parts.BLOCK_BYTES = 40  # type: ignore[misc]
+        checked.clear()
         checkpoint.restore(out / "big", {"w": fs.init.zeros((64, 10))}, specs=P("data"), mesh=mesh)
-        told["bytes"] = sum(n for n in seen if n == 40)
+        results["bytes"] = sum(n for n in checked if n == 40)
     finally:
-        parts.BLOCK, parts.zlib.crc32 = 1 << 20, real  # type: ignore[misc]
+        parts.BLOCK_BYTES, parts.zlib.crc32 = 1 << 20, crc32  # type: ignore[misc]
 
     def attempt(f: Callable[[], object]) -> str:
         try:
@@ -368,19 +372,19 @@ def _rank(directory: str) -> dict[str, Any]:
         raise OSError(28, "No space left on device")
 
     os.fsync = full if rank == 1 else fsync
-    told["full"] = attempt(lambda: checkpoint.save(out / "full", state))
+    results["full"] = attempt(lambda: checkpoint.save(out / "full", state))
     os.fsync = fsync
-    told["differ"] = attempt(lambda: checkpoint.save(out / "differ", {**state, "n": 4 + rank}))
-    told["object"] = attempt(lambda: checkpoint.save(out / "object", {**state, "n": object() if rank else 4}))
-    told["exists"] = attempt(lambda: checkpoint.save(out / "process", state))
-    told["missing"] = attempt(lambda: checkpoint.restore(out / "simulated", {**state, "more": 1}))
-    told["cut"] = attempt(lambda: checkpoint.restore(out / "cut", state))
-    told["plain"] = attempt(lambda: checkpoint.save(out / "plain", {"x": torch.arange(3)}))  # rank 0 writes
-    return told
+    results["differ"] = attempt(lambda: checkpoint.save(out / "differ", {**state, "n": 4 + rank}))
+    results["object"] = attempt(lambda: checkpoint.save(out / "object", {**state, "n": object() if rank else 4}))
+    results["exists"] = attempt(lambda: checkpoint.save(out / "process", state))
+    results["missing"] = attempt(lambda: checkpoint.restore(out / "simulated", {**state, "more": 1}))
+    results["cut"] = attempt(lambda: checkpoint.restore(out / "cut", state))
+    results["plain"] = attempt(lambda: checkpoint.save(out / "plain", {"x": torch.arange(3)}))  # rank 0 writes
+    return results
 
 
 @pytest.mark.process
-def test_real_ranks_save_and_restore_what_simulated_ones_do(
+def test_process_and_simulated_meshes_write_and_read_the_same_files(
     ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = fs.make_mesh(data=2)
@@ -389,9 +393,9 @@ def test_real_ranks_save_and_restore_what_simulated_ones_do(
     cut = checkpoint.save(tmp_path / "cut", want)
     (cut / "part-00001.safetensors").write_bytes(b"")
     with monkeypatch.context() as m:
-        m.setattr(parts, "BLOCK", 40)
+        m.setattr(parts, "BLOCK_BYTES", 40)
         checkpoint.save(tmp_path / "big", {"w": torch.randn(64, 10)})
-    told = ranks(2, _rank, str(tmp_path))
+    results = ranks(2, _rank, str(tmp_path))
 
     process = tmp_path / "process"
     assert sorted(f.name for f in process.iterdir()) == sorted(f.name for f in simulated.iterdir())
@@ -401,22 +405,22 @@ def test_real_ranks_save_and_restore_what_simulated_ones_do(
         like = _state(fs.make_mesh(data=2, model=3), specs)
         same(checkpoint.restore(process, like)["params"], want["params"])
 
-    for one in told:
-        assert all(one["same"])
-        assert one["bytes"] == 64 * 10 * 4 / 2  # half of the blocks
-        assert one["full"].startswith("rank 1: save: cannot write ")
-        assert one["differ"].startswith(
-            "rank 0: save: the ranks do not hold the same leaves\n  n    rank 0  4    rank 1  5\n  fix: "
+    for result in results:
+        assert all(result["same"])
+        assert result["bytes"] == 64 * 10 * 4 / 2  # half of the blocks
+        assert result["full"].startswith("rank 1: save: cannot write ")
+        assert result["differ"].startswith(
+            "save: the ranks do not have the same leaves\n  n    rank 0  4    rank 1  5\n  fix: "
         )
-        assert one["object"].startswith("rank 1: save: tree['n']: cannot save a object")
-        assert "process is there already" in one["exists"]
-        assert one["missing"].startswith(
+        assert result["object"].startswith("rank 1: save: tree['n']: cannot write a object")
+        assert "process exists" in result["exists"]
+        assert result["missing"].startswith(
             f"restore: {simulated} does not hold the leaves of `like`\n  missing  more  int"
         )
-        assert "part-00001.safetensors: is cut short" in one["cut"]
-        assert one["plain"] == "nothing was raised"
-    left = {"simulated", "cut", "big", "process", "plain"}
-    assert {d.name for d in tmp_path.iterdir()} == left
+        assert "part-00001.safetensors: is cut short" in result["cut"]
+        assert result["plain"] == "nothing was raised"
+    complete = {"simulated", "cut", "big", "process", "plain"}
+    assert {d.name for d in tmp_path.iterdir()} == complete
     assert checkpoint.restore(tmp_path / "plain", {"x": torch.zeros(3, dtype=torch.int64)})["x"].tolist() == [
         0,
         1,

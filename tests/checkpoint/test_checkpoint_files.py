@@ -1,4 +1,4 @@
-"""The files of checkpoints: read by blocks, checked before they are used, complete or not there at all."""
+"""Files of checkpoints: read by blocks, checked before they are used, complete or absent."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import P, ShardingError, checkpoint
+from fshard import P, ShardingError, _io, checkpoint
 from fshard.checkpoint import manifest, parts
+from fshard.spec import full_box
 from tests.checkpoint.test_checkpoint import error, same
 
 # --- blocks -------------------------------------------------------------------------------------------------
@@ -27,40 +28,42 @@ from tests.checkpoint.test_checkpoint import error, same
 @pytest.mark.parametrize(
     "shape", [(), (0,), (3, 0), (40,), (7, 9), (3, 50), (2, 3, 30), (2, 3, 4), (100, 1), (1, 1, 99)]
 )
-def test_blocks_follow_each_other_and_fit(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BLOCK", 64)
+def test_blocks_are_contiguous_and_within_the_size_limit(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "BLOCK_BYTES", 64)
     x = torch.arange(math.prod(shape)).view(shape)
-    found = list(parts.blocks(shape, 4))
-    assert len(found) == parts.count(shape, 4)
-    assert torch.equal(torch.cat([x[b].flatten() for b in found] + [x.new_empty(0)]), x.flatten())
-    assert all(x[b].numel() * 4 <= 64 for b in found)
-    assert len(found) <= max(1, 2 * math.ceil(x.numel() * 4 / 64) + math.prod(shape[:-1]))
+    boxes = list(parts.blocks(shape, 4))
+    assert len(boxes) == parts.block_count(shape, 4)
+    assert torch.equal(torch.cat([x[b].flatten() for b in boxes] + [x.new_empty(0)]), x.flatten())
+    assert all(x[b].numel() * 4 <= 64 for b in boxes)
+    assert len(boxes) <= max(1, 2 * math.ceil(x.numel() * 4 / 64) + math.prod(shape[:-1]))
 
 
-def test_a_slice_reads_its_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BLOCK", 256)
+def test_read_chunk_reads_only_overlapping_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "BLOCK_BYTES", 256)
     x = torch.randn(64, 8)
-    part, [(start, crc32)] = parts.write_part(tmp_path / "p", [parts.Piece("x", (64, 8), x.dtype, lambda: x)])
-    assert len(crc32) == 8
+    part, [(_, chunk)] = parts.write_part(tmp_path / "p", [parts.Piece("x", full_box(x.shape), x)])
+    assert len(chunk.crc32) == 8
     assert (tmp_path / "p").stat().st_size == part.bytes
-    seen: list[int] = []
-    real = parts.zlib.crc32
-    monkeypatch.setattr(parts.zlib, "crc32", lambda data: seen.append(len(data)) or real(data))
+    checked: list[int] = []
+    crc32 = parts.zlib.crc32
+    monkeypatch.setattr(parts.zlib, "crc32", lambda data: checked.append(len(data)) or crc32(data))
     for box, blocks in [
         ((slice(9, 15), slice(0, 8)), 1),
         ((slice(7, 9), slice(3, 4)), 2),
         ((slice(0, 64), slice(1, 2)), 8),
     ]:
-        seen.clear()
+        checked.clear()
         out = torch.zeros(x[box].shape)
         with open(tmp_path / "p", "rb") as f:
-            parts.read_chunk(f, "x", parts.Chunk((0, 0), (64, 8), "p", start, crc32), [(box, out)])
+            parts.read_chunk(f, "x", chunk, [(box, out)])
         assert torch.equal(out, x[box])
-        assert seen == [256] * blocks
+        assert checked == [256] * blocks
 
 
-def test_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BLOCK", 64)
+def test_leaves_of_many_blocks_restore_with_other_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "BLOCK_BYTES", 64)
     want = {
         "a": torch.randn(50, 9),
         "b": torch.randn(2, 60),
@@ -82,7 +85,7 @@ def small(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return checkpoint.save(tmp_path / "c", state), state
 
 
-def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
     at, state = small(tmp_path)
     for file in sorted(at.iterdir()):
         good = file.read_bytes()
@@ -94,7 +97,7 @@ def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
     checkpoint.restore(at, state)
 
 
-def test_damage_says_which_file_and_which_leaf(tmp_path: Path) -> None:
+def test_errors_of_damaged_files_name_file_and_leaf(tmp_path: Path) -> None:
     at, state = small(tmp_path)
     one, two = at / "part-00000.safetensors", at / "part-00001.safetensors"
     good, other = one.read_bytes(), two.read_bytes()
@@ -121,11 +124,11 @@ def test_damage_says_which_file_and_which_leaf(tmp_path: Path) -> None:
     text = error(lambda: checkpoint.restore(at, state))
     assert text.startswith("a: the data is damaged\n  expected  crc32 ")
     assert f"in {one}, bytes {start} to {start + 24}" in text
-    assert checkpoint.restore(at, 0, at="n") == 3  # nothing that is read is damaged
+    assert checkpoint.restore(at, 0, at="n") == 3  # the files that this reads are not damaged
 
 
 def rewritten(at: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest, with a checksum that is right."""
+    """Change the manifest, and correct its checksum."""
     body = json.loads((at / "manifest.json").read_bytes())
     change(body)
     head = {k: body.pop(k) for k in ("format", "version", "blake2b")}
@@ -157,13 +160,13 @@ MALFORMED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a value of another type": lambda m: m["leaves"]["n"].update(value="3"),
     "a value of no type": lambda m: m["leaves"]["n"].update(type="list", value=[]),
     "no leaves": lambda m: m.pop("leaves"),
-    "a step that is none": lambda m: m.update(step="x"),
+    "an invalid step": lambda m: m.update(step="x"),
     "sizes of another type": lambda m: m["files"]["part-00000.safetensors"].update(bytes=1.5),
 }
 
 
 @pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED.keys())
-def test_a_malformed_manifest_is_refused(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+def test_malformed_manifest_is_refused(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
     at, state = small(tmp_path)
     rewritten(at, lambda m: None)
     checkpoint.restore(at, state)
@@ -171,17 +174,17 @@ def test_a_malformed_manifest_is_refused(change: Callable[[dict[str, Any]], obje
     assert f"{at / 'manifest.json'} is malformed" in error(lambda: checkpoint.restore(at, state))
 
 
-def test_other_directories_are_refused(tmp_path: Path) -> None:
+def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     at, state = small(tmp_path)
     (tmp_path / "file").write_text("x")
     (tmp_path / "dir").mkdir()
     checkpoint.save(tmp_path / "out", {"x": 1}, step=5)
     for path, step, words in [
-        ("nothing", None, "there is nothing"),
+        ("nothing", None, "it does not exist"),
         ("file", None, "it is a file"),
         ("dir", None, "it holds no manifest.json"),
         ("out", None, "it holds the steps [5]\n  fix: step=5"),
-        ("out", 6, "there is nothing\n  fix: the steps here are [5]"),
+        ("out", 6, "it does not exist\n  fix: the steps here are [5]"),
     ]:
         text = error(lambda path=path, step=step: checkpoint.restore(tmp_path / path, {"x": 1}, step=step))
         assert "is not a checkpoint of fshard" in text
@@ -203,7 +206,7 @@ class Malicious:
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pickle.loads(pickle.dumps(Malicious()))
-    assert Malicious.ran  # it would work
+    assert Malicious.ran  # unpickling runs code
     Malicious.ran = False
     at, state = small(tmp_path)
     bad = pickle.dumps(Malicious())
@@ -220,12 +223,12 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (at / name).write_bytes(bad)
         error(lambda: checkpoint.restore(at, state))
     (at / "manifest.json").unlink()
-    assert ".metadata there is a pickle, and is never opened" in error(lambda: checkpoint.restore(at, state))
+    assert "its .metadata is a pickle, which is never opened" in error(lambda: checkpoint.restore(at, state))
     assert not calls
     assert not Malicious.ran
 
 
-# --- steps, and complete or not at all ----------------------------------------------------------------------
+# --- steps, and atomicity -----------------------------------------------------------------------------------
 
 
 def test_steps_latest_and_keep(tmp_path: Path) -> None:
@@ -238,19 +241,19 @@ def test_steps_latest_and_keep(tmp_path: Path) -> None:
     (tmp_path / "step_999999999").mkdir()  # not complete
     (tmp_path / "step_7").mkdir()
     assert checkpoint.latest(tmp_path) == 1_234_567
-    checkpoint.save(tmp_path, {"x": 30}, step=30, keep=3)  # the one just saved stays, whatever its number
+    checkpoint.save(tmp_path, {"x": 30}, step=30, keep=3)  # the step just saved stays, even if it is the oldest
     assert checkpoint.steps(tmp_path) == [30, 100, 1_234_567]
     checkpoint.save(tmp_path, {"x": 40}, step=40, keep=1)
     assert checkpoint.steps(tmp_path) == [40]
     assert checkpoint.restore(tmp_path, {"x": 0}, step=40) == {"x": 40}
 
 
-def test_overwrite_is_asked_for_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_overwrite_is_explicit_and_removes_old_files(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=4)
     first = {"x": fs.device_put(torch.arange(8), P("data"), mesh)}
     at = checkpoint.save(tmp_path / "c", first)
     assert error(lambda: checkpoint.save(at, first)) == (
-        f"save: {at} is there already\n  fix: overwrite=True, another step, or another directory"
+        f"save: {at} exists\n  fix: overwrite=True, another step, or another directory"
     )
     for i in range(3):
         new = {"x": torch.arange(8) + i}
@@ -260,9 +263,7 @@ def test_overwrite_is_asked_for_and_leaves_nothing_behind(tmp_path: Path) -> Non
         assert list(tmp_path.iterdir()) == [at]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("keep")
-    assert "is there, and is not a checkpoint" in error(
-        lambda: checkpoint.save(tmp_path / "mine", first, overwrite=True)
-    )
+    assert "exists, and is not a checkpoint" in error(lambda: checkpoint.save(tmp_path / "mine", first, overwrite=True))
     assert (tmp_path / "mine" / "notes").read_text() == "keep"
     (tmp_path / "empty").mkdir()
     checkpoint.save(tmp_path / "empty", first)
@@ -270,25 +271,29 @@ def test_overwrite_is_asked_for_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert checkpoint.inspect(tmp_path / "a" / "b" / "c").keys() == {"x"}
 
 
-@pytest.mark.parametrize("what", ["fsync", "rename", "replace", "mkdir"])
-def test_a_full_disk_leaves_nothing(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", ["fsync", "rename", "replace", "mkdir"])
+def test_full_disk_leaves_the_last_checkpoint_unchanged(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at, state = small(tmp_path)
     before = {f.name: f.read_bytes() for f in at.iterdir()}
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, what, full)
+    monkeypatch.setattr(os, function, full)
     text = error(lambda: checkpoint.save(at, state, overwrite=True))
     assert text.startswith("save: ")
     assert "No space left on device" in text
-    if what != "replace":  # a new checkpoint needs none
+    if function != "replace":  # a new checkpoint replaces no file
         assert "No space left on device" in error(lambda: checkpoint.save(tmp_path / "new", state))
         assert list(tmp_path.iterdir()) == [at]
     assert {f.name: f.read_bytes() for f in at.iterdir()} == before
 
 
-def test_an_interrupt_is_not_reworded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_passes_through_and_removes_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(fd: int) -> None:
         raise KeyboardInterrupt
 
@@ -298,12 +303,12 @@ def test_an_interrupt_is_not_reworded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def die_at(instant: int) -> None:
-    """From here on the process kills itself at the n-th thing it does to the disk; a write is half done."""
-    left = itertools.count(instant, -1)
+def die_at(n: int) -> None:
+    """Make this process kill itself at its n-th operation on the disk; a write is half done then."""
+    remaining = itertools.count(n, -1)
 
     def step(before: Callable[[], object] = lambda: None) -> None:
-        if next(left) == 0:
+        if next(remaining) == 0:
             before()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -330,19 +335,19 @@ def die_at(instant: int) -> None:
 
     for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
-    parts.open = manifest.open = opened  # type: ignore[attr-defined]
+    _io.open = opened  # type: ignore[attr-defined]
 
 
-def killed(instant: int, job: Callable[[], object]) -> bool:
-    """Run `job` in a child that dies at the instant; False if it ended before that."""
+def killed(n: int, job: Callable[[], object]) -> bool:
+    """Run `job` in a child process that dies at the n-th operation; return False if the job ended first."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # idle rank threads of this process: the child needs none
+        warnings.simplefilter("ignore")  # about the idle rank threads of this process, which the child does not need
         pid = os.fork()
     if pid == 0:
         status = 1
         try:
             torch.set_num_threads(1)
-            die_at(instant)
+            die_at(n)
             job()
             status = 0
         finally:
@@ -356,39 +361,39 @@ def killed(instant: int, job: Callable[[], object]) -> bool:
 
 
 @pytest.mark.process
-def test_a_kill_at_any_instant_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+def test_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
 
     def state(n: int) -> dict[str, Any]:
         return {"w": fs.device_put(torch.full((4,), float(n)), P("data"), mesh), "n": n}
 
-    for how, step, options in [
+    for case, step, options in [
         ("new step", 2, {}),
         ("overwrite", 1, {"overwrite": True}),
         ("keep", 2, {"keep": 1}),
     ]:
-        seen = []
-        for instant in itertools.count():
-            out = tmp_path / how / str(instant)
+        restored = []
+        for n in itertools.count():
+            out = tmp_path / case / str(n)
             checkpoint.save(out, state(1), step=1)
-            died = killed(instant, lambda out=out, o=options, s=step: checkpoint.save(out, state(2), step=s, **o))
+            died = killed(n, lambda out=out, o=options, s=step: checkpoint.save(out, state(2), step=s, **o))
             last = checkpoint.latest(out)
             assert last in (1, step)
-            for known in checkpoint.steps(out):  # every one that shows is whole
+            for known in checkpoint.steps(out):  # every visible one is complete
                 got = checkpoint.restore(out, state(0), step=known)
-                assert got["n"] in ((1, 2) if how == "overwrite" else (known,))
+                assert got["n"] in ((1, 2) if case == "overwrite" else (known,))
                 same({"w": got["w"]}, {"w": state(got["n"])["w"]})
-            seen.append(got["n"])
-            checkpoint.save(out, state(1), step=9)  # clears what was left
+            restored.append(got["n"])
+            checkpoint.save(out, state(1), step=9)  # removes unfinished saves
             assert all(d.name.startswith("step_") for d in out.iterdir())
             assert all(len(list(d.iterdir())) == 3 for d in out.iterdir())
             if not died:
                 break
-        assert seen == sorted(seen)  # one instant parts the old from the new
-        assert set(seen) == {1, 2}
-        assert len(seen) > 15
+        assert restored == sorted(restored)  # one operation separates the old from the new
+        assert set(restored) == {1, 2}
+        assert len(restored) > 15
 
 
-def test_one_element_is_its_bytes_whatever_its_strides():
+def test_bytes_of_one_element_ignore_its_strides():
     x = torch.arange(24.0).view(4, 6)[1:2, 3:4].T
-    assert bytes(parts.bytes_of(x)) == torch.tensor([9.0]).numpy().tobytes()
+    assert bytes(_io.bytes_of(x)) == torch.tensor([9.0]).numpy().tobytes()

@@ -225,8 +225,8 @@ loss_fn = lambda p, x, y: (x @ p["up"] @ p["down"] - y).square().mean()
 GIVEN = {
     "fshard.checkpoint.inspect": SAVED,
     "fshard.checkpoint.latest": SAVED,
-    "fshard.checkpoint.restore": SAVED,
-    "fshard.checkpoint.save": MLP,
+    "fshard.checkpoint.loading.restore": SAVED,
+    "fshard.checkpoint.saving.save": MLP,
     "fshard.checkpoint.steps": SAVED,
     "fshard.collectives.ppermute": "x = torch.ones(2)",
     "fshard._comm.record.recording": MLP + RECORDED,

@@ -1,4 +1,4 @@
-"""A small model in a Hugging Face folder, its values known, for what reads such folders and what writes them."""
+"""A small model with known values in a Hugging Face folder, for the tests of reading and writing such folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fshard.interop.hf.weights import FileTensor
 KEY = fs.key(0)
 WIDTH, HEADS, K, HIDDEN = 20, 6, 8, 7
 
-# Ours, a name and the dims of theirs: every kind of cut that the models have.
+# Shapes of the leaves, and their tensors in the file: every kind of pattern that the models have.
 SHAPES: dict[str, tuple[int, ...]] = {
     "emb": (13, WIDTH), "qkv": (WIDTH, 3, HEADS, K), "bias": (3, HEADS, K), "up": (WIDTH, HIDDEN),
     "gate": (WIDTH, HIDDEN), "norm": (WIDTH,), "scale": (),
@@ -55,7 +55,7 @@ def values(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def as_theirs(ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By hand, and plain torch."""
+    """Return the tensors in the file, by plain torch."""
     return {
         "m.emb.weight": ours["emb"], "m.norm.weight": ours["norm"], "m.scale": ours["scale"],
         "m.qkv.weight": ours["qkv"].permute(2, 1, 3, 0).reshape(-1, WIDTH).contiguous(),
@@ -76,15 +76,15 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def sharded_file(folder: Path, ours: dict[str, Tensor], cuts: int = 2) -> Path:
-    """The folder with an index that `save_pretrained` would write."""
+def sharded_file(folder: Path, ours: dict[str, Tensor], count: int = 2) -> Path:
+    """Write a folder with an index, as `save_pretrained` does."""
     folder.mkdir()
-    found = as_theirs(ours)
-    names = [f"model-{i + 1:05d}-of-{cuts:05d}.safetensors" for i in range(cuts)]
-    where = {name: names[i % cuts] for i, name in enumerate(found)}
+    weights = as_theirs(ours)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    file_of = {name: names[i % count] for i, name in enumerate(weights)}
     for file in names:
-        save_file({n: x for n, x in found.items() if where[n] == file}, folder / file, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        save_file({n: x for n, x in weights.items() if file_of[n] == file}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
     return folder
 
 

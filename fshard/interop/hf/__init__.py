@@ -1,8 +1,8 @@
 """Folders of safetensors files in the layout of Hugging Face, read and written by slices."""
 
 from .export import write
-from .folder import CONFIG, INDEX, PICKLES, SINGLE, Scan, Where, config_of, read_json
-from .weights import FileTensor, Stored, read, tensors
+from .folder import CONFIG, INDEX, PICKLES, SINGLE, WeightHeaders, config_of, read_json
+from .weights import FileTensor, read, tensors
 
 __all__ = [
     "CONFIG",
@@ -10,12 +10,10 @@ __all__ = [
     "PICKLES",
     "SINGLE",
     "FileTensor",
-    "Scan",
-    "Stored",
-    "Where",
+    "WeightHeaders",
     "config_of",
     "read",
     "read_json",
     "tensors",
     "write",
-]  # fmt: skip
+]

@@ -1,10 +1,13 @@
-"""Hugging Face folders, written by slices: every rank writes just the bytes of its own parts, and nothing is gathered.
+"""Write Hugging Face folders by slices: every rank writes just the bytes of its own parts, and nothing is gathered.
 
-Every rank computes the same plan. Rank 0 lays out the files, each of its final size with its header, in a folder
-`.saving-9f2c81d0` inside the one that is meant; every rank writes its bytes there and brings them to the disk; when
-all have, rank 0 renames: config.json, then the weights. Readers find the weights that were there before, then the new
-ones, and never some of each: where both have shards of the same names, the index names the new ones in the temporary
-folder while they move.
+1. Every rank computes the same layout of files.
+2. Rank 0 creates the files, each of its final size with its header, in a temporary folder `.saving-9f2c81d0` inside the
+   folder to write.
+3. Every rank writes its bytes into them and flushes them to the disk.
+4. Rank 0 renames config.json, then the weights.
+
+A reader finds the old weights until one rename, and the new ones after it, never some of each: if both have shards of
+the same names, the index names the new ones in the temporary folder while they are renamed.
 """
 
 from __future__ import annotations
@@ -15,257 +18,220 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import in_region
-from fshard.checkpoint.commit import sync
-from fshard.checkpoint.parts import bytes_of
+from fshard._io import (
+    Ranks,
+    StrPath,
+    assign_writers,
+    bytes_of,
+    local_part,
+    summary,
+    sync,
+    write_errors,
+    write_file,
+)
 from fshard.errors import ShardingError, fail
-from fshard.sharded import Sharded
-from fshard.spec import Box, box_bounds, full_box
+from fshard.spec import Box
 
-from .folder import CONFIG, INDEX, SINGLE, Where, read_json
-from .layout import File, Source, as_json, check_alike, check_described, files_of, lines, slots_of
-from .weights import CHUNK, FileTensor
-
-T = TypeVar("T")
+from .folder import CONFIG, INDEX, SINGLE, read_json
+from .layout import OutputFile, Source, check_described, output_files, output_tensors
+from .weights import CHUNK_BYTES, FileTensor
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY = ".saving-"
+_UNCHANGED = "the weights in the folder are unchanged"
+Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its file, leaf, box of it, values
 
 
 def write(
-    folder: Where, tree_: Any, theirs: Callable[[tree.Path], FileTensor], *, config: Mapping[str, Any],
+    folder: StrPath, tree_: Any, theirs: Callable[[tree.Path], FileTensor], *, config: Mapping[str, Any],
     prefix: str = "",
     max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None, described: Any = None,
 ) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads: config.json and model.safetensors, or shards of it with an index.
 
-    Leaves are `Sharded`, on whatever mesh, or tensors that are the same on every rank. Each different part is written
-    once, by the first rank that holds it, in chunks of some MiB. A leaf at two paths is written under the name of the
+    Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank. Each different part is written
+    once, by one of the ranks that hold it, in chunks of some MiB. A leaf at two paths is written under the name of the
     first. Weights in the folder are replaced, all at once; files of other names stay. On a process mesh every rank
     calls this, on a folder that all of them share.
 
     Args:
-        theirs: the tensor that the leaf at a path is, or is part of.
-        config: what config.json will say.
+        theirs: path of a leaf -> the tensor in the file that the leaf is, or is part of.
+        config: the contents of config.json.
         prefix: put before every name: `"transformer."` for a base model written as part of one with a head.
         max_shard_bytes: begin another file where the tensors of one would be more.
         metadata: of the files; `{"format": "pt"}` if left out.
-        described: what the config describes; leaves that are missing, extra or of another shape are then errors too.
+        described: the tree that the config describes; leaves that are missing, extra or of another shape are errors.
 
-    >>> write("my-norm", {"w": torch.ones(16)}, lambda path: Their("ln_f.weight"), config={"model_type": "gpt2"})
+    >>> write("my-norm", {"w": torch.ones(16)}, lambda path: FileTensor("ln_f.weight"), config={"model_type": "gpt2"})
     >>> sorted(os.listdir("my-norm"))
     ['config.json', 'model.safetensors']
 
     Raises ShardingError, on every rank, listing every leaf that cannot be written and every tensor of which a part is
-    missing; where the ranks hold different leaves; where one cannot write. Then the folder is as it was.
+    missing; if the ranks hold different leaves; if one cannot write. Then the folder is unchanged.
     """
-    if in_region():
-        raise fail("write: called inside shard_map, where every leaf is a local part", fix="call it outside")
     leaves = tree.leaves_with_path(tree_)
-    kinds = {x.mesh.kind for _, x in leaves if isinstance(x, Sharded)}
-    alone = "process" not in kinds if kinds else not dist.is_initialized()
-    rank = 0 if alone else dist.get_rank()
+    ranks = Ranks.of("write", [leaf for _, leaf in leaves])
     final = Path(folder)
+    files: list[OutputFile] = []
 
-    files: list[File] = []
-
-    def plan() -> list[str]:
+    def plan() -> dict[str, str]:
         if described is not None:
             check_described(leaves, tree.leaves_with_path(described))
-        slots = slots_of(leaves, theirs, prefix)
-        files.extend(files_of(slots, max_shard_bytes, dict({"format": "pt"} if metadata is None else metadata)))
-        return [] if alone else [f"config.json  {as_json(config)!r}", *lines(slots), f"{len(files)} files"]
+        tensors = output_tensors(leaves, theirs, prefix)
+        files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata))
+        out = {CONFIG: repr(_config_text(config))}
+        if not ranks.alone:
+            out |= {file.name: f"header of crc32 {zlib.crc32(file.header):08x}" for file in files}
+            out |= {s.label: f"{summary(s.leaf)} for {t.name}" for t in tensors for s in t.sources}
+        return out
 
-    check_alike(_together(plan, alone))
-    made = not final.exists()
+    ranks.check_equal(plan, "plain tensors and the arguments must be the same on every rank")
+    is_new = not final.exists()
     try:
-        temporary = final / _together(lambda: _begin(final, files, as_json(config)) if rank == 0 else "", alone)[0]
-        _together(lambda: _fill(temporary, files, None if alone else rank), alone)
-        _together(lambda: _publish(final, temporary, files) if rank == 0 else None, alone)
+        temporary = final / ranks.run_on_first(lambda: _create_files(final, files, _config_text(config)))
+        ranks.run(lambda: _write_parts(temporary, files, ranks))
+        ranks.run_on_first(lambda: _publish(final, temporary, files))
     except BaseException:
-        if rank == 0:
-            _abandon(final, made)
+        if ranks.rank == 0:
+            _discard(final, is_new)
         raise
 
 
-def _together(job: Callable[[], T], alone: bool) -> list[T]:
-    """What `job` gives on each rank. What any rank raises, all raise, once all are done."""
-    mine: T | None = None
-    error: Exception | None = None
+def _config_text(config: Mapping[str, Any]) -> str:
     try:
-        mine = job()
-    except Exception as e:
-        error = e
-    words = "" if error is None else str(error) if isinstance(error, ShardingError) else f"write: {error!r}"
-    told: list[Any] = [(mine, words)]
-    if not alone:
-        told = [None] * dist.get_world_size()
-        try:
-            dist.all_gather_object(told, (mine, words))
-        except RuntimeError as e:
-            raise fail(f"write: rank {dist.get_rank()}: broken off: another rank has failed, or left the program",
-                       str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip
-    said: dict[str, list[int]] = {}
-    for rank, (_, text) in enumerate(told):
-        if text:
-            said.setdefault(text, []).append(rank)
-    if said:
-        common = len(said) == 1 and len(next(iter(said.values()))) == len(told)
-        shown = list(said) if common else [f"rank {', '.join(map(str, r))}: {text}" for text, r in said.items()]
-        raise ShardingError("\n".join(shown)) from error
-    return [value for value, _ in told]
+        return json.dumps(dict(config), indent=2, sort_keys=True) + "\n"
+    except (TypeError, ValueError) as e:
+        raise fail("write: config= is not JSON", str(e), fix="numbers, strings, booleans, None, lists and dicts") from e
 
 
 # --- the files ------------------------------------------------------------------------------------------------
 
 
-def _begin(final: Path, files: Sequence[File], config: str) -> str:
-    """Make the temporary folder, with files of their final size; its name."""
-    with _saying(final):
+def _create_files(final: Path, files: Sequence[OutputFile], config: str) -> str:
+    """Create the temporary folder, with files of their final size, and return its name."""
+    with write_errors("write", final, _UNCHANGED):
         final.mkdir(parents=True, exist_ok=True)
-        _clear(final)
+        _remove_temporary_folders(final)
         temporary = final / f"{_TEMPORARY}{secrets.token_hex(4)}"
         temporary.mkdir()
         for file in files:
-            _put(temporary / file.name, file.head, file.bytes)
-        _put(temporary / CONFIG, config.encode())
+            write_file(temporary / file.name, [file.header], file.nbytes)
+        write_file(temporary / CONFIG, [config.encode()])
         if len(files) > 1:
-            total = sum(s.nbytes for f in files for s in f.slots)
-            _index(temporary / INDEX, {s.name: f.name for f in files for s in f.slots}, total)
+            _write_index(temporary / INDEX, files)
     return temporary.name
 
 
-def _index(path: Path, weight_map: dict[str, str], total: int) -> None:
-    value = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _put(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+def _write_index(path: Path, files: Sequence[OutputFile], folder: str = "") -> None:
+    """Write the index of the files in a folder relative to that of the index."""
+    value = {
+        "metadata": {"total_size": sum(t.nbytes for file in files for t in file.tensors)},
+        "weight_map": {t.name: folder + file.name for file in files for t in file.tensors},
+    }
+    write_file(path, [(json.dumps(value, indent=2, sort_keys=True) + "\n").encode()])
 
 
-def _put(path: Path, data: bytes, size: int | None = None) -> None:
-    with open(path, "xb") as f:
-        f.write(data)
-        f.truncate(size)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _fill(temporary: Path, files: Sequence[File], rank: int | None) -> None:
-    """Write this rank's parts, or with None everyone's, and bring them to the disk."""
+def _write_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> None:
+    """Write the parts of this process, and flush them to the disk."""
     if not temporary.is_dir():
-        raise fail(f"write: {temporary} is not here, though rank 0 has made it",
+        raise fail(f"write: {temporary} does not exist on this rank, and rank 0 has created it",
                    fix="write to a folder that all ranks share")  # fmt: skip
+    writers = iter(assign_writers(s.leaf for file in files for t in file.tensors for s in t.sources))
     for file in files:
-        path, start, fd = temporary / file.name, len(file.head), -1
-        with _saying(path):
-            try:
-                for slot in file.slots:
-                    for source in slot.sources:
-                        for box, part in _parts(source.leaf, rank):
-                            fd = os.open(path, os.O_WRONLY) if fd < 0 else fd
-                            _write(fd, start, source, box, part)
-                    start += slot.nbytes
-                if fd >= 0:
-                    os.fsync(fd)
-            finally:
-                if fd >= 0:
-                    os.close(fd)
+        parts: Parts = []
+        start = len(file.header)
+        for tensor in file.tensors:
+            for source in tensor.sources:
+                parts += [(start, source, box, local_part(source.leaf, writer)) for box, writer in next(writers)
+                          if ranks.writes_for(writer)]  # fmt: skip
+            start += tensor.nbytes
+        if parts:
+            with write_errors("write", temporary / file.name, _UNCHANGED):
+                _write_into(temporary / file.name, parts)
 
 
-def _parts(leaf: Sharded | Tensor, rank: int | None) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes of a leaf that this rank writes: each different one is its first holder's."""
-    if isinstance(leaf, Tensor):
-        if not rank:
-            yield full_box(leaf.shape), leaf
-        return
-    seen = set()
-    for holder in range(leaf.mesh.size):
-        box = leaf.box(holder)
-        if box_bounds(box) not in seen and rank in (None, holder):
-            yield box, leaf.shards[leaf.mesh.ranks.index(holder)]
-        seen.add(box_bounds(box))
+def _write_into(path: Path, parts: Parts) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        for start, source, box, part in parts:
+            itemsize = part.dtype.itemsize
+            for region in source.pattern.regions(source.leaf.shape, box):
+                view = region.view_of(part)
+                for chunk, offsets, run in region.chunks(CHUNK_BYTES // itemsize):
+                    data, size = bytes_of(view[chunk]), run * itemsize
+                    for i, offset in enumerate(offsets):
+                        _write_at(fd, data[i * size : (i + 1) * size], start + offset * itemsize)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
-def _write(fd: int, start: int, source: Source, box: Box, part: Tensor) -> None:
-    item = part.dtype.itemsize
-    for piece in source.pattern.pieces(source.leaf.shape, box):
-        view = piece.of(part)
-        for some, starts, run in piece.chunks(CHUNK // item):
-            data = bytes_of(view[some])
-            for i, at in enumerate(starts):
-                left, place = data[i * run * item : (i + 1) * run * item], start + at * item
-                while left:
-                    done = os.pwrite(fd, left, place)
-                    left, place = left[done:], place + done
+def _write_at(fd: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, position)
+        data, position = data[count:], position + count
 
 
-# --- how it appears -------------------------------------------------------------------------------------------
+# --- replacing the old weights --------------------------------------------------------------------------------
 
 
-def _publish(final: Path, temporary: Path, files: Sequence[File]) -> None:
-    with _saying(final, "the folder holds what was there before, or all that is new"):
-        names = [f.name for f in files]
+def _publish(final: Path, temporary: Path, files: Sequence[OutputFile]) -> None:
+    with write_errors("write", final, "the folder has all of the old weights, or all of the new ones"):
+        names = [file.name for file in files]
         sync(temporary)
-        clash = len(files) > 1 and not _named(final).isdisjoint(names)
-        if clash:  # as long as the old index stands, its shards do: the new ones get a second name first
+        shared_names = len(files) > 1 and not _indexed_files(final).isdisjoint(names)
+        if shared_names:  # the old index needs its shards until it is replaced: the new ones get a second name first
             (temporary / "links").mkdir()
             for name in names:
                 os.link(temporary / name, temporary / "links" / name)
-            moving = {s.name: f"{temporary.name}/{f.name}" for f in files for s in f.slots}
-            _index(temporary / f"moving.{INDEX}", moving, sum(s.nbytes for f in files for s in f.slots))
+            _write_index(temporary / f"links.{INDEX}", files, f"{temporary.name}/")
         os.replace(temporary / CONFIG, final / CONFIG)
-        if clash:
-            os.replace(temporary / f"moving.{INDEX}", final / INDEX)  # the instant
+        if shared_names:
+            os.replace(temporary / f"links.{INDEX}", final / INDEX)  # from here on a reader finds the new weights
             sync(final)
         for name in names:
-            os.replace(temporary / "links" / name if clash else temporary / name, final / name)
+            os.replace(temporary / "links" / name if shared_names else temporary / name, final / name)
         sync(final)
         if len(files) > 1:
             os.replace(temporary / INDEX, final / INDEX)
             sync(final)
-        stale = [f.name for f in final.iterdir() if _SHARD.fullmatch(f.name) and f.name not in names]
-        for name in [SINGLE if len(files) > 1 else INDEX, *stale]:
+        unused = [f.name for f in final.iterdir() if _SHARD.fullmatch(f.name) and f.name not in names]
+        for name in [SINGLE if len(files) > 1 else INDEX, *unused]:
             (final / name).unlink(missing_ok=True)
-        _clear(final)
+        _remove_temporary_folders(final)
         sync(final)
 
 
-def _named(folder: Path) -> set[str]:
-    """The files that the index of a folder names."""
+def _indexed_files(folder: Path) -> set[str]:
+    """Return the files that the index of a folder names."""
     try:
         return set(read_json(folder / INDEX)["weight_map"].values())
     except (ShardingError, KeyError, AttributeError, TypeError):
         return set()
 
 
-def _clear(final: Path) -> None:
-    """Remove temporary folders, except one that the index still needs, of a save that was killed as it moved."""
-    needed = {Path(name).parent.name for name in _named(final)}
+def _remove_temporary_folders(final: Path) -> None:
+    """Remove those of killed saves, except one that the index names: that save was killed while it renamed shards."""
+    needed = {Path(name).parent.name for name in _indexed_files(final)}
     for d in final.iterdir():
         if d.name.startswith(_TEMPORARY) and d.name not in needed:
             shutil.rmtree(d)
 
 
-def _abandon(final: Path, made: bool) -> None:
-    """Remove what a save that failed has written, as far as that is possible."""
+def _discard(final: Path, is_new: bool) -> None:
+    """Remove the files of a save that failed, as far as that is possible."""
     with contextlib.suppress(OSError):
-        _clear(final)
-        if made:
+        _remove_temporary_folders(final)
+        if is_new:
             final.rmdir()
-
-
-@contextlib.contextmanager
-def _saying(path: Path, fix: str = "the folder is as it was") -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:
-        raise fail(f"write: cannot write {e.filename or path}", str(e.strerror), fix=fix) from e
 
 
 __all__ = ["write"]

@@ -1,11 +1,8 @@
-"""The files of a Hugging Face folder that is to be written: which tensor lies where, and of which leaves it is made."""
+"""The layout of a Hugging Face folder to write: the files, their tensors in order, and the leaves of each tensor."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,31 +11,29 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.checkpoint.parts import bytes_of
+from fshard._io import writable
+from fshard._safetensors import DTYPES, encode_header
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.init import Deferred
 from fshard.sharded import Sharded
 from fshard.spec import describe
 
-from .folder import DTYPES, SINGLE
-from .pattern import Pattern, absent
-from .weights import FileTensor
-
-_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+from .folder import SINGLE
+from .pattern import Pattern, missing_parts
+from .weights import FileTensor, with_dot
 
 
 @dataclass(frozen=True)
 class Source:
-    """A leaf of ours: the whole of a tensor of theirs, or a part of it."""
+    """A leaf that is the whole of a tensor in the file, or a part of it; `label` is the leaf's path."""
 
-    where: str
+    label: str
     leaf: Sharded | Tensor
     pattern: Pattern
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A tensor of theirs, and the leaves it is made of."""
+class OutputTensor:
+    """A tensor in the file, and the leaves that it is made of."""
 
     name: str
     dtype: torch.dtype
@@ -51,155 +46,109 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class File:
-    """A file: what it begins with, and the tensors that follow, end to end."""
+class OutputFile:
+    """A file: its header, and the tensors that follow, end to end."""
 
     name: str
-    head: bytes
-    slots: tuple[Slot, ...]
+    header: bytes
+    tensors: tuple[OutputTensor, ...]
 
     @property
-    def bytes(self) -> int:
-        return len(self.head) + sum(s.nbytes for s in self.slots)
+    def nbytes(self) -> int:
+        return len(self.header) + sum(t.nbytes for t in self.tensors)
 
 
-def slots_of(
+def output_tensors(
     leaves: Sequence[tuple[tree.Path, Any]], theirs: Callable[[tree.Path], FileTensor], prefix: str
-) -> list[Slot]:
-    """The tensors of theirs in the order of the leaves. Raises ShardingError listing all that cannot be written."""
+) -> list[OutputTensor]:
+    """Return the tensors to write, in the order of the leaves.
+
+    Raises ShardingError listing every leaf that cannot be written, and every tensor of which a part is missing.
+    """
     errors: list[ShardingError] = []
     sources: dict[str, list[Source]] = {}
     seen: set[int] = set()
-    prefix = prefix and prefix.rstrip(".") + "."
+    prefix = with_dot(prefix)
     for path, leaf in leaves:
-        where = f"write: {tree.show('tree', path)}"
         if isinstance(leaf, (Sharded, Tensor)) and id(leaf) in seen:
             continue
         seen.add(id(leaf))
+        label = tree.show("tree", path)
         try:
-            _check_leaf(leaf)
-            their = theirs(path)
-            if prefix and their.name.startswith(prefix):
-                raise fail(f"{their.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
-            pattern = their.pattern(leaf.ndim)
-            pattern.theirs(leaf.shape)
-            sources.setdefault(prefix + their.name, []).append(Source(tree.show("tree", path), leaf, pattern))
+            leaf = writable(leaf, DTYPES.values())
+            target = theirs(path)
+            if prefix and target.name.startswith(prefix):
+                raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
+            pattern = target.pattern(leaf.ndim)
+            pattern.file_shape(leaf.shape)
+            sources.setdefault(prefix + target.name, []).append(Source(label, leaf, pattern))
         except ShardingError as e:
-            errors.append(ShardingError(f"{where}: {e}"))
-    slots = []
-    for name, parts in sources.items():
+            errors.append(ShardingError(f"write: {label}: {e}"))
+    tensors = []
+    for name, of_tensor in sources.items():
         try:
-            slots.append(_slot(name, parts))
+            tensors.append(_output_tensor(name, of_tensor))
         except ShardingError as e:
             errors.append(ShardingError(f"write: {name!r} {e}"))
-    kinds = {p.leaf.mesh.kind for parts in sources.values() for p in parts if isinstance(p.leaf, Sharded)}
-    if len(kinds) > 1:
-        errors.append(fail("write: the leaves lie on a process mesh and on a simulated one", fix="write them apart"))
     raise_all(errors)
-    return slots
+    return tensors
 
 
-def _check_leaf(leaf: Any) -> None:
-    if isinstance(leaf, Deferred):
-        raise fail("is only described", fix="fs.materialize it")
-    if not isinstance(leaf, (Sharded, Tensor)):
-        raise fail(f"cannot write a {type(leaf).__name__}", fix="give a tensor")
-    if isinstance(leaf, Sharded):
-        if leaf.mesh.kind == "abstract":
-            raise fail("is on an abstract mesh, where leaves have no values", fix="use another mesh")
-        _ = leaf.shards  # raises where it was donated
-    if leaf.dtype not in _WORDS:
-        raise fail(f"cannot write {leaf.dtype}", fix=f"use one of {', '.join(DTYPES)}")
-
-
-def _slot(name: str, parts: Sequence[Source]) -> Slot:
-    shapes = {p.pattern.theirs(p.leaf.shape) for p in parts}
-    dtypes = {p.leaf.dtype for p in parts}
+def _output_tensor(name: str, sources: Sequence[Source]) -> OutputTensor:
+    shapes = {s.pattern.file_shape(s.leaf.shape) for s in sources}
+    dtypes = {s.leaf.dtype for s in sources}
     if len(shapes) > 1 or len(dtypes) > 1:
-        shown = [f"{p.where}  {describe(p.leaf.dtype, p.pattern.theirs(p.leaf.shape))}" for p in parts]
-        raise fail("has parts of different shapes or dtypes", *shown, fix="they are parts of one tensor there")
-    rest = absent(p.pattern for p in parts)
-    if rest:
-        raise fail("lacks a part", f"{', '.join(p.where for p in parts)} leave out {', '.join(rest)}",
+        shown = [f"{s.label}  {describe(s.leaf.dtype, s.pattern.file_shape(s.leaf.shape))}" for s in sources]
+        raise fail("has parts of different shapes or dtypes", *shown, fix="they are parts of one tensor in the file")
+    missing = missing_parts(s.pattern for s in sources)
+    if missing:
+        raise fail("lacks a part", f"{', '.join(s.label for s in sources)} leave out {', '.join(missing)}",
                    fix="give a leaf for each part")  # fmt: skip
-    of_part: dict[Any, str] = {}
-    for p in parts:
-        twin = of_part.setdefault(p.pattern.part, p.where)
-        if twin != p.where:
-            raise fail("would be written twice", f"{twin} and {p.where}", fix="give each leaf a name of its own")
-    return Slot(name, dtypes.pop(), shapes.pop(), tuple(parts))
+    first: dict[Any, str] = {}
+    for s in sources:
+        other = first.setdefault(s.pattern.part, s.label)
+        if other != s.label:
+            raise fail("would be written twice", f"{other} and {s.label}", fix="give each leaf a name of its own")
+    return OutputTensor(name, dtypes.pop(), shapes.pop(), tuple(sources))
 
 
 def check_described(leaves: Sequence[tuple[tree.Path, Any]], described: Sequence[tuple[tree.Path, Any]]) -> None:
-    """Raise, listing every leaf, unless those to be written are those described, and of their shapes."""
-    found, wanted = dict(leaves), dict(described)
-    errors = [fail(f"write: {tree.show('tree', p)} is missing", described=w) for p, w in wanted.items()
-              if p not in found]  # fmt: skip
-    for path, x in found.items():
+    """Raise ShardingError, listing every difference, unless the leaves have the paths and shapes that are described."""
+    ours, expected = dict(leaves), dict(described)
+    errors = [fail(f"write: {tree.show('tree', path)} is missing", described=leaf)
+              for path, leaf in expected.items() if path not in ours]  # fmt: skip
+    for path, x in ours.items():
         shape = getattr(x, "shape", None)
-        if path not in wanted:
+        if path not in expected:
             errors.append(fail(f"write: {tree.show('tree', path)} is not in the model of the config"))
-        elif shape is not None and tuple(shape) != tuple(wanted[path].shape):
+        elif shape is not None and tuple(shape) != tuple(expected[path].shape):
             errors.append(fail(f"write: {tree.show('tree', path)} has another shape than the config says",
-                               got=list(shape), expected=list(wanted[path].shape)))  # fmt: skip
+                               got=list(shape), expected=list(expected[path].shape)))  # fmt: skip
     raise_all(errors)
 
 
-def files_of(slots: Sequence[Slot], most: int, metadata: dict[str, str]) -> list[File]:
-    """The tensors in order, and another file where one would grow beyond `most` bytes of them."""
-    if not slots:
+def output_files(
+    tensors: Sequence[OutputTensor], max_shard_bytes: int, metadata: Mapping[str, str]
+) -> list[OutputFile]:
+    """Divide the tensors, in order, into files with at most `max_shard_bytes` of them each, or one tensor."""
+    if not tensors:
         raise fail("write: there are no leaves", fix="give the parameters")
-    if type(most) is not int or most < 1:
-        raise fail(f"write: max_shard_bytes={most!r}", fix="a number of bytes")
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise fail(f"write: max_shard_bytes={max_shard_bytes!r}", fix="a number of bytes")
     if not all(isinstance(x, str) for pair in metadata.items() for x in pair):
-        raise fail(f"write: metadata={metadata!r}", fix="from strings to strings, as the format has it")
-    groups: list[list[Slot]] = [[]]
-    for slot in slots:
-        if groups[-1] and sum(s.nbytes for s in groups[-1]) + slot.nbytes > most:
+        raise fail(f"write: metadata={metadata!r}", fix="from strings to strings, as safetensors has it")
+    groups: list[list[OutputTensor]] = [[]]
+    for t in tensors:
+        if groups[-1] and sum(other.nbytes for other in groups[-1]) + t.nbytes > max_shard_bytes:
             groups.append([])
-        groups[-1].append(slot)
+        groups[-1].append(t)
     files = []
     for i, group in enumerate(groups):
-        group.sort(key=lambda s: -s.dtype.itemsize)  # the widest first: every tensor is aligned
-        header: dict[str, Any] = {"__metadata__": metadata}
-        at = 0
-        for s in group:
-            spot = [at, at + s.nbytes]
-            header[s.name] = {"dtype": _WORDS[s.dtype], "shape": list(s.shape), "data_offsets": spot}
-            at += s.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        group.sort(key=lambda t: -t.dtype.itemsize)  # the widest first: every tensor is aligned
         name = SINGLE if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-        files.append(File(name, len(text).to_bytes(8, "little") + text, tuple(group)))
+        header = encode_header({t.name: (t.dtype, t.shape) for t in group}, metadata)
+        files.append(OutputFile(name, header, tuple(group)))
     return files
 
 
-def as_json(config: Mapping[str, Any]) -> str:
-    """The text of config.json."""
-    try:
-        return json.dumps(dict(config), indent=2, sort_keys=True) + "\n"
-    except (TypeError, ValueError) as e:
-        raise fail("write: config= is not JSON", str(e), fix="numbers, strings, booleans, None, lists and dicts") from e
-
-
-def lines(slots: Sequence[Slot]) -> list[str]:
-    """What is written, in lines that are equal on two ranks just if they may write it together."""
-    return [f"{s.name}  {describe(s.dtype, s.shape)}  from {p.where}  " + (
-                f"{p.leaf!r} on {p.leaf.mesh!r}" if isinstance(p.leaf, Sharded)
-                else f"a tensor of crc32 {zlib.crc32(bytes_of(p.leaf)):08x}")
-            for s in slots for p in s.sources]  # fmt: skip
-
-
-def check_alike(told: Sequence[Sequence[str]]) -> None:
-    """Raise, naming what differs, unless every rank has the same `lines`."""
-    wrong = []
-    for rank, lines in enumerate(told):
-        for mine, its in itertools.zip_longest(told[0], lines, fillvalue="nothing"):
-            if mine != its:
-                wrong.append(f"rank 0  {mine}    rank {rank}  {its}")
-    if wrong:
-        raise fail("write: the ranks do not hold the same leaves", *wrong,
-                   fix="plain tensors and the config must be the same on every rank")  # fmt: skip
-
-
-__all__ = ["File", "Slot", "Source", "as_json", "check_alike", "check_described", "files_of", "lines", "slots_of"]
+__all__ = ["OutputFile", "OutputTensor", "Source", "check_described", "output_files", "output_tensors"]

@@ -1,4 +1,4 @@
-"""Weights by slices of safetensors files: leaves whose initializer reads, on every rank, just the bytes of its part."""
+"""Weights by slices of safetensors files: leaves whose initializer reads, on every rank, only the bytes of its part."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.checkpoint.parts import bytes_of
+from fshard._io import StrPath, bytes_of, cannot_read
+from fshard._safetensors import HeaderEntry
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe
 
-from .folder import Entry, Scan, Where, no_dtype, unreadable
-from .pattern import Pattern, absent, identity
+from .folder import WeightHeaders, unsupported_dtype
+from .pattern import Pattern, identity, missing_parts
 
-CHUNK = 8 << 20  # bytes in memory beside the part itself, while it is read
+CHUNK_BYTES = 8 << 20  # in memory beside the part itself, while it is read or written
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """The name of a tensor in the file, and how its dims become ours: `dims` and `at` as in `Pattern`; None is as ours.
+    """Name of a tensor in a file, and the `Pattern` from its dims to those of the leaf; None if they are the same.
 
-    >>> Their("h.0.attn.c_attn.weight", "d (three h k) -> d three h k")
-    Their(name='h.0.attn.c_attn.weight', dims='d (three h k) -> d three h k', at=None)
+    >>> FileTensor("h.0.attn.c_attn.weight", "d (three h k) -> d three h k")
+    FileTensor(name='h.0.attn.c_attn.weight', dims='d (three h k) -> d three h k', at=None)
     """
 
     name: str
@@ -37,206 +38,214 @@ class FileTensor:
     at: Mapping[str, int] | None = None
 
     def pattern(self, ndim: int) -> Pattern:
-        """The rule, for a leaf of ours with `ndim` dims."""
+        """Return the pattern for a leaf with `ndim` dims."""
         return identity(ndim) if self.dims is None else Pattern(self.dims, self.at)
 
 
-class Stored:
+class FromFile:
     """An initializer that reads its box from a file. Shown as `stored(model.safetensors: h.0.ln_1.weight)`.
 
-    `copy` is a tensor that must hold the same: where it does not, whoever saved it had not tied the two.
+    `copy` is a tensor that must have the same values: if it does not, the program that saved it had not tied the two.
     """
 
-    def __init__(self, entry: Entry, pattern: Pattern, copy: Entry | None = None) -> None:
+    def __init__(self, entry: HeaderEntry, pattern: Pattern, copy: HeaderEntry | None = None) -> None:
         self.entry, self.pattern, self.copy = entry, pattern, copy
 
     def describe(self) -> str:
-        """What it is called where a leaf is shown."""
+        """Return the text that is shown after a leaf."""
         return f"stored({self.entry.file.name}: {self.entry.name})"
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The part of the leaf, read and rounded to `dtype` chunk by chunk. No other byte of the tensor is read.
+        """Read the box of the leaf, rounded to `dtype` chunk by chunk. No other byte of the tensor is read.
 
-        Raises ShardingError where the file cannot be read, or is not what it was when its header was read.
+        Raises ShardingError if the file cannot be read, or has changed since its header was read.
         """
         out = torch.empty(box_shape(box), dtype=dtype, device=device)
-        kind = self.entry.dtype
-        assert kind is not None
-        most = CHUNK // kind.itemsize
-        room = torch.empty(0, dtype=kind, device="cpu")
-        with _opened(self.entry) as fd:
-            for piece in self.pattern.pieces(shape, box):
-                view = piece.of(out)
-                for part, starts, run in piece.chunks(most):
-                    target = view[part]
-                    if target.dtype == kind and target.device.type == "cpu" and target.is_contiguous():
-                        self._read(fd, target, starts, run)
+        file_dtype = self.entry.dtype
+        assert file_dtype is not None
+        buffer = torch.empty(0, dtype=file_dtype, device="cpu")
+        with _open(self.entry) as fd:
+            for region in self.pattern.regions(shape, box):
+                view = region.view_of(out)
+                for chunk, offsets, run in region.chunks(CHUNK_BYTES // file_dtype.itemsize):
+                    target = view[chunk]
+                    if target.dtype == file_dtype and target.device.type == "cpu" and target.is_contiguous():
+                        self._read(fd, target, offsets, run)
                         continue
-                    if room.numel() < target.numel():
-                        room = torch.empty(target.numel(), dtype=kind, device="cpu")
-                    values = room[: target.numel()]
-                    self._read(fd, values, starts, run)
+                    if buffer.numel() < target.numel():
+                        buffer = torch.empty(target.numel(), dtype=file_dtype, device="cpu")
+                    values = buffer[: target.numel()]
+                    self._read(fd, values, offsets, run)
                     target.copy_(values.view(target.shape))
         if self.copy is not None:
-            other = Stored(self.copy, self.pattern).fill(key, shape, box, dtype, device)
+            other = FromFile(self.copy, self.pattern).fill(key, shape, box, dtype, device)
             if not torch.equal(out.flatten().view(torch.uint8), other.flatten().view(torch.uint8)):
                 raise fail(f"{self.copy.file}: {self.copy.name!r} is not equal to {self.entry.name!r}",
                            "the config ties them: they would be one leaf",
                            fix="tie_word_embeddings: false in config.json, or take it out of the file")  # fmt: skip
         return out
 
-    def _read(self, fd: int, values: Tensor, starts: Sequence[int], run: int) -> None:
-        """Fill a contiguous tensor from the runs of `run` elements that begin at `starts`."""
-        room = bytes_of(values)  # its own, as it is contiguous and on the CPU
-        size, item, first = run * values.itemsize, values.itemsize, self.entry.start
-        for i, start in enumerate(starts):
-            part, place = room[i * size : (i + 1) * size], first + start * item
-            got = os.preadv(fd, (part,), place)
-            while got < size:
-                more = os.preadv(fd, (part[got:],), place + got)
-                if not more:
-                    raise _altered(self.entry, f"it ends before byte {place + size}")
-                got += more
+    def _read(self, fd: int, values: Tensor, offsets: Sequence[int], run: int) -> None:
+        """Fill a contiguous tensor from the runs of `run` elements at `offsets` of the tensor in the file."""
+        buffer, size = bytes_of(values), run * values.itemsize  # its own bytes: it is contiguous and on the CPU
+        for i, offset in enumerate(offsets):
+            rest, position = buffer[i * size : (i + 1) * size], self.entry.start + offset * values.itemsize
+            end = position + size
+            while rest:
+                count = os.preadv(fd, (rest,), position)
+                if not count:
+                    raise _changed(self.entry, f"it ends before byte {end}")
+                rest, position = rest[count:], position + count
 
 
 @contextlib.contextmanager
-def _opened(entry: Entry) -> Iterator[int]:
-    """A file descriptor; afterwards the file must be what it was when its header was read."""
+def _open(entry: HeaderEntry) -> Iterator[int]:
+    """Open the file of a tensor; on leaving, raise ShardingError if it has changed since its header was read."""
     try:
         fd = os.open(entry.file, os.O_RDONLY)
     except OSError as e:
-        raise unreadable(entry.file, e) from e
+        raise cannot_read(entry.file, e) from e
     try:
         yield fd
         now = os.fstat(fd)
     finally:
         os.close(fd)
-    if (now.st_size, now.st_mtime_ns) != (entry.size, entry.changed):
-        raise _altered(entry, f"{entry.size} bytes then, {now.st_size} now")
+    if (now.st_size, now.st_mtime_ns) != (entry.file_size, entry.file_mtime):
+        raise _changed(entry, f"{entry.file_size} bytes then, {now.st_size} now")
 
 
-def _altered(entry: Entry, why: str) -> ShardingError:
-    return fail(f"{entry.file}: has changed since its header was read", why, f"in {entry.name!r}",
+def _changed(entry: HeaderEntry, difference: str) -> ShardingError:
+    return fail(f"{entry.file}: has changed since its header was read", difference, f"in {entry.name!r}",
                 fix="read the folder again, when nothing writes to it")  # fmt: skip
 
 
 # --- the leaves -----------------------------------------------------------------------------------------------
 
 
-def tensors(path: Where) -> dict[str, Deferred]:
-    """Every tensor of a folder, or of one safetensors file, described; only the headers are read.
+def tensors(path: StrPath) -> dict[str, Deferred]:
+    """Describe every tensor of a folder, or of one safetensors file; only the headers are read.
 
     >>> tensors("my-gpt2")["transformer.ln_f.weight"]
     f32[16] = stored(model.safetensors: transformer.ln_f.weight)
 
-    Raises ShardingError listing every tensor whose bytes are not there, or whose dtype torch does not have.
+    Raises ShardingError listing every tensor that is cut short or out of place, or whose dtype torch does not have.
     """
-    scan = Scan(Path(path))
-    errors = scan.errors + [no_dtype(e) for e in scan.found.values() if e.dtype is None]
-    raise_all(errors)
-    return {n: Deferred(e.shape, e.dtype or torch.float32, Stored(e, identity(len(e.shape))))
-            for n, e in scan.found.items()}  # fmt: skip
+    headers = WeightHeaders(Path(path))
+    entries = headers.tensors.values()
+    raise_all(headers.errors + [unsupported_dtype(entry) for entry in entries if entry.dtype is None])
+    return {entry.name: Deferred(entry.shape, entry.dtype, FromFile(entry, identity(len(entry.shape))))
+            for entry in entries if entry.dtype is not None}  # fmt: skip
 
 
 def read(
-    folder: Where | Scan, described: Any, theirs: Callable[[tree.Path], FileTensor], *, prefix: str = "",
+    folder: StrPath | WeightHeaders, described: Any, theirs: Callable[[tree.Path], FileTensor], *, prefix: str = "",
     ignored: Sequence[str] = (), copies: Mapping[str, str] | None = None,
 ) -> Any:  # fmt: skip
-    """The tree `described` with its values in a folder: leaves of the same shapes, which `materialize` reads.
+    """Return the tree `described` with its values in a folder: leaves of the same shapes, which `materialize` reads.
 
     They have the dtypes of the file. Only the headers are read here. A leaf at two paths of `described`, a tie, is one
-    leaf again, read under the first of its names that is there.
+    leaf again, read under the first of its names that the folder has.
 
     Args:
-        folder: where it is, or what `folder.Scan` found there.
-        theirs: the tensor of the leaf at a path.
-        prefix: `"transformer."`: names are looked up as given, without it, and with it; for a base model that was saved
-            without its head, or the reverse.
+        folder: its path, or its headers if they have been read already.
+        theirs: path of a leaf -> the tensor in the file that the leaf is, or is part of.
+        prefix: `"transformer."`: names are looked up unchanged, without it, and with it; for a base model saved without
+            its head, or the reverse.
         ignored: the ends of names of tensors that need not be used.
-        copies: another name -> the tensor that it is tied to. Where a file has both, both are read and compared.
+        copies: another name -> the tensor that it is tied to. If a file has both, both are read and compared.
 
-    >>> weights = read("my-gpt2", {"w": fs.init.ones(16)}, lambda path: Their("ln_f.weight"), prefix="transformer.",
-    ...                ignored=("weight", "bias"))
+    >>> weights = read("my-gpt2", {"w": fs.init.ones(16)}, lambda path: FileTensor("ln_f.weight"),
+    ...                prefix="transformer.", ignored=("weight", "bias"))
     >>> fs.materialize(weights, P("model"), mesh, key=fs.key(0))
     {'w': f32[16@model]}
 
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of no
-    dtype of torch, cut short or out of place in its file, or promised by an index and not in its file.
+    dtype of torch, cut short or out of place in its file, or in an index and not in its file.
     """
-    scan = folder if isinstance(folder, Scan) else Scan(Path(folder))
-    folder = scan.path
-    errors, prefix = list(scan.errors), prefix and prefix.rstrip(".") + "."
-    places: dict[int, list[tuple[tree.Path, FileTensor]]] = {}
+    headers = folder if isinstance(folder, WeightHeaders) else WeightHeaders(Path(folder))
+    errors = list(headers.errors)
+    prefix = with_dot(prefix)
+    paths_of: dict[int, list[tuple[tree.Path, FileTensor]]] = {}
     leaves = tree.leaves_with_path(described)
     for path, leaf in leaves:
-        places.setdefault(id(leaf), []).append((path, theirs(path)))
-    made: dict[int, Deferred] = {}
+        paths_of.setdefault(id(leaf), []).append((path, theirs(path)))
+
+    def names_in_file(name: str) -> list[str]:
+        names = dict.fromkeys([name, name.removeprefix(prefix), prefix + name])
+        return [n for n in names if n in headers.tensors]
+
+    out: dict[int, Deferred] = {}
     used: set[str] = set()
     patterns: dict[str, list[Pattern]] = {}
     for _, leaf in leaves:
-        if id(leaf) in made:
+        if id(leaf) in out:
             continue
-        options = [(name, path, their) for path, their in places[id(leaf)] for name in _spellings(their.name, prefix)
-                   if name in scan.found]  # fmt: skip
+        options = [(name, path, tensor) for path, tensor in paths_of[id(leaf)] for name in names_in_file(tensor.name)]
         used |= {name for name, _, _ in options}
-        made[id(leaf)] = leaf
+        out[id(leaf)] = leaf
         try:
-            path, their = places[id(leaf)][0]
+            path, tensor = paths_of[id(leaf)][0]
+            label = tree.show("params", path)
             if not isinstance(leaf, Deferred):
-                raise fail(f"{tree.show('params', path)}: is a {type(leaf).__name__}", fix="describe it: fs.init.*")
+                raise fail(f"{label}: is a {type(leaf).__name__}", fix="describe it: fs.init.*")
             if not options:
-                if scan.complete:
-                    raise fail(f"{folder}: {their.name!r} is missing",
-                               f"for {tree.show('params', path)}, {describe(leaf.dtype, leaf.shape)}")  # fmt: skip
+                if headers.complete:
+                    raise fail(f"{headers.path}: {tensor.name!r} is missing",
+                               f"for {label}, {describe(leaf.dtype, leaf.shape)}")  # fmt: skip
                 continue
-            name, path, their = options[0]
-            twins = [n for other, own in (copies or {}).items() if own == their.name
-                     for n in _spellings(other, prefix) if n in scan.found]  # fmt: skip
-            used |= set(twins)
-            made[id(leaf)], pattern = _stored(folder, scan.found[name], leaf, tree.show("params", path), their,
-                                              scan.found[twins[0]] if twins else None)  # fmt: skip
+            name, path, tensor = options[0]
+            tied = [n for other, first in (copies or {}).items() if first == tensor.name for n in names_in_file(other)]
+            used |= set(tied)
+            out[id(leaf)], pattern = _leaf_from_file(
+                headers.path, headers.tensors[name], leaf, tree.show("params", path), tensor,
+                headers.tensors[tied[0]] if tied else None,
+            )  # fmt: skip
             patterns.setdefault(name, []).append(pattern)
         except ShardingError as e:
             errors.append(e)
     for name, of_tensor in patterns.items():
         try:
-            rest = absent(of_tensor)
+            missing = missing_parts(of_tensor)
         except ShardingError as e:
-            errors.append(ShardingError(f"{folder}: {name!r} {e}"))
+            errors.append(ShardingError(f"{headers.path}: {name!r} {e}"))
             continue
-        if rest:
-            errors.append(fail(f"{folder}: no leaf takes all of {name!r}", f"left over: {', '.join(rest)}"))
-    errors += [fail(f"{folder}: {e.name!r} is not part of this model", f"{e.word.lower()}{list(e.shape)}")
-               for name, e in scan.found.items() if name not in used and not name.endswith(tuple(ignored))]  # fmt: skip
+        if missing:
+            errors.append(fail(f"{headers.path}: no leaf is the rest of {name!r}", f"unused: {', '.join(missing)}"))
+    errors += [fail(f"{headers.path}: {name!r} is not part of this model",
+                    f"{entry.dtype_name.lower()}{list(entry.shape)}")
+               for name, entry in headers.tensors.items()
+               if name not in used and not name.endswith(tuple(ignored))]  # fmt: skip
     raise_all(errors)
-    return tree.unflatten(tree.structure(described), [made[id(leaf)] for _, leaf in leaves])
+    return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
 
 
-def _spellings(name: str, prefix: str) -> list[str]:
-    return list(dict.fromkeys([name, name.removeprefix(prefix), prefix + name]))
+def with_dot(prefix: str) -> str:
+    """Return a prefix of names with a dot at its end; `""` unchanged."""
+    return prefix and prefix.rstrip(".") + "."
 
 
-def _stored(
-    folder: Path, entry: Entry, leaf: Deferred, where: str, their: FileTensor, copy: Entry | None
+def _leaf_from_file(
+    folder: Path, entry: HeaderEntry, leaf: Deferred, label: str, tensor: FileTensor, copy: HeaderEntry | None
 ) -> tuple[Deferred, Pattern]:
     try:
-        pattern = their.pattern(leaf.ndim)
-        expected = pattern.theirs(leaf.shape)
+        pattern = tensor.pattern(leaf.ndim)
+        expected = pattern.file_shape(leaf.shape)
     except ShardingError as e:
-        raise ShardingError(f"{where}: {e}") from e
+        raise ShardingError(f"{label}: {e}") from e
     if entry.shape != expected:
-        note = [] if their.dims is None else [f"{their.dims}, ours {list(leaf.shape)}"]
-        raise fail(f"{folder}: {entry.name!r} has another shape, for {where}", *note,
+        note = [] if tensor.dims is None else [f"{tensor.dims}, the leaf is {list(leaf.shape)}"]
+        raise fail(f"{folder}: {entry.name!r} has another shape, for {label}", *note,
                    got=list(entry.shape), expected=list(expected))  # fmt: skip
     if entry.dtype is None:
-        raise no_dtype(entry)
+        raise unsupported_dtype(entry)
     if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
-        raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {where}",
+        raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {label}",
                    got=describe(entry.dtype, entry.shape), expected=describe(leaf.dtype, expected))  # fmt: skip
-    if copy is not None and (copy.shape, copy.word) != (entry.shape, entry.word):
-        raise fail(f"{folder}: {copy.name!r} is tied to {entry.name!r} by the config, and another tensor",
-                   got=f"{copy.word}{list(copy.shape)}", expected=f"{entry.word}{list(entry.shape)}")  # fmt: skip
-    return Deferred(leaf.shape, entry.dtype, Stored(entry, pattern, copy)), pattern
+    if copy is not None and (copy.shape, copy.dtype_name) != (entry.shape, entry.dtype_name):
+        raise fail(f"{folder}: {copy.name!r} is tied to {entry.name!r} by the config, and is another tensor",
+                   got=f"{copy.dtype_name}{list(copy.shape)}",
+                   expected=f"{entry.dtype_name}{list(entry.shape)}")  # fmt: skip
+    return Deferred(leaf.shape, entry.dtype, FromFile(entry, pattern, copy)), pattern
 
 
-__all__ = ["FileTensor", "Stored", "read", "tensors"]
+__all__ = ["FileTensor", "FromFile", "read", "tensors", "with_dot"]

@@ -1,4 +1,4 @@
-"""Hugging Face folders are written by slices: the same files from every mesh, all at once, read by transformers."""
+"""Hugging Face folders are written by slices, atomically: the same files from every mesh, which transformers reads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError
+from fshard._safetensors import DTYPES
 from fshard.interop.hf import export
-from fshard.interop.hf.folder import DTYPES, INDEX, SINGLE, config_of
+from fshard.interop.hf.folder import INDEX, SINGLE, config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import full_box
 from tests.lib.folder_cases import (
@@ -50,21 +51,21 @@ def files(folder: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in folder.iterdir()}
 
 
-@pytest.mark.parametrize("most", [5 * 10**9, 3000], ids=["single", "sharded"])
-def test_every_mesh_writes_the_same_files_and_every_other_reads_them(tmp_path: Path, most: int) -> None:
+@pytest.mark.parametrize("max_bytes", [5 * 10**9, 3000], ids=["single", "sharded"])
+def test_every_mesh_writes_the_same_files_and_reads_them_back(tmp_path: Path, max_bytes: int) -> None:
     ours = values(torch.bfloat16) | {"norm": values()["norm"]}  # two dtypes in one file
-    export.write(tmp_path / "plain", ours, theirs, config=CONFIG, max_shard_bytes=most)
+    export.write(tmp_path / "plain", ours, theirs, config=CONFIG, max_shard_bytes=max_bytes)
     want = files(tmp_path / "plain")
     assert config_of(tmp_path / "plain") == CONFIG
     for i, (sizes, specs) in enumerate(itertools.product(MESHES, SPECS)):
-        export.write(tmp_path / str(i), placed(ours, specs, **sizes), theirs, config=CONFIG, max_shard_bytes=most)
+        export.write(tmp_path / str(i), placed(ours, specs, **sizes), theirs, config=CONFIG, max_shard_bytes=max_bytes)
         assert files(tmp_path / str(i)) == want
     for sizes, specs in itertools.product(MESHES, SPECS):
         mesh = fs.make_mesh(**sizes)
         same(fs.materialize(read(tmp_path / "0", described(), theirs), specs, mesh, key=KEY), ours)
 
 
-def test_the_files_are_what_that_package_reads_too(tmp_path: Path) -> None:
+def test_package_safetensors_reads_the_files(tmp_path: Path) -> None:
     ours = placed(values(), SPECS[2], data=2, model=2)
     export.write(tmp_path / "one", ours, theirs, config=CONFIG, metadata={"format": "pt", "by": "me"})
     assert sorted(files(tmp_path / "one")) == ["config.json", "model.safetensors"]
@@ -74,16 +75,16 @@ def test_the_files_are_what_that_package_reads_too(tmp_path: Path) -> None:
     names = sorted(set(index["weight_map"].values()))
     assert names == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert index["metadata"] == {"total_size": sum(x.nbytes for x in values().values())}
-    found: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     for name in names:
-        held = load_file(tmp_path / "some" / name)
-        assert set(held) == {n for n, f in index["weight_map"].items() if f == name}
-        assert sum(x.nbytes for x in held.values()) <= 5000 or len(held) == 1
-        found |= held
-    same(found, as_theirs(values()))
+        of_file = load_file(tmp_path / "some" / name)
+        assert set(of_file) == {n for n, f in index["weight_map"].items() if f == name}
+        assert sum(x.nbytes for x in of_file.values()) <= 5000 or len(of_file) == 1
+        loaded |= of_file
+    same(loaded, as_theirs(values()))
 
 
-def test_tensors_are_aligned_and_one_that_is_too_large_has_a_file_of_its_own(tmp_path: Path) -> None:
+def test_tensors_are_aligned_and_large_ones_have_files_of_their_own(tmp_path: Path) -> None:
     mixed = {"a": torch.ones(3, dtype=torch.int8), "b": torch.ones(3), "c": torch.ones(1).half()}
     mixed["d"] = torch.ones(2).double()
     export.write(tmp_path / "one", mixed, lambda path: FileTensor(path[0]), config={})
@@ -96,43 +97,43 @@ def test_tensors_are_aligned_and_one_that_is_too_large_has_a_file_of_its_own(tmp
 
 
 def test_each_part_is_written_once_and_in_small_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
-    real = os.pwrite
+    written: list[tuple[int, int]] = []
+    pwrite = os.pwrite
 
     def counted(fd: int, data: Any, offset: int) -> int:
-        done = real(fd, data[:70], offset)  # a write may take less than it was given
-        seen.append((offset, offset + done))
-        return done
+        count = pwrite(fd, data[:70], offset)  # a write may be partial
+        written.append((offset, offset + count))
+        return count
 
     monkeypatch.setattr(os, "pwrite", counted)
-    monkeypatch.setattr(export, "CHUNK", 200)
+    monkeypatch.setattr(export, "CHUNK_BYTES", 200)
     export.write(tmp_path, placed(values(), SPECS[1], data=2, model=2), theirs, config=CONFIG)
-    assert sum(b - a for a, b in seen) == sum(x.nbytes for x in values().values())
-    assert all(b == c for (_, b), (c, _) in itertools.pairwise(sorted(seen)))
+    assert sum(b - a for a, b in written) == sum(x.nbytes for x in values().values())
+    assert all(b == c for (_, b), (c, _) in itertools.pairwise(sorted(written)))
     same(load_file(tmp_path / "model.safetensors"), as_theirs(values()))
 
 
-def test_a_tie_is_written_once_under_its_first_name(tmp_path: Path) -> None:
+def test_tied_leaf_is_written_once_under_its_first_name(tmp_path: Path) -> None:
     leaf = placed({"x": torch.arange(6.0)}, P("data"), data=2)["x"]
     export.write(tmp_path, {"a": leaf, "b": [leaf]}, lambda path: FileTensor(fs.tree.dotted(path)), config={})
     assert list(load_file(tmp_path / "model.safetensors")) == ["a"]
 
 
-def test_a_prefix_stands_before_every_name(tmp_path: Path) -> None:
+def test_prefix_is_added_to_every_name(tmp_path: Path) -> None:
     export.write(tmp_path, {"x": torch.ones(2)}, lambda path: FileTensor(path[0]), config={}, prefix="base")
     assert list(load_file(tmp_path / "model.safetensors")) == ["base.x"]
 
 
-def test_leaves_that_lie_in_odd_ways_are_written_right(tmp_path: Path) -> None:
+def test_strided_conjugate_and_empty_leaves_are_written_by_value(tmp_path: Path) -> None:
     x = torch.arange(24.0).view(4, 6)
-    odd = {"t": x.T, "one": x[1:2, 3:4], "step": x[:, ::2], "none": x[:0], "grad": x.clone().requires_grad_(),
+    leaves = {"t": x.T, "one": x[1:2, 3:4], "step": x[:, ::2], "none": x[:0], "grad": x.clone().requires_grad_(),
            "conj": torch.complex(x, x + 1).conj()}  # fmt: skip
-    export.write(tmp_path, odd, lambda path: FileTensor(path[0]), config={})
-    want = {n: y.detach().resolve_conj().contiguous() for n, y in odd.items()}
+    export.write(tmp_path, leaves, lambda path: FileTensor(path[0]), config={})
+    want = {n: y.detach().resolve_conj().contiguous() for n, y in leaves.items()}
     same(load_file(tmp_path / "model.safetensors"), want)
 
 
-# Folders as they may be found, each with other weights in it, and what is written over them.
+# max_shard_bytes of the old folders and of those written over them.
 KINDS: dict[str, int] = {"single": 10**9, "two shards": 16, "three shards": 8}
 
 
@@ -140,84 +141,86 @@ def named(path: fs.tree.Path) -> FileTensor:
     return FileTensor(path[0])
 
 
-def put(folder: Path, kind: str, add: float) -> None:
+def save(folder: Path, kind: str, add: float) -> None:
     ours = {n: torch.arange(2.0) + add for n in "abc"}
     export.write(folder, ours, named, config={"add": add}, max_shard_bytes=KINDS[kind])
 
 
 def holds(folder: Path) -> float | None:
-    """What was added to all that is there; None where there are no weights."""
+    """Return the number added to all weights of the folder; None if it has no weights."""
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return None
     leaves = read(folder, {n: fs.init.zeros(2) for n in "abc"}, named)
-    found = {tuple(x.init.fill(KEY, x.shape, full_box(x.shape), x.dtype, CPU).tolist()) for x in leaves.values()}
-    ((add, more),) = found  # one in every leaf, and so in every file
+    values_of_leaves = {
+        tuple(x.init.fill(KEY, x.shape, full_box(x.shape), x.dtype, CPU).tolist()) for x in leaves.values()
+    }
+    ((add, more),) = values_of_leaves  # the same in every leaf, and so in every file
     assert more == add + 1
     return float(add)
 
 
 @pytest.mark.parametrize(("old", "new"), [*itertools.product(KINDS, KINDS)])
-def test_writing_again_replaces_the_weights_and_leaves_the_rest(tmp_path: Path, old: str, new: str) -> None:
+def test_second_write_replaces_weights_and_keeps_other_files(tmp_path: Path, old: str, new: str) -> None:
     folder = tmp_path / "folder"
-    put(folder, old, 1.0)
+    save(folder, old, 1.0)
     (folder / "tokenizer.json").write_text("{}")
-    put(folder, new, 2.0)
-    put(tmp_path / "fresh", new, 2.0)
+    save(folder, new, 2.0)
+    save(tmp_path / "fresh", new, 2.0)
     assert files(folder) == files(tmp_path / "fresh") | {"tokenizer.json": b"{}"}
     assert holds(folder) == 2.0
 
 
 class Killed(BaseException):
-    """Ends a save as a kill would: nothing is cleaned up after it."""
+    """Raised where a process would be killed: nothing is cleaned up after it."""
 
 
 @pytest.mark.parametrize(("old", "new"), [*itertools.product([*KINDS, None], KINDS)])
-def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new_ones(
+def test_killed_write_leaves_the_old_weights_or_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str | None, new: str
 ) -> None:
     start, folder, fresh = tmp_path / "start", tmp_path / "folder", tmp_path / "fresh"
     start.mkdir()
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     if old is not None:
-        put(start, old, 1.0)
-    put(fresh, new, 3.0)
-    seen = []
+        save(start, old, 1.0)
+    save(fresh, new, 3.0)
+    results = []
     for k in itertools.count():
         shutil.copytree(start, folder)
-        left = iter([False] * k + [True])
+        calls = iter([False] * k + [True])
         with monkeypatch.context() as m:
             for name in ("replace", "link", "unlink", "rmdir", "mkdir"):
-                m.setattr(os, name, dying(getattr(os, name), left))
-            m.setattr(export, "_abandon", lambda *_: None)
+                m.setattr(os, name, dying(getattr(os, name), calls))
+            m.setattr(export, "_discard", lambda *_: None)
             with contextlib.suppress(Killed):
-                put(folder, new, 2.0)
-        seen.append(holds(folder))
+                save(folder, new, 2.0)
+        results.append(holds(folder))
         with monkeypatch.context() as m:
             m.setattr(export, "_publish", dying(export._publish, iter([True])))
-            m.setattr(export, "_abandon", lambda *_: None)
+            m.setattr(export, "_discard", lambda *_: None)
             with pytest.raises(Killed):
-                put(folder, new, 4.0)  # a second one that is killed, before it appears
-        assert holds(folder) == seen[-1], k
-        put(folder, new, 3.0)  # whatever was left is cleared by the next one
+                save(folder, new, 4.0)  # a second write, killed before it publishes
+        assert holds(folder) == results[-1], k
+        save(folder, new, 3.0)  # removes the files of killed writes
         assert files(folder) == files(fresh), k
         shutil.rmtree(folder)
-        if next(left, False):
-            break  # it was not killed
+        if next(calls, False):
+            break  # the write ended first
     before = None if old is None else 1.0
-    assert seen == sorted(seen, key=lambda add: add == 2.0)
-    assert set(seen) == {before, 2.0}
+    assert results == sorted(results, key=lambda add: add == 2.0)
+    assert set(results) == {before, 2.0}
 
 
-def dying(f: Callable[..., Any], left: Iterator[bool]) -> Callable[..., Any]:
+def dying(f: Callable[..., Any], calls: Iterator[bool]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if next(left, False):
+        if next(calls, False):
             raise Killed
         return f(*args, **kwargs)
 
     return call
 
 
-def test_everything_that_cannot_be_written_is_listed_before_a_file_is_made(tmp_path: Path) -> None:
+def test_error_lists_all_unsupported_leaves_before_a_file_is_created(tmp_path: Path) -> None:
     abstract = fs.make_mesh(kind="abstract", data=2)
     names = {"bf": ("cut", "(two=2 a) -> a", {"two": 0}), "twin1": ("twin",), "twin2": ("twin",),
              "half": ("gate", "(two=2 f) -> f", {"two": 1}), "f16": ("mixed", "(two=2 f) -> f", {"two": 0}),
@@ -238,10 +241,10 @@ write: tree['abstract']: is on an abstract mesh, where leaves have no values
   fix: use another mesh
 write: tree['bad']: Pattern: [3] has 1 dims, the right side has 2
   a b -> a b
-  fix: one name, or one (group), for each dim of ours
+  fix: one name, or one (group), for each dim of the leaf
 write: tree['c128']: cannot write torch.complex128
-  fix: use one of {", ".join(DTYPES)}
-write: tree['described']: is only described
+  fix: use one of {", ".join(str(d).removeprefix("torch.") for d in DTYPES.values())}
+write: tree['described']: is only described, and has no values
   fix: fs.materialize it
 write: tree['number']: cannot write a int
   fix: give a tensor
@@ -253,7 +256,7 @@ write: 'p.cut' lacks a part
 write: 'p.mixed' has parts of different shapes or dtypes
   tree['f16']  f16[6]
   tree['f32']  f32[6]
-  fix: they are parts of one tensor there
+  fix: they are parts of one tensor in the file
 write: 'p.gate' lacks a part
   tree['half'] leave out two=0
   fix: give a leaf for each part
@@ -265,24 +268,24 @@ write: 'p.twin' would be written twice
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"config": {"x": object}}, """\
 write: config= is not JSON
   Object of type type is not JSON serializable
   fix: numbers, strings, booleans, None, lists and dicts"""),
         ({"max_shard_bytes": 0}, "write: max_shard_bytes=0\n  fix: a number of bytes"),
-        ({"metadata": {"x": 1}}, "write: metadata={'x': 1}\n  fix: from strings to strings, as the format has it"),
+        ({"metadata": {"x": 1}}, "write: metadata={'x': 1}\n  fix: from strings to strings, as safetensors has it"),
         ({"tree_": {}}, "write: there are no leaves\n  fix: give the parameters"),
     ],
 )  # fmt: skip
-def test_arguments_that_make_no_folder(tmp_path: Path, given: dict[str, Any], message: str) -> None:
-    args: dict[str, Any] = {"tree_": {"x": torch.ones(1)}, "theirs": lambda _: FileTensor("x"), "config": {}} | given
-    assert refusal(lambda: export.write(tmp_path / "no", **args)) == message
+def test_invalid_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    valid: dict[str, Any] = {"tree_": {"x": torch.ones(1)}, "theirs": lambda _: FileTensor("x"), "config": {}}
+    assert refusal(lambda: export.write(tmp_path / "no", **(valid | arguments))) == message
     assert not any(tmp_path.iterdir())
 
 
-def test_a_donated_leaf_and_a_region_are_refused(tmp_path: Path) -> None:
+def test_donated_leaf_and_call_inside_shard_map_are_refused(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     leaf = fs.device_put(torch.ones(2), P(), mesh)
     leaf.donate_to("step")
@@ -299,32 +302,35 @@ def test_a_donated_leaf_and_a_region_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "pwrite", "mkdir"])
-def test_a_disk_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_full_disk_leaves_the_folder_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     folder, new = tmp_path / "folder", tmp_path / "new"
-    put(folder, "two shards", 1.0)
+    save(folder, "two shards", 1.0)
     before = files(folder)
 
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, call, full)
-    for where in (folder, new):
-        text = refusal(lambda where=where: put(where, "three shards", 2.0))
-        assert text.startswith(f"write: cannot write {where}")
-        assert text.endswith("\n  No space left on device\n  fix: the folder is as it was")
+    for target in (folder, new):
+        text = refusal(lambda target=target: save(target, "three shards", 2.0))
+        assert text.startswith(f"write: cannot write {target}")
+        assert text.endswith(
+            "\n  No space left on device\n  the weights in the folder are unchanged\n"
+            "  fix: make room or choose another disk, and call it again"
+        )
     assert files(folder) == before
     assert not new.exists()
 
 
-def test_a_folder_that_cannot_be_linked_in_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path / "folder", "two shards", 1.0)
+def test_file_system_without_links_leaves_the_folder_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "folder", "two shards", 1.0)
     before = files(tmp_path / "folder")
 
     def none(*args: object) -> None:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "link", none)
-    assert "Operation not supported" in refusal(lambda: put(tmp_path / "folder", "two shards", 2.0))
+    assert "Operation not supported" in refusal(lambda: save(tmp_path / "folder", "two shards", 2.0))
     assert files(tmp_path / "folder") == before
 
 
@@ -349,19 +355,19 @@ def gpt2_theirs(path: fs.tree.Path) -> FileTensor:
     return FileTensor(".".join(["transformer", path[0], *([last[p] for p in path[1:]] or ["weight"])]))
 
 
-@pytest.mark.parametrize("most", ["50GB", "20KB"])
-def test_from_pretrained_reads_what_is_written_and_what_it_saves_is_read(tmp_path: Path, most: str) -> None:
+@pytest.mark.parametrize("max_bytes", ["50GB", "20KB"])
+def test_round_trip_with_from_pretrained_and_save_pretrained(tmp_path: Path, max_bytes: str) -> None:
     transformers = pytest.importorskip("transformers")
     gpt2 = fs.models.gpt2
     sizes = {"vocab_size": 31, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 3}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    model.save_pretrained(tmp_path / "theirs", max_shard_size=most)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=max_bytes)
     mesh = fs.make_mesh(data=2, model=2)
     cfg = gpt2.Config(**sizes)
     leaves = read(tmp_path / "theirs", gpt2.init(cfg), gpt2_theirs, prefix="transformer")
     params = fs.materialize(leaves, fs.fully_shard(P(), gpt2.init(cfg), axis="data"), mesh, key=KEY)
     export.write(tmp_path / "ours", params, gpt2_theirs, config=config_of(tmp_path / "theirs"),
-                 max_shard_bytes=20_000 if most == "20KB" else 10**9)  # fmt: skip
+                 max_shard_bytes=20_000 if max_bytes == "20KB" else 10**9)  # fmt: skip
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
     same(dict(again.state_dict()), dict(model.state_dict()))
     assert again.lm_head.weight is again.transformer.wte.weight
@@ -373,25 +379,25 @@ def test_from_pretrained_reads_what_is_written_and_what_it_saves_is_read(tmp_pat
     assert all(torch.equal(a, b) for a, b in same_tree)
 
 
-# --- real ranks -----------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------------------
 
 
 def _rank(directory: str) -> dict[str, Any]:
-    """On each real rank: read what is there, write it, and fail in several ways."""
+    """On each process: read a folder, write it, and fail in several ways."""
     rank, out = dist.get_rank(), Path(directory)
     mesh = fs.make_mesh(data=1, model=2)
-    leaves = read(out / "there", described(), theirs)
-    told: dict[str, Any] = {"read": 0, "written": 0}
-    real = {name: getattr(os, name) for name in ("preadv", "pwrite", "fsync")}
+    leaves = read(out / "source", described(), theirs)
+    results: dict[str, Any] = {"read": 0, "written": 0}
+    functions = {name: getattr(os, name) for name in ("preadv", "pwrite", "fsync")}
 
     def reading(fd: int, buffers: Any, offset: int) -> int:
-        got: int = real["preadv"](fd, buffers, offset)
-        told["read"] += got
+        got: int = functions["preadv"](fd, buffers, offset)
+        results["read"] += got
         return got
 
     def writing(fd: int, data: Any, offset: int) -> int:
-        done: int = real["pwrite"](fd, data, offset)
-        told["written"] += done
+        done: int = functions["pwrite"](fd, data, offset)
+        results["written"] += done
         return done
 
     try:
@@ -399,12 +405,12 @@ def _rank(directory: str) -> dict[str, Any]:
         params = fs.materialize(leaves, SPECS[1], mesh, key=KEY)
         export.write(out / "written", params, theirs, config=CONFIG, max_shard_bytes=5000)
     finally:
-        os.preadv, os.pwrite = real["preadv"], real["pwrite"]
-    told["held"] = sum(x.shards[0].nbytes for x in params.values())
+        os.preadv, os.pwrite = functions["preadv"], functions["pwrite"]
+    results["bytes of shards"] = sum(x.shards[0].nbytes for x in params.values())
 
-    def attempt(path: str, leaves: Any, **config: Any) -> str:
+    def attempt(path: str, leaves: Any, metadata: dict[str, str] | None = None, **config: Any) -> str:
         try:
-            export.write(out / path, leaves, theirs, config=CONFIG | config)
+            export.write(out / path, leaves, theirs, config=CONFIG | config, metadata=metadata)
         except ShardingError as e:
             return str(e)
         return "nothing was raised"
@@ -412,51 +418,56 @@ def _rank(directory: str) -> dict[str, Any]:
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    os.fsync = full if rank == 1 else real["fsync"]
+    os.fsync = full if rank == 1 else functions["fsync"]
     try:
-        told["full"] = attempt("full", params)
+        results["full"] = attempt("full", params)
     finally:
-        os.fsync = real["fsync"]
-    told["elsewhere"] = attempt(f"host{rank}", params)
-    told["differ"] = attempt("differ", params, seed=rank)
-    told["object"] = attempt("object", {**params, "norm": object() if rank else params["norm"]})
-    whole_ = fs.device_get(params)
-    before = told["written"]
+        os.fsync = functions["fsync"]
+    results["not shared"] = attempt(f"host{rank}", params)
+    results["differ"] = attempt("differ", params, seed=rank)
+    results["metadata"] = attempt("differ", params, metadata={"rank": "0" * rank})
+    results["object"] = attempt("object", {**params, "norm": object() if rank else params["norm"]})
+    gathered = fs.device_get(params)
+    before = results["written"]
     os.pwrite = writing  # type: ignore[assignment]
     try:
-        told["plain"] = attempt("plain", whole_)
+        results["plain"] = attempt("plain", gathered)
     finally:
-        os.pwrite = real["pwrite"]
-    told["written"], told["written plain"] = before, told["written"] - before
-    told["unlike"] = attempt("unlike", {**whole_, "norm": whole_["norm"] + rank})
-    return told
+        os.pwrite = functions["pwrite"]
+    results["written"], results["written plain"] = before, results["written"] - before
+    results["other values"] = attempt("other", {**gathered, "norm": gathered["norm"] + rank})
+    return results
 
 
 @pytest.mark.process
-def test_real_ranks_read_and_write_their_own_bytes_only(ranks: Pool, tmp_path: Path) -> None:
-    export.write(tmp_path / "there", values(), theirs, config={}, max_shard_bytes=3000)
-    export.write(tmp_path / "plain there", values(), theirs, config=CONFIG)
+def test_process_ranks_read_and_write_only_their_own_bytes(ranks: Pool, tmp_path: Path) -> None:
+    export.write(tmp_path / "source", values(), theirs, config={}, max_shard_bytes=3000)
+    export.write(tmp_path / "plain source", values(), theirs, config=CONFIG)
     export.write(tmp_path / "want", values(), theirs, config=CONFIG, max_shard_bytes=5000)
-    told = ranks(2, _rank, str(tmp_path))
+    results = ranks(2, _rank, str(tmp_path))
     assert files(tmp_path / "written") == files(tmp_path / "want")
-    assert files(tmp_path / "plain") == files(tmp_path / "plain there")
-    assert sum(one["written"] for one in told) == sum(x.nbytes for x in values().values())
-    for rank, one in enumerate(told):
-        assert one["read"] == one["held"]
-        assert one["written plain"] == (0 if rank else sum(x.nbytes for x in values().values()))
+    assert files(tmp_path / "plain") == files(tmp_path / "plain source")
+    assert sum(result["written"] for result in results) == sum(x.nbytes for x in values().values())
+    for rank, result in enumerate(results):
+        assert result["read"] == result["bytes of shards"]
+        assert result["written plain"] == (0 if rank else sum(x.nbytes for x in values().values()))
         assert re.fullmatch(
             r"rank 1: write: cannot write \S+/full/\.saving-\w{8}/model.safetensors\n  No space left on device\n"
-            r"  fix: the folder is as it was", one["full"])  # fmt: skip
+            r"  the weights in the folder are unchanged\n"
+            r"  fix: make room or choose another disk, and call it again", result["full"])  # fmt: skip
         assert re.fullmatch(
-            r"rank 1: write: \S+/host1/\.saving-\w{8} is not here, though rank 0 has made it\n"
-            r"  fix: write to a folder that all ranks share", one["elsewhere"])  # fmt: skip
-        assert one["differ"].startswith("write: the ranks do not hold the same leaves\n  rank 0  config.json  '{")
-        assert one["object"] == "rank 1: write: tree['norm']: cannot write a object\n  fix: give a tensor"
-        assert one["plain"] == "nothing was raised"
+            r"rank 1: write: \S+/host1/\.saving-\w{8} does not exist on this rank, and rank 0 has created it\n"
+            r"  fix: write to a folder that all ranks share", result["not shared"])  # fmt: skip
+        assert result["differ"].startswith("write: the ranks do not have the same leaves\n  config.json    rank 0  '{")
+        assert result["metadata"].startswith(
+            "write: the ranks do not have the same leaves\n  model.safetensors    rank 0  header of ")  # fmt: skip
+        assert result["object"] == "rank 1: write: tree['norm']: cannot write a object\n  fix: give a tensor"
+        assert result["plain"] == "nothing was raised"
         assert re.fullmatch(
-            r"write: the ranks do not hold the same leaves\n"
-            r"  rank 0  m.norm.weight  f32\[20\]  from tree\['norm'\]  a tensor of crc32 \w{8}    "
-            r"rank 1  m.norm.weight  f32\[20\]  from tree\['norm'\]  a tensor of crc32 \w{8}\n"
-            r"  fix: plain tensors and the config must be the same on every rank", one["unlike"]), rank  # fmt: skip
-    left = {d.name for d in tmp_path.iterdir()}
-    assert left == {"there", "plain there", "want", "written", "plain"}
+            r"write: the ranks do not have the same leaves\n"
+            r"  tree\['norm'\]    rank 0  f32\[20\] of crc32 \w{8} for m.norm.weight    "
+            r"rank 1  f32\[20\] of crc32 \w{8} for m.norm.weight\n"
+            r"  fix: plain tensors and the arguments must be the same on every rank",
+            result["other values"]), rank  # fmt: skip
+    names = {d.name for d in tmp_path.iterdir()}
+    assert names == {"source", "plain source", "want", "written", "plain"}

@@ -1,4 +1,4 @@
-"""What a folder must not be taken for, nor become: odd configs, a namesake, weights of another config."""
+"""Folders that are refused: wrong values in configs, weights of another config, ties that do not hold."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refusal(f, *args) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_of_another_config_are_not_written(name, tmp_path):
-    """`from_pretrained` would draw at random what is missing, or refuse the shapes: too late to save again."""
+    """`from_pretrained` would initialize missing weights at random, or refuse the shapes, when training is over."""
     model, cfg = CASES[name]
     params = params_of(model, cfg)
     top = "word" if name == "bert" else "wte"
@@ -46,11 +46,11 @@ def test_weights_of_another_config_are_not_written(name, tmp_path):
     wrong = {**params, top: torch.ones(6, width), "more": torch.ones(2)}
     lost = {"llama": "norm_f", "bert": "ln"}.get(name, "ln_f")
     del wrong[lost]
-    said = refusal(model.save, tmp_path / "new", cfg, wrong)
-    assert f"write: tree['{lost}']['w'] is missing" in said
-    assert "write: tree['more'] is not in the model of the config" in said
+    text = refusal(model.save, tmp_path / "new", cfg, wrong)
+    assert f"write: tree['{lost}']['w'] is missing" in text
+    assert "write: tree['more'] is not in the model of the config" in text
     assert re.search(rf"write: tree\['{top}'\] has another shape than the config says\n +got +\[6, {width}\] +"
-                     rf"expected +\[5, {width}\]", said)  # fmt: skip
+                     rf"expected +\[5, {width}\]", text)  # fmt: skip
     assert not (tmp_path / "new").exists()
     model.save(tmp_path / "new", cfg, params)
 
@@ -61,17 +61,17 @@ def test_weights_of_another_config_are_not_written(name, tmp_path):
     ("llama", "num_hidden_layers", True), ("gpt2", "n_layer", None), ("gpt2", "embd_pdrop", "0.1"),
     ("bert", "hidden_act", 7), ("bert", "vocab_size", [5]),
 ])  # fmt: skip
-def test_values_of_the_wrong_kind_in_a_config_are_named(name, key, value, tmp_path):
+def test_config_values_of_the_wrong_kind_are_named(name, key, value, tmp_path):
     model, cfg = CASES[name]
     model.save(tmp_path, cfg, params_of(model, cfg))
     path = tmp_path / "config.json"
-    given = json.loads(path.read_text())
-    path.write_text(json.dumps({**given, key: value}))
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, key: value}))
     assert refusal(model.config, tmp_path) == (
         f"{path}: has values of the wrong kind\n  {key}: {value!r}\n  fix: copy it again")  # fmt: skip
 
 
-def test_numbers_that_divide_nothing_and_rope_that_is_none_are_refused(tmp_path):
+def test_zero_heads_and_unknown_rope_parameters_are_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gpt2", "n_head": 0}))
     assert refusal(gpt2.config, tmp_path).startswith(f"{path}: describes no model\n  ZeroDivisionError: ")
@@ -79,17 +79,17 @@ def test_numbers_that_divide_nothing_and_rope_that_is_none_are_refused(tmp_path)
     assert refusal(llama.config, tmp_path).startswith("rope: 'default' is not a dict of parameters\n")
 
 
-def test_nulls_where_none_is_a_value_and_whole_numbers_for_rates_are_read(tmp_path):
+def test_config_accepts_null_for_optional_values_and_ints_for_floats(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(
         {"model_type": "llama", "head_dim": None, "num_key_value_heads": None, "attention_dropout": 0}))  # fmt: skip
     assert llama.config(tmp_path) == llama.Config()
 
 
-def test_a_folder_given_by_a_relative_path_is_read_from_elsewhere_too(tmp_path, monkeypatch):
-    """Leaves are read when they are placed; another folder of that name may be there by then."""
-    for where, std in (("a", 1.0), ("b", 2.0)):
+def test_relative_folder_is_read_after_a_change_of_directory(tmp_path, monkeypatch):
+    """Leaves are read when they are placed: a relative path may mean another folder by then."""
+    for folder, std in (("a", 1.0), ("b", 2.0)):
         cfg = gpt2.Config(5, 8, 12, 1, 3, initializer_range=std)
-        gpt2.save(tmp_path / where / "mine", cfg, params_of(gpt2, cfg))
+        gpt2.save(tmp_path / folder / "mine", cfg, params_of(gpt2, cfg))
     monkeypatch.chdir(tmp_path / "a")
     cfg, weights = gpt2.load(Path("mine"))
     monkeypatch.chdir(tmp_path / "b")
@@ -97,7 +97,7 @@ def test_a_folder_given_by_a_relative_path_is_read_from_elsewhere_too(tmp_path, 
     torch.testing.assert_close(got, params_of(gpt2, cfg), rtol=0, atol=0)
 
 
-def test_what_is_neither_a_file_nor_a_folder_is_refused(tmp_path):
+def test_path_that_is_neither_file_nor_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert refusal(tensors, tmp_path / "pipe").startswith(
         f"{tmp_path / 'pipe'}: is neither a file nor a folder\n")  # fmt: skip
@@ -110,23 +110,23 @@ def test_what_is_neither_a_file_nor_a_folder_is_refused(tmp_path):
     ("bert", "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
     ("bert", "cls.predictions.decoder.bias", "cls.predictions.bias"),
 ])  # fmt: skip
-def test_a_head_that_a_file_has_beside_its_tie_must_be_equal(name, head, embedding, tmp_path):
-    """transformers unties them where they differ: to read one of them alone would be another model."""
+def test_tied_head_in_the_file_must_equal_the_embedding(name, head, embedding, tmp_path):
+    """transformers unties them if they differ: a model that reads one of them alone is another model."""
     model, cfg = CASES[name]
     cfg = replace(cfg, tie_word_embeddings=True) if hasattr(cfg, "tie_word_embeddings") else cfg
     params, mesh = params_of(model, cfg), fs.make_mesh(model=2)
     model.save(tmp_path, cfg, params)
-    held = load_file(tmp_path / "model.safetensors")
+    weights = load_file(tmp_path / "model.safetensors")
 
     def placed():
         return fs.materialize(model.load(tmp_path)[1], model.specs(cfg, model="model"), mesh, key=fs.key(0))
 
-    save_file({**held, head: held[embedding].clone()}, tmp_path / "model.safetensors")
+    save_file({**weights, head: weights[embedding].clone()}, tmp_path / "model.safetensors")
     for got, want in zip(fs.tree.leaves(fs.device_get(placed())), fs.tree.leaves(params), strict=True):
         assert torch.equal(got, want)
-    other = held[embedding].clone()
+    other = weights[embedding].clone()
     other[-1] += 1
-    save_file({**held, head: other}, tmp_path / "model.safetensors")
+    save_file({**weights, head: other}, tmp_path / "model.safetensors")
     assert f"{head!r} is not equal to {embedding!r}\n  the config ties them: they would be one leaf" in refusal(placed)
-    save_file({**held, head: other[1:].clone()}, tmp_path / "model.safetensors")
-    assert f"{head!r} is tied to {embedding!r} by the config, and another tensor\n" in refusal(model.load, tmp_path)
+    save_file({**weights, head: other[1:].clone()}, tmp_path / "model.safetensors")
+    assert f"{head!r} is tied to {embedding!r} by the config, and is another tensor\n" in refusal(model.load, tmp_path)

@@ -1,4 +1,4 @@
-"""Patterns: every box of a leaf is found in their tensor, by exact runs, however the dims are grouped and ordered."""
+"""Patterns locate every box of a leaf in the file, by exact runs, for any grouping and order of the dims."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fshard import ShardingError
-from fshard.interop.hf.pattern import Pattern, absent, identity
+from fshard.interop.hf.pattern import Pattern, identity, missing_parts
 from fshard.spec import Box, box_shape, full_box
 
 
-def taken(pattern: Pattern, theirs: Tensor, shape: tuple[int, ...], box: Box, most: int) -> Tensor:
-    """The box, by the runs of its chunks; checks that these are exact."""
+def read_box(pattern: Pattern, in_file: Tensor, shape: tuple[int, ...], box: Box, max_elements: int) -> Tensor:
+    """Read a box by the runs of its chunks, and check that these are exact."""
     out = torch.full(box_shape(box), -1)
-    flat, read = theirs.flatten(), []
-    for piece in pattern.pieces(shape, box):
-        view = piece.of(out)
+    flat, read = in_file.flatten(), []
+    for region in pattern.regions(shape, box):
+        view = region.view_of(out)
         before = -1
-        for part, starts, run in piece.chunks(most):
+        for part, offsets, run in region.chunks(max_elements):
             target = view[part]
-            assert 0 < target.numel() <= most or target.numel() == 1
-            assert target.numel() == len(starts) * run
-            assert starts[0] > before  # from the front of the file to its end
-            assert all(b > a + run for a, b in itertools.pairwise(starts))  # runs that touch are one
-            before = starts[-1] + run - 1
-            target.copy_(torch.cat([flat[s : s + run] for s in starts]).view(target.shape))
-            read += [i for s in starts for i in range(s, s + run)]
-    assert sorted(read) == sorted(out.flatten().tolist())  # their elements are their own numbers: each read once
+            assert 0 < target.numel() <= max_elements or target.numel() == 1
+            assert target.numel() == len(offsets) * run
+            assert offsets[0] > before  # in the order of the file
+            assert all(b > a + run for a, b in itertools.pairwise(offsets))  # adjacent runs are one
+            before = offsets[-1] + run - 1
+            target.copy_(torch.cat([flat[s : s + run] for s in offsets]).view(target.shape))
+            read += [i for s in offsets for i in range(s, s + run)]
+    assert sorted(read) == sorted(out.flatten().tolist())  # each element is its own offset: each is read once
     return out
 
 
@@ -47,7 +47,7 @@ Case = tuple[str, dict[str, int], tuple[int, ...], Box, Tensor, int]
 
 @st.composite
 def cases(draw: Any) -> Case:
-    """A pattern, a box of a leaf, the leaf by plain torch, and a size of chunks."""
+    """A pattern, a box of a leaf, the leaf by plain torch, and the size of a chunk."""
     names = list("abcde"[: draw(st.integers(0, 5))])
     sizes = {n: draw(st.integers(1, 4)) for n in names}
     left = draw(st.permutations(names))
@@ -67,13 +67,13 @@ def cases(draw: Any) -> Case:
         word = lambda n: f"{n}={sizes[n]}" if n in known else n  # noqa: E731
         return " ".join(word(g[0]) if len(g) == 1 else f"({' '.join(map(word, g))})" for g in groups)
 
-    theirs, ours = grouped(left), grouped(right)
-    known = set(at) | {n for g in ours for n in g[1:]}
-    text = f"{side(theirs, known)} -> {side(ours, set())}"
+    file_groups, leaf_groups = grouped(left), grouped(right)
+    known = set(at) | {n for g in leaf_groups for n in g[1:]}
+    text = f"{side(file_groups, known)} -> {side(leaf_groups, set())}"
     x = numbered(tuple(sizes[n] for n in left))
     index = tuple(at[n] if n in at else slice(None) for n in left)
     kept = [n for n in left if n not in at]
-    x = x[index].permute([kept.index(n) for n in right]).reshape([math.prod(sizes[n] for n in g) for g in ours])
+    x = x[index].permute([kept.index(n) for n in right]).reshape([math.prod(sizes[n] for n in g) for g in leaf_groups])
     box = []
     for n in x.shape:
         start = draw(st.integers(0, n))
@@ -83,11 +83,11 @@ def cases(draw: Any) -> Case:
 
 @settings(max_examples=120, deadline=None)
 @given(cases())
-def test_every_box_is_what_plain_torch_cuts_out(case: Case) -> None:
-    text, at, shape, box, want, most = case
+def test_every_box_equals_slicing_by_plain_torch(case: Case) -> None:
+    text, at, shape, box, want, max_elements = case
     pattern = Pattern(text, at)
-    theirs = numbered(pattern.theirs(shape))
-    assert torch.equal(taken(pattern, theirs, shape, box, most), want[box])
+    in_file = numbered(pattern.file_shape(shape))
+    assert torch.equal(read_box(pattern, in_file, shape, box, max_elements), want[box])
 
 
 KNOWN: dict[str, tuple[str, Mapping[str, int] | None, tuple[int, ...], Any]] = {
@@ -98,77 +98,83 @@ KNOWN: dict[str, tuple[str, Mapping[str, int] | None, tuple[int, ...], Any]] = {
     "gate": ("(two=2 f) d -> d f", {"two": 0}, (5, 4), lambda x: x[:4].T),
     "up": ("(two=2 f) d -> d f", {"two": 1}, (5, 4), lambda x: x[4:].T),
     "convolution": ("d 1 k -> k d", None, (4, 7), lambda x: x[:, 0].T),
-    "ours joined": ("(h k) d -> d (k h=2)", None, (3, 8), lambda x: x.view(2, 4, 3).permute(2, 1, 0).reshape(3, 8)),
+    "joined in the leaf": (
+        "(h k) d -> d (k h=2)",
+        None,
+        (3, 8),
+        lambda x: x.view(2, 4, 3).permute(2, 1, 0).reshape(3, 8),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_layouts_of_known_models(name: str) -> None:
+def test_layouts_of_known_models(name: str) -> None:
     text, at, shape, by_hand = KNOWN[name]
     pattern = Pattern(text, at)
-    theirs = numbered(pattern.theirs(shape))
-    assert torch.equal(taken(pattern, theirs, shape, full_box(shape), 1 << 20), by_hand(theirs))
+    in_file = numbered(pattern.file_shape(shape))
+    assert torch.equal(read_box(pattern, in_file, shape, full_box(shape), 1 << 20), by_hand(in_file))
 
 
-def test_what_lies_end_to_end_is_one_run() -> None:
+def test_contiguous_elements_are_one_run() -> None:
     heads = (slice(0, 8), slice(0, 3), slice(2, 4), slice(0, 5))
-    (piece,) = Pattern("(h c k) d -> d c h k").pieces((8, 3, 4, 5), heads)
-    assert list(piece.chunks(10**6)) == [((slice(0, 2), slice(0, 3), slice(0, 5), slice(0, 8)), [240], 240)]
-    (piece,) = identity(3).pieces((4, 5, 6), (slice(1, 3), slice(1, 3), slice(0, 6)))
-    assert list(piece.chunks(10**6)) == [((slice(0, 2), slice(0, 2), slice(0, 6)), [36, 66], 12)]
-    (piece,) = identity(1).pieces((10,), (slice(2, 9),))
-    assert [starts for _, starts, _ in piece.chunks(3)] == [[2], [5], [8]]
+    (region,) = Pattern("(h c k) d -> d c h k").regions((8, 3, 4, 5), heads)
+    assert list(region.chunks(10**6)) == [((slice(0, 2), slice(0, 3), slice(0, 5), slice(0, 8)), [240], 240)]
+    (region,) = identity(3).regions((4, 5, 6), (slice(1, 3), slice(1, 3), slice(0, 6)))
+    assert list(region.chunks(10**6)) == [((slice(0, 2), slice(0, 2), slice(0, 6)), [36, 66], 12)]
+    (region,) = identity(1).regions((10,), (slice(2, 9),))
+    assert [offsets for _, offsets, _ in region.chunks(3)] == [[2], [5], [8]]
 
 
-def test_a_chunk_of_short_runs_holds_few_of_them() -> None:
-    (piece,) = identity(2).pieces((200_000, 2), (slice(0, 200_000), slice(0, 1)))
-    assert max(len(starts) for _, starts, _ in piece.chunks(1 << 22)) == 1 << 16
+def test_chunk_of_short_runs_has_a_limited_number_of_them() -> None:
+    (region,) = identity(2).regions((200_000, 2), (slice(0, 200_000), slice(0, 1)))
+    assert max(len(offsets) for _, offsets, _ in region.chunks(1 << 22)) == 1 << 16
 
 
-def test_a_leaf_without_dims_and_an_empty_box() -> None:
-    (piece,) = identity(0).pieces((), ())
-    assert list(piece.chunks(8)) == [((), [0], 1)]
-    assert list(identity(2).pieces((3, 0), full_box((3, 0)))) == []
-    assert Pattern("(h k) d -> d h k").theirs((0, 2, 3)) == (6, 0)
+def test_leaf_without_dims_and_empty_box() -> None:
+    (region,) = identity(0).regions((), ())
+    assert list(region.chunks(8)) == [((), [0], 1)]
+    assert list(identity(2).regions((3, 0), full_box((3, 0)))) == []
+    assert Pattern("(h k) d -> d h k").file_shape((0, 2, 3)) == (6, 0)
 
 
 WRONG = {
     "a b": "no '->'\n  a b\n     ^",
-    "a -> a -> a": "one '->' parts the two sides, outside parentheses\n  a -> a -> a\n         ^",
-    "(a b -> a b": "one '->' parts the two sides, outside parentheses\n  (a b -> a b\n       ^",
+    "a -> a -> a": "one '->' separates the two sides, outside parentheses\n  a -> a -> a\n         ^",
+    "(a b -> a b": "one '->' separates the two sides, outside parentheses\n  (a b -> a b\n       ^",
     "a -> (a": "a parenthesis is not closed\n  a -> (a\n         ^",
-    "a) -> a": "nothing is open here\n  a) -> a\n   ^",
+    "a) -> a": "no parenthesis is open here\n  a) -> a\n   ^",
     "a (b (c)) -> a b c": "parentheses do not nest\n  a (b (c)) -> a b c\n       ^",
     "a a -> a": "'a' stands twice on one side\n  a a -> a\n    ^",
     "(a a) -> a": "'a' stands twice on one side\n  (a a) -> a\n     ^",
     "a -> b": "'b' is not on the left\n  a -> b\n       ^",
     "a -> 1 a": "a 1 may stand on the left only\n  a -> 1 a\n       ^",
-    "a * -> a": "not a name, a parenthesis or '->'\n  a * -> a\n    ^",
-    "a=2x -> a": "not a name, a parenthesis or '->'\n  a=2x -> a\n   ^",
+    "a * -> a": "neither a name, a parenthesis nor '->'\n  a * -> a\n    ^",
+    "a=2x -> a": "neither a name, a parenthesis nor '->'\n  a=2x -> a\n   ^",
     "a=2 -> a=3": "'a' has two sizes, 2 and 3\n  a=2 -> a=3\n         ^",
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_mark_stands_under_what_is_no_pattern(text: str) -> None:
+def test_syntax_error_marks_its_position(text: str) -> None:
     with pytest.raises(ShardingError) as e:
         Pattern(text)
-    assert str(e.value) == f'Pattern: {WRONG[text]}\n  fix: e.g. "(h three k) d -> d three h k", theirs -> ours'
+    assert str(e.value) == f'Pattern: {WRONG[text]}\n  fix: e.g. "(h three k) d -> d three h k", file -> leaf'
 
 
 @pytest.mark.parametrize(
     ("text", "at", "message"),
     [
         ("(two=2 f) -> f", None,
-         "'two' is not on the right\n  {}\n  fix: say which part of theirs ours is: at={'two': 0}"),
-        ("(two f) -> f", {"two": 0}, "the size of 'two' is not known\n  {}\n  fix: write it down: two=2"),
+         "'two' is not on the right\n  {}\n  fix: say which part the leaf is: at={'two': 0}"),
+        ("(two f) -> f", {"two": 0}, "the size of 'two' is not known\n  {}\n  fix: write it after the name: two=2"),
         ("(two=2 f) -> f", {"two": 2}, "two=2 is outside its size, 2\n  {}\n  fix: an index of 0 to 1"),
         ("f -> f", {"f": 0}, "at={'f': 0} selects nothing\n  {}\n  fix: at= names a dim of the left side alone"),
         ("f -> f", {"g": 0}, "at={'g': 0} selects nothing\n  {}\n  fix: at= names a dim of the left side alone"),
-        ("h k -> (h k)", None, "the sizes in (h k) are not known\n  {}\n  fix: write down all but one: h=4"),
+        ("h k -> (h k)", None,
+         "the sizes in (h k) are not known\n  {}\n  fix: write all but one after their names: h=4"),
     ],
 )  # fmt: skip
-def test_a_pattern_says_what_it_leaves_open(text: str, at: dict[str, int] | None, message: str) -> None:
+def test_error_names_the_size_or_index_that_is_missing(text: str, at: dict[str, int] | None, message: str) -> None:
     with pytest.raises(ShardingError) as e:
         Pattern(text, at)
     assert str(e.value) == "Pattern: " + message.replace("{}", text)
@@ -178,25 +184,25 @@ def test_a_pattern_says_what_it_leaves_open(text: str, at: dict[str, int] | None
     ("text", "shape", "message"),
     [
         ("a b -> b a", (3,),
-         "[3] has 1 dims, the right side has 2\n  {}\n  fix: one name, or one (group), for each dim of ours"),
+         "[3] has 1 dims, the right side has 2\n  {}\n  fix: one name, or one (group), for each dim of the leaf"),
         ("(h=4 k) -> (h k)", (6,), "[6] does not fit (h k)\n  {}\n  fix: other sizes: 6 % 4 = 2"),
         ("h=4 -> h", (6,), "[6] does not fit (h)\n  {}\n  fix: other sizes: 4 != 6"),
     ],
 )  # fmt: skip
-def test_a_leaf_that_does_not_fit_says_by_how_much(text: str, shape: tuple[int, ...], message: str) -> None:
+def test_error_of_unfitting_shape_shows_the_arithmetic(text: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ShardingError) as e:
-        Pattern(text).theirs(shape)
+        Pattern(text).file_shape(shape)
     assert str(e.value) == "Pattern: " + message.replace("{}", text)
 
 
-def test_the_parts_that_no_pattern_takes() -> None:
+def test_missing_parts_of_a_divided_tensor() -> None:
     gate = Pattern("(two=2 f) d -> d f", {"two": 0})
     up = Pattern("(two=2 f) d -> d f", {"two": 1})
-    assert absent([gate, up]) == absent([identity(2)]) == []
-    assert absent([up]) == ["two=0"]
+    assert missing_parts([gate, up]) == missing_parts([identity(2)]) == []
+    assert missing_parts([up]) == ["two=0"]
     nine = [Pattern("a=3 b=3 d -> d", {"a": i, "b": j}) for i in range(3) for j in range(3) if i != j]
-    assert absent(nine) == ["a=0 b=0", "a=1 b=1", "a=2 b=2"]
+    assert missing_parts(nine) == ["a=0 b=0", "a=1 b=1", "a=2 b=2"]
     with pytest.raises(ShardingError) as e:
-        absent([gate, identity(2)])
+        missing_parts([gate, identity(2)])
     fix = "fix: name the same dims, of the same sizes, in at="
-    assert str(e.value) == f"is cut in different ways\n  two=2\n  all of it\n  {fix}"
+    assert str(e.value) == f"is divided in different ways\n  two=2\n  all of it\n  {fix}"

@@ -1,4 +1,4 @@
-"""Hugging Face folders are read by slices: bitwise on every mesh, no byte too many, or refused in words."""
+"""Hugging Face folders are read by slices: bitwise on every mesh, with exactly the bytes needed, or refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard import P
+from fshard._safetensors import DTYPES
 from fshard.interop.hf import export, weights
-from fshard.interop.hf.folder import DTYPES, config_of
+from fshard.interop.hf.folder import config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import Box, box_shape, full_box
 from tests.lib.folder_cases import (
@@ -51,13 +52,13 @@ def single(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("specs", SPECS, ids=["replicated", "even", "odd"])
-def test_leaves_are_bitwise_those_of_the_file_on_every_mesh(tmp_path: Path, specs: Any, sizes: dict[str, int]) -> None:
+def test_leaves_equal_the_file_bitwise_on_every_mesh(tmp_path: Path, specs: Any, sizes: dict[str, int]) -> None:
     mesh = fs.make_mesh(**sizes)
     for folder in (single_file(tmp_path / "single", values()), sharded_file(tmp_path / "sharded", values())):
         same(fs.materialize(read(folder, described(), theirs), specs, mesh, key=KEY), values())
 
 
-def test_leaves_have_the_dtype_of_the_file_or_the_one_asked_for(tmp_path: Path) -> None:
+def test_leaves_have_the_dtype_of_the_file_unless_dtype_is_set(tmp_path: Path) -> None:
     ours = values(torch.bfloat16)
     leaves = read(single_file(tmp_path / "single", ours), described(), theirs)
     assert all(x.dtype == torch.bfloat16 for x in leaves.values())
@@ -67,7 +68,7 @@ def test_leaves_have_the_dtype_of_the_file_or_the_one_asked_for(tmp_path: Path) 
     same(wide, {name: x.double() for name, x in ours.items()})
 
 
-def test_ints_stay_ints_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
+def test_integer_leaves_ignore_the_dtype_argument(tmp_path: Path) -> None:
     save_file({"i": torch.arange(6), "x": torch.arange(6.0)}, tmp_path / "model.safetensors")
     like = {"i": fs.init.arange(6), "x": fs.init.arange(6, start=0.0)}
     leaves = read(tmp_path, like, lambda path: FileTensor(path[0]))
@@ -75,17 +76,17 @@ def test_ints_stay_ints_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
     same(got, {"i": torch.arange(6), "x": torch.arange(6).half()})
 
 
-def test_a_leaf_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_leaf_shows_its_file_and_tensor(tmp_path: Path) -> None:
     leaves = read(sharded_file(tmp_path / "sharded", values()), described(), theirs)
     assert repr(leaves["qkv"]) == "f32[20, 3, 6, 8] = stored(model-00002-of-00002.safetensors: m.qkv.weight)"
-    found = tensors(tmp_path / "sharded")
-    assert found.keys() == as_theirs(values()).keys()
-    assert found["m.scale"].shape == ()
-    assert repr(found["m.emb.weight"]) == "f32[13, 20] = stored(model-00001-of-00002.safetensors: m.emb.weight)"
+    tensors_ = tensors(tmp_path / "sharded")
+    assert tensors_.keys() == as_theirs(values()).keys()
+    assert tensors_["m.scale"].shape == ()
+    assert repr(tensors_["m.emb.weight"]) == "f32[13, 20] = stored(model-00001-of-00002.safetensors: m.emb.weight)"
     one = tensors(tmp_path / "sharded" / "model-00001-of-00002.safetensors")
-    assert one.keys() == {n for n, x in found.items() if "00001" in repr(x)}
+    assert one.keys() == {n for n, x in tensors_.items() if "00001" in repr(x)}
     mesh = fs.make_mesh(model=2)
-    same(fs.materialize(found, P(), mesh, key=KEY), as_theirs(values()))
+    same(fs.materialize(tensors_, P(), mesh, key=KEY), as_theirs(values()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -96,22 +97,22 @@ def test_every_dtype_is_written_and_read_back_bitwise(tmp_path: Path, dtype: tor
     like = {"x": fs.Deferred((6, 5), dtype, fs.init.zeros(1).init)}
     leaves = read(tmp_path, like, lambda _: FileTensor("x", "o i -> i o"))
     same(fs.materialize(leaves, P("data", "model"), fs.make_mesh(data=2, model=2), key=KEY), {"x": x})
-    if dtype != torch.float8_e8m0fnu:  # which that package has not
+    if dtype != torch.float8_e8m0fnu:  # safetensors.torch has none in older versions
         assert torch.equal(bits(load_file(tmp_path / "model.safetensors")["x"]), bits(x.T))
 
 
-def preadv(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(start, stop) of what is read from here on."""
-    seen: list[tuple[int, int]] = []
-    real = os.preadv
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Record (start, stop) of every later read."""
+    reads: list[tuple[int, int]] = []
+    preadv = os.preadv
 
     def counted(fd: int, buffers: Any, offset: int) -> int:
-        got = real(fd, buffers, offset)
-        seen.append((offset, offset + got))
+        got = preadv(fd, buffers, offset)
+        reads.append((offset, offset + got))
         return got
 
     monkeypatch.setattr(os, "preadv", counted)
-    return seen
+    return reads
 
 
 BOXES: list[tuple[str, Box]] = [
@@ -129,27 +130,27 @@ BOXES: list[tuple[str, Box]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [8 << 20, 100, 4])
 @pytest.mark.parametrize(("name", "box"), BOXES)
-def test_the_bytes_read_are_the_bytes_of_the_box(
+def test_fill_reads_exactly_the_bytes_of_its_box(
     single: Path, monkeypatch: pytest.MonkeyPatch, name: str, box: Box, chunk: int, dtype: torch.dtype
 ) -> None:
     leaf = read(single, described(), theirs)[name]
-    monkeypatch.setattr(weights, "CHUNK", chunk)
-    seen = preadv(monkeypatch)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", chunk)
+    reads = record_reads(monkeypatch)
     got = leaf.init.fill(KEY, leaf.shape, box, dtype, CPU)
     assert torch.equal(got, values()[name][box].to(dtype))
-    assert sum(b - a for a, b in seen) == 4 * math.prod(box_shape(box))
-    assert all(b <= c for (_, b), (c, _) in itertools.pairwise(sorted(seen)))  # no byte twice
+    assert sum(b - a for a, b in reads) == 4 * math.prod(box_shape(box))
+    assert all(b <= c for (_, b), (c, _) in itertools.pairwise(sorted(reads)))  # no byte twice
 
 
-def test_runs_that_touch_are_read_at_once(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_runs_are_one_read(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leaf = read(single, described(), theirs)["qkv"]
-    seen = preadv(monkeypatch)
+    reads = record_reads(monkeypatch)
     leaf.init.fill(KEY, leaf.shape, (slice(0, WIDTH), slice(0, 3), slice(2, 5), slice(0, K)), torch.float32, CPU)
-    assert len(seen) == 1  # three heads: q, k, v of each, end to end
+    assert len(reads) == 1  # three heads: q, k and v of each are contiguous
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not count")
-def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
+def test_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1 << 11, 1 << 9)}, tmp_path / "model.safetensors")
     leaf = tensors(tmp_path)["x"]
 
@@ -164,33 +165,33 @@ def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
 
 def test_replicas_of_a_simulated_mesh_read_once(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = read(single, described(), theirs)
-    seen = preadv(monkeypatch)
+    reads = record_reads(monkeypatch)
     fs.materialize({"qkv": leaves["qkv"]}, P("model"), fs.make_mesh(data=4, model=2), key=KEY)
-    assert sum(b - a for a, b in seen) == leaves["qkv"].nbytes
+    assert sum(b - a for a, b in reads) == leaves["qkv"].nbytes
 
 
-def test_only_headers_are_read_before_the_leaves_are_made(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = preadv(monkeypatch)
+def test_read_reads_only_headers(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = record_reads(monkeypatch)
     leaves = read(single, described(), theirs)
     fs.materialize(leaves, P(), fs.make_mesh(kind="abstract", data=1024), key=KEY)
-    assert not seen
+    assert not reads
 
 
-@pytest.mark.parametrize(("given", "held"), [("m.", ""), ("m", ""), ("m.", "m."), ("", "")])
-def test_names_are_found_with_and_without_their_prefix(tmp_path: Path, given: str, held: str) -> None:
+@pytest.mark.parametrize(("prefix", "saved"), [("m.", ""), ("m", ""), ("m.", "m."), ("", "")])
+def test_names_are_found_with_and_without_their_prefix(tmp_path: Path, prefix: str, saved: str) -> None:
     x = torch.arange(3.0)
-    save_file({f"{held}x": x, "head": x + 1}, tmp_path / "model.safetensors")
-    for name in {f"{held}x", f"{given.rstrip('.')}.x" if given else "x", "x" if given else f"{held}x"}:
+    save_file({f"{saved}x": x, "head": x + 1}, tmp_path / "model.safetensors")
+    for name in {f"{saved}x", f"{prefix.rstrip('.')}.x" if prefix else "x", "x" if prefix else f"{saved}x"}:
         called = {"x": FileTensor(name), "head": FileTensor("head")}
         leaves = read(tmp_path, dict.fromkeys(("x",), fs.init.ones(3)) | {"head": fs.init.zeros(3)},
-                      lambda path, called=called: called[path[0]], prefix=given)  # fmt: skip
+                      lambda path, called=called: called[path[0]], prefix=prefix)  # fmt: skip
         same(fs.materialize(leaves, P(), fs.make_mesh(data=1), key=KEY), {"x": x, "head": x + 1})
 
 
-@pytest.mark.parametrize("held", [["emb"], ["head"], ["emb", "head"]])
-def test_a_tie_is_one_leaf_read_under_whichever_name_is_there(tmp_path: Path, held: list[str]) -> None:
+@pytest.mark.parametrize("names", [["emb"], ["head"], ["emb", "head"]])
+def test_tied_leaf_is_read_under_any_of_its_names(tmp_path: Path, names: list[str]) -> None:
     x = torch.arange(6.0).view(2, 3)
-    save_file({n: x.clone() for n in held}, tmp_path / "model.safetensors")
+    save_file({n: x.clone() for n in names}, tmp_path / "model.safetensors")
     leaf = fs.init.normal((2, 3))
     leaves = read(tmp_path, {"a": leaf, "z": leaf}, lambda path: FileTensor({"a": "emb", "z": "head"}[path[0]]))
     assert leaves["a"] is leaves["z"]
@@ -199,7 +200,7 @@ def test_a_tie_is_one_leaf_read_under_whichever_name_is_there(tmp_path: Path, he
     assert torch.equal(fs.device_get(got)["a"], x)
 
 
-def test_where_both_are_there_the_single_file_is_read_as_from_pretrained_does(tmp_path: Path) -> None:
+def test_single_file_is_preferred_to_an_index_as_in_from_pretrained(tmp_path: Path) -> None:
     ours = values()
     folder = sharded_file(tmp_path / "both", {n: x + 1 for n, x in ours.items()})
     save_file(as_theirs(ours), folder / "model.safetensors")
@@ -209,12 +210,12 @@ def test_where_both_are_there_the_single_file_is_read_as_from_pretrained_does(tm
 # --- refusals -------------------------------------------------------------------------------------------------
 
 
-def test_everything_that_is_wrong_with_the_tensors_is_listed_at_once(tmp_path: Path) -> None:
-    found = as_theirs(values())
-    del found["m.emb.weight"]
-    found |= {"m.norm.weight": torch.zeros(WIDTH + 1), "m.qkv.weight": torch.zeros(WIDTH, 3 * HEADS * K)}
-    found |= {"m.scale": torch.tensor(1), "more.weight": torch.zeros(2, 3).half(), "a.bias": torch.zeros(1)}
-    save_file(found, tmp_path / "model.safetensors")
+def test_error_lists_all_tensors_that_do_not_fit_the_model(tmp_path: Path) -> None:
+    tensors_ = as_theirs(values())
+    del tensors_["m.emb.weight"]
+    tensors_ |= {"m.norm.weight": torch.zeros(WIDTH + 1), "m.qkv.weight": torch.zeros(WIDTH, 3 * HEADS * K)}
+    tensors_ |= {"m.scale": torch.tensor(1), "more.weight": torch.zeros(2, 3).half(), "a.bias": torch.zeros(1)}
+    save_file(tensors_, tmp_path / "model.safetensors")
     like = described() | {"list": [1]}
     del like["up"]
     text = refusal(lambda: read(tmp_path, like, lambda path: THEIRS.get(path[0], FileTensor("a")), ignored=(".bias",)))
@@ -231,37 +232,38 @@ params['list'][0]: is a int
   got  [21]    expected  [20]
 {f}: 'm.qkv.weight' has another shape, for params['qkv']
   got  [20, 144]    expected  [144, 20]
-  (h c k) d -> d c h k, ours [20, 3, 6, 8]
+  (h c k) d -> d c h k, the leaf is [20, 3, 6, 8]
 {f}: 'm.scale' has a dtype of another kind, for params['scale']
   got  i64[]    expected  f32[]
-{f}: no leaf takes all of 'm.gate_up.weight'
-  left over: two=1
+{f}: no leaf is the rest of 'm.gate_up.weight'
+  unused: two=1
 {f}: 'more.weight' is not part of this model
   f16[2, 3]"""
     )
 
 
-def test_a_pattern_that_does_not_fit_its_leaf_names_the_leaf(single: Path) -> None:
+def test_error_of_unfitting_pattern_names_the_leaf(single: Path) -> None:
     text = refusal(lambda: read(single, {"x": fs.init.zeros((4, 2))}, lambda _: FileTensor("m.scale", "a -> a"),
                                 ignored=("",)))  # fmt: skip
     assert text == ("params['x']: Pattern: [4, 2] has 2 dims, the right side has 1\n  a -> a\n"
-                    "  fix: one name, or one (group), for each dim of ours")  # fmt: skip
+                    "  fix: one name, or one (group), for each dim of the leaf")  # fmt: skip
 
 
-def raw(path: Path, header: Any, data: int = 0, length: int | None = None) -> Path:
+def raw_file(path: Path, header: Any, data: int = 0, length: int | None = None) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + b"\0" * data)
     return path
 
 
-def spot(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+def header_field(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
-def test_every_tensor_that_is_not_whole_in_its_file_is_named(tmp_path: Path) -> None:
-    header = {"a": spot(0, 8, [2]), "b": spot(4, 12, [2]), "c": spot(12, 20, [3]), "d": spot(24, 28, [1]),
-              "e": spot(28, 68, [10]), "f": spot(68, 70, [4], "F4")}  # fmt: skip
-    f = raw(tmp_path / "model.safetensors", header, data=40)
+def test_error_lists_all_damaged_tensors_of_a_file(tmp_path: Path) -> None:
+    header = {"a": header_field(0, 8, [2]), "b": header_field(4, 12, [2]), "c": header_field(12, 20, [3]),
+              "d": header_field(24, 28, [1]), "e": header_field(28, 68, [10]),
+              "f": header_field(68, 70, [4], "F4")}  # fmt: skip
+    f = raw_file(tmp_path / "model.safetensors", header, data=40)
     n = 8 + len(json.dumps(header))
     listed = ", ".join(DTYPES)
     assert (
@@ -282,12 +284,12 @@ def test_every_tensor_that_is_not_whole_in_its_file_is_named(tmp_path: Path) -> 
 {f}: 'f' is cut short
   it ends at byte {n + 70}, the file has {n + 40}
   fix: copy the file again
-{f}: 'f' has dtype 'F4', which is not read
+{f}: 'f' has dtype 'F4', which is not supported
   fix: convert it to one of {listed}"""
     )
 
 
-def test_a_file_cut_short_names_the_tensors_it_lost_and_no_others(single: Path) -> None:
+def test_error_of_truncated_file_names_only_the_missing_tensors(single: Path) -> None:
     file = single / "model.safetensors"
     size = file.stat().st_size
     last = max(tensors(single).values(), key=lambda x: x.init.entry.start)  # type: ignore[attr-defined]
@@ -315,26 +317,26 @@ def test_a_file_cut_short_names_the_tensors_it_lost_and_no_others(single: Path) 
         (b'"\xff"', None, "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 1: invalid start byte"),
         ({"x": 3}, None, "TypeError: 'int' object is not subscriptable"),
         ({"x": {"dtype": "F32"}}, None, "KeyError: 'shape'"),
-        ({"x": spot(4, 0, [1])}, None, f"ValueError: {spot(4, 0, [1])} describes no tensor"),
-        ({"x": spot(0, 4, [-1])}, None, f"ValueError: {spot(0, 4, [-1])} describes no tensor"),
-        ({"x": spot(0, 4, [True])}, None, f"ValueError: {spot(0, 4, [True])} describes no tensor"),
+        ({"x": header_field(4, 0, [1])}, None, f"ValueError: {header_field(4, 0, [1])} describes no tensor"),
+        ({"x": header_field(0, 4, [-1])}, None, f"ValueError: {header_field(0, 4, [-1])} describes no tensor"),
+        ({"x": header_field(0, 4, [True])}, None, f"ValueError: {header_field(0, 4, [True])} describes no tensor"),
         (b'{"x": 1, "x": 2}', None, "ValueError: 'x' stands twice"),
     ],
 )  # fmt: skip
-def test_a_header_that_says_nothing(tmp_path: Path, header: Any, length: int | None, why: str | None) -> None:
-    f = raw(tmp_path / "model.safetensors", header, length=length)
+def test_unreadable_header_is_refused(tmp_path: Path, header: Any, length: int | None, why: str | None) -> None:
+    f = raw_file(tmp_path / "model.safetensors", header, length=length)
     if length == 100_000_001:
-        os.truncate(f, length + 8)  # so long a header is refused even where it is there
+        os.truncate(f, length + 8)  # a header beyond the limit is refused even if it is complete
     promised = length if length is not None else 0
     want = f"{f}: the header is damaged\n  {why}\n  fix: copy it again" if why else (
-        f"{f}: is not safetensors, or is cut short\n  its first 8 bytes promise a header of {promised} bytes, "
+        f"{f}: is not safetensors, or is cut short\n  its first 8 bytes announce a header of {promised} bytes, "
         f"the file has {f.stat().st_size}\n  fix: copy it again")  # fmt: skip
     assert refusal(lambda: tensors(tmp_path)) == want
     assert refusal(lambda: read(tmp_path, described(), theirs)) == want  # and nothing about missing tensors
 
 
-def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
-    folder = sharded_file(tmp_path / "sharded", values(), cuts=3)
+def test_index_must_agree_with_its_files(tmp_path: Path) -> None:
+    folder = sharded_file(tmp_path / "sharded", values(), count=3)
     index = folder / "model.safetensors.index.json"
     table = json.loads(index.read_text())
     table["weight_map"] |= {"m.scale": "model-00001-of-00003.safetensors", "ghost": "model-00002-of-00003.safetensors"}
@@ -353,7 +355,7 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
   for {lost}"""
     )
     index.write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
-    assert refusal(lambda: tensors(folder)) == f"{index}: '../x.safetensors' leads out of the folder\n  for x"
+    assert refusal(lambda: tensors(folder)) == f"{index}: '../x.safetensors' is outside the folder\n  for x"
     index.write_text("{}")
     why = "has no weight_map, from names of tensors to names of files"
     assert refusal(lambda: tensors(folder)) == f"{index}: {why}\n  fix: copy it again"
@@ -361,31 +363,31 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
     assert refusal(lambda: tensors(folder)) == f"{index}: is not a JSON object\n  it is a list\n  fix: copy it again"
 
 
-def test_a_tensor_that_the_index_does_not_name_is_one_that_the_model_has_not(tmp_path: Path) -> None:
+def test_tensor_missing_from_the_index_is_reported_as_extra(tmp_path: Path) -> None:
     folder = sharded_file(tmp_path / "sharded", values() | {"norm": torch.zeros(WIDTH)})
     save_file({"m.emb.weight": values()["emb"], "other": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
-    found = {n: "model-00001-of-00002.safetensors" if "emb" in n else "model-00002-of-00002.safetensors"
+    file_of = {n: "model-00001-of-00002.safetensors" if "emb" in n else "model-00002-of-00002.safetensors"
              for n in as_theirs(values())}  # fmt: skip
     save_file(as_theirs(values()), folder / "model-00002-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": found}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
     text = refusal(lambda: read(folder, described(), theirs))
     assert text == f"{folder}: 'other' is not part of this model\n  f32[2]"
     leaves = read(folder, described(), theirs, ignored=("other",))
     assert repr(leaves["emb"]) == "f32[13, 20] = stored(model-00001-of-00002.safetensors: m.emb.weight)"
 
 
-def test_pickles_are_refused_and_other_folders_are_described(tmp_path: Path) -> None:
-    convert = "fix: convert it where you may run that: AutoModel.from_pretrained(a).save_pretrained(b)"
-    runs = "a pickle runs whatever code is in it"
+def test_pickles_and_folders_without_weights_are_refused(tmp_path: Path) -> None:
+    convert = "fix: convert it on a machine that may run that: AutoModel.from_pretrained(a).save_pretrained(b)"
+    runs = "a pickle runs any code that is in it"
     (tmp_path / "config.json").write_text("{}")
     wrote = "fix: give a folder that save_pretrained wrote"
-    neither = "there is neither model.safetensors nor model.safetensors.index.json"
+    neither = "has neither model.safetensors nor model.safetensors.index.json"
     assert refusal(lambda: tensors(tmp_path)) == f"{tmp_path}: {neither}\n  it holds no safetensors\n  {wrote}"
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    want = f"{tmp_path}: pickles are refused\n  there is pytorch_model.bin; {runs}\n  {convert}"
+    want = f"{tmp_path}: pickles are refused\n  it has pytorch_model.bin; {runs}\n  {convert}"
     assert refusal(lambda: tensors(tmp_path)) == want
     one = tmp_path / "pytorch_model.bin"
-    want = f"{one}: pickles are refused\n  there is pytorch_model.bin; {runs}\n  {convert}"
+    want = f"{one}: pickles are refused\n  it has pytorch_model.bin; {runs}\n  {convert}"
     assert refusal(lambda: read(one, {}, theirs)) == want
     (tmp_path / "adapter.safetensors").write_bytes(b"x")
     want = f"{tmp_path}: {neither}\n  it holds adapter.safetensors\n  fix: give one of these files"
@@ -406,7 +408,7 @@ def test_config_json_is_read_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "padded", "gone", "other"])
-def test_a_file_that_changed_since_its_header_was_read_gives_no_numbers(single: Path, change: str) -> None:
+def test_file_that_changed_after_its_header_was_read_is_refused(single: Path, change: str) -> None:
     file = single / "model.safetensors"
     leaf = max(read(single, described(), theirs).values(), key=lambda x: x.init.entry.start)
     size = file.stat().st_size

@@ -1,0 +1,220 @@
+"""Files that all ranks of a mesh write together: bytes of tensors, files on the disk, and agreement between ranks.
+
+Each different part of a leaf is written by one of the ranks that hold it (`assign_writers`). A rank that fails makes
+every rank raise the same error (`Ranks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._comm import in_region
+from .errors import ShardingError, fail
+from .init import Deferred
+from .sharded import Sharded
+from .spec import Box, box_bounds, box_shape, describe, full_box
+
+T = TypeVar("T")
+StrPath = str | os.PathLike[str]
+
+# --- bytes and files ------------------------------------------------------------------------------------------
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order: its own where it is contiguous on the CPU, a copy elsewhere."""
+    x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = x.as_strided((x.numel(),), (1,))  # one element counts as contiguous whatever its strides
+    return flat.view(torch.uint8).numpy().data
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], size: int | None = None) -> None:
+    """Write a new file, extended with zeros to `size`, and flush it to the disk."""
+    with open(path, "xb") as f:
+        f.writelines(chunks)
+        f.truncate(size)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def sync(directory: Path) -> None:
+    """Flush the entries of a directory to the disk."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def cannot_read(path: Path, e: OSError, fix: str = "") -> ShardingError:
+    return fail(f"{path}: cannot be read", str(e.strerror), fix=fix)
+
+
+@contextlib.contextmanager
+def write_errors(verb: str, path: Path, state: str) -> Iterator[None]:
+    """Turn an OSError into a ShardingError that names the file; `state` says what is on the disk then."""
+    try:
+        yield
+    except OSError as e:
+        raise fail(f"{verb}: cannot write {e.filename or path}", str(e.strerror), state,
+                   fix="make room or choose another disk, and call it again") from e  # fmt: skip
+
+
+# --- agreement between ranks ----------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The processes that save, restore or write together: one alone, or one for each rank.
+
+    `verb` begins the errors. Raises ShardingError inside `shard_map`.
+    """
+
+    def __init__(self, verb: str, *, alone: bool) -> None:
+        if in_region():
+            raise fail(f"{verb}: called inside shard_map, where every leaf is a local part", fix="call it outside")
+        self.verb, self.alone = verb, alone
+        self.rank = 0 if alone else dist.get_rank()
+
+    @classmethod
+    def of(cls, verb: str, leaves: Iterable[Any]) -> Ranks:
+        """Return the processes that hold the leaves; plain tensors are the same on all of them.
+
+        Raises ShardingError if some leaves are on a process mesh and some on a simulated one.
+        """
+        kinds = {x.mesh.kind for x in leaves if isinstance(x, Sharded)}
+        if {"process", "simulated"} <= kinds:
+            raise fail(f"{verb}: some leaves are on a process mesh and some on a simulated mesh",
+                       fix=f"{verb} them in two calls")  # fmt: skip
+        return cls(verb, alone="process" not in kinds if kinds else not dist.is_initialized())
+
+    def writes_for(self, rank: int) -> bool:
+        """Return whether this process writes the parts of a rank."""
+        return self.alone or rank == self.rank
+
+    def run(self, job: Callable[[], T]) -> list[T]:
+        """Run `job` in every process and return the results of all, by rank.
+
+        If any rank raises an Exception, every rank raises ShardingError with the texts of all of them.
+        """
+        if self.alone:
+            return [job()]
+        result: T | None = None
+        error: Exception | None = None
+        text = ""
+        try:
+            result = job()
+        except Exception as e:
+            error = e
+            text = str(e) if isinstance(e, ShardingError) else f"{self.verb}: {e!r}"
+        gathered: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(gathered, (result, text))
+        except RuntimeError as e:
+            raise fail(f"{self.verb}: rank {self.rank} cannot reach the others: one has failed or left the program",
+                       str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip
+        ranks_of: dict[str, list[str]] = {}
+        for rank, (_, message) in enumerate(gathered):
+            if message:
+                ranks_of.setdefault(message, []).append(str(rank))
+        if len(ranks_of) == 1 and len(ranks_of.get(text, ())) == len(gathered):
+            raise ShardingError(text) from error
+        if ranks_of:
+            lines = [f"rank {', '.join(ranks)}: {message}" for message, ranks in ranks_of.items()]
+            raise ShardingError("\n".join(lines)) from error
+        return [value for value, _ in gathered]
+
+    def run_on_first(self, job: Callable[[], T]) -> T:
+        """Run `job` on rank 0 alone and return its result on every rank. Errors are those of `run`."""
+        return cast(T, self.run(lambda: job() if self.rank == 0 else None)[0])
+
+    def check_equal(self, job: Callable[[], Mapping[str, str]], fix: str) -> None:
+        """Raise ShardingError, listing the differences, unless `job` returns the same texts by name on every rank."""
+        texts = self.run(job)
+        lines = [f"{name}    rank 0  {texts[0].get(name, 'nothing')}    rank {rank}  {other.get(name, 'nothing')}"
+                 for rank, other in enumerate(texts) for name in {**texts[0], **other}
+                 if texts[0].get(name) != other.get(name)]  # fmt: skip
+        if lines:
+            raise fail(f"{self.verb}: the ranks do not have the same leaves", *lines, fix=fix)
+
+
+def summary(leaf: Any) -> str:
+    """Describe a leaf in one line, which is equal on two ranks if and only if they may write the leaf together."""
+    if isinstance(leaf, Sharded):
+        return f"{leaf!r} on {leaf.mesh!r}"
+    if isinstance(leaf, Tensor):
+        return f"{describe(leaf.dtype, leaf.shape)} of crc32 {zlib.crc32(bytes_of(leaf)):08x}"
+    return repr(leaf)
+
+
+# --- the parts of leaves --------------------------------------------------------------------------------------
+
+
+def writable(leaf: Any, dtypes: Collection[torch.dtype], supported: str = "a tensor") -> Sharded | Tensor:
+    """Return the leaf if it has values, of one of `dtypes`.
+
+    Raises ShardingError otherwise, with a text to stand after the path of the leaf.
+    """
+    if isinstance(leaf, Deferred):
+        raise fail("is only described, and has no values", fix="fs.materialize it")
+    if not isinstance(leaf, (Sharded, Tensor)):
+        raise fail(f"cannot write a {type(leaf).__name__}", fix=f"give {supported}")
+    if isinstance(leaf, Sharded):
+        if leaf.mesh.kind == "abstract":
+            raise fail("is on an abstract mesh, where leaves have no values", fix="use another mesh")
+        _ = leaf.shards  # raises if the leaf was donated
+    if leaf.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise fail(f"cannot write {leaf.dtype}", fix=f"use one of {names}")
+    return leaf
+
+
+def assign_writers(leaves: Iterable[Sharded | Tensor]) -> list[list[tuple[Box, int]]]:
+    """Return the different boxes of each leaf, without empty ones, each with the rank that writes it.
+
+    Of the ranks that hold a box it is the one with the fewest bytes so far, so that all write about as much; every rank
+    computes the same. Rank 0 writes plain tensors, which are the same on every rank, and leaves without elements.
+    """
+    nbytes: Counter[int] = Counter()
+    holders: dict[Any, list[tuple[Box, list[int]]]] = {}
+    out = []
+    for leaf in leaves:
+        key = (leaf.shape, leaf.spec, leaf.mesh) if isinstance(leaf, Sharded) else leaf.shape
+        if key not in holders:
+            holders[key] = _holders(leaf)
+        boxes = []
+        for box, ranks in holders[key]:
+            writer = min(ranks, key=lambda rank: nbytes[rank])
+            nbytes[writer] += torch.Size(box_shape(box)).numel() * leaf.dtype.itemsize
+            boxes.append((box, writer))
+        out.append(boxes)
+    return out
+
+
+def _holders(leaf: Sharded | Tensor) -> list[tuple[Box, list[int]]]:
+    """Return each different box of a leaf, with the ranks that hold it."""
+    if isinstance(leaf, Tensor) or not leaf.numel():
+        return [(full_box(leaf.shape), [0])]
+    out: dict[Any, tuple[Box, list[int]]] = {}
+    for rank in range(leaf.mesh.size):
+        box = leaf.box(rank)
+        if 0 not in box_shape(box):
+            out.setdefault(box_bounds(box), (box, []))[1].append(rank)
+    return list(out.values())
+
+
+def local_part(leaf: Sharded | Tensor, rank: int) -> Tensor:
+    """Return the part of a leaf that a rank of this process holds."""
+    return leaf if isinstance(leaf, Tensor) else leaf.shards[leaf.mesh.ranks.index(rank)]
+
+
+__all__ = ["Ranks", "StrPath", "assign_writers", "bytes_of", "cannot_read", "local_part", "summary", "sync", "writable",
+           "write_errors", "write_file"]  # fmt: skip
