@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from . import contenders
 from .contenders import SIZES, build
-from .init import MIB, high_water, low_water, spread
+from .init import MIB, peak_bytes, reset_peak, spread
 from .weigh import weigh
 
 # Those that are compared step by step: they live in the same processes, and take turns.
@@ -179,16 +179,16 @@ def resident(name: str, one: str, device: torch.device) -> Found:
         step(WARMUP)
         return {"live": torch.cuda.max_memory_allocated(device)}
     libc = ctypes.CDLL("libc.so.6")
-    before = low_water()
+    before = reset_peak()
     step = build(one, SIZES[name], device)
     for i in range(WARMUP):
         step(i)
     gc.collect()
     libc.malloc_trim(0)  # what building and compiling left in the heap is not the step's
-    low_water()
+    reset_peak()
     for i in range(WARMUP, WARMUP + 3):
         step(i)
-    return {"resident": high_water() - before}
+    return {"resident": peak_bytes() - before}
 
 
 def weighed(name: str, one: str, device: torch.device) -> Found:
