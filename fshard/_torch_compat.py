@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
@@ -21,13 +20,11 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch._functorch import eager_transforms
-from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -54,6 +51,12 @@ def unwrapped(x: Tensor) -> Tensor:
 def in_transform() -> bool:
     """Return whether a transform of torch.func is running on this thread."""
     return peek_interpreter_stack() is not None
+
+
+def set_jvp_nesting(depth: int) -> int:
+    """Set how many calls of torch.func.jvp the process believes are running, and return the count before."""
+    before, eager_transforms.JVP_NESTING = eager_transforms.JVP_NESTING, depth
+    return before
 
 
 def in_backward() -> bool:
@@ -90,6 +93,13 @@ def version_of(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
+def replace_trunc_normal(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replace the function behind `torch.nn.init.trunc_normal_`, which no mode can intercept; return the former one."""
+    former: Callable[..., Tensor] = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = f
+    return former
+
+
 # --- kernels over lists of tensors ----------------------------------------------------------------------------
 
 foreach_copy_ = torch._foreach_copy_
@@ -97,11 +107,6 @@ foreach_div_ = torch._foreach_div_
 
 
 # --- torch.distributed ----------------------------------------------------------------------------------------
-
-
-def default_store() -> Any:
-    """The store through which the processes of the default group found each other."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> Any:
@@ -115,10 +120,9 @@ def timeout_of(backend: Any) -> Any:
 
 
 __all__ = [
-    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
-    "HigherOrderOperator", "TorchDispatchMode", "UnsupportedOperatorException", "assume_constant_result", "backend_of",
-    "default_store", "disable_dynamo", "eager_transforms", "foreach_copy_", "foreach_div_",
-    "functional_collectives", "in_backward", "in_transform",
-    "is_batched", "is_grad_tracking", "is_wrapped", "register_process_group", "storage_id", "timeout_of", "unwrapped",
-    "version_of", "without_dispatch", "without_functorch", "without_modes",
+    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode",
+    "assume_constant_result", "backend_of", "eager_transforms", "foreach_copy_", "foreach_div_",
+    "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_wrapped",
+    "replace_trunc_normal", "set_jvp_nesting", "storage_id", "timeout_of", "unwrapped", "version_of",
+    "without_functorch", "without_modes",
 ]  # fmt: skip

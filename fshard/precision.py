@@ -179,7 +179,7 @@ def _as_constant(x: Tensor) -> Tensor:
     x = x.detach()
     types = None if torch.compiler.is_dynamo_compiling() else checker()
     if types is not None:
-        types.constant(x)
+        types.mark_constant(x)
     return x
 
 

@@ -68,7 +68,7 @@ def cross_entropy(
     if weight is not None:
         weight, types = weight.detach().to(wide), checker()
         if types is not None:  # a constant without a gradient may be used with logits of any type
-            types.constant(weight)
+            types.mark_constant(weight)
     plain = torch.compiler.is_dynamo_compiling() or logits.numel() <= _PLAIN_UP_TO
     if plain and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
         rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1).long()

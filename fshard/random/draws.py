@@ -267,9 +267,9 @@ def _draw_local(
     types = checker()
     if types is None:
         return draw(box, device)
-    with types.resting():
+    with types.paused():
         out = draw(box, device)
-    types.draw(out, f"random.{verb}", key, spec.axes)
+    types.set_draw_type(out, f"random.{verb}", key, spec.axes)
     return out
 
 

@@ -103,7 +103,7 @@ def _key_tensor(words: Any, verb: str, *sources: Any) -> Tensor:
     out = torch.tensor(words, device="cpu")
     types = checker()
     if types is not None:
-        types.made(out, verb, of=sources)
+        types.set_integer_type(out, verb, of=sources)
     return out
 
 

@@ -1,15 +1,12 @@
-"""A whole train step of GPT-2 as one graph: what it gives compiled, eager and on one device; how it was compiled."""
+"""Compiled programs for real ranks: a whole train step of GPT-2, uneven collectives, and the order of transfers."""
 
 from __future__ import annotations
 
 import functools
-import random
-import re
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor.utils import run_and_get_code
 
 import fshard as fs
 from fshard import P, optim
@@ -29,7 +26,7 @@ KINDS = {
 
 
 def train(mesh: fs.Mesh, kind: str, *, compile: bool = False, steps: int = 4) -> list[Any]:
-    """The state and loss after each step: clip, schedule, decay of matrices only, donated state."""
+    """Train with clipping, a schedule, decay of matrices and donated state: the state and loss after each step."""
     cfg, layout, full, remat = KINDS[kind]
     described = gpt2.init(cfg)
     specs = gpt2.specs(cfg, model=layout.model)
@@ -60,22 +57,22 @@ def train(mesh: fs.Mesh, kind: str, *, compile: bool = False, steps: int = 4) ->
     return history
 
 
-def compiled_and_eager(kind: str) -> Any:
-    """On a rank: (the compiled history, the eager one, what dynamo counted)."""
-    mesh = fs.make_mesh(ranks=2)
+def compiled_and_eager(kind: str, *, ranks: int = 2, steps: int = 4) -> Any:
+    """Train compiled and eager: (the compiled history, the eager one, (number of graphs, graph breaks))."""
+    mesh = fs.make_mesh(ranks=ranks)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # What dynamo and autograd make of the step is the same for every backend; the default one compiles C++ for minutes.
+    # Dynamo and autograd trace the step alike for every backend; the default one compiles C++ for minutes.
     backend = functools.partial(torch.compile, backend="aot_eager")
     with mock.patch.object(torch, "compile", backend), torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = train(mesh, kind, compile=True)
+        compiled = train(mesh, kind, compile=True, steps=steps)
     counters = torch._dynamo.utils.counters
     counted = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    return compiled, train(mesh, kind), counted
+    return compiled, train(mesh, kind, steps=steps), counted
 
 
 def uneven(mesh: fs.Mesh, *, compile: bool) -> list[torch.Tensor]:
-    """Every collective, of parts so uneven that inductor orders each rank's program by itself; on two axes."""
+    """Every collective over two axes, of parts so uneven that inductor may order each rank's program differently."""
 
     def f(x: torch.Tensor, y: torch.Tensor) -> Any:
         sines, cosines = fs.psum(x.sin().sum(0), "model"), fs.psum(y.cos().sum(0), "model")
@@ -85,8 +82,8 @@ def uneven(mesh: fs.Mesh, *, compile: bool) -> list[torch.Tensor]:
         columns = fs.all_to_all(x, "model", split=1, concat=0, size=5)
         part = fs.psum_scatter(rows.exp().T, ("model", "data"))
         passed = fs.ppermute(x[:1], "model", [(0, 1)])
-        found = (sines + cosines, twice, thrice, rows.sum(0), largest, least, columns.sum(0), part, passed.sum(0))
-        return tuple(fs.all_gather(out.flatten()[None], ("data", "model"), size=mesh.size) for out in found)
+        outs = (sines + cosines, twice, thrice, rows.sum(0), largest, least, columns.sum(0), part, passed.sum(0))
+        return tuple(fs.all_gather(out.flatten()[None], ("data", "model"), size=mesh.size) for out in outs)
 
     step = fs.shard_map(f, mesh=mesh, in_specs=(P("model"), P("model")), out_specs=P(), compile=compile, check="never")
     out = step(torch.arange(20.0).view(5, 4) / 7, torch.arange(16.0).view(4, 4) / 5)
@@ -96,29 +93,6 @@ def uneven(mesh: fs.Mesh, *, compile: bool) -> list[torch.Tensor]:
 def uneven_compiled(backend: str, axes: dict[str, int]) -> list[torch.Tensor]:
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
         return uneven(fs.make_mesh(**axes), compile=True)
-
-
-def waits(seed: int) -> list[bool]:
-    """Start sums over several axes in one order; wait for each when it occurs to this rank. Whether each was right."""
-    mesh = fs.make_mesh(data=2, model=2)
-    (me,) = mesh.ranks
-    members = {("data",): {me, me ^ 2}, ("model",): {me, me ^ 1}, ("data", "model"): {0, 1, 2, 3}}
-    (groups,) = mesh.run(lambda comm, _: {axes: comm._group(axes, torch.ones(1)) for axes in members})
-    whims, started, right = random.Random(seed + me), [], []
-
-    def wait() -> None:
-        x, want = started.pop(whims.randrange(len(started)))
-        right.append(bool((torch.ops._c10d_functional.wait_tensor(x) == want).all()))
-
-    for i in range(200):
-        axes = list(members)[i % 3]
-        total = torch.ops._c10d_functional.all_reduce(torch.full((3000,), me + i), "sum", groups[axes].name)
-        started.append((total, sum(r + i for r in members[axes])))
-        while started and whims.random() < 0.5:
-            wait()
-    while started:
-        wait()
-    return right
 
 
 def meshes_made_again() -> list[list[float]]:
@@ -134,37 +108,3 @@ def meshes_made_again() -> list[list[float]]:
             step = fs.shard_map(f, mesh=mesh, in_specs=P("m"), out_specs=P(), compile=True, check="never")
             found.append(fs.device_get(step(torch.arange(6.0))).tolist())
     return found
-
-
-def unequal() -> tuple[str, list[float]]:
-    """Two sums under way, the first of sizes that differ: its error, and the second."""
-    mesh = fs.make_mesh(m=2)
-    (group,) = mesh.run(lambda comm, _: comm._group(("m",), torch.ones(1)))
-    ops = torch.ops._c10d_functional
-    first, second = (ops.all_reduce(torch.ones(n), "sum", group.name) for n in (3 + mesh.ranks[0], 4))
-    total = ops.wait_tensor(second).tolist()
-    try:
-        return str(ops.wait_tensor(first)), total
-    except fs.ShardingError as e:
-        return str(e).splitlines()[0], total
-
-
-def transfers_and_products(gathers: bool) -> list[str]:
-    """What inductor makes of the gradients of two layers: "start" and "wait" of transfers, "mm" of matrices."""
-    mesh = fs.make_mesh(model=2)
-
-    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for p in params:
-            up = fs.all_gather(p["up"], "model", 1, size=6)[:, :3] if gathers else p["up"]
-            x = x + fs.psum((fs.pvary(x, "model") @ up).tanh() @ p["down"], "model")
-        return (x**2).sum()
-
-    specs = [{"up": P(None, "model"), "down": P("model")}] * 2
-    step = fs.shard_map(fs.value_and_grad(loss_fn), mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs),
-                        compile=True, check="never")  # fmt: skip
-    params = [{"up": torch.ones(4, 6), "down": torch.ones(6, 4)} for _ in range(2)]
-    _, (code,) = run_and_get_code(step, fs.device_put(params, specs, mesh), torch.ones(5, 4))
-    line = r"^ +(?:\w+ = )?(?:torch\.ops\._c10d_functional\.(\w+)|extern_kernels\.(\w+))"
-    called = re.findall(line, code, re.MULTILINE)
-    names = {"wait_tensor": "wait", "mm": "mm", "addmm": "mm"}
-    return [names.get(transfer or kernel, "start") for transfer, kernel in called]
