@@ -1,4 +1,4 @@
-"""Precision: policies with float32 masters, and the loss scale, against `torch.amp.GradScaler`."""
+"""Policies with float32 master parameters, and the loss scale against `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def whole(seed=0):
 
 
 def batches(n, bad=()):
-    """n batches; those in `bad` have a gradient that is not finite, in one row of `up` alone or everywhere."""
+    """Make n batches; the gradient of those in `bad` is not finite, in one row of `up` only or everywhere."""
     g = torch.Generator().manual_seed(1)
     out = []
     for i in range(n):
@@ -74,7 +74,7 @@ def on_a_mesh(layout, policy, optimizer, data, *, scale=None, check="first", don
 
 
 def by_torch(make, data, *, dtype=torch.float32, scaler=None, weight=1.0):
-    """The same by torch.optim and GradScaler: after each batch, (parameters, scale, tracker, loss)."""
+    """Train the same with torch.optim and GradScaler: after each batch, (parameters, scale, tracker, loss)."""
     params = {k: p.requires_grad_() for k, p in whole().items()}
     opt = make(list(params.values()))
     rows = []
@@ -87,8 +87,8 @@ def by_torch(make, data, *, dtype=torch.float32, scaler=None, weight=1.0):
         scaler.step(opt) if scaler else opt.step()
         if scaler:
             scaler.update()
-        told = (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) if scaler else (1.0, 0)
-        rows.append(({k: p.detach().clone() for k, p in params.items()}, *told, loss.detach()))
+        scale = (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) if scaler else (1.0, 0)
+        rows.append(({k: p.detach().clone() for k, p in params.items()}, *scale, loss.detach()))
     return rows
 
 
@@ -131,8 +131,8 @@ def test_bfloat16_computation_with_float32_masters_trains_as_on_one_device(layou
             assert (moved - right_moved).abs().max() <= 4 * 2**-8 * right_moved.abs().max()
 
 
-def test_bfloat16_sums_that_are_exact_are_the_same_everywhere():
-    """With small integers nothing is rounded, so that a leaf cast, summed or kept in a wrong way has another value."""
+def test_exact_bfloat16_sums_are_equal_on_every_mesh():
+    """Small integers are not rounded, so that a leaf that is cast or summed in a wrong dtype has another value."""
     policy, x = fs.Policy(compute=torch.bfloat16), torch.randint(-3, 4, (8, 6)).float()
     specs = {"w": P("data")}
     for n in (1, 2, 3):
@@ -155,13 +155,13 @@ def test_bfloat16_sums_that_are_exact_are_the_same_everywhere():
 ENDINGS = [
     ("growth", POWERS, "......x..nn....i...."),
     ("not powers of two", {"initial": 3000.0, "growth": 1.7, "backoff": 0.3, "interval": 1}, "..x...n......xxi....."),
-    ("as it comes", {}, ".x..n..i"),
+    ("default numbers", {}, ".x..n..i"),
     ("out of float32", {"initial": 2.0**124, "interval": 1}, "........x.."),
 ]
 
 
 @pytest.mark.parametrize(("numbers", "steps"), [e[1:] for e in ENDINGS], ids=[e[0] for e in ENDINGS])
-def test_the_scale_is_grad_scalers(numbers, steps):
+def test_scale_equals_that_of_grad_scaler(numbers, steps):
     scale = fs.LossScale(**numbers)
     state, scaler = scale.init(), grad_scaler(scale)
     assert state["scale"].dtype == torch.float32
@@ -186,7 +186,7 @@ def test_the_scale_is_grad_scalers(numbers, steps):
         assert int(state["good"]) == scaler.state_dict()["_growth_tracker"]
 
 
-def test_the_scale_has_a_floor():
+def test_scale_stays_above_its_floor():
     scale = fs.LossScale(initial=2.0, floor=0.75)
     state, seen = scale.init(), []
     for _ in range(4):
@@ -215,8 +215,8 @@ BAD = (0, 1, 4, 7)  # the first, two in a row, of each kind; 4 and 7 come after 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bad_steps_are_left_out_by_all_ranks_as_by_grad_scaler(layout, name):
-    """In float32, so that all else is exact; a gradient overflows on the ranks that hold one row of `up`, or all."""
+def test_all_ranks_skip_the_steps_that_grad_scaler_skips(layout, name):
+    """In float32, so that all else is exact; a gradient overflows on the ranks with one row of `up`, or on all."""
     scale, data = fs.LossScale(**POWERS), batches(9, BAD)
     ours, theirs = OPTIMIZERS[name]
     got = on_a_mesh(layout, fs.Policy(), ours, data, scale=scale)
@@ -229,16 +229,16 @@ def test_bad_steps_are_left_out_by_all_ranks_as_by_grad_scaler(layout, name):
         for k, p in params.items():
             torch.testing.assert_close(p, right[k], rtol=1e-5, atol=1e-6)
         if i in BAD:
-            kept = (params, state["opt"])
+            current = (params, state["opt"])
             old = (before[0], before[1] or fs.tree.map(torch.zeros_like, state["opt"]))
-            for new, was in zip(fs.tree.leaves(kept), fs.tree.leaves(old), strict=True):
+            for new, was in zip(fs.tree.leaves(current), fs.tree.leaves(old), strict=True):
                 torch.testing.assert_close(new, was, rtol=0, atol=0)
         else:
             torch.testing.assert_close(loss / got[i - 1][1]["scale"]["scale"], right_loss, rtol=1e-5, atol=0.0)
         before = (params, state["opt"])
 
 
-def test_a_step_that_is_taken_is_the_optimizers_own():
+def test_a_finite_step_equals_the_optimizers_own():
     data, scale = batches(5), fs.LossScale(initial=2.0**10, interval=2)
     clipped = lambda specs: optim.chain(optim.clip_by_global_norm(0.5, specs), optim.adamw(0.05))  # noqa: E731
     for layout in ("one device", "2x2 sharded"):
@@ -251,7 +251,7 @@ def test_a_step_that_is_taken_is_the_optimizers_own():
 
 
 @pytest.mark.parametrize("layout", ["data=2", "2x2 sharded"])
-def test_a_bad_microbatch_leaves_out_the_whole_step(layout):
+def test_one_bad_microbatch_skips_the_whole_step(layout):
     scale, data = fs.LossScale(**POWERS), batches(6, (1, 2))
     adamw = OPTIMIZERS["adamw"][0]
     got = on_a_mesh(layout, fs.Policy(), adamw, data, scale=scale, steps=2)
@@ -264,14 +264,14 @@ def test_a_bad_microbatch_leaves_out_the_whole_step(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_float16_trains_by_gradients_that_would_vanish_in_it(layout):
+def test_float16_trains_with_gradients_that_underflow_without_a_scale(layout):
     policy, weight = fs.Policy(compute=torch.float16), 2.0**-30
     sgd, data = (lambda specs: optim.sgd(2.0**23, momentum=0.9)), batches(12)
     lost = on_a_mesh(layout, policy, sgd, data[:1], weight=weight)[0][0]
     torch.testing.assert_close(lost["up"], whole()["up"], rtol=0, atol=0)
     got = on_a_mesh(layout, policy, sgd, data, scale=fs.LossScale(initial=2.0**46), weight=weight)
     taken = [bool(state["scale"]["good"]) for _, state, _ in got]
-    assert not taken[0]  # it comes down until gradients fit into float16
+    assert not taken[0]  # the scale decreases until gradients fit into float16
     assert sum(taken) >= 6
     fit = [batch for batch, good in zip(data, taken, strict=True) if good]
     right = by_torch(lambda ps: torch.optim.SGD(ps, 2.0**23, momentum=0.9), fit, weight=weight)
@@ -284,7 +284,7 @@ def test_float16_trains_by_gradients_that_would_vanish_in_it(layout):
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("leaf", ["both", "data", "model", "none", "empty", "complex"])
-def test_one_number_on_one_rank_decides_for_all(leaf, bad):
+def test_one_element_on_one_rank_decides_for_all_ranks(leaf, bad):
     specs = {"both": P("model", "data"), "data": P("data"), "model": P(None, "model"), "none": P(),
              "empty": P(("data", "model")), "complex": P("data")}  # fmt: skip
     g = torch.Generator().manual_seed(0)
@@ -312,7 +312,7 @@ def test_one_number_on_one_rank_decides_for_all(leaf, bad):
         assert [t.bytes for t in log if t.op == "all_reduce"] == [4] * 4  # one number, on four ranks
 
 
-def test_gradients_without_axes_need_no_transfer_and_no_region():
+def test_unscale_with_replicated_specs_needs_no_region():
     scale = fs.LossScale()
     grads, finite = scale.unscale({"a": torch.ones(3), "none": torch.ones(0)}, scale.init(), P())
     torch.testing.assert_close(grads["a"], torch.full((3,), 2.0**-16))
@@ -320,14 +320,14 @@ def test_gradients_without_axes_need_no_transfer_and_no_region():
     assert bool(scale.unscale({}, scale.init(), P())[1])
 
 
-def test_a_finite_gradient_that_overflows_when_it_is_unscaled_is_not_finite():
+def test_a_gradient_that_overflows_when_unscaled_is_not_finite():
     scale = fs.LossScale(initial=2.0**-4)
     grads, finite = scale.unscale(torch.tensor([6e4], dtype=torch.float16), scale.init(), P())
     assert grads.isinf().all()
     assert not finite
 
 
-def test_frozen_leaves_are_not_the_scales_business():
+def test_frozen_leaves_may_be_infinite():
     scale, params = fs.LossScale(initial=4.0), whole()
     frozen = {"down": params["down"] * torch.inf}
     trained = {k: params[k] for k in ("up", "bias")}
@@ -341,7 +341,7 @@ def test_frozen_leaves_are_not_the_scales_business():
 # --- in a train state -------------------------------------------------------------------------------------------
 
 
-def test_its_state_is_described_placed_saved_and_restored(tmp_path):
+def test_guarded_state_is_deferred_placed_saved_and_restored(tmp_path):
     scale = fs.LossScale(initial=2.0**9)
     opt = scale.guard(optim.adamw(1e-3), SPECS)
     like, specs = opt.init(SHAPES), opt.specs(SPECS)
@@ -357,10 +357,10 @@ def test_its_state_is_described_placed_saved_and_restored(tmp_path):
     assert fs.tree.map(float, fs.device_get(back["scale"])) == {"scale": 3.0, "good": 7.0}
 
 
-def test_the_first_call_is_checked_though_its_step_is_left_out():
+def test_the_first_call_is_type_checked_although_its_step_is_skipped():
     mesh = fs.make_mesh(data=2)
 
-    def wrong(grads, state, params):  # a rank's own number goes into what all share
+    def wrong(grads, state, params):  # a rank's index is added to an invariant parameter
         return params - grads * fs.axis_index("data").to(grads.dtype), state
 
     bad = optim.Optimizer(lambda params: (), wrong, lambda specs: (), "wrong")
@@ -372,7 +372,7 @@ def test_the_first_call_is_checked_though_its_step_is_left_out():
         step(params * torch.inf, opt.init(params), params)
 
 
-def test_it_is_checked_without_data():
+def test_guarded_step_runs_on_an_abstract_mesh():
     opt = fs.LossScale().guard(optim.adamw(1e-3), SPECS)
     step = fs.shard_map(opt.update, mesh=fs.make_mesh(kind="abstract", model=2), out_specs=(SPECS, opt.specs(SPECS)),
                         in_specs=(SPECS, opt.specs(SPECS), SPECS))  # fmt: skip
@@ -382,7 +382,7 @@ def test_it_is_checked_without_data():
 
 # torch's own compiler uses what torch itself calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_compiled_and_under_vmap_it_chooses_as_eagerly():
+def test_compiled_and_under_vmap_a_guarded_step_equals_the_eager_one():
     scale, params = fs.LossScale(**POWERS), whole()
     opt = scale.guard(optim.adamw(0.05), P())
     compiled = fs.shard_map(opt.update, mesh=fs.make_mesh(data=1), out_specs=P(), compile=True, donate=(1, 2))
@@ -392,8 +392,8 @@ def test_compiled_and_under_vmap_it_chooses_as_eagerly():
     state = opt.init(params)
     for grads in (worse, good, good, worse, good):
         params, state = opt.update(grads, state, params)
-        new, held = compiled(fs.device_put(grads, P(), mesh), *placed)
-        placed = held, new
+        new, new_state = compiled(fs.device_put(grads, P(), mesh), *placed)
+        placed = new_state, new
         for a, b in zip(fs.tree.leaves(fs.device_get(placed)), fs.tree.leaves((state, params)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # inductor rounds multiply-add once
     both = fs.tree.map(lambda g, w: torch.stack([g, w]), good, worse)
@@ -404,7 +404,7 @@ def test_compiled_and_under_vmap_it_chooses_as_eagerly():
             torch.testing.assert_close(a[i], b, rtol=1e-5, atol=1e-7)
 
 
-def test_numbers_that_could_not_work():
+def test_error_texts_of_numbers_out_of_range():
     with pytest.raises(ShardingError) as e:
         fs.LossScale(initial=0.0, growth=1.0, backoff=1.5, interval=0, floor=0.0)
     assert str(e.value) == (
@@ -417,7 +417,7 @@ def test_numbers_that_could_not_work():
         opt.update(torch.ones(2), optim.sgd(0.1).init(torch.ones(2)), torch.ones(2))
 
 
-def test_ranks_whose_parts_are_all_empty_take_part_in_the_decision():
+def test_ranks_with_only_empty_parts_take_part_in_the_decision():
     mesh, scale, specs = fs.make_mesh(data=4), fs.LossScale(), {"w": P("data"), "b": P()}
     for value, finite in ((1.0, True), (float("inf"), False)):
         f = lambda g: scale.unscale(g, {"scale": torch.tensor(2.0)}, specs)  # noqa: E731

@@ -245,14 +245,15 @@ def _pad_to_registers(columns: Columns) -> tuple[Columns, list[tuple[Tensor, Ten
     tails: list[tuple[Tensor, Tensor]] = []
     for k, column in enumerate(columns):
         for x in column:
-            flat, rest = x.view(-1), x.numel() % size
-            if x.numel() > rest:
-                out[k].append(flat[: x.numel() - rest])
-            if rest:
-                tail = flat[x.numel() - rest :]
-                out[k].append(pad(tail, (0, size - rest)))
-                if k != GRADS:
-                    tails.append((tail, out[k][-1][:rest]))
+            rest = x.numel() % size
+            if not rest:
+                out[k] += [x] if x.numel() else []
+                continue
+            full, tail = x.view(-1).tensor_split([x.numel() - rest])
+            padded = pad(tail, (0, size - rest))
+            out[k] += [full, padded] if len(full) else [padded]
+            if k != GRADS:
+                tails.append((tail, padded[:rest]))
     return out, tails
 
 

@@ -1,8 +1,8 @@
-"""What initializing costs: `python -m tests.benchmarks.init [--json FILE] [--device cuda] [--only PART ...]`.
+"""Cost of initialization: `python -m tests.benchmarks.init [--json FILE] [--device cuda] [--only PART ...]`.
 
 Parts: `describe` a 70B Llama; `shard`, one rank's 1/64 of it; `ways`, materialize against meta -> to_empty -> init and
 against full init then slice, on one rank of eight; `mesh`, one rank's time on 1, 2, 4 and 8; `small`, many small
-leaves. README.md beside this file says how to read them.
+leaves. README.md in this folder explains the figures.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ Times = dict[str, list[float]]
 
 
 def clock(device: torch.device) -> float:
-    """Seconds: of this process on its cores, which others' load hardly moves; on a CUDA device, of the wall."""
+    """Time in seconds: CPU time of this process, which other processes hardly change; on CUDA, wall time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()
     return time.process_time()
 
 
-def interleaved(ways: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> Times:
-    """Seconds of every call: A B C, A B C, ... after one round that is not counted."""
-    out: Times = {name: [] for name in ways}
+def interleaved(calls: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> Times:
+    """Measure the seconds of every call: A B C, A B C, ... after one round of warm-up."""
+    out: Times = {name: [] for name in calls}
     for i in range(repeats + 1):
-        for name, call in ways.items():
+        for name, call in calls.items():
             start = clock(device)
             made = call()
             spent = clock(device) - start
@@ -67,37 +67,37 @@ def interleaved(ways: dict[str, Callable[[], object]], repeats: int, device: tor
     return out
 
 
-def high_water() -> int:
-    """The most bytes that were resident at once, since `low_water`."""
+def peak_bytes() -> int:
+    """Peak of resident bytes since `reset_peak`."""
     text = Path("/proc/self/status").read_text()
     return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
 
-def low_water() -> int:
-    """Resident bytes now; the high-water mark starts again from them."""
+def reset_peak() -> int:
+    """Reset the peak to the resident bytes now, and return them."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    return high_water()
+    return peak_bytes()
 
 
-def weighed(make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """What a call takes: seconds of CPU and wall, the bytes of what it returned, and the peak above the start."""
+def measured(make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Measure a call: seconds of CPU and wall, the bytes of its result, and the peak above the start."""
     cuda = device.type == "cuda"
     if cuda:
         torch.empty(1, device=device)
         torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if cuda else low_water()
+    before = torch.cuda.memory_allocated(device) if cuda else reset_peak()
     wall, cpu = time.perf_counter(), clock(device)
     made = make()
     cpu, wall = clock(device) - cpu, time.perf_counter() - wall
-    peak = (torch.cuda.max_memory_allocated(device) if cuda else high_water()) - before
+    peak = (torch.cuda.max_memory_allocated(device) if cuda else peak_bytes()) - before
     shards = [x for leaf in fs.tree.leaves(made) for x in (leaf.shards if isinstance(leaf, fs.Sharded) else [leaf])]
-    held = sum(x.nbytes for x in shards if isinstance(x, torch.Tensor))
-    return {"seconds": cpu, "wall": wall, "leaves": len(shards), "bytes": held, "peak": peak, "above": peak - held}
+    nbytes = sum(x.nbytes for x in shards if isinstance(x, torch.Tensor))
+    return {"seconds": cpu, "wall": wall, "leaves": len(shards), "bytes": nbytes, "peak": peak, "above": peak - nbytes}
 
 
 def alone(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One measurement in a process of its own."""
+    """Run one measurement in a process of its own."""
     command = [sys.executable, "-m", "tests.benchmarks.init", "--one", part, "--device", str(args.device),
                "--threads", str(args.threads), "--rank", str(args.rank)]  # fmt: skip
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
@@ -106,7 +106,7 @@ def alone(part: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_of(world: int, rank: int, device: torch.device, **axes: int) -> fs.Mesh:
-    """The mesh as that rank sees it, without the others: `materialize` asks nothing of them, or this raises."""
+    """Mesh of one rank without the others: a collective raises, so that `materialize` must not communicate."""
     alone = FakeProcessGroup.Options()
     alone.error_on_collective = True
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world, pg_options=alone)
@@ -117,16 +117,16 @@ def one_of(world: int, rank: int, device: torch.device, **axes: int) -> fs.Mesh:
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
-    found = weighed(lambda: llama.init(BIG), torch.device("cpu"))
+    found = measured(lambda: llama.init(BIG), torch.device("cpu"))
     return {**found, "parameters": sum(leaf.numel() for leaf in fs.tree.leaves(llama.init(BIG)))}
 
 
 def shard(args: argparse.Namespace) -> dict[str, Any]:
-    """One rank's part on data=8, model=8, in bfloat16, through `materialize`."""
+    """Measure `materialize` of one rank's part on data=8, model=8, in bfloat16."""
     mesh = one_of(64, args.rank, args.device, data=8, model=8)
     tree = llama.init(BIG)
     specs = fs.fully_shard(llama.specs(BIG, model="model"), tree, axis="data")
-    return weighed(lambda: fs.materialize(tree, specs, mesh, key=KEY, dtype=torch.bfloat16), args.device)
+    return measured(lambda: fs.materialize(tree, specs, mesh, key=KEY, dtype=torch.bfloat16), args.device)
 
 
 # --- three ways to initialize one rank of eight ---------------------------------------------------------------
@@ -137,13 +137,13 @@ SPECS = [P("ranks"), P(None, "ranks"), P("ranks")]
 
 
 def boxes() -> list[Box]:
-    """What the middle rank holds."""
-    where = {"ranks": RANKS // 2}
-    return [local_box(s, spec, {"ranks": RANKS}, where) for s, spec in zip(SHAPES, SPECS, strict=True)]
+    """Boxes of the middle rank."""
+    coords = {"ranks": RANKS // 2}
+    return [local_box(s, spec, {"ranks": RANKS}, coords) for s, spec in zip(SHAPES, SPECS, strict=True)]
 
 
 def by_materialize(device: torch.device) -> list[torch.Tensor]:
-    """Its own part of the one answer."""
+    """Fill the rank's part of the mesh-invariant values."""
     return [
         leaf.init.fill(fs.fold_in(KEY, str(i)), leaf.shape, box, leaf.dtype, device)
         for i, (leaf, box) in enumerate(zip(LEAVES, boxes(), strict=True))
@@ -151,14 +151,14 @@ def by_materialize(device: torch.device) -> list[torch.Tensor]:
 
 
 def by_to_empty(device: torch.device) -> list[torch.Tensor]:
-    """A module of local shape on meta, made real, drawn from torch's generator: as cheap, and another answer."""
+    """Make a module of local shape on meta, then draw from torch's generator: as cheap, with other values."""
     module = nn.ParameterList(nn.Parameter(torch.empty(box_shape(b), device="meta")) for b in boxes())
     module.to_empty(device=device)
     return [p.detach().normal_(std=0.02) for p in module]
 
 
 def by_slicing(device: torch.device) -> list[torch.Tensor]:
-    """Every leaf whole from torch's generator, and of each its part: the same answer everywhere, at full cost."""
+    """Draw every leaf whole from torch's generator and slice it: mesh-invariant values at full cost."""
     both = zip(SHAPES, boxes(), strict=True)
     return [torch.empty(shape, device=device).normal_(std=0.02)[box].clone() for shape, box in both]
 
@@ -171,7 +171,7 @@ WAYS: dict[str, Callable[[torch.device], list[torch.Tensor]]] = {
 def weigh_way(name: str) -> Callable[[argparse.Namespace], dict[str, Any]]:
     def weigh(args: argparse.Namespace) -> dict[str, Any]:
         nn.Linear(1, 1, device="meta").to_empty(device=args.device)  # loads 30 MiB of torch, which no leaf costs
-        return weighed(lambda: WAYS[name](args.device), args.device)
+        return measured(lambda: WAYS[name](args.device), args.device)
 
     return weigh
 
@@ -202,7 +202,7 @@ PLACED: dict[str, tuple[tuple[int, ...], P]] = {
 
 
 def mesh(args: argparse.Namespace) -> dict[str, Any]:
-    """For each spec, N times the time per rank on N ranks, against the time on one: 1 is perfect."""
+    """Measure, for each spec, N times the time per rank on N ranks over the time on one: 1 is perfect."""
     out = {}
     for name, (shape, spec) in PLACED.items():
         leaf = fs.init.normal(shape, std=0.02)
@@ -211,14 +211,14 @@ def mesh(args: argparse.Namespace) -> dict[str, Any]:
                  for n, b in parts.items()}  # fmt: skip
         times = interleaved(calls, args.repeats, args.device)
         each = {n: [t / math.prod(box_shape(parts[n])) * 1e9 for t in times[str(n)]] for n in MESHES}
-        # Neighbours in time are compared, so that a slow spell slows both.
+        # Compare calls of the same round, which a slow phase of the machine slows equally.
         ratio = {n: statistics.median(a / b for a, b in zip(each[n], each[1], strict=True)) for n in MESHES}
         out[name] = {"ns": statistics.median(each[1]), "ratio": ratio}
     return out
 
 
 def small(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds per leaf of a tree of 720 leaves of 128 elements, through `materialize`."""
+    """Measure `materialize` of a tree of 720 leaves of 128 elements: seconds per leaf."""
     one = fs.make_mesh(kind="simulated", device=args.device, one=1)
     trees = {"normal": [fs.init.normal(128) for _ in range(720)], "ones": [fs.init.ones(128) for _ in range(720)]}
     calls = {n: lambda t=t: fs.materialize(t, P(), one, key=KEY) for n, t in trees.items()}  # type: ignore[misc]

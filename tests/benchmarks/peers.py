@@ -32,7 +32,7 @@ import torch
 import torch._inductor.compile_fx  # so that loading it does not count as memory of compiled steps
 import torch.distributed as dist
 
-from .init import MIB, high_water, low_water, spread
+from .init import MIB, peak_bytes, reset_peak, spread
 from .step_cost import measure_step
 from .train_steps import SIZES, Step, build
 
@@ -178,16 +178,16 @@ def resident(name: str, one: str, device: torch.device) -> Report:
         step(WARMUP)
         return {"live": torch.cuda.max_memory_allocated(device)}
     libc = ctypes.CDLL("libc.so.6")
-    before = low_water()
+    before = reset_peak()
     step = build(one, SIZES[name], device)
     for i in range(WARMUP):
         step(i)
     gc.collect()
     libc.malloc_trim(0)  # without what building and compiling left in the heap
-    low_water()
+    reset_peak()
     for i in range(WARMUP, WARMUP + 3):
         step(i)
-    return {"resident": high_water() - before}
+    return {"resident": peak_bytes() - before}
 
 
 def tensor_bytes(name: str, one: str, device: torch.device) -> Report:

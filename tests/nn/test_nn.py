@@ -1,4 +1,4 @@
-"""Every layer is torch's, in values and gradients, and the same on every mesh."""
+"""Every layer has the values and gradients of torch's, on every mesh."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def on(sizes, f, args, in_specs, out_specs):
 
 
 def value_and_vjp(f, *args, seed=50):
-    """What `f` gives, and the gradients of <it, a fixed random tensor> with respect to every argument."""
+    """Compute `f`, and the gradients of <f, a fixed random tensor> with respect to every argument."""
     y, pull = torch.func.vjp(f, *args)
     return y, pull(rand(*y.shape, seed=seed, dtype=y.dtype))
 
 
 @pytest.fixture(params=["plain", "row blocks"])
 def kernel(request, monkeypatch):
-    """Both ways of `softmax.exp_sums`: the one of large logits is taken for all."""
+    """Plain formula, or row blocks, which are for large logits, for all sizes."""
     if request.param == "row blocks":
         monkeypatch.setattr(loss, "_PLAIN_UP_TO", -1)
     return request.param
@@ -63,7 +63,7 @@ X, W, B = rand(2, 5, 4), rand(4, 3, seed=1), rand(3, seed=2)
 Q, K, V = rand(2, 3, 5, 4), rand(2, 3, 5, 4, seed=1), rand(2, 3, 5, 4, seed=2)
 LONG_K, LONG_V = rand(2, 3, 7, 4, seed=1), rand(2, 3, 7, 4, seed=2)
 BOOL = rand(5, 7, seed=3) > 0
-BOOL[0] = False  # sees nothing
+BOOL[0] = False  # attends to no position
 BOOL[1] = True
 
 
@@ -105,7 +105,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_layers_are_torchs(name):
+def test_dense_layers_equal_those_of_torch(name):
     ours, theirs, args = DENSE[name]
     close(value_and_vjp(ours, *args), value_and_vjp(theirs, *args))
     single = [a.float() for a in args]
@@ -125,22 +125,21 @@ def test_norms_of_bfloat16_are_rounded_once(layer):
     close([t.double() for t in pull(g)], wide(g.double()), tol=0.05)
 
 
-def test_layers_map_and_bend():
-    """vmap, jvp and second derivatives of what can."""
+def test_norms_and_attention_under_vmap_jvp_and_second_derivatives():
     w = rand(4)
     for layer in (nn.rms_norm, nn.layer_norm):
         close(torch.func.vmap(layer, (0, None))(X, w), layer(X, w))
         f = lambda x, layer=layer: layer(x, w).pow(3).sum()  # noqa: E731
         x, t = X[0, :2], rand(2, 4, seed=9)
-        bent = torch.func.jvp(torch.func.grad(f), (x,), (t,))[1]
-        close(bent, (torch.func.grad(f)(x + 1e-5 * t) - torch.func.grad(f)(x - 1e-5 * t)) / 2e-5, tol=1e-6)
+        second = torch.func.jvp(torch.func.grad(f), (x,), (t,))[1]
+        close(second, (torch.func.grad(f)(x + 1e-5 * t) - torch.func.grad(f)(x - 1e-5 * t)) / 2e-5, tol=1e-6)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         f = lambda q: nn.attention(q, LONG_K, LONG_V, causal=True).pow(2).sum()  # noqa: E731
-        bent = torch.func.jvp(torch.func.grad(f), (Q,), (V,))[1]
-        close(bent, (torch.func.grad(f)(Q + 1e-5 * V) - torch.func.grad(f)(Q - 1e-5 * V)) / 2e-5, tol=1e-6)
+        second = torch.func.jvp(torch.func.grad(f), (Q,), (V,))[1]
+        close(second, (torch.func.grad(f)(Q + 1e-5 * V) - torch.func.grad(f)(Q - 1e-5 * V)) / 2e-5, tol=1e-6)
 
 
-def test_layers_need_no_region_without_axis():
+def test_layers_without_axis_need_no_region():
     t = ints(4, 2, 5)
     assert torch.equal(nn.mlp(X, W, W.T), torch.relu(X @ W) @ W.T)
     assert torch.equal(nn.embedding(t, W), W[t])
@@ -196,20 +195,20 @@ def test_embedding(name, vocabulary):
         ids = ints(vocabulary, *shape)
         y, pull = torch.func.vjp(lambda t, ids=ids: F.embedding(ids, t), table)
         want = y, pull(rand(*y.shape, seed=50))[0]
-        for size in (vocabulary, None):  # without it the ranks tell each other where they must
+        for size in (vocabulary, None):  # without it the ranks exchange their sizes where they must
             close(embed(AXES[name], ids, table, size), want, f"{shape} {size}")
         close(embed(AXES[name], ids.int(), table), want)
 
 
-def test_embedding_of_a_real_vocabulary():
+def test_embedding_of_an_uneven_vocabulary_of_50257():
     table = rand(50257, 2)
     ids = torch.tensor([[0, 50256, 12564], [12565, 12565, 37695]])  # 50257 over 4: 12565, 12565, 12565, 12562
     y, pull = torch.func.vjp(lambda t: F.embedding(ids, t), table)
     close(embed({"m": 4}, ids, table, 50257), (y, pull(rand(*y.shape, seed=50))[0]))
 
 
-def test_embedding_keeps_to_the_rows_it_reads():
-    """A NaN in row 0 of a part is nobody else's; an id the table lacks is no silent zero."""
+def test_embedding_reads_no_other_row_and_gives_nan_for_ids_outside_the_table():
+    """A NaN in row 0 of a part, which other ids read and discard, does not spread."""
     table = rand(6, 2)
     table[[0, 3]] = math.nan
     got, _ = embed({"m": 2}, torch.tensor([1, 4, 0, 6, -1]), table)
@@ -249,7 +248,7 @@ KEY = fs.key(5)
 )
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_attention_on_meshes(sizes, rate):
-    """Three heads over two and four (one rank has none), two examples over three."""
+    """Three heads over two and four ranks (one rank has none), two examples over three."""
     spec, shape = P("d", "m"), (2, 3, 5, 7)
 
     def f(q, k, v, spec=None):
@@ -264,17 +263,17 @@ def test_attention_on_meshes(sizes, rate):
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "long", "bool", "float"])
-def test_attention_dropout_drops_weights(kind):
+def test_attention_drops_weights_with_one_mask(kind):
     k, v = (K, V) if kind == "causal" else (LONG_K, LONG_V)
     mask = {"bool": BOOL, "float": rand(5, 7)}.get(kind)
     causal = kind in ("causal", "long")
-    seen = nn.causal_mask(5, k.shape[2]) if causal else mask
+    attended = nn.causal_mask(5, k.shape[2]) if causal else mask
     keep = fs.random.bernoulli(KEY, (2, 3, 5, k.shape[2]), p=0.6)
 
     def by_hand(q, k, v):
         scores = q @ k.transpose(-2, -1) * 0.3
-        if seen is not None:
-            scores = scores.masked_fill(~seen, -1e30) if seen.dtype == torch.bool else scores + seen
+        if attended is not None:
+            scores = scores.masked_fill(~attended, -1e30) if attended.dtype == torch.bool else scores + attended
         weights = torch.softmax(scores, -1)
         if kind == "bool":
             weights = weights * BOOL.any(-1, keepdim=True)
@@ -288,7 +287,7 @@ def test_attention_dropout_drops_weights(kind):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_who_sees_nothing_gets_zero(rate):
+def test_queries_that_attend_to_no_position_get_zero(rate):
     for mask in (BOOL, torch.zeros(5, 7, dtype=torch.float64).masked_fill(~BOOL, -INF)):
         f = lambda q, k, v, mask=mask: nn.attention(q, k, v, mask=mask, rate=rate, key=KEY)  # noqa: E731
         y, grads = value_and_vjp(f, Q, LONG_K, LONG_V)
@@ -330,7 +329,7 @@ def test_dropout_is_the_same_on_every_mesh(spec, sizes):
         close(got, want, tol=0)
 
 
-def test_dropout_keeps_the_expectation_and_scales_the_gradient_alike():
+def test_dropout_keeps_the_expectation_and_scales_value_and_gradient_equally():
     x = torch.ones(200, 500)
     y = nn.dropout(x, 0.2, key=KEY)
     assert set(y.unique().tolist()) == {0.0, 1.25}
@@ -392,7 +391,7 @@ def want_loss(x, t, w, **kw):
 
 
 def our_losses(layout, x, cases, size=None):
-    """For each (targets, weight, keywords) the value and gradient, of the loss or of <losses, a fixed tensor>."""
+    """Compute, for each (targets, weight, keywords), value and gradient of the loss or of <losses, a fixed tensor>."""
     sizes, axis, over = LOSSES[layout]
     keywords = [kw for *_, kw in cases]
     tensors = [(t, w, rand(*t.shape if kw.get("reduction") == "none" else (), seed=50)) for t, w, kw in cases]
@@ -411,25 +410,25 @@ def our_losses(layout, x, cases, size=None):
 
     if not sizes:
         return run(x, tensors)
-    lies = P(over, *[None] * (x.ndim - 2), axis)
+    x_spec = P(over, *[None] * (x.ndim - 2), axis)
     values = [P(over) if kw.get("reduction") == "none" else P() for kw in keywords]
-    specs = (lies, [(P(over), P(axis), v) for v in values])
-    return on(sizes, run, (x, tensors), specs, [(v, lies) for v in values])
+    specs = (x_spec, [(P(over), P(axis), v) for v in values])
+    return on(sizes, run, (x, tensors), specs, [(v, x_spec) for v in values])
 
 
 def our_loss(layout, x, t, w, size=None, **kw):
     return our_losses(layout, x, [(t, w, kw)], size)[0]
 
 
-everywhere = pytest.mark.parametrize(
+each_layout = pytest.mark.parametrize(
     ("layout", "kernel"),
     [(layout, "plain") for layout in LOSSES] + [(layout, "row blocks") for layout in ("dense", "4", "data, model")],
     indirect=["kernel"],
 )
 
 
-@everywhere
-def test_cross_entropy_is_torchs_on_every_mesh(layout, kernel):
+@each_layout
+def test_cross_entropy_equals_that_of_torch_on_every_mesh(layout, kernel):
     x, t, w = rand(12, 7), ints(7, 12, seed=1), rand(7, seed=2).abs()
     t[:5] = -100  # the ranks along `over` count different numbers of targets, one of them none
     t[6] = -100
@@ -442,13 +441,13 @@ def test_cross_entropy_is_torchs_on_every_mesh(layout, kernel):
         close(got, want_loss(x, targets, weight, **kw), str(kw))
 
 
-@everywhere
+@each_layout
 def test_cross_entropy_of_any_shape(layout, kernel):
     for shape in [(12, 3), (12, 1, 2), (12,)]:
         x, t = rand(*shape, 5), ints(5, *shape, seed=1)
         for kw in ({}, {"reduction": "none"}):
             close(our_loss(layout, x, t, None, 5, **kw), want_loss(x, t, None, **kw))
-            close(our_loss(layout, x, t.int(), None, **kw), want_loss(x, t, None, **kw))  # the ranks ask for V
+            close(our_loss(layout, x, t.int(), None, **kw), want_loss(x, t, None, **kw))  # the ranks exchange V
     x = rand(5)
     close(nn.cross_entropy(x, torch.tensor(3)), F.cross_entropy(x, torch.tensor(3)))
     assert nn.cross_entropy(rand(0, 5), ints(5, 0)).isnan()
@@ -465,7 +464,7 @@ def test_cross_entropy_with_empty_parts(layout, vocabulary, kernel):
 
 
 @pytest.mark.parametrize("layout", ["4", "data, model"])
-def test_cross_entropy_of_a_real_vocabulary(layout, kernel):
+def test_cross_entropy_of_an_uneven_vocabulary_of_50257(layout, kernel):
     x, t = rand(4, 50257), torch.tensor([0, 50256, 12565, -100])
     close(our_loss(layout, x, t, None, 50257), want_loss(x, t, None))
     got, want = (
@@ -475,7 +474,7 @@ def test_cross_entropy_of_a_real_vocabulary(layout, kernel):
     close([y.double() for y in got], want, tol=1e-6)
 
 
-@everywhere
+@each_layout
 def test_cross_entropy_of_no_targets(layout, kernel):
     x, t = rand(12, 7), torch.full((12,), -100)
     kinds = itertools.product(("none", "mean", "sum"), (0.0, 0.1))
@@ -489,21 +488,21 @@ def test_cross_entropy_of_no_targets(layout, kernel):
 
 @pytest.mark.parametrize("layout", ["dense", "1", "2", "4", "data, model"])
 def test_cross_entropy_of_extreme_logits(layout, kernel):
-    """Huge ones, masked classes, a part that is masked altogether; and a target that is masked."""
+    """Huge logits, masked classes, a part of which all classes are masked, and a masked target."""
     x, t = rand(12, 8) * 1e4, ints(4, 12, seed=1)
     x[0] = 1e4
     x[1], x[1, 3] = -1e4, 1e4
-    x[2:6, 4:] = -INF  # rank 1 of 2 sees nothing but -inf
+    x[2:6, 4:] = -INF  # rank 1 of 2 has nothing but -inf
     x[6, 1:] = -INF
     x[7, :4], t[7] = -INF, 6
     x[8, 0], t[8] = -INF, 0
     t[6] = 0
     for dtype, tol in ((torch.float64, 1e-11), (torch.float32, 1e-6)):
         for reduction in ("none", "sum"):
-            given = x.to(dtype)
-            want = want_loss(given.double(), t, None, reduction=reduction)
+            cast = x.to(dtype)
+            want = want_loss(cast.double(), t, None, reduction=reduction)
             assert want[1].isfinite().all()
-            close([y.double() for y in our_loss(layout, given, t, None, 8, reduction=reduction)], want, tol=tol)
+            close([y.double() for y in our_loss(layout, cast, t, None, 8, reduction=reduction)], want, tol=tol)
     assert our_loss(layout, x, t, None, 8, reduction="none")[0][8] == INF
     x[3, 5] = math.nan
     assert our_loss(layout, x, t, None, 8)[0].isnan()
@@ -521,7 +520,7 @@ def test_cross_entropy_of_bfloat16(layout, kernel):
         torch.testing.assert_close(grad.double(), want_grad, rtol=2**-8, atol=tol)
 
 
-def test_a_target_that_is_no_class():
+def test_a_target_outside_the_classes_gives_nan_or_an_index_error():
     x = rand(6, 7)
     for bad in (7, -1, 10**9):
         t = torch.tensor([1, 2, bad, -100, 0, 3])
@@ -533,8 +532,8 @@ def test_a_target_that_is_no_class():
 
 
 @pytest.mark.parametrize("layout", ["dense", "1", "3", "two axes", "data, model"])
-def test_cross_entropy_bends_and_maps(layout, kernel):
-    """jvp, second derivatives in every order, vmap over each argument."""
+def test_cross_entropy_under_transforms(layout, kernel):
+    """Compare jvp, second derivatives in every order, and vmap over each argument."""
     sizes, axis, over = LOSSES[layout]
     x, t, rate, w = rand(4, 5), torch.tensor([0, 4, -100, 2]), rand(4, 5, seed=3), rand(5, seed=4).abs()
     xs, ts = rand(4, 3, 5), ints(5, 4, 3)
@@ -544,7 +543,7 @@ def test_cross_entropy_bends_and_maps(layout, kernel):
             if not ours:
                 return theirs(x, t, w, label_smoothing=0.1).square()
             y = nn.cross_entropy(x, t, axis=axis, size=5, over=over, weight=w, label_smoothing=0.1)
-            return y.square()  # so that what reaches the loss depends on x, too
+            return y.square()  # so that the gradient of the loss depends on x, too
 
         def one_by_one(f, in_dims, out_dim=0):  # torch cannot vmap its own label smoothing
             pick = lambda x, d, i: x if d is None else x.select(d, i)  # noqa: E731
@@ -571,14 +570,14 @@ def test_cross_entropy_bends_and_maps(layout, kernel):
         close(run(x, t, rate, w, xs, ts), want)
         return
     over_all = tuple(sizes)
-    lies = P(over, axis)
-    specs = dict.fromkeys(want, P()) | {"forward over reverse": lies, "reverse over reverse": lies}
+    x_spec = P(over, axis)
+    specs = dict.fromkeys(want, P()) | {"forward over reverse": x_spec, "reverse over reverse": x_spec}
     specs |= {"vmap of grad": P(over, None, axis), "jacobian": P(None, over, axis)}
-    args = (lies, P(over), lies, P(axis), P(over, None, axis), P(over))
+    args = (x_spec, P(over), x_spec, P(axis), P(over, None, axis), P(over))
     close(on(sizes, run, (x, t, rate, w, xs, ts), args, specs), want)
 
 
-def test_cross_entropy_moves_two_numbers_per_target(kernel):
+def test_cross_entropy_communicates_three_numbers_per_target(kernel):
     x, t = rand(12, 8, dtype=torch.float32), ints(8, 12)
 
     def log_of(layout, f, out=None, **kw):
@@ -590,26 +589,26 @@ def test_cross_entropy_moves_two_numbers_per_target(kernel):
         assert len(log) % n == 0
         return [(m.op, m.axes, m.bytes // 4) for m in log], len(log) // n
 
-    for f in (lambda f, x: f(x), lambda f, x: fs.value_and_grad(f)(x)[0]):  # backward moves nothing
-        moved, each = log_of("2", f)
-        assert each == 2
-        assert sorted(set(moved)) == [("all_reduce", ("m",), 24), ("all_reduce max", ("m",), 12)]
-        moved, each = log_of("data", f)
-        assert (each, set(moved)) == (1, {("all_reduce", ("d",), 2)})
-        moved, each = log_of("data, model", f)
-        assert each == 3
+    for f in (lambda f, x: f(x), lambda f, x: fs.value_and_grad(f)(x)[0]):  # backward communicates nothing
+        transfers, number = log_of("2", f)
+        assert number == 2
+        assert sorted(set(transfers)) == [("all_reduce", ("m",), 24), ("all_reduce max", ("m",), 12)]
+        transfers, number = log_of("data", f)
+        assert (number, set(transfers)) == (1, {("all_reduce", ("d",), 2)})
+        transfers, number = log_of("data, model", f)
+        assert number == 3
         assert log_of("1", f)[1] == 0
-    moved, each = log_of("2", lambda f, x: f(x), label_smoothing=0.1)
-    assert each == 2
-    assert ("all_reduce", ("m",), 36) in moved
+    transfers, number = log_of("2", lambda f, x: f(x), label_smoothing=0.1)
+    assert number == 2
+    assert ("all_reduce", ("m",), 36) in transfers
     second = lambda f, x: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())(x)  # noqa: E731
     # The derivative of the softmax's denominator: pvary's transpose, a psum.
-    moved, each = log_of("2", second, P(None, "m"))
-    assert each <= 4
+    transfers, number = log_of("2", second, P(None, "m"))
+    assert number <= 4
 
 
 class Sizes(TorchDispatchMode):
-    """The number of elements of every new array."""
+    """Collect the number of elements of every new array, and all sizes of dims."""
 
     def __init__(self):
         super().__init__()
@@ -626,15 +625,15 @@ class Sizes(TorchDispatchMode):
         return out
 
 
-def test_cross_entropy_needs_no_array_but_the_gradient(monkeypatch):
+def test_cross_entropy_of_large_logits_makes_no_array_of_their_size_but_the_gradient(monkeypatch):
     monkeypatch.setattr(loss, "_PLAIN_UP_TO", 1 << 20)
     x, t = rand(2048, 1203, dtype=torch.float32), ints(1203, 2048)
 
     def run(x, t):
         with Sizes() as sizes:
             fs.value_and_grad(lambda x: nn.cross_entropy(x, t, axis="m", size=1203))(x)
-        assert sum(n >= x.numel() for n in sizes.new) == 1, "of the logits' size: the gradient"
-        assert not sizes.dims & {1203, 1203 * 2048}, "nobody holds the whole vocabulary"
+        assert sum(n >= x.numel() for n in sizes.new) == 1, "one array of the logits' size: the gradient"
+        assert not sizes.dims & {1203, 1203 * 2048}, "no rank has the whole vocabulary"
         return t.new_zeros(())
 
     assert x.numel() // 2 > loss._PLAIN_UP_TO
@@ -646,7 +645,7 @@ def test_cross_entropy_needs_no_array_but_the_gradient(monkeypatch):
 
 
 def test_large_and_small_logits_agree(monkeypatch):
-    x, t = rand(300, 4001, dtype=torch.float32), ints(4001, 300)  # ten pieces, of 32 rows and 12
+    x, t = rand(300, 4001, dtype=torch.float32), ints(4001, 300)  # ten blocks, of 32 rows and 12
     monkeypatch.setattr(loss, "_PLAIN_UP_TO", -1)
     large = fs.value_and_grad(nn.cross_entropy)(x, t)
     monkeypatch.setattr(loss, "_PLAIN_UP_TO", 1 << 30)
@@ -657,11 +656,26 @@ def test_large_and_small_logits_agree(monkeypatch):
     close(fs.value_and_grad(nn.cross_entropy)(view, t), small, tol=1e-6)
 
 
+def test_second_derivatives_of_row_blocks_by_plain_autograd(monkeypatch):
+    """With create_graph the backward pass of row blocks is itself differentiable; forward mode works without vmap."""
+    x, t, rate = rand(6, 5), ints(5, 6), rand(6, 5, seed=3)
+
+    def derivatives(f):
+        own = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(f(own, t).square(), own, create_graph=True)
+        (h,) = torch.autograd.grad((g * rate).sum(), own)
+        with torch.autograd.forward_ad.dual_level():
+            out = f(torch.autograd.forward_ad.make_dual(x, rate), t)
+            return g.detach(), h, torch.autograd.forward_ad.unpack_dual(out).tangent
+
+    monkeypatch.setattr(loss, "_PLAIN_UP_TO", -1)
+    close(derivatives(nn.cross_entropy), derivatives(F.cross_entropy))
+
+
 # --- compiled -----------------------------------------------------------------------------------------------
 
 
-def test_compiled():
-    """One program of everything, with the gradient inside, is what it is uncompiled."""
+def test_a_compiled_program_of_all_layers_equals_the_eager_one():
     p = {
         "wte": rand(11, 8, dtype=torch.float32),
         "up": rand(8, 12, dtype=torch.float32),
@@ -682,7 +696,7 @@ def test_compiled():
         fs.shard_map(fs.value_and_grad(loss), mesh=mesh, out_specs=P(), compile=c) for c in (False, True)
     )
     close(fs.device_get(compiled(p, ids, targets, KEY)), fs.device_get(plain(p, ids, targets, KEY)), tol=1e-5)
-    ids, targets = ints(11, 3, 6), ints(11, 3, 6, seed=1)  # which makes a size of the program unknown
+    ids, targets = ints(11, 3, 6), ints(11, 3, 6, seed=1)  # a second size makes dynamo trace it as unknown
     close(fs.device_get(compiled(p, ids, targets, KEY)), fs.device_get(plain(p, ids, targets, KEY)), tol=1e-5)
 
 
@@ -721,13 +735,13 @@ def test_compiled():
          "  fix: call it inside a function wrapped by fs.shard_map(f, mesh=..., ...)")),
     ],
 )  # fmt: skip
-def test_bad_input(call, text):
+def test_error_texts(call, text):
     with pytest.raises(ShardingError) as e:
         call()
     assert str(e.value) == text
 
 
-def test_bad_parts():
+def test_error_texts_of_local_parts():
     with pytest.raises(ShardingError) as e:
         embed({"m": 2}, ints(4, 3), rand(6, 2), size=7)
     assert str(e.value) == (
@@ -755,12 +769,12 @@ def test_bad_parts():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_heads_may_share_keys_and_values(causal):
+def test_grouped_query_attention_equals_attention_of_each_group(causal):
     q, k, v = torch.randn(2, 6, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
     want = torch.cat([nn.attention(q[:, 3 * i : 3 * i + 3], k[:, i : i + 1].expand(2, 3, 5, 4),
                                    v[:, i : i + 1].expand(2, 3, 5, 4), causal=causal) for i in (0, 1)], 1)  # fmt: skip
     torch.testing.assert_close(nn.attention(q, k, v, causal=causal), want)
-    none = nn.attention(q[:, :0], k[:, :0], v[:, :0], causal=causal)  # the part of a rank that has no heads
+    none = nn.attention(q[:, :0], k[:, :0], v[:, :0], causal=causal)  # a rank without heads
     assert none.shape == (2, 0, 5, 4)
     with pytest.raises(ShardingError, match="must divide those of q\n  q  5    k  2\n  5 % 2 = 1"):
         nn.attention(q[:, :5], k, v)

@@ -14,7 +14,7 @@ STEPS = 20
 
 
 def make_params():
-    """Leaves with and without a full vector register, 0-d, empty, and an empty subtree."""
+    """Make leaves with and without a full vector register, a 0-d and an empty leaf, and an empty subtree."""
     g = torch.Generator().manual_seed(0)
     return {
         "w": torch.randn(16, 8, generator=g),
@@ -38,7 +38,7 @@ def train(opt, params, steps=STEPS):
 
 
 def train_torch(make, params, steps=STEPS, *, schedule=None, clip=None):
-    """The same gradients through torch.optim: (params, {name: state tree}, norms)."""
+    """Train with the same gradients through torch.optim: (params, {name: state tree}, norms)."""
     leaves, treedef = tree.flatten(params)
     own = [torch.nn.Parameter(p.clone()) for p in leaves]
     opt = make(own)
@@ -61,7 +61,7 @@ def train_torch(make, params, steps=STEPS, *, schedule=None, clip=None):
 
 
 def assert_same(got, want, **tolerance):
-    """Leaf by leaf: bitwise, or within a tolerance."""
+    """Compare leaf by leaf: bitwise, or within a tolerance."""
     assert tree.structure(got) == tree.structure(want)
     for (path, a), b in zip(tree.leaves_with_path(got), tree.leaves(want), strict=True):
         torch.testing.assert_close(
@@ -94,7 +94,7 @@ def torch_adamw(options, **kind):
 
 @pytest.mark.parametrize("options", SGD)
 @pytest.mark.parametrize("fused", [True, False])
-def test_sgd_is_torchs(options, fused):
+def test_sgd_equals_that_of_torch(options, fused):
     params = make_params()
     got, state = train(optim.sgd(0.05, **options), params)
     kind = {"fused": True} if fused else {"foreach": False}
@@ -110,7 +110,7 @@ def test_sgd_is_torchs(options, fused):
 
 @pytest.mark.parametrize("options", ADAMW)
 @pytest.mark.parametrize("fused", [True, False])
-def test_adamw_is_torchs(options, fused):
+def test_adamw_equals_that_of_torch(options, fused):
     params = make_params()
     got, state = train(optim.adamw(0.01, **options), params)
     want, states, _ = train_torch(torch_adamw(options, **({"fused": True} if fused else {"foreach": False})), params)
@@ -149,7 +149,7 @@ def test_mixed_dtypes_and_strided_gradients():
     for opt in (optim.sgd(0.1, momentum=0.9), optim.adamw(0.1)):
         got = opt.update(grads, opt.init(params), params)
         assert_same(got, opt.update(plain, opt.init(params), params))
-        for k in params:  # a leaf's step is its own, whatever else is in the tree
+        for k in params:  # a leaf's step does not depend on the other leaves
             alone, _ = opt.update(grads[k], opt.init(params[k]), params[k])
             assert torch.equal(alone, got[0][k])
         strided = tree.map(lambda p: p.T if p.ndim == 2 else p, params)
@@ -164,7 +164,7 @@ def test_empty_trees():
 
 
 @pytest.mark.parametrize("make", [optim.adamw, lambda lr, **o: optim.sgd(lr, momentum=0.9, **o)], ids=["adamw", "sgd"])
-def test_masks_are_param_groups(make):
+def test_masks_equal_param_groups_of_torch(make):
     params = make_params()
     matrices = lambda p: tree.map(lambda x: x.ndim > 1, p)  # noqa: E731
 
@@ -188,7 +188,7 @@ def test_masks_are_param_groups(make):
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 11.0, 1e9])
-def test_chain_and_clip_are_torchs(max_norm):
+def test_clip_in_a_chain_equals_clip_grad_norm_of_torch(max_norm):
     params = make_params()
     opt = optim.chain(optim.clip_by_global_norm(max_norm, P()), optim.adamw(0.01))
     got, state = train(opt, params)
@@ -206,7 +206,7 @@ def test_chain_and_clip_are_torchs(max_norm):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_clip_of_nan_and_infinity_is_torchs(bad):
+def test_clip_of_nan_and_infinity_equals_that_of_torch(bad):
     grads = {"a": torch.tensor([1.0, bad]), "b": torch.ones(2).bfloat16()}
     got, _ = optim.clip_by_global_norm(1.0, P()).update(grads, {}, grads)
     own = [torch.nn.Parameter(g) for g in tree.leaves(grads)]
@@ -216,7 +216,7 @@ def test_clip_of_nan_and_infinity_is_torchs(bad):
     assert_same(tree.leaves(got), [p.grad for p in own])
 
 
-def test_a_norm_of_many_elements_is_exact_enough():
+def test_norm_of_many_elements_and_of_float16_is_exact_to_1e_6():
     x = torch.rand(1 << 21, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(optim.global_norm(x, P()).double(), x.double().norm(), rtol=1e-6, atol=0)
     half = torch.full((1 << 10,), 300.0, dtype=torch.float16)  # whose squares are not float16
@@ -224,7 +224,7 @@ def test_a_norm_of_many_elements_is_exact_enough():
 
 
 @pytest.mark.parametrize("n", [1, 15, 4096, 4097, 100_000, (1 << 23) + 5])
-def test_a_norm_is_as_exact_as_float32_however_leaves_are_cut_and_lie(n):
+def test_norm_is_exact_to_float32_for_any_split_and_strides(n):
     x = torch.rand(n, generator=torch.Generator().manual_seed(n))
     want = x.double().norm().float()
     close = {"rtol": 4e-7, "atol": 0}  # three roundings: of a block's root, of the sum, of the root
@@ -262,7 +262,7 @@ SCHEDULES = [
 @pytest.mark.parametrize(
     ("schedule", "make"), SCHEDULES, ids=["constant", "linear", "cosine", "warmup-cosine", "warmup"]
 )
-def test_schedules_are_torchs(schedule, make):
+def test_schedules_equal_those_of_torch(schedule, make):
     opt = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=1.0)
     scheduler = make(opt)
     for i in range(20):
@@ -288,7 +288,7 @@ def test_schedules_are_exact_at_the_ends():
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_a_schedule_sets_the_rate(name):
+def test_a_schedule_sets_the_learning_rate(name):
     params = make_params()
     rate = optim.warmup(optim.cosine(0.05, 15), 5, start=0.0125)
 
@@ -304,7 +304,7 @@ def test_a_schedule_sets_the_rate(name):
     assert_same(train(ours(lambda count: 0.1), params)[0], train(ours(0.1), params)[0])  # a plain number is one too
 
 
-# --- the law ------------------------------------------------------------------------------------------------
+# --- meshes -------------------------------------------------------------------------------------------------
 
 MESHES = [{"data": 1}, {"model": 2}, {"data": 2, "model": 2}, {"data": 3}, {"model": 5}]
 SPECS = {
@@ -324,7 +324,7 @@ OPTIMIZERS = {
 
 
 def on(mesh, specs):
-    """The specs, replicated over the axes that the mesh lacks."""
+    """Replace specs by P() where they name an axis that the mesh lacks."""
     return tree.map(lambda s: s if set(s.axes) <= set(mesh.axes) else P(), specs)
 
 
@@ -352,7 +352,7 @@ def test_no_mesh_changes_a_step(axes, name, kind):
 
 @pytest.mark.parametrize("n", [1, 5, 16, 17, 100, 1027])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_element_steps_alike_wherever_it_lies(name, n):
+def test_a_step_of_an_element_does_not_depend_on_its_place_in_the_leaf(name, n):
     g = torch.Generator().manual_seed(n)
     x = torch.randn(n, generator=g)
     opt = OPTIMIZERS[name](P())
@@ -368,7 +368,7 @@ def test_an_element_steps_alike_wherever_it_lies(name, n):
 
 
 @pytest.mark.parametrize("axes", [*MESHES, {"a": 2, "data": 2, "model": 2}])
-def test_a_norm_counts_each_element_once_on_every_mesh(axes):
+def test_norm_counts_each_element_once_on_every_mesh(axes):
     mesh, params = fs.make_mesh(**axes), make_params()
     want = torch.cat([x.flatten() for x in tree.leaves(params)]).double().norm().float()
     names = list(axes)
@@ -412,7 +412,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_is_described_placed_or_local(name):
+def test_init_of_deferred_sharded_and_local_params_gives_a_state_of_the_same_kind(name):
     mesh = fs.make_mesh(data=2, model=2)
     described = describe_params()
     specs = {"w": fs.column("model"), "h": fs.row("data"), "n": None}
@@ -430,7 +430,7 @@ def test_a_state_is_described_placed_or_local(name):
         assert all(not x.any() for x in tree.leaves(fs.device_get(other)))
     assert_same(opt.init(fs.device_get(params)), fs.device_get(one["state"]))
     prefix = opt.specs(P())
-    assert fs.materialize(state, prefix, mesh, key=key)  # prefixes stay prefixes
+    assert fs.materialize(state, prefix, mesh, key=key)  # a prefix gives a prefix
 
 
 # --- purity and donation ------------------------------------------------------------------------------------
@@ -439,16 +439,16 @@ def test_a_state_is_described_placed_or_local(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_update_changes_none_of_its_arguments(name):
     params, opt = make_params(), OPTIMIZERS[name](P())
-    given = (grads_at(0, params), opt.init(params), params)
-    before = tree.map(torch.clone, given)
-    out = opt.update(*given)
-    assert_same(given, before)
+    args = (grads_at(0, params), opt.init(params), params)
+    before = tree.map(torch.clone, args)
+    out = opt.update(*args)
+    assert_same(args, before)
     assert not {x.data_ptr() for x in tree.leaves(out) if x.numel()} & {
-        x.data_ptr() for x in tree.leaves(given) if x.numel()
+        x.data_ptr() for x in tree.leaves(args) if x.numel()
     }
-    assert_same(opt.update(*given), out)
+    assert_same(opt.update(*args), out)
     mesh = fs.make_mesh(data=2)
-    placed = fs.device_put(given, P(), mesh)
+    placed = fs.device_put(args, P(), mesh)
     fs.shard_map(opt.update, mesh=mesh, out_specs=P())(*placed)
     assert_same(fs.device_get(placed), before)
 
@@ -463,7 +463,7 @@ def test_donated_leaves_are_overwritten(name):
     opt = make(SPECS)
     specs = (SPECS, opt.specs(SPECS))
     keep = fs.shard_map(opt.update, mesh=mesh, out_specs=specs)
-    give = fs.shard_map(opt.update, mesh=mesh, out_specs=specs, donate=(1, 2))
+    donating = fs.shard_map(opt.update, mesh=mesh, out_specs=specs, donate=(1, 2))
     grads, state, placed = (
         fs.device_put(x, s, mesh)
         for x, s in zip((grads_at(0, params), opt.init(params), params), (SPECS, specs[1], SPECS), strict=True)
@@ -471,7 +471,7 @@ def test_donated_leaves_are_overwritten(name):
     moments = {k: v for k, v in state.items() if k != "count"}
     before = pointers((placed, moments))
     want = fs.device_get(keep(grads, state, placed))
-    new, new_state = give(grads, state, placed)
+    new, new_state = donating(grads, state, placed)
     assert pointers((new, {k: v for k, v in new_state.items() if k != "count"})) == before
     assert_same(fs.device_get((new, new_state)), want)
     assert_same(fs.device_get(grads), grads_at(0, params))  # not donated
@@ -493,7 +493,7 @@ def test_only_donated_leaves_are_overwritten():
     assert torch.equal(b.shards[0], torch.ones(16))
 
 
-def test_a_gradient_that_lies_in_a_donated_leaf_is_read_first():
+def test_a_gradient_that_shares_storage_with_a_donated_leaf_is_read_before_the_write():
     mesh, opt = fs.make_mesh(data=1), optim.sgd(0.5)
     params = fs.device_put({"a": torch.full((16,), 3.0), "b": torch.full((16,), 5.0)}, P(), mesh)
 
@@ -508,7 +508,7 @@ def test_a_gradient_that_lies_in_a_donated_leaf_is_read_first():
 
 
 def most_extra_bytes(f, *args):
-    """The most that lived at once beside what lived before, and what `f` gives."""
+    """Call `f`: (peak of live bytes above those before the call, result)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
         out = f(*args)
     live = most = 0
@@ -531,33 +531,33 @@ def small_pieces(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*profiler.*")
 @pytest.mark.parametrize("name", ["sgd", "dampened", "adamw"])
 @pytest.mark.parametrize("kind", ["contiguous", "strided"])
-def test_a_clipped_step_of_donated_leaves_holds_no_second_copy_of_anything(name, kind, small_pieces):
+def test_a_clipped_step_of_donated_leaves_allocates_one_piece_of_the_gradient(name, kind, small_pieces):
     mesh = fs.make_mesh(data=1)
     params = {"a": torch.randn(256, 256), "b": [torch.randn(100, 640), torch.randn(64_000)], "c": torch.randn(7)}
-    turned = (lambda x: x.T.contiguous().T if x.ndim == 2 else x) if kind == "strided" else (lambda x: x)
+    strided = (lambda x: x.T.contiguous().T if x.ndim == 2 else x) if kind == "strided" else (lambda x: x)
     grads = tree.map(torch.randn_like, params)
     opt = optim.chain(optim.clip_by_global_norm(0.5, P()), OPTIMIZERS[name](P()))
     extra = []
 
     def step(grads, state, params):
-        grads = tree.map(turned, grads)
+        grads = tree.map(strided, grads)
         most, out = most_extra_bytes(opt.update, grads, state, params)
         extra.append(most)
         return out
 
     before = tree.map(torch.clone, grads)
     state = opt.init(params)
-    want = opt.update(tree.map(turned, grads), state, params)
+    want = opt.update(tree.map(strided, grads), state, params)
     step = fs.shard_map(step, mesh=mesh, out_specs=P(), donate=(1, 2), check="never")
     got = step(*fs.device_put((grads, state, params), P(), mesh))
     assert_same(fs.device_get(got), want)
     assert_same(grads, before)
     leaf = 4 * 256 * 256
-    # A rule without a kernel goes leaf by leaf, in a handful of temporaries; one with a kernel by pieces.
+    # The formula steps leaf by leaf with a few temporaries; the kernel steps piece by piece.
     assert extra[0] <= (6 * leaf if name == "dampened" else PIECE + 4096)
 
 
-def test_a_chain_that_scales_as_it_steps_is_the_two_steps_one_after_the_other(small_pieces):
+def test_a_chain_with_a_scaling_transform_equals_the_two_updates_in_sequence(small_pieces):
     g = torch.Generator().manual_seed(0)
     shapes = [(300, 70), (40, 3, 50), (9000,), (), (0, 4), (5,), (2, 8192)]
     params = [torch.randn(s, generator=g) for s in shapes] + [torch.randn(33, generator=g).bfloat16()]
@@ -582,7 +582,7 @@ def mark(x):
 
 # torch's own compiler uses what torch itself calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:.*profiler.*")
-def test_a_compiled_step_overwrites_donated_leaves_and_copies_none(small_pieces):
+def test_a_compiled_step_overwrites_donated_leaves_without_copies(small_pieces):
     opt = optim.chain(optim.clip_by_global_norm(0.5, P()), optim.adamw(optim.warmup(0.1, 3)))
     params = {"a": torch.randn(256, 256), "b": torch.randn(64_000), "c": torch.randn(7)}
     grads, state = grads_at(0, params), opt.init(params)
@@ -590,12 +590,16 @@ def test_a_compiled_step_overwrites_donated_leaves_and_copies_none(small_pieces)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         step = torch.compile(opt.update, fullgraph=True)
-        given = tree.map(lambda x: mark(x.clone()), (state, params))
-        for x in (given[0][0]["norm"], given[0][1]["count"]):
+        donated = tree.map(lambda x: mark(x.clone()), (state, params))
+        for x in (donated[0][0]["norm"], donated[0][1]["count"]):
             del x.donated
-        got = step(grads, *given)
+        got = step(grads, *donated)
         assert_same(got, want, rtol=1e-6, atol=0)  # of the norm, whose sum the compiler orders
-        for old, new in [(given[1], got[0]), (given[0][1]["m"], got[1][1]["m"]), (given[0][1]["v"], got[1][1]["v"])]:
+        for old, new in [
+            (donated[1], got[0]),
+            (donated[0][1]["m"], got[1][1]["m"]),
+            (donated[0][1]["v"], got[1][1]["v"]),
+        ]:
             assert all(a is b for a, b in zip(tree.leaves(old), tree.leaves(new), strict=True))
         again = (got[1], got[0])
         tree.map(mark, ({k: again[0][1][k] for k in ("m", "v")}, again[1]))
@@ -608,7 +612,7 @@ def test_a_compiled_step_overwrites_donated_leaves_and_copies_none(small_pieces)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_first():
+def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_before_the_write():
     opt = optim.sgd(0.5)
     for view in (lambda x: x, lambda x: x.view(4, 4).view(16)):
         torch._dynamo.reset()
@@ -637,7 +641,7 @@ def test_a_compiled_gradient_through_a_step_is_refused():
 # torch's own compiler uses what torch itself calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_compiled_step_is_the_same_and_compiles_once(name):
+def test_a_compiled_step_equals_the_eager_one_and_compiles_once(name):
     params = {"w": torch.randn(9, 5), "b": torch.randn(3).bfloat16(), "s": torch.randn(())}
     specs, mesh = {"w": P("data"), "b": P("data"), "s": P()}, fs.make_mesh(data=1)
     make = lambda specs: optim.chain(optim.clip_by_global_norm(1.0, specs), OPTIMIZERS[name](specs))  # noqa: E731
@@ -673,7 +677,7 @@ def clipped(specs):
 
 
 def clipped_on_ranks():
-    """Every leaf of this rank, with the slices that it is of the whole."""
+    """Train on real ranks: every leaf of this rank, with its box."""
     specs = {**SPECS, "empty": P()}
     mesh = fs.make_mesh(model=2)
     own = lambda x: [(leaf.shards[0], leaf.box(mesh.ranks[0])) for leaf in tree.leaves(x)]  # noqa: E731
@@ -681,7 +685,7 @@ def clipped_on_ranks():
 
 
 @pytest.mark.process
-def test_real_ranks_step_alike(ranks):
+def test_real_ranks_train_like_one_device(ranks):
     want = tree.leaves(train(clipped(P()), make_params(), 3))
     for own in ranks(2, clipped_on_ranks):
         for (got, box), whole in zip(own, want, strict=True):
@@ -697,7 +701,7 @@ def text(f, *args, **kwargs):
     return str(caught.value)
 
 
-def test_bad_options():
+def test_error_texts_of_options():
     assert text(optim.sgd, -0.1) == "sgd: lr=-0.1\n  fix: 0 or more"
     assert text(optim.adamw, math.nan) == "adamw: lr=nan\n  fix: 0 or more"
     assert text(optim.adamw, 0.1, weight_decay=-1) == "adamw: weight_decay=-1\n  fix: 0 or more"
@@ -710,7 +714,7 @@ def test_bad_options():
     assert text(optim.cosine, 1.0, -5) == "cosine: steps=-5\n  fix: 0 or more"
 
 
-def test_wrong_chains():
+def test_error_texts_of_chains():
     clip, step = optim.clip_by_global_norm(1.0, P()), optim.adamw(0.1)
     fix = "\n  fix: transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))"
     assert text(optim.chain, step, clip) == "chain: step 0 is Optimizer(adamw), not a Transform" + fix
@@ -725,7 +729,7 @@ def test_wrong_chains():
     )
 
 
-def test_gradients_and_states_of_another_tree():
+def test_error_texts_of_gradients_and_states_of_another_tree():
     opt = optim.adamw(0.1)
     params = {"a": torch.ones(2, 3), "b": [torch.ones(2)]}
     state = opt.init(params)
@@ -752,7 +756,7 @@ def test_gradients_and_states_of_another_tree():
     )
 
 
-def test_masks_and_specs_of_another_tree():
+def test_error_texts_of_masks_and_specs_of_another_tree():
     params = {"a": torch.ones(2), "b": torch.ones(2)}
     bad = optim.adamw(0.1, mask={"a": 1, "b": True})
     assert text(bad.update, params, bad.init(params), params) == (

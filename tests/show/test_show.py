@@ -56,7 +56,7 @@ class Parser(HTMLParser):
 
 
 def parsed(view):
-    """The HTML, which must close every tag that it opens."""
+    """Parse the HTML, which must close every tag that it opens."""
     parser = Parser()
     parser.feed(view._repr_html_())
     parser.close()
@@ -67,7 +67,7 @@ def parsed(view):
 # --- tables
 
 
-def test_a_described_tree():
+def test_table_of_a_deferred_tree():
     check(
         show(gpt(3)),
         """
@@ -83,7 +83,7 @@ def test_a_described_tree():
     )
 
 
-def test_a_described_tree_with_specs_and_the_sizes_of_a_mesh():
+def test_table_of_a_deferred_tree_with_specs_and_axis_sizes():
     check(
         show(gpt(3), specs=SPECS, mesh=SIZES),
         """
@@ -100,8 +100,8 @@ def test_a_described_tree_with_specs_and_the_sizes_of_a_mesh():
     )
 
 
-def test_the_bytes_of_every_device_are_those_of_its_parts():
-    """Against the shards themselves, where nothing divides."""
+def test_bytes_per_device_are_those_of_its_parts():
+    """Compare with the shards themselves, with sizes that no axis divides."""
     tree = {
         "a": fs.init.zeros((7, 5)),
         "b": fs.init.zeros((7,), dtype=torch.bfloat16),
@@ -123,7 +123,7 @@ def test_the_bytes_of_every_device_are_those_of_its_parts():
         assert f"{low}–{high} B on each of 6 devices (data=3, model=2)" in show(leaves).text
 
 
-def test_placed_leaves_bring_their_mesh_and_tied_ones_weigh_once():
+def test_placed_leaves_show_their_mesh_and_tied_leaves_count_once():
     mesh = fs.make_mesh(data=2)
     w = fs.materialize(fs.init.zeros((5, 4)), P("data"), mesh, key=fs.key(0))
     check(
@@ -139,7 +139,7 @@ def test_placed_leaves_bring_their_mesh_and_tied_ones_weigh_once():
     )
 
 
-def test_other_specs_and_sizes_show_how_placed_leaves_would_lie():
+def test_specs_and_mesh_replace_those_of_placed_leaves():
     w = fs.materialize({"w": fs.init.zeros((8, 4))}, P(), fs.make_mesh(data=2), key=fs.key(0))
     assert show(w, specs=P("x"), mesh={"x": 8}).text.splitlines()[1] == "w  f32[8@x, 4]        16 B"
 
@@ -157,7 +157,7 @@ def test_specs_alone_and_meshless_specs():
     assert show({"w": fs.init.zeros((8, 4))}, specs=P("x")).text.splitlines()[0] == "w  f32[8@x, 4]  zeros  128 B"
 
 
-def test_what_is_folded():
+def test_equal_neighbours_are_folded():
     one, two = fs.init.zeros(2), fs.init.ones(2)
 
     def rows(tree, **options):
@@ -173,7 +173,7 @@ def test_what_is_folded():
     assert rows({"a": fs.init.zeros(2), "b": fs.init.zeros(2)}) == ["a", "b"]
     # digits as keys, in the order of the numbers
     assert rows({str(i): fs.init.zeros(2) for i in sorted(range(12), key=str)}) == ["0–11"]
-    # folds within folds: a chain that would need two counts is not joined
+    # nested folds: an only-child chain that would need two counts is not joined
     nested = [[fs.init.zeros(2) for _ in range(2)] for _ in range(3)]
     assert rows({"h": nested}) == ["h.0–2", "0–1"]
     assert "3 × 16 B" in show({"h": nested}).text
@@ -198,7 +198,7 @@ def test_containers():
     assert show("x" * 100).text == "'" + "x" * 58 + "…"
 
 
-def test_no_storage_is_touched():
+def test_show_reads_no_storage():
     tree = gpt(333)
     tree["huge"] = fs.init.zeros((1 << 40, 1 << 20))
     view = show(tree, specs=P(("data", "model")), mesh={"data": 512, "model": 8})
@@ -206,7 +206,7 @@ def test_no_storage_is_touched():
     assert "4194304.0 TiB; 1024.0 TiB on each of 4096 devices (data=512, model=8)" in view.text
 
 
-def test_work_grows_as_the_tree():
+def test_work_is_linear_in_the_size_of_the_tree():
     def calls(n):
         seen = []
         tree = gpt(n)
@@ -230,13 +230,13 @@ def test_size():
 # --- HTML ---------------------------------------------------------------------------------------------------
 
 
-def test_html_says_what_the_text_says():
+def test_html_contains_the_text():
     view = show(gpt(2), specs=SPECS, mesh=SIZES)
     parser = parsed(view)
-    said = " ".join(" ".join(parser.text).split())
+    html_text = " ".join(" ".join(parser.text).split())
     for line in view.text.splitlines()[1:]:
         for word in line.split("  "):
-            assert word.strip() in said
+            assert word.strip() in html_text
     assert [tag for tag, _ in parser.tags].count("details") == 2
     assert all("open" in attrs for tag, attrs in parser.tags if tag == "details")
 
@@ -263,7 +263,7 @@ def test_html_is_escaped():
         assert bad in "".join(parser.text)
 
 
-def test_html_leaves_the_colours_of_the_page():
+def test_html_sets_no_colours_of_text_or_page():
     for view in (show(gpt(1)), layout((2, 2), P("a"), mesh={"a": 2})):
         assert "color: inherit" in view.html
         assert "#" not in view.html
@@ -343,8 +343,7 @@ def test_layout_of_more_dims_shows_those_that_are_split():
     assert three.endswith("down: dim 0, 1    across: dim 2")
 
 
-def test_layout_is_where_the_parts_are():
-    """Every rank stands once, in the cell of its own box."""
+def test_layout_shows_each_rank_in_the_cell_of_its_box():
     mesh = fs.make_mesh(a=3, b=2)
     x = fs.device_put(torch.zeros(7, 5), P("b", "a"), mesh)
     lines = show(x).text.splitlines()
@@ -356,7 +355,7 @@ def test_layout_is_where_the_parts_are():
         assert row.split("│")[1:-1][columns.index(across)].strip() == str(rank)
 
 
-def test_large_layouts_are_cut():
+def test_large_layouts_are_abbreviated():
     view = layout((4096, 4096), P("data", "model"), mesh={"data": 64, "model": 64})
     assert len(view.text.splitlines()) == 2 + 2 * 16 + 1
     assert "⋮" in view.text
@@ -422,7 +421,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("call", "text"), ERRORS.values(), ids=ERRORS.keys())
-def test_errors(call, text):
+def test_error_texts(call, text):
     with pytest.raises(fs.ShardingError) as e:
         call()
     assert str(e.value) == text
