@@ -176,7 +176,7 @@ def axis_index(axis: str | tuple[str, ...]) -> Tensor:
     names = known_axes("axis_index", where, axis)
     out = torch.tensor(index_of(names, where.sizes, where.coords), dtype=torch.int64, device=where.device)
     if where.checker is not None:
-        where.checker.made(out, "axis_index", varies=names)
+        where.checker.set_integer_type(out, "axis_index", varies=names)
     return out
 
 

@@ -64,7 +64,7 @@ def value_and_grad(
             loss, aux = out if has_aux else (out, None)
             _check_loss(name, loss)
             if checks is not None:
-                checks.loss(name, loss, leaves)
+                checks.check_loss(name, loss, leaves)
             tensors, kept[:] = split_tensors(aux)
             return loss, tensors
 
@@ -82,7 +82,7 @@ def value_and_grad(
                 raise _overwritten(name, args, {id(x) for x in constant})
         if checks is not None:
             for x, gradient in zip(leaves, flat_grads, strict=True):
-                checks.gradient(name, x, gradient)
+                checks.check_gradient(name, x, gradient)
         grads = tree.unflatten(treedef, flat_grads)
         aux = fill_tensors(kept, tensors)
         return (loss, aux) if has_aux else loss, grads[0] if isinstance(argnums, int) else grads

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from . import _callsite, tree
 from ._call import (
-    OPTIONS,
     CallPlan,
     Kinds,
     Row,
@@ -118,7 +117,7 @@ class ShardMapped:
         self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
         self._check, self._compile, self._donate = check, compile, donate
         self._compiled = compile and mesh.kind != "abstract"
-        self._body = torch.compile(f, fullgraph=True, options=OPTIONS) if self._compiled else f
+        self._body = torch.compile(f, fullgraph=True) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[CallPlan] = []  # the last used first
         self._steady = True  # whether all arguments have had one structure so far
@@ -157,7 +156,7 @@ class ShardMapped:
                 if watch is not None:
                     for x, spec, name in zip(local, plan.specs, plan.names, strict=True):
                         if isinstance(x, Tensor):
-                            watch.argument(x, frozenset(spec.axes), name)
+                            watch.set_argument_type(x, frozenset(spec.axes), name)
                 inputs = tree.unflatten(plan.treedef, local)
                 given = [local[i] for i in plan.donated if isinstance(local[i], Tensor)] if self._compiled else []
                 del local
@@ -165,7 +164,7 @@ class ShardMapped:
                     out = self._body(*inputs)
                 del given
                 if watch is not None:
-                    with watch.resting():
+                    with watch.paused():
                         self._check_results(watch, out)
                 row = returned(out, plan.joint if watch is None else None, at)
                 digest = watch.digest() if watch is not None and self.mesh.kind == "process" else ""
@@ -225,7 +224,7 @@ class ShardMapped:
         found = zip(tree.leaves_with_path(out), specs, strict=True)
         rows = [(tree.show("result", path), x, spec) for (path, x), spec in found if isinstance(x, Tensor)]
         fit = [row for row in rows if not spec_errors(row[0], tuple(row[1].shape), row[2], self.mesh.axes)]
-        raise_all(watch.results(self._name, fit))
+        raise_all(watch.result_errors(self._name, fit))
 
 
 def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> tuple[Any, Mesh]:

@@ -107,7 +107,7 @@ def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             act = functools.partial(run_on_meta, m.run)
         elif found is not None:
             act = functools.partial(_run_if_agreed, m)
-        return tuple(act(xs)) if found is None else found.collective(m, xs, act)
+        return tuple(act(xs)) if found is None else found.run_collective(m, xs, act)
 
 
 def _run_if_agreed(m: Map, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -54,7 +54,7 @@ def _ask(verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], dev
                    fix="pass size= (for unshard: shapes=)")  # fmt: skip
     found = checker()
     # Numbers, not what is differentiated: tensors made inside a transform would be wrapped, and could not be sent.
-    with contextlib.nullcontext() if found is None else found.resting(), without_functorch():
+    with contextlib.nullcontext() if found is None else found.paused(), without_functorch():
         everyone = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
         return [int(n) for n in everyone.sum(0).tolist()]
 

@@ -77,7 +77,7 @@ def minmax(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[
     found = None if compiling else checker()
     out: list[Any] = [None] * len(xs)
     # One transfer; in a checked call one for each type: in one buffer they would have one.
-    for group in [range(len(xs))] if found is None else found.alike(xs):
+    for group in [range(len(xs))] if found is None else found.group_by_type(xs):
         some = [xs[i] for i in group]
         x = pack(some)
         y = function.apply(comm, axes, op, tied, x.view_as(x) if compiling else x)

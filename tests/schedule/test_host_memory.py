@@ -229,8 +229,8 @@ def test_moments_visit_their_parameters_a_lot_at_a_time(name: str, donated: bool
     grads = [torch.randn(p.shape, generator=draw) for p in params]
     _, state = opt.update(grads, opt.init(params), params)
     want = opt.update(grads, state, params)
-    monkeypatch.setattr(fused, "_VISIT", 250)
-    monkeypatch.setattr("fshard.optim.optimizers.given", lambda: lambda x: donated)
+    monkeypatch.setattr(fused, "_GROUP_BYTES", 250)
+    monkeypatch.setattr("fshard.optim.optimizers.donation_test", lambda: lambda x: donated)
     before = copy.deepcopy((state, params))
     with Pretend(*params, *grads) as pretended:
         new, own = opt.update(grads, state, params)
