@@ -31,7 +31,7 @@ def assert_same(got: Any, want: Any) -> None:
         torch.testing.assert_close(a, b, rtol=2e-5, atol=5e-6, msg=lambda m, p=path: f"{p}: {m}")
 
 
-def test_compiled_train_step_on_one_device_is_one_graph_and_equals_eager() -> None:
+def test_a_whole_step_on_one_device_is_one_graph_and_equals_the_eager_step() -> None:
     compiled, eager, (graphs, breaks) = compiled_and_eager("tensor", ranks=1, steps=2)
     assert (graphs, breaks) == (1, {})
     assert_same(compiled, eager)
@@ -39,7 +39,7 @@ def test_compiled_train_step_on_one_device_is_one_graph_and_equals_eager() -> No
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_compiled_train_step_on_real_ranks_is_one_graph_and_equals_eager_and_one_device(ranks: Pool) -> None:
+def test_a_whole_step_on_real_ranks_is_one_graph_and_equals_the_eager_step_and_one_device(ranks: Pool) -> None:
     for kind in KINDS:
         one = train(fs.make_mesh(ranks=1, kind="simulated"), kind)
         assert not torch.equal(one[0][0]["params"]["wte"], one[-1][0]["params"]["wte"])
@@ -51,7 +51,7 @@ def test_compiled_train_step_on_real_ranks_is_one_graph_and_equals_eager_and_one
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_compiled_uneven_collectives_are_right_in_whichever_order_inductor_schedules_them(ranks: Pool) -> None:
+def test_collectives_of_uneven_parts_may_be_reordered_by_a_compiler(ranks: Pool) -> None:
     for backend, axes in (("inductor", {"data": 1, "model": 2}), ("aot_eager", {"data": 2, "model": 2})):
         want = uneven(fs.make_mesh(kind="simulated", **axes), compile=False)
         for got in ranks(math.prod(axes.values()), uneven_compiled, backend, axes, timeout=300):

@@ -798,5 +798,5 @@ def test_text_of_a_copy_that_lost_its_name():
         "materialize: tree['v']: is made of the draws of other leaves, found by its name\n"
         "  draws  parametrizations.weight.original0\n"
         f"  'v' does not end with '{name}'\n"
-        "  fix: keep the tree that fs.defer gave, or a part of it"
+        "  fix: keep the tree that fs.defer returned, or a part of it"
     )
