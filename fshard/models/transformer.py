@@ -1,4 +1,4 @@
-"""What the transformers share: the layout of their residual stream on a mesh, attention, and the loop over blocks.
+"""Shared code of the transformers: the layout of their residual stream, attention, and the loop over blocks.
 
 Legend: B batch, T time, D width, H heads, K head width, R rotated dims of a head; [B@data] is a dim split over an
 axis; {V} varies over it, {I} does not.

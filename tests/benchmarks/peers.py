@@ -202,7 +202,7 @@ def tensor_bytes(name: str, one: str, device: torch.device) -> Report:
     ops: dict[str, int] = {}
     for op, _ in cost.transfers:
         ops[op] = ops.get(op, 0) + 1
-    return {"live": cost.peak, "held": cost.start, "left": cost.end - cost.start, "transfers": ops,
+    return {"live": cost.peak, "before": cost.start, "growth": cost.end - cost.start, "transfers": ops,
             "sent": cost.sent(dist.get_world_size())}  # fmt: skip
 
 
@@ -214,14 +214,14 @@ def family(name: str, which: str, names: tuple[str, ...], args: argparse.Namespa
     rows = run_on_ranks(args.ranks, timed, name, names, args.repeats, args.device)
     done = list(rows[0]["seconds"])
     seconds = {one: [max(ts) for ts in zip(*(r["seconds"][one] for r in rows), strict=True)] for one in done}
-    reference, apart = REFERENCE[which], {}
+    reference, difference = REFERENCE[which], {}
     curve = {one: [r["losses"][one] for r in rows] for one in done}
     if which not in SINGLE_RANK:  # a torch step has the mean loss of its own rows, fshard that of all
         curve = {one: [[statistics.fmean(xs) for xs in zip(*curve[one], strict=True)]] for one in done}
     for one in done:
         if reference in done and one != reference and (one != "floor" or which in SINGLE_RANK):
-            apart[one] = max(map(distance, curve[one], curve[reference]))
-    return {"seconds": seconds, "losses": curve, "apart": apart, "failed": rows[0]["failed"]}
+            difference[one] = max(map(distance, curve[one], curve[reference]))
+    return {"seconds": seconds, "losses": curve, "difference": difference, "failed": rows[0]["failed"]}
 
 
 def distance(a: list[float], b: list[float]) -> float:
@@ -277,16 +277,16 @@ def verdicts(
 
 def show_family(which: str, found: Report) -> None:
     print(f"\n  {which}: seconds of a step, the slower rank's; losses against {REFERENCE[which]}'s")
-    print(f"  {'':24}{'median':>9}{'least':>9}{'most':>9}{'apart':>10}")
+    print(f"  {'':24}{'median':>9}{'least':>9}{'most':>9}{'difference':>12}")
     for one, times in found["seconds"].items():
         x = spread(times)
-        apart = f"{found['apart'][one]:10.1e}" if one in found["apart"] else ""
-        print(f"  {one:24}" + "".join(f"{x[k]:9.3f}" for k in ("median", "least", "most")) + apart)
+        difference = f"{found['difference'][one]:12.1e}" if one in found["difference"] else ""
+        print(f"  {one:24}" + "".join(f"{x[k]:9.3f}" for k in ("median", "least", "most")) + difference)
     for one, why in found["failed"].items():
         print(f"  {one:24} FAILED: {why}")
 
 
-MIBS = {"resident": 10, "live": 10, "held": 10, "left": 8, "sent": 10}  # columns, and how wide they are
+MIBS = {"resident": 10, "live": 10, "before": 10, "growth": 8, "sent": 10}  # columns, and how wide they are
 
 
 def show_memory(one: str, x: Report) -> None:
@@ -311,7 +311,7 @@ def problems_of(size: Report, dtype: torch.dtype) -> list[str]:
     out = []
     for which, found in size["families"].items():
         out += [f"{which}: the losses of {one} are {x:.1e} from {REFERENCE[which]}'s"
-                for one, x in found["apart"].items() if not x <= LOSSES[dtype]]  # fmt: skip
+                for one, x in found["difference"].items() if not x <= LOSSES[dtype]]  # fmt: skip
         out += [f"{which}: {one} could not run" for one in found["failed"]]
     out += [f"memory: {one} could not be measured" for one, x in size.get("memory", {}).items() if "failed" in x]
     return out

@@ -96,7 +96,7 @@ def uneven_compiled(backend: str, axes: dict[str, int]) -> list[torch.Tensor]:
 
 
 def meshes_made_again() -> list[list[float]]:
-    """What meshes of the same ranks give, one after the other; compiled again, it would raise."""
+    """Results on several meshes of the same ranks, one after the other; a recompilation would raise."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return fs.psum(x * 2, "m")
