@@ -212,16 +212,16 @@ def test_half_precision_sums_round_once():
         (lambda x: fs.all_gather(x, "a", 2), "all_gather: a 1-d tensor has no dim 2\n  shape  [1]"),
         (lambda x: fs.all_gather(x, "a", to="V"), "all_gather: to='V'\n  fix: to='varying' or to='invariant'"),
         (lambda x: fs.all_gather(x, "a", size=5),
-         ("all_gather: this rank's part is not its part of a dim of size 5\n"
-          "  over ('a',), 5 splits into [3, 2]; rank 0 of them holds 1\n"
-          "  fix: pass the global size of the dim that is gathered")),
+         ("all_gather: the part of rank 0 has the wrong size for a dim of global size 5\n"
+          "  5 over ('a',) splits into [3, 2]; rank 0 has 1\n"
+          "  fix: pass the global size of the gathered dim")),
         (lambda x: fs.all_to_all(x, "a", split=0, concat=0),
          "all_to_all: split and concat are both dim 0\n  fix: name two different dims"),
         (lambda x: fs.ppermute(x, "a", [(0, 1), (1, 1)]),
          ("ppermute: targets [1, 1] are not distinct positions of axis 'a'\n  positions are 0 to 1\n"
           "  fix: name every source and every target once")),
         (lambda x: fs.pmean(x.long(), "a"),
-         "pmean: the mean of int64 is no int64\n  fix: cast to a floating dtype first"),
+         "pmean: the mean of int64 is not int64\n  fix: cast to a floating dtype first"),
         (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad='x'\n  fix: grad='tied' or grad=None"),
     ],
 )  # fmt: skip

@@ -85,13 +85,13 @@ def test_second_derivatives():
          "value_and_grad(<lambda>): the loss is a tuple, not a tensor\n  fix: return (loss, aux) with has_aux=True"),
         (lambda: fs.grad(lambda p: p["w"].sum())({"w": torch.ones(2), "i": [torch.arange(3)]}),
          ("value_and_grad(<lambda>): args[0]['i'][0] is int64, which has no gradient\n"
-          "  fix: keep what is not trained in another argument")),
+          "  fix: pass leaves that are not trained in another argument")),
         (lambda: fs.grad(lambda x: x, 1)(torch.ones(2)),
          "value_and_grad(<lambda>): argnums=1, but there are 1 positional arguments"),
         (lambda: fs.grad(lambda x: torch.ones(()))({}),
          "value_and_grad(<lambda>): argument 0 has no leaves\n  fix: pass the parameters, or other argnums"),
         (lambda: fs.accumulate(loss, 3)(*data()),
-         ("accumulate: args[1] does not cut into 3 equal microbatches\n  shape  [4, 3]\n  4 % 3 = 1\n"
+         ("accumulate: args[1] cannot be split into 3 equal microbatches\n  shape  [4, 3]\n  4 % 3 = 1\n"
           "  fix: another number of steps, or another batch size")),
         (lambda: fs.accumulate(loss, 0), "accumulate: steps=0\n  fix: one or more"),
     ],
@@ -294,8 +294,8 @@ def test_an_argument_that_is_overwritten_with_what_is_differentiated():
         cache["x"][0].add_(p)
         return cache["x"][0].sum()
 
-    text = re.escape("value_and_grad(f): args[1]['x'][0] was written in place with what is being differentiated\n"
-                     "  fix: give the new value back, with has_aux=True")  # fmt: skip
+    text = re.escape("value_and_grad(f): args[1]['x'][0] was modified in place by a value that is being "
+                     "differentiated\n  fix: return the new value, with has_aux=True")  # fmt: skip
     with pytest.raises(ShardingError, match=text):
         fs.grad(f)(torch.ones(3), {"x": [torch.ones(3)], "y": torch.ones(3)})
 

@@ -20,7 +20,7 @@ from fshard._ops import Gather, Vary
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
 from fshard.nn import rope
 from fshard.random import fold_in
-from fshard.schedule.overlap import entered
+from fshard.schedule.overlap import apply_then_compute
 from fshard.schedule.scan import scan
 from fshard.schedule.unshard import unshard
 from fshard.spec import P, any_on_host, names_of
@@ -86,7 +86,7 @@ class Layout:
             return nn.linear(x, w, b)
         comm = region("linear").comm
         way = Gather(comm, axes, ((1, t),)) if self.sequence else Vary(comm, axes)
-        return entered(way, nn.linear, x, w, *([] if b is None else [b]))
+        return apply_then_compute(way, nn.linear, x, w, *([] if b is None else [b]))
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of the ranks' partial results, [B, T, D]{V model}, back in the stream."""

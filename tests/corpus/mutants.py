@@ -30,9 +30,9 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError, collectives
+from fshard import _ops as linear
 from fshard._comm import Comm, Region, index_of, region, size_of
-from fshard._ops import autograd as linear
-from fshard._ops.recast import CastMap
+from fshard._ops import CastMap
 from fshard.models import gpt2
 from fshard.spec import box_shape, lengths, local_box
 
@@ -198,7 +198,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         finally:
             here.call = before
 
-    def entered(m: Any, f: Any, x: Tensor, *weights: Tensor) -> Tensor:
+    def apply_then_compute(m: Any, f: Any, x: Tensor, *weights: Tensor) -> Tensor:
         out: Tensor = f(of_unshard(m, None, [x], sys._getframe(1))[0], *weights)
         return out
 
@@ -267,7 +267,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         stack.enter_context(mock.patch.multiple(collectives, **fakes))
         stack.enter_context(mock.patch.object(_UNSHARD, "_apply", of_unshard))
         # A schedule has the numbers of the plain loop; only that one calls what is struck here.
-        stack.enter_context(mock.patch.object(_STREAM, "entered", entered))
+        stack.enter_context(mock.patch.object(_STREAM, "apply_then_compute", apply_then_compute))
         stack.enter_context(mock.patch.object(_SCAN, "_transformed", return_value=True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))

@@ -23,8 +23,7 @@ from fshard import _comm as comm
 from fshard._ops import dim_sizes as sizes
 from fshard.models import gpt2
 from fshard.optim import fused
-from fshard.schedule import buckets as fetch
-from fshard.schedule import executor as loop
+from fshard.schedule import buckets, executor
 from tests.lib.live import LiveBytes
 
 DEVICE = torch.device("meta")
@@ -145,11 +144,11 @@ def test_no_operation_mixes_the_memories(kind: str, params: bool | str, state: b
 
 
 def test_a_leaf_that_a_block_does_not_use_has_a_gradient_in_host_memory(monkeypatch: Any) -> None:
-    def start(m: Any, xs: list[Tensor], start: Any = fetch._start) -> Any:
+    def start(m: Any, xs: list[Tensor], start: Any = buckets._start) -> Any:
         assert devices(xs) == {"meta"}
         return start(m, xs)
 
-    monkeypatch.setattr(fetch, "_start", start)
+    monkeypatch.setattr(buckets, "_start", start)
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
     specs = [on_host({"used": P("data"), "not": P(None, "data")})] * 3
     p = fs.materialize([{"used": fs.init.ones((4, 4)), "not": fs.init.ones((2, 6))}] * 3, specs, mesh, key=fs.key(0))
@@ -309,7 +308,7 @@ def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> N
     mesh = fs.make_mesh(data=1)
     base = peak(mesh, False)
     with monkeypatch.context() as m:
-        m.setattr(loop, "start_copy_to_host", torch.clone)  # another memory, of which nothing of before is held
+        m.setattr(executor, "start_copy_to_host", torch.clone)  # another memory, of which nothing of before is held
         assert peak(mesh, True) < base + 2 * rows * d * 4
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
     peaks = {offload: peak(mesh, offload, DEVICE) for offload in (False, True)}
@@ -334,8 +333,8 @@ def test_a_dry_run_for_cuda_needs_no_cuda() -> None:
 def test_sizes_are_asked_for_by_tensors_of_the_device(monkeypatch: Any) -> None:
     """Where ranks tell each other the sizes of host leaves, of which CUDA's transfers know nothing."""
     mesh, asked = fs.make_mesh(data=2), []
-    ask = sizes._ask
-    monkeypatch.setattr(sizes, "_ask", lambda *args: asked.append(args[-1]) or ask(*args))
+    ask = sizes._exchange_sizes
+    monkeypatch.setattr(sizes, "_exchange_sizes", lambda *args: asked.append(args[-1]) or ask(*args))
     specs = on_host(P("data"))
     p = fs.materialize([fs.init.ones((5, 3))], specs, mesh, key=fs.key(0))
 

@@ -14,7 +14,7 @@ from fshard import P
 from fshard._comm import region
 from fshard._ops.autograd import apply_map
 from fshard._ops.linear_maps import Gather, Vary
-from fshard.schedule.overlap import entered
+from fshard.schedule.overlap import apply_then_compute
 
 MESHES = [{"data": 1, "model": 2}, {"data": 2, "model": 3}, {"data": 1, "model": 4}]
 X, W = (4, 7, 6), (6, 10)  # neither 7 nor 10 divides
@@ -61,7 +61,7 @@ def gradients(by: Any, kind: str, axes: dict[str, int], of: tuple[int, ...], f: 
 def test_it_has_the_numbers_and_the_transfers_of_one_pass(axes: dict[str, int], kind: str, of: tuple[int, ...]) -> None:
     want, moved = gradients(plainly, kind, axes, of, check="never")
     for check in ("never", "always"):
-        got, log = gradients(entered, kind, axes, of, check=check)
+        got, log = gradients(apply_then_compute, kind, axes, of, check=check)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert check == "always" or log == moved
 
@@ -72,7 +72,7 @@ def test_a_gradient_that_is_the_one_given_is_not_written_over() -> None:
 
     def step(x: Tensor, b: Tensor) -> Any:
         def loss(x: Tensor, b: Tensor) -> Tensor:
-            y = entered(Vary(region().comm, ("model",)), torch.add, x, b[0])
+            y = apply_then_compute(Vary(region().comm, ("model",)), torch.add, x, b[0])
             return fs.psum((y * (1 + b[0].detach())).sum(), "model")
 
         return fs.grad(loss, (0, 1))(x, b)
@@ -103,6 +103,6 @@ def test_it_is_differentiated_twice_by_nesting_and_refuses_what_it_cannot() -> N
         (g,) = torch.autograd.grad(loss(x, w), x, create_graph=True)
         return torch.autograd.grad(g.sum(), x)[0]
 
-    assert torch.equal(run(entered, second), run(plainly, second))
-    with pytest.raises(fs.ShardingError, match="the gradient of a column parallel layer is to be differentiated by"):
-        run(entered, again)
+    assert torch.equal(run(apply_then_compute, second), run(plainly, second))
+    with pytest.raises(fs.ShardingError, match="the gradient of a column parallel layer cannot be differentiated by"):
+        run(apply_then_compute, again)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from fshard import P, ShardingError
 from fshard._comm import recording
-from fshard.schedule.recompute import Memo
+from fshard.schedule.recompute import DiscardedTensors
 
 D, BLOCKS, ROWS = 8, 3, 4
 SPECS = [{"up": P("data", "model"), "down": P("model", "data")}] * BLOCKS
@@ -161,12 +161,12 @@ def test_what_is_forgotten_is_let_go_and_what_comes_back_goes_with_its_use() -> 
     x = torch.randn(2, 4)
     want = torch.autograd.grad(f(x), w)
     made.clear()
-    memo = Memo(frozenset({w.untyped_storage().data_ptr(), x.untyped_storage().data_ptr()}))
-    with memo.forgetting():
+    discarded = DiscardedTensors()
+    with discarded.discard():
         y = f(x)
     assert [m() for m in made] == [None] * 3
     made.clear()
-    memo.recall(lambda: f(x))
+    discarded.recompute(lambda: f(x))
     assert len(made) == 2  # it stopped at what the last sine has saved
     assert torch.equal(torch.autograd.grad(y, w)[0], want[0])
     assert [m() for m in made] == [None] * 2
@@ -182,14 +182,14 @@ def test_a_computation_that_differs_the_second_time_is_refused() -> None:
             y = y.exp()
         return y.sum()
 
-    differs = "what is computed again differs: f32.2, 3. before, f32.3, 3. now"
-    for change, message in ((shape, differs), (times, "differs: it saves 1 tensors fewer than before")):
-        memo = Memo(frozenset())
-        with memo.forgetting():
+    differs = "a recomputed block differs from its forward pass: f32.2, 3. in forward, f32.3, 3. in backward"
+    for change, message in ((shape, differs), (times, "it saved 1 tensors fewer than in forward")):
+        discarded = DiscardedTensors()
+        with discarded.discard():
             y = f()
         change[0] = 3 if change is shape else 1
         with pytest.raises(ShardingError, match=message):
-            memo.recall(f)
+            discarded.recompute(f)
         change[0] = 2
         del y
 

@@ -518,7 +518,9 @@ def test_a_graph_that_is_gone_is_not_differentiated_again() -> None:
             (g,) = torch.autograd.grad(y, x, create_graph=True)
             return torch.autograd.grad(g.sum(), x)[0]
 
-    with pytest.raises(fs.ShardingError, match=r"scan: its gradient is to be differentiated by torch\.autograd"):
+    with pytest.raises(
+        fs.ShardingError, match=r"scan: the gradient of a schedule cannot be differentiated by torch\.autograd"
+    ):
         twice(place(mesh, tree, specs), batch())
 
 
@@ -543,7 +545,12 @@ def test_bad_input_is_named() -> None:
     refused("scan: each has 1 trees for 4 blocks", lambda p, x: scan(p, x, each=[0]))
     refused("scan: specs has 1 trees for 4 blocks", lambda p, x: scan(p, x, specs=[P()]))
     refused("scan: shapes has 3 trees for 4 blocks", lambda p, x: scan(p, x, shapes=tree[1:]))
-    refused("scan: has_aux=True, and the block gave a Tensor", lambda p, x: scan(p, x, has_aux=True, shapes=tree)[0])
-    refused("scan: stacked parameters have one number of blocks in front", lambda p, x: scan(p[0], x, specs=specs[0]))
+    refused(
+        "scan: has_aux=True, and the block returned a Tensor", lambda p, x: scan(p, x, has_aux=True, shapes=tree)[0]
+    )
+    refused(
+        "scan: stacked parameters must all have the number of blocks as dim 0",
+        lambda p, x: scan(p[0], x, specs=specs[0]),
+    )
     refused("scan: the dim of the blocks is split", lambda p, x: scan({"w": p[0]["up"]}, x, specs=P("data")))
     refused("scan: the mesh has no axis 'rows'", lambda p, x: scan(p, x, axis="rows"))
