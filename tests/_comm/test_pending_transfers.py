@@ -21,7 +21,7 @@ from fshard._comm.board import boards
 from fshard._comm.gloo import Wires
 from fshard._comm.process import ProcessComm
 from fshard._ops.linear_maps import Gather, Scatter, Sum
-from tests.lib.collective_cases import EVERY_DTYPE, check_flights, check_what_flights_note
+from tests.lib.collective_cases import EVERY_DTYPE, check_pending_transfers, check_transfer_records
 
 MESHES = [
     ({"a": 2}, ("a",)),
@@ -141,13 +141,13 @@ RUNS = {
 @pytest.mark.parametrize("kind", RUNS)
 def test_flights_land_with_the_right_values_in_another_order(kind, sizes, axes):
     dtypes = EVERY_DTYPE if len(sizes) == 1 else EVERY_DTYPE[2::3]
-    check_flights(RUNS[kind](sizes), sizes, axes, dtypes)
+    check_pending_transfers(RUNS[kind](sizes), sizes, axes, dtypes)
 
 
 @pytest.mark.parametrize(("sizes", "axes"), MESHES)
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_flight_is_one_transfer_of_the_bytes_that_are_given(kind, sizes, axes):
-    check_what_flights_note(RUNS[kind](sizes), sizes, axes, math.prod(sizes.values()))
+    check_transfer_records(RUNS[kind](sizes), sizes, axes, math.prod(sizes.values()))
 
 
 @pytest.mark.parametrize("size", [1, 5_000, 50_001])  # one round, several messages or two rounds, a large message
