@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
@@ -52,6 +51,12 @@ def in_transform() -> bool:
     return peek_interpreter_stack() is not None
 
 
+def set_jvp_nesting(depth: int) -> int:
+    """Set how many calls of torch.func.jvp the process believes are running, and return the count before."""
+    before, eager_transforms.JVP_NESTING = eager_transforms.JVP_NESTING, depth
+    return before
+
+
 def in_backward() -> bool:
     """Return whether a backward pass of autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -90,11 +95,6 @@ fused_adamw_ = torch._fused_adamw_
 # --- torch.distributed ----------------------------------------------------------------------------------------
 
 
-def default_store() -> Any:
-    """The store through which the processes of the default group found each other."""
-    return dist.distributed_c10d._get_default_store()
-
-
 def backend_of(group: dist.ProcessGroup, device: str) -> Any:
     """The backend of a group for a kind of device. Raises RuntimeError if the group has none for it."""
     return group._get_backend(torch.device(device))
@@ -108,8 +108,8 @@ def timeout_of(backend: Any) -> Any:
 __all__ = [
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "HigherOrderOperator", "TorchDispatchMode", "UnsupportedOperatorException", "backend_of", "below_autograd",
-    "default_store", "disable_dynamo", "eager_transforms", "foreach_copy_", "foreach_div_", "foreach_norm",
+    "disable_dynamo", "foreach_copy_", "foreach_div_", "foreach_norm",
     "functional_collectives", "fused_adamw_", "fused_sgd_", "get_unwrapped", "in_backward", "in_transform",
-    "is_batched", "is_grad_tracking", "is_wrapped", "register_process_group", "storage_id", "timeout_of", "unwrapped",
+    "is_batched", "is_grad_tracking", "is_wrapped", "set_jvp_nesting", "storage_id", "timeout_of", "unwrapped",
     "version_of", "without_dispatch", "without_functorch", "without_modes",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from ._comm import Transfer
 from .errors import fail
 from .shard_map import ShardMapped, dry_run
 from .show.table import size
-from .spec import sized
+from .spec import format_axes
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,7 +23,7 @@ class Checked:
     transfers: tuple[Transfer, ...]
 
     def __repr__(self) -> str:
-        axes = sized(self.mesh)
+        axes = format_axes(self.mesh)
         n = math.prod(self.mesh.values())
         total = size(sum(t.bytes for t in self.transfers))
         count = f"{len(self.transfers)} transfers" if len(self.transfers) != 1 else "1 transfer"

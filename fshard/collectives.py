@@ -180,7 +180,7 @@ def axis_index(axis: str | tuple[str, ...]) -> Tensor:
     names = known_axes("axis_index", current, axis)
     out = torch.tensor(index_of(names, current.sizes, current.coords), dtype=torch.int64, device=current.device)
     if current.checker is not None:
-        current.checker.made(out, "axis_index", varies=names)
+        current.checker.set_integer_type(out, "axis_index", varies=names)
     return out
 
 

@@ -24,7 +24,7 @@ from .errors import ShardingError, fail, raise_all
 from .mesh import Mesh
 from .random import check_key, fold_in
 from .sharded import Sharded, from_callback
-from .spec import Box, P, describe, is_spec, local_box, problems
+from .spec import Box, P, describe, is_spec, local_box, spec_errors
 
 Rows = npt.NDArray[np.int64]
 Integers = Tensor | Rows | Sequence[int]
@@ -167,7 +167,7 @@ def load(fetch: Callable[[Rows], Any], indices: Integers, *, mesh: Mesh, spec: A
     if asked.ndim != 1:
         raise fail(f"load: indices of shape {list(asked.shape)}", fix="one dim: the examples of the batch")
     split = next((s.parts(max(1, len(s.entries)))[0] for s in tree.leaves(spec) if is_spec(s)), ())
-    raise_all(problems("load", asked.shape, P(split), mesh.axes))
+    raise_all(spec_errors("load", asked.shape, P(split), mesh.axes))
     parts: dict[Cut, Any] = {}
     for rank in mesh.ranks:
         (own,) = local_box(asked.shape, P(split), mesh.axes, mesh.coords(rank))
@@ -212,7 +212,7 @@ def _row(where: str, rows: dict[Cut, Tensor]) -> tuple[int, ...]:
 def _place(
     where: str, rows: dict[Cut, Tensor], shape: tuple[int, ...], spec: P, split: tuple[str, ...], mesh: Mesh
 ) -> Sharded:
-    raise_all(problems(where, shape, spec, mesh.axes))
+    raise_all(spec_errors(where, shape, spec, mesh.axes))
     if spec.parts(len(shape))[0] != split:
         what = f"{where}: its spec is {spec}, other leaves split dim 0 by {P(split)}"
         raise fail(what, fix="split dim 0 alike in every leaf, and fs.reshard afterwards")

@@ -20,7 +20,7 @@ from .errors import ShardingError, fail
 from .init import Deferred
 from .mesh import Mesh
 from .sharded import Sharded
-from .spec import Box, P, box_shape, describe, ends, sized, whole
+from .spec import Box, P, box_bounds, box_shape, describe, format_axes, full_box
 
 SCALARS = (bool, int, float, str)
 CHUNK = 1 << 20  # elements looked at at a time
@@ -72,13 +72,13 @@ class Leaf:
         return tuple(a for a, n in sizes.items() if n > 1 and a not in self.spec.axes)
 
     def box(self, rank: int) -> Box:
-        return self.x.box(rank) if isinstance(self.x, Sharded) else whole(self.x.shape)
+        return self.x.box(rank) if isinstance(self.x, Sharded) else full_box(self.x.shape)
 
     def __repr__(self) -> str:
         """What must be alike on every process: of a number, its value."""
         x = self.x
         if isinstance(x, (Sharded, Tensor)) and not shapeless(x):
-            on = sized(self.mesh.axes) if self.mesh else ""
+            on = format_axes(self.mesh.axes) if self.mesh else ""
             return f"{describe(x.dtype, x.shape, self.spec)} on {on}" if on else describe(x.dtype, x.shape)
         return repr(x) if isinstance(x, (Deferred, *SCALARS)) else f"a {type(x).__name__}"
 
@@ -87,7 +87,7 @@ class Leaf:
         if self.made:
             facts["described as"] = self.made
         if self.mesh:
-            facts["mesh"] = sized(self.mesh.axes)
+            facts["mesh"] = format_axes(self.mesh.axes)
         return fail(f"{self.where} {what}", *notes, fix=fix, **facts)
 
     def problem(self) -> ShardingError | None:
@@ -148,7 +148,7 @@ class Leaf:
         for kind, by_rank in bad.items():
             boxes: dict[Any, int] = {}  # a replica's elements are those of another
             for r, (n, _) in by_rank.items():
-                boxes[ends(self.box(r))] = max(n, boxes.get(ends(self.box(r)), 0))
+                boxes[box_bounds(self.box(r))] = max(n, boxes.get(box_bounds(self.box(r)), 0))
             n, first = sum(boxes.values()), min(by_rank, key=lambda r: (by_rank[r][1], r))
             total += n
             on = f", on rank {join_limited([str(r) for r in sorted(by_rank)], 8)}" if self.mesh else ""

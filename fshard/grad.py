@@ -63,7 +63,7 @@ def value_and_grad(
             loss, aux = out if has_aux else (out, None)
             _check_loss(name, loss)
             if types is not None:
-                types.loss(name, loss, leaves)
+                types.check_loss(name, loss, leaves)
             tensors, aux_rest[:] = split_tensors(aux)
             return loss, tensors
 
@@ -81,7 +81,7 @@ def value_and_grad(
                 raise _modified(name, args, {id(x) for x in constant})
         if types is not None:
             for x, gradient in zip(leaves, flat_grads, strict=True):
-                types.gradient(name, x, gradient)
+                types.check_gradient(name, x, gradient)
         grads = tree.unflatten(treedef, flat_grads)
         aux = fill_tensors(aux_rest, tensors)
         return (loss, aux) if has_aux else loss, grads[0] if isinstance(argnums, int) else grads

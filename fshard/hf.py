@@ -18,7 +18,7 @@ from typing import Any
 from fshard import models, tree
 from fshard.errors import fail, raise_all
 from fshard.mesh import Mesh
-from fshard.spec import is_spec, problems
+from fshard.spec import is_spec, spec_errors
 
 from .interop.hf import CONFIG, FileTensor, Where, config_of, read, write
 
@@ -51,7 +51,7 @@ def load(path: Where, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any,
         flat = tree.broadcast(given, params, name="specs", leaf=is_spec)
         found = zip(tree.leaves_with_path(params), flat, strict=True)
         raise_all([e for (at, leaf), spec in found
-                   for e in problems(f"load: {tree.show('params', at)}", leaf.shape, spec, mesh.axes)])  # fmt: skip
+                   for e in spec_errors(f"load: {tree.show('params', at)}", leaf.shape, spec, mesh.axes)])  # fmt: skip
     return cfg, params
 
 

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ._comm import AbstractComm, Comm, ProcessComm, Transfer, refuse_nesting, simulate
-from ._torch_compat import FakeTensorMode, default_store
+from ._torch_compat import FakeTensorMode
 from .errors import fail
-from .spec import sized
+from .spec import format_axes
 
 T = TypeVar("T")
 
@@ -28,7 +29,8 @@ class Mesh:
     """A grid of ranks. Made by `make_mesh`; two meshes are equal if their axes, kind and device are.
 
     Attributes: `axes` (name -> size, in order), `kind` ("process", "simulated" or "abstract"), `device`,
-    `size` (ranks in all), `ranks` (those this process runs; of an abstract mesh the first).
+    `size` (ranks in all), `ranks` (those this process runs; of an abstract mesh the first), `transfers` (what an
+    abstract mesh would have transferred, since it was made).
     """
 
     def __init__(self, axes: Mapping[str, int], kind: str, device: torch.device) -> None:
@@ -36,50 +38,44 @@ class Mesh:
         self.kind, self.device = kind, device
         self.size = math.prod(self.axes.values())
         self.ranks = (dist.get_rank(),) if kind == "process" else tuple(range(self.size if kind != "abstract" else 1))
+        self.transfers: list[Transfer] = []
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._comm: Comm | None = None
+        self._comm: Comm | None = None  # simulated ranks have one for each run
         if kind == "abstract":
-            self._comm = AbstractComm(self.axes)
+            self._comm = AbstractComm(self.axes, self.transfers)
         elif kind == "process" or self.size == 1:
             self._comm = ProcessComm(self.axes, self.coords(self.ranks[0]))
 
     def coords(self, rank: int) -> dict[str, int]:
-        """The position of a rank along each axis."""
+        """Position of a rank along each axis."""
         out = {}
         for axis, n in reversed(self.axes.items()):
             rank, out[axis] = divmod(rank, n)
         return {axis: out[axis] for axis in self.axes}
 
     def run(self, f: Callable[[Comm, int], T]) -> list[T]:
-        """`f(comm, rank)` for every rank of this process, all at once; the results in the order of `ranks`.
+        """Call `f(comm, rank)` for every rank of this process at once, and return the results in the order of `ranks`.
 
         One rank runs in the caller's thread; simulated ranks run on a thread each, with one compute thread each. The
         one rank of an abstract mesh runs on fake tensors.
         """
-        refuse_nesting()  # before the lock, which the outer run holds
-        if self.kind == "abstract":
-            assert self._comm is not None
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                return [f(self._comm, 0)]
+        refuse_nesting()  # before the lock, which an outer run has
         if self._comm is not None:
-            return [f(self._comm, self.ranks[0])]
+            fake = self.kind == "abstract"
+            with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext():
+                return [f(self._comm, self.ranks[0])]
         with self._lock:
             if self._pool is None:
-                self._pool = _one_compute_thread_each(self.size)
+                self._pool = _start_rank_threads(self.size)
             return simulate(self.axes, self._pool, f)
 
-    @property
-    def transfers(self) -> list[Transfer]:
-        """What would have moved on an abstract mesh, since it was made."""
-        return self._comm.transfers if isinstance(self._comm, AbstractComm) else []
-
     def gather_objects(self, mine: Any) -> list[Any]:
-        """What each process of the mesh says, by rank; alone, or with ranks that are threads, just this."""
-        everyone = [mine] * (self.size if self.kind == "process" else 1)
-        if len(everyone) > 1:
-            dist.all_gather_object(everyone, mine)
-        return everyone
+        """Return the object of each process of the mesh, by rank; there is one process if the ranks are threads."""
+        objects = [mine] * (self.size if self.kind == "process" else 1)
+        if len(objects) > 1:
+            dist.all_gather_object(objects, mine)
+        return objects
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and _identity(self) == _identity(other)
@@ -88,7 +84,7 @@ class Mesh:
         return hash(_identity(self))
 
     def __repr__(self) -> str:
-        axes = sized(self.axes)
+        axes = format_axes(self.axes)
         return f"Mesh({axes}; {self.kind}, {self.size} x {self.device.type})"
 
     def __reduce__(self) -> Any:
@@ -99,28 +95,29 @@ def _identity(mesh: Mesh) -> tuple[Any, ...]:
     return tuple(mesh.axes.items()), mesh.kind, mesh.device
 
 
-def _one_compute_thread_each(n: int) -> ThreadPoolExecutor:
+def _start_rank_threads(n: int) -> ThreadPoolExecutor:
+    """Return a pool of n started threads, with one compute thread each; the caller keeps its count."""
     before = torch.get_num_threads()
 
-    def one() -> None:
+    def use_one_compute_thread() -> None:
         torch.set_num_threads(1)
-        torch.get_num_threads()  # torch settles a thread's count at its first use: before the caller's is restored
+        torch.get_num_threads()  # torch fixes a thread's count at its first use: before the caller's is restored
 
-    pool = ThreadPoolExecutor(n, "fshard-rank", initializer=one)
-    gate = threading.Barrier(n)
-    for future in [pool.submit(gate.wait) for _ in range(n)]:  # start all of them, then restore the caller's count
+    pool = ThreadPoolExecutor(n, "fshard-rank", initializer=use_one_compute_thread)
+    all_started = threading.Barrier(n)
+    for future in [pool.submit(all_started.wait) for _ in range(n)]:
         future.result()
     torch.set_num_threads(before)
     return pool
 
 
 def make_mesh(*, kind: str | None = None, device: str | torch.device | None = None, **axes: int) -> Mesh:
-    """A mesh with the named axes, `data=2, model=4`, the last one varying fastest.
+    """Return a mesh with the named axes, `data=2, model=4`, the last one varying fastest.
 
     `kind`: "process" is one rank per process over torch.distributed, which is started if needed (nccl on CUDA,
     gloo on CPU); it is the default under torchrun and wherever torch.distributed is initialized. "simulated" is
     the default elsewhere: every rank is a thread of this process. "abstract" has no ranks: for dry runs, of any size.
-    In a process mesh one axis may be -1: whatever is left of the world size.
+    In a process mesh one axis may be -1: the rest of the world size.
 
     >>> make_mesh(data=2, model=4)
     Mesh(data=2, model=4; simulated, 8 x cpu)
@@ -132,59 +129,72 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
     if kind not in ("process", "simulated", "abstract"):
         fix = "kind='process', kind='simulated' or kind='abstract'"
         raise fail(f"make_mesh: no kind of mesh is called {kind!r}", fix=fix)
-    given = sized(axes)
-    wild = [a for a, n in axes.items() if n == -1]
-    if not axes or len(wild) > 1 or any(type(n) is not int or n < 1 for a, n in axes.items() if a not in wild):
-        raise fail(f"make_mesh({given}): not the sizes of a mesh", fix="name at least one axis, each with a size of 1 "
+    sizes = format_axes(axes)
+    inferred = [a for a, n in axes.items() if n == -1]
+    if not axes or len(inferred) > 1 or any(type(n) is not int or n < 1 for a, n in axes.items() if a not in inferred):
+        raise fail(f"make_mesh({sizes}): not the sizes of a mesh", fix="name at least one axis, each with a size of 1 "
                    "or more, e.g. data=2, model=4; in a process mesh one may be -1")  # fmt: skip
-    if kind != "process":
-        if wild:
-            raise fail(f"make_mesh({given}): a{'n' * (kind == 'abstract')} {kind} mesh has no world size to take "
-                       f"{wild[0]!r} from",
-                       fix=f"say how many ranks it has: {wild[0]}=2")  # fmt: skip
-        where = torch.device(device) if device is not None else torch.get_default_device()
-        if where.type == "cuda" and where.index is None:
-            where = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-        return Mesh(axes, kind, where)
-    return _process_mesh(axes, wild, given, device)
+    if kind != "process" and inferred:
+        raise fail(f"make_mesh({sizes}): a{'n' * (kind == 'abstract')} {kind} mesh has no world size to infer "
+                   f"{inferred[0]!r} from",
+                   fix=f"state how many ranks it has: {inferred[0]}=2")  # fmt: skip
+    if device is None:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(default) if kind == "process" else torch.get_default_device()
+    device = _with_index(torch.device(device))
+    if kind == "process":
+        _start_process(sizes, device)
+        axes = _fit_world_size(axes, inferred, sizes)
+    return Mesh(axes, kind, device)
 
 
-def _leave() -> None:
-    """End together: gloo aborts a process, now and then, that another one leaves behind.
+def _with_index(device: torch.device) -> torch.device:
+    """Add to "cuda" the index that the launcher gave this process, or else that of the current device."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    current = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", current)))
 
-    A rank that fails does not wait, and none waits long for one that will not come.
+
+def _start_process(sizes: str, device: torch.device) -> None:
+    """Make the device current, and start torch.distributed if it is not initialized."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise fail(f"make_mesh({sizes}, kind='process'): this process was not launched as a rank",
+                       fix="start it with torchrun --nproc-per-node N, or use kind='simulated'")  # fmt: skip
+        store, rank, world = next(rendezvous("env://"))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+        if device.type == "cpu":
+            atexit.register(_leave, store, world)
+
+
+def _leave(store: Any, world: int) -> None:
+    """Wait for the other ranks before this one ends: gloo sometimes aborts a process when another one has left.
+
+    A rank that fails does not wait, and no rank waits long for one that hangs.
     """
     if not dist.is_initialized():
         return
     end = time.monotonic() + (0 if hasattr(sys, "last_value") else 5)
-    with contextlib.suppress(RuntimeError):  # raised once the rank that holds the store has left
-        store = default_store()
+    with contextlib.suppress(RuntimeError):  # raised once the rank that has the store has left
         left = store.add("fshard/left", 1)
-        while left < dist.get_world_size() and time.monotonic() < end:
+        while left < world and time.monotonic() < end:
             time.sleep(0.01)
             left = store.add("fshard/left", 0)
     dist.destroy_process_group()
 
 
-def _process_mesh(axes: dict[str, int], wild: list[str], given: str, device: str | torch.device | None) -> Mesh:
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda":
-        where = torch.device("cuda", where.index if where.index is not None else int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(where)
-    if not dist.is_initialized():
-        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise fail(f"make_mesh({given}, kind='process'): this process was not launched as a rank",
-                       fix="start it with torchrun --nproc-per-node N, or use kind='simulated'")  # fmt: skip
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
-        if where.type == "cpu":
-            atexit.register(_leave)
+def _fit_world_size(axes: dict[str, int], inferred: list[str], sizes: str) -> dict[str, int]:
+    """Replace a size of -1. Raises ShardingError unless the sizes multiply to the world size."""
     world = dist.get_world_size()
     known = math.prod(n for n in axes.values() if n != -1)
-    if wild and world % known == 0:
+    if inferred and world % known == 0:
         axes = {a: world // known if n == -1 else n for a, n in axes.items()}
     if math.prod(axes.values()) != world:
-        sizes = " x ".join(str(n) for n in axes.values() if n != -1)
-        why = f"{world} % {known} = {world % known}" if wild else f"{sizes} = {known}, not {world}"
-        raise fail(f"make_mesh({given}): the axes do not make up the world size", why, world=world,
+        product = " x ".join(str(n) for n in axes.values() if n != -1)
+        why = f"{world} % {known} = {world % known}" if inferred else f"{product} = {known}, not {world}"
+        raise fail(f"make_mesh({sizes}): the axes do not make up the world size", why, world=world,
                    fix=f"choose sizes whose product is {world}, or start {known} processes")  # fmt: skip
-    return Mesh(axes, "process", where)
+    return axes

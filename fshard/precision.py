@@ -177,7 +177,7 @@ def _constant(x: Tensor) -> Tensor:
     x = x.detach()
     found = None if torch.compiler.is_dynamo_compiling() else checker()
     if found is not None:
-        found.constant(x)
+        found.mark_constant(x)
     return x
 
 

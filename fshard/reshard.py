@@ -14,8 +14,8 @@ from . import tree
 from ._comm import copy_to_device, empty_part, to_spec_memory
 from .errors import fail
 from .mesh import Mesh
-from .sharded import Sharded, described, place_all
-from .spec import Box, P, box_shape, ends, inside, local_box
+from .sharded import Sharded, abstract_sharded, place_tree
+from .spec import Box, P, box_bounds, box_shape, local_box, relative_box
 
 
 def device_get(tree_: Any, *, rank: int | None = None) -> Any:
@@ -69,7 +69,7 @@ def owners(x: Sharded) -> Iterator[tuple[int, Box]]:
     seen = set()
     for rank in range(x.mesh.size):
         box = x.box(rank)
-        at = ends(box)
+        at = box_bounds(box)
         if at not in seen and 0 not in box_shape(box):
             seen.add(at)
             yield rank, box
@@ -96,12 +96,12 @@ def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
         if target.kind != leaf.mesh.kind:
             raise fail(f"reshard: from {leaf.mesh!r} to {target!r}, a mesh of another kind",
                        fix="fs.device_put(fs.device_get(tree), specs, mesh)")  # fmt: skip
-    return place_all("reshard", tree_, specs, mesh, (Sharded,), move)
+    return place_tree("reshard", tree_, specs, mesh, (Sharded,), move)
 
 
 def _move(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     if mesh.kind == "abstract":
-        return described(x.shape, x.dtype, spec, mesh)
+        return abstract_sharded(x.shape, x.dtype, spec, mesh)
     if mesh == x.mesh and spec.parts(x.ndim) == x.spec.parts(x.ndim):
         return Sharded(x.shape, spec, mesh, [to_spec_memory(s, spec, mesh.device, copy=True) for s in x.shards])
     return _exchange(x, spec, mesh) if mesh.kind == "process" else _copy(x, spec, mesh)
@@ -113,7 +113,7 @@ def _copy(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
         box = local_box(x.shape, spec, mesh.axes, mesh.coords(rank))
         part = empty_part(box_shape(box), x.dtype, spec, mesh.device)
         for source, common in _sources(x, box, rank):
-            part[inside(common, box)] = x.shards[source][inside(common, x.box(source))]
+            part[relative_box(common, box)] = x.shards[source][relative_box(common, x.box(source))]
         shards.append(part)
     return Sharded(x.shape, spec, mesh, shards)
 
@@ -124,7 +124,7 @@ def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     mine = x.box(me)
     part = copy_to_device(x.shards[0], mesh.device)
     send = [
-        [part[inside(c, mine)].reshape(-1) for s, c in _sources(x, box, rank) if s == me]
+        [part[relative_box(c, mine)].reshape(-1) for s, c in _sources(x, box, rank) if s == me]
         for rank, box in enumerate(boxes)
     ]
     incoming = sorted(_sources(x, boxes[me], me), key=lambda pair: pair[0])  # stable: the sender's order within a rank
@@ -141,7 +141,7 @@ def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     at = 0
     for _, common in incoming:
         n = math.prod(box_shape(common))
-        out[inside(common, boxes[me])] = got[at : at + n].view(box_shape(common))
+        out[relative_box(common, boxes[me])] = got[at : at + n].view(box_shape(common))
         at += n
     return Sharded(x.shape, spec, mesh, [to_spec_memory(out, spec, mesh.device)])
 
@@ -150,7 +150,7 @@ def _sources(x: Sharded, box: Box, rank: int) -> list[tuple[int, Box]]:
     """Whence `rank` takes each element of `box`: (source rank, common box). Itself if it can, else replicas in turn."""
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for source in range(x.mesh.size):
-        holders.setdefault(ends(x.box(source)), []).append(source)
+        holders.setdefault(box_bounds(x.box(source)), []).append(source)
     out = []
     for at, ranks in holders.items():
         common = tuple(slice(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(box, at, strict=True))

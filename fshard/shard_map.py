@@ -15,7 +15,6 @@ from torch import Tensor
 
 from . import _callsite, tree
 from ._call import (
-    OPTIONS,
     CallPlan,
     Kinds,
     Row,
@@ -37,8 +36,8 @@ from ._torch_compat import DataDependentOutputException, DynamicOutputShapeExcep
 from ._typecheck import Checker, same_numbers
 from .errors import fail, raise_all
 from .mesh import Mesh, make_mesh
-from .sharded import Sharded, described, parts_of
-from .spec import problems
+from .sharded import Sharded, abstract_sharded, local_parts
+from .spec import spec_errors
 
 Check = Literal["first", "always", "never", "values"]
 
@@ -118,7 +117,7 @@ class ShardMapped:
         self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
         self._check, self._compile, self._donate = check, compile, donate
         self._compiled = compile and mesh.kind != "abstract"
-        self._body = torch.compile(f, fullgraph=True, options=OPTIONS) if self._compiled else f
+        self._body = torch.compile(f, fullgraph=True) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[CallPlan] = []  # the last used first
         self._steady = True  # whether all arguments have had one structure so far
@@ -134,7 +133,7 @@ class ShardMapped:
 
     def __call__(self, *args: Any) -> Any:
         plan, leaves = self._planned(args)
-        parts = parts_of(leaves, len(self.mesh.ranks))
+        parts = local_parts(leaves, len(self.mesh.ranks))
         checked = bool(self._live) and (self._check == "always" or (self._check != "never" and not plan.checked))
         if checked and self._compiled:
             dry_run(self, args)  # below the compiler no mode sees anything
@@ -142,7 +141,7 @@ class ShardMapped:
         scratch = self._scratch(plan, checked)
         # Nothing out here holds what is donated: a program may free it, and what it writes over is not there twice.
         for x in donated(self._name, plan, args, leaves):
-            x.give_away(self._name)
+            x.donate_to(self._name)
 
         def rank_main(comm: Comm, rank: int) -> tuple[Row, list[Kinds] | None, set[int], Checker | None]:
             at = rank if self.mesh.kind == "simulated" else 0
@@ -157,7 +156,7 @@ class ShardMapped:
                 if watch is not None:
                     for x, spec, name in zip(local, plan.specs, plan.names, strict=True):
                         if isinstance(x, Tensor):
-                            watch.argument(x, frozenset(spec.axes), name)
+                            watch.set_argument_type(x, frozenset(spec.axes), name)
                 inputs = tree.unflatten(plan.treedef, local)
                 given = [local[i] for i in plan.donated if isinstance(local[i], Tensor)] if self._compiled else []
                 del local
@@ -165,7 +164,7 @@ class ShardMapped:
                     out = self._body(*inputs)
                 del given
                 if watch is not None:
-                    with watch.resting():
+                    with watch.paused():
                         self._check_results(watch, out)
                 row = returned(out, plan.joint if watch is None else None, at)
                 digest = watch.digest() if watch is not None and self.mesh.kind == "process" else ""
@@ -224,14 +223,14 @@ class ShardMapped:
         specs = specs_of(self._name, out, self._out_specs)
         found = zip(tree.leaves_with_path(out), specs, strict=True)
         rows = [(tree.show("result", path), x, spec) for (path, x), spec in found if isinstance(x, Tensor)]
-        fit = [row for row in rows if not problems(row[0], tuple(row[1].shape), row[2], self.mesh.axes)]
-        raise_all(watch.results(self._name, fit))
+        fit = [row for row in rows if not spec_errors(row[0], tuple(row[1].shape), row[2], self.mesh.axes)]
+        raise_all(watch.result_errors(self._name, fit))
 
 
 def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> tuple[Any, Mesh]:
     """Check a call on an abstract mesh of the same axes, with no data: the described result, and that mesh."""
     mesh = make_mesh(kind="abstract", device=f.mesh.device, **f.mesh.axes)
-    placed = lambda x: described(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x  # noqa: E731
+    placed = lambda x: abstract_sharded(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x  # noqa: E731
     return f.on(mesh, check="always")(*tree.map(placed, args)), mesh
 
 

@@ -15,7 +15,7 @@ from .errors import ShardingError, fail, raise_all
 from .init import Deferred
 from .mesh import Mesh
 from .random import check_key, fold_in
-from .spec import Box, P, box_shape, describe, ends, is_spec, local_box, problems, same
+from .spec import Box, P, box_bounds, box_shape, describe, is_spec, local_box, same_placement, spec_errors
 
 
 class Placement(NamedTuple):
@@ -51,7 +51,7 @@ class Sharded:
                        fix="use the value that call returned, or leave the argument out of donate=")  # fmt: skip
         return self._shards
 
-    def give_away(self, to: str) -> None:
+    def donate_to(self, to: str) -> None:
         """Let go of the storage; any later use is an error that names `to`."""
         self._donated_to, self._shards = to, ()
 
@@ -116,7 +116,7 @@ class Sharded:
 # --- many at once, as every call of a `shard_map` takes and makes them -------------------------------------------
 
 
-def placed(placement: Placement, shards: tuple[Tensor, ...]) -> Sharded:
+def make_sharded(placement: Placement, shards: tuple[Tensor, ...]) -> Sharded:
     """A leaf whose shards are known to be what its placement says."""
     leaf = _new(Sharded)
     leaf.placement, leaf._shards = placement, shards
@@ -126,7 +126,7 @@ def placed(placement: Placement, shards: tuple[Tensor, ...]) -> Sharded:
 _new = Sharded.__new__
 
 
-def parts_of(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
+def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
     """What each of this process's ranks has of the leaves: of a `Sharded` its shard, anything else as it is.
 
     Raises ShardingError for a leaf that has been donated.
@@ -164,7 +164,7 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
             return _put(leaf, spec, mesh)
         return _fill(leaf, spec, mesh, _key_of(leaf, path, key), dtype)
 
-    return place_all("materialize", tree_, specs, mesh, (Deferred, Tensor), place)
+    return place_tree("materialize", tree_, specs, mesh, (Deferred, Tensor), place)
 
 
 def _check_names(tree_: Any) -> None:
@@ -193,11 +193,11 @@ def _key_of(leaf: Deferred, path: tree.Path, key: Tensor) -> Tensor:
 def _fill(leaf: Deferred, spec: P, mesh: Mesh, key: Tensor, dtype: torch.dtype | None) -> Sharded:
     kind = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
     if mesh.kind == "abstract":
-        return described(leaf.shape, kind, spec, mesh)
+        return abstract_sharded(leaf.shape, kind, spec, mesh)
     return from_callback(leaf.shape, spec, mesh, lambda box: leaf.init.fill(key, leaf.shape, box, kind, mesh.device))
 
 
-def described(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Mesh) -> Sharded:
+def abstract_sharded(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Mesh) -> Sharded:
     """A leaf on an abstract mesh: the shape of the first rank's part, and no values."""
     box = local_box(tuple(shape), spec, mesh.axes, mesh.coords(mesh.ranks[0]))
     return Sharded(shape, spec, mesh, [torch.empty(box_shape(box), dtype=dtype, device="meta")])
@@ -212,13 +212,13 @@ def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
     {'x': i64[6@data]}
     """
     kinds = (Tensor, int, float, complex)
-    return place_all("device_put", tree_, specs, mesh, kinds, lambda _, x, spec: _put(x, spec, mesh))
+    return place_tree("device_put", tree_, specs, mesh, kinds, lambda _, x, spec: _put(x, spec, mesh))
 
 
 def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
     whole_ = torch.as_tensor(x).detach()
     if mesh.kind == "abstract":
-        return described(tuple(whole_.shape), whole_.dtype, spec, mesh)
+        return abstract_sharded(tuple(whole_.shape), whole_.dtype, spec, mesh)
     there = memory_device(spec, mesh.device)
     part = lambda box: whole_[box].to(there, copy=True, memory_format=torch.contiguous_format)  # noqa: E731
     return from_callback(whole_.shape, spec, mesh, part)
@@ -237,12 +237,12 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
     Raises ShardingError where `fn` gives something else than a tensor of the shape of its slices.
     """
     shape = tuple(shape)
-    raise_all(problems("from_callback", shape, spec, mesh.axes))
+    raise_all(spec_errors("from_callback", shape, spec, mesh.axes))
     parts: dict[tuple[tuple[int, int], ...], Tensor] = {}
     shards = []
     for rank in mesh.ranks:
         box = local_box(shape, spec, mesh.axes, mesh.coords(rank))
-        at = ends(box)
+        at = box_bounds(box)
         if at in parts:
             shards.append(to_spec_memory(parts[at], spec, mesh.device, copy=True))
             continue
@@ -262,7 +262,7 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
     return Sharded(shape, spec, mesh, shards)
 
 
-def place_all(
+def place_tree(
     verb: str, tree_: Any, specs: Any, mesh: Mesh | None, kinds: tuple[type, ...], place: Callable[..., Sharded]
 ) -> Any:
     """Check every leaf against its spec, then place them all. An object at two paths, a tie, stays one leaf.
@@ -277,7 +277,11 @@ def place_all(
     for (path, leaf), spec in zip(found, flat, strict=True):
         where = f"{verb}: {tree.show('tree', path)}"
         twin, its_spec = first.setdefault(id(leaf), (path, spec))
-        if isinstance(leaf, (Deferred, Sharded, Tensor)) and its_spec != spec and not same(its_spec, spec, leaf.ndim):
+        if (
+            isinstance(leaf, (Deferred, Sharded, Tensor))
+            and its_spec != spec
+            and not same_placement(its_spec, spec, leaf.ndim)
+        ):
             errors.append(fail(f"{where}: is tied to {tree.show('tree', twin)}, which has another spec",
                                fix="give both one spec, or untie them", spec=spec, other=its_spec))  # fmt: skip
         if not isinstance(leaf, kinds):
@@ -286,7 +290,7 @@ def place_all(
             errors.append(fail(f"{where}: cannot place a {type(leaf).__name__}", fix=fix))
         else:
             shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded)) else ()
-            errors += problems(where, shape, spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
+            errors += spec_errors(where, shape, spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
     raise_all(errors)
     made: dict[int, Sharded] = {}
     out = []
@@ -300,5 +304,14 @@ def place_all(
     return tree.unflatten(treedef, out)
 
 
-__all__ = ["Placement", "Sharded", "described", "device_put", "from_callback", "materialize", "parts_of", "place_all",
-           "placed"]  # fmt: skip
+__all__ = [
+    "Placement",
+    "Sharded",
+    "abstract_sharded",
+    "device_put",
+    "from_callback",
+    "local_parts",
+    "make_sharded",
+    "materialize",
+    "place_tree",
+]  # fmt: skip

@@ -141,7 +141,7 @@ def names_of(axis: Axis) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def same(a: P, b: P, ndim: int) -> bool:
+def same_placement(a: P, b: P, ndim: int) -> bool:
     """Whether two specs place a leaf of `ndim` dims alike: `P(..., "m")` and `P(None, "m")` do on a matrix."""
     return a == b or (a.memory == b.memory and a.parts(ndim) == b.parts(ndim))
 
@@ -149,10 +149,10 @@ def same(a: P, b: P, ndim: int) -> bool:
 # --- arithmetic of the cut ------------------------------------------------------------------------------------
 
 
-def piece(n: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, int]:
+def part_range(n: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, int]:
     """(start, length) of the piece of range(n) at `coords` of axes of the given `sizes`, major first.
 
-    >>> [piece(10, (2, 2), (i, j)) for i in range(2) for j in range(2)]
+    >>> [part_range(10, (2, 2), (i, j)) for i in range(2) for j in range(2)]
     [(0, 3), (3, 2), (5, 3), (8, 2)]
     """
     start = 0
@@ -163,10 +163,10 @@ def piece(n: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, int
     return start, n
 
 
-def lengths(n: int, sizes: Sequence[int]) -> list[int]:
+def part_lengths(n: int, sizes: Sequence[int]) -> list[int]:
     """The length of every piece of range(n), in flattened axis order.
 
-    >>> lengths(10, (4,))
+    >>> part_lengths(10, (4,))
     [3, 3, 3, 1]
     """
     ranks = math.prod(sizes)
@@ -174,7 +174,7 @@ def lengths(n: int, sizes: Sequence[int]) -> list[int]:
         return [n // ranks] * ranks
     out = [n]
     for size in sizes:
-        out = [piece(m, (size,), (i,))[1] for m in out for i in range(size)]
+        out = [part_range(m, (size,), (i,))[1] for m in out for i in range(size)]
     return out
 
 
@@ -186,7 +186,7 @@ def local_box(shape: Sequence[int], spec: P, sizes: Mapping[str, int], coords: M
     """
     box = []
     for n, axes in zip(shape, spec.parts(len(shape)), strict=True):
-        start, length = piece(n, [sizes[a] for a in axes], [coords[a] for a in axes])
+        start, length = part_range(n, [sizes[a] for a in axes], [coords[a] for a in axes])
         box.append(slice(start, start + length))
     return tuple(box)
 
@@ -195,12 +195,12 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in box)
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """The box that is all of a leaf."""
     return tuple(slice(0, n) for n in shape)
 
 
-def ends(box: Box) -> tuple[tuple[int, int], ...]:
+def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:
     """The (start, stop) of each dim: a box that can be a key, as slices cannot before Python 3.12."""
     return tuple((s.start, s.stop) for s in box)
 
@@ -211,9 +211,9 @@ def is_even(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> bool:
     return all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, parts, strict=True))
 
 
-def problems(where: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
+def spec_errors(where: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
     """What is wrong with placing a leaf of `shape` by `spec` on a mesh with these axis sizes; empty if nothing."""
-    mesh = sized(sizes)
+    mesh = format_axes(sizes)
     facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": mesh}
     found = []
     for axis in spec.axes:
@@ -311,26 +311,26 @@ def _add(spec: P, shape: tuple[int, ...], axis: str, min_size: int) -> P:
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
-def short(dtype: torch.dtype) -> str:
+def short_dtype(dtype: torch.dtype) -> str:
     """`f32` for torch.float32, `bf16`, `i64`, `u8`, `bool`, `c64`."""
     name = str(dtype).removeprefix("torch.")
     stem = name.rstrip("0123456789")
     return _SHORT.get(stem, stem) + name[len(stem) :] if stem in _SHORT else name
 
 
-def inside(inner: Box, outer: Box) -> Box:
+def relative_box(inner: Box, outer: Box) -> Box:
     """The slices of a box as slices of another that holds it.
 
-    >>> inside((slice(5, 7),), (slice(4, 9),))
+    >>> relative_box((slice(5, 7),), (slice(4, 9),))
     (slice(1, 3, None),)
     """
     return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer, strict=True))
 
 
-def sized(sizes: Mapping[str, int]) -> str:
+def format_axes(sizes: Mapping[str, int]) -> str:
     """Mesh axes and their sizes, as messages show them.
 
-    >>> sized({"data": 2, "model": 4})
+    >>> format_axes({"data": 2, "model": 4})
     'data=2, model=4'
     """
     return ", ".join(f"{a}={n}" for a, n in sizes.items())
@@ -341,4 +341,4 @@ def describe(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) ->
     parts = spec.parts(len(shape)) if spec is not None else ((),) * len(shape)
     dims = [f"{n}@{'+'.join(axes)}" if axes else str(n) for n, axes in zip(shape, parts, strict=True)]
     where = "<host>" if spec is not None and spec.memory == "host" else ""
-    return f"{short(dtype)}{where}[{', '.join(dims)}]"
+    return f"{short_dtype(dtype)}{where}[{', '.join(dims)}]"

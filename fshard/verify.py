@@ -16,7 +16,7 @@ from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
 from .sharded import Sharded, device_put
-from .spec import sized
+from .spec import format_axes
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def verify(
         try:
             want = _run(one, args, whole)
         except Exception as e:
-            raise fail(f"verify: {f._name} runs on {sized(axes)}, and raises on {sized(sizes)}",
+            raise fail(f"verify: {f._name} runs on {format_axes(axes)}, and raises on {format_axes(sizes)}",
                        f"{type(e).__name__}: {e}") from e  # fmt: skip
         more, error = compare(got, want, tuple(a for a in axes if sizes[a] != axes[a]), allowed)
         found, worst = found + more, max(worst, error)
@@ -98,7 +98,7 @@ def verify(
         if told := next(filter(None, f.mesh.gather_objects(text)), ""):
             raise ShardingError(told)
     raise_all(split)
-    return Verified(tuple(map(sized, [axes, *collapsed])), len(names) - 1, worst, tuple(noise))
+    return Verified(tuple(map(format_axes, [axes, *collapsed])), len(names) - 1, worst, tuple(noise))
 
 
 def _run(f: ShardMapped, args: tuple[Any, ...], whole: tuple[Any, ...]) -> Any:

@@ -1,13 +1,18 @@
-"""What every test may use: `ranks`, for tests on real processes; and the rules that keep those few."""
+"""The fixture `ranks`, for tests on real processes, and the rules that keep those few."""
 
 from __future__ import annotations
+
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one compute thread for each worker, set before torch counts the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-import fshard  # noqa: F401  loaded before the workers are forked, so that they need not
+import fshard  # noqa: F401  loaded before the ranks are forked, so that they need not load it again
 from tests.lib.processes import Pool
 
 MOST_PROCESS_TESTS = 25
@@ -23,12 +28,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    starting = [item.nodeid for item in items if item.get_closest_marker("process")]
+    starting = [item for item in items if item.get_closest_marker("process")]
     if len(starting) > MOST_PROCESS_TESTS:
-        listed = "\n  ".join(starting)
+        listed = "\n  ".join(item.nodeid for item in starting)
         raise pytest.UsageError(
             f"{len(starting)} tests start processes, the most is {MOST_PROCESS_TESTS}: join some\n  {listed}"
         )
+    for item in starting:  # on one worker, so that one team of ranks computes at a time
+        item.add_marker(pytest.mark.xdist_group("processes"))
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

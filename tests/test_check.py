@@ -106,13 +106,14 @@ def test_wrong_programs_are_named_at_their_line():
     line = inspect.getsourcelines(wrong)[1] + 2
     text = told(mapped(wrong, out=P("data")), init(), fs.init.zeros((8, 16)))
     assert text == (
-        f"test_check.py:{line} in wrong: matmul of what is invariant (I) over 'model' and what varies (V) over it\n"
+        f"test_check.py:{line} in wrong: "
+        "matmul of an operand that is invariant (I) over 'model' with one that varies (V) over it\n"
         '    return fs.psum(x @ p["up"] @ p["down"], "model")\n'
         "                   ^^^^^^^^^^^\n"
         "  x        f32[4, 16]{V: data; I: model}\n"
         '  p["up"]  f32[16, 32]{V: data, model}\n'
-        "  pvary changes no value: it says that each of the 2 ranks of 'model' uses x in its own way,\n"
-        "  which its gradient, if there is one, must know\n"
+        "  each of the 2 ranks of 'model' uses x with its own values, so a gradient of x is a sum over the ranks;\n"
+        "  pvary changes no value, and its transpose takes that sum\n"
         '  fix: return fs.psum(fs.pvary(x, "model") @ p["up"] @ p["down"], "model")'
     )
 
@@ -333,7 +334,9 @@ def test_every_rank_of_a_process_mesh_refuses_alike(ranks):
     assert first["right"] == "passed"
     for name in ("result", "compiled"):
         assert "result varies over 'data', which its out spec does not name" in first[name]
-    assert "mul of what is invariant over 'model' with a number that differs between its ranks" in first["number"]
+    assert (
+        "mul of a value that is invariant over 'model' with a number that differs between its ranks" in first["number"]
+    )
     assert "model=0  1\n  model=1  2" in first["number"]
     assert first["other collectives"] == (
         "the ranks disagree on a collective\n"

@@ -147,8 +147,8 @@ def test_text_of_sizes_that_are_none(axes, shown):
 
 def test_text_of_a_wild_size_without_a_world():
     assert text(kind="simulated", data=-1, model=2) == (
-        "make_mesh(data=-1, model=2): a simulated mesh has no world size to take 'data' from\n"
-        "  fix: say how many ranks it has: data=2"
+        "make_mesh(data=-1, model=2): a simulated mesh has no world size to infer 'data' from\n"
+        "  fix: state how many ranks it has: data=2"
     )
 
 

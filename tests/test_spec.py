@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.spec import box_shape, describe, is_even, lengths, local_box, names_of, piece, problems, same
+from fshard.spec import (
+    box_shape,
+    describe,
+    is_even,
+    local_box,
+    names_of,
+    part_lengths,
+    part_range,
+    same_placement,
+    spec_errors,
+)
 
 # --- P -----------------------------------------------------------------------------------------------------
 
@@ -100,10 +110,10 @@ def test_parts_of_each_dim():
 
 
 def test_same_compares_what_the_specs_do():
-    assert same(P(..., "a"), P(None, "a"), 2)
-    assert not same(P(..., "a"), P(None, "a"), 3)
-    assert same(P(..., None), P(), 2)
-    assert not same(P(("a", "b")), P(("b", "a")), 1)
+    assert same_placement(P(..., "a"), P(None, "a"), 2)
+    assert not same_placement(P(..., "a"), P(None, "a"), 3)
+    assert same_placement(P(..., None), P(), 2)
+    assert not same_placement(P(("a", "b")), P(("b", "a")), 1)
 
 
 def test_the_named_specs():
@@ -155,14 +165,14 @@ some_sizes = st.lists(st.integers(1, 5), min_size=0, max_size=3)
 
 
 def pieces(n, sizes):
-    return [piece(n, sizes, at) for at in itertools.product(*(range(k) for k in sizes))]
+    return [part_range(n, sizes, at) for at in itertools.product(*(range(k) for k in sizes))]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 40), some_sizes)
 def test_pieces_cover_the_range_once_and_in_order(n, sizes):
     cut = pieces(n, sizes)
-    assert [length for _, length in cut] == lengths(n, sizes)
+    assert [length for _, length in cut] == part_lengths(n, sizes)
     assert [i for start, length in cut for i in range(start, start + length)] == list(range(n))
     assert all(0 <= start <= n and length >= 0 for start, length in cut)
 
@@ -231,24 +241,24 @@ def test_the_boxes_of_a_mesh_hold_every_element_once_per_replica(data, shape):
 
 
 def test_known_cuts():
-    assert lengths(10, [4]) == [3, 3, 3, 1]
-    assert lengths(3, [4]) == [1, 1, 1, 0]
-    assert lengths(5, [2, 2]) == [2, 1, 1, 1]
-    assert lengths(9, [4, 2]) == [2, 1, 2, 1, 2, 1, 0, 0]
-    assert piece(50257, [4], [3]) == (37695, 12562)
-    assert piece(7, [], []) == (0, 7)
+    assert part_lengths(10, [4]) == [3, 3, 3, 1]
+    assert part_lengths(3, [4]) == [1, 1, 1, 0]
+    assert part_lengths(5, [2, 2]) == [2, 1, 1, 1]
+    assert part_lengths(9, [4, 2]) == [2, 1, 2, 1, 2, 1, 0, 0]
+    assert part_range(50257, [4], [3]) == (37695, 12562)
+    assert part_range(7, [], []) == (0, 7)
 
 
 # --- problems ----------------------------------------------------------------------------------------------
 
 
 def test_a_leaf_that_fits_has_no_problems():
-    assert problems("w", (3, 5), P("a", ..., "b"), axes_of) == []
-    assert problems("w", (), P(), axes_of) == []
+    assert spec_errors("w", (3, 5), P("a", ..., "b"), axes_of) == []
+    assert spec_errors("w", (), P(), axes_of) == []
 
 
 def test_text_of_an_unknown_axis_and_of_a_long_spec():
-    found = [str(e) for e in problems("params['w']", (4,), P("x", ("a", "y")), axes_of)]
+    found = [str(e) for e in spec_errors("params['w']", (4,), P("x", ("a", "y")), axes_of)]
     facts = "  shape  [4]    spec  P('x', ('a', 'y'))    mesh  a=2, b=3, c=2\n"
     assert found == [
         f"params['w']: the mesh has no axis 'x'\n{facts}  fix: use one of ['a', 'b', 'c']",
@@ -378,7 +388,7 @@ def added(spec, shape, **kwargs):
 )
 def test_fully_shard_takes_the_best_free_dim(spec, shape, expected):
     got = added(spec, shape)
-    assert same(got, expected, len(shape))
+    assert same_placement(got, expected, len(shape))
     assert got == expected or "..." in repr(spec)
 
 

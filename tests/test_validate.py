@@ -220,7 +220,7 @@ def test_numbers_that_are_not_finite_are_named():
 def test_what_has_no_values_is_named_with_its_reason():
     mesh = fs.make_mesh(data=2)
     gone = fs.device_put(torch.ones(3), P(), mesh)
-    gone.give_away("step")
+    gone.donate_to("step")
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     abstract = fs.materialize(fs.init.ones(3), P(), fs.make_mesh(kind="abstract", data=4), key=fs.key(0))
@@ -369,7 +369,7 @@ def on_ranks() -> list[str]:
         params["h"][0]["w"].shards[0][1, 2] = NAN  # global row 3 + 1
         params["h"][1]["b"].shards[0][0] = -0.0
         params["key"] = fs.key(1)
-        params["ids"].give_away("step")
+        params["ids"].donate_to("step")
     params["step"] = rank
     said.append(refused(params))
     del params["step"]

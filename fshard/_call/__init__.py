@@ -1,11 +1,9 @@
 """One call of `shard_map`: arguments cut for the ranks, and the ranks' results joined."""
 
-from .ahead import OPTIONS
 from .arguments import CallPlan, cut, donated, make_plan, signature
 from .results import Kinds, Row, agree, collect, leaves_as, memories, returned, specs_of
 
 __all__ = [
-    "OPTIONS",
     "CallPlan",
     "Kinds",
     "Row",

@@ -21,7 +21,7 @@ from fshard.errors import ShardingError, fail, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
-from fshard.spec import Box, P, box_shape, is_even, is_spec, local_box, problems, same
+from fshard.spec import Box, P, box_shape, is_even, is_spec, local_box, same_placement, spec_errors
 
 from .results import Kinds, OutputPlan
 
@@ -70,7 +70,7 @@ def make_plan(
         spec = spec if spec is not None else leaf.spec if isinstance(leaf, Sharded) else P()
         specs.append(spec)
         if isinstance(leaf, (Sharded, Tensor, Deferred)):
-            wrong = problems(where, tuple(leaf.shape), spec, mesh.axes)
+            wrong = spec_errors(where, tuple(leaf.shape), spec, mesh.axes)
             errors += wrong or _misplaced(where, leaf, spec, mesh)
     raise_all(errors)
     absent = (Tensor, Deferred, Sharded) if mesh.kind == "abstract" else (Tensor, Deferred)
@@ -113,7 +113,7 @@ def _misplaced(where: str, leaf: Sharded | Tensor | Deferred, spec: P, mesh: Mes
     if leaf.mesh != mesh:
         return [fail(f"{where}: is on another mesh", fix="fs.reshard(x, specs, mesh), or f.on(mesh)",
                      leaf=leaf.mesh, function=mesh)]  # fmt: skip
-    if not same(leaf.spec, spec, leaf.ndim):
+    if not same_placement(leaf.spec, spec, leaf.ndim):
         return [fail(f"{where}: is placed as {leaf.spec}, in_specs says {spec}", fix=f"fs.reshard(x, {spec})",
                      leaf=leaf)]  # fmt: skip
     return []

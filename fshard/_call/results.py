@@ -19,8 +19,8 @@ from fshard import tree
 from fshard._comm import memory_device, storage_key, to_spec_memory
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.mesh import Mesh
-from fshard.sharded import Placement, placed
-from fshard.spec import P, is_spec, lengths, local_box, problems, short
+from fshard.sharded import Placement, make_sharded
+from fshard.spec import P, is_spec, local_box, part_lengths, short_dtype, spec_errors
 
 # A tree's structure, each leaf's dtype and local shape, and what else the ranks compare.
 Kinds = tuple[str, list[tuple[str, tuple[int, ...]]], str]
@@ -144,7 +144,7 @@ def collect(
         raise_all(errors)
     columns = [_own(row.leaves, joint, mesh, taken) for row in rows]
     each = zip(joint.placements, zip(*columns, strict=True), strict=True)
-    made = [parts[0] if p is None else placed(p, parts) for p, parts in each]
+    made = [parts[0] if p is None else make_sharded(p, parts) for p, parts in each]
     return tree.unflatten(joint.treedef, made), joint
 
 
@@ -197,7 +197,7 @@ def _joint(
             placements.append(None)
             continue
         shapes = [tuple(p.shape) for p in parts] if everyone is None else [row[i][1] for _, row, _ in everyone]
-        wrong = problems(where, tuple(leaf.shape), spec, mesh.axes)
+        wrong = spec_errors(where, tuple(leaf.shape), spec, mesh.axes)
         if wrong:
             errors += wrong
             continue
@@ -230,10 +230,10 @@ def _global_shape(
         sizes = [mesh.axes[a] for a in axes]
         line = _along(mesh, axes, shapes, dim)
         total = sum(line)
-        if lengths(total, sizes) != line:
+        if part_lengths(total, sizes) != line:
             fix = "return equal parts, or parts of ceil(n / ranks) with the short ones last"
             return (), [fail(f"{where}: the parts do not make up dim {dim} split by {axes}",
-                             f"the ranks hold {line}", f"a dim of {total} splits into {lengths(total, sizes)}",
+                             f"the ranks hold {line}", f"a dim of {total} splits into {part_lengths(total, sizes)}",
                              fix=fix)]  # fmt: skip
         shape.append(total)
     for rank, have in enumerate(shapes):
@@ -274,7 +274,7 @@ def _disagreeing(where: str, parts: Sequence[Any]) -> list[ShardingError]:
 
 def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
     """A result in words that travel: its dtype and local shape, or a Python value."""
-    return (short(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else (f"{type(x).__name__} {x!r}", ())
+    return (short_dtype(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else (f"{type(x).__name__} {x!r}", ())
 
 
 def _alike(kinds: Kinds) -> Any:

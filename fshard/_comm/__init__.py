@@ -1,7 +1,7 @@
 """Communication: the protocol that moves tensors between ranks, its three implementations, and the region of a call.
 
-`protocol` is what the rest of fshard uses. `process` implements it over torch.distributed, `simulated` with threads,
-`abstract` with shapes alone. Nothing outside this package asks which of them it has.
+`protocol` is the interface for the rest of fshard. `process` implements it over torch.distributed, `simulated` with
+threads, and `abstract` with shapes alone. Nothing outside this package asks which of them it has.
 """
 
 from .abstract import AbstractComm, run_on_meta
@@ -22,9 +22,20 @@ from .packing import join_padded, pack, pad, split_padded, unpack
 from .process import ProcessComm
 from .protocol import Axes, Comm, PendingTransfer, index_of, size_of
 from .record import Transfer, is_observed, recording, transfer_count, transposing
-from .region import Axis, Region, bind, checker, in_region, known_axes, live_axes, refuse_nesting, region
+from .region import (
+    Axis,
+    Region,
+    bind,
+    checker,
+    in_region,
+    known_axes,
+    live_axes,
+    mark_donated,
+    refuse_nesting,
+    region,
+    storage_key,
+)
 from .simulated import simulate
-from .storage import mark_donated, storage_key
 
 __all__ = [
     "HOST",

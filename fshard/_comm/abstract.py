@@ -1,4 +1,4 @@
-"""A rank of a mesh that does not exist: collectives that give the right shapes, for fake tensors, and move nothing."""
+"""A rank of a mesh that does not exist: collectives of fake tensors, with the right shapes, that transfer nothing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .record import Transfer, note, reduction, transfer
 
 
 class AbstractComm:
-    """The first rank of a mesh of any size."""
+    """The first rank of a mesh of any size. Each transfer is added to `transfers`."""
 
     has_values = False
     direct = True
     static_sizes = True
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], transfers: list[Transfer]) -> None:
         self.sizes: Mapping[str, int] = dict(sizes)
         self.coords: Mapping[str, int] = dict.fromkeys(sizes, 0)
-        self.transfers: list[Transfer] = []  # what would have moved
+        self._transfers = transfers
 
     def _note(self, op: str, xs: Sequence[Tensor], axes: Axes) -> None:
-        self.transfers.append(transfer(op, xs, axes))
+        self._transfers.append(transfer(op, xs, axes))
         note(op, xs, axes)
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class AbstractComm:
 
 
 def run_on_meta(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor]) -> list[Tensor]:
-    """What `run` gives for fake tensors, by their shapes alone: on meta tensors, which take a tenth of the time."""
+    """Run a function of fake tensors on meta tensors, in a tenth of the time: new fake tensors of the same shapes."""
     with without_modes():
         out = run([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in xs])
     return [x.new_empty(y.shape, dtype=y.dtype) for x, y in zip(xs, out, strict=True)]

@@ -1,8 +1,8 @@
-"""Messages between the ranks of a group: on a `Board` where they share a host, over the sockets of gloo elsewhere.
+"""Messages between the ranks of a process group, by the point-to-point send and receive of gloo.
 
-Over a socket a large contiguous tensor goes without a copy, and the small ones of a transfer go together, in one
-message to each rank. Messages meet by tag, and each transfer has one of its own: what is started in one order may be
-landed in another.
+A large contiguous tensor is sent without a copy, and the small ones of a transfer share one message to each rank.
+Messages match by tag, and each transfer has a tag of its own, so the order of the waits may differ from that of the
+starts.
 """
 
 from __future__ import annotations
@@ -17,190 +17,105 @@ from torch import Tensor
 
 from fshard._torch_compat import foreach_copy_
 
-from .board import Board
-from .functional import broken
+from .functional import call_distributed
 
 _LARGE = 1 << 16  # bytes from which a message of its own costs less than two copies
-_TAGS = range(1 << 20, (1 << 20) + 4096)  # more than there are transfers in the air
+_TAGS = range(1 << 20, (1 << 20) + 4096)  # more than there are pending transfers
 
 
 @dataclass
-class Work:
-    """A message of gloo's under way, with what it reads or writes. Called, it waits."""
-
-    handle: Any
-    x: Tensor
-
-    def __call__(self) -> None:
-        _sure(self.handle.wait)
-
-
-@dataclass
-class Wires:
-    """The connections of a group, and what is to be kept of them from one transfer to the next."""
+class GlooConnections:
+    """The connections of this rank of a process group, and their state from one transfer to the next."""
 
     backend: Any
-    board: Board | None = None  # of ranks that share a host
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of the transfers
-    adrift: list[Mail] = field(default_factory=list)  # of flights that were given up
+    rank: int
+    size: int
+    sequence_numbers: Iterator[int] = field(default_factory=itertools.count)  # of the transfers
+    abandoned: list[PendingMessages] = field(default_factory=list)  # dropped before they were waited for
 
 
-@dataclass(frozen=True)
-class Line:
-    """The ranks over some axes, in the order of the axes, as the one at `me` sees them."""
+class PendingMessages:
+    """The messages of one transfer: `outgoing[r]` is being sent to rank r, and `incoming[r]` received from it.
 
-    wires: Wires
-    places: Sequence[int]  # each one's rank in the group
-    me: int
-
-    @property
-    def others(self) -> list[int]:
-        return [r for r in range(len(self.places)) if r != self.me]
-
-
-class Mail:
-    """What goes to each rank and comes from it, under way.
-
-    Rank r is sent `outgoing[r]`. What comes from it is like `incoming[r]`, tensor by tensor: to be `place`d there, or
-    to be looked at between `land` and `close`. All ranks give it one `number`: in the order in which they start.
+    The sizes of `incoming[r]` are those that rank r sends. Every rank numbers its transfers in the same order.
     """
 
     def __init__(
-        self, line: Line, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], *,
-        place: bool = False, number: int | None = None,
+        self, connections: GlooConnections, outgoing: Mapping[int, Sequence[Tensor]],
+        incoming: Mapping[int, Sequence[Tensor]], sequence_number: int | None = None,
     ) -> None:  # fmt: skip
-        self._line, self._wires = line, line.wires
-        self._number = next(line.wires.numbers) if number is None else number
-        self._incoming, self._place = incoming, place
-        self._works: list[Work] = []
-        self._landings: list[tuple[Tensor, list[Tensor]]] = []
-        self._came: dict[int, list[Tensor]] = {}
-        self._unread: list[int] = []  # ranks on whose boards there is something for me
-        self._posted = False  # something on mine
-        while self._wires.adrift:
-            self._wires.adrift.pop().give_up()
-        if self._wires.board is None:
-            self._exchange(outgoing)
-            return
-        self._unread = [r for r, xs in incoming.items() if _nbytes(xs)]
-        self._came = {r: list(xs) for r, xs in incoming.items() if not _nbytes(xs)}
-        if messages := {line.places[r]: xs for r, xs in outgoing.items() if _nbytes(xs)}:
-            _sure(self._wires.board.post, self._number, messages)
-            self._posted = True
+        self._connections = connections
+        if sequence_number is None:
+            sequence_number = next(connections.sequence_numbers)
+        self._tag = _TAGS[sequence_number % len(_TAGS)]  # messages of one tag arrive in the order they were sent
+        self._works: list[tuple[Any, Tensor]] = []  # with the tensor that each one reads or writes
+        self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and what they hold
+        while connections.abandoned:
+            connections.abandoned.pop()._wait_for_works()
+        n, me = connections.size, connections.rank
+        for r in sorted(incoming, key=lambda r: (me - r) % n):  # each rank starts with another peer
+            self._receive(r, incoming[r])
+        messages: dict[int, list[Tensor]] = {}  # a list for several ranks is packed once
+        for r in sorted(outgoing, key=lambda r: (r - me) % n):
+            xs = outgoing[r]
+            if id(xs) not in messages:
+                messages[id(xs)] = pack_messages(xs)
+            for x in messages[id(xs)]:
+                self._start(connections.backend.send, x, r)
 
-    def _exchange(self, outgoing: Mapping[int, Sequence[Tensor]]) -> None:
-        sealed: dict[int, list[Tensor]] = {}
-        for d in range(1, len(self._line.places)):
-            r = (self._line.me - d) % len(self._line.places)
-            if r in self._incoming:
-                self._expect(r, self._incoming[r])
-            r = (self._line.me + d) % len(self._line.places)
-            if r in outgoing:
-                xs = outgoing[r]
-                if id(xs) not in sealed:
-                    sealed[id(xs)] = seal(xs)
-                for x in sealed[id(xs)]:
-                    self._go("send", x, r)
-
-    def _expect(self, r: int, like: Sequence[Tensor]) -> None:
-        rooms = like if self._place else [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like]
-        self._came[r] = list(rooms)
-        for group in _bundles(like):
-            targets = [self._came[r][i] for i in group]
+    def _receive(self, rank: int, xs: Sequence[Tensor]) -> None:
+        for indices in _messages(xs):
+            targets = [xs[i] for i in indices]
             x = targets[0]
             if len(targets) > 1 or not x.is_contiguous():
                 x = x.new_empty(sum(t.numel() for t in targets))
-                self._landings.append((x, targets))
-            self._go("recv", x, r)
+                self._packed.append((x, targets))
+            self._start(self._connections.backend.recv, x, rank)
 
-    def _go(self, way: str, x: Tensor, r: int) -> None:
-        """Begin to "send" a tensor to a rank, or to "recv" one from it."""
-        tag = _TAGS[self._number % len(_TAGS)]  # messages of one tag arrive in the order they were sent
-        self._works.append(Work(_sure(getattr(self._wires.backend, way), [x], self._line.places[r], tag), x))
+    def _start(self, send_or_receive: Any, x: Tensor, rank: int) -> None:
+        self._works.append((call_distributed(send_or_receive, [x], rank, self._tag), x))
 
-    def land(self) -> Mapping[int, Sequence[Tensor]]:
-        """Until everything is sent and has come: what came. Raises ShardingError if a rank has failed or left."""
-        _settle(self._works)
-        for x, targets in self._landings:
-            copy(targets, _split(x, targets))
-        for r in self._unread:
-            assert self._wires.board is not None
-            self._came[r] = _sure(self._wires.board.read, self._number, self._line.places[r], self._incoming[r])
-            if self._place:
-                copy(self._incoming[r], self._came[r])
-        if self._place:
-            self.close()
-        return self._came
+    def wait(self) -> None:
+        """Wait until all is sent and received. Raises ShardingError if a rank has failed or left."""
+        self._wait_for_works()
+        for x, targets in self._packed:
+            copy_all(targets, _split(x, targets))
 
-    def room(self, g: int) -> Tensor | None:
-        """The g-th tensor of the first that came, to be written to; `None` where it is another rank's memory."""
-        first = self._line.others[0]
-        return None if first in self._unread else self._came[first][g]
-
-    def close(self) -> None:
-        """What came has been looked at."""
-        if self._wires.board is not None:
-            while self._unread:
-                self._wires.board.done(self._number, self._line.places[self._unread.pop()])
-            if self._posted:
-                self._wires.board.landed(self._number)
-                self._posted = False
-
-    def give_up(self) -> None:
-        """Take what still comes, and leave it. What I have put up goes when the others have read it, or never."""
-        _settle(self._works)
-        self._posted = False  # it has not landed here: nobody may be waited for
-        while self._unread:
-            assert self._wires.board is not None
-            _sure(self._wires.board.skip, self._number, self._line.places[self._unread.pop()])
+    def _wait_for_works(self) -> None:
+        while self._works:
+            call_distributed(self._works[-1][0].wait)
+            self._works.pop()
 
     def __del__(self) -> None:
-        # A flight that nobody landed, because of an error: what still comes needs its place, or all that comes after
-        # it on this connection waits behind it forever. When that is differs by rank.
-        if self._works or self._unread or self._posted:
-            self._wires.adrift.append(self)
+        # After an error nobody may wait for a transfer. Its messages must be received all the same, or all later ones
+        # on the connection are blocked. Not here, but at the next start: ranks delete objects at different times.
+        if self._works:
+            self._connections.abandoned.append(self)
 
 
-def _nbytes(xs: Sequence[Tensor]) -> int:
-    return sum(x.nbytes for x in xs)
-
-
-def _settle(works: list[Work]) -> None:
-    while works:
-        works[-1]()
-        works.pop()
-
-
-def _sure(act: Any, *args: Any) -> Any:
-    try:
-        return act(*args)
-    except RuntimeError as e:
-        raise broken(e) from e
-
-
-def _bundles(xs: Sequence[Tensor]) -> list[list[int]]:
-    """Which tensors share a message: large ones are alone, the small ones together. Of sizes alone: all agree."""
+def _messages(xs: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the tensors of each message: large ones are alone. By sizes alone, so that all ranks agree."""
     large = [[i] for i, x in enumerate(xs) if x.nbytes >= _LARGE]
     small = [i for i, x in enumerate(xs) if 0 < x.nbytes < _LARGE]
     return [*large, small] if small else large
 
 
-def seal(xs: Sequence[Tensor], *, dense: bool = True) -> list[Tensor]:
-    """The messages for some tensors: each its own memory, or packed."""
+def pack_messages(xs: Sequence[Tensor], *, contiguous: bool = True) -> list[Tensor]:
+    """Return the messages for some tensors: each large tensor itself, and the small ones end to end."""
     out = []
-    for group in _bundles(xs):
-        x = xs[group[0]]
-        if len(group) > 1:
-            x = torch.cat([xs[i].reshape(-1) for i in group])
-        out.append(x.resolve_conj().resolve_neg().contiguous() if dense else x)
+    for indices in _messages(xs):
+        x = xs[indices[0]]
+        if len(indices) > 1:
+            x = torch.cat([xs[i].reshape(-1) for i in indices])
+        out.append(x.resolve_conj().resolve_neg().contiguous() if contiguous else x)
     return out
 
 
-def unseal(messages: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `seal`."""
+def unpack_messages(messages: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `pack_messages`: views of the shapes of `like`."""
     out = [x.new_empty(x.shape) if x.nbytes == 0 else x for x in like]
-    for group, message in zip(_bundles(like), messages, strict=True):
-        for i, x in zip(group, _split(message, [like[i] for i in group]), strict=True):
+    for indices, message in zip(_messages(like), messages, strict=True):
+        for i, x in zip(indices, _split(message, [like[i] for i in indices]), strict=True):
             out[i] = x
     return out
 
@@ -210,9 +125,10 @@ def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-def copy(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+def copy_all(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Copy each tensor to its target; both lists may be empty."""
     if targets:
         foreach_copy_(list(targets), list(xs))
 
 
-__all__ = ["Line", "Mail", "Wires", "copy", "seal", "unseal"]
+__all__ = ["GlooConnections", "PendingMessages", "copy_all", "pack_messages", "unpack_messages"]

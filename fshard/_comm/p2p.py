@@ -1,135 +1,146 @@
-"""Transfers as messages between pairs of ranks, from where tensors lie to where they belong.
+"""Transfers as messages between pairs of ranks, sent from the memory of the tensors to where they belong.
 
-Gloo's own collectives copy into buffers of theirs, and take 3 to 5 times as long over sockets. All ranks sum in the
-order of the ranks: the same bits on each, and on a simulated mesh.
+Gloo's own collectives copy into their own buffers, and take 3 to 5 times as long over sockets. Here all ranks reduce
+in the order of the ranks, so the results have the same bits on each, and on a simulated mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .gloo import Line, Mail, copy, seal, unseal
+from .gloo import GlooConnections, PendingMessages, copy_all, pack_messages, unpack_messages
 from .packing import reduce_in_order
 from .protocol import PendingTransfer
 
-_WHOLE = 1 << 14  # bytes up to which everyone sums everything: half the bytes are not worth a second round
+_WHOLE = 1 << 14  # bytes up to which every rank reduces everything: half the bytes are not worth a second round
 
 
-def gather(line: Line, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> PendingTransfer:
-    """Start to bring rank r's xs[i] to into[i][r]."""
-    places = {r: [parts[r] for parts in into] for r in line.others}
-    mail = Mail(line, dict.fromkeys(line.others, xs), places, place=True)
-    copy([parts[line.me] for parts in into], xs)
+@dataclass(frozen=True)
+class PeerGroup:
+    """The ranks over some axes, in the order of the axes, with this one at `me`; the verbs are those of `Comm`."""
 
-    def land() -> list[Tensor]:
-        mail.land()
-        return []
+    connections: GlooConnections
+    group_ranks: Sequence[int]  # each one's rank in the process group
+    me: int
 
-    return land
+    @property
+    def others(self) -> list[int]:
+        return [r for r in range(len(self.group_ranks)) if r != self.me]
+
+    def _exchange(
+        self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]],
+        sequence_number: int | None = None,
+    ) -> PendingMessages:  # fmt: skip
+        """Start to send and receive: `PendingMessages` by position over the axes."""
+        ranks = self.group_ranks
+        return PendingMessages(self.connections, {ranks[r]: xs for r, xs in outgoing.items()},
+                               {ranks[r]: xs for r, xs in incoming.items()}, sequence_number)  # fmt: skip
+
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> PendingTransfer:
+        incoming = {r: [parts[r] for parts in into] for r in self.others}
+        messages = self._exchange(dict.fromkeys(self.others, xs), incoming)
+        copy_all([parts[self.me] for parts in into], xs)
+
+        def wait() -> list[Tensor]:
+            messages.wait()
+            return []
+
+        return wait
+
+    def scatter(self, xs: Sequence[Sequence[Tensor]]) -> PendingTransfer:
+        mine = [row[self.me] for row in xs]
+        parts = _Parts(self, {r: pack_messages([row[r] for row in xs]) for r in self.others},
+                       pack_messages(mine, contiguous=False))  # fmt: skip
+        return lambda: unpack_messages(parts.reduce("sum"), mine)
+
+    def reduce(self, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = False) -> PendingTransfer:
+        n, me = len(self.group_ranks), self.me
+        flats = [x.view(-1) for x in pack_messages(xs)]
+        read_only = {x.data_ptr() for x in xs} if fresh else set()
+        outs = [None if flat.data_ptr() in read_only else flat for flat in flats]
+
+        def results(totals: Sequence[Tensor]) -> list[Tensor]:
+            reduced = unpack_messages(totals, xs)
+            if fresh:
+                return reduced
+            packed = [i for i, (x, y) in enumerate(zip(xs, reduced, strict=True)) if x.data_ptr() != y.data_ptr()]
+            copy_all([xs[i] for i in packed], [reduced[i] for i in packed])
+            return list(xs)
+
+        if n == 2 or sum(x.nbytes for x in flats) <= _WHOLE:
+            whole = _Parts(self, dict.fromkeys(self.others, flats), flats)
+            return lambda: results(whole.reduce(op, outs))
+
+        # 1. Each rank reduces its n-th of the whole. 2. Every rank sends that to all others.
+        pieces = [flat.tensor_split(n) for flat in flats]
+        parts = _Parts(self, {r: [row[r] for row in pieces] for r in self.others}, [row[me] for row in pieces])
+        # The second round is numbered now, since ranks may start different numbers of transfers before they wait.
+        second = next(self.connections.sequence_numbers)
+
+        def wait() -> list[Tensor]:
+            totals = [torch.empty_like(flat) if out is None else out for flat, out in zip(flats, outs, strict=True)]
+            into = [total.tensor_split(n) for total in totals]
+            reduced = parts.reduce(op, [row[me] for row in into])
+            incoming = {r: [row[r] for row in into] for r in self.others}
+            self._exchange(dict.fromkeys(self.others, reduced), incoming, second).wait()
+            return results(totals)
+
+        return wait
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        return self.reduce([x], op, fresh=True)()[0]
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = _empty(x, (len(self.group_ranks), *x.shape))
+        self.gather([x], [out.unbind()])()
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.scatter([x.unbind()])()[0]
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        out = _empty(x, x.shape)
+        messages = self._exchange({r: [x[r]] for r in self.others}, {r: [out[r]] for r in self.others})
+        out[self.me].copy_(x[self.me])
+        messages.wait()
+        return out
+
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+        targets = {target for source, target in pairs if source == self.me}
+        sources = {source for source, target in pairs if target == self.me}
+        out = _empty(x, x.shape) if sources else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        message = [x]
+        messages = self._exchange(dict.fromkeys(targets - {self.me}, message), {r: [out] for r in sources - {self.me}})
+        if self.me in sources:
+            out.copy_(x)
+        messages.wait()
+        return out
 
 
-def scatter(line: Line, xs: Sequence[Sequence[Tensor]]) -> PendingTransfer:
-    """Start to sum, for each i, every rank's xs[i][me]."""
-    mine = [row[line.me] for row in xs]
-    sealed = seal(mine, dense=False)
-    mail = Mail(line, {r: seal([row[r] for row in xs]) for r in line.others}, dict.fromkeys(line.others, sealed))
+class _Parts:
+    """The parts of a reduction: those of this rank, and pending ones like them from each of the others."""
 
-    def land() -> list[Tensor]:
-        return unseal(_totals(line, mail, sealed), mine)
+    def __init__(self, peers: PeerGroup, outgoing: Mapping[int, Sequence[Tensor]], mine: Sequence[Tensor]) -> None:
+        received = {r: [_empty(x, x.shape) for x in mine] for r in peers.others}
+        self._parts = list(zip(*(xs for _, xs in sorted({**received, peers.me: mine}.items())), strict=True))
+        self._buffers = received[peers.others[0]]
+        self._messages = peers._exchange(outgoing, received)
 
-    return land
-
-
-def reduce(line: Line, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = False) -> PendingTransfer:
-    """Start to reduce over the ranks: in place, or to `fresh` tensors."""
-    n, me = len(line.places), line.me
-    flats = [x.view(-1) for x in seal(xs)]
-    lent = {x.data_ptr() for x in xs} if fresh else set()  # the caller's, and not to be written to
-    outs = [None if flat.data_ptr() in lent else flat for flat in flats]
-
-    def results(totals: Sequence[Tensor]) -> list[Tensor]:
-        found = unseal(totals, xs)
-        if fresh:
-            return found
-        moved = [i for i, (x, y) in enumerate(zip(xs, found, strict=True)) if x.data_ptr() != y.data_ptr()]
-        copy([xs[i] for i in moved], [found[i] for i in moved])
-        return list(xs)
-
-    if n == 2 or sum(x.nbytes for x in flats) <= _WHOLE:
-        whole = Mail(line, dict.fromkeys(line.others, flats), dict.fromkeys(line.others, flats))
-        return lambda: results(_totals(line, whole, flats, op, outs))
-
-    cuts = [flat.tensor_split(n) for flat in flats]
-    mine = [cut[me] for cut in cuts]
-    pieces = Mail(line, {r: [cut[r] for cut in cuts] for r in line.others}, dict.fromkeys(line.others, mine))
-    second = next(line.wires.numbers)  # now: some may land this before they start another, and some after
-
-    def land() -> list[Tensor]:
-        totals = [torch.empty_like(flat) if out is None else out for flat, out in zip(flats, outs, strict=True)]
-        into = [total.tensor_split(n) for total in totals]
-        done = [parts[me] for parts in into]
-        _totals(line, pieces, mine, op, done)
-        rest = {r: [parts[r] for parts in into] for r in line.others}
-        Mail(line, dict.fromkeys(line.others, done), rest, place=True, number=second).land()
-        return results(totals)
-
-    return land
-
-
-def all_reduce(line: Line, x: Tensor, op: str) -> Tensor:
-    return reduce(line, [x], op, fresh=True)()[0]
-
-
-def all_gather(line: Line, x: Tensor) -> Tensor:
-    out = _empty(x, (len(line.places), *x.shape))
-    gather(line, [x], [out.unbind()])()
-    return out
-
-
-def reduce_scatter(line: Line, x: Tensor) -> Tensor:
-    return scatter(line, [x.unbind()])()[0]
-
-
-def all_to_all(line: Line, x: Tensor) -> Tensor:
-    out = _empty(x, x.shape)
-    mail = Mail(line, {r: [x[r]] for r in line.others}, {r: [out[r]] for r in line.others}, place=True)
-    out[line.me].copy_(x[line.me])
-    mail.land()
-    return out
-
-
-def permute(line: Line, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
-    to = {target for source, target in pairs if source == line.me}
-    of = {source for source, target in pairs if target == line.me}
-    out = _empty(x, x.shape) if of else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    message = [x]
-    mail = Mail(line, dict.fromkeys(to - {line.me}, message), {r: [out] for r in of - {line.me}}, place=True)
-    if line.me in of:
-        out.copy_(x)
-    mail.land()
-    return out
+    def reduce(self, op: str, outs: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+        """Wait, and reduce in the order of the ranks: into `outs`, or for `None` into a received part."""
+        self._messages.wait()
+        return [
+            reduce_in_order(parts, op, buffer, buffer if out is None else out)
+            for parts, buffer, out in zip(self._parts, self._buffers, outs or [None] * len(self._buffers), strict=True)
+        ]
 
 
 def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
-def _totals(
-    line: Line, mail: Mail, mine: Sequence[Tensor], op: str = "sum", outs: Sequence[Tensor | None] | None = None
-) -> list[Tensor]:  # fmt: skip
-    """My parts and what came like them, in the order of the ranks, reduced to `outs`; `None`: to new tensors."""
-    came = mail.land()
-    totals = []
-    for g, (x, out) in enumerate(zip(mine, outs or [None] * len(mine), strict=True)):
-        parts = [x if r == line.me else came[r][g] for r in range(len(line.places))]
-        room = mail.room(g)
-        into = out if out is not None else room if room is not None else _empty(x, x.shape)
-        totals.append(reduce_in_order(parts, op, room, into))
-    mail.close()
-    return totals
-
-
-__all__ = ["all_gather", "all_reduce", "all_to_all", "gather", "permute", "reduce", "reduce_scatter", "scatter"]
+__all__ = ["PeerGroup"]

@@ -1,4 +1,4 @@
-"""Tensors as one buffer, a dim as padded pieces, parts as their sum: the forms in which a transfer takes them."""
+"""Forms of tensors that transfers need: one buffer for several, a dim as padded pieces, parts and their sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def pack(xs: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype as one: several end to end, [n]; one as it is."""
+    """Join tensors of one dtype end to end, [n]; one tensor is returned itself."""
     return xs[0] if len(xs) == 1 else torch.cat([x.reshape(-1) for x in xs])
 
 
@@ -22,7 +22,7 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pad(x: Tensor, dim: int, length: int) -> Tensor:
-    """Zeros at the end of a dim, up to a length."""
+    """Append zeros to a dim, up to a length."""
     short = length - x.shape[dim]
     if not short:
         return x
@@ -38,7 +38,7 @@ def split_padded(x: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
 
 
 def join_padded(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
-    """Undo `cut`: [n, .., chunk, ..] -> [.., size, ..]."""
+    """Undo `split_padded`: [n, .., chunk, ..] -> [.., size, ..]."""
     if len(pieces) == 1 or min(pieces) == pieces[0]:
         return stack.movedim(0, dim).flatten(dim, dim + 1)
     return torch.cat([stack[i].narrow(dim, 0, m) for i, m in enumerate(pieces)], dim)
@@ -47,11 +47,13 @@ def join_padded(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
 _STEPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def reduce_in_order(parts: Sequence[Tensor], op: str, room: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Reduce two parts or more, in this order: the same bits wherever it is done.
+def reduce_in_order(
+    parts: Sequence[Tensor], op: str, buffer: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Reduce two parts or more in this order, which gives the same bits on every rank and mesh.
 
-    Sums of half precision are kept in float32 and rounded once. The result goes to `out`, those on the way to `room`;
-    `room` may be one of the first two parts, and `out` any of them.
+    Sums of half precision are computed in float32 and rounded once. The result is written to `out`, intermediate ones
+    to `buffer`; `buffer` may be one of the first two parts, and `out` any of them.
     """
     step, last = _STEPS[op], len(parts) - 1
     if op == "sum" and last > 1 and parts[0].dtype in (torch.float16, torch.bfloat16):
@@ -61,7 +63,7 @@ def reduce_in_order(parts: Sequence[Tensor], op: str, room: Tensor | None = None
         return wide.to(parts[0].dtype) if out is None else out.copy_(wide)
     total = parts[0]
     for i, x in enumerate(parts[1:], 1):
-        total = step(total, x, out=out if i == last else room)
+        total = step(total, x, out=out if i == last else buffer)
     return total
 
 

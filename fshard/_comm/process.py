@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import math
@@ -13,25 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fshard._torch_compat import backend_of, timeout_of
 from fshard.errors import fail
 
-from . import functional, p2p
-from .board import boards
-from .functional import Group
-from .gloo import Line, Wires
+from .functional import FunctionalGroup
+from .gloo import GlooConnections
+from .p2p import PeerGroup
 from .protocol import Axes, PendingTransfer, index_of, size_of
 from .record import note, reduction
-from .visible import visible
 
-_WORDS = 160  # bytes in which a rank says what it is about to do: 32 of them a digest of the rest
+_CALL_BYTES = 160  # of a rank's description of its call: a digest of 32 bytes, and the beginning of the text
 
 
 class ProcessComm:
-    """A rank of torch.distributed, in a group with the others over each set of axes.
+    """A rank of torch.distributed, in a process group with the others over each set of axes.
 
-    On CPUs they exchange messages. Where dynamo looks on, and on CUDA, the functional collectives are taken, which
-    `torch.compile(fullgraph=True)` sees, and keeps in their order: it keeps that of no operations of ours. On CPUs
-    these find a `VisibleGroup`, and so the same messages.
+    On CPUs ranks exchange messages by a `PeerGroup`. On CUDA, and while dynamo traces, collectives are those of a
+    `FunctionalGroup`: `torch.compile(fullgraph=True)` traces these, and keeps their order the same on every rank.
     """
 
     has_values = True
@@ -40,53 +37,41 @@ class ProcessComm:
         self.sizes: Mapping[str, int] = dict(sizes)
         self.coords: Mapping[str, int] = dict(coords)
         self._axes = tuple(a for a, n in sizes.items() if n > 1)
-        self._groups: dict[Axes, str] = {}
-        self._wires: dict[Axes, Wires] = {}
-        self._visible: dict[Axes, str] = {}  # a group on CPUs, as a compiler knows it
-        self._lines: dict[Axes, Line] = {}
+        self._group_names: dict[Axes, str] = {}
+        self._connections: dict[Axes, GlooConnections] = {}
+        self._peers: dict[Axes, PeerGroup] = {}
         # Every subset, in one order on every rank: a group made later, by some ranks only, would be a hang.
         for k in range(1, len(self._axes) + 1):
             for axes in itertools.combinations(self._axes, k):
                 group = dist.group.WORLD
                 if len(axes) < len(self._axes):
-                    group = dist.new_group(self._members(axes), timeout=_patience(), use_local_synchronization=True)
+                    group = dist.new_group(self._members(axes), timeout=_timeout(), use_local_synchronization=True)
                 assert group is not None
-                self._groups[axes] = group.group_name
-                if (backend := _gloo(group)) is not None:
-                    self._wires[axes] = wires = Wires(backend)
-                    line = Line(wires, range(group.size()), index_of(axes, sizes, coords))
-                    patience = _patience().total_seconds()
-                    wires.board = boards(line.me, functools.partial(p2p.all_gather, line), patience)
-                    self._visible[axes] = visible(self._members(axes), line)
+                self._group_names[axes] = group.group_name
+                if (backend := _gloo_backend(group)) is not None:
+                    self._connections[axes] = GlooConnections(backend, group.rank(), group.size())
 
     def _members(self, axes: Axes) -> list[int]:
-        """The ranks that share my coordinates on every other axis, in order."""
+        """Ranks of the world that share my coordinates on every other axis, in order."""
         ranges = [range(n) if a in axes else [self.coords[a]] for a, n in self.sizes.items()]
         steps = [math.prod(list(self.sizes.values())[i + 1 :]) for i in range(len(self.sizes))]
         return [sum(c * s for c, s in zip(coords, steps, strict=True)) for coords in itertools.product(*ranges)]
 
-    def _sorted(self, axes: Axes) -> Axes:
-        return tuple(a for a in self._axes if a in axes)
-
-    def _group(self, axes: Axes, x: Tensor) -> Group:
+    def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
+        """The ranks over the axes, which may be in any order, and how a tensor moves between them."""
+        peers = self.direct and x.device.type == "cpu" and bool(self._connections)
+        if peers and axes in self._peers:
+            return self._peers[axes]
         axes = tuple(a for a in axes if self.sizes[a] > 1)
-        sorted_axes = self._sorted(axes)
-        n = size_of(axes, self.sizes)
+        sorted_axes = tuple(a for a in self._axes if a in axes)
+        n, me = size_of(axes, self.sizes), index_of(axes, self.sizes, self.coords)
         order = None
-        if axes != sorted_axes:  # dynamo follows: no tensors
-            places = itertools.product(*[range(self.sizes[a]) for a in axes])
-            order = [index_of(sorted_axes, self.sizes, dict(zip(axes, at, strict=True))) for at in places]
-        names = self._visible if x.device.type == "cpu" and self._visible else self._groups
-        return Group(names[sorted_axes], n, index_of(axes, self.sizes, self.coords), order)
-
-    def _line(self, axes: Axes, x: Tensor) -> Line | None:
-        """The ranks over the axes, where they send to each other directly."""
-        if torch.compiler.is_dynamo_compiling() or x.device.type != "cpu" or not self._wires:
-            return None
-        if axes not in self._lines:
-            group = self._group(axes, x)
-            self._lines[axes] = Line(self._wires[self._sorted(axes)], group.order or range(group.n), group.me)
-        return self._lines[axes]
+        if axes != sorted_axes:  # dynamo traces this: no tensors
+            coords = itertools.product(*[range(self.sizes[a]) for a in axes])
+            order = [index_of(sorted_axes, self.sizes, dict(zip(axes, at, strict=True))) for at in coords]
+        if not peers:
+            return FunctionalGroup(self._group_names[sorted_axes], n, me, order)
+        return self._peers.setdefault(axes, PeerGroup(self._connections[sorted_axes], order or range(n), me))
 
     @property
     def direct(self) -> bool:
@@ -97,73 +82,60 @@ class ProcessComm:
         return torch.compiler.is_dynamo_compiling()
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
-        """Raise, on every rank, unless all of them are about to do the same. A rank that has left is waited for."""
+        """Compare digests. A rank that has left is waited for until the timeout."""
         digest = hashlib.blake2b(what.encode(), digest_size=32).digest()
-        words = digest + what.encode()[: _WORDS - 32].ljust(_WORDS - 32)
-        mine = torch.tensor(list(words), dtype=torch.uint8, device=device)
-        rows = self._gathered(mine, axes).tolist()
+        call = digest + what.encode()[: _CALL_BYTES - 32].ljust(_CALL_BYTES - 32)
+        mine = torch.tensor(list(call), dtype=torch.uint8, device=device)
+        rows = self._group(axes, mine).all_gather(mine).tolist()
         if any(row != rows[0] for row in rows):
-            told = [bytes(row[32:]).decode(errors="replace").rstrip() for row in rows]
+            calls = [bytes(row[32:]).decode(errors="replace").rstrip() for row in rows]
             over = ", ".join(axes)
-            raise fail("the ranks disagree on a collective", *[f"{over}={i}  {text}" for i, text in enumerate(told)],
+            raise fail("the ranks disagree on a collective", *[f"{over}={i}  {text}" for i, text in enumerate(calls)],
                        fix="every rank must call the same collectives in the same order, on equal shapes")  # fmt: skip
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         note(reduction(op), [x], axes)
-        line = self._line(axes, x)
-        return functional.all_reduce(self._group(axes, x), x, op) if line is None else p2p.all_reduce(line, x, op)
+        return self._group(axes, x).all_reduce(x, op)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         note("all_gather", [x], axes)
-        return self._gathered(x, axes)
-
-    def _gathered(self, x: Tensor, axes: Axes) -> Tensor:
-        line = self._line(axes, x)
-        return functional.all_gather(self._group(axes, x), x) if line is None else p2p.all_gather(line, x)
+        return self._group(axes, x).all_gather(x)
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
         note("reduce_scatter", [x], axes)
-        line = self._line(axes, x)
-        return functional.reduce_scatter(self._group(axes, x), x) if line is None else p2p.reduce_scatter(line, x)
+        return self._group(axes, x).reduce_scatter(x)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         note("all_to_all", [x], axes)
-        line = self._line(axes, x)
-        return functional.all_to_all(self._group(axes, x), x) if line is None else p2p.all_to_all(line, x)
+        return self._group(axes, x).all_to_all(x)
 
-    def permute(self, x: Tensor, pairs_: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         note("permute", [x], axes)
-        line = self._line(axes, x)
-        return functional.permute(self._group(axes, x), x, pairs_) if line is None else p2p.permute(line, x, pairs_)
+        return self._group(axes, x).permute(x, pairs)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("all_gather", xs, axes)
-        line = self._line(axes, xs[0])
-        return functional.gather(self._group(axes, xs[0]), xs, into) if line is None else p2p.gather(line, xs, into)
+        return self._group(axes, xs[0]).gather(xs, into)
 
     def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("reduce_scatter", [x for row in xs for x in row], axes)
-        line = self._line(axes, xs[0][0])
-        return functional.scatter(self._group(axes, xs[0][0]), xs) if line is None else p2p.scatter(line, xs)
+        return self._group(axes, xs[0][0]).scatter(xs)
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         note("all_reduce", xs, axes)
-        if (line := self._line(axes, xs[0])) is None:
-            return functional.reduce(self._group(axes, xs[0]), xs, fresh)
-        return p2p.reduce(line, xs, fresh=fresh)
+        return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
 
 
-def _patience() -> Any:
+def _timeout() -> Any:
     """The timeout the job was started with, which groups made later do not inherit."""
-    world = dist.group.WORLD
-    assert world is not None
-    return world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options._timeout
+    assert dist.group.WORLD is not None
+    return timeout_of(backend_of(dist.group.WORLD, "cuda" if dist.get_backend() == "nccl" else "cpu"))
 
 
-def _gloo(group: dist.ProcessGroup) -> Any:
-    """What sends and receives, if that is gloo: below the dispatcher, in whose sight it would cost as much again."""
+def _gloo_backend(group: dist.ProcessGroup) -> Any:
+    """The backend of gloo, or `None`: called directly, since the dispatcher between would cost as much again."""
     try:
-        backend = group._get_backend(torch.device("cpu"))
+        backend = backend_of(group, "cpu")
     except RuntimeError:  # a group of nccl alone
         return None
     return backend if backend.name() == "gloo" else None

@@ -1,12 +1,12 @@
 """The protocol that moves tensors between ranks.
 
 `ProcessComm`, in `process`, is one rank of `torch.distributed`; `SimulatedComm`, in `simulated`, a thread of this
-process; `AbstractComm`, in `abstract`, moves nothing and knows the shapes. Nothing outside this package asks which of
-them it has.
+process; `AbstractComm`, in `abstract`, moves nothing and returns the right shapes. Nothing outside this package asks
+which of them it has.
 
 Five verbs move one tensor of equal shape on every rank, and block. Three start a transfer of several tensors of one
-dtype, whose parts may differ in size, and return a `PendingTransfer`. Dims and the dtypes of a tree are the business
-of `collectives`.
+dtype, whose parts may differ in size, and return a `PendingTransfer`. Dims, and trees of several dtypes, are handled
+in `collectives`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 Axes = tuple[str, ...]
-PendingTransfer = Callable[[], list[Tensor]]  # a transfer under way: called, once, it waits and gives the results
+PendingTransfer = Callable[[], list[Tensor]]  # a pending transfer: call it once, to wait for the results
 
 
 class Comm(Protocol):
@@ -27,7 +27,7 @@ class Comm(Protocol):
     sizes: Mapping[str, int]
     coords: Mapping[str, int]
 
-    has_values: bool  # False on an abstract mesh: results have a shape and a dtype, and no values
+    has_values: bool  # False on an abstract mesh: results have a shape and a dtype, but no values
 
     @property
     def direct(self) -> bool:
@@ -41,35 +41,35 @@ class Comm(Protocol):
         """Raise ShardingError on every rank unless all ranks of `axes` pass the same `what`."""
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        """`op` ("sum", "max", "min") over the ranks: [*S] -> [*S]."""
+        """Reduce over the ranks by `op`, one of "sum", "max", "min": [*S] -> [*S]."""
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        """Everyone's tensor, in axis order: [*S] -> [n, *S]."""
+        """Stack the tensors of all ranks, in axis order: [*S] -> [n, *S]."""
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        """The sum of everyone's part for me: [n, *S] -> [*S]."""
+        """Sum over the ranks, and return row `me` of the sum to rank `me`: [n, *S] -> [*S]."""
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        """Row j goes to rank j; row i came from rank i: [n, *S] -> [n, *S]."""
+        """Send row j to rank j, and receive row i from rank i: [n, *S] -> [n, *S]."""
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        """What the rank whose pair is (it, me) sent; zeros if none did: [*S] -> [*S]."""
+        """Send to the rank b of a pair (me, b), and receive from a of (a, me), or zeros: [*S] -> [*S]."""
 
-    # Every rank starts the same transfers in the same order and lands them in the same order, which may be another.
-    # Until it has landed, what a transfer was given must stay as it is.
+    # Every rank starts the same transfers in the same order, and waits for them in the same order, which may be another
+    # one. Until it has waited, it must not write to the arguments of a transfer.
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
-        """Rank r's xs[i] lands in into[i][r], which may be a strided view. Gives nothing."""
+        """Start to copy rank r's xs[i] to into[i][r], which may be a strided view. The result is empty."""
 
     def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
-        """For each i the sum over the ranks of their xs[i][me], contiguous."""
+        """Start to sum over the ranks, for each i, their xs[i][me]. The sums are contiguous."""
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        """The sums over the ranks: in place, in contiguous xs that are the caller's own; `fresh`, in new tensors."""
+        """Start to sum over the ranks: in place in contiguous xs, or with `fresh` in new tensors."""
 
 
 def size_of(axes: Axes, sizes: Mapping[str, int]) -> int:
-    """The number of ranks over the flattened `axes`."""
+    """Number of ranks over the flattened `axes`."""
     n = 1
     for a in axes:
         n *= sizes[a]

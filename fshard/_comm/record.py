@@ -1,8 +1,9 @@
-"""A record of the transfers that ranks begin: `recording`."""
+"""A record of the transfers that ranks start: `recording`."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,14 +13,14 @@ from torch import Tensor
 from fshard import _callsite
 
 from .protocol import Axes
-from .region import _bound, checker
+from .region import checker
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of one rank. `bytes` is the size of its argument there; `where` the line that called it.
+    """One collective of one rank. `bytes` is the size of its argument on that rank; `where` the line that called it.
 
-    In the backward pass, that is the line of the forward collective whose transpose it is.
+    In the backward pass, `where` is the line of the forward collective whose transpose it is.
     """
 
     op: str
@@ -31,6 +32,7 @@ class Transfer:
 
 
 _record: list[Transfer] | None = None
+_thread = threading.local()  # `count` of a rank's transfers; `origin` of the collective that is transposed
 
 
 @contextlib.contextmanager
@@ -49,45 +51,45 @@ def recording() -> Iterator[list[Transfer]]:
 
 
 def note(op: str, xs: Sequence[Tensor], axes: Axes) -> None:
-    """Count a transfer, and write it down where somebody is recording."""
+    """Count a transfer, and add it to the record if there is one."""
     if not torch.compiler.is_dynamo_compiling():
-        _bound.moved = transfer_count() + 1
+        _thread.count = transfer_count() + 1
     if _record is not None:
         _record.append(transfer(op, xs, axes))
 
 
 def transfer_count() -> int:
-    """How many transfers this rank has begun so far."""
-    count: int = getattr(_bound, "moved", 0)
+    """Number of transfers that this rank has started."""
+    count: int = getattr(_thread, "count", 0)
     return count
 
 
 def transfer(op: str, xs: Sequence[Tensor], axes: Axes) -> Transfer:
-    """What a collective of these tensors, of one dtype, would be written down as if it were called here."""
-    origin: _callsite.Site | None = getattr(_bound, "origin", None)
+    """Return the record of a collective of these tensors, of one dtype, called at the current line."""
+    origin: _callsite.Site | None = getattr(_thread, "origin", None)
     where, phase = (origin, "backward") if origin else (_callsite.site(), "forward")
     return Transfer(op, axes, xs[0].dtype, sum(x.numel() for x in xs) * xs[0].element_size(), where, phase)
 
 
 def reduction(op: str) -> str:
-    """What an all_reduce is written down as: the sum by its name alone."""
+    """Name of an all_reduce in records: the sum has no suffix."""
     return "all_reduce" if op == "sum" else f"all_reduce {op}"
 
 
 def is_observed() -> bool:
-    """Whether somebody asks where collectives are called: a record or a checker."""
+    """Return whether a record or a checker needs the line of each collective."""
     return _record is not None or checker() is not None
 
 
 @contextlib.contextmanager
 def transposing(origin: _callsite.Site) -> Iterator[None]:
-    """What moves in here is the transpose of the collective called at `origin`."""
-    before = getattr(_bound, "origin", None)
-    _bound.origin = origin
+    """Record transfers within as the transpose of the collective called at `origin`."""
+    before = getattr(_thread, "origin", None)
+    _thread.origin = origin
     try:
         yield
     finally:
-        _bound.origin = before
+        _thread.origin = before
 
 
 __all__ = ["Transfer", "is_observed", "note", "recording", "reduction", "transfer", "transfer_count", "transposing"]

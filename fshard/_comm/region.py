@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fshard._torch_compat import storage_id
 from fshard.errors import fail
-from fshard.spec import names_of, sized
+from fshard.spec import format_axes, names_of
 
 from .protocol import Comm
 
@@ -25,9 +27,9 @@ class Region:
     comm: Comm
     rank: int
     device: torch.device
-    uneven: bool = False  # something here does not divide: gathers of unknown size ask first
-    donated: frozenset[int] = frozenset()  # storages the call may overwrite
-    checker: Any = None  # the `vma.Checker` of a call that is checked
+    uneven: bool = False  # some size does not divide: gathers of unknown size exchange sizes first
+    donated: frozenset[int] = frozenset()  # `storage_key` of what the call may overwrite
+    checker: Any = None  # the `Checker` of a call that is checked
     scratch: dict[Any, Any] = field(default_factory=dict)  # what a rank keeps from one call to the next
 
     @property
@@ -39,24 +41,25 @@ class Region:
         return self.comm.coords
 
 
-_bound = threading.local()
+_thread = threading.local()
 
 
 def region(verb: str = "this") -> Region:
-    """The region this thread is in. Raises ShardingError, naming `verb`, outside `shard_map`."""
-    found: Region | None = getattr(_bound, "region", None)
-    if found is None:
+    """Return the region of this thread. Raises ShardingError, naming `verb`, outside `shard_map`."""
+    current: Region | None = getattr(_thread, "region", None)
+    if current is None:
         raise fail(f"{verb}: called outside shard_map, where no mesh axis is bound",
                    fix="call it inside a function wrapped by fs.shard_map(f, mesh=..., ...)")  # fmt: skip
-    return found
+    return current
 
 
 def in_region() -> bool:
-    return getattr(_bound, "region", None) is not None
+    """Return whether this thread is in a region."""
+    return getattr(_thread, "region", None) is not None
 
 
 def refuse_nesting() -> None:
-    """Raise inside a region."""
+    """Raise ShardingError inside a region."""
     if in_region():
         raise fail("shard_map inside shard_map: the axes are bound already", fix="call the inner function directly")
 
@@ -65,34 +68,55 @@ def refuse_nesting() -> None:
 def bind(new: Region) -> Iterator[None]:
     """Enter a region on this thread."""
     refuse_nesting()
-    _bound.region = new
+    _thread.region = new
     try:
         yield
     finally:
-        _bound.region = None
+        _thread.region = None
 
 
 def checker() -> Any:
-    """The checker of the region this thread is in; `None` outside, and where the call is not checked."""
-    found: Region | None = getattr(_bound, "region", None)
-    return None if found is None else found.checker
+    """Return the checker of this thread's region; `None` outside, and where the call is not checked."""
+    current: Region | None = getattr(_thread, "region", None)
+    return None if current is None else current.checker
 
 
-def known_axes(verb: str, where: Region, axis: Axis) -> tuple[str, ...]:
-    """The names of an axis argument. Raises for one that the mesh lacks, or that is named twice."""
+def known_axes(verb: str, region: Region, axis: Axis) -> tuple[str, ...]:
+    """Return the names of an axis argument. Raises ShardingError for a name that the mesh lacks, or a repeated one."""
     names = names_of(axis)
     for name in names:
-        if name not in where.sizes:
-            raise fail(f"{verb}: the mesh has no axis {name!r}", fix=f"use one of {list(where.sizes)}, or None",
-                       mesh=sized(where.sizes))  # fmt: skip
+        if name not in region.sizes:
+            raise fail(f"{verb}: the mesh has no axis {name!r}", fix=f"use one of {list(region.sizes)}, or None",
+                       mesh=format_axes(region.sizes))  # fmt: skip
     if len(set(names)) < len(names):
         raise fail(f"{verb}: an axis is named twice in {names}", fix="name each axis once")
     return names
 
 
 def live_axes(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of more than one rank."""
+    """Return the axes of more than one rank."""
     return tuple(a for a in names if comm.sizes[a] > 1)
 
 
-__all__ = ["Axis", "Region", "bind", "checker", "in_region", "known_axes", "live_axes", "refuse_nesting", "region"]
+def storage_key(x: Tensor) -> int:
+    """Return a number that tensors share if they share memory; empty tensors share none."""
+    storage = x.untyped_storage()
+    return (storage.data_ptr() if storage.device.type != "meta" else 0) or storage_id(x)
+
+
+@contextlib.contextmanager
+def mark_donated(xs: Sequence[Tensor]) -> Iterator[None]:
+    """Give tensors an attribute `donated` while a compiled program runs, which cannot ask for a `storage_key`."""
+    for x in xs:
+        x.donated = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for x in xs:
+            del x.donated  # type: ignore[attr-defined]
+
+
+__all__ = [
+    "Axis", "Region", "bind", "checker", "in_region", "known_axes", "live_axes", "mark_donated", "refuse_nesting",
+    "region", "storage_key",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: they meet, and the last to arrive does the exchange, in rank order."""
+"""Ranks as threads of one process: the last one to enter a collective computes it for all, in rank order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fshard._torch_compat import eager_transforms, foreach_copy_
+from fshard._torch_compat import foreach_copy_, set_jvp_nesting
 from fshard.errors import fail
 
 from .packing import pack, reduce_in_order, unpack
@@ -26,53 +26,57 @@ T = TypeVar("T")
 
 
 class _Abandoned(BaseException):
-    """Ends a rank whose job another rank has ended: a BaseException, so that no user code catches it."""
+    """Ends a rank after another one has failed: a BaseException, so that user code does not catch it."""
 
 
 @dataclass
-class _Slot:
-    tag: tuple[Any, ...]
+class _Collective:
+    """A collective that some ranks have entered: `signature` is (op, axes, shape, dtype, ...), of rank `first`."""
+
+    signature: tuple[Any, ...]
     first: int
-    payloads: dict[int, Any] = field(default_factory=dict)
+    arguments: dict[int, Any] = field(default_factory=dict)
     results: dict[int, Any] | None = None
 
 
-class _Meeting:
-    """Where the threads of one run meet. It ends the run at the first failure and at the first deadlock."""
+class _Rendezvous:
+    """The collectives of one run. It ends the run at the first failure and at the first deadlock."""
 
     def __init__(self, n: int) -> None:
         self.n = n
         self.changed = threading.Condition()
-        self.slots: dict[tuple[int, ...], _Slot] = {}
+        self.entered: dict[tuple[int, ...], _Collective] = {}
         self.waiting: dict[int, str] = {}
         self.finished: set[int] = set()
         self.failure: BaseException | None = None
 
-    def exchange(self, rank: int, group: tuple[int, ...], x: Any, tag: tuple[Any, ...], combine: Any) -> Any:
+    def exchange(self, rank: int, group: tuple[int, ...], x: Any, signature: tuple[Any, ...], combine: Any) -> Any:
+        """Wait for all ranks of the group, and return this rank's result of `combine`, which takes all their `x`."""
         with self.changed:
             self._stop_if_failed()
-            slot = self.slots.setdefault(group, _Slot(tag, rank))
-            if slot.tag != tag:
-                raise fail("the ranks disagree on a collective", f"rank {slot.first}  {_tell(slot.tag)}",
-                           f"rank {rank}  {_tell(tag)}",
+            current = self.entered.setdefault(group, _Collective(signature, rank))
+            if current.signature != signature:
+                raise fail("the ranks disagree on a collective",
+                           f"rank {current.first}  {_describe(current.signature)}",
+                           f"rank {rank}  {_describe(signature)}",
                            fix="every rank must call the same collectives in the same order, on equal shapes; for a "
                                "dim that the axis does not divide, pass its global size=")  # fmt: skip
-            slot.payloads[rank] = x
-            if len(slot.payloads) < len(group):
-                self.waiting[rank] = _tell(tag)
+            current.arguments[rank] = x
+            if len(current.arguments) < len(group):
+                self.waiting[rank] = _describe(signature)
                 self._stop_if_deadlocked()
-                self.changed.wait_for(lambda: slot.results is not None or self.failure is not None)
+                self.changed.wait_for(lambda: current.results is not None or self.failure is not None)
                 self._stop_if_failed()
-                assert slot.results is not None
-                return slot.results[rank]
-            del self.slots[group]
-        results = combine([slot.payloads[r] for r in group])  # the others wait; other groups may go on
+                assert current.results is not None
+                return current.results[rank]
+            del self.entered[group]
+        results = combine([current.arguments[r] for r in group])  # outside the lock: other groups need not wait
         with self.changed:
-            slot.results = dict(zip(group, results, strict=True))
+            current.results = dict(zip(group, results, strict=True))
             for r in group:
                 self.waiting.pop(r, None)
             self.changed.notify_all()
-        return slot.results[rank]
+        return current.results[rank]
 
     def finish(self, rank: int) -> None:
         with self.changed:
@@ -93,15 +97,15 @@ class _Meeting:
     def _stop_if_deadlocked(self) -> None:
         if not self.waiting or len(self.waiting) + len(self.finished) < self.n or self.failure is not None:
             return
-        lines = [f"rank {r}  waits in {where}" for r, where in sorted(self.waiting.items())]
+        lines = [f"rank {r}  waits in {call}" for r, call in sorted(self.waiting.items())]
         lines += [f"rank {r}  has returned" for r in sorted(self.finished)]
-        self.failure = fail("deadlock: every rank waits for one that will not come", *lines,
+        self.failure = fail("deadlock: every rank that has not returned waits for another one", *lines,
                             fix="every rank must call the same collectives in the same order")  # fmt: skip
         self.changed.notify_all()
 
 
-def _tell(tag: tuple[Any, ...]) -> str:
-    op, axes, shape, dtype, *_ = tag
+def _describe(signature: tuple[Any, ...]) -> str:
+    op, axes, shape, dtype, *_ = signature
     return f"{op} over {', '.join(map(repr, axes))} of {str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
@@ -112,21 +116,22 @@ class SimulatedComm:
     direct = True
     static_sizes = False
 
-    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], meeting: _Meeting) -> None:
-        self.sizes, self.coords, self._meeting = sizes, coords, meeting
+    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], rendezvous: _Rendezvous) -> None:
+        self.sizes, self.coords, self._rendezvous = sizes, coords, rendezvous
         self._rank = index_of(tuple(sizes), sizes, coords)
 
-    def _meet(self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any], *more: object) -> Tensor:
+    def _collective(
+        self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any], *more: object
+    ) -> Tensor:
         note(op, [x], axes)
         out: Tensor = self._exchange((op, axes, tuple(x.shape), x.dtype, *more), x, combine)
         return out
 
-    def _exchange(self, tag: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """What `combine` makes for me of what everyone gives; `tag` is the same on all: op, axes, shape, dtype, ..."""
-        group, axes = [], tag[1]
+    def _exchange(self, signature: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        group, axes = [], signature[1]
         for at in itertools.product(*(range(self.sizes[a]) for a in axes)):
             group.append(index_of(tuple(self.sizes), self.sizes, {**self.coords, **dict(zip(axes, at, strict=True))}))
-        return self._meeting.exchange(self._rank, tuple(group), x, tag, combine)
+        return self._rendezvous.exchange(self._rank, tuple(group), x, signature, combine)
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # every exchange compares what its ranks call
@@ -136,36 +141,36 @@ class SimulatedComm:
             total = reduce_in_order(xs, op)
             return [total, *(total.clone() for _ in xs[1:])]
 
-        return self._meet(reduction(op), x, axes, combine)
+        return self._collective(reduction(op), x, axes, combine)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._meet("all_gather", x, axes, lambda xs: [torch.stack(xs) for _ in xs])
+        return self._collective("all_gather", x, axes, lambda xs: [torch.stack(xs) for _ in xs])
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
             return [reduce_in_order(row, "sum") for row in zip(*xs, strict=True)]
 
-        return self._meet("reduce_scatter", x, axes, combine)
+        return self._collective("reduce_scatter", x, axes, combine)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._meet("all_to_all", x, axes, lambda xs: [torch.stack(r) for r in zip(*xs, strict=True)])
+        return self._collective("all_to_all", x, axes, lambda xs: [torch.stack(r) for r in zip(*xs, strict=True)])
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
             source = {target: xs[source] for source, target in pairs}
             return [source[i].clone() if i in source else torch.zeros_like(x) for i, x in enumerate(xs)]
 
-        return self._meet("permute", x, axes, combine, tuple(pairs))
+        return self._collective("permute", x, axes, combine, tuple(pairs))
 
-    # Everything moves at the start, and what the others see is a copy: who lands may write to what it gave.
+    # All is moved at the start, and other ranks see copies: a rank that has waited may write to its arguments.
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("all_gather", xs, axes)
         shapes = [tuple(t.shape) for parts in into for t in parts]
-        told = shapes[0] if len(xs) == 1 else (sum(parts[0].numel() for parts in into),)
+        shape = shapes[0] if len(xs) == 1 else (sum(parts[0].numel() for parts in into),)
         mine = torch.cat([x.reshape(-1) for x in xs])
-        tag = ("all_gather", axes, told, mine.dtype, shapes)
-        for r, flat in enumerate(self._exchange(tag, mine, lambda flats: [flats] * len(flats))):
+        signature = ("all_gather", axes, shape, mine.dtype, shapes)
+        for r, flat in enumerate(self._exchange(signature, mine, lambda flats: [flats] * len(flats))):
             targets = [parts[r] for parts in into]
             foreach_copy_(targets, _parts(flat, targets))
         return list
@@ -174,19 +179,18 @@ class SimulatedComm:
         note("reduce_scatter", [x for row in xs for x in row], axes)
         flats = [torch.cat([row[r].reshape(-1) for row in xs]) for r in range(len(xs[0]))]
         shapes = [tuple(t.shape) for row in xs for t in row]
-        tag = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, shapes)
-        total = self._exchange(
-            tag, flats, lambda rows: [reduce_in_order(row, "sum") for row in zip(*rows, strict=True)]
-        )
+        signature = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, shapes)
+        combine = lambda rows: [reduce_in_order(row, "sum") for row in zip(*rows, strict=True)]  # noqa: E731
+        total = self._exchange(signature, flats, combine)
         me = index_of(axes, self.sizes, self.coords)
-        found = _parts(total, [row[me] for row in xs])
-        return lambda: found
+        mine = _parts(total, [row[me] for row in xs])
+        return lambda: mine
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        found = unpack(self.all_reduce(pack(xs), "sum", axes), xs)
+        reduced = unpack(self.all_reduce(pack(xs), "sum", axes), xs)
         if not fresh:
-            foreach_copy_(list(xs), found)
-        return lambda: found if fresh else list(xs)
+            foreach_copy_(list(xs), reduced)
+        return lambda: reduced if fresh else list(xs)
 
 
 def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -195,12 +199,12 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def simulate(sizes: Mapping[str, int], pool: ThreadPoolExecutor, f: Callable[[Comm, int], T]) -> list[T]:
-    """Run `f(comm, rank)` on one thread per rank and give the results in rank order.
+    """Run `f(comm, rank)` on one thread per rank, and return the results in rank order.
 
     The first rank that raises ends the others, and its exception, with its own traceback, is the one raised here.
     """
     n = math.prod(sizes.values())
-    meeting = _Meeting(n)
+    rendezvous = _Rendezvous(n)
     modes = _modes_of_this_thread()
 
     def rank_main(rank: int, coords: Mapping[str, int]) -> T | None:
@@ -208,34 +212,34 @@ def simulate(sizes: Mapping[str, int], pool: ThreadPoolExecutor, f: Callable[[Co
             with contextlib.ExitStack() as stack:
                 for mode in modes():
                     stack.enter_context(mode)
-                out = f(SimulatedComm(sizes, coords, meeting), rank)
-            meeting.finish(rank)
+                out = f(SimulatedComm(sizes, coords, rendezvous), rank)
+            rendezvous.finish(rank)
             return out
         except _Abandoned:
             return None
         except BaseException as e:
-            meeting.end(e)
+            rendezvous.end(e)
             return None
 
     grid = itertools.product(*(range(k) for k in sizes.values()))
-    with _dual_level:
+    with _forward_mode_level:
         futures = [pool.submit(rank_main, r, dict(zip(sizes, at, strict=True))) for r, at in enumerate(grid)]
         try:
             results = [future.result() for future in futures]
         except BaseException as e:  # an interrupt of the caller
-            meeting.end(e)
+            rendezvous.end(e)
             raise
-    if meeting.failure is not None:
-        raise meeting.failure
+    if rendezvous.failure is not None:
+        raise rendezvous.failure
     return results  # type: ignore[return-value]
 
 
 def _modes_of_this_thread() -> Callable[[], list[contextlib.AbstractContextManager[Any]]]:
-    """The modes of torch that a thread does not inherit, to be entered by each rank."""
+    """Return a function that makes the modes of torch on this thread again, for each rank to enter on its own."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     return lambda: [
-        # Ranks differentiate on their own thread: the engine's device threads would be shared by all of them.
+        # Ranks differentiate on their own thread: all would share the engine's device threads.
         torch.autograd.set_multithreading_enabled(False),
         torch.inference_mode(inference),
         torch.set_grad_enabled(grad),
@@ -243,38 +247,36 @@ def _modes_of_this_thread() -> Callable[[], list[contextlib.AbstractContextManag
     ]
 
 
-class _DualLevel:
-    """Lets every rank use `torch.func.jvp` at once.
+class _ForwardModeLevel:
+    """Keeps one level of forward-mode AD open while simulated ranks run, so that all of them can use `torch.func.jvp`.
 
-    Forward-mode levels belong to the process, not to the thread: the first rank to leave its jvp would erase the
-    tangents of the others. So one level is opened here around all that run, and the depth that functorch counts
-    starts high enough that no rank opens or closes another.
+    Levels belong to the process, not to the thread: the first jvp opens one, and whichever rank ends the last jvp
+    closes it, with the tangents of the others. While the nesting that torch counts is high, no jvp opens or closes one.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.running = 0
-        self.depth, self.level = 0, None
+        self._lock = threading.Lock()
+        self._runs = 0
+        self._nesting, self._level = 0, None
 
     def __enter__(self) -> None:
-        with self.lock:
-            if self.running == 0:
-                self.depth = eager_transforms.JVP_NESTING
-                if self.depth == 0 and forward_ad._current_level < 0:
-                    self.level = forward_ad.enter_dual_level()  # type: ignore[no-untyped-call]
-                eager_transforms.JVP_NESTING = 1 << 20
-            self.running += 1
+        with self._lock:
+            if self._runs == 0:
+                with contextlib.suppress(RuntimeError):  # the caller has opened a level
+                    self._level = forward_ad.enter_dual_level()  # type: ignore[no-untyped-call]
+                self._nesting = set_jvp_nesting(1 << 20)
+            self._runs += 1
 
     def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.running -= 1
-            if self.running == 0:
-                eager_transforms.JVP_NESTING = self.depth
-                if self.level is not None:
-                    forward_ad.exit_dual_level(level=self.level)
-                    self.level = None
+        with self._lock:
+            self._runs -= 1
+            if self._runs == 0:
+                set_jvp_nesting(self._nesting)
+                if self._level is not None:
+                    forward_ad.exit_dual_level(level=self._level)
+                    self._level = None
 
 
-_dual_level = _DualLevel()
+_forward_mode_level = _ForwardModeLevel()
 
 __all__ = ["SimulatedComm", "simulate"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import Comm, region
 from fshard.errors import fail
-from fshard.spec import P, describe, is_spec, sized
+from fshard.spec import P, describe, format_axes, is_spec
 
 # --- digests --------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ def check_replicas(name: str, out: Any, specs: Any) -> None:
                "deterministic, or a draw from torch's own generator",
                fix=f"psum or pmean it, draw with fs.random and a key, or name {axes} in its out spec",
                leaf=describe(x.dtype, x.shape), spec=spec,
-               mesh=sized(where.sizes))  # fmt: skip
+               mesh=format_axes(where.sizes))  # fmt: skip
 
 
 def told(found: Disagreement, x: Tensor) -> str:

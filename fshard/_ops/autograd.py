@@ -114,7 +114,7 @@ def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             run = functools.partial(run_on_meta, m.run)
         elif types is not None:
             run = functools.partial(_run_if_agreed, m)
-        return tuple(run(xs)) if types is None else types.collective(m, xs, run)
+        return tuple(run(xs)) if types is None else types.run_collective(m, xs, run)
 
 
 def _run_if_agreed(m: Map, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard._comm import Axis, Comm, checker, index_of, known_axes, live_axes, region, size_of
 from fshard._torch_compat import without_functorch
 from fshard.errors import fail
-from fshard.spec import lengths, names_of, piece
+from fshard.spec import names_of, part_lengths, part_range
 
 
 def dim_of(verb: str, x: Tensor, dim: int) -> int:
@@ -41,9 +41,9 @@ def gather_layout(
         sizes = _exchange_sizes(verb, comm, axes, local, region(verb).device)
     known = [n * size_of(axes, comm.sizes) if s is None else s for n, s in zip(local, sizes, strict=True)]
     for n, size in zip(local, known, strict=True):
-        if lengths(size, ns)[me] != n:
+        if part_lengths(size, ns)[me] != n:
             raise fail(f"{verb}: the part of rank {me} has the wrong size for a dim of global size {size}",
-                       f"{size} over {axes} splits into {lengths(size, ns)}; rank {me} has {n}",
+                       f"{size} over {axes} splits into {part_lengths(size, ns)}; rank {me} has {n}",
                        fix="pass the global size of the gathered dim")  # fmt: skip
     return tuple(zip(dims, known, strict=True))
 
@@ -57,7 +57,7 @@ def _exchange_sizes(
                    fix="pass size= (for unshard: shapes=)")  # fmt: skip
     types = checker()
     # Tensors made inside a transform of torch.func would be wrapped, and could not be sent.
-    with contextlib.nullcontext() if types is None else types.resting(), without_functorch():
+    with contextlib.nullcontext() if types is None else types.paused(), without_functorch():
         gathered = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
         return [int(n) for n in gathered.sum(0).tolist()]
 
@@ -95,10 +95,10 @@ def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, i
         current = region(verb)
         known_axes(verb, current, axis)
         sizes, coords = [current.sizes[a] for a in names], [current.coords[a] for a in names]
-    start, length = piece(size, sizes, coords)
+    start, length = part_range(size, sizes, coords)
     if length != n:
         raise fail(f"{verb}: this rank holds {n} of the vocabulary, its part is {length}",
-                   f"{size} over {axis!r} splits into {lengths(size, sizes)}",
+                   f"{size} over {axis!r} splits into {part_lengths(size, sizes)}",
                    fix="pass size=, the whole vocabulary")  # fmt: skip
     return start, size
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fshard._callsite import Site
 from fshard._comm import Comm, PendingTransfer, index_of, join_padded, pack, pad, size_of, split_padded, unpack
-from fshard.spec import lengths
+from fshard.spec import part_lengths
 
 Layout = tuple[tuple[int, int], ...]
 
@@ -139,7 +139,7 @@ class _DimMap(Map):
 
     def pieces(self, size: int) -> list[int]:
         """Length of each rank's part of a dim of this size."""
-        return lengths(size, self.sizes)
+        return part_lengths(size, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -253,15 +253,17 @@ class AllToAll(Map):
         stacks = []
         for x, (s_dim, s_size), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
             stacks.append(
-                split_padded(pad(x, c_dim, lengths(c_size, self.sizes)[0]), s_dim, lengths(s_size, self.sizes))
+                split_padded(
+                    pad(x, c_dim, part_lengths(c_size, self.sizes)[0]), s_dim, part_lengths(s_size, self.sizes)
+                )
             )
         rows = [s.reshape(self.n, -1) for s in stacks]
         received = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(received, [r.shape[1] for r in rows], dim=1)
         out = []
         for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
-            whole = join_padded(part.reshape(s.shape), c_dim, lengths(c_size, self.sizes))
-            out.append(whole.narrow(s_dim, 0, lengths(s_size, self.sizes)[self.index]))
+            whole = join_padded(part.reshape(s.shape), c_dim, part_lengths(c_size, self.sizes))
+            out.append(whole.narrow(s_dim, 0, part_lengths(s_size, self.sizes)[self.index]))
         return out
 
     @property

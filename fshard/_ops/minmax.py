@@ -78,7 +78,7 @@ def minmax(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[
     types = None if compiling else checker()
     out: list[Any] = [None] * len(xs)
     # One transfer; in a checked call one for each type, because one buffer has one type.
-    for group in [range(len(xs))] if types is None else types.alike(xs):
+    for group in [range(len(xs))] if types is None else types.group_by_type(xs):
         members = [xs[i] for i in group]
         x = pack(members)
         y = function.apply(MinMax(comm, axes, op), tied, x.view_as(x) if compiling else x)

@@ -1,16 +1,16 @@
-"""The varying-axes checker: what each tensor of a region varies over, followed through every operation.
+"""The checker of varying axes: it types every tensor of a region, and raises where a program mixes types.
 
-It is a dispatch mode below torch.func, so it sees plain tensors: forward, backward, optimizer. It only looks: on or
-off, results are the same. Over each axis of more than one rank a tensor is one of
+The checker is a dispatch mode below torch.func, so it sees plain tensors: forward, backward and optimizer. It changes
+no result. Over each axis of more than one rank a tensor is one of
 
-    V   varying: each rank has a value of its own
+    V   varying: each rank has its own value
     I   invariant: one logical value, the same on every rank of the axis
-    -   free: made here from nothing (zeros, arange), or from Python numbers; it goes with either
+    -   free: made in the region from nothing (zeros, arange), or from Python numbers; mixes with either
 
-and so is what an operation makes of it: V if any operand is, else I if any is. Where one operand is I and another V,
-the gradient of the first needs a sum over ranks, which only `pvary` takes; without it that is an error. Operands that
-have no gradient, integers and bools and what is cast from them, go with either too; but not what is drawn: a mask must
-vary over just what it is applied to.
+The result of an operation is V if any operand is, else I if any operand is. Where one operand is I and another V, the
+gradient of the first needs a sum over ranks, which only `pvary` takes: without `pvary` that is an error. Operands
+without a gradient, such as integers, bools and values cast from them, mix with either. Random draws do not: a mask must
+vary over exactly the axes of the tensor that it is applied to.
 
 Source: the per-axis types are those of JAX's shard_map (varying manual axes).
 """
@@ -18,6 +18,7 @@ Source: the per-axis types are those of JAX's shard_map (varying manual axes).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import sys
 from collections import Counter
@@ -29,17 +30,15 @@ from torch import Tensor
 
 from fshard import _callsite
 from fshard._ops import differentiable_dtype
-from fshard._torch_compat import FakeTensor, HigherOrderOperator, TorchDispatchMode, disable_dynamo, unwrapped
+from fshard._torch_compat import TorchDispatchMode, unwrapped
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.spec import P
 
-from . import blame, verdicts
-from .op_schema import Operation, opaque, operation
-from .type_table import Ledger
-from .types import NONE, Fact, IndexMix, Operand, Type, join
-
-_DEVICE = torch.ops.prim.device.default
+from . import messages
+from .op_schema import Operation, operation
+from .type_table import TypeTable
+from .types import NONE, IndexMix, Operand, TensorInfo, Type, join
 
 
 class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,276 +46,280 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or the first operation of a program would import it, which takes seconds
-
     def __init__(self, axes: Sequence[str], sizes: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.axes, self.sizes = frozenset(axes), sizes
-        self._ledger = Ledger()
+        self.arguments: list[TensorInfo] = []
+        self.index_mixes: list[IndexMix] = []
+        self._table = TypeTable()
         self._roots = 0
-        self._off = False
-        self.arguments: list[Fact] = []
-        self.met: list[IndexMix] = []  # where integers that vary picked from what is invariant
-        # (operation, place, which time) -> the Python numbers it had, over which axes its result is fixed, where
+        self._paused = False
+        # (operation, line, number of times it ran before) -> (its Python numbers, axes of the invariant result, line)
         self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        self._counts: dict[tuple[Any, ...], int] = {}
+        self._runs: Counter[tuple[Any, ...]] = Counter()
 
-    # --- types in and out ---
+    # --- types of tensors that no operation made ---
 
-    def fact(self, x: Tensor) -> Fact:
-        """What is known of a tensor."""
-        return self._ledger.fact(x)
+    def info(self, x: Tensor) -> TensorInfo:
+        """Return the type and origin of a tensor."""
+        return self._table.get(x)
 
-    def give(
+    def _set_info(
         self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: _callsite.Site | None = None,
         alias: bool = False,
     ) -> None:  # fmt: skip
-        """Type a tensor that no operation made; as an `alias` it shares memory with one of another type."""
-        x, self._roots = unwrapped(x), self._roots + 1
-        site = None if name else site or _callsite.site()
-        fact = Fact(type, self._roots, name, op, site, int(x.storage_offset()))
-        self._ledger.set(x, fact, alias=alias)
+        """Type a tensor as a new root; an `alias` shares memory with a tensor of another type."""
+        self._roots += 1
+        x, site = unwrapped(x), None if name else site or _callsite.site()
+        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()))
+        self._table.set(x, info, alias=alias)
 
-    def argument(self, x: Tensor, varies: frozenset[str], name: str) -> None:
-        """Type an argument of the region, which its spec says to vary over these axes."""
-        self.give(x, Type(varies & self.axes, self.axes - varies, differentiable_dtype(x)), name=name)
-        self.arguments.append(self.fact(x))
+    def set_argument_type(self, x: Tensor, varying: frozenset[str], name: str) -> None:
+        """Type an argument of the region, which varies over the axes that its spec names."""
+        self._set_info(x, Type(varying & self.axes, self.axes - varying, differentiable_dtype(x)), name=name)
+        self.arguments.append(self.info(x))
 
-    def made(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
-        """Type an integer made outside torch's sight, from these tensors or of this rank's place on these axes."""
-        known = [self.fact(t).type for t in of if isinstance(t, Tensor)]
-        self.give(x, join([Type(frozenset(varies) & self.axes), *known], x), op=op)
+    def set_integer_type(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
+        """Type an integer computed outside of torch, from the tensors `of`, or from the rank's index on some axes."""
+        operands = [self.info(t).type for t in of if isinstance(t, Tensor)]
+        self._set_info(x, join([Type(frozenset(varies) & self.axes), *operands], x), op=op)
 
-    def draw(self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str]) -> None:
-        """Type a random draw: it varies over the axes of its spec, and over those of its key."""
-        varies = (frozenset(spec_axes) & self.axes) | self.fact(key).type.varies
-        self.give(x, Type(varies, self.axes - varies, drawn=True), op=op)
+    def set_draw_type(self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str]) -> None:
+        """Type a random draw, which varies over the axes of its spec and those of its key."""
+        varying = (frozenset(spec_axes) & self.axes) | self.info(key).type.varying
+        self._set_info(x, Type(varying, self.axes - varying, random=True), op=op)
 
-    def constant(self, x: Tensor) -> None:
-        """Let a tensor that is no longer differentiated go with everything."""
-        known = self.fact(x)
-        self._ledger.set(unwrapped(x), known._replace(type=Type(known.type.varies)), alias=True)
+    def mark_constant(self, x: Tensor) -> None:
+        """Let a tensor that is no longer differentiated mix with every type."""
+        info = self.info(x)
+        self._table.set(unwrapped(x), info._replace(type=Type(info.type.varying)), alias=True)
 
-    def alike(self, xs: Sequence[Tensor]) -> list[list[int]]:
-        """The positions of tensors of one type, together."""
+    def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:
+        """Return the positions of tensors, those of one type together."""
         groups: dict[Type, list[int]] = {}
         for i, x in enumerate(xs):
-            groups.setdefault(self.fact(x).type, []).append(i)
+            groups.setdefault(self.info(x).type, []).append(i)
         return list(groups.values())
 
     @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
-        """Look away: what happens here is typed as a whole, by who calls this."""
-        before, self._off = self._off, True
+    def paused(self) -> Iterator[None]:
+        """Ignore operations: the caller types their result as a whole."""
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._off = before
+            self._paused = before
 
     # --- collectives ---
 
-    def collective(self, m: Any, xs: Sequence[Tensor], run: Callable[[Any], Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        """Run a map of `linear`, by the types it takes and gives over its axes."""
+    def run_collective(
+        self, m: Any, xs: Sequence[Tensor], run: Callable[[Any], Sequence[Tensor]]
+    ) -> tuple[Tensor, ...]:
+        """Run a linear map, after a check of its operands' types, and type its results."""
         axes = frozenset(m.axes)
-        facts = [self.fact(x) for x in xs]
-        for x, fact in zip(xs, facts, strict=True):
-            wrong = fact.type.fixed & axes if m.takes == "V" else fact.type.varies & axes
+        infos = [self.info(x) for x in xs]
+        for x, info in zip(xs, infos, strict=True):
+            wrong = info.type.invariant & axes if m.takes == "V" else info.type.varying & axes
             if wrong:
-                raise blame.taken(self, m, Operand(x, fact), sorted(wrong))
-            if m.takes == "I" and fact.type.smooth:  # not another piece of it on each rank, picked by a Python number
-                self._keep(m.verb, (x.storage_offset() - fact.start,), fact.type.fixed)
-        with self.resting():
+                raise messages.collective_of_wrong_type(self, m, Operand(x, info), sorted(wrong))
+            if m.takes == "I" and info.type.differentiable:  # the ranks may have picked different parts by a number
+                self._record_numbers(m.verb, (x.storage_offset() - info.start,), info.type.invariant)
+        with self.paused():
             out = tuple(run(xs))
-        for y, fact in zip(out, facts, strict=True):
-            t = fact.type
-            varies = t.varies | axes if m.gives == "V" else t.varies - axes
-            fixed = t.fixed - axes if m.gives == "V" else t.fixed | axes
-            made = m.verb if m.origin is None else f"{m.verb}, the transpose of the {m.transpose.verb} there,"
-            self.give(y, t._replace(varies=varies, fixed=fixed, drawn=False), op=made, site=m.origin, alias=not m.moves)
+        op = m.verb if m.origin is None else f"{m.verb}, the transpose of the {m.transpose.verb}"
+        for y, info in zip(out, infos, strict=True):
+            t = info.type
+            varying = t.varying | axes if m.gives == "V" else t.varying - axes
+            invariant = t.invariant - axes if m.gives == "V" else t.invariant | axes
+            new = t._replace(varying=varying, invariant=invariant, random=False)
+            self._set_info(y, new, op=op, site=m.origin, alias=not m.moves)
         return out
 
     # --- operations ---
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        see = _unseen if "torch._dynamo" in sys.modules else Checker._see
-        return see(self, func, args, kwargs or {})
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        run = _run_without_dynamo() if "torch._dynamo" in sys.modules else Checker._run
+        return run(self, func, args, kwargs or {})
 
-    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # half of all that fake tensors ask for
-            return args[0].fake_device
-        if self._off or func.namespace == "prim":
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):  # torch.cond, flex_attention: typed as a whole
-            return self._whole(func, args, kwargs)
+        if func.namespace == "higher_order":
+            return self._run_higher_order(func, args, kwargs)
         op = operation(func)
-        if op.rows:
-            return self._rows(op, args, kwargs)
-        read = op.read(args, kwargs)
-        operands = [Operand(x, self.fact(x)) for x in read]
-        if op.generator is not None and op.generator(args, kwargs):
-            raise blame.torch_generator(op.words)
-        kind = self._meet(op, operands)
-        before = [(x, self.fact(x).type) for x in op.written(args, kwargs)]
+        if op.on_lists:
+            return self._run_on_lists(op, args, kwargs)
+        operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
+        if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
+            raise messages.draw_from_torch_generator(op.name)
+        new = self._result_type(op, operands)
+        written = [(x, self.info(x).type) for x in op.written(args, kwargs)]
         out = func(*args, **kwargs)
-        self._note_numbers(op, join([kind, *(old for _, old in before)]) if before else kind, args, kwargs)
-        for x, old in before:
-            self._ledger.write(x, old, kind, over=op.overwrites)
-        self._give(op, kind, operands, out, {id(x) for x, _ in before})
+        invariant_part = join([new, *(old for _, old in written)]) if written else new
+        self._record_numbers_of_call(op, invariant_part, args, kwargs)
+        for x, old in written:
+            self._table.write(x, old, new, overwrites=op.overwrites)
+        self._set_result_info(op, new, operands, out, {id(x) for x, _ in written})
         return out
 
-    def _whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        op = opaque(func)
-        operands = [Operand(x, self.fact(x)) for x in op.read(args, kwargs)]
-        kind = self._meet(op, operands)
-        with self.resting():
+    def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that takes functions (torch.cond, flex_attention), typed by its operands alone."""
+        op = Operation(func, str(func))
+        operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
+        new = self._result_type(op, operands)
+        with self.paused():
             out = func(*args, **kwargs)
-        self._give(op, kind, operands, out, set())
+        self._set_result_info(op, new, operands, out, set())
         return out
 
-    def _meet(self, op: Operation, operands: Sequence[Operand]) -> Type:
-        """The type of what comes of these operands; an error where one is invariant over what another varies over."""
+    def _run_on_lists(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on lists: a tensor mixes only with those at its position in the other lists."""
+        rows = []
+        for row in op.rows(args, kwargs):
+            read = row[op.lists_written :] if op.overwrites else row
+            rows.append((row, self._result_type(op, [Operand(x, self.info(x)) for x in read])))
+        out = op.func(*args, **kwargs)
+        self._record_numbers_of_call(op, join([new for _, new in rows]), args, kwargs)
+        for i, (row, new) in enumerate(rows):
+            for x in row[: op.lists_written]:
+                self._table.write(x, self.info(x).type, new, overwrites=op.overwrites)
+            if isinstance(out, (list, tuple)) and i < len(out):
+                self._set_result_info(op, new, [], out[i], set())
+        return out
+
+    def _result_type(self, op: Operation, operands: Sequence[Operand]) -> Type:
+        """Return the type of an operation's results; raise where an invariant operand mixes with a varying one."""
         if op.constant:
             return Type()
-        kinds = [o.fact.type for o in operands]
-        for axis in sorted(NONE.union(*(t.varies for t in kinds))):
-            still = [o for o in operands if axis in o.fact.type.fixed and _matters(op, o)]
-            moving = [o for o in operands if axis in o.fact.type.varies]
-            if not still:
+        types = [o.info.type for o in operands]
+        for axis in sorted(NONE.union(*(t.varying for t in types))):
+            invariant = [o for o in operands if axis in o.info.type.invariant and _is_strict(op, o)]
+            if not invariant:
                 continue
-            strict = [o for o in moving if differentiable_dtype(o.tensor) or _matters(op, o)]
+            varying = [o for o in operands if axis in o.info.type.varying]
+            strict = [o for o in varying if differentiable_dtype(o.tensor) or _is_strict(op, o)]
             if strict:
-                raise blame.mixed(self, op.words, axis, still[0], strict[0], operands)
-            self.met.append(IndexMix(axis, op.words, _callsite.site(), still[0].fact, moving[0].fact))
-        return join(kinds)
+                raise messages.invariant_mixed_with_varying(self, op.name, axis, invariant[0], strict[0], operands)
+            mix = IndexMix(axis, op.name, _callsite.site(), invariant[0].info, varying[0].info)
+            self.index_mixes.append(mix)
+        return join(types)
 
-    def _give(self, op: Operation, kind: Type, operands: Sequence[Operand], out: Any, written: set[int]) -> None:
-        if isinstance(out, Tensor):
-            if id(out) in written:
-                return
-            smooth = kind.smooth and differentiable_dtype(out)
-            # A draw is one until it is in what has a gradient; an integer made of it is a number like others.
-            drawn = kind.drawn and not smooth and (differentiable_dtype(out) or out.dtype == torch.bool)
-            t = kind._replace(smooth=smooth, drawn=drawn)
-            first = operands[0].fact if operands and op.view else None
-            if first is not None:
-                if op.copies:
-                    first = first._replace(start=int(out.storage_offset()))
-                self._ledger.set(out, first._replace(type=t), alias=True)
-            else:
-                self._roots += 1
-                self._ledger.set(out, Fact(t, self._roots, None, op.words, _callsite.site(), int(out.storage_offset())))
-        elif isinstance(out, (list, tuple)):
+    def _set_result_info(
+        self, op: Operation, new: Type, operands: Sequence[Operand], out: Any, written: set[int]
+    ) -> None:
+        if isinstance(out, (list, tuple)):
             for x in out:
-                self._give(op, kind, operands, x, written)
+                self._set_result_info(op, new, operands, x, written)
+        if not isinstance(out, Tensor) or id(out) in written:
+            return
+        differentiable = new.differentiable and differentiable_dtype(out)
+        # A value computed from a draw stays random until it has a gradient; an integer is a number like any other.
+        random = new.random and not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
+        type = new._replace(differentiable=differentiable, random=random)
+        if op.view and operands:
+            info = operands[0].info._replace(type=type)
+            if op.copies:
+                info = info._replace(start=int(out.storage_offset()))
+            self._table.set(out, info, alias=True)
+        else:
+            self._set_info(out, type, op=op.name)
 
-    def _rows(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation on lists: each tensor meets only those at its place in the other lists."""
-        kinds = []
-        for row in op.rows_of(args, kwargs):
-            read = row[op.rows_written :] if op.overwrites else row
-            kinds.append((row, self._meet(op, [Operand(x, self.fact(x)) for x in read])))
-        out = op.func(*args, **kwargs)
-        self._note_numbers(op, join([kind for _, kind in kinds]), args, kwargs)
-        for i, (row, kind) in enumerate(kinds):
-            for x in row[: op.rows_written]:
-                self._ledger.write(x, self.fact(x).type, kind, over=op.overwrites)
-            if isinstance(out, (list, tuple)) and i < len(out):
-                self._give(op, kind, [], out[i], set())
-        return out
-
-    def _note_numbers(self, op: Operation, kind: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the Python numbers that go into what is invariant: they must be the same on every rank."""
-        if kind.fixed and kind.smooth:
+    def _record_numbers_of_call(self, op: Operation, new: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the Python numbers of an invariant result: they must be the same on every rank."""
+        if new.invariant and new.differentiable:
             numbers = op.numbers(args, kwargs)
             if numbers:
-                self._keep(op.words, numbers, kind.fixed)
+                self._record_numbers(op.name, numbers, new.invariant)
 
-    def _keep(self, what: str, numbers: tuple[Any, ...], fixed: frozenset[str]) -> None:
-        where = _callsite.site()
-        self._counts[what, where] = count = self._counts.get((what, where), 0) + 1
-        self.numbers[what, where, count] = (numbers, fixed, where)
+    def _record_numbers(self, op: str, numbers: tuple[Any, ...], invariant: frozenset[str]) -> None:
+        site = _callsite.site()
+        self._runs[op, site] += 1
+        self.numbers[op, site, self._runs[op, site]] = (numbers, invariant, site)
 
     def numbers_to_compare(self) -> dict[Any, Any]:
-        """The numbers, in a form that travels."""
+        """Return the recorded numbers as plain data that can be sent to other processes."""
         return {
-            (op, str(where), where.lasti if where else 0, count): (given, sorted(fixed), str(where))
-            for (op, where, count), (given, fixed, _) in self.numbers.items()
+            (op, str(site), site.lasti if site else 0, run): (numbers, sorted(invariant), str(site))
+            for (op, site, run), (numbers, invariant, _) in self.numbers.items()
         }
 
     def digest(self) -> str:
-        """The same on two ranks whose numbers are."""
+        """Return a hash of the recorded numbers."""
         return hashlib.blake2b(repr(sorted(self.numbers_to_compare().items(), key=repr)).encode()).hexdigest()
 
-    # --- what the library asks ---
+    # --- losses, gradients, results ---
 
-    def loss(self, name: str, x: Tensor, leaves: Sequence[Tensor]) -> None:
-        """Raise where ranks have losses of their own, of parameters which they share."""
-        fact = self.fact(x)
+    def check_loss(self, name: str, x: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Raise if a loss varies over an axis over which a parameter is invariant."""
+        loss = Operand(unwrapped(x), self.info(x))
         for leaf in leaves:
-            own = self.fact(leaf)
-            axes = fact.type.varies & own.type.fixed
+            parameter = Operand(unwrapped(leaf), self.info(leaf))
+            axes = loss.info.type.varying & parameter.info.type.invariant
             if axes:
-                raise verdicts.loss_varies(
-                    self, name, Operand(unwrapped(x), fact), Operand(unwrapped(leaf), own), sorted(axes)
-                )
+                raise messages.loss_varies(self, name, loss, parameter, sorted(axes))
 
-    def gradient(self, name: str, x: Tensor, grad: Tensor) -> None:
-        """Raise unless a gradient varies over just what its parameter varies over; then it has its type."""
-        own, found = self.fact(x), self.fact(grad)
-        wrong = (found.type.varies & own.type.fixed) | (found.type.fixed & own.type.varies)
+    def check_gradient(self, name: str, x: Tensor, grad: Tensor) -> None:
+        """Raise unless a gradient varies over exactly the axes of its parameter; then give it the parameter's type."""
+        parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
+        want, have = parameter.info.type, gradient.info.type
+        wrong = (have.varying & want.invariant) | (have.invariant & want.varying)
         if wrong:
-            pair = Operand(unwrapped(x), own), Operand(unwrapped(grad), found)
-            raise verdicts.gradient_varies(self, name, *pair, sorted(wrong))
-        self._ledger.set(unwrapped(grad), found._replace(type=own.type), alias=True)
+            raise messages.gradient_has_wrong_type(self, name, parameter, gradient, sorted(wrong))
+        self._table.set(gradient.tensor, gradient.info._replace(type=want), alias=True)
 
-    def results(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
-        """The errors of results, each with its path, that do not fit their specs: one for each line and axes."""
+    def result_errors(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
+        """Return the errors of results, each with its path, that do not fit their specs: one for each line and axes."""
         groups: dict[Any, list[tuple[str, Operand, P]]] = {}
         for path, x, spec in rows:
-            fact, axes = self.fact(x), set(spec.axes)
-            extra, missing = tuple(sorted(fact.type.varies - axes)), tuple(sorted(fact.type.fixed & axes))
+            info, axes = self.info(x), set(spec.axes)
+            extra, missing = tuple(sorted(info.type.varying - axes)), tuple(sorted(info.type.invariant & axes))
             if extra or missing:
-                key = (fact.site, extra, () if extra else missing)
-                groups.setdefault(key, []).append((path, Operand(unwrapped(x), fact), spec))
-        return [verdicts.results(self, name, found, *key[1:]) for key, found in groups.items()]
+                key = (info.site, extra, () if extra else missing)
+                groups.setdefault(key, []).append((path, Operand(unwrapped(x), info), spec))
+        return [messages.results_have_wrong_type(self, name, group, *key[1:]) for key, group in groups.items()]
+
+
+# A __torch_dispatch__ in the class body would be wrapped by torch: the first operation would import dynamo for seconds.
+Checker.__torch_dispatch__ = Checker._dispatch  # type: ignore[assignment,method-assign]
+
+
+@functools.cache
+def _run_without_dynamo() -> Callable[..., Any]:
+    return torch.compiler.disable(Checker._run)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
-    """Raise where a Python number went into an invariant value, and differs between ranks over which it is that.
+    """Raise where a Python number that an invariant value was computed from differs between ranks of its axes.
 
-    `checkers` are those of this process's ranks; processes, whose digests were seen to differ, tell each other.
+    `checkers` are those of this process's ranks; on a process mesh the numbers are gathered.
     """
-    everyone: list[Any] = [c.numbers for c in checkers]
+    by_rank: list[Any] = [c.numbers for c in checkers]
     if mesh.kind == "process":
-        everyone = mesh.gather_objects(checkers[0].numbers_to_compare())
+        by_rank = mesh.gather_objects(checkers[0].numbers_to_compare())
     coords = [mesh.coords(rank) for rank in range(mesh.size)]
-    often = [Counter(place[:-1] for place in numbers) for numbers in everyone]
+    runs = [Counter(place[:-1] for place in numbers) for numbers in by_rank]
     for axis, n in mesh.axes.items():
-        for rank, at in enumerate(coords):
-            if at[axis] or n == 1:
+        for first, coord in enumerate(coords):
+            if coord[axis] or n == 1:
                 continue
-            line = [r for r, c in enumerate(coords) if {**c, axis: 0} == at]
-            for place, (given, fixed, where) in everyone[rank].items():
-                if axis not in fixed or len({often[r][place[:-1]] for r in line}) > 1:  # which is which, nobody knows
+            group = [rank for rank, c in enumerate(coords) if {**c, axis: 0} == coord]
+            for place, (numbers, invariant, site) in by_rank[first].items():
+                # Ranks that ran a line a different number of times cannot be matched run by run.
+                if axis not in invariant or len({runs[rank][place[:-1]] for rank in group}) > 1:
                     continue
-                others = [everyone[r].get(place, (given,))[0] for r in line]
-                if any(repr(other) != repr(given) for other in others):
-                    told = [(f"{axis}={i}", other) for i, other in enumerate(others)]
-                    raise verdicts.number_differs(place[0], where, axis, told)
+                values = [by_rank[rank].get(place, (numbers,))[0] for rank in group]
+                if any(repr(value) != repr(numbers) for value in values):
+                    rows = [(f"{axis}={i}", value) for i, value in enumerate(values)]
+                    raise messages.number_differs(place[0], site, axis, rows)
 
 
-def _matters(op: Operation, o: Operand) -> bool:
-    """Whether it matters to an operation that this operand is invariant: it has a gradient there, or is a draw."""
-    t = o.fact.type
-    if not t.drawn:
-        return t.smooth and not op.compares
-    # A drawn integer that is an index, a sampled token, picks from whatever there is.
+def _is_strict(op: Operation, o: Operand) -> bool:
+    """Return whether an operand must not mix with another type here: it has a gradient, or is a random draw."""
+    t = o.info.type
+    if not t.random:
+        return t.differentiable and not op.compares
+    # A drawn integer used as an index (a sampled token) may pick from any operand.
     return differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
-
-
-_unseen = disable_dynamo(Checker._see)
 
 
 __all__ = ["Checker", "same_numbers"]

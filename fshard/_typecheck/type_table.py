@@ -1,4 +1,4 @@
-"""What the checker knows of every tensor, and of the memory they share."""
+"""Table of what is known of every tensor in a region, and of in-place writes to the memory that tensors share."""
 
 from __future__ import annotations
 
@@ -9,88 +9,89 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fshard._torch_compat import storage_id as storage_of
-from fshard._torch_compat import unwrapped
+from fshard._torch_compat import storage_id, unwrapped
 
-from .types import FREE, Fact, Type, join
+from .types import FREE, TensorInfo, Type, join
 
 
-class _Written(NamedTuple):
-    """Bytes of a storage that were written in place, and with what."""
+class _Write(NamedTuple):
+    """A range of bytes of a storage that an in-place operation wrote, and the type of the written values."""
 
-    held: StorageWeakRef
+    storage: StorageWeakRef
     low: int
     high: int
     type: Type
 
 
-class Ledger:
-    """The fact of each tensor, by the tensor; of others, by their storage; and what was written in place, by bytes."""
+class TypeTable:
+    """Facts by tensor; where a tensor has none, those of its storage; corrected by in-place writes to its bytes."""
 
     def __init__(self) -> None:
-        self._facts: Any = WeakTensorKeyDictionary()
-        self._storages: dict[int, tuple[StorageWeakRef, Fact]] = {}  # of what was first in them
-        self._written: dict[int, list[_Written]] = {}  # what in-place writes brought to storages
+        self._by_tensor: Any = WeakTensorKeyDictionary()
+        self._by_storage: dict[int, tuple[StorageWeakRef, TensorInfo]] = {}  # of the first tensor in the storage
+        self._writes: dict[int, list[_Write]] = {}
 
-    def fact(self, x: Tensor) -> Fact:
-        """What is known of a tensor; of one that no operation made (an nn.Parameter of it), what is of its storage."""
+    def get(self, x: Tensor) -> TensorInfo:
+        """Return the facts of a tensor; of one that no operation made (an nn.Parameter), those of its storage."""
         x = unwrapped(x)
-        found: Fact | None = self._facts.get(x)
-        if _odd(x):
-            return found or FREE
-        at = storage_of(x)
-        if found is None:
-            held, known = self._storages.get(at, (None, FREE))
-            found = known if held is not None and _alive(held) else FREE
-        if at in self._written:
-            low, high = _span(x)
-            kinds = [w.type for w in self._written[at] if _alive(w.held) and w.low < high and low < w.high]
-            if kinds:
-                found = found._replace(type=join([found.type, *kinds], x))
-        return found
+        info: TensorInfo | None = self._by_tensor.get(x)
+        if _has_no_single_storage(x):
+            return info or FREE
+        key = storage_id(x)
+        if info is None:
+            storage, first = self._by_storage.get(key, (None, FREE))
+            info = first if storage is not None and _alive(storage) else FREE
+        if key in self._writes:
+            low, high = _byte_range(x)
+            overlapping = [w for w in self._writes[key] if _alive(w.storage) and w.low < high and low < w.high]
+            if overlapping:
+                info = info._replace(type=join([info.type, *(w.type for w in overlapping)], x))
+        return info
 
-    def set(self, x: Tensor, fact: Fact, *, alias: bool = False) -> None:
-        """Write down what is known of a tensor; as an `alias` it shares memory with one that is something else."""
+    def set(self, x: Tensor, info: TensorInfo, *, alias: bool = False) -> None:
+        """Set the facts of a tensor; an `alias` shares memory with a tensor of another type."""
         x = unwrapped(x)
-        self._facts[x] = fact
-        if not alias and not _odd(x):
-            at = storage_of(x)
-            held, known = self._storages.get(at, (None, fact))
-            if held is None or not _alive(held):
-                self._storages[at] = _reference(x), fact
-            elif known.type != fact.type:  # one storage, several types: of a transfer, say
-                self._storages[at] = held, FREE
+        self._by_tensor[x] = info
+        if not alias and not _has_no_single_storage(x):
+            key = storage_id(x)
+            storage, first = self._by_storage.get(key, (None, info))
+            if storage is None or not _alive(storage):
+                self._by_storage[key] = _weak_storage(x), info
+            elif first.type != info.type:  # parts of one buffer have several types: the leaves of one transfer, say
+                self._by_storage[key] = storage, FREE
 
-    def write(self, x: Tensor, old: Type, new: Type, *, over: bool) -> None:
-        """An in-place operation, `over` what was there: the tensor, and all that share its bytes, are what it wrote."""
-        low, high = _span(x)
-        dense = high - low == x.numel() * x.element_size()
-        kind = new if over and dense else join([old, new], x)
-        at = storage_of(x)
-        kept = [w for w in self._written.get(at, ())
-                if _alive(w.held) and not (over and dense and low <= w.low and w.high <= high)]  # fmt: skip
-        self._facts[x] = (self._facts.get(x) or self.fact(x))._replace(type=kind)
-        self._written[at] = [*kept, _Written(_reference(x), low, high, kind)]
+    def write(self, x: Tensor, old: Type, new: Type, *, overwrites: bool) -> None:
+        """Record that an in-place operation wrote values of type `new` to `x`, and so to all tensors that share bytes.
+
+        `overwrites` says that the operation does not read the old values.
+        """
+        low, high = _byte_range(x)
+        replaces_all = overwrites and high - low == x.numel() * x.element_size()
+        written = new if replaces_all else join([old, new], x)
+        key = storage_id(x)
+        others = [w for w in self._writes.get(key, ())
+                  if _alive(w.storage) and not (replaces_all and low <= w.low and w.high <= high)]  # fmt: skip
+        self._by_tensor[x] = (self._by_tensor.get(x) or self.get(x))._replace(type=written)
+        self._writes[key] = [*others, _Write(_weak_storage(x), low, high, written)]
 
 
-def _reference(x: Tensor) -> StorageWeakRef:
+def _weak_storage(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _alive(held: StorageWeakRef) -> bool:
-    return not held.expired()  # type: ignore[no-untyped-call]
+def _alive(storage: StorageWeakRef) -> bool:
+    return not storage.expired()  # type: ignore[no-untyped-call]
 
 
-def _odd(x: Tensor) -> bool:
-    """Whether a tensor has no one storage."""
+def _has_no_single_storage(x: Tensor) -> bool:
     return x.layout is not torch.strided or x.is_nested or x.is_mkldnn
 
 
-def _span(x: Tensor) -> tuple[int, int]:
-    """The bytes of its storage between which a tensor lies."""
-    low = int(x.storage_offset())
-    n = 1 + sum((k - 1) * step for k, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    return low * x.element_size(), (low + n) * x.element_size()
+def _byte_range(x: Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the byte after its last."""
+    start = int(x.storage_offset())
+    n = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return start * x.element_size(), (start + n) * x.element_size()
 
 
-__all__ = ["Ledger"]
+__all__ = ["TypeTable"]

@@ -1,9 +1,9 @@
-"""What the checker knows of a tensor: its type over each mesh axis, and what to call it."""
+"""Types of tensors per mesh axis, and the facts about a tensor that an error message prints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,74 +15,65 @@ NONE: frozenset[str] = frozenset()
 
 
 class Type(NamedTuple):
-    """What a tensor varies over and is fixed (invariant) over; the axes in neither are free."""
+    """The axes a tensor varies over and those it is invariant over; over the axes in neither it is free."""
 
-    varies: frozenset[str] = NONE
-    fixed: frozenset[str] = NONE
-    smooth: bool = False  # may have a gradient: a float that comes of a float argument
-    drawn: bool = False  # a random draw, or made of draws alone
+    varying: frozenset[str] = NONE
+    invariant: frozenset[str] = NONE
+    differentiable: bool = False  # may have a gradient: a float computed from a float argument
+    random: bool = False  # a random draw, or computed from draws alone
 
 
-class Fact(NamedTuple):
-    """What is known of one tensor: its type, and what to call it."""
+class TensorInfo(NamedTuple):
+    """The type of one tensor, and its origin."""
 
     type: Type
     root: int  # the same for a tensor and its views
-    name: str | None = None  # its path among the arguments
-    op: str = ""  # what made it, and where
-    site: Site | None = None
-    start: int = 0  # of the root, in its storage
+    name: str | None = None  # path among the region's arguments
+    op: str = ""  # the operation that made the tensor
+    site: Site | None = None  # the user's line that made it
+    start: int = 0  # storage offset of the root
 
 
-FREE = Fact(Type(), 0)
+FREE = TensorInfo(Type(), 0)
 
 
 class Operand(NamedTuple):
-    """A tensor in an error."""
+    """A plain tensor that an operation reads, and its facts."""
 
     tensor: Tensor
-    fact: Fact
+    info: TensorInfo
 
 
 class IndexMix(NamedTuple):
-    """Where an integer or bool that varies over `axis` met what is invariant over it, which is no error by itself."""
+    """A use of an integer or bool that varies over `axis` with an invariant operand: an error only if differentiated.
+
+    The forward pass records these uses, because only the backward pass shows that the gradient is wrong.
+    """
 
     axis: str
     op: str
     site: Site | None
-    still: Fact
-    moving: Fact
+    invariant: TensorInfo
+    indices: TensorInfo
 
 
-class CheckerView(Protocol):
-    """What can be asked of a checker."""
-
-    sizes: Mapping[str, int]
-    arguments: list[Fact]
-    met: list[IndexMix]
-
-    def fact(self, x: Tensor) -> Fact:
-        """What is known of a tensor."""
-
-
-def join(kinds: Sequence[Type], like: Tensor | None = None) -> Type:
-    """The type of what depends on these."""
-    typed = [t for t in kinds if t.varies or t.fixed]
-    if (
-        typed and (like is None or differentiable_dtype(like)) and typed.count(typed[0]) == len(typed)
-    ):  # as nearly always
+def join(types: Sequence[Type], result: Tensor | None = None) -> Type:
+    """Return the type of a value computed from operands of these types; only a float `result` is differentiable."""
+    typed = [t for t in types if t.varying or t.invariant]
+    can_differentiate = result is None or differentiable_dtype(result)
+    if typed and can_differentiate and typed.count(typed[0]) == len(typed):  # the usual case, made fast
         return typed[0]
-    varies = NONE.union(*(t.varies for t in typed))
-    fixed = NONE.union(*(t.fixed for t in typed)) - varies
-    smooth = any(t.smooth for t in typed) and (like is None or differentiable_dtype(like))
-    return Type(varies, fixed, smooth, any(t.drawn for t in typed))
+    varying = NONE.union(*(t.varying for t in typed))
+    invariant = NONE.union(*(t.invariant for t in typed)) - varying
+    differentiable = can_differentiate and any(t.differentiable for t in typed)
+    return Type(varying, invariant, differentiable, any(t.random for t in typed))
 
 
-def typed(o: Operand, shape: Sequence[int] | None = None) -> str:
-    """`f32[64, 256]{V: data; I: model}`; of another shape where the user's tensor is a view of it."""
-    t = o.fact.type
-    parts = [f"{letter}: {', '.join(sorted(axes))}" for letter, axes in (("V", t.varies), ("I", t.fixed)) if axes]
-    return f"{describe(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(parts)}}}"
+def show_type(o: Operand, shape: Sequence[int] | None = None) -> str:
+    """Return `f32[64, 256]{V: data; I: model}`; with another `shape` where the user's tensor is a view of `o`."""
+    t = o.info.type
+    axes = [f"{state}: {', '.join(sorted(names))}" for state, names in (("V", t.varying), ("I", t.invariant)) if names]
+    return f"{describe(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(axes)}}}"
 
 
-__all__ = ["FREE", "NONE", "CheckerView", "Fact", "IndexMix", "Operand", "Type", "join", "typed"]
+__all__ = ["FREE", "NONE", "IndexMix", "Operand", "TensorInfo", "Type", "join", "show_type"]

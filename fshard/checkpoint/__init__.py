@@ -34,7 +34,7 @@ from fshard.errors import ShardingError, fail, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
-from fshard.spec import P, describe, is_spec, problems
+from fshard.spec import P, describe, is_spec, spec_errors
 
 from . import commit
 from .manifest import SCALARS, Saved, Scalar, read_manifest
@@ -164,7 +164,7 @@ def _target(label: str, leaf: Any, spec: P | None, mesh: Mesh | None) -> Target:
         if spec is None or mesh is None:
             shown = describe(leaf.dtype, leaf.shape)
             raise fail(f"{label}: nothing says where it goes", fix="give specs= and mesh=", leaf=shown)
-        raise_all(problems(label, leaf.shape, spec, mesh.axes))
+        raise_all(spec_errors(label, leaf.shape, spec, mesh.axes))
         return Target(leaf.shape, leaf.dtype, mesh.device, spec, mesh)
     if spec is not None and spec.axes:
         raise fail(f"{label}: a {type(leaf).__name__} in `like` goes onto no mesh", spec=spec,

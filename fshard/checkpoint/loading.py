@@ -33,7 +33,7 @@ from fshard._comm import HOST, empty_part
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.sharded import from_callback
-from fshard.spec import Box, P, box_shape, describe, local_box, same, whole
+from fshard.spec import Box, P, box_shape, describe, full_box, local_box, same_placement
 
 from . import commit
 from .manifest import Manifest, Saved, Scalar, decode_scalar, encode, read_manifest
@@ -71,7 +71,7 @@ class Target:
     def boxes(self) -> list[Box]:
         """The different boxes that this process needs, empty ones left out."""
         if self.mesh is None or self.spec is None:
-            return [whole(self.shape)]
+            return [full_box(self.shape)]
         coords = [self.mesh.coords(rank) for rank in self.mesh.ranks]
         boxes = [local_box(self.shape, self.spec, self.mesh.axes, at) for at in coords]
         return list({_corner(box): box for box in boxes if 0 not in box_shape(box)}.values())
@@ -80,13 +80,13 @@ class Target:
         """Whether two paths of one leaf can be one object again."""
         if self.mesh is None or self.spec is None or other.spec is None:
             return self.mesh == other.mesh and self.device == other.device
-        return self.mesh == other.mesh and same(self.spec, other.spec, len(self.shape))
+        return self.mesh == other.mesh and same_placement(self.spec, other.spec, len(self.shape))
 
     def result(self) -> Any:
         if self.kind is not None:
             return self.value
         if self.mesh is None or self.spec is None:
-            return self.parts[_corner(whole(self.shape))]
+            return self.parts[_corner(full_box(self.shape))]
         return from_callback(self.shape, self.spec, self.mesh, self._part)
 
     def empty_part(self, box: Box) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import ShardingError, fail
-from fshard.spec import Box, box_shape, inside
+from fshard.spec import Box, box_shape, relative_box
 
 BLOCK = 1 << 20  # part of the format: another size needs another version
 NAME = re.compile(r"part-\d{5,}(\.\d+)?\.safetensors")
@@ -198,7 +198,7 @@ def read_chunk(f: io.BufferedReader, leaf: str, chunk: Chunk, wanted: Sequence[t
                        fix=ELSE, expected=f"crc32 {crc32:08x}", got=f"{crc:08x}")  # fmt: skip
         values = room[:size].view(dtype).view(box_shape(block))
         for common, box, out in shared:
-            out[inside(common, box)] = values[inside(common, block)]
+            out[relative_box(common, box)] = values[relative_box(common, block)]
 
 
 def _common(a: Box, b: Box) -> Box:

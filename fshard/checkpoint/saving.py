@@ -43,7 +43,7 @@ from torch.futures import Future
 
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
-from fshard.spec import box_shape, describe, ends
+from fshard.spec import box_bounds, box_shape, describe
 
 from . import commit
 from .manifest import SCALARS, Manifest, Saved, Scalar, decode_scalar, encode, write_manifest
@@ -287,7 +287,7 @@ def _holders(leaf: Sharded | Tensor) -> Holders:
     for rank in range(leaf.mesh.size):
         box = leaf.box(rank)
         if 0 not in box_shape(box):
-            found.setdefault(ends(box), []).append(rank)
+            found.setdefault(box_bounds(box), []).append(rank)
     return found
 
 

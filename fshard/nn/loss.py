@@ -63,7 +63,7 @@ def cross_entropy(
     if weight is not None:
         weight, found = weight.detach().to(wide), checker()
         if found is not None:  # without a gradient it goes with logits of any type
-            found.constant(weight)
+            found.mark_constant(weight)
     small = torch.compiler.is_dynamo_compiling() or logits.numel() <= softmax.SMALL
     if small and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
         rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1).long()

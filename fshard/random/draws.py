@@ -37,7 +37,7 @@ from fshard._comm import checker, in_region
 from fshard._comm import region as current_region
 from fshard._torch_compat import without_functorch
 from fshard.errors import fail, raise_all
-from fshard.spec import Box, P, box_shape, local_box, problems, whole
+from fshard.spec import Box, P, box_shape, full_box, local_box, spec_errors
 
 from .keys import DRAW, plain, words_of
 from .philox import M, Word, philox, philox_lanes
@@ -259,9 +259,9 @@ def _part(
     found = checker()
     if found is None:
         return draw(box, device)
-    with found.resting():
+    with found.paused():
         out = draw(box, device)
-    found.draw(out, f"random.{verb}", key, spec.axes)
+    found.set_draw_type(out, f"random.{verb}", key, spec.axes)
     return out
 
 
@@ -270,9 +270,9 @@ def _here(verb: str, shape: Sequence[int], spec: P, device: torch.device | None)
     if device is None and in_region():
         device = current_region().device
     if not spec.axes:
-        return whole(shape), device
+        return full_box(shape), device
     region = current_region(f"random.{verb} with spec={spec}")
-    raise_all(problems(f"random.{verb}", tuple(shape), spec, region.sizes))
+    raise_all(spec_errors(f"random.{verb}", tuple(shape), spec, region.sizes))
     return local_box(shape, spec, region.sizes, region.coords), device
 
 

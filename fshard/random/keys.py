@@ -106,7 +106,7 @@ def _tensor(words: Any, verb: str, *of: Any) -> Tensor:
         out = torch.tensor(words, device="cpu")
     found = checker()
     if found is not None:
-        found.made(out, verb, of=of)
+        found.set_integer_type(out, verb, of=of)
     return out
 
 

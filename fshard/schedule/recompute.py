@@ -17,7 +17,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from fshard._comm import transfer_count
 from fshard._torch_compat import version_of
 from fshard.errors import ShardingError, fail
-from fshard.spec import short
+from fshard.spec import short_dtype
 
 
 class UnderHooksError(ShardingError):
@@ -46,7 +46,7 @@ class _SavedTensor:
         return self.x
 
     def __str__(self) -> str:
-        return f"{short(self.dtype)}[{', '.join(map(str, self.shape))}]"
+        return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
 
 
 class DiscardedTensors:

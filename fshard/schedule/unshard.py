@@ -14,7 +14,7 @@ from fshard._comm import HOST, Axis, Region, copy_to_device, known_axes, live_ax
 from fshard._ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
 from fshard.collectives import by_dtype
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.spec import P, piece
+from fshard.spec import P, part_range
 from fshard.spec import is_spec as _is_spec
 
 
@@ -113,7 +113,7 @@ def routes(
                                    fix=f"make {joined} the minor axes: {(*first, *joined)}"))  # fmt: skip
             elif any(a in live for a in joined):
                 sizes, coords = [region.sizes[a] for a in major], [region.coords[a] for a in major]
-                n = None if shape is None else piece(shape[dim], sizes, coords)[1]
+                n = None if shape is None else part_range(shape[dim], sizes, coords)[1]
                 gathers.append(Joined(tuple(a for a in joined if a in live), dim, n))
         varied = tuple(a for a in live if a not in spec.axes)
         out.append(Route(varied, tuple(gathers), spec.memory == "host"))

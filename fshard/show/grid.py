@@ -13,7 +13,7 @@ import torch
 
 from fshard.errors import raise_all
 from fshard.mesh import Mesh
-from fshard.spec import P, describe, piece, problems, sized
+from fshard.spec import P, describe, format_axes, part_range, spec_errors
 
 Sizes = Mapping[str, int]
 
@@ -59,7 +59,7 @@ def layout(shape: Sequence[int], spec: P, *, mesh: Mesh | Sizes) -> View:
     Raises ShardingError where the spec does not fit the shape or the mesh.
     """
     sizes = sizes_of(mesh)
-    raise_all(problems("layout", tuple(shape), spec, sizes))
+    raise_all(spec_errors("layout", tuple(shape), spec, sizes))
     what = describe(torch.float32, shape, spec).removeprefix("f32")
     return picture(what, tuple(shape), spec, sizes)
 
@@ -81,12 +81,12 @@ def picture(what: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> View:
     """The ranks that hold each block, over the two dims that are split, or the last ones."""
     parts = spec.parts(len(shape))
     split = [d for d, axes in enumerate(parts) if math.prod(sizes[a] for a in axes) > 1]
-    title = f"{what} on {sized(sizes)}"
+    title = f"{what} on {format_axes(sizes)}"
     shown = sorted((split + [d for d in reversed(range(len(shape))) if d not in split])[: max(2, len(split))])
     boxes: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank, at in enumerate(np.ndindex(*sizes.values())):
         coords = dict(zip(sizes, at, strict=True))
-        cuts = [piece(shape[d], [sizes[a] for a in parts[d]], [coords[a] for a in parts[d]]) for d in shown]
+        cuts = [part_range(shape[d], [sizes[a] for a in parts[d]], [coords[a] for a in parts[d]]) for d in shown]
         boxes.setdefault(tuple((start, start + n) for start, n in cuts), []).append(rank)
     empty = [r for box, ranks in boxes.items() if any(a == b for a, b in box) for r in ranks]
     held = {box: ranks for box, ranks in boxes.items() if all(a < b for a, b in box)}

@@ -22,7 +22,7 @@ from fshard.errors import ShardingError, fail, raise_all
 from fshard.init import Deferred, describe_initializer
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
-from fshard.spec import P, describe, is_spec, lengths, problems, sized
+from fshard.spec import P, describe, format_axes, is_spec, part_lengths, spec_errors
 
 from .grid import Sizes, View, div, mesh_grid, picture, sizes_of
 
@@ -81,7 +81,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
     found = tree.leaves_with_path(tree_)
     own = {tuple(x.mesh.axes.items()) for _, x in found if isinstance(x, Sharded)}
     if mesh is None and len(own) > 1:
-        names = [sized(dict(axes)) for axes in sorted(own)]
+        names = [format_axes(dict(axes)) for axes in sorted(own)]
         raise fail("show: leaves on different meshes", *names, fix="pass mesh=, or show them one by one")
     sizes = sizes_of(mesh) if mesh is not None else dict(*own)
     flat = [None] * len(found) if specs is None else tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
@@ -115,7 +115,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
 def _misfits(where: str, shape: tuple[int, ...], spec: P | None, sizes: Sizes) -> list[ShardingError]:
     """`problems`; without a mesh any axis will do, but not more dims than there are."""
     if spec is None or sizes:
-        return [] if spec is None else problems(where, shape, spec, sizes)
+        return [] if spec is None else spec_errors(where, shape, spec, sizes)
     try:
         spec.parts(len(shape))
     except ShardingError as e:
@@ -134,7 +134,7 @@ def _local(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], i
             out = out * (n // math.prod(cut))
             continue
         order = sorted(range(len(names)), key=lambda i: list(sizes).index(names[i]))
-        line = np.array(lengths(n, cut)).reshape(cut).transpose(order)
+        line = np.array(part_lengths(n, cut)).reshape(cut).transpose(order)
         out = out * line.reshape([k if a in names else 1 for a, k in sizes.items()])
     return out
 
@@ -295,7 +295,7 @@ def _total(root: _Node, sizes: Sizes) -> str:
         return whole
     n = math.prod(sizes.values())
     beside = f", and {_span(root.host)} of its host's memory" if np.max(root.host) else ""
-    return f"{whole}; {_span(root.one)} on each of {n} devices ({sized(sizes)}){beside}"
+    return f"{whole}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){beside}"
 
 
 def _table(root: _Node | None, sizes: Sizes) -> str:

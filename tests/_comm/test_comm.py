@@ -13,11 +13,11 @@ from collections import Counter
 
 import pytest
 import torch
-from torch._functorch import eager_transforms
 
 import fshard as fs
 from fshard import P, ShardingError
 from fshard._comm import in_region, region
+from fshard._torch_compat import set_jvp_nesting
 
 SOON = 10.0  # seconds: what does not hang is far below, on any machine
 
@@ -195,7 +195,7 @@ def test_text_of_a_rank_that_returns_while_others_wait(first):
         return fs.psum(fs.pvary(x, "a"), "a")
 
     assert text(fs.make_mesh(a=3), f, torch.ones(2, 4)) == (
-        "deadlock: every rank waits for one that will not come\n"
+        "deadlock: every rank that has not returned waits for another one\n"
         "  rank 0  waits in all_reduce over 'a' of float32[2, 4]\n"
         "  rank 2  waits in all_reduce over 'a' of float32[2, 4]\n"
         "  rank 1  has returned\n"
@@ -209,7 +209,7 @@ def test_text_of_a_deadlock_across_axes():
         return fs.psum(fs.all_gather(x, "a"), "b") if crossed else fs.all_gather(fs.psum(x, "b"), "a")
 
     assert text(fs.make_mesh(a=2, b=2), f, torch.ones(3)) == (
-        "deadlock: every rank waits for one that will not come\n"
+        "deadlock: every rank that has not returned waits for another one\n"
         "  rank 0  waits in all_gather over 'a' of float32[3]\n"
         "  rank 1  waits in all_reduce over 'b' of float32[3]\n"
         "  rank 2  waits in all_reduce over 'b' of float32[3]\n"
@@ -351,8 +351,7 @@ def test_meshes_run_beside_each_other_and_jvp_works_within_and_after():
     second.start()
     first.join(SOON)
     second.join(SOON)
-    after = eager_transforms.JVP_NESTING
-    eager_transforms.JVP_NESTING = 0  # whatever happened: the other tests go on
+    after = set_jvp_nesting(0)  # in any case, for the tests that follow
     assert results == {"early": [6, 6], "late": [6, 6]}
     assert after == 0
     assert square(torch.full((2,), 3.0)).tolist() == [6, 6]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import queue
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard._comm import p2p as pairs
-from fshard._comm.board import boards
-from fshard._comm.gloo import Wires
+from fshard._comm import index_of, size_of
+from fshard._comm.gloo import GlooConnections
 from fshard._comm.process import ProcessComm
 from fshard._ops.linear_maps import Gather, Scatter, Sum
 from tests.lib.collective_cases import EVERY_DTYPE, check_pending_transfers, check_transfer_records
@@ -35,103 +33,84 @@ MESHES = [
 # --- a network in memory, under the code of process meshes -----------------------------------------------------
 
 
-class Wire:
-    """What gloo does, for ranks that are threads: messages meet by sender, receiver and tag, in order."""
+class MemoryBackend:
+    """Does as the backend of gloo for ranks that are threads: messages match by sender, receiver and tag, in order."""
 
-    def __init__(self, net: dict[Any, Any], me: int) -> None:
-        self.net, self.me = net, me
+    def __init__(self, network: dict[Any, Any], me: int) -> None:
+        self.network, self.me = network, me
         self.sent: list[tuple[int, Tensor]] = []
         self.received: list[tuple[int, Tensor]] = []
 
-    def _box(self, *key: int) -> Any:
-        """What was sent from one to another by a tag, and the tickets of those who wait for it."""
-        return self.net.setdefault(key, (queue.Queue(), queue.Queue()))  # atomic
+    def _channel(self, *key: int) -> Any:
+        """The queues of a channel: messages that were sent, and queues of the receivers that wait for one."""
+        return self.network.setdefault(key, (queue.Queue(), queue.Queue()))  # atomic
 
     def send(self, xs: list[Tensor], to: int, tag: int) -> Work:
         (x,) = xs
         assert x.is_contiguous()
-        assert not x.is_conj()  # bytes know nothing of it
+        assert not x.is_conj()  # a conjugate view has the bytes of its base
         self.sent.append((to, x))
-        box = self._box(self.me, to, tag)
-        with self.net.setdefault("lock", threading.Lock()):
-            box[0].put(x.clone())
-            self._match(*box)
+        channel = self._channel(self.me, to, tag)
+        with self.network.setdefault("lock", threading.Lock()):
+            channel[0].put(x.clone())
+            self._match(*channel)
         return Work(lambda: None)
 
-    def _match(self, sent: Any, wanted: Any) -> None:
-        while not sent.empty() and not wanted.empty():
-            wanted.get().put(sent.get())
+    def _match(self, messages: Any, receivers: Any) -> None:
+        while not messages.empty() and not receivers.empty():
+            receivers.get().put(messages.get())
 
-    def recv(self, xs: list[Tensor], of: int, tag: int) -> Work:
+    def recv(self, xs: list[Tensor], source: int, tag: int) -> Work:
         (x,) = xs
         assert x.is_contiguous()
-        self.received.append((of, x))
-        box, ticket = self._box(of, self.me, tag), queue.Queue()
-        with self.net.setdefault("lock", threading.Lock()):
-            box[1].put(ticket)
-            self._match(*box)
+        self.received.append((source, x))
+        channel, receiver = self._channel(source, self.me, tag), queue.Queue()
+        with self.network.setdefault("lock", threading.Lock()):
+            channel[1].put(receiver)
+            self._match(*channel)
 
-        def arrive() -> None:
-            message = ticket.get(timeout=60)
+        def wait() -> None:
+            message = receiver.get(timeout=60)
             assert message.numel() == x.numel()
             x.view(-1).copy_(message.view(-1))
 
-        return Work(arrive)
+        return Work(wait)
 
 
 class Work:
-    def __init__(self, act: Any) -> None:
-        self.wait = act
+    def __init__(self, wait: Any) -> None:
+        self.wait = wait
 
 
-class Wired(ProcessComm):
-    """A rank of a process mesh without processes: its groups are wires in memory."""
+class InMemoryComm(ProcessComm):
+    """A rank of a process mesh without processes: its groups are networks in memory."""
 
-    def __init__(self, sizes: dict[str, int], coords: dict[str, int], nets: dict[Any, Any]) -> None:
+    def __init__(self, sizes: dict[str, int], coords: dict[str, int], networks: dict[Any, Any]) -> None:
         self.sizes, self.coords = sizes, coords
         self._axes = tuple(a for a, n in sizes.items() if n > 1)
-        self._groups, self._wires, self._visible, self._lines = {}, {}, {}, {}
+        self._connections, self._peers = {}, {}
         for k in range(1, len(self._axes) + 1):
             for axes in itertools.combinations(self._axes, k):
-                rest = tuple(coords[a] for a in sizes if a not in axes)
-                place = 0
-                for a in axes:
-                    place = place * sizes[a] + coords[a]
-                self._groups[axes] = ""
-                self._wires[axes] = Wires(Wire(nets.setdefault((axes, rest), {}), place))
-
-    def share(self) -> None:
-        """As ranks of one host: with boards."""
-        for axes, wires in self._wires.items():
-            line = self._line(axes, torch.empty(0))
-            wires.board = boards(line.me, functools.partial(pairs.all_gather, line), 60.0)
-            assert wires.board is not None
+                others = tuple(coords[a] for a in sizes if a not in axes)
+                rank, size = index_of(axes, sizes, coords), size_of(axes, sizes)
+                backend = MemoryBackend(networks.setdefault((axes, others), {}), rank)
+                self._connections[axes] = GlooConnections(backend, rank, size)
 
 
-def wired(sizes: dict[str, int], *, shared: bool = False) -> Any:
-    """A mesh's `run` over wires in memory; `shared`, over boards."""
+def run_in_memory(sizes: dict[str, int]) -> Any:
+    """`Mesh.run` of a mesh whose ranks are threads and send messages in memory."""
 
     def run(f: Any) -> list[Any]:
-        nets: dict[Any, Any] = {}
-
-        def rank_main(comm: Wired, rank: int) -> Any:
-            if shared:
-                comm.share()
-            return f(comm, rank)
-
+        networks: dict[Any, Any] = {}
         places = list(itertools.product(*(range(n) for n in sizes.values())))
         with ThreadPoolExecutor(len(places)) as pool:
-            comms = [Wired(sizes, dict(zip(sizes, at, strict=True)), nets) for at in places]
-            return [future.result() for future in [pool.submit(rank_main, c, r) for r, c in enumerate(comms)]]
+            comms = [InMemoryComm(sizes, dict(zip(sizes, at, strict=True)), networks) for at in places]
+            return [future.result() for future in [pool.submit(f, c, r) for r, c in enumerate(comms)]]
 
     return run
 
 
-RUNS = {
-    "simulated": lambda sizes: fs.make_mesh(**sizes).run,
-    "sockets": wired,
-    "boards": functools.partial(wired, shared=True),
-}
+RUNS = {"simulated": lambda sizes: fs.make_mesh(**sizes).run, "messages": run_in_memory}
 
 
 # --- values ----------------------------------------------------------------------------------------------------
@@ -214,8 +193,7 @@ def test_sums_are_contiguous_and_on_the_device_of_their_parts(kind):
     RUNS[kind]({"a": 2})(f)
 
 
-@pytest.mark.parametrize("kind", ["sockets", "boards"])
-def test_a_flight_that_one_rank_drops_and_another_keeps_stops_nobody(kind):
+def test_transfer_that_one_rank_drops_and_another_keeps_blocks_no_later_one():
     def f(comm: Any, rank: int) -> None:
         kept = [comm.reduce([torch.ones(9)], ("a",)) for _ in range(3)]
         if rank == 0:
@@ -223,7 +201,7 @@ def test_a_flight_that_one_rank_drops_and_another_keeps_stops_nobody(kind):
         for i in range(5):
             assert comm.all_reduce(torch.full((9,), float(i)), "sum", ("a",))[0] == 2 * i
 
-    RUNS[kind]({"a": 2})(f)
+    run_in_memory({"a": 2})(f)
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -282,21 +260,22 @@ def test_a_map_that_is_started_gives_what_it_gives_when_run(kind, n):
     RUNS[kind]({"a": n})(f)
 
 
-# --- what goes over the wire -----------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------
 
 
-class Silent(Wire):
-    def recv(self, xs: list[Tensor], of: int, tag: int) -> Work:
-        self.received.append((of, xs[0]))
+class ZeroBackend(MemoryBackend):
+    """A backend that receives zeros from every rank, at once."""
+
+    def recv(self, xs: list[Tensor], source: int, tag: int) -> Work:
+        self.received.append((source, xs[0]))
         return Work(xs[0].zero_)
 
 
-def silent(n: int) -> tuple[Any, Silent]:
-    """Rank 1 of n, where all the others send is zeros."""
-    comm = Wired({"a": n}, {"a": 1}, {})
-    wire = Silent({}, 1)
-    comm._wires = {("a",): Wires(wire)}
-    return comm, wire
+def zero_comm(n: int) -> tuple[Any, ZeroBackend]:
+    """Rank 1 of n, which receives zeros, and its backend."""
+    comm, backend = InMemoryComm({"a": n}, {"a": 1}, {}), ZeroBackend({}, 1)
+    comm._connections = {("a",): GlooConnections(backend, 1, n)}
+    return comm, backend
 
 
 def where(moved: list[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
@@ -309,26 +288,26 @@ def at(r: int, x: Tensor) -> tuple[int, int, int]:
 
 
 def test_what_is_large_moves_without_a_copy():
-    comm, wire = silent(3)
+    comm, backend = zero_comm(3)
     x, whole = torch.ones(40_000), torch.zeros(120_000)
     comm.gather([x], [whole.split(40_000)], ("a",))()
-    assert where(wire.sent) == sorted([at(0, x), at(2, x)])
-    assert where(wire.received) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
+    assert where(backend.sent) == sorted([at(0, x), at(2, x)])
+    assert where(backend.received) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
 
-    comm, wire = silent(3)
+    comm, backend = zero_comm(3)
     (total,) = comm.scatter([whole.split(40_000)], ("a",))()
-    assert where(wire.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
-    assert at(0, total) in where(wire.received)  # the sum is made where the first part came
+    assert where(backend.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
+    assert at(0, total) in where(backend.received)  # the sum is made where the first part came
 
-    comm, wire = silent(2)
+    comm, backend = zero_comm(2)
     (total,) = comm.reduce([x], ("a",), fresh=True)()
-    assert (where(wire.sent), where(wire.received)) == ([at(0, x)], [at(0, total)])
+    assert (where(backend.sent), where(backend.received)) == ([at(0, x)], [at(0, total)])
 
-    comm, wire = silent(3)  # of three, each sums a third
+    comm, backend = zero_comm(3)  # of three, each sums a third
     comm.reduce([whole], ("a",))()
     mine = whole[40_000:80_000]
-    assert where(wire.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:]), at(0, mine), at(2, mine)])
-    assert [m for m in where(wire.received) if m in (at(0, whole[:40_000]), at(2, whole[80_000:]))]
+    assert where(backend.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:]), at(0, mine), at(2, mine)])
+    assert [m for m in where(backend.received) if m in (at(0, whole[:40_000]), at(2, whole[80_000:]))]
 
 
 def test_what_is_small_goes_in_one_message_to_each_rank():
@@ -337,40 +316,40 @@ def test_what_is_small_goes_in_one_message_to_each_rank():
         lambda comm, xs: comm.gather(xs, [[torch.empty(x.shape) for _ in range(3)] for x in xs], ("a",)),
         lambda comm, xs: comm.scatter([[x] * 3 for x in xs], ("a",)),
     ):
-        comm, wire = silent(3)
+        comm, backend = zero_comm(3)
         start(comm, [small[0], large, *small[1:]])()
-        sizes = [(r, size) for r, _, size in where(wire.sent)]
+        sizes = [(r, size) for r, _, size in where(backend.sent)]
         assert sorted(sizes) == [(0, 4 * 131), (0, 4 * 30_000), (2, 4 * 131), (2, 4 * 30_000)]
-        assert sorted((r, size) for r, _, size in where(wire.received)) == sorted(sizes)
-    comm, wire = silent(3)
+        assert sorted((r, size) for r, _, size in where(backend.received)) == sorted(sizes)
+    comm, backend = zero_comm(3)
     comm.reduce(small, ("a",))()
-    assert [(r, size) for r, _, size in where(wire.sent)] == [(0, 4 * 131), (2, 4 * 131)]
+    assert [(r, size) for r, _, size in where(backend.sent)] == [(0, 4 * 131), (2, 4 * 131)]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_nothing_is_sent_that_nobody_asked_for(n):
     """(n-1)/n of the whole for a gather or a scatter, twice that for a sum; of uneven parts no padding."""
-    comm, wire = silent(n)
+    comm, backend = zero_comm(n)
     sizes = [30_000 + r for r in range(n)]
     whole = torch.ones(sum(sizes))
-    count = lambda: sum(x.numel() for _, x in wire.sent)  # noqa: E731
+    count = lambda: sum(x.numel() for _, x in backend.sent)  # noqa: E731
     comm.gather([torch.ones(sizes[1])], [whole.split(sizes)], ("a",))()
     assert count() == (n - 1) * sizes[1]
-    wire.sent.clear()
+    backend.sent.clear()
     comm.scatter([whole.split(sizes)], ("a",))()
     assert count() == sum(sizes) - sizes[1]
-    wire.sent.clear()
+    backend.sent.clear()
     comm.reduce([whole], ("a",))()
     assert abs(count() - 2 * (n - 1) / n * whole.numel()) <= 2 * n
-    wire.sent.clear()
+    backend.sent.clear()
     comm.permute(whole, [(0, 1)], ("a",))
     assert count() == 0
 
 
 def test_a_flight_that_is_given_up_is_settled_before_the_next():
-    comm, wire = silent(2)
+    comm, backend = zero_comm(2)
     settled = []
-    wire.recv = lambda xs, of, tag: Work(lambda: settled.append(tag))  # type: ignore[method-assign]
+    backend.recv = lambda xs, of, tag: Work(lambda: settled.append(tag))  # type: ignore[method-assign]
     flight = comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
     del flight
     assert settled == []

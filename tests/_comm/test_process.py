@@ -259,7 +259,7 @@ def flights(n: int) -> None:
         mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [[torch.empty(9)] * n], ("x",)) and None)
         mesh.run(lambda comm, rank: comm.reduce([torch.ones(50_000)], ("x",)) and None)
     check_pending_transfers(mesh.run, mesh.axes, ("x",), EVERY_DTYPE[:1])
-    mesh.run(lambda comm, rank: comm._wires.clear())  # the way of a compiler, and of CUDA
+    mesh.run(lambda comm, rank: comm._connections.clear())  # leaves the collectives that CUDA and compilers use
     check_pending_transfers(mesh.run, mesh.axes, ("x",), (torch.float32, torch.int64))
     check_transfer_records(mesh.run, mesh.axes, ("x",), here=1)
     check_values(mesh, ("x",))

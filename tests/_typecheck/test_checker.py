@@ -26,8 +26,8 @@ def types(f, specs, *args):
     seen = {}
 
     def look(*local):
-        kinds = [comm.checker().fact(x).type for x in fs.tree.leaves(f(*local))]
-        seen[comm.region().rank] = [(set(t.varies), set(t.fixed)) for t in kinds]
+        kinds = [comm.checker().info(x).type for x in fs.tree.leaves(f(*local))]
+        seen[comm.region().rank] = [(set(t.varying), set(t.invariant)) for t in kinds]
         return ()
 
     fs.shard_map(look, mesh=MESH, in_specs=specs, out_specs=P(), check="always")(*args)
@@ -315,7 +315,9 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_of_each_rank_makes_no_one_value(name):
     f = NUMBERS[name]
-    with pytest.raises(ShardingError, match=r"a number that differs between its ranks|is not one value|another part"):
+    with pytest.raises(
+        ShardingError, match=r"a number that differs between its ranks|is not one value|a different part"
+    ):
         mapped(lambda w: f(w, int(fs.axis_index("data"))), (P(),), P())(X)
 
 
@@ -329,7 +331,7 @@ STRICT = {
 @pytest.mark.parametrize("name", STRICT)
 def test_a_draw_stays_one_until_it_meets_what_has_a_gradient(name):
     text = told(STRICT[name], (ROWS, P()), ROWS, X, torch.tensor(3))
-    assert "of a draw that is the same on every rank of 'data' and what varies over it" in text
+    assert "of a random draw that is the same on every rank of 'data' with a varying operand" in text
 
 
 def test_values_are_compared_where_no_type_sees_them_differ():

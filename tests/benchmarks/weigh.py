@@ -24,8 +24,8 @@ _ITEMSIZE = {
 class Weight:
     """Bytes live in tensors as the step began, at the most while it ran, and when it ended; and what moved.
 
-    A transfer is (its name, the bytes of its argument): each operation that gloo ran, or that went over a board, but
-    for receiving what another rank's `send` counts.
+    A transfer is (its name, the bytes of its argument): each operation of gloo, without the `recv` that matches the
+    `send` of another rank.
     """
 
     start: int
@@ -79,9 +79,6 @@ def weigh(setup: Callable[[], Callable[[], object]], *, warmup: int = 2) -> Weig
     moved = [(e.name().removeprefix("gloo:"), _bytes(e)) for e in result.events()
              if e.name().startswith("gloo:") and begin <= e.start_ns() <= end]  # fmt: skip
     moved = [(op, n) for op, n in moved if op not in ("recv", "barrier")]
-    # A board says in its name what it puts up for others to read.
-    moved += [("send", int(e.name().split()[1])) for e in result.events()
-              if e.name().startswith("board:send ") and begin <= e.start_ns() <= end]  # fmt: skip
     return Weight(start, peak, total, moved)
 
 

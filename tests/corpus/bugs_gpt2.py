@@ -1,7 +1,7 @@
-"""A GPT-2 block written out by hand, with a vocabulary-parallel head, and what people get wrong in it.
+"""A GPT-2 block written out by hand, with a vocabulary-parallel head, and the mistakes that people make in it.
 
 Legend: B batch, T time, D width, H heads, K head width, F hidden width, V vocabulary; [H@model] is a dim split over an
-axis; {V} varies over it, {I} does not. The stream between the block's halves is [B@data, T, D]{I model}, or under
+axis; {V} varies over it, {I} does not. The residual stream is [B@data, T, D]{I model}, or under
 sequence parallelism [B@data, T@model, D].
 """
 
@@ -50,7 +50,7 @@ def params(bias: float = 0.5) -> Any:
     }
 
 
-# --- the right program: its parts ---------------------------------------------------------------------------
+# --- parts of the correct program ---------------------------------------------------------------------------
 
 
 def positions(p: Any, x: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.attention(q, k, v, causal=True, rate=0.25, key=KEY, spec=P("data", "model"))  # [B, H@model, T, K]
 
 
-def leave(p: Any, h: Tensor) -> Tensor:
-    """From a row-parallel matmul back into the stream: h [B, T, F@model], or HK@model."""
+def output(p: Any, h: Tensor) -> Tensor:
+    """Row-parallel matmul, back into the residual stream: h [B, T, F@model], or HK@model."""
     return fs.psum(h @ p["w"].flatten(0, -2), "model") + p["b"]
 
 
@@ -95,19 +95,19 @@ def step(loss: Any, p: Any, x: Tensor, targets: Tensor) -> Any:
     return {"loss": value, "grads": grads}
 
 
-PARTS = {f.__name__: f for f in (positions, norm, heads, attend, leave, dropout, up, project, loss, step)}
+PARTS = {f.__name__: f for f in (positions, norm, heads, attend, output, dropout, up, project, loss, step)}
 
 
 def loss_of(part: Any, p: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and the logits."""
+    """Return the loss and the logits."""
     p = fs.pvary(p, "data")
     x = part["dropout"](part["positions"](p, x), "embd")
     qkv = part["heads"](p["qkv"], part["norm"](p["ln_1"], x))
     q, k, v = qkv.unflatten(-1, (3, -1, K)).permute(2, 0, 3, 1, 4)
     a = part["attend"](q, k, v).transpose(1, 2).flatten(2)  # [B, T, HK@model]
-    x = x + part["dropout"](part["leave"](p["proj"], a), "proj")
+    x = x + part["dropout"](part["output"](p["proj"], a), "proj")
     h = part["up"](p["up"], part["norm"](p["ln_2"], x))
-    x = x + part["dropout"](part["leave"](p["down"], h), "down")
+    x = x + part["dropout"](part["output"](p["down"], h), "down")
     logits = part["project"](p["head"], x)
     return part["loss"](logits, targets), logits
 
@@ -116,7 +116,7 @@ def block(
     check: str, *, base: Any = PARTS, bias: float = 0.5, more: Any = None, model: int = 2, sequence: bool = False,
     ignored: int = 0, **changed: Any,
 ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
-    """One step with some parts changed; `more` are the specs of further results; the first targets may be ignored."""
+    """Return one step with some parts changed; `more` are specs of more results, `ignored` counts ignored targets."""
     part = base | changed
 
     def train(p: Any, x: Tensor, targets: Tensor) -> Any:
@@ -130,7 +130,7 @@ def block(
     return f, (params(bias), normal("x", B, T, D), targets)
 
 
-# --- the parts of the right program under sequence parallelism ----------------------------------------------
+# --- parts of the correct program under sequence parallelism ------------------------------------------------
 
 
 def split_positions(p: Any, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def gathered_heads(p: Any, h: Tensor) -> Tensor:
     return nn.linear(fs.all_gather(h, "model", 1), p["w"].flatten(1), p["b"].flatten())
 
 
-def scattered_leave(p: Any, h: Tensor) -> Tensor:
+def scattered_output(p: Any, h: Tensor) -> Tensor:
     return fs.psum_scatter(h @ p["w"].flatten(0, -2), "model", 1) + fs.pvary(p["b"], "model")
 
 
@@ -163,7 +163,7 @@ def gathered_project(p: Any, h: Tensor) -> Tensor:
 
 
 SEQUENCE = PARTS | {
-    "positions": split_positions, "norm": split_norm, "heads": gathered_heads, "leave": scattered_leave,
+    "positions": split_positions, "norm": split_norm, "heads": gathered_heads, "output": scattered_output,
     "dropout": split_dropout, "up": gathered_up, "project": gathered_project,
 }  # fmt: skip
 sequence = partial(block, base=SEQUENCE, sequence=True)
@@ -172,32 +172,32 @@ sequence = partial(block, base=SEQUENCE, sequence=True)
 # --- 1 and 2: a gradient that is never summed ---------------------------------------------------------------
 
 
-def heads_of_an_invariant(p: Any, h: Tensor) -> Tensor:
-    return nn.linear(h, p["w"].flatten(1), p["b"].flatten())  # BUG: the gradient of h is that of these heads only
+def heads_without_pvary(p: Any, h: Tensor) -> Tensor:
+    return nn.linear(h, p["w"].flatten(1), p["b"].flatten())  # BUG: the gradient of h is of the local heads only
 
 
-def project_an_invariant(p: Any, h: Tensor) -> Tensor:
-    return h @ p  # BUG: the gradient of h is that of these words only
+def project_without_pvary(p: Any, h: Tensor) -> Tensor:
+    return h @ p  # BUG: the gradient of h is of the local words only
 
 
-def split_norm_raw(p: Any, x: Tensor) -> Tensor:
-    return nn.layer_norm(x, p["w"], p["b"])  # BUG: the gradient of w is that of this part of the sequence
+def split_norm_without_pvary(p: Any, x: Tensor) -> Tensor:
+    return nn.layer_norm(x, p["w"], p["b"])  # BUG: the gradient of w is of the local positions
 
 
-def scattered_leave_raw_bias(p: Any, h: Tensor) -> Tensor:
-    return fs.psum_scatter(h @ p["w"].flatten(0, -2), "model", 1) + p["b"]  # BUG: the same, of the bias
+def scattered_output_without_pvary_of_bias(p: Any, h: Tensor) -> Tensor:
+    return fs.psum_scatter(h @ p["w"].flatten(0, -2), "model", 1) + p["b"]  # BUG: its gradient is of local positions
 
 
 # --- 3 and 4: reduced again ---------------------------------------------------------------------------------
 
 
-def leave_twice(p: Any, h: Tensor) -> Tensor:
+def output_summed_twice(p: Any, h: Tensor) -> Tensor:
     y = fs.psum(h @ p["w"].flatten(0, -2), "model")
-    return fs.psum(y, "model") + p["b"]  # BUG: y is the total already
+    return fs.psum(y, "model") + p["b"]  # BUG: y is the total
 
 
-def step_reducing_norms_again(loss: Any, p: Any, x: Tensor, targets: Tensor) -> Any:
-    """What Megatron does after backward for the norms under sequence parallelism: here pvary has done it."""
+def step_summing_norm_grads_again(loss: Any, p: Any, x: Tensor, targets: Tensor) -> Any:
+    """Sum the gradients of norms after backward, as Megatron does: here the transpose of pvary has summed them."""
     (value, _), grads = fs.value_and_grad(loss, has_aux=True)(p, x, targets)
     grads["ln_1"] = fs.psum(grads["ln_1"], "model")  # BUG: summed already
     return {"loss": value, "grads": grads}
@@ -206,70 +206,70 @@ def step_reducing_norms_again(loss: Any, p: Any, x: Tensor, targets: Tensor) -> 
 # --- 5 and 6: before the sum, after the sum -----------------------------------------------------------------
 
 
-def leave_with_bias_inside(p: Any, h: Tensor) -> Tensor:
+def output_with_bias_in_sum(p: Any, h: Tensor) -> Tensor:
     return fs.psum(nn.linear(h, p["w"].flatten(0, -2), p["b"]), "model")  # BUG: counted once by each rank
 
 
-def leave_with_varied_bias_inside(p: Any, h: Tensor) -> Tensor:
+def output_with_pvaried_bias_in_sum(p: Any, h: Tensor) -> Tensor:
     b = fs.pvary(p["b"], "model")
-    return fs.psum(nn.linear(h, p["w"].flatten(0, -2), b), "model")  # BUG: the types are content
+    return fs.psum(nn.linear(h, p["w"].flatten(0, -2), b), "model")  # BUG: the types do not see it
 
 
-def leave_of_a_nonlinearity(p: Any, h: Tensor) -> Tensor:
+def gelu_before_sum(p: Any, h: Tensor) -> Tensor:
     return fs.psum(nn.gelu(h @ p["w"].flatten(0, -2)), "model") + p["b"]  # BUG: of a partial sum
 
 
-def leave_then_a_nonlinearity(p: Any, h: Tensor) -> Tensor:
+def gelu_after_sum(p: Any, h: Tensor) -> Tensor:
     return nn.gelu(fs.psum(h @ p["w"].flatten(0, -2), "model")) + p["b"]
 
 
-def own_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """The logit of each target, [B, T]: zero but on one rank, and summed."""
+def logits_of_targets(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the logit of each target, [B, T]: a sum of zeros but for one rank."""
     words = fs.axis_index("model") * logits.shape[-1] + torch.arange(logits.shape[-1])
     return fs.psum(torch.where(targets.unsqueeze(-1) == words, logits, 0.0).sum(-1), "model")
 
 
-def loss_log_outside(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_with_log_after_sum(logits: Tensor, targets: Tensor) -> Tensor:
     total = fs.psum(logits.exp().sum(-1), "model").log()
-    return fs.pmean((total - own_logits(logits, targets)).mean(), "data")
+    return fs.pmean((total - logits_of_targets(logits, targets)).mean(), "data")
 
 
-def loss_log_inside(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_with_log_before_sum(logits: Tensor, targets: Tensor) -> Tensor:
     total = fs.psum(logits.exp().sum(-1).log(), "model")  # BUG: the logarithm of a partial sum
-    return fs.pmean((total - own_logits(logits, targets)).mean(), "data")
+    return fs.pmean((total - logits_of_targets(logits, targets)).mean(), "data")
 
 
 # --- 7: unequal counts --------------------------------------------------------------------------------------
 
 
-def loss_of_means(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_as_mean_of_means(logits: Tensor, targets: Tensor) -> Tensor:
     return fs.pmean(nn.cross_entropy(logits, targets, axis="model"), "data")  # BUG: one rank has fewer targets
 
 
 # --- 9 and 10: masks ----------------------------------------------------------------------------------------
 
 
-def attend_alike(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_with_one_mask_for_all_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.attention(q, k, v, causal=True, rate=0.25, key=KEY, spec=P("data"))  # BUG: heads are split over model
 
 
-def split_dropout_alike(x: Tensor, name: str) -> Tensor:
+def split_dropout_with_one_mask(x: Tensor, name: str) -> Tensor:
     return nn.dropout(x, 0.25, key=fs.fold_in(KEY, name), spec=P("data"))  # BUG: x is [B@data, T@model, D]
 
 
-def dropout_alike(x: Tensor, name: str) -> Tensor:
-    return nn.dropout(x, 0.25, key=fs.fold_in(KEY, name))  # BUG: x is [B@data, T, D], and every batch drops alike
+def dropout_without_spec(x: Tensor, name: str) -> Tensor:
+    return nn.dropout(x, 0.25, key=fs.fold_in(KEY, name))  # BUG: x is [B@data, T, D]: ranks use one mask
 
 
-def dropout_each_its_own(x: Tensor, name: str) -> Tensor:
+def dropout_with_a_mask_per_rank(x: Tensor, name: str) -> Tensor:
     key = fs.fold_in(fs.fold_in(KEY, name), fs.axis_index("model"))
     return nn.dropout(x, 0.25, key=key, spec=P("data"))  # BUG: x is the same on every rank of model
 
 
-# --- 11 and 12: this rank's, as if everybody's --------------------------------------------------------------
+# --- 11 and 12: a value of one rank used as if replicated ---------------------------------------------------
 
 
-def positions_of_the_wrong_axis(p: Any, x: Tensor) -> Tensor:
+def positions_by_the_wrong_axis(p: Any, x: Tensor) -> Tensor:
     start = int(fs.axis_index("data")) * x.shape[1]  # BUG: time is split over model
     return x + fs.pvary(p["wpe"], "model")[start : start + x.shape[1]]
 
@@ -277,41 +277,42 @@ def positions_of_the_wrong_axis(p: Any, x: Tensor) -> Tensor:
 def step_with_accuracy(loss: Any, p: Any, x: Tensor, targets: Tensor) -> Any:
     (value, logits), grads = fs.value_and_grad(loss, has_aux=True)(p, x, targets)
     best = fs.all_gather(logits, "model", -1, to="invariant").argmax(-1)
-    return {"loss": value, "grads": grads, "right": fs.pmean((best == targets).float().mean(), "data")}
+    return {"loss": value, "grads": grads, "accuracy": fs.pmean((best == targets).float().mean(), "data")}
 
 
-def step_with_own_accuracy(loss: Any, p: Any, x: Tensor, targets: Tensor) -> Any:
+def step_with_accuracy_of_local_logits(loss: Any, p: Any, x: Tensor, targets: Tensor) -> Any:
     (value, logits), grads = fs.value_and_grad(loss, has_aux=True)(p, x, targets)
-    right = logits.argmax(-1) == targets
-    return {"loss": value, "grads": grads, "right": fs.pmean(right.float().mean(), "data")}  # BUG: of these words only
+    correct = (logits.argmax(-1) == targets).float().mean()
+    return {"loss": value, "grads": grads, "accuracy": fs.pmean(correct, "data")}  # BUG: argmax of the local words
 
 
-logged = partial(block, more={"right": P()})
+logged = partial(block, more={"accuracy": P()})
 zero_bias = partial(block, bias=0.0)
 
 BUGS = [
-    Bug(1, "block", "heads", block, "heads", heads_of_an_invariant, None, "static", "model", "['grads']['ln_1']"),
-    Bug(1, "block", "logits", block, "project", project_an_invariant, None, "static", "model", "['grads']"),
-    Bug(2, "block", "norm", sequence, "norm", split_norm_raw, None, "static", "model", "['grads']['ln_1']"),
-    Bug(2, "block", "bias", sequence, "leave", scattered_leave_raw_bias, None, "static", "model",
+    Bug(1, "block", "heads", block, "heads", heads_without_pvary, None, "types", "model", "['grads']['ln_1']"),
+    Bug(1, "block", "logits", block, "project", project_without_pvary, None, "types", "model", "['grads']"),
+    Bug(2, "block", "norm", sequence, "norm", split_norm_without_pvary, None, "types", "model", "['grads']['ln_1']"),
+    Bug(2, "block", "bias", sequence, "output", scattered_output_without_pvary_of_bias, None, "types", "model",
         "['grads']['down']['b']"),
-    Bug(3, "block", "row parallel", block, "leave", leave_twice, None, "static", "model"),
-    Bug(4, "block", "norms", sequence, "step", step_reducing_norms_again, None, "static", "model",
+    Bug(3, "block", "row parallel", block, "output", output_summed_twice, None, "types", "model"),
+    Bug(4, "block", "norms", sequence, "step", step_summing_norm_grads_again, None, "types", "model",
         "['grads']['ln_1']", 2),
-    Bug(5, "block", "as it is", block, "leave", leave_with_bias_inside, None, "static", "model"),
-    Bug(5, "block", "varied and zero", zero_bias, "leave", leave_with_varied_bias_inside, None, "verify", "model",
+    Bug(5, "block", "as it is", block, "output", output_with_bias_in_sum, None, "types", "model"),
+    Bug(5, "block", "varied and zero", zero_bias, "output", output_with_pvaried_bias_in_sum, None, "verify", "model",
         "['grads']['down']['b']", 2),
-    Bug(5, "block", "varied over four", partial(zero_bias, model=4), "leave", leave_with_varied_bias_inside, None,
+    Bug(5, "block", "varied over four", partial(zero_bias, model=4), "output", output_with_pvaried_bias_in_sum, None,
         "verify", "model", "['grads']['down']['b']", 4),
-    Bug(6, "block", "gelu", block, "leave", leave_of_a_nonlinearity, leave_then_a_nonlinearity, "verify", "model"),
-    Bug(6, "block", "logarithm", block, "loss", loss_log_inside, loss_log_outside, "verify", "model"),
-    Bug(7, "block", "ignored targets", partial(block, ignored=5), "loss", loss_of_means, None, "verify", "data"),
-    Bug(9, "block", "attention", block, "attend", attend_alike, None, "static", "model"),
-    Bug(9, "block", "sequence", sequence, "dropout", split_dropout_alike, None, "static", "model"),
-    Bug(9, "block", "batch", block, "dropout", dropout_alike, None, "static", "data"),
-    Bug(10, "block", "residual", block, "dropout", dropout_each_its_own, None, "static", "model"),
-    Bug(11, "block", "positions", sequence, "positions", positions_of_the_wrong_axis, None, "verify",
+    Bug(6, "block", "gelu", block, "output", gelu_before_sum, gelu_after_sum, "verify", "model"),
+    Bug(6, "block", "logarithm", block, "loss", loss_with_log_before_sum, loss_with_log_after_sum, "verify", "model"),
+    Bug(7, "block", "ignored targets", partial(block, ignored=5), "loss", loss_as_mean_of_means, None, "verify",
         "data"),
-    Bug(12, "block", "accuracy", logged, "step", step_with_own_accuracy, step_with_accuracy, "static", "model",
-        "['right']"),
+    Bug(9, "block", "attention", block, "attend", attend_with_one_mask_for_all_heads, None, "types", "model"),
+    Bug(9, "block", "sequence", sequence, "dropout", split_dropout_with_one_mask, None, "types", "model"),
+    Bug(9, "block", "batch", block, "dropout", dropout_without_spec, None, "types", "data"),
+    Bug(10, "block", "residual", block, "dropout", dropout_with_a_mask_per_rank, None, "types", "model"),
+    Bug(11, "block", "positions", sequence, "positions", positions_by_the_wrong_axis, None, "verify",
+        "data"),
+    Bug(12, "block", "accuracy", logged, "step", step_with_accuracy_of_local_logits, step_with_accuracy, "types",
+        "model", "['accuracy']"),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A tensor- and data-parallel MLP, and what people get wrong in it.
+"""A tensor- and data-parallel MLP, and the mistakes that people make in it.
 
 Legend: B batch, D width, F hidden width; [B@data] is a dim split over an axis; {V} varies over it, {I} does not.
 """
@@ -31,7 +31,7 @@ def params(bias: float = 0.5) -> dict[str, Tensor]:
     }
 
 
-# --- the right program: its parts ---------------------------------------------------------------------------
+# --- parts of the correct program ---------------------------------------------------------------------------
 
 
 def norm(p: Any, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def mlp(
     check: str, *, base: Any = PARTS, loss: Any = None, batch: int = 4, bias: float = 0.5, more: Any = None,
     model: int = 2, rows: Any = "data", **changed: Any,
 ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
-    """One step with some parts changed; `more` are the specs of further results."""
+    """Return one step with some parts changed; `more` are the specs of further results."""
     part = base | changed
 
     def train(p: Any, x: Tensor) -> Any:
@@ -90,22 +90,22 @@ def mlp(
 # --- 1: a gradient that is never summed ---------------------------------------------------------------------
 
 
-def up_of_an_invariant(p: Any, h: Tensor) -> Tensor:
-    return torch.relu(h @ p["up"] + p["up_b"])  # BUG: the gradient of h is this rank's share of it
+def up_without_pvary(p: Any, h: Tensor) -> Tensor:
+    return torch.relu(h @ p["up"] + p["up_b"])  # BUG: the gradient of h is this rank's part of it
 
 
-def loss_of_an_invariant(p: Any, x: Tensor) -> Tensor:
-    h = fs.nn.rms_norm(x, p["norm"])  # BUG: data parallel, and p was not varied over data
+def loss_without_pvary(p: Any, x: Tensor) -> Tensor:
+    h = fs.nn.rms_norm(x, p["norm"])  # BUG: p needs pvary over data
     return fs.pmean((torch.tanh(x) - down(p, up(p, h))).square().mean(), "data")
 
 
-def loss_of_the_varied(p: Any, x: Tensor) -> Tensor:
+def loss_with_pvary(p: Any, x: Tensor) -> Tensor:
     p = fs.pvary(p, "data")
     h = fs.nn.rms_norm(x, p["norm"])
     return fs.pmean((torch.tanh(x) - down(p, up(p, h))).square().mean(), "data")
 
 
-# --- 2: the same, where the rows are split over model too, between the matmuls (sequence parallel) ----------
+# --- 2: the same, with rows split over model too between the matmuls (sequence parallelism) -----------------
 
 
 def split_norm(p: Any, x: Tensor) -> Tensor:
@@ -120,12 +120,12 @@ def scattered_down(p: Any, h: Tensor) -> Tensor:
     return fs.psum_scatter(h @ p["down"], "model") + fs.pvary(p["down_b"], "model")  # [B@data+model, D]
 
 
-def scattered_down_raw_bias(p: Any, h: Tensor) -> Tensor:
-    return fs.psum_scatter(h @ p["down"], "model") + p["down_b"]  # BUG: its gradient is that of these rows only
+def scattered_down_without_pvary_of_bias(p: Any, h: Tensor) -> Tensor:
+    return fs.psum_scatter(h @ p["down"], "model") + p["down_b"]  # BUG: the gradient is of the local rows only
 
 
-def split_norm_raw_weight(p: Any, x: Tensor) -> Tensor:
-    return fs.nn.rms_norm(x, p["norm"])  # BUG: its gradient is that of these rows only
+def split_norm_without_pvary(p: Any, x: Tensor) -> Tensor:
+    return fs.nn.rms_norm(x, p["norm"])  # BUG: the gradient is of the local rows only
 
 
 def split_residual(x: Tensor, y: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ split_mlp = partial(mlp, base=SPLIT, rows=("data", "model"), batch=8)
 
 def down_summed_twice(p: Any, h: Tensor) -> Tensor:
     y = fs.psum(h @ p["down"], "model")
-    return fs.psum(y, "model") + p["down_b"]  # BUG: y is the total already
+    return fs.psum(y, "model") + p["down_b"]  # BUG: y is the total
 
 
 def error_summed(x: Tensor, y: Tensor) -> Tensor:
@@ -155,30 +155,30 @@ def error_summed(x: Tensor, y: Tensor) -> Tensor:
 
 def error_summed_twice(x: Tensor, y: Tensor) -> Tensor:
     total = fs.psum((torch.tanh(x) - y).square().sum(), "data")
-    return fs.psum(total, "data")  # BUG: as one writes it for the log, of what the loss has summed
+    return fs.psum(total, "data")  # BUG: a sum for the log, of a loss that is summed
 
 
-def step_averaging_again(_: Any, p: Any, x: Tensor) -> Any:
-    """What data parallel code in other libraries looks like: a loss of one's own rows, then an average of gradients."""
+def step_averaging_grads_again(_: Any, p: Any, x: Tensor) -> Any:
+    """Differentiate the loss of local rows, then average gradients, as data-parallel code of other libraries does."""
 
-    def loss_here(p: Any, x: Tensor) -> Tensor:
+    def local_loss(p: Any, x: Tensor) -> Tensor:
         p = fs.pvary(p, "data")
         return (torch.tanh(x) - down(p, up(p, x))).square().mean()  # BUG: pvary's transpose sums the ranks' gradients
 
-    loss, grads = fs.value_and_grad(loss_here)(p, x)
+    loss, grads = fs.value_and_grad(local_loss)(p, x)
     return {"loss": fs.pmean(loss, "data"), "grads": fs.pmean(grads, "data")}
 
 
-def step_averaging_once(_: Any, p: Any, x: Tensor) -> Any:
-    def loss_everywhere(p: Any, x: Tensor) -> Tensor:
+def step_with_one_mean(_: Any, p: Any, x: Tensor) -> Any:
+    def global_loss(p: Any, x: Tensor) -> Tensor:
         p = fs.pvary(p, "data")
         return fs.pmean((torch.tanh(x) - down(p, up(p, x))).square().mean(), "data")
 
-    loss, grads = fs.value_and_grad(loss_everywhere)(p, x)
+    loss, grads = fs.value_and_grad(global_loss)(p, x)
     return {"loss": loss, "grads": grads}
 
 
-def step_summing_again(loss: Callable[..., Tensor], p: Any, x: Tensor) -> Any:
+def step_summing_grads_again(loss: Callable[..., Tensor], p: Any, x: Tensor) -> Any:
     value, grads = fs.value_and_grad(loss)(p, x)
     return {"loss": value, "grads": fs.psum(grads, "data")}  # BUG: pvary's transpose has summed them
 
@@ -186,38 +186,38 @@ def step_summing_again(loss: Callable[..., Tensor], p: Any, x: Tensor) -> Any:
 # --- 5 and 6: before the sum, after the sum -----------------------------------------------------------------
 
 
-def down_with_bias_inside(p: Any, h: Tensor) -> Tensor:
+def down_with_bias_in_sum(p: Any, h: Tensor) -> Tensor:
     return fs.psum(h @ p["down"] + p["down_b"], "model")  # BUG: counted once by each rank
 
 
-def down_with_varied_bias_inside(p: Any, h: Tensor) -> Tensor:
-    return fs.psum(h @ p["down"] + fs.pvary(p["down_b"], "model"), "model")  # BUG: the types are content
+def down_with_pvaried_bias_in_sum(p: Any, h: Tensor) -> Tensor:
+    return fs.psum(h @ p["down"] + fs.pvary(p["down_b"], "model"), "model")  # BUG: the types do not see it
 
 
-def down_of_a_nonlinearity(p: Any, h: Tensor) -> Tensor:
+def tanh_before_sum(p: Any, h: Tensor) -> Tensor:
     return fs.psum(torch.tanh(h @ p["down"]), "model") + p["down_b"]  # BUG: of a partial sum
 
 
-def down_then_a_nonlinearity(p: Any, h: Tensor) -> Tensor:
+def tanh_after_sum(p: Any, h: Tensor) -> Tensor:
     return torch.tanh(fs.psum(h @ p["down"], "model")) + p["down_b"]
 
 
 # --- 7: unequal counts --------------------------------------------------------------------------------------
 
 
-def error_of_totals(x: Tensor, y: Tensor) -> Tensor:
+def error_from_totals(x: Tensor, y: Tensor) -> Tensor:
     errors = (torch.tanh(x) - y).square()
     return fs.psum(errors.sum(), "data") / fs.psum(torch.tensor(float(errors.numel())), "data")
 
 
-def error_of_means(x: Tensor, y: Tensor) -> Tensor:
-    return fs.pmean((torch.tanh(x) - y).square().mean(), "data")  # BUG: 5 rows lie as 3 and 2
+def error_as_mean_of_means(x: Tensor, y: Tensor) -> Tensor:
+    return fs.pmean((torch.tanh(x) - y).square().mean(), "data")  # BUG: 5 rows are split into 3 and 2
 
 
 # --- 9 and 10: masks ----------------------------------------------------------------------------------------
 
 
-def dropout_one_for_all(h: Tensor) -> Tensor:
+def dropout_with_short_spec(h: Tensor) -> Tensor:
     return fs.nn.dropout(h, 0.25, key=KEY, spec=P("data"))  # BUG: h is [B@data, F@model]
 
 
@@ -226,17 +226,17 @@ def dropout_by_hand(h: Tensor) -> Tensor:
     return torch.where(keep, h / 0.75, 0)
 
 
-def dropout_by_hand_one_for_all(h: Tensor) -> Tensor:
+def dropout_by_hand_without_spec(h: Tensor) -> Tensor:
     keep = fs.random.bernoulli(KEY, h.shape, p=0.75)
-    return torch.where(keep, h / 0.75, 0)  # BUG: the local shape and no spec: all ranks drop alike
+    return torch.where(keep, h / 0.75, 0)  # BUG: local shape, no spec: ranks use one mask
 
 
-def residual_many_masks(x: Tensor, y: Tensor) -> Tensor:
+def residual_with_a_mask_per_rank(x: Tensor, y: Tensor) -> Tensor:
     key = fs.fold_in(KEY, fs.axis_index("model"))
     return x + fs.nn.dropout(y, 0.25, key=key, spec=P("data"))  # BUG: y is the same on every rank of model
 
 
-# --- 11 and 12: this rank's, as if everybody's --------------------------------------------------------------
+# --- 11 and 12: a value of one rank used as if replicated ---------------------------------------------------
 
 
 def penalty(p: Any) -> Tensor:
@@ -249,9 +249,9 @@ def loss_with_penalty(p: Any, x: Tensor) -> Tensor:
     return fs.pmean((torch.tanh(x) - down(p, up(p, x))).square().mean() + rate * penalty(p), "data")
 
 
-def loss_with_a_penalty_here(p: Any, x: Tensor) -> Tensor:
+def loss_with_penalty_on_rank_0(p: Any, x: Tensor) -> Tensor:
     p = fs.pvary(p, "data")
-    rate = 0.1 if int(fs.axis_index("data")) == 0 else 0.0  # BUG: "add it once", and then it is averaged
+    rate = 0.1 if int(fs.axis_index("data")) == 0 else 0.0  # BUG: "add it once", but it is averaged
     return fs.pmean((torch.tanh(x) - down(p, up(p, x))).square().mean() + rate * penalty(p), "data")
 
 
@@ -260,37 +260,39 @@ def step_with_size(loss: Callable[..., Tensor], p: Any, x: Tensor) -> Any:
     return {"loss": value, "grads": grads, "size": fs.pmean(x.square().mean(), "data")}
 
 
-def step_with_own_size(loss: Callable[..., Tensor], p: Any, x: Tensor) -> Any:
+def step_with_local_size(loss: Callable[..., Tensor], p: Any, x: Tensor) -> Any:
     value, grads = fs.value_and_grad(loss)(p, x)
-    return {"loss": value, "grads": grads, "size": x.square().mean()}  # BUG: of the rows that lie here
+    return {"loss": value, "grads": grads, "size": x.square().mean()}  # BUG: of the local rows
 
 
 logged = partial(mlp, more={"size": P()})
 
-zero_bias = partial(mlp, bias=0.0)  # as it is when training begins: then the loss is right, and a gradient is not
+zero_bias = partial(mlp, bias=0.0)  # as when training begins: the loss is correct, one gradient is not
 
 BUGS = [
-    Bug(1, "mlp", "tensor parallel", mlp, "up", up_of_an_invariant, None, "static", "model", "['grads']['norm']"),
-    Bug(1, "mlp", "data parallel", mlp, "loss", loss_of_an_invariant, loss_of_the_varied, "static", "data"),
-    Bug(2, "mlp", "bias", split_mlp, "down", scattered_down_raw_bias, None, "static", "model",
+    Bug(1, "mlp", "tensor parallel", mlp, "up", up_without_pvary, None, "types", "model", "['grads']['norm']"),
+    Bug(1, "mlp", "data parallel", mlp, "loss", loss_without_pvary, loss_with_pvary, "types", "data"),
+    Bug(2, "mlp", "bias", split_mlp, "down", scattered_down_without_pvary_of_bias, None, "types", "model",
         "['grads']['down_b']"),
-    Bug(2, "mlp", "norm", split_mlp, "norm", split_norm_raw_weight, None, "static", "model", "['grads']['norm']"),
-    Bug(3, "mlp", "activations", mlp, "down", down_summed_twice, None, "static", "model"),
-    Bug(3, "mlp", "loss", mlp, "error", error_summed_twice, error_summed, "static", "data", "['loss']", 2),
-    Bug(4, "mlp", "averaged", mlp, "step", step_averaging_again, step_averaging_once, "static", "data", "['grads']", 2),
-    Bug(4, "mlp", "summed", mlp, "step", step_summing_again, None, "static", "data", "['grads']", 2),
-    Bug(5, "mlp", "as it is", mlp, "down", down_with_bias_inside, None, "static", "model"),
-    Bug(5, "mlp", "varied", mlp, "down", down_with_varied_bias_inside, None, "verify", "model"),
-    Bug(5, "mlp", "varied and zero", zero_bias, "down", down_with_varied_bias_inside, None, "verify", "model",
+    Bug(2, "mlp", "norm", split_mlp, "norm", split_norm_without_pvary, None, "types", "model", "['grads']['norm']"),
+    Bug(3, "mlp", "activations", mlp, "down", down_summed_twice, None, "types", "model"),
+    Bug(3, "mlp", "loss", mlp, "error", error_summed_twice, error_summed, "types", "data", "['loss']", 2),
+    Bug(4, "mlp", "averaged", mlp, "step", step_averaging_grads_again, step_with_one_mean, "types", "data",
+        "['grads']", 2),
+    Bug(4, "mlp", "summed", mlp, "step", step_summing_grads_again, None, "types", "data", "['grads']", 2),
+    Bug(5, "mlp", "as it is", mlp, "down", down_with_bias_in_sum, None, "types", "model"),
+    Bug(5, "mlp", "varied", mlp, "down", down_with_pvaried_bias_in_sum, None, "verify", "model"),
+    Bug(5, "mlp", "varied and zero", zero_bias, "down", down_with_pvaried_bias_in_sum, None, "verify", "model",
         "['grads']['down_b']", 2),
-    Bug(5, "mlp", "varied over four", partial(zero_bias, model=4), "down", down_with_varied_bias_inside, None,
+    Bug(5, "mlp", "varied over four", partial(zero_bias, model=4), "down", down_with_pvaried_bias_in_sum, None,
         "verify", "model", "['grads']['down_b']", 4),
-    Bug(6, "mlp", "tanh", mlp, "down", down_of_a_nonlinearity, down_then_a_nonlinearity, "verify", "model"),
-    Bug(7, "mlp", "uneven batch", partial(mlp, batch=5), "error", error_of_means, error_of_totals, "verify", "data"),
-    Bug(9, "mlp", "spec too short", mlp, "dropout", dropout_one_for_all, None, "static", "model"),
-    Bug(9, "mlp", "no spec", mlp, "dropout", dropout_by_hand_one_for_all, dropout_by_hand, "static", "data"),
-    Bug(10, "mlp", "residual", mlp, "residual", residual_many_masks, None, "static", "model", "['grads']"),
-    Bug(11, "mlp", "penalty", mlp, "loss", loss_with_a_penalty_here, loss_with_penalty, "verify", "data"),
-    Bug(12, "mlp", "a number for the log", logged, "step", step_with_own_size, step_with_size, "static", "data",
+    Bug(6, "mlp", "tanh", mlp, "down", tanh_before_sum, tanh_after_sum, "verify", "model"),
+    Bug(7, "mlp", "uneven batch", partial(mlp, batch=5), "error", error_as_mean_of_means, error_from_totals,
+        "verify", "data"),
+    Bug(9, "mlp", "spec too short", mlp, "dropout", dropout_with_short_spec, None, "types", "model"),
+    Bug(9, "mlp", "no spec", mlp, "dropout", dropout_by_hand_without_spec, dropout_by_hand, "types", "data"),
+    Bug(10, "mlp", "residual", mlp, "residual", residual_with_a_mask_per_rank, None, "types", "model", "['grads']"),
+    Bug(11, "mlp", "penalty", mlp, "loss", loss_with_penalty_on_rank_0, loss_with_penalty, "verify", "data"),
+    Bug(12, "mlp", "a number for the log", logged, "step", step_with_local_size, step_with_size, "types", "data",
         "['size']"),
 ]  # fmt: skip

@@ -1,7 +1,8 @@
-"""Two steps of training the MLP, and what people get wrong after the gradient: clipping, averaging, noise, rates.
+"""Two steps of training the MLP, and mistakes that people make after the gradient: clipping, averaging, noise, rates.
 
-Two steps, since what the ranks of a replicated leaf disagree on shows only when it is used. {V} varies over an axis,
-{I} does not.
+Two steps, since a replicated leaf that differs between ranks changes a loss only when it is used.
+
+{V} varies over an axis, {I} does not.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ SHAPES = {k: tuple(x.shape) for k, x in mlp.params().items()}
 MATRICES = {k: SPECS[k] for k in ("up", "down")}
 
 
-def loss_of_the_varied(p: Any, x: Tensor) -> Tensor:
+def loss_of_pvaried(p: Any, x: Tensor) -> Tensor:
     return fs.pmean((torch.tanh(x) - mlp.down(p, mlp.up(p, mlp.norm(p, x)))).square().mean(), "data")
 
 
 def whole_loss(p: Any, x: Tensor) -> Tensor:
-    return loss_of_the_varied(fs.pvary(p, "data"), x)
+    return loss_of_pvaried(fs.pvary(p, "data"), x)
 
 
 def matrices_loss(p: Any, x: Tensor) -> Tensor:
-    """Of parameters that are all split over model."""
+    """Loss of parameters that are all split over model."""
     p = fs.pvary(p, "data")
     y = fs.psum(torch.relu(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model")
     return fs.pmean((torch.tanh(x) - y).square().mean(), "data")
@@ -43,7 +44,7 @@ def descend(p: Any, grads: Any) -> Any:
 
 
 def step(p: Any, x: Tensor) -> tuple[Any, Any]:
-    """The parameters after it, and what goes to the log."""
+    """Return the parameters after the step, and the log."""
     loss, grads = fs.value_and_grad(whole_loss)(p, x)
     return descend(p, grads), {"loss": loss}
 
@@ -77,11 +78,11 @@ def step_clipped(p: Any, x: Tensor) -> tuple[Any, Any]:
 
 def step_clipped_by_a_norm_summed_twice(p: Any, x: Tensor) -> tuple[Any, Any]:
     loss, grads = fs.value_and_grad(whole_loss)(p, x)
-    norm = fs.psum(fs.optim.global_norm(grads, SPECS), "model")  # BUG: the norm is that of the whole tree already
+    norm = fs.psum(fs.optim.global_norm(grads, SPECS), "model")  # BUG: the norm is of the whole tree
     return descend(p, scaled(grads, norm)), {"loss": loss, "norm": norm}
 
 
-def step_clipped_by_the_shards_norm(p: Any, x: Tensor) -> tuple[Any, Any]:
+def step_clipped_by_local_norm(p: Any, x: Tensor) -> tuple[Any, Any]:
     loss, grads = fs.value_and_grad(whole_loss)(p, x)
     norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()  # BUG: replicated leaves and shards
     return descend(p, scaled(grads, norm)), {"loss": loss, "norm": norm}
@@ -93,9 +94,9 @@ def step_matrices_clipped(p: Any, x: Tensor) -> tuple[Any, Any]:
     return descend(p, scaled(grads, norm)), {"loss": loss}
 
 
-def step_matrices_clipped_by_the_shards_norm(p: Any, x: Tensor) -> tuple[Any, Any]:
+def step_matrices_clipped_by_local_norm(p: Any, x: Tensor) -> tuple[Any, Any]:
     loss, grads = fs.value_and_grad(matrices_loss)(p, x)
-    norm = (grads["up"].square().sum() + grads["down"].square().sum()).sqrt()  # BUG: the types are content
+    norm = (grads["up"].square().sum() + grads["down"].square().sum()).sqrt()  # BUG: the types do not see it
     scale = torch.clamp(0.5 / norm, max=1.0)
     return descend(p, {k: g * scale for k, g in grads.items()}), {"loss": loss}
 
@@ -103,49 +104,49 @@ def step_matrices_clipped_by_the_shards_norm(p: Any, x: Tensor) -> tuple[Any, An
 train_matrices = partial(train, specs=MATRICES)
 
 
-# --- 4, 6, 12: the sum of gradients, which pvary's transpose makes, or the writer ---------------------------
+# --- 4, 6, 12: the sum of gradients, by the transpose of pvary or by hand -----------------------------------
 
 
-def step_summing_again(p: Any, x: Tensor) -> tuple[Any, Any]:
+def step_summing_grads_again(p: Any, x: Tensor) -> tuple[Any, Any]:
     loss, grads = fs.value_and_grad(whole_loss)(p, x)
-    grads = fs.psum(grads, "data")  # BUG: an all-reduce, as in other libraries; here it is done
+    grads = fs.psum(grads, "data")  # BUG: an all-reduce, as in other libraries; pvary has done it
     norm = fs.optim.global_norm(grads, SPECS)
     return descend(p, scaled(grads, norm)), {"loss": loss, "norm": norm}
 
 
-def own_grads(p: Any, x: Tensor) -> tuple[Tensor, Any]:
-    """The loss, and each rank's share of the gradient {V data}: varied outside, so that one psum will do for many."""
-    return fs.value_and_grad(loss_of_the_varied)(fs.pvary(p, "data"), x)
+def local_grads(p: Any, x: Tensor) -> tuple[Tensor, Any]:
+    """Return the loss and each rank's part of the gradient {V data}, whose sum the caller takes."""
+    return fs.value_and_grad(loss_of_pvaried)(fs.pvary(p, "data"), x)
 
 
-def bounded(grads: Any) -> Any:
+def clamped(grads: Any) -> Any:
     return {k: g.clamp(-0.05, 0.05) for k, g in grads.items()}
 
 
-def step_bounding_sums(p: Any, x: Tensor) -> tuple[Any, Any]:
-    loss, grads = own_grads(p, x)
-    return descend(p, bounded(fs.psum(grads, "data"))), {"loss": loss}
+def step_clamping_summed_grads(p: Any, x: Tensor) -> tuple[Any, Any]:
+    loss, grads = local_grads(p, x)
+    return descend(p, clamped(fs.psum(grads, "data"))), {"loss": loss}
 
 
-def step_summing_bounded(p: Any, x: Tensor) -> tuple[Any, Any]:
-    loss, grads = own_grads(p, x)
-    return descend(p, fs.psum(bounded(grads), "data")), {"loss": loss}  # BUG: each share is bounded, not the gradient
+def step_summing_clamped_grads(p: Any, x: Tensor) -> tuple[Any, Any]:
+    loss, grads = local_grads(p, x)
+    return descend(p, fs.psum(clamped(grads), "data")), {"loss": loss}  # BUG: clamps each part, not the gradient
 
 
-def step_of_sums(p: Any, x: Tensor) -> tuple[Any, Any]:
-    loss, grads = own_grads(p, x)
+def step_on_summed_grads(p: Any, x: Tensor) -> tuple[Any, Any]:
+    loss, grads = local_grads(p, x)
     return descend(p, fs.psum(grads, "data")), {"loss": loss}
 
 
-def step_of_own_grads(p: Any, x: Tensor) -> tuple[Any, Any]:
-    loss, grads = own_grads(p, x)
-    return {k: p[k] - 0.1 * grads[k] for k in p}, {"loss": loss}  # BUG: the shares were to be summed
+def step_on_local_grads(p: Any, x: Tensor) -> tuple[Any, Any]:
+    loss, grads = local_grads(p, x)
+    return {k: p[k] - 0.1 * grads[k] for k in p}, {"loss": loss}  # BUG: the parts need a sum
 
 
-def step_of_own_copies(p: Any, x: Tensor) -> tuple[Any, Any]:
-    loss, grads = own_grads(p, x)
-    p = fs.pvary(p, "data")  # to silence the error of the one above
-    return {k: p[k] - 0.1 * grads[k] for k in p}, {"loss": loss}  # BUG: each rank trains a copy of its own
+def step_on_local_grads_and_parameters(p: Any, x: Tensor) -> tuple[Any, Any]:
+    loss, grads = local_grads(p, x)
+    p = fs.pvary(p, "data")  # silences the error of the function above
+    return {k: p[k] - 0.1 * grads[k] for k in p}, {"loss": loss}  # BUG: each rank trains its own copy
 
 
 # --- 9, 10: noise on gradients ------------------------------------------------------------------------------
@@ -155,14 +156,15 @@ def noisy(grads: Any) -> Any:
     return {k: g + fs.random.normal(fs.fold_in(KEY, k), SHAPES[k], spec=SPECS[k]) for k, g in grads.items()}
 
 
-def noisy_alike(grads: Any) -> Any:
-    return {k: g + fs.random.normal(fs.fold_in(KEY, k), g.shape) for k, g in grads.items()}  # BUG: shards all alike
+def noisy_without_spec(grads: Any) -> Any:
+    draw = lambda k, g: fs.random.normal(fs.fold_in(KEY, k), g.shape)  # noqa: E731
+    return {k: g + draw(k, g) for k, g in grads.items()}  # BUG: all shards get the same noise
 
 
-def noisy_each_its_own(grads: Any) -> Any:
+def noisy_with_rank_in_key(grads: Any) -> Any:
     key = fs.fold_in(KEY, fs.axis_index("data"))
     draw = lambda k, s: fs.random.normal(fs.fold_in(key, k), SHAPES[k], spec=s)  # noqa: E731
-    return {k: g + draw(k, SPECS[k]) for k, g in grads.items()}  # BUG: replicated leaves drift apart
+    return {k: g + draw(k, SPECS[k]) for k, g in grads.items()}  # BUG: replicated leaves become different
 
 
 def with_noise(check: str, *, noise: Any = noisy) -> tuple[Any, tuple[Any, ...]]:
@@ -173,20 +175,20 @@ def with_noise(check: str, *, noise: Any = noisy) -> tuple[Any, tuple[Any, ...]]
     return train(check, step=step)
 
 
-# --- 11: the rate of this rank ------------------------------------------------------------------------------
+# --- 11: a rate that differs between ranks ------------------------------------------------------------------
 
 
-def descend_at_own_rate(p: Any, grads: Any) -> Any:
+def descend_at_rate_of_rank(p: Any, grads: Any) -> Any:
     rate = 0.1 * (1 + fs.axis_index("data"))
-    return {k: p[k] - rate * grads[k] for k in p}  # BUG: replicated leaves drift apart
+    return {k: p[k] - rate * grads[k] for k in p}  # BUG: replicated leaves become different
 
 
-def descend_at_own_number(p: Any, grads: Any) -> Any:
+def descend_at_python_rate_of_rank(p: Any, grads: Any) -> Any:
     rate = 0.1 * (1 + int(fs.axis_index("data")))
-    return {k: p[k] - rate * grads[k] for k in p}  # BUG: the same, and the rate is a Python number
+    return {k: p[k] - rate * grads[k] for k in p}  # BUG: the same, by a Python number
 
 
-def at_a_rate(check: str, *, descend: Any = descend) -> tuple[Any, tuple[Any, ...]]:
+def train_with_descent(check: str, *, descend: Any = descend) -> tuple[Any, tuple[Any, ...]]:
     def step(p: Any, x: Tensor) -> tuple[Any, Any]:
         loss, grads = fs.value_and_grad(whole_loss)(p, x)
         return descend(p, grads), {"loss": loss}
@@ -195,19 +197,22 @@ def at_a_rate(check: str, *, descend: Any = descend) -> tuple[Any, tuple[Any, ..
 
 
 BUGS = [
-    Bug(3, "optimizer", "norm", train, "step", step_clipped_by_a_norm_summed_twice, step_clipped, "static", "model",
+    Bug(3, "optimizer", "norm", train, "step", step_clipped_by_a_norm_summed_twice, step_clipped, "types", "model",
         "['logs'][0]['norm']", 2),
-    Bug(4, "optimizer", "summed", train, "step", step_summing_again, step_clipped, "static", "data",
+    Bug(4, "optimizer", "summed", train, "step", step_summing_grads_again, step_clipped, "types", "data",
         "['logs'][0]['norm']", 2),
-    Bug(6, "optimizer", "bounded", train, "step", step_summing_bounded, step_bounding_sums, "verify", "data"),
-    Bug(8, "optimizer", "replicated leaves and shards", train, "step", step_clipped_by_the_shards_norm, step_clipped,
-        "static", "model", "['logs'][0]['norm']"),
-    Bug(8, "optimizer", "shards", train_matrices, "step", step_matrices_clipped_by_the_shards_norm,
+    Bug(6, "optimizer", "clamped", train, "step", step_summing_clamped_grads, step_clamping_summed_grads,
+        "verify", "data"),
+    Bug(8, "optimizer", "replicated leaves and shards", train, "step", step_clipped_by_local_norm, step_clipped,
+        "types", "model", "['logs'][0]['norm']"),
+    Bug(8, "optimizer", "shards", train_matrices, "step", step_matrices_clipped_by_local_norm,
         step_matrices_clipped, "verify", "model", "['logs'][1]['loss']"),
-    Bug(9, "optimizer", "noise", with_noise, "noise", noisy_alike, None, "static", "model"),
-    Bug(10, "optimizer", "noise", with_noise, "noise", noisy_each_its_own, None, "static", "data"),
-    Bug(11, "optimizer", "tensor", at_a_rate, "descend", descend_at_own_rate, None, "static", "data"),
-    Bug(11, "optimizer", "number", at_a_rate, "descend", descend_at_own_number, None, "static", "data"),
-    Bug(12, "optimizer", "gradients", train, "step", step_of_own_grads, step_of_sums, "static", "data"),
-    Bug(12, "optimizer", "copies", partial(train, steps=1), "step", step_of_own_copies, step_of_sums, "static", "data"),
+    Bug(9, "optimizer", "noise", with_noise, "noise", noisy_without_spec, None, "types", "model"),
+    Bug(10, "optimizer", "noise", with_noise, "noise", noisy_with_rank_in_key, None, "types", "data"),
+    Bug(11, "optimizer", "tensor", train_with_descent, "descend", descend_at_rate_of_rank, None, "types", "data"),
+    Bug(11, "optimizer", "number", train_with_descent, "descend", descend_at_python_rate_of_rank, None, "types",
+        "data"),
+    Bug(12, "optimizer", "gradients", train, "step", step_on_local_grads, step_on_summed_grads, "types", "data"),
+    Bug(12, "optimizer", "copies", partial(train, steps=1), "step", step_on_local_grads_and_parameters,
+        step_on_summed_grads, "types", "data"),
 ]  # fmt: skip

@@ -34,7 +34,7 @@ from fshard import _ops as linear
 from fshard._comm import Comm, Region, index_of, region, size_of
 from fshard._ops import CastMap
 from fshard.models import gpt2
-from fshard.spec import box_shape, lengths, local_box
+from fshard.spec import box_shape, local_box, part_lengths
 
 _SCAN, _UNSHARD, _STREAM = (
     importlib.import_module(f"fshard.{name}") for name in ("schedule.scan", "schedule.unshard", "models.stream")
@@ -122,7 +122,7 @@ def _delete(m: Any, xs: Xs) -> Xs:
     if type(m).__name__ in SAME_SHAPE:
         return list(xs)
     if isinstance(m, linear.Slice):  # everyone takes the first part
-        sizes = [lengths(size, m.sizes)[m.index] for _, size in m.layout]
+        sizes = [part_lengths(size, m.sizes)[m.index] for _, size in m.layout]
         return [x.narrow(dim, 0, n) for x, (dim, _), n in zip(xs, m.layout, sizes, strict=True)]
     out: Xs = replace(m, comm=_Alone(m.comm)).run(xs)
     return out

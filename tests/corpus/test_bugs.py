@@ -1,4 +1,4 @@
-"""The bugs people make in parallel programs are found: most by the types, with the line, and all by verify."""
+"""Bugs that people make in parallel programs are caught: most by the types, at their line, and all by verify."""
 
 from __future__ import annotations
 
@@ -12,48 +12,38 @@ from tests.corpus.bugs_mlp import BUGS as MLP
 from tests.corpus.bugs_optim import BUGS as OPTIMIZER
 
 BUGS = [*MLP, *BLOCK, *OPTIMIZER]
-RIGHT = list({(bug.program, bug.right): bug for bug in BUGS}.values())  # many are one program
-
-every_bug = pytest.mark.parametrize("bug", BUGS, ids=str)
-static_bug = pytest.mark.parametrize("bug", [b for b in BUGS if b.expected == "static"], ids=str)
-right_program = pytest.mark.parametrize("bug", RIGHT, ids=str)
+CORRECT = list({(bug.program, bug.correct): bug for bug in BUGS}.values())  # many bugs are of one program
 
 
-@right_program
-def test_the_right_program_is_verified(bug: Bug):
-    f, args = bug.made(bug.right, check="never")
+@pytest.mark.parametrize("bug", CORRECT, ids=str)
+def test_correct_program_passes_the_types_and_verify(bug: Bug):
+    f, args = bug.build(bug.correct, check="always")
     fs.verify(f, *args)
 
 
-@every_bug
-def test_verify_tells_the_leaf_the_axis_and_the_factor(bug: Bug):
-    f, args = bug.made(bug.wrong, check="never")
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_verify_names_the_leaf_the_axis_and_the_factor(bug: Bug):
+    f, args = bug.build(bug.wrong, check="never")
     with pytest.raises(ShardingError) as e:
         fs.verify(f, *args)
-    told = [part for part in str(e.value).split("verify: ") if f"'{bug.axis}'" in part.partition("\n")[0]]
-    assert told, str(e.value)
-    text = "".join(told)
+    parts = [part for part in str(e.value).split("verify: ") if f"'{bug.axis}'" in part.partition("\n")[0]]
+    assert parts, str(e.value)
+    text = "".join(parts)
     assert bug.leaf is None or f"result{bug.leaf}" in text, text
     assert bug.factor is None or f"is {bug.factor} times" in text, text
 
 
-@right_program
-def test_the_types_let_the_right_program_pass(bug: Bug):
-    f, args = bug.made(bug.right, check="always")
-    f(*args)
-
-
-@static_bug
-def test_the_types_name_the_line_and_the_axis(bug: Bug):
-    f, args = bug.made(bug.wrong, check="always")
+@pytest.mark.parametrize("bug", [b for b in BUGS if b.caught_by == "types"], ids=str)
+def test_types_name_the_line_and_the_axis(bug: Bug):
+    f, args = bug.build(bug.wrong, check="always")
     with pytest.raises(ShardingError) as e:
         f(*args)
     text = str(e.value)
-    blamed = [line for line in text.splitlines() if line.startswith(f"{bug.line} in ")]
-    assert blamed, text
-    assert f"'{bug.axis}'" in blamed[0]
+    errors = [line for line in text.splitlines() if line.startswith(f"{bug.line} in ")]
+    assert errors, text
+    assert f"'{bug.axis}'" in errors[0]
 
 
-def test_most_of_the_table_is_found_by_the_types():
+def test_types_catch_most_kinds_of_bugs():
     assert {bug.number for bug in BUGS} == set(TITLES)
-    assert len({bug.number for bug in BUGS if bug.expected == "static"}) >= 8
+    assert len({bug.number for bug in BUGS if bug.caught_by == "types"}) >= 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P
-from fshard._comm.board import boards
 from fshard.models import gpt2
 from tests.benchmarks import contenders, gpt
 from tests.benchmarks.weigh import Weight, weigh
@@ -72,22 +70,6 @@ def test_what_gloo_runs_is_seen_with_its_bytes():
         return step
 
     assert weigh(setup, warmup=1).transfers == [("all_reduce", 280), ("all_gather", 66)]
-
-
-def test_what_goes_over_a_board_is_seen_with_its_bytes():
-    (board,) = [boards(0, lambda x: x[None], 1.0)]
-
-    def setup():
-        numbers, x = itertools.count(1), torch.ones(10, 7)
-
-        def step():
-            board.post(number := next(numbers), {0: [x, x[0]]})
-            board.read(number, 0, [x, x[0]])
-            board.done(number, 0)
-
-        return step
-
-    assert weigh(setup, warmup=1).transfers == [("send", 308)]
 
 
 def test_the_bytes_a_rank_sends_are_those_of_the_best_algorithm():

@@ -11,7 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.spec import box_shape, whole
+from fshard.spec import box_shape, full_box
 from tests.lib.live import LiveBytes
 
 MIB = 1 << 20
@@ -505,8 +505,8 @@ def test_fans_are_torchs_of_the_transposed_weight(name, kwargs):
 
 
 def test_the_whole_box():
-    assert whole((2, 3)) == (slice(0, 2), slice(0, 3))
-    assert whole(()) == ()
+    assert full_box((2, 3)) == (slice(0, 2), slice(0, 3))
+    assert full_box(()) == ()
 
 
 @pytest.mark.parametrize("row", [0, 5, 10])

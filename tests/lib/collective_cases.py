@@ -14,7 +14,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard._comm import index_of, recording, region
-from fshard.spec import lengths, piece
+from fshard.spec import part_lengths, part_range
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _local_shape(case: Case, axes: tuple[str, ...]) -> tuple[int, ...]:
     sizes, coords = [region().sizes[a] for a in axes], [region().coords[a] for a in axes]
     shape = list(case.shape(math.prod(sizes)))
     if case.dim is not None:
-        shape[case.dim] = piece(shape[case.dim], sizes, coords)[1]
+        shape[case.dim] = part_range(shape[case.dim], sizes, coords)[1]
     return tuple(shape)
 
 
@@ -212,7 +212,7 @@ def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
     same(run(lambda x: fs.all_to_all(x, axis, split=1, concat=0), P(None, axis), uneven), uneven)
     index = fs.shard_map(lambda: fs.axis_index(axis)[None], mesh=mesh, out_specs=spec)()
     same(fs.device_get(index), torch.arange(n))
-    assert sum(lengths(5, sizes)) == 5
+    assert sum(part_lengths(5, sizes)) == 5
 
 
 # --- pending transfers ---

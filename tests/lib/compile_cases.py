@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import random
-import re
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor.utils import run_and_get_code
 
 import fshard as fs
 from fshard import P, optim
@@ -98,29 +95,6 @@ def uneven_compiled(backend: str, axes: dict[str, int]) -> list[torch.Tensor]:
         return uneven(fs.make_mesh(**axes), compile=True)
 
 
-def waits(seed: int) -> list[bool]:
-    """Start sums over several axes in one order; wait for each when it occurs to this rank. Whether each was right."""
-    mesh = fs.make_mesh(data=2, model=2)
-    (me,) = mesh.ranks
-    members = {("data",): {me, me ^ 2}, ("model",): {me, me ^ 1}, ("data", "model"): {0, 1, 2, 3}}
-    (groups,) = mesh.run(lambda comm, _: {axes: comm._group(axes, torch.ones(1)) for axes in members})
-    whims, started, right = random.Random(seed + me), [], []
-
-    def wait() -> None:
-        x, want = started.pop(whims.randrange(len(started)))
-        right.append(bool((torch.ops._c10d_functional.wait_tensor(x) == want).all()))
-
-    for i in range(200):
-        axes = list(members)[i % 3]
-        total = torch.ops._c10d_functional.all_reduce(torch.full((3000,), me + i), "sum", groups[axes].name)
-        started.append((total, sum(r + i for r in members[axes])))
-        while started and whims.random() < 0.5:
-            wait()
-    while started:
-        wait()
-    return right
-
-
 def meshes_made_again() -> list[list[float]]:
     """What meshes of the same ranks give, one after the other; compiled again, it would raise."""
 
@@ -134,37 +108,3 @@ def meshes_made_again() -> list[list[float]]:
             step = fs.shard_map(f, mesh=mesh, in_specs=P("m"), out_specs=P(), compile=True, check="never")
             found.append(fs.device_get(step(torch.arange(6.0))).tolist())
     return found
-
-
-def unequal() -> tuple[str, list[float]]:
-    """Two sums under way, the first of sizes that differ: its error, and the second."""
-    mesh = fs.make_mesh(m=2)
-    (group,) = mesh.run(lambda comm, _: comm._group(("m",), torch.ones(1)))
-    ops = torch.ops._c10d_functional
-    first, second = (ops.all_reduce(torch.ones(n), "sum", group.name) for n in (3 + mesh.ranks[0], 4))
-    total = ops.wait_tensor(second).tolist()
-    try:
-        return str(ops.wait_tensor(first)), total
-    except fs.ShardingError as e:
-        return str(e).splitlines()[0], total
-
-
-def transfers_and_products(gathers: bool) -> list[str]:
-    """What inductor makes of the gradients of two layers: "start" and "wait" of transfers, "mm" of matrices."""
-    mesh = fs.make_mesh(model=2)
-
-    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for p in params:
-            up = fs.all_gather(p["up"], "model", 1, size=6)[:, :3] if gathers else p["up"]
-            x = x + fs.psum((fs.pvary(x, "model") @ up).tanh() @ p["down"], "model")
-        return (x**2).sum()
-
-    specs = [{"up": P(None, "model"), "down": P("model")}] * 2
-    step = fs.shard_map(fs.value_and_grad(loss_fn), mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs),
-                        compile=True, check="never")  # fmt: skip
-    params = [{"up": torch.ones(4, 6), "down": torch.ones(6, 4)} for _ in range(2)]
-    _, (code,) = run_and_get_code(step, fs.device_put(params, specs, mesh), torch.ones(5, 4))
-    line = r"^ +(?:\w+ = )?(?:torch\.ops\._c10d_functional\.(\w+)|extern_kernels\.(\w+))"
-    called = re.findall(line, code, re.MULTILINE)
-    names = {"wait_tensor": "wait", "mm": "mm", "addmm": "mm"}
-    return [names.get(transfer or kernel, "start") for transfer, kernel in called]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import fail
-from fshard.spec import Box, box_shape, inside, whole
+from fshard.spec import Box, box_shape, full_box, relative_box
 
 from .graph import Cast, Constant, Draw, Full, Node, Op, Reshape, Unwritten, View, Write, inputs, order
 from .laws import LAWS
@@ -114,7 +114,7 @@ def evaluate(node: Node, box: Box, now: Filling) -> Tensor:
     held = now.chunk.get(id(node))
     if held is None or not _holds(held[0], box):
         held = now.chunk[id(node)] = (box, _compute(node, box, now))
-    return held[1][inside(box, held[0])].clone()
+    return held[1][relative_box(box, held[0])].clone()
 
 
 def _holds(outer: Box, inner: Box) -> bool:
@@ -172,7 +172,7 @@ def _reshaped(node: Reshape, box: Box, now: Filling) -> Tensor:
         return evaluate(source, (), now).reshape(box_shape(box))
     row = math.prod(source.shape[1:])
     rows = slice(first // row, last // row + 1)
-    flat = evaluate(source, (rows, *whole(source.shape[1:])), now).reshape(-1)
+    flat = evaluate(source, (rows, *full_box(source.shape[1:])), now).reshape(-1)
     return flat.as_strided(box_shape(box), strides, flat.storage_offset() + first - rows.start * row)
 
 
@@ -227,7 +227,7 @@ def _operated(node: Op, box: Box, now: Filling) -> Tensor:
     if id(call) not in now.full:
         at = now.cpu()
         if id(call) not in at.full:
-            at.full[id(call)] = call.run([evaluate(n, whole(n.shape), at).contiguous() for n in call.inputs])
+            at.full[id(call)] = call.run([evaluate(n, full_box(n.shape), at).contiguous() for n in call.inputs])
         now.full[id(call)] = at.full[id(call)]
     return now.full[id(call)][node.out][box].to(now.device, copy=True)
 

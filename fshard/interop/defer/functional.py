@@ -183,11 +183,12 @@ class Apply:
         if watch is None or not isinstance(e, ShardingError) or "invariant" not in str(e):
             return
         leaves = {"params": params, "buffers": buffers}
-        varied = set[str]().union(*(watch.fact(x).type.varies for x in tree.leaves((leaves, given))
+        varied = set[str]().union(*(watch.info(x).type.varying for x in tree.leaves((leaves, given))
                                     if isinstance(x, Tensor)))  # fmt: skip
         for kind, xs in leaves.items():
             for axis in sorted(varied):
-                still = [name for name, x in xs.items() if differentiable_dtype(x) and axis in watch.fact(x).type.fixed]
+                still = [name for name, x in xs.items()
+                         if differentiable_dtype(x) and axis in watch.info(x).type.invariant]  # fmt: skip
                 if still:
                     rest = f" and {len(still) - 1} more" if len(still) > 1 else ""
                     what = f"in {self!r}, {kind}[{still[0]!r}]{rest} of its {kind} are invariant over {axis!r}"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fshard import random
-from fshard.spec import Box, whole
+from fshard.spec import Box, full_box
 
 Fill = Callable[..., Tensor]
 
@@ -96,7 +96,7 @@ def geometric(
 
 
 def randperm(key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _words(key, shape, whole(shape), device).argsort(stable=True)[box].to(dtype)
+    return _words(key, shape, full_box(shape), device).argsort(stable=True)[box].to(dtype)
 
 
 LAWS: Mapping[str, Fill] = {

@@ -28,7 +28,7 @@ from fshard.checkpoint.commit import sync
 from fshard.checkpoint.parts import bytes_of
 from fshard.errors import ShardingError, fail
 from fshard.sharded import Sharded
-from fshard.spec import Box, ends, whole
+from fshard.spec import Box, box_bounds, full_box
 
 from .folder import CONFIG, INDEX, SINGLE, Where, read_json
 from .layout import File, Source, as_json, check_alike, check_described, files_of, lines, slots_of
@@ -182,14 +182,14 @@ def _parts(leaf: Sharded | Tensor, rank: int | None) -> Iterator[tuple[Box, Tens
     """The boxes of a leaf that this rank writes: each different one is its first holder's."""
     if isinstance(leaf, Tensor):
         if not rank:
-            yield whole(leaf.shape), leaf
+            yield full_box(leaf.shape), leaf
         return
     seen = set()
     for holder in range(leaf.mesh.size):
         box = leaf.box(holder)
-        if ends(box) not in seen and rank in (None, holder):
+        if box_bounds(box) not in seen and rank in (None, holder):
             yield box, leaf.shards[leaf.mesh.ranks.index(holder)]
-        seen.add(ends(box))
+        seen.add(box_bounds(box))
 
 
 def _write(fd: int, start: int, source: Source, box: Box, part: Tensor) -> None:

@@ -20,7 +20,7 @@ from fshard import P, ShardingError
 from fshard.interop.defer import graph
 from fshard.interop.defer.evaluate import POINTWISE, fill, filling
 from fshard.interop.defer.module import Recorded, defer
-from fshard.spec import whole
+from fshard.spec import full_box
 
 CPU = torch.device("cpu")
 ONE = fs.make_mesh(one=1)
@@ -532,7 +532,7 @@ def test_dead_writes_cost_nothing():
     leaf = defer(lambda: made(often))[1]["params"]["w"]
     root = leaf.init.node
     now = filling(root, lambda _: fs.key(0), CPU)
-    fill(root, whole(leaf.shape), leaf.dtype, now)
+    fill(root, full_box(leaf.shape), leaf.dtype, now)
     assert now.evaluated == {"write": 1, "draw": 1, "full": 1}
     now = filling(root, lambda _: fs.key(0), CPU)
     fill(root, (slice(10, 20), slice(0, 21)), leaf.dtype, now)
@@ -545,7 +545,7 @@ def test_dead_writes_cost_nothing():
 def test_large_boxes_are_made_in_steps_of_bounded_size():
     big = (1500, 1 << 10)
     leaf = defer(lambda: made(lambda w: w.normal_().mul_(0.5), big))[1]["params"]["w"].to(torch.bfloat16)
-    made_ = leaf.init.fill(fs.key(0), leaf.shape, whole(big), torch.bfloat16, CPU)
+    made_ = leaf.init.fill(fs.key(0), leaf.shape, full_box(big), torch.bfloat16, CPU)
     part = leaf.init.fill(fs.key(0), leaf.shape, (slice(1000, 1100), slice(7, 900)), torch.bfloat16, CPU)
     same_bits(part, made_[1000:1100, 7:900])
 

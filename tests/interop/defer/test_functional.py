@@ -574,7 +574,8 @@ def test_buffers_that_were_not_unsharded_are_named():
 
     with pytest.raises(ShardingError) as e:
         run(leaves(apply.module)[1], torch.ones(4, 2))
-    assert "in forward: mul of what is invariant (I) over 'data' and what varies (V) over it" in str(e.value)
+    what = "mul of an operand that is invariant (I) over 'data' with one that varies (V) over it"
+    assert f"in forward: {what}" in str(e.value)
     assert str(e.value).endswith(
         "\n  in Apply(Scaled), buffers['angle'] and 1 more of its buffers are invariant over 'data'"
         '\n  fix: buffers = fs.unshard(buffers, its specs, "data")'

@@ -23,7 +23,7 @@ from fshard import P, ShardingError
 from fshard.interop.hf import export
 from fshard.interop.hf.folder import DTYPES, INDEX, SINGLE, config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
-from fshard.spec import whole
+from fshard.spec import full_box
 from tests.lib.folder_cases import (
     KEY,
     MESHES,
@@ -150,7 +150,7 @@ def holds(folder: Path) -> float | None:
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return None
     leaves = read(folder, {n: fs.init.zeros(2) for n in "abc"}, named)
-    found = {tuple(x.init.fill(KEY, x.shape, whole(x.shape), x.dtype, CPU).tolist()) for x in leaves.values()}
+    found = {tuple(x.init.fill(KEY, x.shape, full_box(x.shape), x.dtype, CPU).tolist()) for x in leaves.values()}
     ((add, more),) = found  # one in every leaf, and so in every file
     assert more == add + 1
     return float(add)
@@ -285,7 +285,7 @@ def test_arguments_that_make_no_folder(tmp_path: Path, given: dict[str, Any], me
 def test_a_donated_leaf_and_a_region_are_refused(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     leaf = fs.device_put(torch.ones(2), P(), mesh)
-    leaf.give_away("step")
+    leaf.donate_to("step")
     text = refusal(lambda: export.write(tmp_path / "no", {"x": leaf}, lambda _: FileTensor("x"), config={}))
     assert text.startswith("write: tree['x']: f32[2] was donated to step, which may have overwritten it\n")
 

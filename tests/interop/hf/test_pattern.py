@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fshard import ShardingError
 from fshard.interop.hf.pattern import Pattern, absent, identity
-from fshard.spec import Box, box_shape, whole
+from fshard.spec import Box, box_shape, full_box
 
 
 def taken(pattern: Pattern, theirs: Tensor, shape: tuple[int, ...], box: Box, most: int) -> Tensor:
@@ -107,7 +107,7 @@ def test_the_layouts_of_known_models(name: str) -> None:
     text, at, shape, by_hand = KNOWN[name]
     pattern = Pattern(text, at)
     theirs = numbered(pattern.theirs(shape))
-    assert torch.equal(taken(pattern, theirs, shape, whole(shape), 1 << 20), by_hand(theirs))
+    assert torch.equal(taken(pattern, theirs, shape, full_box(shape), 1 << 20), by_hand(theirs))
 
 
 def test_what_lies_end_to_end_is_one_run() -> None:
@@ -128,7 +128,7 @@ def test_a_chunk_of_short_runs_holds_few_of_them() -> None:
 def test_a_leaf_without_dims_and_an_empty_box() -> None:
     (piece,) = identity(0).pieces((), ())
     assert list(piece.chunks(8)) == [((), [0], 1)]
-    assert list(identity(2).pieces((3, 0), whole((3, 0)))) == []
+    assert list(identity(2).pieces((3, 0), full_box((3, 0)))) == []
     assert Pattern("(h k) d -> d h k").theirs((0, 2, 3)) == (6, 0)
 
 

@@ -19,7 +19,7 @@ from fshard import P
 from fshard.interop.hf import export, weights
 from fshard.interop.hf.folder import DTYPES, config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
-from fshard.spec import Box, box_shape, whole
+from fshard.spec import Box, box_shape, full_box
 from tests.lib.folder_cases import (
     HEADS,
     HIDDEN,
@@ -115,7 +115,7 @@ def preadv(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 BOXES: list[tuple[str, Box]] = [
-    ("qkv", whole(SHAPES["qkv"])),
+    ("qkv", full_box(SHAPES["qkv"])),
     ("qkv", (slice(0, WIDTH), slice(0, 3), slice(2, 4), slice(0, K))),
     ("qkv", (slice(3, 5), slice(1, 2), slice(5, 6), slice(0, 1))),
     ("qkv", (slice(20, 20), slice(0, 3), slice(0, 6), slice(0, K))),

@@ -1,0 +1,245 @@
+"""Every private API of torch that fshard uses still does what fshard needs of it.
+
+A test is named for its entry in `fshard/_torch_compat.py`. Where one fails, torch has changed: mend that file.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fshard import _torch_compat as compat
+
+
+def under_grad(f):
+    """Call `f` with a tensor that torch.func.grad differentiates; the result of `f`."""
+    out = []
+
+    def loss(x: Tensor) -> Tensor:
+        out.append(f(x))
+        return x.sum()
+
+    torch.func.grad(loss)(torch.ones(2))
+    return out[0]
+
+
+def under_vmap(f):
+    """Call `f` with a tensor that torch.func.vmap batches; the result of `f`."""
+    out = []
+    torch.func.vmap(lambda x: (out.append(f(x)), x)[1])(torch.ones(2, 3))
+    return out[0]
+
+
+def test_is_wrapped():
+    assert not compat.is_wrapped(torch.ones(2))
+    assert under_grad(compat.is_wrapped)
+    assert under_vmap(compat.is_wrapped)
+
+
+def test_is_batched():
+    assert under_vmap(compat.is_batched)
+    assert not under_grad(compat.is_batched)
+
+
+def test_is_grad_tracking():
+    assert under_grad(compat.is_grad_tracking)
+    assert not under_vmap(compat.is_grad_tracking)
+
+
+def test_get_unwrapped():
+    assert under_vmap(lambda x: tuple(compat.get_unwrapped(x).shape)) == (2, 3)
+
+
+def test_unwrapped():
+    plain = torch.ones(2)
+    assert compat.unwrapped(plain) is plain
+    assert under_grad(lambda x: type(compat.unwrapped(x)) is Tensor and not compat.is_wrapped(compat.unwrapped(x)))
+
+
+def test_in_transform():
+    assert not compat.in_transform()
+    assert under_grad(lambda _: compat.in_transform())
+
+
+def test_without_functorch():
+    def made(_: Tensor) -> bool:
+        with compat.without_functorch():
+            return compat.is_wrapped(torch.ones(2))
+
+    assert not under_grad(made)
+
+
+def test_in_backward():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda g: seen.append(compat.in_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not compat.in_backward()
+
+
+class Seen(compat.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_dispatch_mode():
+    with Seen() as seen:
+        torch.func.grad(lambda x: x.sin().sum())(torch.ones(2))
+    assert {"sin", "cos"} <= set(seen.names)  # below torch.func: forward and backward
+
+
+def test_without_dispatch():
+    with Seen() as seen, compat.without_dispatch():
+        torch.ones(2).sin()
+    assert not seen.names
+
+
+def test_without_modes():
+    with Seen() as seen, compat.without_modes():
+        torch.ones(2).sin()
+    assert not seen.names
+
+
+def test_below_autograd():
+    x = torch.ones(2, requires_grad=True)
+    with compat.below_autograd():
+        assert not x.sin().requires_grad
+        x.mul_(2)  # in place, although x is a leaf
+    assert x.tolist() == [2.0, 2.0]
+
+
+def test_disable_dynamo():
+    assert compat.disable_dynamo(lambda x: x + 1)(2) == 3
+
+
+def test_functional_collectives():
+    schemas = {
+        "all_reduce": ("input", "reduce_op", "group_name"),
+        "all_gather_into_tensor": ("input", "group_size", "group_name"),
+        "reduce_scatter_tensor": ("input", "reduce_op", "group_size", "group_name"),
+        "all_to_all_single": ("input", "output_split_sizes", "input_split_sizes", "group_name"),
+        "wait_tensor": ("tensor",),
+    }
+    for name, arguments in schemas.items():
+        schema = getattr(compat.functional_collectives, name).default._schema
+        assert tuple(a.name for a in schema.arguments) == arguments
+
+
+def test_storage_id():
+    x, y = torch.ones(4), torch.ones(4)
+    assert compat.storage_id(x) == compat.storage_id(x[1:]) != compat.storage_id(y)
+    with compat.FakeTensorMode():
+        assert compat.storage_id(torch.ones(0)) != compat.storage_id(torch.ones(0))
+
+
+def test_version_of():
+    x = torch.ones(2)
+    before = compat.version_of(x)
+    x.add_(1)
+    assert compat.version_of(x) > before
+    with torch.inference_mode():
+        assert compat.version_of(torch.ones(2)) == -1
+
+
+def test_foreach_copy_():
+    xs, ys = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    compat.foreach_copy_(xs, ys)
+    assert all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+
+
+def test_foreach_div_():
+    xs = [torch.full((2,), 6.0)]
+    compat.foreach_div_(xs, 3)
+    assert xs[0].tolist() == [2.0, 2.0]
+
+
+def test_foreach_norm():
+    assert [x.item() for x in compat.foreach_norm([torch.tensor([3.0, 4.0])], 2, torch.float64)] == [5.0]
+
+
+def test_fused_sgd_():
+    p, g = torch.ones(8), torch.full((8,), 2.0)
+    compat.fused_sgd_([p], [g], [], lr=0.5, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0,
+                      maximize=False, is_first_step=False)  # fmt: skip
+    assert p.tolist() == [0.0] * 8
+
+
+def test_fused_adamw_():
+    p, g, m, v, step = torch.ones(8), torch.ones(8), torch.zeros(8), torch.zeros(8), torch.tensor(1.0)
+    want = torch.nn.Parameter(torch.ones(8))
+    want.grad = torch.ones(8)
+    torch.optim.AdamW([want], lr=0.1, fused=True).step()
+    compat.fused_adamw_([p], [g], [m], [v], [], [step], lr=0.1, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
+                        amsgrad=False, maximize=False)  # fmt: skip
+    assert torch.equal(p, want.detach())
+
+
+def test_fake_tensors():
+    with compat.FakeTensorMode():
+        x = torch.ones(2)
+        assert isinstance(x, compat.FakeTensor)
+        with pytest.raises(compat.DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(compat.DynamicOutputShapeException):
+            x.nonzero()
+
+
+def test_unsupported_operator_exception():
+    op = torch.library.Library("fshard_test", "DEF")
+    op.define("no_meta(Tensor x) -> Tensor")
+    op.impl("no_meta", lambda x: x.clone(), "CPU")
+    with compat.FakeTensorMode(), pytest.raises(compat.UnsupportedOperatorException):
+        torch.ops.fshard_test.no_meta(torch.ones(2))
+
+
+def test_higher_order_operator():
+    assert isinstance(torch.ops.higher_order.cond, compat.HigherOrderOperator)
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1,
+                            timeout=datetime.timedelta(seconds=77))  # fmt: skip
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_backend_of_and_timeout_of(group):
+    backend = compat.backend_of(group, "cpu")
+    assert backend.name() == "gloo"
+    assert compat.timeout_of(backend) == datetime.timedelta(seconds=77)
+
+
+def test_default_store(group):
+    assert compat.default_store().add("fshard/test", 2) == 2
+
+
+def test_every_entry_has_a_test():
+    tests = Path(__file__).read_text()
+    missing = [name for name in compat.__all__ if f"compat.{name}" not in tests]
+    assert not missing, f"entries of _torch_compat without a test: {missing}"
+
+
+def test_fewer_than_25_private_names():
+    """Count the names of torch in `_torch_compat.py` that begin with an underscore, or whose module's name does."""
+    tree = ast.parse(Path(compat.__file__).read_text())
+    private = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
+            private |= {a.name for a in node.names if "._" in f".{node.module}" or a.name.startswith("_")}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            private.add(node.attr)
+    private -= {"_C"}
+    assert len(private) < 25, sorted(private)
