@@ -6,7 +6,8 @@ way; `tests/test_torch_compat.py` tests each on its own, and docs/torch.md lists
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,16 +20,17 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch._functorch import eager_transforms
-from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # --- transforms of torch.func ---------------------------------------------------------------------------------
 
@@ -65,9 +67,17 @@ def in_backward() -> bool:
 # --- dispatch -------------------------------------------------------------------------------------------------
 
 without_dispatch = torch._C._DisableTorchDispatch
-below_autograd = torch._C._AutoDispatchBelowAutograd
 disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 functional_collectives = torch.ops._c10d_functional
+
+
+def assume_constant_result(f: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let dynamo call `f` while it traces and take the result for a constant.
+
+    This is torch.compiler.assume_constant_result without its import of torch._dynamo, which takes 5 seconds.
+    """
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
 
 
 # --- tensors and storages -------------------------------------------------------------------------------------
@@ -83,13 +93,17 @@ def version_of(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
+def replace_trunc_normal(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replace the function behind `torch.nn.init.trunc_normal_`, which no mode can intercept; return the former one."""
+    former: Callable[..., Tensor] = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = f
+    return former
+
+
 # --- kernels over lists of tensors ----------------------------------------------------------------------------
 
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
-foreach_norm = torch._foreach_norm
-fused_sgd_ = torch._fused_sgd_
-fused_adamw_ = torch._fused_adamw_
 
 
 # --- torch.distributed ----------------------------------------------------------------------------------------
@@ -106,10 +120,9 @@ def timeout_of(backend: Any) -> Any:
 
 
 __all__ = [
-    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
-    "HigherOrderOperator", "TorchDispatchMode", "UnsupportedOperatorException", "backend_of", "below_autograd",
-    "disable_dynamo", "foreach_copy_", "foreach_div_", "foreach_norm",
-    "functional_collectives", "fused_adamw_", "fused_sgd_", "get_unwrapped", "in_backward", "in_transform",
-    "is_batched", "is_grad_tracking", "is_wrapped", "set_jvp_nesting", "storage_id", "timeout_of", "unwrapped",
-    "version_of", "without_dispatch", "without_functorch", "without_modes",
+    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode",
+    "assume_constant_result", "backend_of", "eager_transforms", "foreach_copy_", "foreach_div_",
+    "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_wrapped",
+    "replace_trunc_normal", "set_jvp_nesting", "storage_id", "timeout_of", "unwrapped", "version_of",
+    "without_functorch", "without_modes",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The types of a program, checked without data, on a mesh of any size: `check`."""
+"""Check the types of a program without data, on a mesh of any size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .spec import format_axes
 
 @dataclass(frozen=True, repr=False)
 class Checked:
-    """What `check` found: the described result, and every collective of one rank with the line that called it."""
+    """Outcome of `check`: the described result, and every collective of one rank with the line that called it."""
 
     mesh: dict[str, int]
     result: Any
@@ -28,24 +28,24 @@ class Checked:
         total = size(sum(t.bytes for t in self.transfers))
         count = f"{len(self.transfers)} transfers" if len(self.transfers) != 1 else "1 transfer"
         lines = [f"checked on {n} ranks ({axes}): {count} of each, {total}"]
-        kinds: Counter[tuple[str, str, str]] = Counter()
-        moved_by: Counter[tuple[str, str, str]] = Counter()
+        counts: Counter[tuple[str, str, str]] = Counter()
+        nbytes: Counter[tuple[str, str, str]] = Counter()
         for t in self.transfers:
-            kind = (t.op, "+".join(t.axes), t.phase)
-            kinds[kind] += 1
-            moved_by[kind] += t.bytes
-        for (op, over, phase), many in kinds.most_common():
-            lines.append(f"  {many:5d}  {op:<14} {over:<12} {phase:<8} {size(moved_by[op, over, phase]):>10}")
+            row = (t.op, "+".join(t.axes), t.phase)
+            counts[row] += 1
+            nbytes[row] += t.bytes
+        for (op, axes, phase), n in counts.most_common():
+            lines.append(f"  {n:5d}  {op:<14} {axes:<12} {phase:<8} {size(nbytes[op, axes, phase]):>10}")
         return "\n".join(lines)
 
 
 def check(f: ShardMapped, *args: Any) -> Checked:
-    """Check what every tensor of `f` varies over, forward and backward, with no data and no devices.
+    """Check over which axes every tensor of `f` varies, forward and backward, without data or devices.
 
     The first rank of an abstract mesh runs `f` on fake tensors: the mesh of `f`, or for any other size that of
-    `f.on(make_mesh(kind="abstract", ...))`. Arguments may be `Deferred`, `Sharded` or tensors, of which only shapes and
-    dtypes matter. Dims of the result that the mesh may not divide are given as if it did, rounded up. Python numbers
-    that differ between ranks are not seen: there is one rank.
+    `f.on(make_mesh(kind="abstract", ...))`. Arguments may be `Deferred`, `Sharded` or tensors: only shapes and dtypes
+    matter. Dims of the result that the mesh does not divide are rounded up. Python numbers that differ between ranks
+    are not found, as there is only one rank.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> check(step, fs.init.zeros((8, 3)))
@@ -56,7 +56,7 @@ def check(f: ShardMapped, *args: Any) -> Checked:
     the value of a tensor.
     """
     if not isinstance(f, ShardMapped):
-        raise fail(f"check: {f!r} is a {type(f).__name__}", fix="check what fs.shard_map gives")
+        raise fail(f"check: {f!r} is a {type(f).__name__}", fix="check what fs.shard_map returns")
     result, mesh = dry_run(f, args)
     return Checked(dict(mesh.axes), result, tuple(mesh.transfers))
 

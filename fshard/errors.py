@@ -1,4 +1,4 @@
-"""One exception family and one way to word it: what, where, the facts, the arithmetic, the fix."""
+"""The exception that users see, and the form of its message: what, where, the facts, the arithmetic, the fix."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class ShardingError(ValueError):
-    """Whatever fshard refuses. The message says what and where, shows the facts and names the fix."""
+    """Error of a program that fshard refuses. The message says what and where, shows the facts and names the fix."""
 
 
 def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingError:
-    """Word one error: `what` on the first line, then the facts on one aligned line, the notes, the fix.
+    """Return one error: `what` on the first line, then the facts on one aligned line, the notes, the fix.
 
     >>> print(fail("cannot do that", "3 + 3 != 7", fix="use 6", shape="f32[3]", spec="P()"))
     cannot do that
@@ -28,11 +28,18 @@ def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingErro
 
 
 def raise_all(errors: Sequence[ShardingError]) -> None:
-    """Raise every collected error as one, so that a user sees all failing leaves at once.
-
-    Returns quietly where there is none.
-    """
+    """Raise every collected error as one, so that a user sees all failing leaves at once; nothing if there is none."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise ShardingError(f"{len(errors)} problems\n" + "\n".join(str(e) for e in errors))
+
+
+def join_limited(items: Sequence[str], limit: int, separator: str = ", ") -> str:
+    """Join the first `limit` items, and say how many more there are.
+
+    >>> join_limited(["a", "b", "c"], 2)
+    'a, b, and 1 more'
+    """
+    rest = len(items) - limit
+    return separator.join(items[:limit]) + (f"{separator.rstrip()} and {rest} more" if rest > 0 else "")

@@ -12,7 +12,6 @@ from torch import Tensor
 from . import init as _init
 from . import tree
 from ._comm import checker, common_device
-from ._torch_compat import foreach_norm, is_wrapped
 from .collectives import psum, pvary
 from .errors import fail
 from .init import Deferred
@@ -23,12 +22,12 @@ from .spec import P, is_spec
 
 @dataclass(frozen=True)
 class Policy:
-    """Which dtype parameters are kept in, the model computes in, and results come out in.
+    """Dtypes of the stored parameters, of the computation, and of its results.
 
     >>> policy = Policy(compute=torch.bfloat16)
     >>> logits = policy.to_output(apply(policy.to_compute(params), policy.to_compute(x)))
 
-    Only floating leaves are cast. Source: the idea and the three roles are those of DeepMind's jmp.
+    Only floating leaves are cast. Source: DeepMind's jmp, for the three roles.
     """
 
     param: torch.dtype = torch.float32
@@ -46,19 +45,19 @@ class Policy:
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor of a tree in `dtype`; other leaves as they are. Transpose: cast back."""
+    """Cast every floating-point tensor of a tree to `dtype`; other leaves stay. Transpose: cast back."""
     return tree.map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """A factor on the loss, found as training goes, that keeps small gradients from vanishing in float16.
+    """A factor on the loss, adjusted during training, that keeps small gradients from vanishing in float16.
 
-    The loss is multiplied by it and gradients are divided by it. A step with a gradient that is not finite is left out,
-    by all ranks or none, and lowers it by `backoff`; `interval` good steps in a row raise it by `growth`. It never goes
-    below `floor`, nor out of float32. The state is a plain tree, `{"scale": [] float32, "good": [] int64}`.
+    The loss is multiplied by the scale and gradients are divided by it. All ranks skip a step if a gradient anywhere is
+    not finite, and `backoff` lowers the scale; after `interval` finite steps in a row `growth` raises it. The scale
+    stays between `floor` and the largest float32. The state is a plain tree, `{"scale": [] float32, "good": [] int64}`.
 
-        opt = scale.guard(optim.adamw(1e-3), specs)           # an Optimizer; its state holds that of the scale
+        opt = scale.guard(optim.adamw(1e-3), specs)           # an Optimizer, whose state includes that of the scale
 
     >>> scale = LossScale(initial=8.0)
     >>> opt = scale.guard(optim.sgd(0.5), P())
@@ -70,7 +69,7 @@ class LossScale:
     >>> opt.update(grads, state, params)
     (tensor(0.), {'scale': {'scale': tensor(8.), 'good': tensor(1)}, 'opt': {'count': tensor(1)}})
 
-    Raises ShardingError for numbers that could not work. bfloat16 has the range of float32, and needs none of this.
+    Raises ShardingError for numbers out of range. bfloat16 has the range of float32 and needs no loss scale.
     Source: Micikevicius et al., 2018, "Mixed precision training"; the numbers are those of `torch.amp.GradScaler`.
     """
 
@@ -81,45 +80,47 @@ class LossScale:
     floor: float = torch.finfo(torch.float32).tiny
 
     def __post_init__(self) -> None:
-        right = {
+        valid = {
             "growth": 1 < self.growth < math.inf,
             "backoff": 0 < self.backoff < 1,
             "interval": self.interval >= 1,
             "floor": self.floor >= torch.finfo(torch.float32).tiny,
             "initial": self.floor <= self.initial <= torch.finfo(torch.float32).max,
         }
-        wrong = [f"{k}={getattr(self, k)}" for k, good in right.items() if not good]
+        wrong = [f"{k}={getattr(self, k)}" for k, is_valid in valid.items() if not is_valid]
         if wrong:
             raise fail(f"LossScale: {', '.join(wrong)}",
                        fix="growth > 1, 0 < backoff < 1, interval >= 1, 0 < floor <= initial, in float32")  # fmt: skip
 
     def init(self, params: Any = None) -> Any:
-        """The state at the start: of the kind, and on the device or mesh, that the leaves of `params` are."""
-        return {"scale": _number(self.initial, params, torch.float32), "good": _number(0, params, torch.int64)}
+        """Initial state: of the same kind (tensor, Deferred, Sharded), device and mesh as the leaves of `params`."""
+        return {"scale": _scalar(self.initial, params, torch.float32), "good": _scalar(0, params, torch.int64)}
 
     def specs(self) -> Any:
         return {"scale": P(), "good": P()}
 
     def scale(self, loss: Tensor, state: Any) -> Tensor:
-        """The loss times the scale: what to differentiate. Half precision losses come out in float32."""
-        return loss * _constant(state["scale"]).to(loss.device)
+        """Multiply the loss by the scale, before differentiating it. Half precision losses become float32."""
+        return loss * _as_constant(state["scale"]).to(loss.device)
 
     def unscale(self, grads: Any, state: Any, specs: Any) -> tuple[Any, Tensor]:
-        """The gradients of the loss itself, each in its dtype, and whether all of them are finite.
+        """Return the gradients of the unscaled loss, each in its dtype, and whether all of them are finite.
 
             tree of [*S@axes]{V axes} -> the same, [] bool {I}     cost: one number over all axes of `specs`
 
-        `specs` are those of the parameters, or a prefix. With no axes in them, this works anywhere.
+        `specs` are those of the parameters, or a prefix. With no axes in them, this works outside `shard_map` too.
         """
         leaves, treedef = tree.flatten(grads)
-        inverse = _constant(state["scale"]).double().reciprocal()
-        there = {device: inverse.to(device) for device in {g.device for g in leaves}}
-        new = [(_wide(g) * there[g.device]).to(g.dtype) for g in leaves]
+        inverse = _as_constant(state["scale"]).double().reciprocal()
+        inverses = {device: inverse.to(device) for device in {g.device for g in leaves}}
+        # Half precision is widened: the inverse of the scale may be too small for it.
+        wide = [g if g.dtype.itemsize >= 4 else g.float() for g in leaves]
+        new = [(x * inverses[g.device]).to(g.dtype) for x, g in zip(wide, leaves, strict=True)]
         axes = [tuple(sorted(s.axes)) for s in tree.broadcast(specs, grads, name="specs", leaf=is_spec)]
         return tree.unflatten(treedef, new), _all_finite(new, axes)
 
     def adjust(self, state: Any, finite: Tensor) -> Any:
-        """The state after a step: lower at once where it was not finite, higher after `interval` that were."""
+        """Return the state after a step: a lower scale if it was not finite, a higher one after `interval` finite."""
         scale, finite = state["scale"], finite.to(state["scale"].device)
         good = torch.where(finite, state["good"] + 1, 0)
         full = good >= self.interval
@@ -130,13 +131,13 @@ class LossScale:
         return {"scale": new, "good": torch.where(full, 0, good)}
 
     def guard(self, optimizer: Optimizer, specs: Any) -> Optimizer:
-        """An optimizer of scaled gradients, which leaves out the steps whose gradients are not finite.
+        """Make an optimizer of scaled gradients that skips the steps whose gradients are not finite.
 
-        Its state is `{"scale": that of the scale, "opt": that of the optimizer}`. A step that is left out changes no
-        parameter and nothing in the optimizer's state, its count included, also where these are donated.
+        Its state is `{"scale": state of the scale, "opt": state of the optimizer}`. A skipped step changes no parameter
+        and nothing in the optimizer's state, its count included, also where these are donated.
 
-        Eager programs look at the one number that says so: on CUDA the host waits for the backward pass, as it does in
-        `torch.amp.GradScaler`; then a step costs no memory. Compiled ones, and those under torch.func, take the step on
+        Eager programs read on the host whether to skip: on CUDA the host waits for the backward pass, as it does in
+        `torch.amp.GradScaler`; then a step costs no memory. Compiled programs, and those under vmap, take the step on
         copies of parameters and state and choose between old and new, leaf by leaf.
         """
 
@@ -148,14 +149,15 @@ class LossScale:
                 raise fail(f"guarded {optimizer.name}: the state is not its state", fix="state = opt.init(params)")
             grads, finite = self.unscale(grads, state["scale"], specs)
             old = (params, state["opt"])
-            if not _can_be_looked_at(finite):
+            take = _value_now(finite)
+            if take is None:
                 new = optimizer.update(grads, *reversed(tree.map(torch.clone, old)))
                 new = tree.map(lambda n, o: torch.where(finite.to(o.device), n, o), new, old)
-            elif finite.item():
+            elif take:
                 new = optimizer.update(grads, *reversed(old))
             else:
                 new = old
-                if checker() is not None:  # of the calls of this signature only this one is checked: take the step too
+                if checker() is not None:  # only the first call of a signature is checked: check the step in it too
                     optimizer.update(grads, *reversed(tree.map(torch.clone, old)))
             return new[0], {"scale": self.adjust(state["scale"], finite), "opt": new[1]}
 
@@ -163,7 +165,7 @@ class LossScale:
                          f"guarded {optimizer.name}")  # fmt: skip
 
 
-def _number(value: float, params: Any, dtype: torch.dtype) -> Any:
+def _scalar(value: float, params: Any, dtype: torch.dtype) -> Any:
     leaves = tree.leaves(params)
     if any(isinstance(x, Deferred) for x in leaves):
         return _init.full((), value, dtype=dtype)
@@ -172,45 +174,41 @@ def _number(value: float, params: Any, dtype: torch.dtype) -> Any:
     return torch.tensor(value, dtype=dtype, device=leaves[0].device if leaves else None)
 
 
-def _constant(x: Tensor) -> Tensor:
-    """What is not differentiated, and the same on every rank: it goes with what varies and what does not."""
+def _as_constant(x: Tensor) -> Tensor:
+    """Detach a value that is the same on every rank, so that it may be used with operands of any type."""
     x = x.detach()
-    found = None if torch.compiler.is_dynamo_compiling() else checker()
-    if found is not None:
-        found.mark_constant(x)
+    types = None if torch.compiler.is_dynamo_compiling() else checker()
+    if types is not None:
+        types.mark_constant(x)
     return x
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Half precision in float32: the inverse of a scale may be too small for it."""
-    return x if x.dtype.itemsize >= 4 else x.float()
-
-
 def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:
-    """Whether all elements are, on all ranks of the axes over which the tensors vary: [] bool."""
+    """Return whether all elements are finite on all ranks of the axes over which the tensors vary: [] bool."""
     groups: dict[Any, list[Tensor]] = {}
     for x, names in zip(xs, axes, strict=True):
         if x.numel():
             real = torch.view_as_real(x) if x.is_complex() else x
             groups.setdefault((names, x.dtype, x.device), []).append(real)
-    first = common_device(xs)
-    every = tuple(sorted({a for names in axes for a in names}))
-    found = [pvary(torch.ones((), dtype=torch.bool, device=first), every)]  # all there is where every part is empty
+    device = common_device(xs)
+    all_axes = tuple(sorted({a for names in axes for a in names}))
+    results = [pvary(torch.ones((), dtype=torch.bool, device=device), all_axes)]  # for ranks whose parts are all empty
     for group in groups.values():
-        if torch.compiler.is_dynamo_compiling() or any(map(is_wrapped, group)):
-            each = [x.isfinite().all() for x in group]
-        else:  # in one pass, and without a mask: by the largest absolute value of each
-            each = [x.isfinite() for x in foreach_norm(group, math.inf)]
-        found.append(torch.stack(each).all().to(first))
-    good = torch.stack(found).all()
-    return psum((~good).to(torch.int32), every) == 0 if every else good
+        # By the largest absolute value of each tensor: one pass, and no mask in memory.
+        finite = [torch.linalg.vector_norm(x, math.inf).isfinite() for x in group]
+        results.append(torch.stack(finite).all().to(device))
+    good = torch.stack(results).all()
+    return psum((~good).to(torch.int32), all_axes) == 0 if all_axes else good
 
 
-def _can_be_looked_at(x: Tensor) -> bool:
-    """Whether a tensor has one value, now."""
-    if torch.compiler.is_dynamo_compiling() or x.is_meta:
-        return False
-    return type(x) is Tensor and not is_wrapped(x)
+def _value_now(x: Tensor) -> bool | None:
+    """Return the value of a 0-d tensor, or None where it has none yet (compiled, fake) or several (under vmap)."""
+    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor:
+        return None
+    try:
+        return bool(x)
+    except RuntimeError:
+        return None
 
 
 __all__ = ["LossScale", "Policy", "cast"]

@@ -1,4 +1,4 @@
-"""Placed leaves on the move: back to full tensors, and to other specs and meshes, part by part."""
+"""Gather placed leaves into full tensors, and move them to other specs and meshes, part by part."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .spec import Box, P, box_bounds, box_shape, local_box, relative_box
 
 
 def device_get(tree_: Any, *, rank: int | None = None) -> Any:
-    """The full leaves, as CPU tensors. Leaves that are not `Sharded` stay as they are.
+    """Return the full leaves, as CPU tensors. Leaves that are not `Sharded` stay as they are.
 
     On a process mesh every rank must call it. With `rank`, only that rank gets the leaves (the others get `None`),
-    gathered into its host memory leaf by leaf and part by part, so no device holds more than its own.
+    gathered into its host memory leaf by leaf and part by part, so no device needs memory for more than its own part.
 
     >>> device_get(params)["up"].shape
     torch.Size([64, 256])
@@ -44,7 +44,7 @@ def _get(x: Sharded, rank: int | None) -> Tensor | None:
 
 
 def _gather_to_host(x: Sharded, rank: int | None) -> Tensor | None:
-    """Every part from its first owner, to `rank` or to all, one at a time."""
+    """Send every part from its first owner to `rank`, or to all, one at a time."""
     me = x.mesh.ranks[0]
     part = copy_to_device(x.shards[0].detach().contiguous(), x.mesh.device)
     out = torch.empty(x.shape, dtype=x.dtype) if rank in (None, me) else None
@@ -65,21 +65,21 @@ def _gather_to_host(x: Sharded, rank: int | None) -> Tensor | None:
 
 
 def owners(x: Sharded) -> Iterator[tuple[int, Box]]:
-    """Each different part of a leaf once, with the first rank that holds it."""
+    """Yield each different part of a leaf once, with the first rank that has it."""
     seen = set()
     for rank in range(x.mesh.size):
         box = x.box(rank)
-        at = box_bounds(box)
-        if at not in seen and 0 not in box_shape(box):
-            seen.add(at)
+        bounds = box_bounds(box)
+        if bounds not in seen and 0 not in box_shape(box):
+            seen.add(bounds)
             yield rank, box
 
 
 def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     """Move placed leaves to other specs, or to another mesh of the same kind.
 
-    Every device receives just the elements it will hold and sends just those it has: a full leaf is never held by a
-    device that needs only part of it. `specs` may be a prefix; `mesh` defaults to the one each leaf is on.
+    Every device receives only elements of its new part: a device that needs part of a leaf never allocates the full
+    leaf. `specs` may be a prefix; `mesh` defaults to the one each leaf is on.
 
     >>> reshard(device_put(torch.zeros(4, 6), P("data"), mesh), P(None, "model"))
     f32[4, 6@model]
@@ -127,32 +127,36 @@ def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
         [part[relative_box(c, mine)].reshape(-1) for s, c in _sources(x, box, rank) if s == me]
         for rank, box in enumerate(boxes)
     ]
-    incoming = sorted(_sources(x, boxes[me], me), key=lambda pair: pair[0])  # stable: the sender's order within a rank
+    # A stable sort keeps the order in which each sender packs its parts.
+    incoming = sorted(_sources(x, boxes[me], me), key=lambda pair: pair[0])
     counts = [0] * mesh.size
     for source, common in incoming:
         counts[source] += math.prod(box_shape(common))
     flat = torch.cat([p for pieces in send for p in pieces] or [part.new_empty(0)]).contiguous()
-    # As bytes: every backend moves those, whatever the dtype.
-    got = torch.empty(sum(counts), dtype=x.dtype, device=mesh.device)
+    # Sent as bytes, which every backend supports, unlike some dtypes.
+    received = torch.empty(sum(counts), dtype=x.dtype, device=mesh.device)
     size = x.dtype.itemsize
-    dist.all_to_all_single(got.view(torch.uint8), flat.view(torch.uint8), [n * size for n in counts],
+    dist.all_to_all_single(received.view(torch.uint8), flat.view(torch.uint8), [n * size for n in counts],
                            [sum(p.numel() for p in pieces) * size for pieces in send])  # fmt: skip
     out = torch.empty(box_shape(boxes[me]), dtype=x.dtype, device=mesh.device)
     at = 0
     for _, common in incoming:
         n = math.prod(box_shape(common))
-        out[relative_box(common, boxes[me])] = got[at : at + n].view(box_shape(common))
+        out[relative_box(common, boxes[me])] = received[at : at + n].view(box_shape(common))
         at += n
     return Sharded(x.shape, spec, mesh, [to_spec_memory(out, spec, mesh.device)])
 
 
 def _sources(x: Sharded, box: Box, rank: int) -> list[tuple[int, Box]]:
-    """Whence `rank` takes each element of `box`: (source rank, common box). Itself if it can, else replicas in turn."""
-    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    """Return the sources of the elements of `box` for `rank`: (source rank, common box).
+
+    The source is the rank itself if it has the part, else one of its replicas, a different one for each rank in turn.
+    """
+    ranks_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for source in range(x.mesh.size):
-        holders.setdefault(box_bounds(x.box(source)), []).append(source)
+        ranks_of.setdefault(box_bounds(x.box(source)), []).append(source)
     out = []
-    for at, ranks in holders.items():
+    for at, ranks in ranks_of.items():
         common = tuple(slice(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(box, at, strict=True))
         if all(s.start < s.stop for s in common):
             out.append((rank if rank in ranks else ranks[rank % len(ranks)], common))

@@ -1,4 +1,4 @@
-"""Leaves that are placed: `Sharded`, how they are made, and how they come back."""
+"""Placed leaves, `Sharded`, and the functions that make them: `materialize`, `device_put`, `from_callback`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .spec import Box, P, box_bounds, box_shape, describe, is_spec, local_box, s
 
 
 class Placement(NamedTuple):
-    """Where a leaf lies, and what it is but for its values."""
+    """Everything about a placed leaf but its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Placement(NamedTuple):
 
 
 class Sharded:
-    """A placed leaf: a global shape, a spec, a mesh, and the local parts this process holds.
+    """A placed leaf: a global shape, a spec, a mesh, and the local parts of this process.
 
     `shards` has one local tensor for each of `mesh.ranks`: all of them on a simulated mesh, one on a process mesh.
     A `Sharded` is not a tensor: compute with it inside `shard_map`, look at it with `device_get` or `item`.
@@ -51,9 +51,9 @@ class Sharded:
                        fix="use the value that call returned, or leave the argument out of donate=")  # fmt: skip
         return self._shards
 
-    def donate_to(self, to: str) -> None:
-        """Let go of the storage; any later use is an error that names `to`."""
-        self._donated_to, self._shards = to, ()
+    def donate_to(self, function: str) -> None:
+        """Drop the shards; any later use of the leaf is an error that names `function`."""
+        self._donated_to, self._shards = function, ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,21 +80,24 @@ class Sharded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole leaf, counted once."""
+        """Bytes of the global leaf, replicas not counted."""
         return self.numel() * self.dtype.itemsize
 
     def box(self, rank: int) -> Box:
-        """The global slices that `rank` holds."""
+        """Return the global slices of the part of `rank`."""
         return local_box(self.shape, self.spec, self.mesh.axes, self.mesh.coords(rank))
 
     def item(self) -> Any:
-        """The value of a leaf with one element, as a Python number."""
+        """Return the value of a leaf with one element, as a Python number."""
         if self.numel() != 1:
             raise fail(f"item: {self!r} has {self.numel()} elements", fix="fs.device_get(x)")
         if self.mesh.kind == "abstract":
             raise fail(f"item: {self!r} is on an abstract mesh, where leaves have no values")
         if self.mesh.kind == "process" and self.spec.axes:
-            raise fail(f"item: {self!r} is held by one rank of several", fix="fs.device_get(x).item() on every rank")
+            raise fail(
+                f"item: {self!r} is split, and its element is on one rank only",
+                fix="fs.device_get(x).item() on every rank",
+            )
         return next(x for x in self.shards if x.numel()).item()
 
     def __float__(self) -> float:
@@ -113,11 +116,11 @@ class Sharded:
         return describe(self.dtype, self.shape, self.spec)
 
 
-# --- many at once, as every call of a `shard_map` takes and makes them -------------------------------------------
+# --- many at once, for every call of a `shard_map` ------------------------------------------------------------
 
 
 def make_sharded(placement: Placement, shards: tuple[Tensor, ...]) -> Sharded:
-    """A leaf whose shards are known to be what its placement says."""
+    """Return a leaf without checking that its shards fit its placement: `Sharded(...)` at half the cost."""
     leaf = _new(Sharded)
     leaf.placement, leaf._shards = placement, shards
     return leaf
@@ -127,7 +130,7 @@ _new = Sharded.__new__
 
 
 def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
-    """What each of this process's ranks has of the leaves: of a `Sharded` its shard, anything else as it is.
+    """Return the local leaves of each rank of this process: the shard of a `Sharded`, anything else as it is.
 
     Raises ShardingError for a leaf that has been donated.
     """
@@ -137,14 +140,14 @@ def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(ranks)]
 
 
-# --- making them ----------------------------------------------------------------------------------------------
+# --- making leaves --------------------------------------------------------------------------------------------
 
 
 def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch.dtype | None = None) -> Any:
     """Place a described tree: every device fills only its own part of every `Deferred` leaf.
 
     Each element depends on `key`, the leaf's path and the element's global index alone, so the values are bitwise the
-    same on every mesh and by every spec, and adding a leaf changes no other. Tensors in the tree are placed as they
+    same on every mesh and with every spec, and adding a leaf changes no other. Tensors in the tree are placed as they
     are. One object at several paths is one leaf, with the key of its first path.
 
     Args:
@@ -168,25 +171,26 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
 
 
 def _check_names(tree_: Any) -> None:
-    """Two leaves of one dotted name would have one key, hence the same values."""
+    """Raise for two leaves of one dotted name, which would have one key, and so the same values."""
     names: dict[str, tree.Path] = {}
     for path, leaf in tree.leaves_with_path(tree_):
         twin = names.setdefault(tree.dotted(path), path)
         if isinstance(leaf, Deferred) and twin != path:
             raise fail(f"materialize: {tree.show('tree', path)} and {tree.show('tree', twin)} have one name",
-                       f"both are {tree.dotted(path)!r}, and would be filled alike",
+                       f"both are {tree.dotted(path)!r}, and would have the same values",
                        fix="rename one: no dots in keys")  # fmt: skip
 
 
 def _key_of(leaf: Deferred, path: tree.Path, key: Tensor) -> Tensor:
-    """The leaf's key; of one that is made of other leaves' draws, their keys, int64[owners, 2]."""
+    """Return the leaf's key; for a leaf made of the draws of other leaves, their keys, int64[owners, 2]."""
     name, scope = tree.dotted(path), leaf.scope
     if scope is None:
         return fold_in(key, name)
     if name != scope.name and not name.endswith(f".{scope.name}"):
         raise fail(f"materialize: {tree.show('tree', path)}: is made of the draws of other leaves, found by its name",
                    f"{name!r} does not end with {scope.name!r}",
-                   fix="keep the tree that fs.defer gave, or a part of it", draws=", ".join(scope.owners))  # fmt: skip
+                   fix="keep the tree that fs.defer returned, or a part of it",
+                   draws=", ".join(scope.owners))  # fmt: skip
     return torch.stack([fold_in(key, name.removesuffix(scope.name) + owner) for owner in scope.owners])
 
 
@@ -198,13 +202,13 @@ def _fill(leaf: Deferred, spec: P, mesh: Mesh, key: Tensor, dtype: torch.dtype |
 
 
 def abstract_sharded(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Mesh) -> Sharded:
-    """A leaf on an abstract mesh: the shape of the first rank's part, and no values."""
+    """Return a leaf on an abstract mesh: the shape of the first rank's part, without values."""
     box = local_box(tuple(shape), spec, mesh.axes, mesh.coords(mesh.ranks[0]))
     return Sharded(shape, spec, mesh, [torch.empty(box_shape(box), dtype=dtype, device="meta")])
 
 
 def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
-    """Place global tensors, the same on every rank: each device keeps a copy of its own part.
+    """Place global tensors, the same on every rank: each device receives a copy of its own part.
 
     `specs` may be a prefix. Python numbers become tensors.
 
@@ -216,25 +220,25 @@ def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
-    whole_ = torch.as_tensor(x).detach()
+    full = torch.as_tensor(x).detach()
     if mesh.kind == "abstract":
-        return abstract_sharded(tuple(whole_.shape), whole_.dtype, spec, mesh)
-    there = memory_device(spec, mesh.device)
-    part = lambda box: whole_[box].to(there, copy=True, memory_format=torch.contiguous_format)  # noqa: E731
-    return from_callback(whole_.shape, spec, mesh, part)
+        return abstract_sharded(tuple(full.shape), full.dtype, spec, mesh)
+    device = memory_device(spec, mesh.device)
+    part = lambda box: full[box].to(device, copy=True, memory_format=torch.contiguous_format)  # noqa: E731
+    return from_callback(full.shape, spec, mesh, part)
 
 
 def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box], Tensor]) -> Sharded:
-    """A placed leaf whose local parts come from `fn(global slices)`: how each rank loads only its own data.
+    """Make a placed leaf from `fn(global slices)`, so that each rank loads only its own data.
 
-    `fn` is called once for each different part this process holds; replicas on a simulated mesh get copies.
+    `fn` is called once for each different part of this process; replicas on a simulated mesh get copies.
 
     >>> from_callback((8, 4), P("data"), mesh, lambda box: torch.from_numpy(memory_map[box]))
     f32[8@data, 4]
 
-    The tensors become the leaf's storage: copy what something else still uses.
+    The returned tensors become the leaf's storage: return a copy of a tensor that is used elsewhere.
 
-    Raises ShardingError where `fn` gives something else than a tensor of the shape of its slices.
+    Raises ShardingError if `fn` returns anything but a tensor of the shape of its slices.
     """
     shape = tuple(shape)
     raise_all(spec_errors("from_callback", shape, spec, mesh.axes))
@@ -242,65 +246,67 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
     shards = []
     for rank in mesh.ranks:
         box = local_box(shape, spec, mesh.axes, mesh.coords(rank))
-        at = box_bounds(box)
-        if at in parts:
-            shards.append(to_spec_memory(parts[at], spec, mesh.device, copy=True))
+        bounds = box_bounds(box)
+        if bounds in parts:
+            shards.append(to_spec_memory(parts[bounds], spec, mesh.device, copy=True))
             continue
         part = fn(box)
         if not isinstance(part, Tensor) or tuple(part.shape) != box_shape(box):
-            got = list(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
-            raise fail(f"from_callback: the callback gave {got} for rank {rank}",
+            returned = list(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise fail(f"from_callback: the callback returned {returned} for rank {rank}",
                        fix=f"return the elements of the slices it is called with: {list(box_shape(box))}",
                        slices=[f"{s.start}:{s.stop}" for s in box])  # fmt: skip
         if shards and shards[0].dtype != part.dtype:
-            raise fail(f"from_callback: the callback gave {part.dtype} for rank {rank}, and {shards[0].dtype} before",
+            raise fail(f"from_callback: the callback returned {part.dtype} for rank {rank}, and {shards[0].dtype} "
+                       "before",
                        fix="return one dtype for every part")  # fmt: skip
-        # A view shares the storage of something else, which a donated leaf would overwrite.
-        own = part._is_view()
-        parts[at] = part.to("meta") if mesh.kind == "abstract" else to_spec_memory(part, spec, mesh.device, copy=own)
-        shards.append(parts[at])
+        if mesh.kind == "abstract":
+            parts[bounds] = part.to("meta")
+        else:  # a donated leaf is overwritten: a view shares its storage with another tensor
+            parts[bounds] = to_spec_memory(part, spec, mesh.device, copy=part._is_view())
+        shards.append(parts[bounds])
     return Sharded(shape, spec, mesh, shards)
 
 
 def place_tree(
     verb: str, tree_: Any, specs: Any, mesh: Mesh | None, kinds: tuple[type, ...], place: Callable[..., Sharded]
 ) -> Any:
-    """Check every leaf against its spec, then place them all. An object at two paths, a tie, stays one leaf.
+    """Check every leaf against its spec, then place them all. An object at several paths, a tie, stays one leaf.
 
-    Without a mesh, each leaf is `Sharded` and stays on its own.
+    Without a mesh, each leaf is `Sharded` and stays on its own mesh.
     """
     _, treedef = tree.flatten(tree_)
-    found = tree.leaves_with_path(tree_)
-    flat = tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
+    leaves = tree.leaves_with_path(tree_)
+    leaf_specs = tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
     errors: list[ShardingError] = []
     first: dict[int, tuple[tree.Path, P]] = {}
-    for (path, leaf), spec in zip(found, flat, strict=True):
-        where = f"{verb}: {tree.show('tree', path)}"
-        twin, its_spec = first.setdefault(id(leaf), (path, spec))
+    for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
+        label = f"{verb}: {tree.show('tree', path)}"
+        twin, twin_spec = first.setdefault(id(leaf), (path, spec))
         if (
             isinstance(leaf, (Deferred, Sharded, Tensor))
-            and its_spec != spec
-            and not same_placement(its_spec, spec, leaf.ndim)
+            and twin_spec != spec
+            and not same_placement(twin_spec, spec, leaf.ndim)
         ):
-            errors.append(fail(f"{where}: is tied to {tree.show('tree', twin)}, which has another spec",
-                               fix="give both one spec, or untie them", spec=spec, other=its_spec))  # fmt: skip
+            errors.append(fail(f"{label}: is tied to {tree.show('tree', twin)}, which has another spec",
+                               fix="give both one spec, or untie them", spec=spec, other=twin_spec))  # fmt: skip
         if not isinstance(leaf, kinds):
             fix = "fs.reshard(tree, specs) moves placed leaves" if isinstance(leaf, Sharded) else \
-                "fs.materialize makes described leaves" if isinstance(leaf, Deferred) else "give a tensor"  # fmt: skip
-            errors.append(fail(f"{where}: cannot place a {type(leaf).__name__}", fix=fix))
+                "fs.materialize places described leaves" if isinstance(leaf, Deferred) else "give a tensor"  # fmt: skip
+            errors.append(fail(f"{label}: cannot place a {type(leaf).__name__}", fix=fix))
         else:
             shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded)) else ()
-            errors += spec_errors(where, shape, spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
+            errors += spec_errors(label, shape, spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
     raise_all(errors)
-    made: dict[int, Sharded] = {}
+    placed: dict[int, Sharded] = {}
     out = []
-    for (path, leaf), spec in zip(found, flat, strict=True):
-        if isinstance(leaf, (int, float, complex)):  # equal numbers may be one object, and are no tie
+    for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
+        if isinstance(leaf, (int, float, complex)):  # equal numbers may be one object without being tied
             out.append(place(path, leaf, spec))
             continue
-        if id(leaf) not in made:
-            made[id(leaf)] = place(path, leaf, spec)
-        out.append(made[id(leaf)])
+        if id(leaf) not in placed:
+            placed[id(leaf)] = place(path, leaf, spec)
+        out.append(placed[id(leaf)])
     return tree.unflatten(treedef, out)
 
 

@@ -1,8 +1,8 @@
-"""Where a leaf lies: a `P` names, for each dim of a tensor, the mesh axes that split it.
+"""Partition specs: a `P` names, for each dim of a tensor, the mesh axes that split it.
 
-A dim of size n over an axis of size k is cut into pieces of ceil(n / k); the last ones may be smaller or empty.
-Over several axes it is cut again and again, major axis first, so that gathering the minor axis of
-`P(("a", "b"))` gives exactly `P("a")`, also where nothing divides. (DTensor cuts the same way.)
+A dim of size n over an axis of size k is split into parts of ceil(n / k); the last ones may be smaller or empty.
+Over several axes the parts are split again, major axis first, so that gathering the minor axis of `P(("a", "b"))`
+gives exactly `P("a")`, even for sizes that do not divide. (DTensor splits in the same way.)
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Box = tuple[slice, ...]
 class P:
     """A partition spec: one entry per dim, each `None`, an axis name, or a tuple of names (major first).
 
-    Trailing dims are whole. `...` stands for as many whole dims as fit, so `P(..., "model")` splits the last dim.
-    Each device keeps its part in its own memory, or in `memory="host"`, that of the computer it is in: see `on_host`.
+    Trailing dims are unsplit. `...` means as many unsplit dims as fit, so `P(..., "model")` splits the last dim. Each
+    device keeps its part in its own memory; with `memory="host"`, in that of its computer: see `on_host`.
 
     >>> P("data", None) == P("data")
     True
     >>> P(..., "model").parts(3)
     ((), (), ('model',))
 
-    Raises ShardingError for an axis named twice and for an entry that is no axis.
+    Raises ShardingError for an axis named twice and for an entry that is not an axis.
     """
 
     __slots__ = ("entries", "memory")
@@ -56,7 +56,7 @@ class P:
                 raise fail(f"P({shown}): axis {name!r} is used {names.count(name)} times",
                            "an axis splits a leaf once", fix=f"name {name!r} for one dim only")  # fmt: skip
         if entries.count(...) > 1:
-            raise fail("P: '...' may stand once", fix="keep one '...'")
+            raise fail("P: '...' may be used once", fix="keep one '...'")
         trimmed = [e[0] if isinstance(e, tuple) and len(e) == 1 else None if e == () else e for e in entries]
         while trimmed and ((trimmed[-1] is None and ... not in trimmed) or trimmed[-1] is ...):
             trimmed.pop()
@@ -64,21 +64,21 @@ class P:
         object.__setattr__(self, "memory", memory)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a P never changes: make another")
+        raise AttributeError("a P is immutable: make another")
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis the spec names, in order."""
+        """All axes that the spec names, in order."""
         return tuple(a for e in self.entries if isinstance(e, (str, tuple)) for a in names_of(e))
 
     def parts(self, ndim: int) -> tuple[tuple[str, ...], ...]:
-        """The axes that split each of `ndim` dims. Raises ShardingError where the spec has more dims than that."""
+        """Return the axes that split each of `ndim` dims. Raises ShardingError if the spec has more dims."""
         listed = [e for e in self.entries if e is not ...]
         if len(listed) > ndim:
             raise fail(f"{self} describes {len(listed)} dims, the leaf has {ndim}", fix=f"drop {len(listed) - ndim}")
         at = self.entries.index(...) if ... in self.entries else len(listed)
-        whole: list[Axis | EllipsisType] = [None] * (ndim - len(listed))
-        return tuple(names_of(e) for e in [*listed[:at], *whole, *listed[at:]] if e is not ...)
+        unsplit: list[Axis | EllipsisType] = [None] * (ndim - len(listed))
+        return tuple(names_of(e) for e in [*listed[:at], *unsplit, *listed[at:]] if e is not ...)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, P) and self.entries == other.entries and self.memory == other.memory
@@ -105,19 +105,19 @@ def column(axis: str | tuple[str, ...]) -> P:
 
 
 def replicated() -> P:
-    """The whole leaf on every device."""
+    """Keep the full leaf on every device."""
     return P()
 
 
 def on_host(specs: Any) -> Any:
-    """The same spec tree, with every part kept in host memory: of parameters, of optimizer states, or of both.
+    """Return the same spec tree, with every part kept in host memory: for parameters, optimizer states, or both.
 
     >>> on_host({"w": P("data"), "b": P()})
     {'w': P('data', memory='host'), 'b': P(memory='host')}
 
-    `scan` and `unshard` bring parameters to the device when their block is computed, and their gradients back;
-    optimizers step a parameter where it lies, and a state that lies elsewhere visits it. Anything else inside
-    `shard_map` asks for them by `to_device`. On CPUs the two memories are one.
+    `scan` and `unshard` copy parameters to the device when their block is computed, and their gradients back;
+    optimizers update a parameter in the memory it is in, and copy a state there if it is in the other. All other code
+    inside `shard_map` copies them by `to_device`. On CPUs the two memories are one.
     """
     wrong = [f"{_tree.show('specs', at)} is a {type(s).__name__}"
              for at, s in _tree.leaves_with_path(specs) if not is_spec(s)]  # fmt: skip
@@ -127,8 +127,8 @@ def on_host(specs: Any) -> Any:
 
 
 def any_on_host(specs: Any) -> bool:
-    """Whether anything in a spec tree is kept in host memory."""
-    each = {id(s): s for s in specs}.values() if isinstance(specs, (list, tuple)) else [specs]  # blocks share theirs
+    """Return whether any leaf of a spec tree is kept in host memory."""
+    each = {id(s): s for s in specs}.values() if isinstance(specs, (list, tuple)) else [specs]  # blocks often share one
     return any(is_spec(s) and s.memory == "host" for one in each for s in _tree.leaves(one))
 
 
@@ -137,20 +137,20 @@ def is_spec(x: object) -> bool:
 
 
 def names_of(axis: Axis) -> tuple[str, ...]:
-    """An axis argument as a tuple of names: `None` is none, a string is one."""
+    """Return an axis argument as a tuple of names, empty for `None`."""
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def same_placement(a: P, b: P, ndim: int) -> bool:
-    """Whether two specs place a leaf of `ndim` dims alike: `P(..., "m")` and `P(None, "m")` do on a matrix."""
+    """Return whether two specs place a leaf of `ndim` dims alike: `P(..., "m")` and `P(None, "m")` do for a matrix."""
     return a == b or (a.memory == b.memory and a.parts(ndim) == b.parts(ndim))
 
 
-# --- arithmetic of the cut ------------------------------------------------------------------------------------
+# --- arithmetic of parts --------------------------------------------------------------------------------------
 
 
 def part_range(n: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, int]:
-    """(start, length) of the piece of range(n) at `coords` of axes of the given `sizes`, major first.
+    """Return (start, length) of the part of range(n) at `coords` of axes of these `sizes`, major first.
 
     >>> [part_range(10, (2, 2), (i, j)) for i in range(2) for j in range(2)]
     [(0, 3), (3, 2), (5, 3), (8, 2)]
@@ -164,7 +164,7 @@ def part_range(n: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int
 
 
 def part_lengths(n: int, sizes: Sequence[int]) -> list[int]:
-    """The length of every piece of range(n), in flattened axis order.
+    """Return the length of every part of range(n), in flattened axis order.
 
     >>> part_lengths(10, (4,))
     [3, 3, 3, 1]
@@ -179,7 +179,7 @@ def part_lengths(n: int, sizes: Sequence[int]) -> list[int]:
 
 
 def local_box(shape: Sequence[int], spec: P, sizes: Mapping[str, int], coords: Mapping[str, int]) -> Box:
-    """The global slices of a leaf that the device at mesh coordinates `coords` holds.
+    """Return the global slices of the part of the device at mesh coordinates `coords`.
 
     >>> local_box((5, 8), P("data", "model"), {"data": 2, "model": 4}, {"data": 1, "model": 0})
     (slice(3, 5, None), slice(0, 2, None))
@@ -196,48 +196,47 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a leaf."""
+    """Return the box of all elements."""
     return tuple(slice(0, n) for n in shape)
 
 
 def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:
-    """The (start, stop) of each dim: a box that can be a key, as slices cannot before Python 3.12."""
+    """Return the (start, stop) of each dim: a key for a box, as slices cannot be hashed before Python 3.12."""
     return tuple((s.start, s.stop) for s in box)
 
 
 def is_even(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> bool:
-    """Whether every device's part has the same shape."""
+    """Return whether every device's part has the same shape."""
     parts = spec.parts(len(shape))
     return all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, parts, strict=True))
 
 
-def spec_errors(where: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
-    """What is wrong with placing a leaf of `shape` by `spec` on a mesh with these axis sizes; empty if nothing."""
-    mesh = format_axes(sizes)
-    facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": mesh}
-    found = []
+def spec_errors(label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
+    """Return the errors of placing a leaf of `shape` by `spec` on a mesh with these axis sizes."""
+    facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": format_axes(sizes)}
+    errors = []
     for axis in spec.axes:
         if axis not in sizes:
-            found.append(fail(f"{where}: the mesh has no axis {axis!r}", fix=f"use one of {list(sizes)}", **facts))
+            errors.append(fail(f"{label}: the mesh has no axis {axis!r}", fix=f"use one of {list(sizes)}", **facts))
     listed = len([e for e in spec.entries if e is not ...])
     if listed > len(shape):
-        found.append(fail(f"{where}: the spec is longer than the shape", f"{listed} > {len(shape)} dims",
-                          fix=f"drop {listed - len(shape)} of its entries", **facts))  # fmt: skip
-    return found
+        errors.append(fail(f"{label}: the spec is longer than the shape", f"{listed} > {len(shape)} dims",
+                           fix=f"drop {listed - len(shape)} of its entries", **facts))  # fmt: skip
+    return errors
 
 
 # --- spec trees -----------------------------------------------------------------------------------------------
 
 
 def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
-    """A function from a tree to its spec tree, by path globs; the first match wins.
+    """Return a function from a tree to its spec tree, by path globs; the first match wins.
 
     A path is written `h.3.attn.qkv`; `*` matches within one part, `**` any number of parts.
 
     >>> rules({"h.*.up": column("model"), "**": P()})({"h": [{"up": 1, "b": 2}]})
     {'h': [{'up': P(..., 'model'), 'b': P()}]}
 
-    Raises ShardingError listing every leaf no rule matches and every rule no leaf uses.
+    Raises ShardingError listing every leaf that no rule matches and every rule that no leaf uses.
     """
 
     def specs(tree: Any) -> Any:
@@ -256,8 +255,8 @@ def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
 
         out = _tree.map_with_path(find, tree)
         errors += [
-            fail(f"rules: {glob!r} matches no leaf", "(an earlier rule may take all it would match)",
-                 fix="remove or mend it")
+            fail(f"rules: {glob!r} matches no leaf", "(an earlier rule may match all of its leaves)",
+                 fix="remove or correct it")
             for glob in table
             if glob not in used
         ]  # fmt: skip
@@ -276,11 +275,11 @@ def matches(path: Sequence[str], glob: Sequence[str]) -> bool:
 
 
 def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
-    """The spec tree with `axis` added to the best free dim of each leaf: ZeRO-3 / FSDP by spec.
+    """Add `axis` to the best free dim of each leaf of a spec tree: ZeRO-3 / FSDP by spec.
 
     The best dim is the one that splits evenly on most axis sizes (the largest power of two up to 256 in it), the
-    first of them on a tie, since its pieces are contiguous. Where no dim is free `axis` becomes the minor axis of
-    the largest split one. Leaves with fewer than `min_size` elements and 0-d leaves stay as they are.
+    first of several, since its parts are contiguous. Where no dim is free `axis` becomes the minor axis of the largest
+    split dim. Leaves with fewer than `min_size` elements and 0-d leaves stay as they are.
 
     >>> fully_shard({"w": P(None, "model"), "b": P()}, {"w": torch.empty(64, 8), "b": torch.empty(8)}, axis="data")
     {'w': P('data', 'model'), 'b': P('data')}
@@ -288,12 +287,12 @@ def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
     `specs` may be a prefix of `tree`, whose leaves need a `.shape`. Leaves that already name `axis` stay as they are.
     """
     leaves, treedef = _tree.flatten(tree)
-    flat = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)
-    added = [_add(s, tuple(x.shape), axis, min_size) for s, x in zip(flat, leaves, strict=True)]
+    leaf_specs = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)
+    added = [_add_axis(s, tuple(x.shape), axis, min_size) for s, x in zip(leaf_specs, leaves, strict=True)]
     return _tree.unflatten(treedef, added)
 
 
-def _add(spec: P, shape: tuple[int, ...], axis: str, min_size: int) -> P:
+def _add_axis(spec: P, shape: tuple[int, ...], axis: str, min_size: int) -> P:
     if not shape or math.prod(shape) < min_size or axis in spec.axes:
         return spec
     parts = list(spec.parts(len(shape)))
@@ -306,20 +305,20 @@ def _add(spec: P, shape: tuple[int, ...], axis: str, min_size: int) -> P:
     return P(*parts, memory=spec.memory)
 
 
-# --- words ----------------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------------------
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """`f32` for torch.float32, `bf16`, `i64`, `u8`, `bool`, `c64`."""
+    """Abbreviate a dtype: `f32` for torch.float32, `bf16`, `i64`, `u8`, `bool`, `c64`."""
     name = str(dtype).removeprefix("torch.")
     stem = name.rstrip("0123456789")
     return _SHORT.get(stem, stem) + name[len(stem) :] if stem in _SHORT else name
 
 
 def relative_box(inner: Box, outer: Box) -> Box:
-    """The slices of a box as slices of another that holds it.
+    """Return the slices of a box relative to a box that contains it.
 
     >>> relative_box((slice(5, 7),), (slice(4, 9),))
     (slice(1, 3, None),)
@@ -328,7 +327,7 @@ def relative_box(inner: Box, outer: Box) -> Box:
 
 
 def format_axes(sizes: Mapping[str, int]) -> str:
-    """Mesh axes and their sizes, as messages show them.
+    """Format mesh axes and their sizes, as messages show them.
 
     >>> format_axes({"data": 2, "model": 4})
     'data=2, model=4'
@@ -337,8 +336,8 @@ def format_axes(sizes: Mapping[str, int]) -> str:
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) -> str:
-    """`f32[768, 3072@model]`: dtype, global shape, what splits each dim; `f32<host>[...]` of what is in host memory."""
+    """Format dtype, global shape and axes: `f32[768, 3072@model]`; `f32<host>[...]` for a leaf in host memory."""
     parts = spec.parts(len(shape)) if spec is not None else ((),) * len(shape)
     dims = [f"{n}@{'+'.join(axes)}" if axes else str(n) for n, axes in zip(shape, parts, strict=True)]
-    where = "<host>" if spec is not None and spec.memory == "host" else ""
-    return f"{short_dtype(dtype)}{where}[{', '.join(dims)}]"
+    memory = "<host>" if spec is not None and spec.memory == "host" else ""
+    return f"{short_dtype(dtype)}{memory}[{', '.join(dims)}]"

@@ -1,6 +1,6 @@
-"""Pytrees: optree, re-exported under short names, with paths and with prefix errors that say where.
+"""Pytrees: optree, re-exported under short names, with paths, and with errors of prefix trees that name the path.
 
-A leaf is whatever optree does not know as a container: a tensor, a `P`, a `Deferred`, a `Sharded`, a number.
+A leaf is any object that optree does not know as a container: a tensor, a `P`, a `Deferred`, a `Sharded`, a number.
 `None` is an empty subtree.
 """
 
@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves in order, dicts by sorted key, and the structure that `unflatten` takes.
+    """Return the leaves in order, dicts by sorted key, and the structure for `unflatten`.
 
     >>> flatten({"b": [1, 2], "a": 0})[0]
     [0, 1, 2]
@@ -38,19 +38,19 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
-    """The tree of that structure with these leaves."""
+    """Return the tree of that structure with these leaves."""
     if not torch.compiler.is_dynamo_compiling():
         return optree.tree_unflatten(treedef, leaves)
     return _unflatten_traced(treedef, iter(leaves))
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves in order."""
+    """Return the leaves in order."""
     return flatten(tree)[0]
 
 
 def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`f` of every leaf, and of the leaves at the same place of `rest`, which may have deeper trees there.
+    """Return the tree of `f(leaf, *leaves at the same path of rest)`; `rest` may have subtrees in place of leaves.
 
     >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
     {'x': 3}
@@ -62,8 +62,8 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(treedef, [f(*row) for row in zip(*columns, strict=True)])
 
 
-# Dynamo has a form of optree of its own, which cannot take the structure of a dict into another graph (torch 2.13 with
-# optree 0.20), so traced programs use these. The order of the leaves is the same.
+# Dynamo replaces optree by its own implementation, which cannot pass the structure of a dict to another graph (torch
+# 2.13 with optree 0.20), so traced programs use these functions. The order of the leaves is the same.
 
 
 def _flatten_traced(tree: Any, out: list[Any]) -> Any:
@@ -97,7 +97,7 @@ def _unflatten_traced(treedef: Any, rest: Iterator[Any]) -> Any:
 
 
 def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
-    """Every leaf with its path, a tuple of keys, indices and field names.
+    """Return every leaf with its path, a tuple of keys, indices and field names.
 
     >>> leaves_with_path({"h": [1, 2]})
     [(('h', 0), 1), (('h', 1), 2)]
@@ -107,7 +107,7 @@ def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`map`, with the leaf's path as the first argument of `f`.
+    """Map `f` like `map`, with the leaf's path as its first argument.
 
     >>> map_with_path(lambda path, x: f"{dotted(path)}={x}", {"h": [1, 2]})
     {'h': ['h.0=1', 'h.1=2']}
@@ -116,7 +116,7 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def dotted(path: Path) -> str:
-    """The path as one name, as checkpoints, rules and random keys use it.
+    """Join a path into one name, as checkpoints, rules and random keys use it.
 
     >>> dotted(("h", 3, "up"))
     'h.3.up'
@@ -125,7 +125,7 @@ def dotted(path: Path) -> str:
 
 
 def show(name: str, path: Path) -> str:
-    """The path as Python would index it, as errors show it.
+    """Format a path as Python would index it, as errors show it.
 
     >>> show("params", ("h", 3, "up"))
     "params['h'][3]['up']"
@@ -134,9 +134,9 @@ def show(name: str, path: Path) -> str:
 
 
 def broadcast(prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool], kind: str = "P") -> list[Any]:
-    """One entry of `prefix` per leaf of `tree`: a leaf of the prefix stands for the whole subtree below it.
+    """Return one entry of `prefix` per leaf of `tree`: a leaf of the prefix applies to the whole subtree below it.
 
-    `leaf` says what counts as a leaf of the prefix; `name` names the prefix and `kind` its leaves in errors.
+    `leaf` returns whether an object is a leaf of the prefix; errors call the prefix `name` and its leaves `kind`.
 
     >>> broadcast({"a": 1, "b": 2}, {"a": [5, 6], "b": 7}, name="specs", leaf=lambda x: isinstance(x, int))
     [1, 1, 2]
@@ -154,23 +154,24 @@ def _broadcast(
     if leaf(prefix):
         out.extend([prefix] * len(leaves(tree)))
         return
-    have, want = _children(prefix), _children(tree)
-    if have is None:
+    children, expected = _children(prefix), _children(tree)
+    if children is None:
         raise fail(f"{show(name, path)}: {prefix!r} is a {type(prefix).__name__}, not a {kind}", fix=f"use a {kind}")
-    # A tuple of specs over a list of arguments (or the reverse) is what users write: containers of a kind match.
-    same = type(prefix) is type(tree) or (isinstance(prefix, (list, tuple)) and isinstance(tree, (list, tuple)))
-    if want is None or not same or list(have) != list(want):
-        missing, extra = [k for k in want or () if k not in have], [k for k in have if k not in (want or ())]
-        why = "the tree has one leaf there" if want is None else f"missing {missing}    extra {extra}"
+    # Users write a tuple of specs for a list of arguments, and the reverse: lists and tuples match.
+    matching = type(prefix) is type(tree) or (isinstance(prefix, (list, tuple)) and isinstance(tree, (list, tuple)))
+    if expected is None or not matching or list(children) != list(expected):
+        missing = [k for k in expected or () if k not in children]
+        extra = [k for k in children if k not in (expected or ())]
+        why = "the tree has one leaf there" if expected is None else f"missing {missing}    extra {extra}"
         raise fail(f"{show(name, path)}: not a prefix of the tree it describes", why,
                    fix=f"give every key a {kind}, or one {kind} for the whole subtree",
                    got=type(prefix).__name__, expected=type(tree).__name__)  # fmt: skip
-    for key, child in want.items():
-        _broadcast(have[key], child, (*path, key), name, leaf, kind, out)
+    for key, child in expected.items():
+        _broadcast(children[key], child, (*path, key), name, leaf, kind, out)
 
 
 def _keys(tree: dict[Any, Any]) -> list[Any]:
-    """In the order of optree: as inserted in an OrderedDict, else sorted, by type where keys do not compare."""
+    """Return the keys in the order of optree: as inserted in an OrderedDict, else sorted, by type if not comparable."""
     if isinstance(tree, OrderedDict):
         return list(tree)
     try:
@@ -180,7 +181,7 @@ def _keys(tree: dict[Any, Any]) -> list[Any]:
 
 
 def _children(tree: Any) -> dict[Any, Any] | None:
-    """The children of a container by key, in the order of its leaves; `None` for a leaf."""
+    """Return the children of a container by key, in the order of its leaves; `None` for a leaf."""
     if tree is None:
         return {}
     if isinstance(tree, dict):

@@ -1,37 +1,44 @@
-"""The proof that a tree is initialized: its leaves are there and written, its ties and replicas as they should be.
+"""Proof that a tree is initialized: its leaves have values, its ties and its replicas are as they should be.
 
-What one process can see is looked at first, without any communication. Then the processes tell each other what they
-found, once for the whole tree, so that all of them raise the same error.
+1. Each process inspects its own leaves, without communication.
+2. The processes exchange their findings, once for the whole tree, so that all of them raise the same error.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import parameter
 
 from . import tree
 from ._comm import in_region
-from ._compare import join_limited
-from .errors import ShardingError, fail, raise_all
-from .evidence import SCALARS, Held, Leaf, shapeless
+from ._compare import compare_digests, digest_and_value, flat_slice, format_mismatch
+from ._ops import differentiable_dtype
+from .errors import ShardingError, fail, join_limited, raise_all
 from .init import Deferred, describe_initializer
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded
 from .show.table import size
-from .spec import describe, matches
+from .spec import Box, P, box_bounds, box_shape, describe, format_axes, full_box, matches
+
+SCALARS = (bool, int, float, str)
+CHUNK = 1 << 20  # elements inspected at a time
 
 
 @dataclass(frozen=True, repr=False)
 class Validated:
-    """What `validate` has proved. A leaf at several paths counts once.
+    """Outcome of `validate`. A leaf at several paths counts once.
 
-    `finite`: leaves of which every element is finite. `infinite`: the names of those that hold infinities, as allowed.
-    `replicated`: leaves found bitwise equal on the ranks that should hold the same, over `axes`. `ties`: paths that are
-    another path's leaf, where a description was given.
+    `finite`: leaves of which every element is finite. `infinite`: the names of those with infinities, as allowed.
+    `replicated`: leaves whose replicas are bitwise equal, over `axes`. `ties`: paths that are another path's leaf,
+    where a description was passed.
     """
 
     leaves: int
@@ -56,18 +63,18 @@ def validate(tree_: Any, described: Any = None, *, allow_inf: str | Sequence[str
     """Prove that every leaf is initialized, or raise one error that names every leaf that is not, and why.
 
     - It has values: it is not only described, not on the meta device or an abstract mesh, and was not donated.
-    - Every element is written: none is NaN, which is what `defer` leaves where a constructor writes nothing, and none
-      is infinite. Every integer is a value, so one that nothing has written cannot be told.
+    - Every element is written: none is NaN, which `defer` leaves where a constructor writes nothing, and none is
+      infinite. Every integer is a value, so an integer that was never written cannot be recognized.
     - It is as `described`: nothing is missing or extra, shapes and dtypes agree (but for a cast from one floating
       dtype to another), leaves that are one object there are one object here, and others are not.
-    - Ranks that should hold the same do, in every bit.
+    - Its replicas are equal in every bit.
 
     On a process mesh every rank must call it: one exchange for the whole tree, after which all raise the same.
 
     Args:
         tree_: `Sharded` leaves, tensors that are the same on every rank, and Python numbers and strings.
         described: the tree of `Deferred` leaves that it was made from.
-        allow_inf: path globs, as in `rules`, of leaves that may hold infinities: `"**.mask"`. None may hold NaN.
+        allow_inf: path globs, as in `rules`, of leaves that may have infinities: `"**.mask"`. None may have NaN.
 
     >>> described = {"up": fs.init.normal((64, 256), std=0.02), "scale": fs.init.ones(64)}
     >>> params = fs.materialize(described, {"up": fs.column("model"), "scale": P()}, mesh, key=fs.key(0))
@@ -79,121 +86,306 @@ def validate(tree_: Any, described: Any = None, *, allow_inf: str | Sequence[str
     """
     if in_region():
         raise fail("validate: called inside shard_map, where every leaf is a local part", fix="call it outside")
-    found = dict(tree.leaves_with_path(tree_))
-    wanted = None if described is None else dict(tree.leaves_with_path(described))
+    by_path = dict(tree.leaves_with_path(tree_))
+    expected = None if described is None else dict(tree.leaves_with_path(described))
     globs = (allow_inf,) if isinstance(allow_inf, str) else tuple(allow_inf)
-    processes = _processes(found.values())
-    leaves = _distinct(found, wanted or {}, globs, processes)
+    processes = _process_mesh(by_path.values())
+    leaves = _unique_leaves(by_path, expected or {}, globs, processes)
     mine = _Report({tree.show("tree", leaf.path): repr(leaf) for leaf in leaves})
-    mine.errors += [(len(leaves), str(e)) for e in (*_undescribed(found, wanted), *_unused(globs, found))]
+    of_the_tree = (*_description_errors(by_path, expected), *_unused_glob_errors(globs, by_path))
+    mine.errors += [(len(leaves), str(e)) for e in of_the_tree]
     for i, leaf in enumerate(leaves):
-        problem = leaf.problem()
-        if problem is None:
-            mine.held |= {(i, rank): held for rank, held in leaf.look()}
+        error = leaf.no_values_error()
+        if error is None:
+            mine.findings |= {(i, rank): finding for rank, finding in leaf.inspect()}
         else:
-            mine.errors.append((i, str(problem)))
-    errors, held = _exchange(mine, processes)
+            mine.errors.append((i, str(error)))
+    errors, findings = _exchange(mine, processes)
     for i, leaf in enumerate(leaves):
-        by_rank = {r: held[i, r] for r in leaf.ranks if (i, r) in held}
-        if len(by_rank) == len(leaf.ranks):  # else it has a problem on some rank
-            errors += [(i, e) for e in (leaf.unwritten(by_rank), leaf.unequal(by_rank)) if e]
+        by_rank = {r: findings[i, r] for r in leaf.ranks if (i, r) in findings}
+        if len(by_rank) == len(leaf.ranks):  # else it has an error on some rank
+            errors += [(i, e) for e in (leaf.nonfinite_error(by_rank), leaf.replica_error(by_rank)) if e]
     raise_all([e for _, e in sorted(errors, key=lambda pair: pair[0])])
-    infinite = sorted({leaves[i].name for (i, _), h in held.items() if h.odd})
+    infinite = sorted({leaves[i].name for (i, _), finding in findings.items() if finding.nonfinite})
     return Validated(
         leaves=len(leaves),
         nbytes=sum(leaf.x.nbytes for leaf in leaves if leaf.is_tensor),
         finite=len(leaves) - len(infinite),
         infinite=tuple(infinite),
-        replicated=sum(bool(leaf.over) for leaf in leaves),
-        axes=tuple(dict.fromkeys(a for leaf in leaves for a in leaf.over)),
-        ties=None if wanted is None else len(found) - len(leaves),
+        replicated=sum(bool(leaf.replicated_over) for leaf in leaves),
+        axes=tuple(dict.fromkeys(a for leaf in leaves for a in leaf.replicated_over)),
+        ties=None if expected is None else len(by_path) - len(leaves),
     )
 
 
-# --- the leaves -----------------------------------------------------------------------------------------------
+# --- one leaf -------------------------------------------------------------------------------------------------
+
+NonFinite = dict[str, tuple[int, tuple[int, ...]]]  # "NaN" or "infinite" -> count, and the global index of the first
 
 
-def _distinct(
-    found: Mapping[tree.Path, Any], wanted: Mapping[tree.Path, Any], globs: Sequence[str], processes: Mesh | None
-) -> list[Leaf]:
-    """Every leaf once, by its first path."""
+@dataclass(frozen=True)
+class _Finding:
+    """Findings of one rank about a leaf: its elements that are not finite, and a digest if it has replicas."""
+
+    nonfinite: NonFinite
+    digest: tuple[int, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class _Leaf:
+    """A leaf to inspect, under its first path."""
+
+    path: tree.Path
+    x: Any
+    mesh: Mesh | None  # for a leaf without one, that of the processes
+    initializer: str  # as described; "" if unknown
+    may_be_infinite: bool
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.x, (Sharded, Tensor))
+
+    @property
+    def name(self) -> str:
+        return tree.dotted(self.path)
+
+    @property
+    def label(self) -> str:
+        return f"validate: {tree.show('tree', self.path)}"
+
+    @property
+    def spec(self) -> P:
+        return self.x.spec if isinstance(self.x, Sharded) else P()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(self.mesh.size) if self.mesh else (0,)
+
+    @property
+    def replicated_over(self) -> tuple[str, ...]:
+        """Axes of several ranks that must have the same value."""
+        sizes = self.mesh.axes if self.mesh and self.is_tensor else {}
+        return tuple(a for a, n in sizes.items() if n > 1 and a not in self.spec.axes)
+
+    def box(self, rank: int) -> Box:
+        return self.x.box(rank) if isinstance(self.x, Sharded) else full_box(self.x.shape)
+
+    def __repr__(self) -> str:
+        """Return what must be the same on every process: for a number, its value."""
+        x = self.x
+        if isinstance(x, (Sharded, Tensor)) and not _is_lazy(x):
+            on = f" on {format_axes(self.mesh.axes)}" if self.mesh else ""
+            return f"{describe(x.dtype, x.shape, self.spec)}{on}"
+        return repr(x) if isinstance(x, (Deferred, *SCALARS)) else f"a {type(x).__name__}"
+
+    def fail(self, what: str, *notes: str, fix: str) -> ShardingError:
+        facts: dict[str, object] = {"leaf": describe(self.x.dtype, self.x.shape, self.spec)}
+        if self.initializer:
+            facts["described as"] = self.initializer
+        if self.mesh:
+            facts["mesh"] = format_axes(self.mesh.axes)
+        return fail(f"{self.label} {what}", *notes, fix=fix, **facts)
+
+    def no_values_error(self) -> ShardingError | None:
+        """Return the error of a leaf that has no values in this process."""
+        x = self.x
+        if isinstance(x, SCALARS):
+            return None
+        if isinstance(x, Deferred):
+            return fail(f"{self.label} is only described", fix="fs.materialize(tree, specs, mesh, key=key)", leaf=x)
+        if not isinstance(x, (Sharded, Tensor)):
+            return fail(f"{self.label} is a {type(x).__name__}, not a leaf", fix="a Sharded, a tensor or a number")
+        if _is_lazy(x):
+            return fail(f"{self.label} is a lazy parameter: it has no shape yet", fix="give its module all its sizes")
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            return fail(f"{self.label} is {x.layout}, and a leaf must be strided", fix="x.to_dense()")
+        try:
+            shards = x.shards if isinstance(x, Sharded) else (x,)
+        except ShardingError as e:  # it was donated
+            return ShardingError(f"{self.label}: {e}")
+        make = "fs.materialize its description"
+        if isinstance(x, Sharded) and x.mesh.kind == "abstract":
+            return self.fail("is on an abstract mesh, where leaves have no values", fix=f"{make} on a mesh with ranks")
+        for s in shards:
+            if s.untyped_storage().device.type == "meta":  # also that of a fake tensor
+                return self.fail("is on the meta device: it has a shape and no values", fix=make)
+            if s.numel() and not s.untyped_storage().nbytes():
+                return self.fail("has no storage: something has freed it", fix=f"{make}, or do not free its storage")
+        for rank, s in zip(x.mesh.ranks, shards, strict=True) if isinstance(x, Sharded) else ():
+            shard, part = describe(s.dtype, s.shape), describe(x.dtype, box_shape(self.box(rank)))
+            if shard != part:
+                return self.fail("is not placed as its spec says", f"rank {rank} has {shard}, and its part is {part}",
+                                 fix="make it with fs.materialize, fs.device_put or fs.from_callback")  # fmt: skip
+        return None
+
+    def inspect(self) -> list[tuple[int, _Finding]]:
+        """Return the finding of each rank of this process."""
+        x, ranks = self.x, self.mesh.ranks if self.mesh else (0,)
+        if isinstance(x, SCALARS):
+            kind = "NaN" if x != x else "infinite" if x in (math.inf, -math.inf) else ""
+            return [(rank, _Finding({kind: (1, ())} if kind else {}, ())) for rank in ranks]
+        shards = x.shards if isinstance(x, Sharded) else [x] * len(ranks)
+        return [
+            (rank, _Finding(_find_nonfinite(s.detach(), self.box(rank)),
+                            tuple(digest_and_value(s).tolist()) if self.replicated_over else ()))
+            for rank, s in zip(ranks, shards, strict=True)
+        ]  # fmt: skip
+
+    def nonfinite_error(self, findings: Mapping[int, _Finding]) -> ShardingError | None:
+        """Return the error of elements that are not finite."""
+        kinds = ["NaN"] if self.may_be_infinite else ["NaN", "infinite"]
+        wrong = {k: {r: f.nonfinite[k] for r, f in findings.items() if k in f.nonfinite} for k in kinds}
+        wrong = {k: by_rank for k, by_rank in wrong.items() if by_rank}
+        if not wrong:
+            return None
+        if not self.is_tensor:
+            return fail(f"{self.label} is {self.x}", fix="give it a finite value")
+        notes, total = [], 0
+        for kind, by_rank in wrong.items():
+            boxes: dict[Any, int] = {}  # replicas have the same elements
+            for r, (n, _) in by_rank.items():
+                bounds = box_bounds(self.box(r))
+                boxes[bounds] = max(n, boxes.get(bounds, 0))
+            n, first = sum(boxes.values()), min(by_rank, key=lambda r: (by_rank[r][1], r))
+            total += n
+            on = f", on rank {join_limited([str(r) for r in sorted(by_rank)], 8)}" if self.mesh else ""
+            cause = ", as in memory that was never written" if kind == "NaN" else ""
+            notes.append(f"{n} {kind}, the first at {list(by_rank[first][1])}{on}{cause}")
+        glob = ".".join("*" if part.isdecimal() else part for part in self.name.split(".")) or "**"
+        fixes = {"NaN": "write every element in the constructor, or repair the file it was read from",
+                 "infinite": f"correct what made it; or, if infinities are meant here: allow_inf={glob!r}"}  # fmt: skip
+        fix = "\n       ".join(fixes[k] for k in wrong)
+        return self.fail(f"is not finite in {total} of {self.x.numel()} elements", *notes, fix=fix)
+
+    def replica_error(self, findings: Mapping[int, _Finding]) -> ShardingError | None:
+        """Return the error of replicas that differ."""
+        if not self.replicated_over or self.mesh is None:
+            return None
+        live = [a for a, n in self.mesh.axes.items() if n > 1]
+        sizes = [self.mesh.axes[a] for a in live]
+        grid = torch.tensor([findings[r].digest for r in self.ranks]).view(*sizes, 1, 3)
+        mismatches = compare_digests(grid, live, [self.spec])
+        if not mismatches:
+            return None
+        axes = " and ".join(repr(m.axis) for m in mismatches)
+        x = self.x.shards[0] if isinstance(self.x, Sharded) else self.x
+        return self.fail(f"is not one value: it differs between ranks of {axes}",
+                         *[format_mismatch(m, x) for m in mismatches],
+                         fix="make it from one key or file on every rank, or name the axis in its spec")  # fmt: skip
+
+
+def _is_lazy(x: object) -> bool:
+    """Return whether it is a lazy parameter, which has no shape yet."""
+    return isinstance(x, Tensor) and parameter.is_lazy(x)
+
+
+def _find_nonfinite(x: Tensor, box: Box) -> NonFinite:
+    """Count the NaN and the infinities in the shard of this box."""
+    kinds: NonFinite = {}
+    for start in range(0, x.numel(), CHUNK) if differentiable_dtype(x) else ():
+        chunk = flat_slice(x, start, min(start + CHUNK, x.numel()))
+        chunk = chunk.to(torch.float32) if chunk.itemsize == 1 else chunk  # isfinite is not implemented for float8
+        if bool(chunk.isfinite().all()):
+            continue
+        nan = chunk.isnan()
+        for kind, mask in (("NaN", nan), ("infinite", chunk.isinf() & ~nan)):  # a complex number may be both
+            n = int(mask.count_nonzero())
+            if n:
+                local = np.unravel_index(start + int(mask.to(torch.uint8).argmax()), x.shape)
+                first = tuple(int(i) + s.start for i, s in zip(local, box, strict=True))
+                before, first = kinds.get(kind, (0, first))
+                kinds[kind] = (before + n, first)
+    return kinds
+
+
+# --- the tree -------------------------------------------------------------------------------------------------
+
+
+def _unique_leaves(
+    by_path: Mapping[tree.Path, Any], expected: Mapping[tree.Path, Any], globs: Sequence[str], processes: Mesh | None
+) -> list[_Leaf]:
+    """Return every leaf once, under its first path."""
     seen: set[int] = set()
     leaves = []
-    for path, x in found.items():
-        if id(x) not in seen or isinstance(x, SCALARS):  # equal numbers may be one object, and are no tie
-            init = getattr(wanted.get(path), "init", None)
+    for path, x in by_path.items():
+        if id(x) not in seen or isinstance(x, SCALARS):  # equal numbers may be one object without being tied
+            init = getattr(expected.get(path), "init", None)
             mesh = x.mesh if isinstance(x, Sharded) else processes
-            may = any(_fits(path, glob) for glob in globs)
-            leaves.append(Leaf(path, x, mesh, "" if init is None else describe_initializer(init), may))
+            may_be_infinite = any(_matches_glob(path, glob) for glob in globs)
+            initializer = "" if init is None else describe_initializer(init)
+            leaves.append(_Leaf(path, x, mesh, initializer, may_be_infinite))
         seen.add(id(x))
     return leaves
 
 
-def _fits(path: tree.Path, glob: str) -> bool:
+def _matches_glob(path: tree.Path, glob: str) -> bool:
     return matches(tree.dotted(path).split(".") if path else [], glob.split("."))
 
 
-def _unused(globs: Sequence[str], found: Mapping[tree.Path, Any]) -> list[ShardingError]:
-    return [fail(f"validate: allow_inf={glob!r} matches no leaf", fix="remove or mend it")
-            for glob in globs if not any(_fits(path, glob) for path in found)]  # fmt: skip
+def _unused_glob_errors(globs: Sequence[str], by_path: Mapping[tree.Path, Any]) -> list[ShardingError]:
+    return [fail(f"validate: allow_inf={glob!r} matches no leaf", fix="remove or correct it")
+            for glob in globs if not any(_matches_glob(path, glob) for path in by_path)]  # fmt: skip
 
 
-def _undescribed(found: Mapping[tree.Path, Any], wanted: Mapping[tree.Path, Any] | None) -> list[ShardingError]:
-    """How the tree is not what is described."""
-    if wanted is None:
+def _description_errors(
+    by_path: Mapping[tree.Path, Any], expected: Mapping[tree.Path, Any] | None
+) -> list[ShardingError]:
+    """Return the errors of a tree that is not as it is described."""
+    if expected is None:
         return []
-    where = {path: f"validate: {tree.show('tree', path)}" for path in (*found, *wanted)}
-    errors = [fail(f"{where[p]} is missing", fix="materialize the whole tree", described=wanted[p])
-              for p in wanted if p not in found]  # fmt: skip
-    errors += [fail(f"{where[p]} is not described", fix="take it out, or describe it too")
-               for p in found if p not in wanted]  # fmt: skip
+    labels = {path: f"validate: {tree.show('tree', path)}" for path in (*by_path, *expected)}
+    errors = [fail(f"{labels[p]} is missing", fix="materialize the whole tree", described=expected[p])
+              for p in expected if p not in by_path]  # fmt: skip
+    errors += [fail(f"{labels[p]} is not described", fix="remove it, or describe it too")
+               for p in by_path if p not in expected]  # fmt: skip
     first: dict[int, tree.Path] = {}
-    first_wanted: dict[int, tree.Path] = {}
-    for p in found:
-        if p not in wanted or isinstance(found[p], SCALARS) or isinstance(wanted[p], SCALARS):
+    first_expected: dict[int, tree.Path] = {}
+    for p in by_path:
+        if p not in expected or isinstance(by_path[p], SCALARS) or isinstance(expected[p], SCALARS):
             continue
-        x, w, here = found[p], wanted[p], tree.show("tree", p)
-        twin, other = first.setdefault(id(x), p), first_wanted.setdefault(id(w), p)
-        if w is not wanted[twin]:
-            errors.append(fail(f"{where[p]} is one leaf with {tree.show('tree', twin)}, and is not described so",
-                               "whatever updates one of them changes both", fix="place a copy of it"))  # fmt: skip
-        if x is not found[other]:
+        x, described, here = by_path[p], expected[p], tree.show("tree", p)
+        twin, other = first.setdefault(id(x), p), first_expected.setdefault(id(described), p)
+        if described is not expected[twin]:
+            errors.append(fail(f"{labels[p]} is one leaf with {tree.show('tree', twin)}, and is described as another",
+                               "an update of one of them changes both", fix="place a copy of it"))  # fmt: skip
+        if x is not by_path[other]:
             name = tree.show("tree", other)
-            errors.append(fail(f"{where[p]} is another leaf than {name}, and is described as tied to it",
-                               "two leaves, even of equal values, are updated and saved apart",
+            errors.append(fail(f"{labels[p]} is another leaf than {name}, and is described as tied to it",
+                               "two leaves, even of equal values, are updated and saved separately",
                                fix=f"put one object at both paths: {here} = {name}"))  # fmt: skip
-        if not _alike(x, w):
-            errors.append(fail(f"{where[p]} is {describe(x.dtype, x.shape)}, and is described as "
-                               f"{describe(w.dtype, w.shape)}", fix="materialize it from its description"))  # fmt: skip
+        if not _fits_description(x, described):
+            errors.append(fail(f"{labels[p]} is {describe(x.dtype, x.shape)}, and is described as "
+                               f"{describe(described.dtype, described.shape)}",
+                               fix="materialize it from its description"))  # fmt: skip
     return errors
 
 
-def _alike(x: Any, described: Any) -> bool:
-    """Whether shape and dtype agree; what has none of them is an error of its own."""
-    if not (_is_leaf(x) and _is_leaf(described)):
+def _fits_description(x: Any, described: Any) -> bool:
+    """Return whether shape and dtype agree; True for a leaf without them, which has an error of its own."""
+    if not (_has_shape(x) and _has_shape(described)):
         return True
     cast = x.dtype.is_floating_point and described.dtype.is_floating_point
     return tuple(x.shape) == tuple(described.shape) and (x.dtype == described.dtype or cast)
 
 
-def _is_leaf(x: Any) -> bool:
-    return isinstance(x, (Deferred, Sharded, Tensor)) and not shapeless(x)
+def _has_shape(x: Any) -> bool:
+    return isinstance(x, (Deferred, Sharded, Tensor)) and not _is_lazy(x)
 
 
-# --- what the processes tell each other -----------------------------------------------------------------------
+# --- the exchange ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Report:
-    """What one process has found. Leaves are numbers; an error that is of no one leaf has the number after the last."""
+    """Findings of one process. Leaves are numbered; an error that concerns no one leaf has the next number."""
 
     leaves: dict[str, str]
     errors: list[tuple[int, str]] = field(default_factory=list)
-    held: dict[tuple[int, int], Held] = field(default_factory=dict)
+    findings: dict[tuple[int, int], _Finding] = field(default_factory=dict)  # by (leaf, rank)
 
 
-def _processes(leaves: Iterable[Any]) -> Mesh | None:
-    """The mesh of the processes that hold the tree together, if there are several."""
+def _process_mesh(leaves: Iterable[Any]) -> Mesh | None:
+    """Return the mesh of the processes that share the tree; None if there is only one."""
     meshes = {x.mesh.kind: x.mesh for x in leaves if isinstance(x, Sharded)}
     if "process" in meshes:
         return meshes["process"] if meshes["process"].size > 1 else None
@@ -204,31 +396,31 @@ def _processes(leaves: Iterable[Any]) -> Mesh | None:
 
 def _exchange(
     mine: _Report, processes: Mesh | None
-) -> tuple[list[tuple[int, ShardingError]], dict[tuple[int, int], Held]]:
-    """The errors and holdings of all processes: the same on each of them."""
-    everyone: list[_Report] = [mine] if processes is None else processes.gather_objects(mine)
-    said: dict[tuple[int, str], list[str]] = {}
-    held: dict[tuple[int, int], Held] = {}
-    for rank, report in enumerate(everyone):
+) -> tuple[list[tuple[int, ShardingError]], dict[tuple[int, int], _Finding]]:
+    """Return the errors and findings of all processes: the same on each of them."""
+    reports: list[_Report] = [mine] if processes is None else processes.gather_objects(mine)
+    ranks_of: dict[tuple[int, str], list[str]] = {}
+    findings: dict[tuple[int, int], _Finding] = {}
+    for rank, report in enumerate(reports):
         for error in dict.fromkeys(report.errors):
-            said.setdefault(error, []).append(str(rank))
-        held |= report.held
+            ranks_of.setdefault(error, []).append(str(rank))
+        findings |= report.findings
     errors = []
-    for (i, text), ranks in said.items():
+    for (i, text), ranks in ranks_of.items():
         first, *rest = text.split("\n")
-        on = f", on rank {join_limited(ranks, 8)}" if len(ranks) < len(everyone) else ""
+        on = f", on rank {join_limited(ranks, 8)}" if len(ranks) < len(reports) else ""
         errors.append((i, ShardingError("\n".join([first + on, *rest]))))
-    names = dict.fromkeys(name for report in everyone for name in report.leaves)
+    names = dict.fromkeys(name for report in reports for name in report.leaves)
     for name in names:
-        has: dict[str, list[str]] = {}
-        for rank, report in enumerate(everyone):
-            has.setdefault(report.leaves.get(name, "nothing"), []).append(str(rank))
-        if len(has) > 1:
-            held = {}  # what is under a number is not one leaf
-            rows = [f"rank {join_limited(ranks, 8)}: {what}" for what, ranks in has.items()]
-            errors.append((len(names), fail(f"validate: {name} is not alike on every rank", *rows,
+        variants: dict[str, list[str]] = {}
+        for rank, report in enumerate(reports):
+            variants.setdefault(report.leaves.get(name, "nothing"), []).append(str(rank))
+        if len(variants) > 1:
+            findings = {}  # one number means different leaves on different ranks
+            rows = [f"rank {join_limited(ranks, 8)}: {variant}" for variant, ranks in variants.items()]
+            errors.append((len(names), fail(f"validate: {name} is not the same on every rank", *rows,
                                             fix="make the same tree on every rank")))  # fmt: skip
-    return errors, held
+    return errors, findings
 
 
 __all__ = ["Validated", "validate"]

@@ -1,4 +1,4 @@
-"""check: the same rules with no data, on meshes of any size; and what it records of every collective."""
+"""`check`: the rules of shard_map without data, on meshes of any size, and a record of every collective."""
 
 from __future__ import annotations
 
@@ -39,46 +39,46 @@ def mapped(f=step, mesh=None, ins=INS, out=OUT, **options):
     return fs.shard_map(f, mesh=mesh or fs.make_mesh(data=2, model=2), in_specs=ins, out_specs=out, **options)
 
 
-def told(f, *args):
+def error_text(f, *args):
     with pytest.raises(ShardingError) as e:
         fs.check(f, *args)
     return str(e.value)
 
 
-def test_described_arguments_on_a_mesh_that_does_not_exist():
+def test_check_takes_deferred_arguments_and_an_abstract_mesh():
     mesh = fs.make_mesh(kind="abstract", data=256, model=8)
     assert repr(mesh) == "Mesh(data=256, model=8; abstract, 2048 x cpu)"
-    found = fs.check(mapped(mesh=mesh), init(), fs.init.zeros((1024, 16)))
-    params, loss = found.result
+    checked = fs.check(mapped(mesh=mesh), init(), fs.init.zeros((1024, 16)))
+    params, loss = checked.result
     assert repr(params) == "{'up': f32[16, 64@model], 'down': f32[64@model, 16]}"
     assert repr(loss) == "f32[]"
     assert params["up"].shape == (16, 64)
-    assert {x.device.type for leaf in fs.tree.leaves(found.result) for x in leaf.shards} == {"meta"}
+    assert {x.device.type for leaf in fs.tree.leaves(checked.result) for x in leaf.shards} == {"meta"}
 
 
-def test_placed_and_plain_arguments_on_the_mesh_of_the_function():
+def test_check_takes_placed_and_plain_arguments_and_does_not_run_or_donate():
     mesh = fs.make_mesh(data=2, model=2)
     params = fs.materialize(init(), SPECS, mesh, key=fs.key(0))
     before = fs.device_get(params)
-    found = fs.check(mapped(mesh=mesh, donate=0), params, torch.randn(4, 16))
-    assert found.mesh == {"data": 2, "model": 2}
+    checked = fs.check(mapped(mesh=mesh, donate=0), params, torch.randn(4, 16))
+    assert checked.mesh == {"data": 2, "model": 2}
     for a, b in zip(fs.tree.leaves(before), fs.tree.leaves(fs.device_get(params)), strict=True):
-        assert torch.equal(a, b)  # not run, not donated
+        assert torch.equal(a, b)  # neither run nor donated
 
 
 def test_each_collective_is_recorded_with_its_line_and_phase():
-    found = fs.check(mapped(mesh=fs.make_mesh(data=2, model=4)), init(), fs.init.zeros((8, 16)))
+    checked = fs.check(mapped(mesh=fs.make_mesh(data=2, model=4)), init(), fs.init.zeros((8, 16)))
     first = inspect.getsourcelines(loss_fn)[1]
-    rows = [(t.op, t.axes, t.bytes, t.where.line - first, t.phase) for t in found.transfers]
+    rows = [(t.op, t.axes, t.bytes, t.where.line - first, t.phase) for t in checked.transfers]
     assert rows == [
         ("all_reduce", ("model",), 4 * 16 * 4, 3, "forward"),
         ("all_reduce", ("data",), 4, 4, "forward"),
         ("all_reduce", ("data",), 2 * 16 * 16 * 4, 1, "backward"),
     ]
-    assert all(t.dtype == torch.float32 and t.where.function == "loss_fn" for t in found.transfers)
+    assert all(t.dtype == torch.float32 and t.where.function == "loss_fn" for t in checked.transfers)
 
 
-def test_what_moves_is_what_moves_on_ranks():
+def test_recorded_transfers_equal_those_of_a_run():
     mesh = fs.make_mesh(data=2, model=2)
     args = fs.materialize(init(), SPECS, mesh, key=fs.key(0)), torch.randn(4, 16)
     with fs.recording() as log:
@@ -89,7 +89,7 @@ def test_what_moves_is_what_moves_on_ranks():
     assert len(dry) == 3
 
 
-def test_the_report_is_read_by_people():
+def test_repr_counts_transfers_and_bytes():
     assert repr(fs.check(mapped(), init(), fs.init.zeros((8, 16)))) == (
         "checked on 4 ranks (data=2, model=2): 3 transfers of each, 4.3 KiB\n"
         "      1  all_reduce     model        forward       256 B\n"
@@ -98,13 +98,13 @@ def test_the_report_is_read_by_people():
     )
 
 
-def test_wrong_programs_are_named_at_their_line():
+def test_error_text_names_the_line_of_a_wrong_program():
     def wrong(p, x):
         p = fs.pvary(p, "data")
         return fs.psum(x @ p["up"] @ p["down"], "model")
 
     line = inspect.getsourcelines(wrong)[1] + 2
-    text = told(mapped(wrong, out=P("data")), init(), fs.init.zeros((8, 16)))
+    text = error_text(mapped(wrong, out=P("data")), init(), fs.init.zeros((8, 16)))
     assert text == (
         f"test_check.py:{line} in wrong: "
         "matmul of an operand that is invariant (I) over 'model' with one that varies (V) over it\n"
@@ -118,23 +118,23 @@ def test_wrong_programs_are_named_at_their_line():
     )
 
 
-def test_text_of_a_program_that_needs_values():
-    def peeks(x):
+def test_error_text_of_a_program_that_needs_values():
+    def branches(x):
         return x * 2 if float(x.sum()) > 0 else x
 
-    text = told(mapped(peeks, ins=(P(),), out=P()), torch.ones(3))
-    line = inspect.getsourcelines(peeks)[1] + 1
-    where = f"test_check.py:{line} in peeks"
-    assert text.startswith(f"{where}: there is no data on an abstract mesh, and this needs the value of a tensor: ")
+    text = error_text(mapped(branches, ins=(P(),), out=P()), torch.ones(3))
+    line = inspect.getsourcelines(branches)[1] + 1
+    where = f"test_check.py:{line} in branches"
+    assert text.startswith(f"{where}: an abstract mesh has no data, and this operation needs the value of a tensor: ")
     assert text.endswith('by fs.shard_map(..., check="always")')
 
 
-def test_sizes_that_ranks_would_ask_each_other_for_must_be_said():
+def test_sizes_that_ranks_would_exchange_must_be_passed():
     def gather(x):
         return fs.all_gather(x, "data", to="invariant")
 
     f = mapped(gather, ins=(P("data"),), out=P())
-    assert "must be known to an abstract mesh" in told(f, torch.ones(3))
+    assert "must be known to an abstract mesh" in error_text(f, torch.ones(3))
     f = mapped(lambda x: fs.all_gather(x, "data", size=3, to="invariant"), ins=(P("data"),), out=P())
     assert fs.check(f, torch.ones(3)).result.shape == (3,)
 
@@ -150,8 +150,8 @@ def test_leaves_of_an_abstract_mesh_have_no_values():
             look()
 
 
-def test_donated_leaves_are_overwritten_in_a_dry_run_too():
-    """No copies in the plan that the run does not make."""
+def test_dry_run_overwrites_donated_leaves():
+    """A dry run makes no copies that a run does not make."""
     opt = fs.optim.adamw(1e-3)
     seen = []
 
@@ -167,7 +167,7 @@ def test_donated_leaves_are_overwritten_in_a_dry_run_too():
     assert seen == [[True, True], [False, False]]
 
 
-def test_what_a_program_branches_on_makes_another_signature():
+def test_bool_and_string_arguments_are_part_of_the_signature():
     def f(x, kind):
         return x.sum() if kind == "bad" else fs.psum(x.sum(), "data")
 
@@ -177,7 +177,7 @@ def test_what_a_program_branches_on_makes_another_signature():
         step(torch.ones(4), "bad")
 
 
-def test_programs_that_compile_a_part_of_themselves_are_seen_through():
+def test_compiled_parts_of_a_program_are_checked():
     inner = torch.compile(lambda x: x * 2, fullgraph=True, backend="eager")
 
     def f(x):
@@ -197,21 +197,21 @@ def test_higher_order_operators_are_typed_as_a_whole():
         mapped(f, ins=(P("data"), P("data")), out=P())(torch.ones(4), torch.ones(4))
 
 
-def test_verify_needs_values_too():
+def test_verify_on_an_abstract_mesh_is_an_error():
     mesh = fs.make_mesh(kind="abstract", data=2, model=2)
     with pytest.raises(ShardingError, match="is on an abstract mesh, where nothing has a value"):
         fs.verify(mapped(mesh=mesh), init(), torch.ones(4, 16))
 
 
-def test_described_leaves_are_for_check_only():
+def test_calling_with_deferred_leaves_is_an_error():
     with pytest.raises(ShardingError) as e:
         mapped()(init(), torch.ones(4, 16))
     assert "step: args[0]['down']: is only described" in str(e.value)
     assert "fix: fs.materialize it, or fs.check(f, ...), which needs no values" in str(e.value)
 
 
-def test_only_what_shard_map_gives():
-    assert told(torch.sum, torch.ones(1)).endswith("fix: check what fs.shard_map gives")
+def test_plain_function_is_an_error():
+    assert error_text(torch.sum, torch.ones(1)).endswith("fix: check what fs.shard_map returns")
 
 
 def test_dropout_and_the_optimizer_run_without_data():
@@ -226,11 +226,11 @@ def test_dropout_and_the_optimizer_run_without_data():
 
     f = mapped(train, ins=(SPECS, opt.specs(SPECS), P("data"), P()), out=(SPECS, opt.specs(SPECS), P()), donate=(0, 1))
     params = init()
-    found = fs.check(f, params, opt.init(params), fs.init.zeros((8, 16)), fs.key(0))
-    assert fs.tree.structure(found.result[1]) == fs.tree.structure(opt.init(params))
+    checked = fs.check(f, params, opt.init(params), fs.init.zeros((8, 16)), fs.key(0))
+    assert fs.tree.structure(checked.result[1]) == fs.tree.structure(opt.init(params))
 
 
-def test_a_compiled_function_is_checked_before_it_is_compiled():
+def test_compiled_function_is_checked_before_it_is_compiled():
     mesh = fs.make_mesh(kind="abstract", data=4)
 
     def wrong(x):
@@ -240,8 +240,8 @@ def test_a_compiled_function_is_checked_before_it_is_compiled():
         fs.check(fs.shard_map(wrong, mesh=mesh, in_specs=(P("data"),), out_specs=P(), compile=True), torch.ones(4))
 
 
-def test_checked_calls_that_overlap_leave_the_compiler_as_it_was():
-    """What a program compiles runs as it is written while a call is checked, on any thread, and not a call longer."""
+def test_overlapping_checked_calls_restore_the_compiler_stance():
+    """Compiled parts run eagerly while a call is checked on any thread, and compiled again afterwards."""
     inside, leave = ([threading.Event() for _ in range(2)] for _ in range(2))
     seen = []
 
@@ -259,14 +259,14 @@ def test_checked_calls_that_overlap_leave_the_compiler_as_it_was():
     for thread, entered in zip(threads, inside, strict=True):
         thread.start()
         assert entered.wait(20)
-    for thread, go in zip(threads, leave, strict=True):  # the first to come is the first to leave
+    for thread, go in zip(threads, leave, strict=True):  # the first to enter leaves first
         go.set()
         thread.join(20)
     assert seen == ["force_eager"] * 4
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
-def test_a_checked_call_that_a_compiler_cannot_have_leaves_the_next_as_they_were():
+def test_compiling_a_checked_call_fails_and_restores_the_compiler_stance():
     step = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=fs.make_mesh(data=2), in_specs=(P("data"),), out_specs=P())
     with pytest.raises(RuntimeError):
         torch.compile(step, backend="eager")(torch.ones(2))
@@ -281,8 +281,8 @@ def test_a_checked_call_that_a_compiler_cannot_have_leaves_the_next_as_they_were
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
-def test_a_first_call_imports_no_compiler():
-    """It would take seconds, in every program."""
+def test_first_call_does_not_import_the_compiler():
+    """Importing it takes seconds."""
     code = """
 import sys, torch, fshard as fs
 from fshard import P
@@ -298,9 +298,9 @@ sys.exit("torch._dynamo" in sys.modules)
 
 
 def on_ranks():
-    """Every rank refuses a wrong program with the same words, and none waits for another."""
+    """Return the message of every wrong program on one rank; no rank may wait for another."""
     mesh = fs.make_mesh(data=2, model=2)
-    found = {}
+    outcomes = {}
     programs = {
         "right": lambda x: fs.psum(x.sum(), "data"),
         "result": lambda x: x.sum(),
@@ -315,19 +315,19 @@ def on_ranks():
         try:
             for _ in range(2):
                 step(torch.ones(4, 3))
-            found[name] = "passed"
+            outcomes[name] = "passed"
         except ShardingError as e:
-            found[name] = str(e)
+            outcomes[name] = str(e)
     compiled = fs.shard_map(programs["result"], mesh=mesh, in_specs=(P("data"),), out_specs=P(), compile=True)
     try:  # before anything is compiled
         compiled(torch.ones(4, 3))
     except ShardingError as e:
-        found["compiled"] = str(e)
-    return found
+        outcomes["compiled"] = str(e)
+    return outcomes
 
 
 @pytest.mark.process
-def test_every_rank_of_a_process_mesh_refuses_alike(ranks):
+def test_every_process_raises_the_same_error(ranks):
     first, *others = ranks(4, on_ranks)
     for other in others:
         assert other == first

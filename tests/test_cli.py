@@ -387,8 +387,8 @@ def test_rules_that_do_not_fit_are_refused(capsys):
     folder("tiny", CONFIG)
     assert refused(capsys, "tiny", "--specs", "q.*=P()", "**=P()") == text("""
         rules: 'q.*' matches no leaf
-          (an earlier rule may take all it would match)
-          fix: remove or mend it
+          (an earlier rule may match all of its leaves)
+          fix: remove or correct it
     """)
     assert refused(capsys, "tiny", "--specs", "h.**=P()", "wte=P()", "ln_f.*=P()") == text("""
         rules: no rule matches 'wpe'

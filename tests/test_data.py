@@ -6,8 +6,8 @@ import fshard as fs
 from fshard import P, data
 
 ROWS = P("data")
-# Golden values: these orders are part of what a checkpoint's step number means. A direct transcription of the
-# network with Python's integers gives them too.
+# Golden values: a checkpoint's step number refers to these orders. A transcription of the network with Python's
+# integers gives them too.
 SHUFFLED = [9, 10, 3, 11, 6, 1, 2, 4, 7, 8, 5, 0]
 PERMUTED = [0, 1, 8, 3, 7, 4, 2, 6, 9, 5]
 PERMUTED_LARGE = [999020032776977081, 890656785506910270, 794857999561649329]
@@ -35,13 +35,13 @@ def test_permute_is_a_bijection(size):
         assert sorted(order(fs.key(n), size)) == list(range(size))
 
 
-def test_permute_depends_on_the_key_and_only_on_it():
+def test_permute_depends_only_on_the_key():
     orders = [order(fs.key(n), 1000) for n in range(20)]
     assert len({tuple(o) for o in orders}) == 20
     assert order(fs.key(7), 1000) == orders[7]
 
 
-def test_permute_by_pieces_is_permute_of_the_whole():
+def test_permute_of_a_part_is_the_part_of_the_permutation():
     size = 12345
     whole = data.permute(fs.key(3), torch.arange(size), size=size)
     torch.testing.assert_close(data.permute(fs.key(3), range(5000, 6000), size=size), whole[5000:6000])
@@ -52,40 +52,40 @@ def test_permute_by_pieces_is_permute_of_the_whole():
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**40 + 15, 2**62 - 1, 2**62])
-def test_permute_of_a_large_range_costs_only_what_is_asked(size):
-    ends = data.permute(fs.key(0), [0, 1, size // 2, size - 2, size - 1], size=size)
-    assert ends.dtype == torch.int64
-    assert len(set(ends.tolist())) == 5
-    assert all(0 <= i < size for i in ends.tolist())
+def test_permute_of_a_large_range_computes_only_the_positions(size):
+    values = data.permute(fs.key(0), [0, 1, size // 2, size - 2, size - 1], size=size)
+    assert values.dtype == torch.int64
+    assert len(set(values.tolist())) == 5
+    assert all(0 <= i < size for i in values.tolist())
 
 
 @pytest.mark.parametrize(("size", "limit"), [(2, 15), (3, 27), (5, 50), (7, 80), (16, 330)])
-def test_permute_sends_every_position_everywhere_equally_often(size, limit):
-    """Chi-square of position x value over random round keys; each limit is beyond p = 0.0001."""
+def test_permute_maps_every_position_to_all_values_equally_often(size, limit):
+    """Chi-square of (position, value) over random round keys; each limit is beyond p = 0.0001."""
     n = 4000
     words = np.random.default_rng(size).integers(0, 2**64, size=(data._ROUNDS, n, 1), dtype=np.uint64)
     counts = np.zeros((size, size))
     at = np.broadcast_to(np.arange(size, dtype=np.int64), (n, size))
     keys = tuple(np.broadcast_to(w, (n, size)).reshape(-1) for w in words)
-    for position, value in zip(at.T, walk(at, keys, size).T, strict=True):
+    for position, value in zip(at.T, permute_with_keys(at, keys, size).T, strict=True):
         counts[position[0]] = np.bincount(value, minlength=size)
     assert ((counts - n / size) ** 2 / (n / size)).sum() < limit
 
 
-def walk(at, keys, size):
-    """`permute` with other round keys for every element."""
-    tall = (int(np.sqrt(size - 1)) // 2 + 1) * 2
-    out = data._shuffle(at.reshape(-1).astype(np.uint64), tall, -(-size // tall), keys)
+def permute_with_keys(at, keys, size):
+    """Permute with different round keys for every element."""
+    rows = (int(np.sqrt(size - 1)) // 2 + 1) * 2
+    out = data._shuffle(at.reshape(-1).astype(np.uint64), rows, -(-size // rows), keys)
     while (out >= size).any():
-        out = np.where(out >= size, data._shuffle(out, tall, -(-size // tall), keys), out)
+        out = np.where(out >= size, data._shuffle(out, rows, -(-size // rows), keys), out)
     return out.astype(np.int64).reshape(-1, size)
 
 
-def test_permute_leaves_no_pattern():
+def test_permute_has_no_correlation_and_no_repeated_steps():
     size = 4096
-    where = np.array(order(fs.key(0), size))
-    assert abs(np.corrcoef(np.arange(size), where)[0, 1]) < 0.08
-    steps = np.diff(where) % size
+    permuted = np.array(order(fs.key(0), size))
+    assert abs(np.corrcoef(np.arange(size), permuted)[0, 1]) < 0.08
+    steps = np.diff(permuted) % size
     assert len(np.unique(steps)) > 2400  # a random order has 1 - 1/e of the 4096
 
 
@@ -122,7 +122,7 @@ def test_every_epoch_covers_each_example_once_in_its_own_order():
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
-def test_drop_last_leaves_out_the_rest_and_the_alternative_gives_it_as_a_smaller_batch():
+def test_drop_last_omits_the_smaller_last_batch():
     def epoch(drop_last):
         n = data.steps_per_epoch(10, 4, drop_last=drop_last)
         return [data.indices(fs.key(2), step=s, size=10, batch=4, drop_last=drop_last) for s in range(n)]
@@ -139,7 +139,7 @@ def test_epoch_counts_steps_from_its_start():
         assert data.indices(fs.key(1), epoch=step // 3, step=step % 3, size=10, batch=3).equal(whole)
 
 
-def test_no_key_is_the_order_of_the_examples():
+def test_without_a_key_examples_keep_their_order():
     got = [data.indices(None, step=s, size=5, batch=2, drop_last=False).tolist() for s in range(4)]
     assert got == [[0, 1], [2, 3], [4], [0, 1]]
 
@@ -169,7 +169,7 @@ def test_the_global_batch_is_the_same_on_every_mesh(axes, batch):
         torch.testing.assert_close(got["y"], torch.from_numpy(LABELS)[rows], rtol=0, atol=0)
 
 
-def test_a_resumed_run_sees_what_an_uninterrupted_one_sees():
+def test_resumed_run_on_another_mesh_loads_the_same_batches():
     whole = [fs.device_get(batch_of(s, {"data": 2}))["y"].tolist() for s in range(8)]
     resumed = [fs.device_get(batch_of(s, {"data": 4}))["y"].tolist() for s in range(5, 8)]
     assert whole[5:] == resumed
@@ -185,13 +185,13 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_sees():
         ({"model": 2}, 2, None),
     ],
 )
-def test_fetch_is_asked_for_each_part_once(axes, batch, calls):
-    asked = []
+def test_fetch_is_called_once_for_each_part(axes, batch, calls):
+    requested = []
 
     def fetch(rows):
         assert type(rows) is np.ndarray
         assert rows.dtype == np.int64
-        asked.append(rows.tolist())
+        requested.append(rows.tolist())
         return IMAGES[rows]
 
     mesh = fs.make_mesh(**axes)
@@ -203,26 +203,26 @@ def test_fetch_is_asked_for_each_part_once(axes, batch, calls):
             "  shape  [2]    spec  P('data')    mesh  model=2\n"
             "  fix: use one of ['model']"
         )
-        assert asked == []
+        assert requested == []
         return
     placed = data.load(fetch, range(batch), mesh=mesh)
-    assert asked == calls
+    assert requested == calls
     for rank, shard in enumerate(placed.shards):
         torch.testing.assert_close(shard, IMAGES[:batch][placed.box(rank)], rtol=0, atol=0)
 
 
-def test_every_rank_asks_for_its_rows_only_on_a_mesh_of_which_this_process_holds_one(monkeypatch):
-    asked = []
+def test_process_with_one_rank_fetches_only_the_rows_of_that_rank(monkeypatch):
+    requested = []
     mesh = fs.make_mesh(data=2, model=2)
     monkeypatch.setattr(mesh, "ranks", (2,))
-    placed = data.load(lambda i: asked.append(i.tolist()) or IMAGES[i], range(6), mesh=mesh)
-    assert asked == [[3, 4, 5]]
+    placed = data.load(lambda i: requested.append(i.tolist()) or IMAGES[i], range(6), mesh=mesh)
+    assert requested == [[3, 4, 5]]
     assert placed.shape == (6, 3, 4)
     assert len(placed.shards) == 1
     torch.testing.assert_close(placed.shards[0], IMAGES[3:6])
 
 
-def test_other_dims_are_cut_after_fetching_and_specs_may_be_a_tree():
+def test_other_dims_are_sliced_after_fetching_and_specs_may_be_a_tree():
     spec = {"x": P("data", None, "model"), "y": P("data")}
     placed = batch_of(0, {"data": 2, "model": 3}, spec=spec)
     assert repr(placed) == "{'x': f32[6@data, 3, 4@model], 'y': i64[6@data]}"
@@ -232,19 +232,19 @@ def test_other_dims_are_cut_after_fetching_and_specs_may_be_a_tree():
     torch.testing.assert_close(fs.device_get(placed)["x"], whole["x"], rtol=0, atol=0)
 
 
-def test_a_replicated_batch_and_one_over_two_axes():
-    asked = []
-    fetch = lambda i: asked.append(i.tolist()) or IMAGES[i]  # noqa: E731
+def test_batch_may_be_replicated_or_split_over_two_axes():
+    requested = []
+    fetch = lambda i: requested.append(i.tolist()) or IMAGES[i]  # noqa: E731
     mesh = fs.make_mesh(a=2, b=2)
     data.load(fetch, range(4), mesh=mesh, spec=P())
-    assert asked == [[0, 1, 2, 3]]
-    asked.clear()
+    assert requested == [[0, 1, 2, 3]]
+    requested.clear()
     placed = data.load(fetch, range(5), mesh=mesh, spec=P(("a", "b")))
-    assert asked == [[0, 1], [2], [3], [4]]
+    assert requested == [[0, 1], [2], [3], [4]]
     torch.testing.assert_close(fs.device_get(placed), IMAGES[:5])
 
 
-def test_the_batch_shares_no_memory_with_the_data_set():
+def test_batch_shares_no_memory_with_the_data_set():
     table = np.zeros((4, 2), dtype=np.float32)
     table.flags.writeable = False
     whole = torch.zeros(4, 2)
@@ -255,7 +255,7 @@ def test_the_batch_shares_no_memory_with_the_data_set():
         assert source.sum() == 0
 
 
-def test_a_loaded_batch_goes_into_shard_map():
+def test_loaded_batch_is_an_argument_of_shard_map():
     mesh = fs.make_mesh(data=4)
     placed = batch_of(0, {"data": 4}, batch=5)
     total = fs.shard_map(lambda b: fs.psum(b["x"].sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())(
@@ -268,7 +268,7 @@ def test_a_loaded_batch_goes_into_shard_map():
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32, np.int64, torch.uint8, torch.uint16, torch.int32])
-def test_crop(kind):
+def test_crop_of_arrays_and_tensors(kind):
     array = np.arange(100).astype(kind) if isinstance(kind, type) else torch.arange(100).to(kind)
     for starts in ([0, 97, 50], torch.tensor([0, 97, 50]), np.array([0, 97, 50])):
         got = data.crop(array, starts, length=3)
@@ -277,7 +277,7 @@ def test_crop(kind):
     assert data.crop(array, [], length=3).shape == (0, 3)
 
 
-def test_crop_of_a_memory_map_that_is_larger_than_memory(tmp_path):
+def test_crop_of_a_memory_map_larger_than_memory(tmp_path):
     path = tmp_path / "text.bin"
     with path.open("wb") as f:
         f.truncate(2 * (1 << 40))  # sparse
@@ -300,7 +300,7 @@ ERRORS = {
     "permute size": (lambda: data.permute(KEY, [0], size=0), "permute: size=0\n  fix: a size from 1 to 2^62"),
     "permute positions": (
         lambda: data.permute(KEY, [3, -1, 12], size=10),
-        "permute: positions outside of range(10)\n  they go from -1 to 12\n  fix: 0 <= position < size",
+        "permute: positions outside range(10)\n  they range from -1 to 12\n  fix: 0 <= position < size",
     ),
     "permute floats": (
         lambda: data.permute(KEY, torch.zeros(2), size=10),
@@ -337,16 +337,16 @@ ERRORS = {
         lambda: load(lambda i: {"a": 1.0, "b": np.array(["x"] * len(i)), "c": IMAGES[i]}),
         (
             "2 problems\n"
-            "load: batch['a']: fetch gave a float\n  fix: return tensors or numpy arrays, or a tree of them\n"
-            "load: batch['b']: fetch gave an array of <U1\n  fix: return numbers"
+            "load: batch['a']: fetch returned a float\n  fix: return tensors or numpy arrays, or a tree of them\n"
+            "load: batch['b']: fetch returned an array of <U1\n  fix: return numbers"
         ),
     ),
     "load wrong rows": (
         lambda: load(lambda i: {"x": IMAGES[:3], "n": torch.tensor(2)}),
         (
             "2 problems\n"
-            "load: batch['n']: fetch gave i64[] for 2 examples\n  fix: return a row for each, in dim 0\n"
-            "load: batch['x']: fetch gave f32[3, 3, 4] for 2 examples\n  fix: return a row for each, in dim 0"
+            "load: batch['n']: fetch returned i64[] for 2 examples\n  fix: return a row for each, in dim 0\n"
+            "load: batch['x']: fetch returned f32[3, 3, 4] for 2 examples\n  fix: return a row for each, in dim 0"
         ),
     ),
     "load ragged": (
@@ -359,7 +359,7 @@ ERRORS = {
     "load other trees": (
         lambda: load(lambda i: {"x": IMAGES[i]} if i[0] else {"y": IMAGES[i]}),
         (
-            "load: fetch gave another tree for other rows\n  PyTreeSpec({'y': *})\n  PyTreeSpec({'x': *})\n"
+            "load: fetch returned another tree for other rows\n  PyTreeSpec({'y': *})\n  PyTreeSpec({'x': *})\n"
             "  fix: return the same keys for any rows"
         ),
     ),
@@ -401,7 +401,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("call", "text"), ERRORS.values(), ids=ERRORS.keys())
-def test_errors(call, text):
+def test_error_texts(call, text):
     with pytest.raises(fs.ShardingError) as e:
         call()
     assert str(e.value) == text

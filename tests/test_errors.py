@@ -1,4 +1,4 @@
-"""The one exception family and the one way to word it."""
+"""The exception class and the form of its messages."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import fshard as fs
 from fshard.errors import fail, raise_all
 
 
-def test_the_family_is_one_value_error():
+def test_sharding_error_is_a_value_error():
     assert issubclass(fs.ShardingError, ValueError)
     assert type(fail("no")) is fs.ShardingError
 
 
-def test_only_what_is_given_is_shown():
+def test_fail_omits_empty_sections():
     assert str(fail("no")) == "no"
     assert str(fail("no", fix="yes")) == "no\n  fix: yes"
     assert str(fail("no", "because")) == "no\n  because"
     assert str(fail("no", shape=[3])) == "no\n  shape  [3]"
 
 
-def test_facts_then_notes_then_the_fix():
+def test_fail_orders_facts_notes_and_fix():
     error = fail("no", "first", "second\nthird", fix="yes", shape=[3], spec=fs.P("a"))
     assert str(error) == "no\n  shape  [3]    spec  P('a')\n  first\n  second\n  third\n  fix: yes"
 
 
-def test_raise_all_is_quiet_without_errors():
+def test_raise_all_without_errors_does_nothing():
     assert raise_all([]) is None
 
 

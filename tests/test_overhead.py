@@ -1,4 +1,4 @@
-"""What a `shard_map` call costs beside its function, counted and not timed: operations, copies, Python calls, bytes.
+"""Cost of a `shard_map` call besides its function, counted and not timed: operations, copies, Python calls, bytes.
 
 `benchmarks/scaling.py` times.
 """
@@ -25,18 +25,18 @@ MESHES = pytest.mark.parametrize("mesh", [ONE, TWO], ids=repr)
 
 
 class Operations(TorchDispatchMode):
-    """How often each operation ran, and the sizes of the storages they made."""
+    """The number of runs of each operation, and the sizes of the storages that they allocated."""
 
     def __init__(self):
         super().__init__()
         self.counts, self.made = Counter(), {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in fs.tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        inputs = {x.untyped_storage()._cdata for x in fs.tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         self.counts[str(func)] += 1
         for x in fs.tree.leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in inputs:
                 self.made[len(self.made)] = x.untyped_storage().nbytes()
         return out
 
@@ -45,7 +45,7 @@ def state(n, mesh, spec=P(), shape=(4, 4)):  # noqa: B008
     return fs.device_put([torch.full(shape, float(i + 1)) for i in range(n)], spec, mesh)
 
 
-def message(f, *args):
+def error_text(f, *args):
     with pytest.raises(ShardingError) as caught:
         f(*args)
     return str(caught.value)
@@ -55,7 +55,7 @@ def message(f, *args):
 
 
 def losses(x, *, psum=lambda x: x, pvary=lambda x: x, gather=lambda x: x):
-    """A loss with the collectives of data and tensor parallelism, or without any."""
+    """Return a loss with the collectives of data and tensor parallelism, or without collectives."""
 
     def loss(p):
         p = pvary(p)
@@ -65,7 +65,7 @@ def losses(x, *, psum=lambda x: x, pvary=lambda x: x, gather=lambda x: x):
     return loss
 
 
-def test_a_mesh_of_one_runs_the_operations_of_the_plain_function_and_no_others():
+def test_mesh_of_one_rank_runs_exactly_the_operations_of_the_plain_function():
     def step(p, x, **verbs):
         leaves = {k: w.detach().requires_grad_() for k, w in p.items()}
         loss = losses(x, **verbs)(leaves)
@@ -92,29 +92,29 @@ def test_a_mesh_of_one_runs_the_operations_of_the_plain_function_and_no_others()
         torch.testing.assert_close(fs.device_get(got), want, rtol=0, atol=0)
 
 
-def test_a_mesh_of_one_runs_in_the_callers_thread():
+def test_mesh_of_one_rank_runs_in_the_callers_thread():
     seen = fs.shard_map(threading.get_ident, mesh=ONE, out_specs=P())()
     assert seen == threading.get_ident()
 
 
 @MESHES
-def test_what_is_placed_arrives_as_it_is_and_what_is_fresh_is_kept_as_it_is(mesh):
-    held = {}
+def test_placed_arguments_and_new_results_are_not_copied(mesh):
+    seen = {}
 
     def f(x):
         made = x + 1
-        held[region().rank] = (x, made)
+        seen[region().rank] = (x, made)
         return made
 
     x = state(1, mesh)[0]
     for _ in range(3):
         y = fs.shard_map(f, mesh=mesh, out_specs=P())(x)
         for rank in mesh.ranks:
-            assert held[rank][0] is x.shards[rank]
-            assert held[rank][1] is y.shards[rank]
+            assert seen[rank][0] is x.shards[rank]
+            assert seen[rank][1] is y.shards[rank]
 
 
-def test_a_plain_tensor_is_only_viewed_on_a_mesh_of_one():
+def test_plain_tensor_is_only_viewed_on_a_mesh_of_one_rank():
     x = torch.randn(3, 4, requires_grad=True)
     f = fs.shard_map(lambda x: (x + 1,), mesh=ONE, in_specs=P("a"), out_specs=P("a"))
     with torch.no_grad(), Operations() as ran:
@@ -122,29 +122,29 @@ def test_a_plain_tensor_is_only_viewed_on_a_mesh_of_one():
     assert ran.counts == {"aten.detach.default": 1, "aten.add.Tensor": 1}
 
 
-def test_only_what_would_be_shared_is_copied():
+def test_only_results_that_share_storage_are_copied():
     big, small = state(2, ONE)
     f = fs.shard_map(lambda x, y: (x, y, y[:1], y.mul_(2)), mesh=ONE, out_specs=P(), donate=1)
     for _ in range(3):
         with Operations() as ran:
             *out, small = f(big, small)
-        assert ran.counts["aten.clone.default"] == 3  # x is not given away; two results share y with a third
+        assert ran.counts["aten.clone.default"] == 3  # x is not donated; two results share y with a third
         assert [x.shards[0].numel() for x in out] == [16, 16, 4]
 
 
-# --- what a later call does for each leaf ---------------------------------------------------------------------
+# --- Python calls of a later call, per leaf ---------------------------------------------------------------------
 
 
 def python_calls(f, *args):
-    """Python functions and methods entered in this thread during a call."""
+    """Count the Python functions and methods entered in this thread during a call; also returns its result."""
     count = 0
 
-    def seen(frame, event, arg):
+    def count_call(frame, event, arg):
         nonlocal count
         count += event == "call" and frame.f_code.co_name not in ("<listcomp>", "<genexpr>")
 
     before = sys.getprofile()
-    sys.setprofile(seen)
+    sys.setprofile(count_call)
     try:
         out = f(*args)
     finally:
@@ -153,7 +153,7 @@ def python_calls(f, *args):
 
 
 @pytest.mark.parametrize("donate", [(), (0,)])
-def test_a_later_call_runs_two_python_functions_a_leaf_at_most(donate):
+def test_later_call_runs_at_most_two_python_functions_per_leaf(donate):
     counts = {}
     for n in (10, 110):
         f = fs.shard_map(lambda p: list(torch._foreach_add(p, 1)), mesh=ONE, in_specs=P("a"), out_specs=P("a"),
@@ -161,11 +161,11 @@ def test_a_later_call_runs_two_python_functions_a_leaf_at_most(donate):
         p = state(n, ONE, P("a"))
         for _ in range(3):
             counts[n], p = python_calls(f, p)
-    # One makes the result; the other, if it is donated, gives the argument away.
+    # `make_sharded` of the result and, for a donated leaf, `donate_to`.
     assert counts[110] - counts[10] == 100 * (1 + len(donate))
 
 
-def test_signatures_that_take_turns_are_planned_once_each():
+def test_alternating_signatures_are_planned_once_each():
     f = fs.shard_map(lambda p: list(torch._foreach_add(p, 1)), mesh=ONE, out_specs=P())
     states = [state(n, ONE) for n in (10, 110, 60)]
     for _ in range(2):
@@ -175,11 +175,11 @@ def test_signatures_that_take_turns_are_planned_once_each():
     assert many - few == 100
 
 
-# --- and what it still sees ------------------------------------------------------------------------------------
+# --- later calls are checked too ---------------------------------------------------------------------------------
 
 
-def switched(*bodies, mesh=TWO, out=P("a")):  # noqa: B008
-    """A function that runs another body at every call."""
+def with_bodies(*bodies, mesh=TWO, out=P("a")):  # noqa: B008
+    """Return a function that runs another body at every call."""
     at = [0]
 
     def f(*args):
@@ -196,26 +196,26 @@ def switched(*bodies, mesh=TWO, out=P("a")):  # noqa: B008
     return call
 
 
-def test_later_results_of_another_kind_are_checked_again():
+def test_later_results_of_other_types_are_checked_again():
     x = state(1, TWO, P("a"))[0]
     rank = lambda: int(fs.axis_index("a"))  # noqa: E731
     fine = lambda x: {"x": x + 1}  # noqa: E731
     wrong = {
         "f: result['x']: the spec is longer than the shape": lambda x: {"x": x.sum()},
-        "f: result['x']: the ranks returned different kinds": lambda x: {"x": x.double() if rank() else x},
+        "f: result['x']: the ranks returned different types": lambda x: {"x": x.double() if rank() else x},
         "f: result['x']: the parts do not make up dim 0": lambda x: {"x": x[: 1 + rank()]},
         "f: rank 1 returned another tree than rank 0": lambda x: {"x": x} if rank() else {"y": x},
         "f: result['x']: is not a tensor and differs between ranks": lambda x: {"x": rank()},
     }
     for text, body in wrong.items():
-        f = switched(fine, fine, body, fine)
+        f = with_bodies(fine, fine, body, fine)
         f(x)
         f(x)
-        assert text in message(f, x)
+        assert text in error_text(f, x)
         assert repr(f(x)) == "{'x': f32[4@a, 4]}"
 
 
-def test_later_results_of_another_structure_are_what_was_returned():
+def test_later_results_may_have_another_structure():
     x = state(1, TWO, P("a"))[0]
     bodies = [
         (lambda x: {"x": x + 1}, "{'x': f32[4@a, 4]}"),
@@ -227,21 +227,21 @@ def test_later_results_of_another_structure_are_what_was_returned():
         (lambda x: x.clone().requires_grad_(), "f32[4@a, 4]"),
         (lambda x: {"x": x + 1}, "{'x': f32[4@a, 4]}"),
     ]
-    f = switched(*(body for body, _ in bodies))
+    f = with_bodies(*(body for body, _ in bodies))
     for _, shown in bodies:
         out = f(x)
         assert repr(out) == shown
         assert not any(s.requires_grad for leaf in fs.tree.leaves(out) if leaf != 3 for s in leaf.shards)
 
 
-def test_a_later_number_that_differs_between_ranks_is_an_error():
+def test_later_result_number_that_differs_between_ranks_is_an_error():
     x = state(1, TWO)[0]
-    f = switched(lambda x: (x + 1, 3), lambda x: (x + 1, 3), lambda x: (x + 1, int(fs.axis_index("a"))), out=P())
+    f = with_bodies(lambda x: (x + 1, 3), lambda x: (x + 1, 3), lambda x: (x + 1, int(fs.axis_index("a"))), out=P())
     assert f(x)[1] == f(x)[1] == 3
-    assert "f: result[1]: is not a tensor and differs between ranks" in message(f, x)
+    assert "f: result[1]: is not a tensor and differs between ranks" in error_text(f, x)
 
 
-def test_a_leaf_where_a_tree_was_and_a_tree_where_a_leaf_was():
+def test_later_argument_may_replace_a_leaf_by_a_subtree_and_the_reverse():
     seen = []
     f = fs.shard_map(seen.append, mesh=ONE, out_specs=P())
     x = torch.ones(2)
@@ -255,7 +255,7 @@ def test_a_leaf_where_a_tree_was_and_a_tree_where_a_leaf_was():
 
 
 @MESHES
-def test_during_a_call_only_the_function_holds_what_is_donated(mesh):
+def test_during_a_call_only_the_function_refers_to_donated_tensors(mesh):
     alive = []
 
     def f(p, kept):
@@ -272,19 +272,19 @@ def test_during_a_call_only_the_function_holds_what_is_donated(mesh):
 
 
 @MESHES
-def test_after_a_call_nothing_holds_what_was_donated(mesh):
+def test_after_a_call_nothing_refers_to_donated_tensors(mesh):
     f = fs.shard_map(lambda p: [w + 1 for w in p], mesh=mesh, out_specs=P(), donate=0)
     p = state(3, mesh)
     for _ in range(3):
         old = [weakref.ref(s) for w in p for s in w.shards]
         new = f(p)
         gc.collect()
-        assert not any(s() is not None for s in old)  # while `p` is still there
+        assert not any(s() is not None for s in old)  # while `p` is alive
         p = new
 
 
 @MESHES
-def test_a_donated_step_of_adamw_makes_no_second_copy_of_parameters_or_state(mesh):
+def test_donated_adamw_step_allocates_no_second_copy_of_parameters_or_state(mesh):
     opt, shape = fs.optim.adamw(1e-3), (64, 64)
     params = {"w": state(1, mesh, P("a"), shape)[0], "v": state(1, mesh, P(), shape)[0]}
     specs = {"w": P("a"), "v": P()}
@@ -304,32 +304,32 @@ def test_a_donated_step_of_adamw_makes_no_second_copy_of_parameters_or_state(mes
             params, moments = f(params, moments, grads)
         after = [s.data_ptr() for x in fs.tree.leaves((params, moments)) if x.ndim for s in x.shards]
         assert after == before
-        assert sum(outside.made.values()) < 256  # the counts, if anything
+        assert sum(outside.made.values()) < 256  # at most the counts
     for ops in made:
         assert max(ops.made.values()) <= 64  # the new counts
 
 
-# --- what a rank keeps ---------------------------------------------------------------------------------------
+# --- scratch: what a rank keeps from call to call -------------------------------------------------------------
 
 
 class Buffer:
-    """Something that can be referred to weakly."""
+    """An object that can be referred to weakly."""
 
 
-def keep(x):
-    """Whether this rank finds what it has left, and the number of it."""
-    kept = region().scratch.setdefault("buffer", Buffer())
-    found = region().scratch.setdefault("rank", region().rank)
-    assert found == region().rank
-    return id(kept), kept
+def keep_buffer(x):
+    """Return the buffer of this rank's scratch, made by the first call that finds none, and its id."""
+    buffer = region().scratch.setdefault("buffer", Buffer())
+    rank = region().scratch.setdefault("rank", region().rank)
+    assert rank == region().rank
+    return id(buffer), buffer
 
 
 @MESHES
-def test_a_rank_finds_what_it_kept_in_the_last_call_of_a_signature(mesh):
+def test_each_rank_has_one_scratch_for_all_calls_of_a_function(mesh):
     seen = []
 
     def f(x):
-        seen.append((region().rank, keep(x)[1]))
+        seen.append((region().rank, keep_buffer(x)[1]))
 
     mapped = fs.shard_map(f, mesh=mesh, out_specs=P(), check="never")
     x, y = state(1, mesh)[0], state(1, mesh, shape=(2,))[0]
@@ -337,10 +337,8 @@ def test_a_rank_finds_what_it_kept_in_the_last_call_of_a_signature(mesh):
         mapped(args)
     n = mesh.size
     calls = [dict(seen[i : i + n]) for i in range(0, 4 * n, n)]
-    assert calls[0] == calls[1]  # the same object for each rank
     assert len({id(b) for b in calls[0].values()}) == n
-    assert not {id(b) for b in calls[0].values()} & {id(b) for b in calls[2].values()}
-    assert calls[3] != calls[0]  # or as many buffers would stay as there are batch sizes
+    assert calls == [calls[0]] * 4  # one of its own for each batch size would multiply the buffers
     seen.clear()
     last = [weakref.ref(b) for b in calls[3].values()]
     calls.clear()
@@ -351,18 +349,18 @@ def test_a_rank_finds_what_it_kept_in_the_last_call_of_a_signature(mesh):
 
 
 @pytest.mark.parametrize(("check", "shared"), [("first", [1, 1]), ("always", [])])
-def test_a_checked_call_starts_with_nothing_and_leaves_nothing(check, shared):
+def test_a_checked_call_starts_and_ends_with_empty_scratch(check, shared):
     seen = []
-    f = fs.shard_map(lambda x: seen.append(sorted(region().scratch)) or keep(x)[0] * 0, mesh=TWO, out_specs=P(),
+    f = fs.shard_map(lambda x: seen.append(sorted(region().scratch)) or keep_buffer(x)[0] * 0, mesh=TWO, out_specs=P(),
                      check=check)  # fmt: skip
     for _ in range(3):
         f(state(1, TWO)[0])
     assert [len(keys) for keys in seen] == [0] * (4 if shared else 6) + [2] * len(shared)
 
 
-def test_what_a_failed_call_left_is_gone():
+def test_the_scratch_of_a_failed_call_is_dropped():
     def f(x, fails):
-        keep(x)
+        keep_buffer(x)
         if fails:
             raise ZeroDivisionError
         return len(region().scratch)
@@ -378,12 +376,12 @@ def test_what_a_failed_call_left_is_gone():
     assert [len(keys) for keys in seen] == [0, 2, 2, 0]
 
 
-def test_calls_at_once_keep_apart():
-    meet, seen = threading.Barrier(2, timeout=20), []
+def test_concurrent_calls_have_separate_scratch():
+    barrier, seen = threading.Barrier(2, timeout=20), []
 
     def f(x):
-        seen.append(keep(x)[1])
-        meet.wait()  # both are inside
+        seen.append(keep_buffer(x)[1])
+        barrier.wait()  # both calls are inside
 
     mapped = fs.shard_map(f, mesh=ONE, out_specs=P())
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""`shard_map`: what goes in, what comes out, and what it refuses."""
+"""`shard_map`: arguments, results, donation and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TWO = fs.make_mesh(a=2)
 FOUR = fs.make_mesh(a=2, b=2)
 
 
-def message(f, *args, **kwargs):
+def error_text(f, *args, **kwargs):
     with pytest.raises(ShardingError) as caught:
         f(*args, **kwargs)
     return str(caught.value)
@@ -31,7 +31,7 @@ def mapped(f, *, mesh=TWO, ins=None, out=P("a"), **kwargs):  # noqa: B008
 # --- arguments ---------------------------------------------------------------------------------------------
 
 
-def test_each_rank_gets_its_part_as_a_plain_tensor():
+def test_each_rank_is_passed_its_part_as_a_plain_tensor():
     x = torch.arange(24.0).view(6, 4)
     specs = [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(None, ("b", "a"))]
     for spec in specs:
@@ -72,7 +72,7 @@ def test_in_specs_are_a_prefix_of_the_arguments():
     assert mapped(lambda *xs: sum(x.sum() for x in xs)[None], ins=P("a"))(torch.ones(4), torch.ones(2)).shape == (2,)
 
 
-def test_without_in_specs_placed_leaves_stay_and_tensors_are_whole():
+def test_without_in_specs_placed_leaves_keep_their_spec_and_tensors_are_unsplit():
     def f(x, y, tree):
         assert (x.shape, y.shape, tree["z"].shape) == ((2,), (4,), (1, 3))
         return x
@@ -83,7 +83,7 @@ def test_without_in_specs_placed_leaves_stay_and_tensors_are_whole():
     assert mapped(f, ins=(P("a"), None, {"z": None}))(*args).shape == (4,)
 
 
-def test_what_is_no_tensor_is_passed_on():
+def test_arguments_that_are_not_tensors_are_passed_unchanged():
     marker = object()
 
     def f(x, *rest):
@@ -93,30 +93,30 @@ def test_what_is_no_tensor_is_passed_on():
     assert mapped(f)(put([1, 2]), 3, "word", None, marker, {"k": 2.5}).shape == (2,)
 
 
-def test_a_global_value_on_another_dtype_and_0d():
+def test_global_arguments_of_int_bool_and_0d():
     out = mapped(lambda i, m: torch.where(m, i, -i), ins=P("a"))(torch.arange(3), torch.tensor([True, False, True]))
     assert fs.device_get(out).tolist() == [0, -1, 2]
     assert mapped(lambda x: x + 1, out=P())(torch.tensor(2.0)).item() == 3
 
 
-def test_specs_that_say_the_same_fit():
+def test_in_spec_may_be_written_differently_from_the_placement():
     x = put(torch.ones(2, 4), P(None, "a"))
     assert mapped(lambda x: x, ins=P(..., "a"), out=P(..., "a"))(x).shape == (2, 4)
 
 
-def test_text_of_specs_that_are_no_prefix():
-    assert message(mapped(lambda x, y: x, ins=(P("a"),)), torch.ones(2), torch.ones(2)) == (
+def test_error_text_of_in_specs_that_are_not_a_prefix():
+    assert error_text(mapped(lambda x, y: x, ins=(P("a"),)), torch.ones(2), torch.ones(2)) == (
         "<lambda>: in_specs: not a prefix of the tree it describes\n"
         "  got  tuple    expected  tuple\n"
         "  missing [1]    extra []\n"
         "  fix: give every key a P, or one P for the whole subtree"
     )
-    assert message(mapped(lambda x: x, ins=({"w": "a"},)), {"w": torch.ones(2)}) == (
+    assert error_text(mapped(lambda x: x, ins=({"w": "a"},)), {"w": torch.ones(2)}) == (
         "<lambda>: in_specs[0]['w']: 'a' is a str, not a P\n  fix: use a P"
     )
 
 
-def test_every_wrong_argument_is_listed():
+def test_error_lists_every_wrong_argument():
     def step(p, x):
         return x
 
@@ -127,7 +127,7 @@ def test_every_wrong_argument_is_listed():
         "wide": torch.ones(4),
     }
     specs = {"fine": P("a"), "elsewhere": P("a"), "moved": P("a"), "wide": P(None, "a")}
-    assert message(mapped(step, ins=(specs, P("model"))), p, torch.ones(3)) == (
+    assert error_text(mapped(step, ins=(specs, P("model"))), p, torch.ones(3)) == (
         "4 problems\n"
         "step: args[0]['elsewhere']: is on another mesh\n"
         "  leaf  Mesh(a=4; simulated, 4 x cpu)    function  Mesh(a=2; simulated, 2 x cpu)\n"
@@ -145,24 +145,24 @@ def test_every_wrong_argument_is_listed():
     )
 
 
-def test_an_argument_that_requires_grad():
+def test_argument_that_requires_grad_is_an_error():
     f = mapped(lambda x: 2 * x, ins=P("a"))
     x = torch.ones(2, requires_grad=True)
-    said = (
+    expected = (
         "<lambda>: args[0]: requires grad, and no gradient flows out of shard_map\n"
         "  fix: differentiate inside, with fs.value_and_grad, or pass x.detach()"
     )
-    assert message(f, x) == said
+    assert error_text(f, x) == expected
     with torch.no_grad():
         assert fs.device_get(f(x)).tolist() == [2, 2]
-    assert message(f, x) == said  # also after a call that was fine
+    assert error_text(f, x) == expected  # also after a successful call
     assert fs.device_get(f(x.detach())).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("mesh", [fs.make_mesh(a=1), TWO], ids=repr)
-def test_vmap_over_it_is_an_error(mesh):
+def test_vmap_over_shard_map_is_an_error(mesh):
     f = mapped(lambda x: 2 * x, mesh=mesh, out=P())
-    message(torch.vmap(lambda x: f(x).shards[0]), torch.ones(3, 2))
+    error_text(torch.vmap(lambda x: f(x).shards[0]), torch.ones(3, 2))
 
 
 # --- results -----------------------------------------------------------------------------------------------
@@ -178,18 +178,18 @@ def test_results_are_placed_by_a_prefix_of_specs():
     assert out["loss"].item() == 12
 
 
-def test_nothing_is_a_result():
+def test_results_may_be_none_or_empty():
     assert mapped(lambda x: None, ins=P("a"), out=P())(torch.ones(2)) is None
     assert mapped(dict, ins=P("a"), out=P())() == {}
 
 
-def test_results_need_no_gradient():
+def test_results_do_not_require_grad():
     out = mapped(lambda x: x.clone().requires_grad_() * 2, ins=P("a"))(torch.ones(2))
     assert not any(s.requires_grad for s in out.shards)
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, 5, 7, 8])
-def test_uneven_results(n):
+def test_results_of_uneven_parts(n):
     x = torch.arange(float(n))
     for mesh, spec in [
         (TWO, P("a")),
@@ -202,11 +202,11 @@ def test_uneven_results(n):
         assert torch.equal(fs.device_get(out), 2 * x)
 
 
-def test_text_of_parts_that_make_up_no_dim():
+def test_error_text_of_parts_that_make_up_no_dim():
     def f(x):
         return x[: 1 if int(fs.axis_index("a")) == 0 else 2]
 
-    assert message(mapped(f, ins=P("a")), torch.ones(4)) == (
+    assert error_text(mapped(f, ins=P("a")), torch.ones(4)) == (
         "f: result: the parts do not make up dim 0 split by ('a',)\n"
         "  the ranks hold [1, 2]\n"
         "  a dim of 3 splits into [2, 1]\n"
@@ -214,21 +214,21 @@ def test_text_of_parts_that_make_up_no_dim():
     )
 
 
-def test_text_of_a_part_that_does_not_fit_the_others():
+def test_error_text_of_a_part_that_does_not_fit_the_others():
     def f(x):
         return x[: 1 if int(fs.axis_index("a")) else 2]
 
-    assert message(mapped(f, out=P()), torch.ones(4)) == (
+    assert error_text(mapped(f, out=P()), torch.ones(4)) == (
         "f: result: rank 1 returned [1], its part of [2] is [2]\n  spec  P()"
     )
 
 
-def test_every_wrong_result_is_listed():
+def test_error_lists_every_wrong_result():
     def step(x):
         return {"long": x, "odd": x, "fine": x, "number": int(fs.axis_index("a"))}
 
     out = {"long": P(None, "a"), "odd": P("model"), "fine": P("a"), "number": P()}
-    assert message(mapped(step, ins=P("a"), out=out), torch.ones(4)) == (
+    assert error_text(mapped(step, ins=P("a"), out=out), torch.ones(4)) == (
         "3 problems\n"
         "step: result['long']: the spec is longer than the shape\n"
         "  shape  [2]    spec  P(None, 'a')    mesh  a=2\n"
@@ -243,8 +243,8 @@ def test_every_wrong_result_is_listed():
     )
 
 
-def test_text_of_out_specs_that_are_no_prefix():
-    assert message(mapped(lambda x: (x, x), out=(P("a"),)), put([1, 2])) == (
+def test_error_text_of_out_specs_that_are_not_a_prefix():
+    assert error_text(mapped(lambda x: (x, x), out=(P("a"),)), put([1, 2])) == (
         "<lambda>: out_specs: not a prefix of the tree it describes\n"
         "  got  tuple    expected  tuple\n"
         "  missing [1]    extra []\n"
@@ -252,46 +252,48 @@ def test_text_of_out_specs_that_are_no_prefix():
     )
 
 
-def test_text_of_ranks_that_return_other_trees():
+def test_error_text_of_ranks_that_return_different_trees():
     def f(x):
         return [x] if int(fs.axis_index("a")) else {"x": x}
 
-    said = message(mapped(f), put([1, 2]))
-    assert said.startswith("f: rank 1 returned another tree than rank 0\n  rank_0  PyTreeSpec({'x': *})")
-    assert "other  PyTreeSpec([*])" in said
+    expected = error_text(mapped(f), put([1, 2]))
+    assert expected.startswith("f: rank 1 returned another tree than rank 0\n  rank_0  PyTreeSpec({'x': *})")
+    assert "other  PyTreeSpec([*])" in expected
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_tensor_on_one_rank_and_none_on_another_is_an_error(first):
+def test_tensor_on_one_rank_and_number_on_another_is_an_error(first):
     def f():
         return torch.ones(2) if (int(fs.axis_index("a")) == 0) == first else 1.0
 
-    said = message(mapped(f, out=P()))
-    assert said.startswith("f: result: ")
+    expected = error_text(mapped(f, out=P()))
+    assert expected.startswith("f: result: ")
 
 
-def test_text_of_other_dims_on_another_rank():
-    assert message(mapped(lambda: torch.ones([2] * (1 + int(fs.axis_index("a")))), out=P())) == (
+def test_error_text_of_ranks_that_return_different_dims():
+    assert error_text(mapped(lambda: torch.ones([2] * (1 + int(fs.axis_index("a")))), out=P())) == (
         "<lambda>: result: the ranks returned [1, 2] dims"
     )
 
 
-def test_another_dtype_on_another_rank_is_an_error():
+def test_ranks_that_return_different_dtypes_are_an_error():
     kinds = [torch.float32, torch.float64]
-    message(mapped(lambda: torch.ones(2, dtype=kinds[int(fs.axis_index("a"))])))
+    error_text(mapped(lambda: torch.ones(2, dtype=kinds[int(fs.axis_index("a"))])))
 
 
-@pytest.mark.parametrize("value", [3, 2.5, "word", True, math.nan, object()], ids=["int", "float", "str", "bool", "nan", "object"])
-def test_what_is_no_tensor_comes_back_as_it_is(value):
+@pytest.mark.parametrize(
+    "value", [3, 2.5, "word", True, math.nan, object()], ids=["int", "float", "str", "bool", "nan", "object"]
+)
+def test_results_that_are_not_tensors_are_returned_unchanged(value):
     got, x = mapped(lambda x: (value, x), ins=P("a"), out=(P(), P("a")))(torch.ones(2))
     assert got is value
     assert isinstance(x, Sharded)
 
 
-def test_what_is_no_tensor_must_be_the_same_everywhere():
+def test_results_that_are_not_tensors_must_be_equal_on_all_ranks():
     array = lambda: fs.axis_index("a").numpy() * torch.ones(3).numpy()  # noqa: E731
     for f in (object, lambda: str(fs.axis_index("a")), array):
-        assert "is not a tensor and differs between ranks" in message(mapped(f, out=P()))
+        assert "is not a tensor and differs between ranks" in error_text(mapped(f, out=P()))
 
 
 # --- storage -----------------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ def storages(*leaves):
 
 @pytest.mark.parametrize("mesh", [fs.make_mesh(a=1), TWO], ids=repr)
 @pytest.mark.parametrize("spec", [P(), P("a")], ids=repr)
-def test_results_share_storage_with_nothing(mesh, spec):
+def test_results_share_no_storage_with_arguments_or_each_other(mesh, spec):
     placed, plain = put(torch.ones(4), spec, mesh), torch.ones(4)
 
     def f(x, y):
@@ -311,18 +313,18 @@ def test_results_share_storage_with_nothing(mesh, spec):
         return {"arg": x, "view": x[:1], "plain": y, "twice": [z, z], "of it": z.view(-1)}
 
     out = mapped(f, mesh=mesh, ins=spec, out=spec)(placed, plain)
-    held = storages(placed, plain, *fs.tree.leaves(out))
-    assert len(set(held)) == len(held)
+    pointers = storages(placed, plain, *fs.tree.leaves(out))
+    assert len(set(pointers)) == len(pointers)
 
 
-def test_the_ranks_share_nothing_of_a_captured_result():
+def test_ranks_share_no_storage_of_a_captured_result():
     constant = torch.ones(4)
     out = mapped(lambda: [constant, constant.view(2, 2)], out=P())()
-    held = [at for x in out for at in storages(x)]
-    assert len(set(held)) == len(held)
+    pointers = [at for x in out for at in storages(x)]
+    assert len(set(pointers)) == len(pointers)
 
 
-def test_a_donated_argument_is_written_over_in_place():
+def test_donated_argument_is_overwritten_in_place():
     x, kept = put(torch.ones(4)), put(torch.ones(4))
     before = storages(x)
     out, other = mapped(lambda x, y: (x.add_(1), y), donate=0)(x, kept)
@@ -332,7 +334,7 @@ def test_a_donated_argument_is_written_over_in_place():
     assert fs.device_get(kept).tolist() == [1] * 4
 
 
-def test_two_results_never_share_a_donated_storage():
+def test_two_results_do_not_share_a_donated_storage():
     x = put(torch.ones(4))
     before = set(storages(x))
     one, two = mapped(lambda x: (x, x.view(-1)), donate=(0,))(x)
@@ -340,7 +342,7 @@ def test_two_results_never_share_a_donated_storage():
     assert set(storages(one)) == before
 
 
-def test_a_donated_argument_is_gone():
+def test_donated_argument_cannot_be_used_again():
     def step(p, n, x):
         return fs.tree.map(lambda w: w + 1, p)
 
@@ -348,42 +350,42 @@ def test_a_donated_argument_is_gone():
     p, x = {"w": put(torch.ones(4)), "b": put(torch.ones(2))}, put(torch.ones(2))
     f(p, 3, x)
     for leaf in p.values():
-        assert "was donated to step, which may have overwritten it" in message(lambda leaf=leaf: leaf.shards)
+        assert "was donated to step, which may have overwritten it" in error_text(lambda leaf=leaf: leaf.shards)
     assert x.shards
-    assert message(f, p, 3, x) == (
+    assert error_text(f, p, 3, x) == (
         "f32[2@a] was donated to step, which may have overwritten it\n"
         "  fix: use the value that call returned, or leave the argument out of donate="
     )
 
 
-def test_a_call_that_is_refused_takes_nothing_and_one_that_fails_does():
+def test_refused_call_donates_nothing_and_failed_call_does():
     x = put(torch.ones(4))
-    message(mapped(lambda x: x, ins=P(), donate=0), x)
+    error_text(mapped(lambda x: x, ins=P(), donate=0), x)
     assert x.shards
     with pytest.raises(ZeroDivisionError):
         mapped(lambda x: 1 // 0, donate=0)(x)
-    assert "was donated" in message(lambda: x.shards)
+    assert "was donated" in error_text(lambda: x.shards)
 
 
-def test_texts_of_wrong_donations():
+def test_error_texts_of_wrong_donations():
     x = put(torch.ones(4))
 
     def step(p, y):
         return y
 
-    assert message(mapped(step, donate=0), {"wte": x, "head": [x]}, x) == (
+    assert error_text(mapped(step, donate=0), {"wte": x, "head": [x]}, x) == (
         "step: args[0]['wte'] is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
     )
-    assert message(mapped(step, donate=(0, 1)), {"w": x}, x) == (
+    assert error_text(mapped(step, donate=(0, 1)), {"w": x}, x) == (
         "step: args[1] is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
     )
-    assert message(mapped(step, donate=2), {"w": x}, x) == (
+    assert error_text(mapped(step, donate=2), {"w": x}, x) == (
         "step: donate=2, but there are 2 arguments\n  fix: count from 0"
     )
     assert x.shards
 
 
-def test_plain_tensors_and_numbers_in_a_donated_argument_stay():
+def test_plain_tensors_and_numbers_in_a_donated_argument_are_not_overwritten():
     x = torch.ones(4)
     mapped(lambda t: t["x"] + 1, ins=P("a"), donate=0)({"x": x, "n": 3})
     assert x.tolist() == [1] * 4
@@ -392,7 +394,7 @@ def test_plain_tensors_and_numbers_in_a_donated_argument_stay():
 # --- the mapped function -----------------------------------------------------------------------------------
 
 
-def test_the_decorator_form_keeps_name_and_docstring():
+def test_decorator_keeps_name_and_docstring():
     @fs.shard_map(mesh=TWO, in_specs=(P("a"),), out_specs=P())
     def total(x):
         """The sum."""
@@ -403,7 +405,7 @@ def test_the_decorator_form_keeps_name_and_docstring():
     assert repr(total) == "shard_map(total, Mesh(a=2; simulated, 2 x cpu))"
 
 
-def test_on_is_the_same_function_on_another_mesh():
+def test_on_returns_the_same_function_on_another_mesh():
     f = mapped(lambda x: fs.psum(x.sum(), "a"), ins=P("a"), out=P(), donate=0)
     x = torch.arange(7.0)
     for n in (1, 2, 3, 8):
@@ -412,34 +414,34 @@ def test_on_is_the_same_function_on_another_mesh():
         assert g.mesh.size == n
         placed = put(x, P("a"), g.mesh)
         g(placed)
-        assert "was donated" in message(lambda placed=placed: placed.shards)
+        assert "was donated" in error_text(lambda placed=placed: placed.shards)
     assert f.mesh == TWO
     assert f(x).item() == 21
 
 
-def test_text_of_compiling_simulated_ranks():
-    assert message(mapped, lambda x: x, compile=True) == (
+def test_error_text_of_compiling_simulated_ranks():
+    assert error_text(mapped, lambda x: x, compile=True) == (
         "shard_map: compile=True on Mesh(a=2; simulated, 2 x cpu)\n"
         "  simulated ranks are threads, and one compiler serves them all\n"
         "  fix: compile on a process mesh or on a mesh of one rank"
     )
     one = mapped(lambda x: x, mesh=fs.make_mesh(a=1), compile=True)
-    assert message(one.on, TWO).startswith("shard_map: compile=True on Mesh(a=2;")
+    assert error_text(one.on, TWO).startswith("shard_map: compile=True on Mesh(a=2;")
 
 
 @pytest.mark.parametrize("mesh", [fs.make_mesh(a=1), TWO], ids=repr)
 @pytest.mark.parametrize("error", [KeyError, RuntimeError, KeyboardInterrupt])
-def test_an_exception_inside_is_the_one_outside(mesh, error):
+def test_exception_of_the_function_is_raised_unchanged(mesh, error):
     def culprit(x):
-        raise error("mine")
+        raise error("cause")
 
-    with pytest.raises(error, match="mine") as caught:
+    with pytest.raises(error, match="cause") as caught:
         mapped(culprit, mesh=mesh)(torch.ones(2))
     assert type(caught.value) is error
     assert caught.traceback[-1].name == "culprit"
 
 
-def test_a_call_of_other_shapes_specs_or_kinds_is_planned_anew():
+def test_calls_with_other_shapes_specs_or_types_are_planned_again():
     f = mapped(lambda x, n=1: x * n)
     for n in (4, 6, 4, 5, 0):
         assert f(put(torch.ones(n))).shape == (n,)
@@ -456,23 +458,23 @@ def test_a_call_of_other_shapes_specs_or_kinds_is_planned_anew():
     k = mapped(lambda t: fs.tree.leaves(t)[0], ins=P("a"))
     for t in ({"x": torch.ones(4)}, [torch.ones(4)], torch.ones(4), {"y": torch.ones(4)}):
         assert k(t).shape == (4,)
-    # a good call makes no later one good
+    # a successful call does not make a later one valid
     pair = mapped(lambda t: t["x"], ins=({"x": P("a"), "y": P()},))
     assert pair({"x": torch.ones(2), "y": torch.ones(2)}).shape == (2,)
-    assert "missing ['z']    extra ['y']" in message(pair, {"x": torch.ones(2), "z": torch.ones(2)})
-    assert "is on another mesh" in message(f, put(torch.ones(4), P("a"), fs.make_mesh(a=4)))
-    assert message(mapped(lambda x: x, ins=P("a")), put(torch.ones(4), P())).count("in_specs says P('a')") == 1
+    assert "missing ['z']    extra ['y']" in error_text(pair, {"x": torch.ones(2), "z": torch.ones(2)})
+    assert "is on another mesh" in error_text(f, put(torch.ones(4), P("a"), fs.make_mesh(a=4)))
+    assert error_text(mapped(lambda x: x, ins=P("a")), put(torch.ones(4), P())).count("in_specs says P('a')") == 1
 
 
-def test_equal_shapes_but_uneven_parts_are_planned_apart():
-    """Whether a gather must ask for sizes follows from the specs of the call at hand."""
+def test_uneven_parts_of_equal_shapes_are_planned_separately():
+    """A gather exchanges sizes if the specs of its own call are uneven."""
     f = mapped(lambda x: fs.all_gather(x, "a", to="invariant"), mesh=TWO, ins=P("a"), out=P())
     for n in (4, 3, 4, 1, 5):
         x = torch.arange(float(n))
         assert torch.equal(fs.device_get(f(x)), x)
 
 
-def test_the_law_in_one_step():
+def test_training_step_is_the_same_on_every_mesh():
     def step(p, x):
         loss = lambda p: fs.pmean((torch.relu(x @ fs.pvary(p, "a")) ** 2).mean(), "a")  # noqa: E731
         value, grad = fs.value_and_grad(loss)(p)
@@ -487,7 +489,7 @@ def test_the_law_in_one_step():
         torch.testing.assert_close(out, results[0])
 
 
-def test_results_that_share_an_arguments_memory_under_another_name_are_copied():
+def test_result_in_an_arguments_memory_with_another_storage_object_is_copied():
     one = fs.make_mesh(a=1)
     f = mapped(lambda x: torch.from_numpy(x.numpy()), mesh=one, ins=P(), out=P())
     x = fs.device_put(torch.ones(3), P(), one)

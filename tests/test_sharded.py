@@ -1,4 +1,4 @@
-"""Placed leaves: in and out, from one placement to another, and nothing whole on the way."""
+"""Placed leaves: put, get, reshard, and no device allocates more than its parts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ ONE = fs.make_mesh(one=1)
 
 
 def specs_for(ndim, axes):
-    """Every way to give each axis a dim or none, in both orders of the axes."""
-    found = set()
+    """Return every spec that gives each axis a dim or none, in both orders of the axes."""
+    specs = set()
     for names in (tuple(axes), tuple(axes)[::-1]):
         for dims in itertools.product(range(-1, ndim), repeat=len(names)):
-            found.add(P(*[tuple(a for a, d in zip(names, dims, strict=True) if d == dim) for dim in range(ndim)]))
-    return sorted(found, key=repr)
+            specs.add(P(*[tuple(a for a, d in zip(names, dims, strict=True) if d == dim) for dim in range(ndim)]))
+    return sorted(specs, key=repr)
 
 
 def numbered(*shape, dtype=torch.float32):
@@ -53,7 +53,7 @@ def numbered(*shape, dtype=torch.float32):
     return (torch.arange(n) % 251).to(dtype).view(shape)
 
 
-def message(f, *args, **kwargs):
+def error_text(f, *args, **kwargs):
     with pytest.raises(ShardingError) as caught:
         f(*args, **kwargs)
     return str(caught.value)
@@ -76,7 +76,7 @@ def check_placed(leaf, expected, spec, mesh):
     assert torch.equal(fs.device_get(leaf), expected)
 
 
-# --- in and out --------------------------------------------------------------------------------------------
+# --- put and get -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=repr)
@@ -88,7 +88,7 @@ def test_put_and_get_are_inverse(axes, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_passes_unchanged(dtype):
+def test_put_get_and_reshard_keep_every_dtype(dtype):
     mesh, x = fs.make_mesh(a=2, b=2), numbered(5, 3, dtype=dtype)
     for spec in (P(), P("a"), P(("a", "b")), P("b", "a")):
         check_placed(fs.device_put(x, spec, mesh), x, spec, mesh)
@@ -97,7 +97,7 @@ def test_every_dtype_passes_unchanged(dtype):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("spec", [P(), P("a")], ids=repr)
-def test_nothing_is_shared_with_what_was_put_or_got(n, spec):
+def test_shards_share_no_storage_with_global_tensors(n, spec):
     x = torch.zeros(4)
     leaf = fs.device_put(x, spec, fs.make_mesh(a=n))
     assert len({s.data_ptr() for s in (x, *leaf.shards, fs.device_get(leaf))}) == n + 2
@@ -109,7 +109,7 @@ def test_nothing_is_shared_with_what_was_put_or_got(n, spec):
     assert fs.device_get(leaf).tolist() == [1] * 4
 
 
-def test_shards_are_contiguous_and_carry_no_gradient():
+def test_shards_are_contiguous_and_do_not_require_grad():
     x = torch.randn(4, 6, requires_grad=True)
     for y in (x, x.t(), x[:, ::2], x[0].expand(4, 6)):
         leaf = fs.device_put(y, P(None, "a"), fs.make_mesh(a=2))
@@ -124,7 +124,7 @@ def test_numbers_become_tensors():
     assert fs.device_get(placed) == {"i": 3, "j": 3, "f": 0.5, "b": True, "c": 1j}
 
 
-def test_trees_prefixes_and_what_is_not_placed():
+def test_put_and_get_take_trees_prefixes_and_other_leaves():
     tree = {"x": [torch.ones(4), (torch.ones(2, 2),)], "n": None}
     placed = fs.device_put(tree, {"x": P("a"), "n": None}, fs.make_mesh(a=2))
     assert repr(placed) == "{'x': [f32[4@a], (f32[2@a, 2],)], 'n': None}"
@@ -133,7 +133,7 @@ def test_trees_prefixes_and_what_is_not_placed():
     assert torch.equal(got["placed"]["x"][0], torch.ones(4))
 
 
-def test_a_tensor_at_two_paths_stays_one_leaf():
+def test_tensor_at_two_paths_stays_one_leaf():
     x = torch.ones(4)
     placed = fs.device_put([x, x, x.clone()], P("a"), fs.make_mesh(a=2))
     assert placed[0] is placed[1]
@@ -141,20 +141,20 @@ def test_a_tensor_at_two_paths_stays_one_leaf():
     moved = fs.reshard(placed, P())
     assert moved[0] is moved[1]
     assert moved[0] is not placed[0]
-    assert message(fs.device_put, [x, x], [P("a"), P()], fs.make_mesh(a=2)) == (
+    assert error_text(fs.device_put, [x, x], [P("a"), P()], fs.make_mesh(a=2)) == (
         "device_put: tree[1]: is tied to tree[0], which has another spec\n"
         "  spec  P()    other  P('a')\n"
         "  fix: give both one spec, or untie them"
     )
 
 
-def test_texts_of_what_cannot_be_put():
+def test_error_texts_of_leaves_that_cannot_be_put():
     mesh = fs.make_mesh(a=2)
     placed = fs.device_put(torch.ones(2), P(), mesh)
-    assert message(fs.device_put, {"p": placed, "d": fs.init.zeros(2), "s": "word"}, P(), mesh) == (
+    assert error_text(fs.device_put, {"p": placed, "d": fs.init.zeros(2), "s": "word"}, P(), mesh) == (
         "3 problems\n"
         "device_put: tree['d']: cannot place a Deferred\n"
-        "  fix: fs.materialize makes described leaves\n"
+        "  fix: fs.materialize places described leaves\n"
         "device_put: tree['p']: cannot place a Sharded\n"
         "  fix: fs.reshard(tree, specs) moves placed leaves\n"
         "device_put: tree['s']: cannot place a str\n"
@@ -162,15 +162,15 @@ def test_texts_of_what_cannot_be_put():
     )
 
 
-def test_text_of_a_rank_that_is_none():
+def test_error_text_of_an_unknown_rank():
     x = fs.device_put(torch.ones(2), P(), fs.make_mesh(a=2))
-    assert message(fs.device_get, x, rank=2) == "device_get: the mesh has no rank 2\n  fix: ranks are 0 to 1"
+    assert error_text(fs.device_get, x, rank=2) == "device_get: the mesh has no rank 2\n  fix: ranks are 0 to 1"
 
 
 # --- the leaf ----------------------------------------------------------------------------------------------
 
 
-def test_what_a_leaf_says_of_itself():
+def test_repr_and_sizes_of_a_leaf():
     leaf = fs.device_put(torch.zeros(6, 4, dtype=torch.bfloat16), P(None, ("a", "b")), fs.make_mesh(a=2, b=2))
     assert repr(leaf) == str(leaf) == f"{leaf}" == "bf16[6, 4@a+b]"
     assert (leaf.ndim, leaf.numel(), leaf.nbytes) == (2, 24, 48)
@@ -182,7 +182,7 @@ def test_what_a_leaf_says_of_itself():
 
 
 @pytest.mark.parametrize("spec", [P(), P("a")], ids=repr)
-def test_a_leaf_of_one_element_is_a_number(spec):
+def test_leaf_of_one_element_converts_to_a_number(spec):
     mesh = fs.make_mesh(a=3)
     x = fs.device_put(torch.tensor([2.5]), spec, mesh)
     assert (x.item(), float(x), int(x), bool(x)) == (2.5, 2.5, 2, True)
@@ -191,15 +191,15 @@ def test_a_leaf_of_one_element_is_a_number(spec):
     assert bool(fs.device_put(torch.tensor([0]), spec, mesh)) is False
 
 
-def test_a_leaf_of_more_is_none():
+def test_leaf_of_several_elements_does_not_convert_to_a_number():
     x = fs.device_put(torch.zeros(2), P(), ONE)
-    said = "item: f32[2] has 2 elements\n  fix: fs.device_get(x)"
+    expected = "item: f32[2] has 2 elements\n  fix: fs.device_get(x)"
     for f in (x.item, lambda: float(x), lambda: int(x), lambda: bool(x), lambda: f"{x:.2f}"):
-        assert message(f) == said
-    assert "has 0 elements" in message(fs.device_put(torch.zeros(0), P(), ONE).item)
+        assert error_text(f) == expected
+    assert "has 0 elements" in error_text(fs.device_put(torch.zeros(0), P(), ONE).item)
 
 
-def test_text_of_a_donated_leaf():
+def test_error_text_of_a_donated_leaf():
     mesh = fs.make_mesh(a=2)
     x = fs.device_put(torch.zeros(2), P("a"), mesh)
 
@@ -207,7 +207,7 @@ def test_text_of_a_donated_leaf():
         return x + 1
 
     fs.shard_map(step, mesh=mesh, out_specs=P("a"), donate=0)(x)
-    said = (
+    expected = (
         "f32[2@a] was donated to step, which may have overwritten it\n"
         "  fix: use the value that call returned, or leave the argument out of donate="
     )
@@ -217,8 +217,8 @@ def test_text_of_a_donated_leaf():
         lambda: fs.reshard(x, P()),
         lambda: fs.reshard(x, P("a")),
     ):
-        assert message(f) == said
-    assert message(fs.shard_map(step, mesh=mesh, out_specs=P("a")), x) == said
+        assert error_text(f) == expected
+    assert error_text(fs.shard_map(step, mesh=mesh, out_specs=P("a")), x) == expected
     assert repr(x) == "f32[2@a]"
     assert (x.shape, x.nbytes) == ((2,), 8)
 
@@ -228,53 +228,53 @@ def test_text_of_a_donated_leaf():
 
 @pytest.mark.parametrize("axes", MESHES, ids=repr)
 @pytest.mark.parametrize("shape", [(), (7,), (5, 4)], ids=repr)
-def test_the_callback_is_called_once_for_each_part(axes, shape):
+def test_callback_is_called_once_for_each_part(axes, shape):
     mesh, x = fs.make_mesh(**axes), numbered(*shape)
     for spec in specs_for(len(shape), axes):
-        asked = []
+        requested = []
 
-        def part(box, asked=asked):
-            asked.append(tuple((s.start, s.stop) for s in box))
+        def part(box, requested=requested):
+            requested.append(tuple((s.start, s.stop) for s in box))
             assert all(type(s) is slice and s.step is None for s in box)
             return x[box].clone()
 
         leaf = fs.from_callback(shape, spec, mesh, part)
         check_placed(leaf, x, spec, mesh)
-        assert len(set(asked)) == len(asked)
-        assert set(asked) == {tuple((s.start, s.stop) for s in leaf.box(rank)) for rank in mesh.ranks}
+        assert len(set(requested)) == len(requested)
+        assert set(requested) == {tuple((s.start, s.stop) for s in leaf.box(rank)) for rank in mesh.ranks}
         assert len({s.data_ptr() for s in leaf.shards if s.numel()}) == len([s for s in leaf.shards if s.numel()])
 
 
-def test_a_view_from_the_callback_is_copied():
+def test_view_returned_by_the_callback_is_copied():
     x = torch.zeros(4, 4)
     leaf = fs.from_callback((4, 4), P("a"), fs.make_mesh(a=2), lambda box: x[box])
     leaf.shards[0].add_(1)
     assert not x.any()
 
 
-def test_texts_of_a_wrong_callback():
+def test_error_texts_of_a_wrong_callback():
     mesh = fs.make_mesh(a=2, b=2)
-    assert message(fs.from_callback, (4, 6), P("a", "b"), mesh, lambda box: torch.zeros(4, 6)) == (
-        "from_callback: the callback gave [4, 6] for rank 0\n"
+    assert error_text(fs.from_callback, (4, 6), P("a", "b"), mesh, lambda box: torch.zeros(4, 6)) == (
+        "from_callback: the callback returned [4, 6] for rank 0\n"
         "  slices  ['0:2', '0:3']\n"
         "  fix: return the elements of the slices it is called with: [2, 3]"
     )
     last = lambda box: [1.0] if box[0].start else torch.zeros(2)  # noqa: E731
-    assert message(fs.from_callback, (4,), P("a"), mesh, last) == (
-        "from_callback: the callback gave a list for rank 2\n"
+    assert error_text(fs.from_callback, (4,), P("a"), mesh, last) == (
+        "from_callback: the callback returned a list for rank 2\n"
         "  slices  ['2:4']\n"
         "  fix: return the elements of the slices it is called with: [2]"
     )
-    assert message(fs.from_callback, (4,), P("x"), mesh, None) == (
+    assert error_text(fs.from_callback, (4,), P("x"), mesh, None) == (
         "from_callback: the mesh has no axis 'x'\n"
         "  shape  [4]    spec  P('x')    mesh  a=2, b=2\n"
         "  fix: use one of ['a', 'b']"
     )
 
 
-def test_a_callback_of_two_dtypes_is_an_error():
+def test_callback_that_returns_two_dtypes_is_an_error():
     kinds = {0: torch.float32, 2: torch.float64}
-    message(
+    error_text(
         fs.from_callback,
         (4,),
         P("a"),
@@ -283,7 +283,7 @@ def test_a_callback_of_two_dtypes_is_an_error():
     )
 
 
-def test_an_exception_of_the_callback_is_its_own():
+def test_exception_of_the_callback_is_raised_unchanged():
     with pytest.raises(ZeroDivisionError):
         fs.from_callback((4,), P("a"), fs.make_mesh(a=2), lambda box: 1 // 0)
 
@@ -293,7 +293,7 @@ def test_an_exception_of_the_callback_is_its_own():
 
 @pytest.mark.parametrize("shape", [(7,), (5, 4)], ids=repr)
 @pytest.mark.parametrize("axes", [{"a": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2}], ids=repr)
-def test_between_any_two_specs(axes, shape):
+def test_reshard_between_any_two_specs(axes, shape):
     mesh, x = fs.make_mesh(**axes), numbered(*shape)
     for before, after in itertools.product(specs_for(len(shape), axes), repeat=2):
         source = fs.device_put(x, before, mesh)
@@ -301,8 +301,8 @@ def test_between_any_two_specs(axes, shape):
         moved = fs.reshard(source, after)
         check_placed(moved, x, after, mesh)
         assert source.shards == kept or all(a is b for a, b in zip(source.shards, kept, strict=True))
-        held = [s.data_ptr() for s in (*moved.shards, *source.shards) if s.numel()]
-        assert len(set(held)) == len(held)  # shares storage with nothing
+        pointers = [s.data_ptr() for s in (*moved.shards, *source.shards) if s.numel()]
+        assert len(set(pointers)) == len(pointers)  # shares storage with nothing
 
 
 @settings(max_examples=60, deadline=None)
@@ -312,7 +312,7 @@ def test_between_any_two_specs(axes, shape):
     st.sampled_from(MESHES),
     st.sampled_from(MESHES),
 )
-def test_between_any_two_meshes(data, shape, from_axes, to_axes):
+def test_reshard_between_any_two_meshes(data, shape, from_axes, to_axes):
     before = data.draw(st.sampled_from(specs_for(len(shape), from_axes)))
     after = data.draw(st.sampled_from(specs_for(len(shape), to_axes)))
     source, target, x = fs.make_mesh(**from_axes), fs.make_mesh(**to_axes), numbered(*shape)
@@ -323,7 +323,7 @@ def test_between_any_two_meshes(data, shape, from_axes, to_axes):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation gave."""
+    """The number of elements of the largest tensor returned by an operation."""
 
     def __init__(self):
         super().__init__()
@@ -347,7 +347,7 @@ class Largest(TorchDispatchMode):
     ],
     ids=repr,
 )
-def test_no_device_holds_more_than_its_parts(before, after):
+def test_reshard_allocates_no_more_than_the_parts_of_a_device(before, after):
     mesh, other = fs.make_mesh(a=4, b=2), fs.make_mesh(a=2, b=2)
     leaf = fs.device_put(numbered(64, 64), before, mesh)
     for target in (mesh, other):
@@ -356,7 +356,7 @@ def test_no_device_holds_more_than_its_parts(before, after):
         assert 0 < seen.numel <= max(s.numel() for s in (*leaf.shards, *moved.shards)) < leaf.numel()
 
 
-def test_putting_makes_parts_alone():
+def test_placing_allocates_only_parts():
     x = numbered(64, 64)
     with Largest() as seen:
         fs.from_callback((64, 64), P("a"), fs.make_mesh(a=8), lambda box: torch.zeros(box_shape(box)))
@@ -364,7 +364,7 @@ def test_putting_makes_parts_alone():
     assert seen.numel == x.numel() // 8
 
 
-def test_prefix_specs_and_empty_trees():
+def test_reshard_takes_prefix_specs_and_empty_trees():
     mesh = fs.make_mesh(a=2)
     placed = fs.device_put({"h": [torch.ones(4), torch.ones(2, 2)], "n": None}, P(), mesh)
     assert repr(fs.reshard(placed, {"h": P("a"), "n": P()})) == "{'h': [f32[4@a], f32[2@a, 2]], 'n': None}"
@@ -372,33 +372,33 @@ def test_prefix_specs_and_empty_trees():
     assert fs.reshard([None], P(), mesh) == [None]
 
 
-def test_leaves_of_several_meshes_each_stay_on_theirs():
+def test_reshard_keeps_each_leaf_on_its_own_mesh():
     on_a, on_b = fs.make_mesh(a=2), fs.make_mesh(b=3)
     tree = [fs.device_put(numbered(6), P(), on_a), fs.device_put(numbered(6), P(), on_b)]
     first, second = fs.reshard(tree, [P("a"), P("b")])
     check_placed(first, numbered(6), P("a"), on_a)
     check_placed(second, numbered(6), P("b"), on_b)
-    assert message(fs.reshard, tree, P("a")) == (
+    assert error_text(fs.reshard, tree, P("a")) == (
         "reshard: tree[1]: the mesh has no axis 'a'\n  shape  [6]    spec  P('a')    mesh  b=3\n  fix: use one of ['b']"
     )
     for moved in fs.reshard(tree, P("a"), on_a):
         check_placed(moved, numbered(6), P("a"), on_a)
 
 
-def test_texts_of_what_cannot_be_moved():
+def test_error_texts_of_leaves_that_cannot_be_resharded():
     mesh = fs.make_mesh(a=2)
     x = fs.device_put(torch.ones(2), P(), mesh)
-    assert message(fs.reshard, {"x": x, "y": torch.ones(2)}, P()) == (
+    assert error_text(fs.reshard, {"x": x, "y": torch.ones(2)}, P()) == (
         "reshard: tree['y'] is a Tensor, not a placed leaf\n"
         "  fix: fs.device_put places tensors, fs.materialize described leaves"
     )
-    assert message(fs.reshard, {"x": x}, {"x": P("b")}) == (
+    assert error_text(fs.reshard, {"x": x}, {"x": P("b")}) == (
         "reshard: tree['x']: the mesh has no axis 'b'\n"
         "  shape  [2]    spec  P('b')    mesh  a=2\n"
         "  fix: use one of ['a']"
     )
     other = fs.make_mesh(kind="abstract", a=1)
-    assert message(fs.reshard, x, P(), other) == (
+    assert error_text(fs.reshard, x, P(), other) == (
         "reshard: from Mesh(a=2; simulated, 2 x cpu) to Mesh(a=1; abstract, 1 x cpu), a mesh of another kind\n"
         "  fix: fs.device_put(fs.device_get(tree), specs, mesh)"
     )

@@ -1,4 +1,4 @@
-"""Specs: their normal form, the cut they stand for, and spec trees."""
+"""Specs: their normal form, the parts that they define, and spec trees."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from fshard.spec import (
         (P(("a", "b")), P(("a", "b"), None)),
     ],
 )  # fmt: skip
-def test_specs_that_say_the_same_are_equal(a, b):
+def test_specs_with_the_same_meaning_are_equal(a, b):
     assert a == b
     assert hash(a) == hash(b)
     assert repr(a) == repr(b)
     assert all(a.parts(n) == b.parts(n) for n in range(2, 5))
 
 
-def test_specs_that_differ_are_not_equal():
+def test_specs_with_different_meanings_are_not_equal():
     specs = [
         P(),
         P("a"),
@@ -90,14 +90,14 @@ def test_repr_pickle_and_copies(spec, shown):
         assert type(other) is P
 
 
-def test_a_spec_never_changes():
-    with pytest.raises(AttributeError, match="a P never changes: make another"):
+def test_specs_are_immutable():
+    with pytest.raises(AttributeError, match="a P is immutable: make another"):
         P("a").entries = ()
     with pytest.raises(AttributeError):
         P("a").more = 1
 
 
-def test_parts_of_each_dim():
+def test_parts_returns_the_axes_of_each_dim():
     assert P().parts(0) == ()
     assert P("a").parts(3) == (("a",), (), ())
     assert P(..., "a").parts(3) == ((), (), ("a",))
@@ -109,14 +109,14 @@ def test_parts_of_each_dim():
     assert P().axes == ()
 
 
-def test_same_compares_what_the_specs_do():
+def test_same_placement_compares_meanings():
     assert same_placement(P(..., "a"), P(None, "a"), 2)
     assert not same_placement(P(..., "a"), P(None, "a"), 3)
     assert same_placement(P(..., None), P(), 2)
     assert not same_placement(P(("a", "b")), P(("b", "a")), 1)
 
 
-def test_the_named_specs():
+def test_row_column_and_replicated():
     assert fs.row("a") == P("a")
     assert fs.column("a") == P(..., "a")
     assert fs.replicated() == P()
@@ -127,51 +127,51 @@ def test_the_named_specs():
     assert names_of(("a", "b")) == ("a", "b")
 
 
-def message(f, *args, **kwargs):
+def error_text(f, *args, **kwargs):
     with pytest.raises(ShardingError) as caught:
         f(*args, **kwargs)
     return str(caught.value)
 
 
-def test_text_of_a_repeated_axis():
-    assert message(P, "a", ..., ("b", "a")) == (
+def test_error_text_of_a_repeated_axis():
+    assert error_text(P, "a", ..., ("b", "a")) == (
         "P('a', ..., ('b', 'a')): axis 'a' is used 2 times\n"
         "  an axis splits a leaf once\n"
         "  fix: name 'a' for one dim only"
     )
-    assert "axis 'a' is used 2 times" in message(P, ("a", "a"))
+    assert "axis 'a' is used 2 times" in error_text(P, ("a", "a"))
 
 
 @pytest.mark.parametrize("entry", [3, "", ("a", None), ("a", ""), (("a",),), ["a"], 1.5, True])
-def test_text_of_an_entry_that_is_no_axis(entry):
-    assert message(P, None, entry) == (
+def test_error_text_of_an_entry_that_is_not_an_axis(entry):
+    assert error_text(P, None, entry) == (
         f"P: {entry!r} names no axis\n  fix: use None, '...', an axis name or a tuple of names"
     )
 
 
-def test_text_of_two_ellipses():
-    assert message(P, ..., "a", ...) == "P: '...' may stand once\n  fix: keep one '...'"
+def test_error_text_of_two_ellipses():
+    assert error_text(P, ..., "a", ...) == "P: '...' may be used once\n  fix: keep one '...'"
 
 
-def test_text_of_a_spec_with_too_many_dims():
-    assert message(P(None, "a", ..., "b").parts, 1) == (
+def test_error_text_of_a_spec_with_too_many_dims():
+    assert error_text(P(None, "a", ..., "b").parts, 1) == (
         "P(None, 'a', ..., 'b') describes 3 dims, the leaf has 1\n  fix: drop 2"
     )
 
 
-# --- the cut -----------------------------------------------------------------------------------------------
+# --- parts -------------------------------------------------------------------------------------------------
 
 some_sizes = st.lists(st.integers(1, 5), min_size=0, max_size=3)
 
 
-def pieces(n, sizes):
+def part_ranges(n, sizes):
     return [part_range(n, sizes, at) for at in itertools.product(*(range(k) for k in sizes))]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 40), some_sizes)
-def test_pieces_cover_the_range_once_and_in_order(n, sizes):
-    cut = pieces(n, sizes)
+def test_parts_cover_the_range_once_and_in_order(n, sizes):
+    cut = part_ranges(n, sizes)
     assert [length for _, length in cut] == part_lengths(n, sizes)
     assert [i for start, length in cut for i in range(start, start + length)] == list(range(n))
     assert all(0 <= start <= n and length >= 0 for start, length in cut)
@@ -179,17 +179,17 @@ def test_pieces_cover_the_range_once_and_in_order(n, sizes):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 40), st.integers(1, 9))
-def test_one_axis_cuts_as_torch_chunk_does(n, k):
+def test_one_axis_splits_as_torch_chunk(n, k):
     chunks = [c.tolist() for c in torch.arange(n).chunk(k)] if n else []
     chunks += [[]] * (k - len(chunks))
-    assert [list(range(s, s + m)) for s, m in pieces(n, [k])] == chunks
+    assert [list(range(s, s + m)) for s, m in part_ranges(n, [k])] == chunks
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 40), st.lists(st.integers(1, 5), min_size=1, max_size=3))
-def test_joining_the_minor_axis_undoes_its_cut(n, sizes):
+def test_joining_parts_of_the_minor_axis_gives_parts_of_the_major(n, sizes):
     minor = sizes[-1]
-    fine, coarse = pieces(n, sizes), pieces(n, sizes[:-1])
+    fine, coarse = part_ranges(n, sizes), part_ranges(n, sizes[:-1])
     for i, (start, length) in enumerate(coarse):
         parts = fine[i * minor : (i + 1) * minor]
         assert [x for s, m in parts for x in range(s, s + m)] == list(range(start, start + length))
@@ -197,9 +197,9 @@ def test_joining_the_minor_axis_undoes_its_cut(n, sizes):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 40), some_sizes)
-def test_the_cut_is_the_one_of_dtensor(n, sizes):
+def test_parts_are_those_of_dtensor(n, sizes):
     shard = pytest.importorskip("torch.distributed.tensor.placement_types").Shard(0)
-    for at, mine in zip(itertools.product(*(range(k) for k in sizes)), pieces(n, sizes), strict=True):
+    for at, mine in zip(itertools.product(*(range(k) for k in sizes)), part_ranges(n, sizes), strict=True):
         start, length = 0, n
         for k, i in zip(sizes, at, strict=True):
             length, offset = shard.local_shard_size_and_offset(length, k, i)
@@ -223,7 +223,7 @@ def specs(draw, ndim):
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.lists(st.integers(0, 9), min_size=0, max_size=3))
-def test_the_boxes_of_a_mesh_hold_every_element_once_per_replica(data, shape):
+def test_boxes_of_a_mesh_contain_every_element_once_per_replica(data, shape):
     spec = data.draw(specs(len(shape)))
     count = torch.zeros(shape, dtype=torch.int64)
     shapes = set()
@@ -240,7 +240,7 @@ def test_the_boxes_of_a_mesh_hold_every_element_once_per_replica(data, shape):
         assert len(shapes) > 1
 
 
-def test_known_cuts():
+def test_known_parts():
     assert part_lengths(10, [4]) == [3, 3, 3, 1]
     assert part_lengths(3, [4]) == [1, 1, 1, 0]
     assert part_lengths(5, [2, 2]) == [2, 1, 1, 1]
@@ -249,27 +249,27 @@ def test_known_cuts():
     assert part_range(7, [], []) == (0, 7)
 
 
-# --- problems ----------------------------------------------------------------------------------------------
+# --- spec_errors -------------------------------------------------------------------------------------------
 
 
-def test_a_leaf_that_fits_has_no_problems():
+def test_spec_errors_is_empty_for_a_spec_that_fits():
     assert spec_errors("w", (3, 5), P("a", ..., "b"), axes_of) == []
     assert spec_errors("w", (), P(), axes_of) == []
 
 
-def test_text_of_an_unknown_axis_and_of_a_long_spec():
-    found = [str(e) for e in spec_errors("params['w']", (4,), P("x", ("a", "y")), axes_of)]
+def test_error_text_of_an_unknown_axis_and_of_a_long_spec():
+    texts = [str(e) for e in spec_errors("params['w']", (4,), P("x", ("a", "y")), axes_of)]
     facts = "  shape  [4]    spec  P('x', ('a', 'y'))    mesh  a=2, b=3, c=2\n"
-    assert found == [
+    assert texts == [
         f"params['w']: the mesh has no axis 'x'\n{facts}  fix: use one of ['a', 'b', 'c']",
         f"params['w']: the mesh has no axis 'y'\n{facts}  fix: use one of ['a', 'b', 'c']",
         f"params['w']: the spec is longer than the shape\n{facts}  2 > 1 dims\n  fix: drop 1 of its entries",
     ]
 
 
-def test_every_failing_leaf_is_listed_at_once():
+def test_raise_all_lists_every_failing_leaf():
     tree = {"fine": torch.zeros(2), "long": torch.zeros(2), "odd": [torch.zeros(2)]}
-    got = message(fs.device_put, tree, {"fine": P("a"), "long": P(None, "a"), "odd": P("model")}, fs.make_mesh(a=2))
+    got = error_text(fs.device_put, tree, {"fine": P("a"), "long": P(None, "a"), "odd": P("model")}, fs.make_mesh(a=2))
     assert got == (
         "2 problems\n"
         "device_put: tree['long']: the spec is longer than the shape\n"
@@ -282,7 +282,7 @@ def test_every_failing_leaf_is_listed_at_once():
     )
 
 
-def test_words_for_leaves():
+def test_describe_formats_dtype_shape_and_axes():
     assert describe(torch.float32, (768, 3072), P(None, "model")) == "f32[768, 3072@model]"
     assert describe(torch.bfloat16, (4, 2), P(("a", "b"))) == "bf16[4@a+b, 2]"
     assert describe(torch.bool, ()) == "bool[]"
@@ -301,7 +301,7 @@ def test_words_for_leaves():
 TREE = {"h": [{"up": 1, "down": 2}, {"up": 3, "down": 4}], "wte": 5, "ln": {"scale": 6}}
 
 
-def test_rules_take_the_first_match():
+def test_first_matching_rule_wins():
     specs = fs.rules({"h.1.up": P("first"), "h.*.up": P("second"), "**": P()})(TREE)
     assert specs == {
         "h": [{"up": P("second"), "down": P()}, {"up": P("first"), "down": P()}],
@@ -327,28 +327,28 @@ def test_rules_take_the_first_match():
         ("scale", []),
     ],
 )
-def test_globs(glob, matched):
+def test_globs_match_paths(glob, matched):
     specs = fs.rules({glob: P("yes")} if glob == "**" else {glob: P("yes"), "**": P()})
     if not matched:
-        assert message(specs, TREE).startswith(f"rules: {glob!r} matches no leaf")
+        assert error_text(specs, TREE).startswith(f"rules: {glob!r} matches no leaf")
         return
-    found = [fs.tree.dotted(path) for path, spec in fs.tree.leaves_with_path(specs(TREE)) if spec == P("yes")]
-    assert sorted(found) == matched
+    paths = [fs.tree.dotted(path) for path, spec in fs.tree.leaves_with_path(specs(TREE)) if spec == P("yes")]
+    assert sorted(paths) == matched
 
 
-def test_rules_are_a_function_to_use_again():
+def test_rules_can_be_applied_to_several_trees():
     specs = fs.rules({"**": P("a")})
     assert specs({"x": 1}) == {"x": P("a")}
     assert specs([1, 2]) == [P("a"), P("a")]
 
 
-def test_rules_match_paths_as_they_are_written():
-    # the flat names of a state_dict hold the dots themselves
+def test_rules_match_dots_inside_keys():
+    # the flat names of a state_dict contain dots
     assert fs.rules({"h.*.w": P("a")})({"h.0.w": 1, "h.1.w": 2}) == {"h.0.w": P("a"), "h.1.w": P("a")}
 
 
-def test_text_of_unmatched_leaves_and_unused_rules():
-    assert message(fs.rules({"wte": P("a"), "h.*.up": P(), "h.0.up": P()}), TREE) == (
+def test_error_text_of_unmatched_leaves_and_unused_rules():
+    assert error_text(fs.rules({"wte": P("a"), "h.*.up": P(), "h.0.up": P()}), TREE) == (
         "4 problems\n"
         "rules: no rule matches 'h.0.down'\n"
         "  fix: add a rule, or '**': P() at the end\n"
@@ -357,12 +357,12 @@ def test_text_of_unmatched_leaves_and_unused_rules():
         "rules: no rule matches 'ln.scale'\n"
         "  fix: add a rule, or '**': P() at the end\n"
         "rules: 'h.0.up' matches no leaf\n"
-        "  (an earlier rule may take all it would match)\n"
-        "  fix: remove or mend it"
+        "  (an earlier rule may match all of its leaves)\n"
+        "  fix: remove or correct it"
     )
 
 
-def added(spec, shape, **kwargs):
+def fully_sharded(spec, shape, **kwargs):
     return fs.fully_shard({"w": spec}, {"w": torch.empty(shape, device="meta")}, axis="z", **kwargs)["w"]
 
 
@@ -373,28 +373,28 @@ def added(spec, shape, **kwargs):
         (P(), (), P()),
         (P(), (6, 64), P(None, "z")),  # the dim with the largest power of two
         (P(), (64, 6), P("z")),
-        (P(), (64, 64), P("z")),  # a tie: the first
-        (P(), (256, 1024), P("z")),  # alike up to 256
+        (P(), (64, 64), P("z")),  # of equal dims the first
+        (P(), (256, 1024), P("z")),  # equal up to 256
         (P(), (50257, 768), P(None, "z")),
         (P(None, "m"), (64, 8), P("z", "m")),
         (P("m"), (64, 8), P("m", "z")),
         (P(..., "m"), (64, 8), P("z", "m")),
-        (P("m"), (64,), P(("m", "z"))),  # nothing free: the minor axis of the split dim
+        (P("m"), (64,), P(("m", "z"))),  # no free dim: the minor axis of the split dim
         (P("m", "n"), (64, 128), P("m", ("n", "z"))),  # of the largest one
-        (P("m"), (8, 1), P(("m", "z"))),  # a dim of one has nothing to split
+        (P("m"), (8, 1), P(("m", "z"))),  # a dim of size 1 is not split
         (P(("z", "m")), (8, 8), P(("z", "m"))),  # already there
         (P(), (7, 5), P("z")),
     ],
 )
-def test_fully_shard_takes_the_best_free_dim(spec, shape, expected):
-    got = added(spec, shape)
+def test_fully_shard_splits_the_best_free_dim(spec, shape, expected):
+    got = fully_sharded(spec, shape)
     assert same_placement(got, expected, len(shape))
     assert got == expected or "..." in repr(spec)
 
 
-def test_fully_shard_leaves_small_leaves_alone():
-    assert added(P("m"), (10, 10), min_size=101) == P("m")
-    assert added(P("m"), (10, 10), min_size=100) == P("m", "z")
+def test_fully_shard_does_not_split_small_leaves():
+    assert fully_sharded(P("m"), (10, 10), min_size=101) == P("m")
+    assert fully_sharded(P("m"), (10, 10), min_size=100) == P("m", "z")
 
 
 def test_fully_shard_takes_prefix_specs_and_described_trees():
@@ -408,9 +408,9 @@ def test_fully_shard_takes_prefix_specs_and_described_trees():
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.lists(st.integers(2, 9), min_size=1, max_size=3))
-def test_fully_shard_adds_just_the_axis(data, shape):
+def test_fully_shard_only_adds_the_axis(data, shape):
     before = data.draw(specs(len(shape)))
-    after = added(before, tuple(shape))
+    after = fully_sharded(before, tuple(shape))
     changed = [(a, b) for a, b in zip(before.parts(len(shape)), after.parts(len(shape)), strict=True) if a != b]
     assert len(changed) == 1
     assert changed[0][1] == (*changed[0][0], "z")

@@ -1,4 +1,4 @@
-"""Paths, and prefix trees and their errors, over every container that optree knows."""
+"""Paths, prefix trees and their errors, for every container that optree knows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TREES = [
 
 
 @pytest.mark.parametrize("t", TREES, ids=repr)
-def test_flatten_is_optrees_and_unflatten_undoes_it(t):
+def test_flatten_equals_optree_and_unflatten_inverts_it(t):
     leaves, treedef = tree.flatten(t)
     assert leaves == optree.tree_leaves(t)
     assert treedef == tree.structure(t)
@@ -56,7 +56,7 @@ def test_flatten_is_optrees_and_unflatten_undoes_it(t):
 
 
 @pytest.mark.parametrize("t", TREES, ids=repr)
-def test_every_path_leads_to_its_leaf(t):
+def test_indexing_by_a_path_gives_its_leaf(t):
     for path, leaf in tree.leaves_with_path(t):
         at = t
         for entry in path:
@@ -64,9 +64,9 @@ def test_every_path_leads_to_its_leaf(t):
         assert at is leaf
 
 
-# deques and dicts of unlike keys are for eager programs
+# traced programs do not support deques and dicts with keys of several types
 @pytest.mark.parametrize("t", [t for t in TREES if not isinstance(t, deque) and t != {2: "x", "a": "y"}], ids=repr)
-def test_the_traced_form_has_the_order_of_optree(t):
+def test_traced_flatten_has_the_order_of_optree(t):
     out: list[object] = []
     treedef = tree._flatten_traced(t, out)
     assert out == tree.leaves(t)
@@ -91,7 +91,7 @@ containers = st.recursive(
 
 @settings(max_examples=40, deadline=None)
 @given(containers)
-def test_any_tree_flattens_alike_traced_and_not(t):
+def test_traced_and_eager_flatten_agree_on_any_tree(t):
     out: list[object] = []
     treedef = tree._flatten_traced(t, out)
     assert out == tree.leaves(t)
@@ -106,7 +106,7 @@ def test_a_tree_of_specs_is_its_own_prefix(t):
     assert prefix(P("a"), t) == [P("a")] * len(tree.leaves(t))
 
 
-def test_display_and_dotted_paths():
+def test_show_and_dotted_format_paths():
     path = ("h", 3, "up")
     assert tree.show("params", path) == "params['h'][3]['up']"
     assert tree.dotted(path) == "h.3.up"
@@ -114,18 +114,18 @@ def test_display_and_dotted_paths():
     assert tree.dotted(()) == ""
 
 
-def test_map_with_path_gives_each_leaf_its_path_and_the_others_leaves():
+def test_map_with_path_passes_the_path_and_leaves_of_all_trees():
     t = {"h": [1, Pair(2, None)], "e": {}}
     rest = {"h": [10, Pair(20, None)], "e": {}}
     got = tree.map_with_path(lambda path, x, y: (tree.dotted(path), x, y), t, rest)
     assert got == {"h": [("h.0", 1, 10), Pair(("h.1.0", 2, 20), None)], "e": {}}
 
 
-def test_map_takes_deeper_trees_in_the_rest():
+def test_map_passes_subtrees_of_the_other_trees():
     assert tree.map(lambda a, b: (a, b), {"x": 1}, {"x": [2, 3]}) == {"x": (1, [2, 3])}
 
 
-def test_specs_described_and_placed_leaves_are_leaves():
+def test_specs_deferred_and_sharded_are_leaves():
     mesh = fs.make_mesh(a=1)
     placed = fs.device_put(torch.zeros(2), P(), mesh)
     described = fs.init.zeros(2)
@@ -151,19 +151,19 @@ def test_ordered_dicts_keep_the_order_of_their_leaves():
     assert prefix(OrderedDict(b=P("for b"), a=P("for a")), t) == [P("for b"), P("for a")]
 
 
-def test_dicts_of_unlike_keys():
+def test_prefix_of_dict_with_keys_of_several_types():
     t = {2: "x", "a": "y"}
     assert prefix({2: P("two"), "a": P("a")}, t) == [P("two") if x == "x" else P("a") for x in tree.leaves(t)]
 
 
-def text(specs, t, **kwargs):
+def error_text(specs, t, **kwargs):
     with pytest.raises(ShardingError) as caught:
         prefix(specs, t, **kwargs)
     return str(caught.value)
 
 
-def test_text_of_missing_and_extra_keys():
-    assert text({"h": {"a": P(), "c": P()}}, {"h": {"a": 1, "b": 2}}) == (
+def test_error_text_of_missing_and_extra_keys():
+    assert error_text({"h": {"a": P(), "c": P()}}, {"h": {"a": 1, "b": 2}}) == (
         "specs['h']: not a prefix of the tree it describes\n"
         "  got  dict    expected  dict\n"
         "  missing ['b']    extra ['c']\n"
@@ -171,8 +171,8 @@ def test_text_of_missing_and_extra_keys():
     )
 
 
-def test_text_of_another_length():
-    assert text([P()], [1, 2]) == (
+def test_error_text_of_another_length():
+    assert error_text([P()], [1, 2]) == (
         "specs: not a prefix of the tree it describes\n"
         "  got  list    expected  list\n"
         "  missing [1]    extra []\n"
@@ -180,8 +180,8 @@ def test_text_of_another_length():
     )
 
 
-def test_text_of_a_prefix_that_is_deeper_than_the_tree():
-    assert text({"w": {"deep": P()}}, {"w": 1}) == (
+def test_error_text_of_a_prefix_deeper_than_the_tree():
+    assert error_text({"w": {"deep": P()}}, {"w": 1}) == (
         "specs['w']: not a prefix of the tree it describes\n"
         "  got  dict    expected  int\n"
         "  the tree has one leaf there\n"
@@ -189,16 +189,18 @@ def test_text_of_a_prefix_that_is_deeper_than_the_tree():
     )
 
 
-def test_text_of_another_container():
-    assert "got  list    expected  dict" in text({"w": [P()]}, {"w": {"a": 1}})
-    assert "got  Pair    expected  tuple" not in (text({"w": {"a": P()}}, {"w": Pair(1, 2)}))
-    assert "got  dict    expected  Pair" in text({"w": {"a": P()}}, {"w": Pair(1, 2)})
+def test_error_text_of_another_container():
+    assert "got  list    expected  dict" in error_text({"w": [P()]}, {"w": {"a": 1}})
+    assert "got  Pair    expected  tuple" not in (error_text({"w": {"a": P()}}, {"w": Pair(1, 2)}))
+    assert "got  dict    expected  Pair" in error_text({"w": {"a": P()}}, {"w": Pair(1, 2)})
 
 
-def test_text_of_a_leaf_that_is_no_spec():
-    assert text({"w": [P(), "model"]}, {"w": [1, 2]}) == ("specs['w'][1]: 'model' is a str, not a P\n  fix: use a P")
-    assert text(3, 1, kind="policy") == "specs: 3 is a int, not a policy\n  fix: use a policy"
+def test_error_text_of_a_leaf_that_is_not_a_spec():
+    assert error_text({"w": [P(), "model"]}, {"w": [1, 2]}) == (
+        "specs['w'][1]: 'model' is a str, not a P\n  fix: use a P"
+    )
+    assert error_text(3, 1, kind="policy") == "specs: 3 is a int, not a policy\n  fix: use a policy"
 
 
-def test_a_spec_missing_for_a_leaf_is_an_error():
-    assert "the tree has one leaf there" in text({"w": None}, {"w": 1})
+def test_missing_spec_of_a_leaf_is_an_error():
+    assert "the tree has one leaf there" in error_text({"w": None}, {"w": 1})

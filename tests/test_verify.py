@@ -1,4 +1,4 @@
-"""verify finds what the mesh changes, and says which leaf, on which axis, and by what factor."""
+"""`verify`: results that the mesh changes are reported by leaf, axis and factor."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ def mesh():
 
 
 def mapped(mesh, f, in_specs, out_specs, **options):
-    """Not checked for types, which would find most of these mistakes before any value is compared."""
+    """Wrap `f` with check="never": the checker would find most of these mistakes before values are compared."""
     return fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check="never", **options)
 
 
-def told(f, *args, **options):
+def error_text(f, *args, **options):
     with pytest.raises(ShardingError) as e:
         fs.verify(f, *args, **options)
     return str(e.value)
 
 
-def test_a_right_program_passes_and_says_where(mesh):
+def test_correct_program_passes_and_report_names_the_meshes(mesh):
     f = mapped(mesh, lambda x: {"sum": fs.psum(x.sum(), ("data", "model")), "x": x * 2},
                (P("data", "model"),), {"sum": P(), "x": P("data", "model")})  # fmt: skip
-    found = fs.verify(f, torch.randn(4, 8))
-    assert found.meshes == ("data=2, model=4", "data=1, model=4", "data=2, model=1", "data=1, model=1")
-    assert found.leaves == 2
-    assert found.error < 1e-5
-    assert repr(found).startswith("verified: 2 leaves the same on data=2, model=4; data=1, model=4;")
+    verified = fs.verify(f, torch.randn(4, 8))
+    assert verified.meshes == ("data=2, model=4", "data=1, model=4", "data=2, model=1", "data=1, model=1")
+    assert verified.leaves == 2
+    assert verified.error < 1e-5
+    assert repr(verified).startswith("verified: 2 leaves the same on data=2, model=4; data=1, model=4;")
 
 
-def test_placed_and_donated_arguments_are_not_lost(mesh):
+def test_donated_arguments_stay_valid(mesh):
     x = fs.device_put(torch.arange(8.0), P("model"), mesh)
     f = mapped(mesh, lambda x: x.add_(1), (P("model"),), P("model"), donate=0)
     fs.verify(f, x, bitwise=True)
     assert fs.device_get(x).tolist() == list(range(8))
 
 
-def test_a_total_summed_again_is_n_times_too_large(mesh):
+def test_second_psum_is_reported_as_a_factor_of_n(mesh):
     def f(p, x):
         return {"w": p + 1, "loss": fs.psum(fs.psum((p * x).sum(), "data"), "data")}
 
-    text = told(mapped(mesh, f, (P(), P("data")), {"w": P(), "loss": P()}), torch.ones(()), torch.ones(8))
+    text = error_text(mapped(mesh, f, (P(), P("data")), {"w": P(), "loss": P()}), torch.ones(()), torch.ones(8))
     assert text == (
         "verify: result['loss'] of f changes with the mesh: collapsing 'data' gives another answer\n"
         "  largest error 8, of 16 against 8\n"
         "  every value is 2 times what it should be\n"
-        "  2 is the size of data: a psum of what is a total already, or where a mean was meant"
+        "  2 is the size of data: a psum of a value that is already a total, or where a mean was meant"
     )
 
 
-def test_a_mean_where_a_sum_is_meant_is_too_small(mesh):
+def test_pmean_instead_of_psum_is_reported_as_a_factor_of_1_over_n(mesh):
     f = mapped(mesh, lambda x: fs.pmean(x.sum(), "model"), (P("model"),), P())
-    text = told(f, torch.ones(8))
+    text = error_text(f, torch.ones(8))
     assert "collapsing 'model'" in text
     assert "every value is 0.25 times what it should be" in text
     assert "1/4, the size of model: a psum is missing, or a mean is taken of a total" in text
 
 
-def test_gradients_that_are_never_summed(mesh):
+def test_gradients_without_psum_are_reported(mesh):
     """Bug 1 of hand-written parallelism: no pvary where an invariant enters each rank's own computation."""
 
     def step(p, x):
         return fs.grad(lambda p: fs.psum((p * x).square().sum(), "data"))(p)
 
     f = mapped(mesh, step, (P(), P("data")), P())
-    assert "result of step changes with the mesh: collapsing 'data'" in told(f, torch.ones(3), torch.randn(4, 3))
+    assert "result of step changes with the mesh: collapsing 'data'" in error_text(f, torch.ones(3), torch.randn(4, 3))
     fs.verify(mapped(mesh, step_with_pvary, (P(), P("data")), P()), torch.ones(3), torch.randn(4, 3))
 
 
@@ -78,9 +78,9 @@ def step_with_pvary(p, x):
     return fs.grad(lambda p: fs.psum((fs.pvary(p, "data") * x).square().sum(), "data"))(p)
 
 
-def test_every_axis_to_blame_is_named(mesh):
+def test_every_axis_that_changes_a_leaf_is_named(mesh):
     f = mapped(mesh, lambda: torch.ones(()) * fs.axis_size("data") * fs.axis_size("model"), (), P())
-    text = told(f)
+    text = error_text(f)
     assert "collapsing 'data' gives" in text
     assert "collapsing 'model' gives" in text
     assert "every value is 4 times" in text
@@ -97,20 +97,20 @@ def test_every_axis_to_blame_is_named(mesh):
         (lambda: [torch.zeros(1)] * fs.axis_size("data"), "the tree of results"),
     ],
 )
-def test_other_differences(mesh, f, text):
-    assert text in told(mapped(mesh, f, (), P()))
+def test_differences_of_shape_dtype_tree_and_finiteness(mesh, f, text):
+    assert text in error_text(mapped(mesh, f, (), P()))
 
 
-def test_tolerances(mesh):
+def test_rtol_atol_and_bitwise(mesh):
     f = mapped(mesh, lambda: torch.ones(2) + 1e-6 * (fs.axis_size("data") - 1), (), P())
     fs.verify(f)
-    assert "2 of 2 elements differ" in told(f, bitwise=True)
-    assert "largest error" in told(f, rtol=1e-8, atol=0.0)
+    assert "2 of 2 elements differ" in error_text(f, bitwise=True)
+    assert "largest error" in error_text(f, rtol=1e-8, atol=0.0)
     fs.verify(f, rtol=0.0, atol=1e-5)
 
 
-def test_only_what_shard_map_gives(mesh):
-    assert told(torch.sum, torch.ones(1)).endswith("fix: verify what fs.shard_map gives")
+def test_plain_function_is_an_error(mesh):
+    assert error_text(torch.sum, torch.ones(1)).endswith("fix: verify what fs.shard_map returns")
 
 
 def test_a_mesh_of_one_rank_has_nothing_to_collapse():
@@ -118,7 +118,7 @@ def test_a_mesh_of_one_rank_has_nothing_to_collapse():
     assert fs.verify(f, torch.ones(1)).meshes == ("a=1",)
 
 
-def test_the_models_step_is_verified(mesh):
+def test_gpt2_step_verifies(mesh):
     gpt2 = fs.models.gpt2
     cfg = gpt2.Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=4)
     specs = fs.fully_shard(gpt2.specs(cfg, model="model"), gpt2.init(cfg), axis="data")
@@ -133,30 +133,30 @@ def test_the_models_step_is_verified(mesh):
     fs.verify(mapped(mesh, step, (specs, P("data")), (P(), specs)), params, ids)
 
 
-# --- what is told -------------------------------------------------------------------------------------------------
+# --- reports ------------------------------------------------------------------------------------------------
 
 
-def test_many_leaves_are_told_by_ratio_then_by_size_and_the_rest_named(mesh):
+def test_many_leaves_are_sorted_by_ratio_then_error_and_the_rest_named(mesh):
     def f(x):
         total = fs.psum(x.sum(0), "data")
         out = {f"w{i}": fs.psum(total * i, "data") for i in range(1, 4)}  # 2 times
         bent = {f"z{i}": fs.psum(torch.tanh(x * i).sum(0).square(), "data") for i in range(1, 5)}
         return {"right": total, **bent, **out}
 
-    assert told(mapped(mesh, f, (P("data"),), P()), torch.arange(1, 9.0).view(4, 2) / 8) == (
+    assert error_text(mapped(mesh, f, (P("data"),), P()), torch.arange(1, 9.0).view(4, 2) / 8) == (
         "verify: 7 of 8 leaves of f change with the mesh: collapsing 'data' gives another answer\n"
         "  result['w1']\n"
         "    largest error 2.5, of 5 against 2.5, at [1]\n"
         "    every value is 2 times what it should be\n"
-        "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
+        "    2 is the size of data: a psum of a value that is already a total, or where a mean was meant\n"
         "  result['w2']\n"
         "    largest error 5, of 10 against 5, at [1]\n"
         "    every value is 2 times what it should be\n"
-        "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
+        "    2 is the size of data: a psum of a value that is already a total, or where a mean was meant\n"
         "  result['w3']\n"
         "    largest error 7.5, of 15 against 7.5, at [1]\n"
         "    every value is 2 times what it should be\n"
-        "    2 is the size of data: a psum of what is a total already, or where a mean was meant\n"
+        "    2 is the size of data: a psum of a value that is already a total, or where a mean was meant\n"
         "  result['z4']\n"
         "    largest error 6.9, of 6.95534 against 13.8384, at [1]\n"
         "    no constant ratio\n"
@@ -167,8 +167,8 @@ def test_many_leaves_are_told_by_ratio_then_by_size_and_the_rest_named(mesh):
     )
 
 
-def test_axes_that_tell_one_story_are_told_once(mesh):
-    text = told(mapped(mesh, lambda: torch.full((2,), float("nan")), (), P()))
+def test_axes_with_the_same_description_share_a_paragraph(mesh):
+    text = error_text(mapped(mesh, lambda: torch.full((2,), float("nan")), (), P()))
     assert text == (
         "verify: result of <lambda> changes with the mesh: collapsing 'data' or 'model' gives another answer\n"
         "  2 of 2 elements are not finite numbers: nan against nan, at [0]"
@@ -185,7 +185,7 @@ def size(a):
         (lambda x: x * size("model") ** 2, ["every value is 16 times", "16 is the square of 4, the size of model"]),
         (lambda x: x / size("model") ** 2, ["every value is 0.0625 times", "1/16, the square of 4"]),
         (lambda x: fs.psum(x.square().sum(), "data").sqrt(), ["every value is 1.414 times", "the square root of 2"]),
-        (lambda x: x * (size("data") == 1), ["every value is 0 times", "is lost on the way"]),
+        (lambda x: x * (size("data") == 1), ["every value is 0 times", "is missing"]),
         (lambda x: x * (size("data") > 1), ["every value should be 0"]),
         (lambda x: x * (1 + 0.3 * (size("data") > 1)), ["every value is 1.3 times what it should be"]),
         (lambda x: torch.cat([x[:3], x[3:] * size("data")]),
@@ -197,36 +197,36 @@ def size(a):
         (lambda x: x.to(torch.bfloat16) / size("model"), ["every value is 0.25 times", "1/4, the size of model"]),
     ],
 )  # fmt: skip
-def test_what_the_numbers_say(mesh, f, lines):
-    text = told(mapped(mesh, f, (P(),), P()), torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+def test_likely_causes_by_the_errors(mesh, f, lines):
+    text = error_text(mapped(mesh, f, (P(),), P()), torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
     for line in lines:
         assert line in text
 
 
-def test_a_scalar_has_no_ratio_unless_the_mesh_explains_it(mesh):
-    assert "times" not in told(mapped(mesh, lambda: torch.ones(()) * (1 + 0.3 * (size("data") > 1)), (), P()))
+def test_scalar_ratio_is_reported_only_if_it_is_a_factor_of_the_mesh(mesh):
+    assert "times" not in error_text(mapped(mesh, lambda: torch.ones(()) * (1 + 0.3 * (size("data") > 1)), (), P()))
 
 
-def test_where_it_raises_on_a_smaller_mesh(mesh):
+def test_error_text_of_a_program_that_raises_on_a_smaller_mesh(mesh):
     f = mapped(mesh, lambda x: x if size("model") > 1 else {}["k"], (P(),), P())
     text = "verify: <lambda> runs on data=2, model=4, and raises on data=2, model=1\n  KeyError: 'k'"
-    assert told(f, torch.ones(1)) == text
+    assert error_text(f, torch.ones(1)) == text
 
 
-def test_a_program_that_does_not_repeat_itself(mesh):
-    text = told(mapped(mesh, lambda x: fs.psum(x + torch.rand(8), "data"), (P(),), P()), torch.ones(8))
+def test_error_text_of_a_program_that_is_not_deterministic(mesh):
+    text = error_text(mapped(mesh, lambda x: fs.psum(x + torch.rand(8), "data"), (P(),), P()), torch.ones(8))
     assert text.startswith("verify: result of <lambda>: another run on the same mesh gives another answer\n  fix: draw")
 
 
-def test_what_differs_only_when_all_axes_are_collapsed(mesh):
+def test_leaf_that_differs_only_when_all_axes_are_collapsed(mesh):
     f = mapped(mesh, lambda: torch.ones(3) * (1 + (size("data") * size("model") > 1)), (), P())
-    assert "collapsing 'data' and 'model' gives" in told(f)
+    assert "collapsing 'data' and 'model' gives" in error_text(f)
 
 
 # --- arguments and results ----------------------------------------------------------------------------------------
 
 
-def test_uneven_ties_keys_numbers_and_none(mesh):
+def test_arguments_may_be_uneven_tied_keys_numbers_and_none(mesh):
     def f(args):
         x, y = args["x"], args["tied"]
         noise = fs.random.normal(args["key"], (7,), spec=P("model"))
@@ -239,21 +239,21 @@ def test_uneven_ties_keys_numbers_and_none(mesh):
     assert fs.verify(mapped(mesh, f, (specs,), out), args, bitwise=True).leaves == 3
 
 
-def test_infinities_in_one_place_are_the_same(mesh):
+def test_equal_infinities_are_equal(mesh):
     f = mapped(mesh, lambda x: x.log() * size("data"), (P("data"),), P("data"))
-    assert "every value is 2 times" in told(f, torch.tensor([0.0, 2.0, 3.0, 4.0]))
+    assert "every value is 2 times" in error_text(f, torch.tensor([0.0, 2.0, 3.0, 4.0]))
     fs.verify(mapped(mesh, lambda x: x.log(), (P("data"),), P("data")), torch.tensor([0.0, 1.0, 2.0, 3.0]))
     f = mapped(mesh, lambda x: x / (size("data") == 1), (P(),), P())
-    assert "2 of 2 elements are not finite numbers: inf against 1, at [0]" in told(f, torch.ones(2))
+    assert "2 of 2 elements are not finite numbers: inf against 1, at [0]" in error_text(f, torch.ones(2))
     f = mapped(mesh, lambda x: x / (size("data") > 1), (P(),), P())
-    assert "2 of 2 elements are not finite numbers: 1 against inf, at [0]" in told(f, torch.ones(2))
+    assert "2 of 2 elements are not finite numbers: 1 against inf, at [0]" in error_text(f, torch.ones(2))
 
 
 # --- noise --------------------------------------------------------------------------------------------------------
 
 
-def centred(scale):
-    """Numbers of 10 that cancel: 0 in truth, noise of 1e-6 or so, and times `scale` of the size of the data axis."""
+def cancelling_sums(scale):
+    """Return a function whose `zero` is 0 but for rounding, about 1e-6, and whose `tiny` depends on `scale()`."""
 
     def f(x):
         total = fs.psum(x.sum(), "data")
@@ -263,36 +263,36 @@ def centred(scale):
     return f
 
 
-def test_noise_is_told_from_what_is_small_and_wrong(mesh):
+def test_noise_is_distinguished_from_small_wrong_values(mesh):
     x = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 10
-    found = fs.verify(mapped(mesh, centred(lambda: 1), (P("data"),), P()), x)
-    assert found.noise == ("result['zero']",)
-    assert repr(found).endswith("; only noise: result['zero'])")
-    assert found.error < 1e-5
-    text = told(mapped(mesh, centred(lambda: size("data")), (P("data"),), P()), x)
+    verified = fs.verify(mapped(mesh, cancelling_sums(lambda: 1), (P("data"),), P()), x)
+    assert verified.noise == ("result['zero']",)
+    assert repr(verified).endswith("; only noise: result['zero'])")
+    assert verified.error < 1e-5
+    text = error_text(mapped(mesh, cancelling_sums(lambda: size("data")), (P("data"),), P()), x)
     assert text.startswith("verify: result['tiny'] of f changes with the mesh: collapsing 'data'")
     assert "every value is 2 times" in text
-    exact = mapped(mesh, centred(lambda: 1), (P("data"),), P())
-    assert "result['zero']" in told(exact, x, atol=0.0)  # what is asked for is not measured
-    assert "result['zero']" in told(exact, x, bitwise=True)
+    exact = mapped(mesh, cancelling_sums(lambda: 1), (P("data"),), P())
+    assert "result['zero']" in error_text(exact, x, atol=0.0)  # noise is measured only for the default tolerance
+    assert "result['zero']" in error_text(exact, x, bitwise=True)
 
 
-def test_adams_first_step_of_a_gradient_that_is_zero_is_noise(mesh):
-    """It divides noise by noise: anything between -lr and lr. A wrong gradient is seen all the same."""
+def test_first_adam_step_of_a_zero_gradient_is_noise(mesh):
+    """The step divides noise by noise: anything between -lr and lr. A wrong gradient is reported all the same."""
     x = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 10
 
     def step(wrong):
         def f(x):
-            g = centred(lambda: 1)(x)["zero"] + wrong * (size("data") - 1)
+            g = cancelling_sums(lambda: 1)(x)["zero"] + wrong * (size("data") - 1)
             return {"g": g, "step": 1e-3 * g / (g.abs() + 1e-8)}
 
         return mapped(mesh, f, (P("data"),), P())
 
     assert fs.verify(step(0.0), x).noise == ("result['g']", "result['step']")
-    assert "result['g']" in told(step(1e-2), x)
+    assert "result['g']" in error_text(step(1e-2), x)
 
 
-def test_half_precision_is_compared_as_it_is_rounded(mesh):
+def test_default_tolerance_depends_on_the_dtype(mesh):
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(8, 512, generator=g), torch.randn(512, 4, generator=g)
     f = mapped(mesh, lambda x, w: fs.psum(x @ w, "model"), (P(None, "model"), P("model")), P())
@@ -300,7 +300,7 @@ def test_half_precision_is_compared_as_it_is_rounded(mesh):
                                   (torch.float64, 2**-48, 2**-41)):  # fmt: skip
         assert fs.verify(f, x.to(dtype), w.to(dtype)).error < error
         off = mapped(mesh, lambda x: x * (1 + (size("data") - 1) * mistake), (P(),), P())  # noqa: B023
-        assert "every value is" in told(off, x.to(dtype))
+        assert "every value is" in error_text(off, x.to(dtype))
 
 
 # --- real ranks ---------------------------------------------------------------------------------------------------
@@ -311,11 +311,11 @@ def verify_on_ranks():
     x = fs.device_put(torch.arange(7.0), P("data"), mesh)
     right = mapped(mesh, lambda x: fs.psum(x.sum(), "data"), (P("data"),), P(), donate=0)
     wrong = mapped(mesh, lambda x: x.sum(), (P("data"),), P())
-    return repr(fs.verify(right, x)), fs.device_get(x).tolist(), told(wrong, x)
+    return repr(fs.verify(right, x)), fs.device_get(x).tolist(), error_text(wrong, x)
 
 
 @pytest.mark.process
-def test_on_real_ranks_all_say_the_same(ranks):
+def test_all_processes_report_the_same(ranks):
     (first, values, text), other = ranks(2, verify_on_ranks)
     assert other == (first, values, text)
     assert first.startswith("verified: 1 leaf the same on data=2; data=1 (largest relative error")
@@ -323,19 +323,19 @@ def test_on_real_ranks_all_say_the_same(ranks):
     assert "result of <lambda> changes with the mesh: collapsing 'data'" in text
 
 
-def test_replicas_that_differ_are_not_one_value(mesh):
-    """Also where the one that is read is right."""
+def test_error_text_of_replicas_that_differ(mesh):
+    """Replicas that differ are reported even if the one that is read is right."""
 
     def f(x):
         return {"x": x, "n": torch.ones(2) + (fs.axis_index("model") == 1)}
 
-    text = told(mapped(mesh, f, (P("data"),), {"x": P("data"), "n": P()}), torch.ones(4))
+    text = error_text(mapped(mesh, f, (P("data"),), {"x": P("data"), "n": P()}), torch.ones(4))
     assert text == (
-        "verify: f: result['n'] is not one value: ranks of 'model' hold different ones\n"
+        "verify: f: result['n'] is not one value: it differs between ranks of 'model'\n"
         "  spec  P()\n"
         "  they differ by up to 1\n"
         "  fix: psum or pmean it over 'model', or name 'model' in its out spec; look for a Python number\n"
-        "       or branch of a rank's own, which no type sees"
+        "       or a branch that depends on the rank, which the checker cannot see"
     )
 
 
@@ -344,4 +344,4 @@ def test_replicas_may_differ_by_rounding(mesh):
         return x.sum() * (1 + 1e-7 * fs.axis_index("model"))
 
     fs.verify(mapped(mesh, f, (P(),), P()), torch.ones(4))
-    assert "of f changes with the mesh" in told(mapped(mesh, f, (P(),), P()), torch.ones(4), bitwise=True)
+    assert "of f changes with the mesh" in error_text(mapped(mesh, f, (P(),), P()), torch.ones(4), bitwise=True)

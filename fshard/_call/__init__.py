@@ -1,20 +1,28 @@
-"""One call of `shard_map`: arguments cut for the ranks, and the ranks' results joined."""
+"""Parts of one `shard_map` call: plans of its arguments and results, and the context in which its ranks run."""
 
-from .arguments import CallPlan, cut, donated, make_plan, signature
-from .results import Kinds, Row, agree, collect, leaves_as, memories, returned, specs_of
+from .arguments import CallPlan, call_signature, donated_leaves, make_plan, slice_inputs
+from .context import explain_missing_values, force_eager
+from .results import (
+    RankResult,
+    broadcast_out_specs,
+    exchange_result_types,
+    flatten_result,
+    join_results,
+    storage_pointers,
+)
 
 __all__ = [
     "CallPlan",
-    "Kinds",
-    "Row",
-    "agree",
-    "collect",
-    "cut",
-    "donated",
-    "leaves_as",
+    "RankResult",
+    "broadcast_out_specs",
+    "call_signature",
+    "donated_leaves",
+    "exchange_result_types",
+    "explain_missing_values",
+    "flatten_result",
+    "force_eager",
+    "join_results",
     "make_plan",
-    "memories",
-    "returned",
-    "signature",
-    "specs_of",
+    "slice_inputs",
+    "storage_pointers",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""What the ranks returned, compared and joined: the second half of a `shard_map` call.
+"""Second half of a `shard_map` call: the ranks' results, compared and joined.
 
-The first results of a kind are checked leaf by leaf, and how they are joined is kept as a `Joint`. Results of the same
-structure, dtypes and local shapes are joined by it again, at about a microsecond a leaf.
+The first results of a call are checked leaf by leaf, and the outcome is kept as an `OutputPlan`. Later results with the
+same structure, dtypes and local shapes are joined by that plan.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,230 +21,220 @@ from fshard.mesh import Mesh
 from fshard.sharded import Placement, make_sharded
 from fshard.spec import P, is_spec, local_box, part_lengths, short_dtype, spec_errors
 
-# A tree's structure, each leaf's dtype and local shape, and what else the ranks compare.
-Kinds = tuple[str, list[tuple[str, tuple[int, ...]]], str]
+
+class ResultTypes(NamedTuple):
+    """Structure and types of one rank's results, which ranks that are processes exchange."""
+
+    structure: str
+    leaves: list[tuple[str, tuple[int, ...]]]  # dtype and local shape, or a Python value and ()
+    digest: str  # of what the checker compares between ranks
 
 
-@dataclass(frozen=True)
-class OutputPlan:
-    """How results of these kinds become `Sharded`: nothing in it depends on a value."""
-
-    treedef: Any
-    kinds: list[list[Any]]  # by rank of this process, of each leaf: see `_kinds`
-    placements: list[Placement | None]  # of each leaf; None of what is no tensor
-    tensors: list[int]  # which leaves are
-    plain: bool  # whether all tensors can be kept as they are: none is of another class, or requires grad
-    steady: bool  # whether results have had one structure so far
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one rank returned, flat; with the joint, if it is of the kinds that the joint is for."""
+class RankResult(NamedTuple):
+    """Results of one rank: as a tree, and flat."""
 
     out: Any
     leaves: list[Any]
     treedef: Any
-    joint: OutputPlan | None
 
 
-def returned(out: Any, known: OutputPlan | None, at: int) -> Row:
-    """The results of this process's rank number `at`, compared with what they were before."""
-    if known is not None and known.steady:
-        leaves = leaves_as(known.treedef, out)
-        if leaves is not None and _kinds(leaves) == known.kinds[at]:
-            return Row(out, leaves, known.treedef, known)
-    leaves, treedef = tree.flatten(out)
-    same = known is not None and treedef == known.treedef and _kinds(leaves) == known.kinds[at]
-    return Row(out, leaves, treedef, known if same else None)
+@dataclass(frozen=True)
+class OutputPlan:
+    """Placements of results of these types. Nothing in a plan depends on a value."""
+
+    treedef: Any
+    types: list[list[Any]]  # by rank of this process: `_leaf_types`
+    placements: list[Placement | None]  # of each leaf; None for a leaf that is not a tensor
+    tensors: list[int]  # positions of the leaves that are tensors
+    plain: bool  # all tensors can be kept as they are: none is of a subclass or requires grad
+
+    def fits(self, results: Sequence[RankResult]) -> bool:
+        """Return whether all ranks returned the structure and types of this plan."""
+        return all(result.treedef == self.treedef and _leaf_types(result.leaves) == types
+                   for result, types in zip(results, self.types, strict=True))  # fmt: skip
 
 
-def leaves_as(treedef: Any, tree_: Any) -> list[Any] | None:
-    """The leaves of a tree that has this structure, six times faster than asking for its structure; else `None`.
-
-    That is slow where it has not, for optree prints the tree. What is taken for a leaf may be a subtree: compare the
-    leaves too. Dicts of one set of keys are alike here, in any order, and an `OrderedDict` is one of them.
-    """
-    try:
-        found: list[Any] = treedef.flatten_up_to(tree_)
-    except ValueError:
-        return None
-    return found
+def _leaf_types(leaves: list[Any]) -> list[Any]:
+    return [(type(x), x.dtype, x.shape, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in leaves]
 
 
-_kind_of = attrgetter("__class__", "dtype", "shape", "requires_grad")
+def flatten_result(out: Any) -> RankResult:
+    return RankResult(out, *tree.flatten(out))
 
 
-def _kinds(leaves: list[Any]) -> list[Any]:
-    """What a joint depends on: of a tensor its class, dtype, shape and whether it requires grad; else the class."""
-    try:
-        return list(map(_kind_of, leaves))
-    except AttributeError:
-        return [_kind_of(x) if isinstance(x, Tensor) else x.__class__ for x in leaves]
-
-
-def memories(xs: list[Tensor], mesh: Mesh) -> list[int]:
-    """`memory_of` each, at a fifth of the cost, but 0 for those without elements."""
+def storage_pointers(xs: list[Tensor], mesh: Mesh) -> list[int]:
+    """Return an integer for the storage of each tensor; 0 for an empty storage."""
     if mesh.kind == "abstract":
         return [storage_key(x) for x in xs]
-    starts = list(map(Tensor.data_ptr, xs))
-    if any(map(Tensor.storage_offset, xs)):
-        return [p and p - int(x.storage_offset()) * x.element_size() for p, x in zip(starts, xs, strict=True)]
-    return starts
+    return [x.untyped_storage().data_ptr() for x in xs]
 
 
-def agree(name: str, mesh: Mesh, known: list[Kinds] | None, row: Row, digest: str) -> list[Kinds] | None:
-    """On a process mesh, what every rank returned: they tell each other, and compare, once per signature.
+def exchange_result_types(
+    name: str, mesh: Mesh, known: list[ResultTypes] | None, result: RankResult, digest: str
+) -> list[ResultTypes] | None:
+    """Return the result types of every rank of a process mesh; None on a mesh that this process runs alone.
 
-    `known` is what they told before. A `digest` goes along, for the caller to compare.
+    The ranks exchange and compare them at the first call of a signature; `known` are those of an earlier call.
+
+    Raises ShardingError for ranks that return different trees or dtypes, and for results that change shape later.
     """
     if mesh.kind != "process" or mesh.size == 1:
         return None
-    if known is not None and row.joint is not None:
+    if known is not None:
+        before = known[mesh.ranks[0]]
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in result.leaves]
+        if shapes != [shape for _, shape in before.leaves]:
+            now = ResultTypes(str(result.treedef), [_type_of(x) for x in result.leaves], digest)
+            raise fail(f"{name}: the results changed shape between calls with the same argument shapes",
+                       f"before  {_format_types(before)}", f"now     {_format_types(now)}")  # fmt: skip
         return known
-    mine = str(row.treedef), [_kind(x) for x in row.leaves], digest
-    if known is None:
-        known = mesh.gather_objects(mine)
-        for rank, other in enumerate(known):
-            if _alike(other) != _alike(known[0]):
-                raise fail(f"{name}: rank {rank} returned something else than rank 0",
-                           f"rank 0  {_told(known[0])}", f"rank {rank}  {_told(other)}",
-                           fix="return the same tree, dtypes and Python values on every rank")  # fmt: skip
-    before = known[mesh.ranks[0]]
-    if [shape for _, shape in before[1]] != [shape for _, shape in mine[1]]:
-        raise fail(f"{name}: the results changed shape between calls with like arguments",
-                   f"before  {_told(before)}", f"now     {_told(mine)}")  # fmt: skip
-    return known
+    everyone = mesh.gather_objects(ResultTypes(str(result.treedef), [_type_of(x) for x in result.leaves], digest))
+    for rank, other in enumerate(everyone):
+        if _without_sizes(other) != _without_sizes(everyone[0]):
+            raise fail(f"{name}: rank {rank} returned something else than rank 0",
+                       f"rank 0  {_format_types(everyone[0])}", f"rank {rank}  {_format_types(other)}",
+                       fix="return the same tree, dtypes and Python values on every rank")  # fmt: skip
+    return everyone
 
 
-def specs_of(name: str, out: Any, out_specs: Any) -> list[P]:
-    """The out spec of each leaf."""
+def _type_of(x: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and local shape of a tensor; the text of a Python value, and ()."""
+    return (short_dtype(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else (f"{type(x).__name__} {x!r}", ())
+
+
+def _without_sizes(types: ResultTypes) -> Any:
+    """Return what must be equal on every rank: everything but the sizes of the dims."""
+    return types.structure, [(text, len(shape)) for text, shape in types.leaves]
+
+
+def _format_types(types: ResultTypes) -> str:
+    leaves = ", ".join(text if " " in text else f"{text}{list(shape)}" for text, shape in types.leaves)
+    return f"{leaves} in {types.structure}"
+
+
+def broadcast_out_specs(name: str, out: Any, out_specs: Any) -> list[P]:
+    """Return the out spec of each leaf."""
     return tree.broadcast(out_specs, out, name=f"{name}: out_specs", leaf=is_spec)
 
 
-def collect(
-    name: str, mesh: Mesh, out_specs: Any, rows: Sequence[Row], everyone: list[Kinds] | None, taken: set[int],
-    known: OutputPlan | None,
+def join_results(
+    name: str, mesh: Mesh, out_specs: Any, results: Sequence[RankResult], rank_types: list[ResultTypes] | None,
+    used: set[int], plan: OutputPlan | None,
 ) -> tuple[Any, OutputPlan]:  # fmt: skip
-    """Join the ranks' results by `out_specs`, and how the next ones like them are joined.
+    """Join the results of this process's ranks by `out_specs`, and return the plan for results of the same types.
 
-    `everyone` is what all of them returned (see `agree`), `known` how they were joined before. A result is kept as it
-    is, and copied where it shares memory with an argument that was not donated (`taken`), or with another result: a
-    later call may be given one to overwrite.
+    `rank_types` are those of all ranks (see `exchange_result_types`), `plan` is that of the call before. A tensor is
+    copied where its storage is in `used`, that of an argument that was not donated, or is that of another result: a
+    later call may be given one of them to overwrite.
     """
-    joint = rows[0].joint
-    if joint is None or any(row.joint is not joint for row in rows):
-        steady = known is None or (known.steady and known.treedef == rows[0].treedef)
-        joint = _joint(name, mesh, out_specs, rows, everyone, steady)
-    elif len(rows) > 1 and len(joint.tensors) < len(joint.placements):
+    if plan is None or not plan.fits(results):
+        plan = _plan_outputs(name, mesh, out_specs, results, rank_types)
+    elif len(results) > 1 and len(plan.tensors) < len(plan.placements):
         errors: list[ShardingError] = []
-        for i, (path, parts) in enumerate(zip(joint.treedef.paths(), _across(rows), strict=True)):
-            if joint.placements[i] is None:
-                errors += _disagreeing(f"{name}: {tree.show('result', path)}", parts)
+        for path, placement, parts in zip(plan.treedef.paths(), plan.placements, _by_leaf(results), strict=True):
+            if placement is None:
+                errors += _value_errors(f"{name}: {tree.show('result', path)}", parts)
         raise_all(errors)
-    columns = [_own(row.leaves, joint, mesh, taken) for row in rows]
-    each = zip(joint.placements, zip(*columns, strict=True), strict=True)
-    made = [parts[0] if p is None else make_sharded(p, parts) for p, parts in each]
-    return tree.unflatten(joint.treedef, made), joint
+    columns = [_copy_shared(result.leaves, plan, mesh, used) for result in results]
+    each = zip(plan.placements, zip(*columns, strict=True), strict=True)
+    joined = [parts[0] if p is None else make_sharded(p, parts) for p, parts in each]
+    return tree.unflatten(plan.treedef, joined), plan
 
 
-def _own(leaves: list[Any], joint: OutputPlan, mesh: Mesh, taken: set[int]) -> list[Any]:
-    """One rank's leaves, of which no tensor shares memory with what is taken; then theirs is taken too."""
+def _copy_shared(leaves: list[Any], plan: OutputPlan, mesh: Mesh, used: set[int]) -> list[Any]:
+    """Return one rank's leaves, each tensor in a storage of its own, and add these storages to `used`."""
     if mesh.kind == "abstract":
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in leaves]
-    if not joint.plain:
-        leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-    at = memories(leaves if len(joint.tensors) == len(leaves) else [leaves[i] for i in joint.tensors], mesh)
-    each = set(at)
-    if len(each) < len(at) or not taken.isdisjoint(each):
-        leaves = list(leaves)
-        for i, memory in zip(joint.tensors, at, strict=True):
-            if memory in taken:
-                leaves[i] = leaves[i].clone()
-            elif memory:
-                taken.add(memory)
-    taken |= each
-    taken.discard(0)
-    if mesh.device.type != "cpu":  # elsewhere they may lie in another memory than their specs say
-        for i, p in enumerate(joint.placements):
+    leaves = list(leaves) if plan.plain else [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+    for i, storage in zip(plan.tensors, storage_pointers([leaves[i] for i in plan.tensors], mesh), strict=True):
+        if storage in used:
+            leaves[i] = leaves[i].clone()
+        elif storage:
+            used.add(storage)
+    if mesh.device.type != "cpu":  # elsewhere a result may be in another memory than its spec says
+        for i, p in enumerate(plan.placements):
             if p is not None and leaves[i].device != memory_device(p.spec, mesh.device):
                 leaves[i] = to_spec_memory(leaves[i], p.spec, mesh.device)
     return leaves
 
 
-def _joint(
-    name: str, mesh: Mesh, out_specs: Any, rows: Sequence[Row], everyone: list[Kinds] | None, steady: bool
+def _plan_outputs(
+    name: str, mesh: Mesh, out_specs: Any, results: Sequence[RankResult], rank_types: list[ResultTypes] | None
 ) -> OutputPlan:
-    """Check results leaf by leaf: what they make up."""
-    first = rows[0]
-    flat = specs_of(name, first.out, out_specs)
-    for rank, row in zip(mesh.ranks, rows, strict=True):
-        if row.treedef != first.treedef:
+    """Check results leaf by leaf. Raises ShardingError listing every leaf that does not fit."""
+    first = results[0]
+    specs = broadcast_out_specs(name, first.out, out_specs)
+    for rank, result in zip(mesh.ranks, results, strict=True):
+        if result.treedef != first.treedef:
             raise fail(f"{name}: rank {rank} returned another tree than rank 0", rank_0=first.treedef,
-                       other=row.treedef)  # fmt: skip
+                       other=result.treedef)  # fmt: skip
     errors: list[ShardingError] = []
     placements: list[Placement | None] = []
     named = tree.leaves_with_path(first.out)
-    for i, ((path, leaf), spec, parts) in enumerate(zip(named, flat, _across(rows), strict=True)):
-        where = f"{name}: {tree.show('result', path)}"
-        kinds = [p.dtype if isinstance(p, Tensor) else None for p in parts]
-        if len(set(kinds)) > 1:
-            words = [type(p).__name__ if kind is None else str(kind) for p, kind in zip(parts, kinds, strict=True)]
-            errors.append(fail(f"{where}: the ranks returned different kinds", f"{words}"))
+    for i, ((path, leaf), spec, parts) in enumerate(zip(named, specs, _by_leaf(results), strict=True)):
+        label = f"{name}: {tree.show('result', path)}"
+        dtypes = [p.dtype if isinstance(p, Tensor) else None for p in parts]
+        if len(set(dtypes)) > 1:
+            texts = [str(dtype or type(p).__name__) for p, dtype in zip(parts, dtypes, strict=True)]
+            errors.append(fail(f"{label}: the ranks returned different types", f"{texts}"))
             continue
         if not isinstance(leaf, Tensor):
-            errors += _disagreeing(where, parts)
+            errors += _value_errors(label, parts)
             placements.append(None)
             continue
-        shapes = [tuple(p.shape) for p in parts] if everyone is None else [row[i][1] for _, row, _ in everyone]
-        wrong = spec_errors(where, tuple(leaf.shape), spec, mesh.axes)
+        shapes = [tuple(p.shape) for p in parts] if rank_types is None else [t.leaves[i][1] for t in rank_types]
+        wrong = spec_errors(label, tuple(leaf.shape), spec, mesh.axes)
         if wrong:
             errors += wrong
             continue
-        shape, wrong = _global_shape(where, mesh, shapes, spec)
+        shape, wrong = _global_shape(label, mesh, shapes, spec)
         errors += wrong
         placements.append(Placement(shape, leaf.dtype, spec, mesh))
     raise_all(errors)
     tensors = [i for i, p in enumerate(placements) if p is not None]
-    plain = all(type(row.leaves[i]) is Tensor and not row.leaves[i].requires_grad for row in rows for i in tensors)
-    return OutputPlan(first.treedef, [_kinds(row.leaves) for row in rows], placements, tensors, plain, steady)
+    plain = all(type(r.leaves[i]) is Tensor and not r.leaves[i].requires_grad for r in results for i in tensors)
+    return OutputPlan(first.treedef, [_leaf_types(r.leaves) for r in results], placements, tensors, plain)
 
 
-def _across(rows: Sequence[Row]) -> list[list[Any]]:
-    """Of each leaf, what every rank has of it."""
-    return [list(parts) for parts in zip(*(row.leaves for row in rows), strict=True)]
+def _by_leaf(results: Sequence[RankResult]) -> list[list[Any]]:
+    """Return, for each leaf, its parts on all ranks of this process."""
+    return [list(parts) for parts in zip(*(result.leaves for result in results), strict=True)]
 
 
 def _global_shape(
-    where: str, mesh: Mesh, shapes: Sequence[tuple[int, ...]], spec: P
+    label: str, mesh: Mesh, shapes: Sequence[tuple[int, ...]], spec: P
 ) -> tuple[tuple[int, ...], list[ShardingError]]:
-    """The shape whose parts by `spec` are these, rank by rank; on an abstract mesh all are as large as the first."""
+    """Return the shape whose parts by `spec` have these shapes, rank by rank, or errors.
+
+    On an abstract mesh all parts are taken to be as large as the first.
+    """
     ndim = len(shapes[0])
     if any(len(s) != ndim for s in shapes):
-        return (), [fail(f"{where}: the ranks returned {sorted(set(map(len, shapes)))} dims")]
+        return (), [fail(f"{label}: the ranks returned {sorted(set(map(len, shapes)))} dims")]
     if mesh.kind == "abstract":
         ranks = [math.prod(mesh.axes[a] for a in axes) for axes in spec.parts(ndim)]
         return tuple(n * k for n, k in zip(shapes[0], ranks, strict=True)), []
     shape = []
     for dim, axes in enumerate(spec.parts(ndim)):
-        sizes = [mesh.axes[a] for a in axes]
-        line = _along(mesh, axes, shapes, dim)
-        total = sum(line)
-        if part_lengths(total, sizes) != line:
+        sizes = _sizes_along(mesh, axes, shapes, dim)
+        total = sum(sizes)
+        expected = part_lengths(total, [mesh.axes[a] for a in axes])
+        if expected != sizes:
             fix = "return equal parts, or parts of ceil(n / ranks) with the short ones last"
-            return (), [fail(f"{where}: the parts do not make up dim {dim} split by {axes}",
-                             f"the ranks hold {line}", f"a dim of {total} splits into {part_lengths(total, sizes)}",
+            return (), [fail(f"{label}: the parts do not make up dim {dim} split by {axes}",
+                             f"the ranks hold {sizes}", f"a dim of {total} splits into {expected}",
                              fix=fix)]  # fmt: skip
         shape.append(total)
-    for rank, have in enumerate(shapes):
-        want = tuple(s.stop - s.start for s in local_box(shape, spec, mesh.axes, mesh.coords(rank)))
-        if have != want:
-            return (), [fail(f"{where}: rank {rank} returned {list(have)}, its part of {shape} is {list(want)}",
+    for rank, returned in enumerate(shapes):
+        part = tuple(s.stop - s.start for s in local_box(shape, spec, mesh.axes, mesh.coords(rank)))
+        if returned != part:
+            return (), [fail(f"{label}: rank {rank} returned {list(returned)}, its part of {shape} is {list(part)}",
                              spec=spec)]  # fmt: skip
     return tuple(shape), []
 
 
-def _along(mesh: Mesh, axes: Sequence[str], shapes: Sequence[tuple[int, ...]], dim: int) -> list[int]:
-    """The local sizes of a dim over the flattened axes, on the ranks at the origin of all other axes."""
+def _sizes_along(mesh: Mesh, axes: Sequence[str], shapes: Sequence[tuple[int, ...]], dim: int) -> list[int]:
+    """Return the local sizes of a dim over the flattened axes, on the ranks at the origin of all other axes."""
     strides = {}
     stride = mesh.size
     for a, n in mesh.axes.items():
@@ -257,8 +246,8 @@ def _along(mesh: Mesh, axes: Sequence[str], shapes: Sequence[tuple[int, ...]], d
     return [shapes[r][dim] for r in ranks]
 
 
-def _disagreeing(where: str, parts: Sequence[Any]) -> list[ShardingError]:
-    """A result that is no tensor must be the same on every rank this process runs."""
+def _value_errors(label: str, parts: Sequence[Any]) -> list[ShardingError]:
+    """Return the error of a result that is not a tensor and differs between ranks of this process."""
     try:
         equal = all(bool(p == parts[0]) or (p != p and parts[0] != parts[0]) for p in parts)
     except (TypeError, ValueError, RuntimeError):
@@ -266,24 +255,11 @@ def _disagreeing(where: str, parts: Sequence[Any]) -> list[ShardingError]:
     if equal:
         return []
     shown = f"{parts[:4]}"
-    if len(shown) > 200:  # the output of a model, say, which is no pytree
+    if len(shown) > 200:  # an object that is not a pytree, such as the output of a model
         shown = f"a {type(parts[0]).__name__} on each"
-    return [fail(f"{where}: is not a tensor and differs between ranks", shown,
+    return [fail(f"{label}: is not a tensor and differs between ranks", shown,
                  fix="return a tensor with a spec, or a pytree of them")]  # fmt: skip
 
 
-def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
-    """A result in words that travel: its dtype and local shape, or a Python value."""
-    return (short_dtype(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else (f"{type(x).__name__} {x!r}", ())
-
-
-def _alike(kinds: Kinds) -> Any:
-    """What must be the same on every rank: everything but the sizes."""
-    return kinds[0], [(word, len(shape)) for word, shape in kinds[1]]
-
-
-def _told(kinds: Kinds) -> str:
-    return f"{', '.join(word if ' ' in word else f'{word}{list(shape)}' for word, shape in kinds[1])} in {kinds[0]}"
-
-
-__all__ = ["Kinds", "OutputPlan", "Row", "agree", "collect", "leaves_as", "memories", "returned", "specs_of"]
+__all__ = ["OutputPlan", "RankResult", "ResultTypes", "broadcast_out_specs", "exchange_result_types", "flatten_result",
+           "join_results", "storage_pointers"]  # fmt: skip

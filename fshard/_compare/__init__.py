@@ -1,22 +1,20 @@
 """Comparison of values: two answers of one program, and the replicas of one leaf."""
 
-from .copies import apart
-from .diff import Allowed, Difference, compare, largest, listed, tell, wide
-from .replicas import check_replicas, fingerprint, join_limited, span, told, unequal
+from .diff import Difference, Tolerance, compare, describe_differences, max_finite_magnitude, widen
+from .digest import digest_and_value, flat_slice
+from .replicas import check_replicas, compare_digests, format_mismatch, replica_errors
 
 __all__ = [
-    "Allowed",
     "Difference",
-    "apart",
+    "Tolerance",
     "check_replicas",
     "compare",
-    "fingerprint",
-    "join_limited",
-    "largest",
-    "listed",
-    "span",
-    "tell",
-    "told",
-    "unequal",
-    "wide",
+    "compare_digests",
+    "describe_differences",
+    "digest_and_value",
+    "flat_slice",
+    "format_mismatch",
+    "max_finite_magnitude",
+    "replica_errors",
+    "widen",
 ]  # fmt: skip

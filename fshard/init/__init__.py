@@ -1,4 +1,4 @@
-"""Initializers: each describes a leaf, as a `Deferred`; no storage until it is placed."""
+"""Initializers: each describes a leaf as a `Deferred`, without storage until it is materialized."""
 
 from .deferred import Deferred, Initializer, Scope, describe_initializer
 from .initializers import (

@@ -1,4 +1,4 @@
-"""A leaf that is only described: shape, dtype, and how to fill any part of it."""
+"""Deferred leaves: shape, dtype and an initializer that can fill any part of the leaf."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fshard.spec import Box, describe
 
 
 class Initializer(Protocol):
-    """Fills any box of a leaf. The values of an element depend on the key and its global index alone."""
+    """Fills any box of a leaf. The value of an element depends on the key and its global index alone."""
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The part of a leaf of global `shape` that `box` selects."""
+        """Return the part of a leaf of global `shape` that `box` selects."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a leaf is called in the module it is a part of, and the leaves of that module whose draws it is made of.
+    """A leaf's name in its module, and the names of the leaves of that module whose draws determine its values.
 
-    A copy of a leaf has its values, so it is filled by the keys of `owners`, not by its own: `fill` is given those,
-    int64[owners, 2]. Their paths are the leaf's own, with another name in place of `name` at its end.
+    A copy of a leaf has the same values, so it is filled with the keys of `owners` and not with its own: `fill` gets
+    those, int64[owners, 2]. The path of an owner is that of the leaf, with the owner's name in place of `name`.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A described leaf: no storage, no values. `materialize` makes it; `fs.init.*` and `like` describe it.
+    """A described leaf, without storage or values: made by `fs.init.*` or `like`, filled by `materialize`.
 
     >>> fs.init.normal((64, 256), std=0.02)
     f32[64, 256] = normal(std=0.02)
@@ -63,7 +63,7 @@ class Deferred:
         return self.numel() * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> Deferred:
-        """The same leaf, rounded to another dtype when it is made."""
+        """Describe the same leaf, rounded to another dtype when it is filled."""
         return replace(self, dtype=dtype)
 
     def __repr__(self) -> str:
@@ -71,12 +71,12 @@ class Deferred:
 
 
 def describe_initializer(init: object) -> str:
-    """`trunc_normal(std=0.02)`: an initializer's name and what differs from its defaults, or its own `describe()`."""
+    """Describe an initializer by its own `describe()`, or by name and non-default fields: `trunc_normal(std=0.02)`."""
     own = getattr(init, "describe", None)
     if callable(own):
         return str(own())
     name = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(type(init).__name__))
     if not is_dataclass(init):
         return name
-    given = [(f.name, getattr(init, f.name)) for f in fields(init) if getattr(init, f.name) != f.default]
-    return f"{name}({', '.join(f'{n}={x:.4g}' if isinstance(x, float) else f'{n}={x!r}' for n, x in given)})"
+    changed = [(f.name, getattr(init, f.name)) for f in fields(init) if getattr(init, f.name) != f.default]
+    return f"{name}({', '.join(f'{n}={x:.4g}' if isinstance(x, float) else f'{n}={x!r}' for n, x in changed)})"

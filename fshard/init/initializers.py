@@ -1,8 +1,8 @@
-"""Initializers: each describes a leaf, as a `Deferred`; no storage until it is placed.
+"""Initializers: each describes a leaf as a `Deferred`, without storage until it is materialized.
 
 Fans are those of `[in, out]` matrices used as `x @ w`: fan_in is the size of dim -2 (times any dims before it),
 fan_out that of dim -1; `in_dim` and `out_dim` say otherwise, e.g. `in_dim=1, out_dim=0` for a torch.nn.Linear weight.
-Every element depends on the key and its global index alone, so every device fills just its own part.
+Every element depends on the key and its global index alone, so every device fills only its own part.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Arange:
     step: float = 1
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        at = torch.arange(box[0].start, box[0].stop, device=device)
+        index = torch.arange(box[0].start, box[0].stop, device=device)
         wide = torch.float64 if dtype.is_floating_point else torch.int64
-        return (at.to(wide) * self.step + self.start).to(dtype)
+        return (index.to(wide) * self.step + self.start).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Orthogonal:
     gain: float = 1.0
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # A QR needs the whole matrix: every device makes it on the CPU, the same bits, and keeps its part.
+        # A QR needs the whole matrix: every device computes it on the CPU, with the same bits, and keeps its part.
         rows, columns = math.prod(shape[:-1]), shape[-1]
         tall = (max(rows, columns), min(rows, columns))
         gaussian = random.normal(key, tall, dtype=torch.float64)
         q, r = torch.linalg.qr(gaussian)
-        q = q * r.diagonal().sign()  # makes the distribution uniform, and the factor unique
+        q = q * r.diagonal().sign()  # for a uniform distribution and a unique factor
         whole: Tensor = (q if rows >= columns else q.T).reshape(shape) * self.gain
         return whole[box].to(device=device, dtype=dtype).contiguous()
 
@@ -138,7 +138,7 @@ def _describe(shape: Shape, init: Initializer, dtype: torch.dtype | None) -> Def
 
 
 def normal(shape: Shape, *, mean: float = 0.0, std: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
-    """N(mean, std^2).
+    """Describe a leaf of N(mean, std^2).
 
     >>> normal((64, 256), std=0.02)
     f32[64, 256] = normal(std=0.02)
@@ -150,57 +150,60 @@ def trunc_normal(
     shape: Shape, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0,
     dtype: torch.dtype | None = None,
 ) -> Deferred:  # fmt: skip
-    """N(mean, std^2) cut to [a, b], two values and not multiples of std, as in `torch.nn.init.trunc_normal_`."""
+    """Describe a leaf of N(mean, std^2) cut to [a, b], values and not multiples of std.
+
+    The meaning of the bounds is that of `torch.nn.init.trunc_normal_`.
+    """
     if not a < b:
-        raise fail(f"trunc_normal: nothing lies between a={a} and b={b}", fix="a < b")
+        raise fail(f"trunc_normal: the range from a={a} to b={b} is empty", fix="a < b")
     return _describe(shape, TruncNormal(mean, std, a, b), dtype)
 
 
 def uniform(shape: Shape, *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
-    """U[low, high)."""
+    """Describe a leaf of U[low, high)."""
     return _describe(shape, Uniform(low, high), dtype)
 
 
 def full(shape: Shape, value: float, *, dtype: torch.dtype | None = None) -> Deferred:
-    """`value` everywhere."""
+    """Describe a leaf with one value everywhere."""
     return _describe(shape, Full(value), dtype)
 
 
 def zeros(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
-    """0 everywhere."""
+    """Describe a leaf of zeros."""
     return full(shape, 0.0, dtype=dtype)
 
 
 def ones(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
-    """1 everywhere."""
+    """Describe a leaf of ones."""
     return full(shape, 1.0, dtype=dtype)
 
 
 def eye(n: int, m: int | None = None, *, gain: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
-    """`gain` on the diagonal of an [n, m] matrix, zero elsewhere; m = n if left out."""
+    """Describe an [n, m] matrix with `gain` on its diagonal and zeros elsewhere; m is n by default."""
     return _describe((n, n if m is None else m), Eye(gain), dtype)
 
 
 def arange(n: int, *, start: float = 0, step: float = 1, dtype: torch.dtype | None = None) -> Deferred:
-    """start + step * i for i < n; int64 unless start or step is a float or a dtype is given."""
+    """Describe the vector start + step * i for i < n: int64 unless start or step is a float or `dtype` is passed."""
     kind = torch.int64 if isinstance(start, int) and isinstance(step, int) else None
     return _describe(n, Arange(start, step), dtype or kind)
 
 
 def orthogonal(shape: Shape, *, gain: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
-    """A random matrix with orthonormal rows or columns (whichever are fewer), dims before the last taken as rows.
+    """Describe a random matrix with orthonormal rows or columns, whichever are fewer; all dims but the last are rows.
 
-    Every device makes the whole matrix, on the CPU, before it keeps its part. Source: Saxe et al., 2013, "Exact
+    Every device computes the whole matrix, on the CPU, and keeps its part. Source: Saxe et al., 2013, "Exact
     solutions to the nonlinear dynamics of learning in deep linear neural networks"; Mezzadri, 2007, for the signs.
     """
     described = _describe(shape, Orthogonal(gain), dtype)
     if described.ndim < 2:
-        raise fail(f"orthogonal: {list(described.shape)} is no matrix", fix="give two dims or more")
+        raise fail(f"orthogonal: {list(described.shape)} is not a matrix", fix="two dims or more")
     return described
 
 
 def zero_row(leaf: Deferred, row: int) -> Deferred:
-    """The leaf, but zeros at one index of dim 0, wherever that row lies: the padding of an embedding.
+    """Describe the same leaf with zeros at one index of dim 0: the padding row of an embedding.
 
     >>> zero_row(normal((50257, 64), std=0.02), 0)
     f32[50257, 64] = normal(std=0.02), row 0 zero
@@ -213,9 +216,9 @@ def zero_row(leaf: Deferred, row: int) -> Deferred:
 
 
 def fans(shape: Sequence[int], in_dim: int = -2, out_dim: int = -1) -> tuple[int, int]:
-    """(fan_in, fan_out): the sizes of the two dims, each times the dims that are neither."""
+    """Return (fan_in, fan_out): the sizes of the two dims, each times the product of all other dims."""
     if len(shape) < 2:
-        raise fail(f"a leaf of shape {list(shape)} has no fans", fix="give two dims or more, or use normal(std=...)")
+        raise fail(f"a leaf of shape {list(shape)} has no fans", fix="two dims or more, or normal(std=...)")
     field = math.prod(shape) // max(1, shape[in_dim] * shape[out_dim])
     return shape[in_dim] * field, shape[out_dim] * field
 
@@ -234,7 +237,7 @@ def kaiming_uniform(
     shape: Sequence[int], *, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu",
     in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None,
 ) -> Deferred:  # fmt: skip
-    """U(-b, b), b = gain sqrt(3 / fan). Source: He et al., 2015, "Delving deep into rectifiers"."""
+    """Describe a leaf of U(-b, b), b = gain sqrt(3 / fan). Source: He et al., 2015, "Delving deep into rectifiers"."""
     bound = _gain(nonlinearity, a) * math.sqrt(3 / _fan(mode, shape, in_dim, out_dim))
     return uniform(shape, low=-bound, high=bound, dtype=dtype)
 
@@ -243,14 +246,14 @@ def kaiming_normal(
     shape: Sequence[int], *, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu",
     in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None,
 ) -> Deferred:  # fmt: skip
-    """N(0, gain^2 / fan). Source: He et al., 2015."""
+    """Describe a leaf of N(0, gain^2 / fan). Source: He et al., 2015."""
     return normal(shape, std=_gain(nonlinearity, a) / math.sqrt(_fan(mode, shape, in_dim, out_dim)), dtype=dtype)
 
 
 def xavier_uniform(
     shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
 ) -> Deferred:
-    """U(-b, b), b = gain sqrt(6 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
+    """Describe a leaf of U(-b, b), b = gain sqrt(6 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
     bound = gain * math.sqrt(6 / max(1, sum(fans(shape, in_dim, out_dim))))
     return uniform(shape, low=-bound, high=bound, dtype=dtype)
 
@@ -258,5 +261,5 @@ def xavier_uniform(
 def xavier_normal(
     shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
 ) -> Deferred:
-    """N(0, 2 gain^2 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
+    """Describe a leaf of N(0, 2 gain^2 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
     return normal(shape, std=gain * math.sqrt(2 / max(1, sum(fans(shape, in_dim, out_dim)))), dtype=dtype)

@@ -24,23 +24,23 @@ from fshard.init import Deferred
 from fshard.interop.hf import FileTensor, Scan, read, write
 from fshard.spec import P
 
-from .config import read_config, their
-from .stream import ONE_DEVICE, Layout, sub, through
+from .hf_files import file_tensor, read_config, weight_and_bias
+from .transformer import ONE_DEVICE, Layout, apply_blocks, flat_linear, fold_name, project_heads
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu, "gelu_python": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu, "gelu_pytorch_tanh": nn.gelu,
     "relu": F.relu, "silu": F.silu, "swish": F.silu, "tanh": torch.tanh,
 }  # fmt: skip
 _EMBEDDINGS = ("word", "position", "type", "ln")
-_HEADS = {"mlm": "cls.predictions.", "pooler": "pooler.", "nsp": "cls.seq_relationship."}  # as their names begin
+_HEADS = {"mlm": "cls.predictions.", "pooler": "pooler.", "nsp": "cls.seq_relationship."}  # prefixes of their tensors
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and rates, named as in Hugging Face's `BertConfig`, and which heads there are.
+    """Sizes and rates, named as in Hugging Face's `BertConfig`, and the heads of the model.
 
-    `mlm` predicts hidden words, `pooler` sums up a sequence at its first token, and `nsp`, on top of it, tells whether
-    a second sentence follows the first. `pad_token_id` is the word whose embedding starts at zero and is not trained.
+    `mlm` predicts masked words, `pooler` summarizes a sequence at its first token, and `nsp`, on top of it, predicts
+    whether a second sentence follows the first. The embedding of `pad_token_id` is initialized to zero and not trained.
     """
 
     vocab_size: int = 30522
@@ -122,7 +122,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
 
 
 def _with_heads(cfg: Config, params: dict[str, Any]) -> dict[str, Any]:
-    """Of all the parts those that the config has."""
+    """The parts without the heads that the config does not have."""
     return {name: part for name, part in params.items() if name not in _HEADS or getattr(cfg, name)}
 
 
@@ -130,26 +130,26 @@ def apply(
     cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, types: Tensor | None = None,
     layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None, remat: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}, whole in time by every layout.
+    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; no layout splits them along time.
 
-    `mask` [B@data, T] is 0 where ids are padding, which nothing sees; its own states mean nothing. `types` [B@data, T]
-    tells a second sentence (1) from the first (0, also where left out). `params` are as placed; give their `specs`
-    where they vary over `layout.data` or are split over it (FSDP): each block is then unsharded just before its use.
-    `key` turns dropout on; `remat` recomputes blocks in backward.
+    `mask` [B@data, T] is 0 for padding, which no token attends to and whose states have no meaning. `types`
+    [B@data, T] is 0 for the first sentence (the default) and 1 for the second. `params` are as placed. Pass their
+    `specs` if they vary over `layout.data` or are split over it (FSDP): each block is then unsharded just before it
+    runs. `key` turns dropout on; `remat` recomputes blocks in backward.
     """
-    top = _whole(cfg, params, layout, specs, *_EMBEDDINGS)
+    top = _unshard(cfg, params, layout, specs, *_EMBEDDINGS)
     x = _encode(cfg, params, top, ids, layout, specs, mask=mask, types=types, key=key, remat=remat)
     if layout.sequence:
         x = all_gather(x, layout.model, 1, size=ids.shape[1], to="invariant")
     return x
 
 
-def _whole(cfg: Config, params: Any, layout: Layout, specs: Any, *names: str) -> Any:
-    """These parts of the parameters, unsharded."""
+def _unshard(cfg: Config, params: Any, layout: Layout, specs: Any, *names: str) -> Any:
+    """Unshard these parts of the parameters. Raises ShardingError for a head that the config does not have."""
     described = init(cfg)
-    raise_all([fail(f"bert: the config has no {n}", fix=f"Config({n}=True); a loaded one has what its file has")
+    raise_all([fail(f"bert: the config has no {n}", fix=f"Config({n}=True); a loaded one has the heads of its file")
                for n in names if n not in described])  # fmt: skip
-    return layout.whole(names, params, specs, described)
+    return layout.unshard(names, params, specs, described)
 
 
 def _encode(
@@ -158,82 +158,79 @@ def _encode(
 ) -> Tensor:  # fmt: skip
     """The stream after the last block, [B, T, D]{I model}, or [B, T@model, D] under sequence parallelism."""
     t = ids.shape[1]
-    errors = [fail(f"bert: {what} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
-              for what, x in (("mask", mask), ("types", types)) if x is not None and x.shape != ids.shape]  # fmt: skip
+    errors = [fail(f"bert: {name} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
+              for name, x in (("mask", mask), ("types", types)) if x is not None and x.shape != ids.shape]  # fmt: skip
     if t > cfg.max_position_embeddings:
         errors.append(fail(f"bert: {t} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip
     raise_all(errors)
-    layout = layout.counted(ids, key, cfg.hidden_dropout_prob, cfg.attention_probs_dropout_prob)
-    x = layout.tokens(ids, top["word"], cfg.vocab_size)
-    if cfg.pad_token_id is not None:  # no gradient reaches the embedding of padding
-        x = torch.where(layout.part(ids != cfg.pad_token_id).unsqueeze(-1), x, x.detach())
-    table = layout.shared(top["type"])
-    x = x + (table[0] if types is None else nn.embedding(layout.part(types), table))
-    x = x + layout.part(top["position"][:t], 0)
-    x = layout.dropout(_norm(cfg, x, top["ln"], layout), cfg.hidden_dropout_prob, key, "embd", t)
-    sees = None if mask is None else (mask != 0)[:, None, None, :]  # [B, 1, 1, T]
-    shapes, specs = init(cfg)["h"], None if specs is None else specs["h"]
-    x, _ = through(lambda p, x, key, _: (_block(cfg, p, x, layout, key, t, sees), None), params["h"], x, layout=layout,
-                   shapes=shapes, specs=specs, key=key, remat=remat)  # fmt: skip
+    layout = layout.with_batch(ids, key, cfg.hidden_dropout_prob, cfg.attention_probs_dropout_prob)
+    x = layout.embed(ids, top["word"], cfg.vocab_size)
+    if cfg.pad_token_id is not None:  # the embedding of padding has no gradient
+        x = torch.where(layout.time_slice(ids != cfg.pad_token_id).unsqueeze(-1), x, x.detach())
+    table = layout.replicated(top["type"])
+    x = x + (table[0] if types is None else nn.embedding(layout.time_slice(types), table))
+    x = x + layout.time_slice(top["position"][:t], 0)
+    x = layout.dropout(layout.layer_norm(x, top["ln"], cfg.layer_norm_eps), cfg.hidden_dropout_prob, key, "embd", t)
+    attended = None if mask is None else (mask != 0)[:, None, None, :]  # [B, 1, 1, T]
+    x, _ = apply_blocks(lambda p, x, key, _: (_block(cfg, p, x, layout, key, t, attended), None), params, x,
+                        layout=layout, described=init(cfg), specs=specs, key=key, remat=remat)  # fmt: skip
     return x
 
 
-def _block(cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t: int, sees: Tensor | None) -> Tensor:
+def _block(
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t: int, attended: Tensor | None
+) -> Tensor:
     """norm(x + attention(x)), then norm(x + mlp(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     h = layout.enter(x, t)
-    q, k, v = (_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
+    q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
     drops = key is not None and cfg.attention_probs_dropout_prob
-    weights = layout.across((len(q), cfg.num_attention_heads, t, t)) if drops else None
-    a = nn.attention(q, k, v, mask=sees, rate=cfg.attention_probs_dropout_prob, key=sub(key, "attn"),
-                     spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
-    a = layout.project(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
+    weights = layout.global_shape((len(q), cfg.num_attention_heads, t, t)) if drops else None
+    a = nn.attention(q, k, v, mask=attended, rate=cfg.attention_probs_dropout_prob,
+                     key=fold_name(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
+    a = layout.row_linear(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
     a = layout.dropout(a, cfg.hidden_dropout_prob, key, "proj", t)
-    x = _norm(cfg, x + a, p["ln_1"], layout)
+    x = layout.layer_norm(x + a, p["ln_1"], cfg.layer_norm_eps)
 
     h = _ACTIVATIONS[cfg.hidden_act](nn.linear(layout.enter(x, t), p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
-    h = layout.project(h, p["down"]["w"], p["down"]["b"])
-    return _norm(cfg, x + layout.dropout(h, cfg.hidden_dropout_prob, key, "down", t), p["ln_2"], layout)
-
-
-def _heads(h: Tensor, p: Any) -> Tensor:
-    """[B, T, D] -> [B, H, T, K]."""
-    flat = nn.linear(h, p["w"].flatten(1), p["b"].flatten())
-    return flat.view(*flat.shape[:-1], *p["b"].shape).transpose(1, 2)
-
-
-def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
-    p = layout.shared(p)
-    return nn.layer_norm(x, p["w"], p["b"], eps=cfg.layer_norm_eps)
+    h = layout.row_linear(h, p["down"]["w"], p["down"]["b"])
+    x = x + layout.dropout(h, cfg.hidden_dropout_prob, key, "down", t)
+    return layout.layer_norm(x, p["ln_2"], cfg.layer_norm_eps)
 
 
 def logits(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, **how: Any
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, **options: Any
 ) -> Tensor:
-    """The logits of the word at each place: ids [B@data, T] -> [B@data, T, V@model]; arguments as in `apply`."""
-    top = _whole(cfg, params, layout, specs, *_EMBEDDINGS, "mlm")
-    x = _encode(cfg, params, top, ids, layout, specs, **how)
-    dense, head = layout.shared(top["mlm"]["dense"]), top["mlm"]
-    x = _norm(cfg, _ACTIVATIONS[cfg.hidden_act](nn.linear(x, dense["w"], dense["b"])), head["ln"], layout)
+    """Logits of the word at each position: ids [B@data, T] -> [B@data, T, V@model]; `options` are those of `apply`."""
+    top = _unshard(cfg, params, layout, specs, *_EMBEDDINGS, "mlm")
+    x = _encode(cfg, params, top, ids, layout, specs, **options)
+    head = top["mlm"]
+    x = _ACTIVATIONS[cfg.hidden_act](flat_linear(x, layout.replicated(head["dense"])))
+    x = layout.layer_norm(x, head["ln"], cfg.layer_norm_eps)
     return nn.linear(layout.enter(x, ids.shape[1]), top["word"].transpose(0, 1), head["b"])
 
 
-def loss(cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, **how: Any) -> Tensor:
-    """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets [B@data, T] of -100 count nothing."""
-    out = logits(cfg, params, ids, layout=layout, **how)
+def loss(
+    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, **options: Any
+) -> Tensor:
+    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets [B@data, T] of -100 are ignored.
+
+    `options` are those of `apply`.
+    """
+    out = logits(cfg, params, ids, layout=layout, **options)
     return nn.cross_entropy(out, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
 
 
-def embed(cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, **how: Any) -> Tensor:
-    """Sentence embeddings of length 1: ids [B@data, T] -> [B@data, D]{I model}; arguments as in `apply`.
+def embed(cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Sentence embeddings of length 1: ids [B@data, T] -> [B@data, D]{I model}; `options` are those of `apply`.
 
-    The product of two is the cosine of their angle. Source: Reimers & Gurevych, 2019, "Sentence-BERT".
+    The dot product of two is the cosine of their angle. Source: Reimers & Gurevych, 2019, "Sentence-BERT".
     """
-    return F.normalize(pool(apply(cfg, params, ids, mask=mask, **how), mask), dim=-1)
+    return F.normalize(pool(apply(cfg, params, ids, mask=mask, **options), mask), dim=-1)
 
 
 def pool(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The mean of the states where the mask is not 0: x [B, T, D], mask [B, T] -> [B, D].
+    """Mean of the states over the tokens whose mask is not 0: x [B, T, D], mask [B, T] -> [B, D].
 
     >>> pool(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[1, 1, 0]]))
     tensor([[2.]])
@@ -245,47 +242,45 @@ def pool(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def pooled(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
-    """The pooler's word on a sequence: hidden states [B@data, T, D] of `apply` -> [B@data, D]{I model}."""
-    p = _whole(cfg, params, layout, specs, "pooler")["pooler"]
-    return torch.tanh(nn.linear(x[:, 0], p["w"], p["b"]))
+    """The pooler's summary of each sequence: hidden states [B@data, T, D] of `apply` -> [B@data, D]{I model}."""
+    p = _unshard(cfg, params, layout, specs, "pooler")["pooler"]
+    return torch.tanh(flat_linear(x[:, 0], p))
 
 
 def follows(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
-    """Logits of whether the second sentence follows the first (0) or not (1): x of `pooled` -> [B@data, 2]{I model}."""
-    p = _whole(cfg, params, layout, specs, "nsp")["nsp"]
-    return nn.linear(x, p["w"], p["b"])
+    """Logits that the second sentence follows the first (0) or not (1): x of `pooled` -> [B@data, 2]{I model}."""
+    return flat_linear(x, _unshard(cfg, params, layout, specs, "nsp")["nsp"])
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 
-def _pair(ours: str, name: str, w: str | None = "o i -> i o", b: str | None = None) -> dict[str, FileTensor]:
-    return {f"{ours}.w": FileTensor(f"{name}.weight", w), f"{ours}.b": FileTensor(f"{name}.bias", b)}
-
-
-_TOP = {
+_TOP = {  # the matrices in the file are [out, in]
     "word": FileTensor("bert.embeddings.word_embeddings.weight"),
     "position": FileTensor("bert.embeddings.position_embeddings.weight"),
     "type": FileTensor("bert.embeddings.token_type_embeddings.weight"),
-    **_pair("ln", "bert.embeddings.LayerNorm", None),
-    **_pair("mlm.dense", "cls.predictions.transform.dense"),
-    **_pair("mlm.ln", "cls.predictions.transform.LayerNorm", None),
+    **weight_and_bias("ln", "bert.embeddings.LayerNorm"),
+    **weight_and_bias("mlm.dense", "cls.predictions.transform.dense", "o i -> i o"),
+    **weight_and_bias("mlm.ln", "cls.predictions.transform.LayerNorm"),
     "mlm.b": FileTensor("cls.predictions.bias"),
-    **_pair("pooler", "bert.pooler.dense"), **_pair("nsp", "cls.seq_relationship"),
-}  # fmt: skip
+    **weight_and_bias("pooler", "bert.pooler.dense", "o i -> i o"),
+    **weight_and_bias("nsp", "cls.seq_relationship", "o i -> i o"),
+}
 _BLOCK = {
-    **{leaf: their for ours, name in (("q", "query"), ("k", "key"), ("v", "value"))
-       for leaf, their in _pair(ours, f"attention.self.{name}", "(h k) d -> d h k", "(h k) -> h k").items()},
-    **_pair("proj", "attention.output.dense", "d (h k) -> h k d"),
-    **_pair("ln_1", "attention.output.LayerNorm", None),
-    **_pair("up", "intermediate.dense"), **_pair("down", "output.dense"),
-    **_pair("ln_2", "output.LayerNorm", None),
-}  # fmt: skip
+    **weight_and_bias("q", "attention.self.query", "(h k) d -> d h k", "(h k) -> h k"),
+    **weight_and_bias("k", "attention.self.key", "(h k) d -> d h k", "(h k) -> h k"),
+    **weight_and_bias("v", "attention.self.value", "(h k) d -> d h k", "(h k) -> h k"),
+    **weight_and_bias("proj", "attention.output.dense", "d (h k) -> h k d"),
+    **weight_and_bias("ln_1", "attention.output.LayerNorm"),
+    **weight_and_bias("up", "intermediate.dense", "o i -> i o"),
+    **weight_and_bias("down", "output.dense", "o i -> i o"),
+    **weight_and_bias("ln_2", "output.LayerNorm"),
+}
 _FIXED = {
     "model_type": "bert", "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
     "position_embedding_type": "absolute",
 }  # fmt: skip
-_NOT_OURS = ("embeddings.position_ids",)  # a buffer of older versions
+_IGNORED = ("embeddings.position_ids",)  # a buffer of older versions
 _TIED = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -293,26 +288,26 @@ _TIED = {
 
 
 def theirs(path: tree.Path) -> FileTensor:
-    """The tensor of a Hugging Face file that the leaf at a path is.
+    """The Hugging Face file tensor of the leaf at a path.
 
     >>> theirs(("h", 3, "q", "b"))
-    Their(name='bert.encoder.layer.3.attention.self.query.bias', dims='(h k) -> h k', at=None)
+    FileTensor(name='bert.encoder.layer.3.attention.self.query.bias', dims='(h k) -> h k', at=None)
     """
-    return their(path, _TOP, _BLOCK, "bert.encoder.layer")
+    return file_tensor(path, _TOP, _BLOCK, "bert.encoder.layer")
 
 
 def config(folder: str | Path, **heads: bool) -> Config:
-    """The `Config` that the `config.json` of a folder sets; which heads there are it does not say.
+    """Read a `Config` from the `config.json` of a folder, which does not list the `heads`.
 
-    Raises ShardingError for another kind of model.
+    Raises ShardingError for another type of model.
     """
     return read_config(folder, Config, _FIXED, **heads)
 
 
 def load(path: str | Path) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
+    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
-    It has the heads that the file has. Buffers of position ids are not read.
+    The config has the heads that the file has. Buffers of position ids are not read.
 
     >>> cfg, weights = bert.load("my-bert")
     >>> params = fs.materialize(weights, bert.specs(cfg, model="model"), mesh, key=fs.key(0))
@@ -322,14 +317,14 @@ def load(path: str | Path) -> tuple[Config, Any]:
     scan = Scan(Path(path))
     names = [n.removeprefix("bert.") for n in scan.found]
     cfg = config(path, **{head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()})
-    once = any(n.endswith("LayerNorm.gamma") for n in names)
+    from_tensorflow = any(n.endswith("LayerNorm.gamma") for n in names)
 
-    def named(path: tree.Path) -> FileTensor:
-        """In files made of those for TensorFlow a norm's weight is called gamma, its bias beta."""
+    def in_this_file(path: tree.Path) -> FileTensor:
+        """Name a norm's weight gamma and its bias beta in files that were converted from TensorFlow's."""
         name = theirs(path).name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
-        return replace(theirs(path), name=name) if once else theirs(path)
+        return replace(theirs(path), name=name) if from_tensorflow else theirs(path)
 
-    return cfg, read(scan, init(cfg), named, prefix="bert.", ignored=_NOT_OURS, copies=_TIED)
+    return cfg, read(scan, init(cfg), in_this_file, prefix="bert.", ignored=_IGNORED, copies=_TIED)
 
 
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:

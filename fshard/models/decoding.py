@@ -1,4 +1,4 @@
-"""Decoding: where tokens stand in their sequences, what attention has seen of them, and the loop that adds more.
+"""Decoding: positions of tokens, the cache of keys and values, and the loop that generates more tokens.
 
 Legend: B batch, T the tokens of this call, S those and all before, H heads, K head width, V vocabulary;
 [V@model] is a dim split over an axis; {I} does not vary over it.
@@ -22,69 +22,74 @@ from fshard.random import fold_in
 from fshard.spec import P
 
 
-class Seen(NamedTuple):
-    """The keys and values of one block, each [B, H@model, room, K]: those of the tokens so far, then free room."""
+class KeyValues(NamedTuple):
+    """The cached keys and values of one block, each [B, H@model, capacity, K]; the tokens so far come first."""
 
     k: Tensor
     v: Tensor
 
 
 class Cache(NamedTuple):
-    """What all the blocks have seen of `length` tokens, with room for more; `Cache(room)` has seen none.
+    """Keys and values of all blocks for `length` tokens, with room for `capacity`; `Cache(capacity)` is empty.
 
-    A call uses up the cache it is given: its storage goes on in the one that comes back.
+    A call consumes the cache it is passed: the returned cache reuses its storage.
     """
 
-    room: int
+    capacity: int
     length: int = 0
-    blocks: Sequence[Seen] = ()
+    blocks: Sequence[KeyValues] = ()
 
-    def after(self, seen: Sequence[Seen], count: int) -> Cache:
-        """The cache once `count` more tokens are in it."""
-        return Cache(self.room, self.length + count, tuple(seen))
+    def updated(self, blocks: Sequence[KeyValues], count: int) -> Cache:
+        """The cache with `count` more tokens, which `blocks` have."""
+        return Cache(self.capacity, self.length + count, tuple(blocks))
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of a call stand, and what each of them sees."""
+    """The positions of the tokens of a call, and the positions each of them attends to."""
 
-    start: int  # how many came before
-    t: int  # how many they are
-    positions: Tensor  # [T], or [B, T] where a mask sets sequences apart
-    mask: Tensor | None  # [B, 1, T, S], True where a token sees a position; None: all up to its own
-    room: int  # for the cache; 0 without one
+    start: int  # the number of tokens before
+    t: int
+    positions: Tensor  # [T], or [B, T] with a mask
+    mask: Tensor | None  # [B, 1, T, S], True where a token attends to a position; None: all up to its own
+    capacity: int  # of the cache; 0 without one
 
     @staticmethod
     def of(ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tokens:
-        """ids [B, T]; mask [B, S], nonzero where there is a token and not padding. Padding has no position."""
+        """ids [B, T]; mask [B, S], nonzero for tokens and 0 for padding, which positions do not count."""
         t, start = ids.shape[1], 0 if cache is None else cache.length
-        s = start + t
-        if cache is not None and s > cache.room:
-            raise fail(f"decoding: {s} tokens do not fit a cache of {cache.room}", fix=f"Cache({s})")
+        s, capacity = start + t, 0 if cache is None else cache.capacity
+        if cache is not None and s > capacity:
+            raise fail(f"decoding: {s} tokens do not fit a cache of {capacity}", fix=f"Cache({s})")
         if mask is None:
-            return Tokens(start, t, torch.arange(start, s, device=ids.device), None, cache.room if cache else 0)
+            return Tokens(start, t, torch.arange(start, s, device=ids.device), None, capacity)
         if tuple(mask.shape) != (len(ids), s):
             raise fail("decoding: the mask must have one entry for each token, also for those in the cache",
                        mask=list(mask.shape), needed=[len(ids), s])  # fmt: skip
         real = mask != 0
         positions = (real.long().cumsum(1) - 1).clamp(min=0)[:, start:]
-        sees = real[:, None, None, :] & nn.causal_mask(t, s, device=ids.device)
-        return Tokens(start, t, positions, sees, cache.room if cache else 0)
+        attended = real[:, None, None, :] & nn.causal_mask(t, s, device=ids.device)
+        return Tokens(start, t, positions, attended, capacity)
 
 
-def recall(k: Tensor, v: Tensor, tokens: Tokens, seen: Seen | None) -> tuple[Tensor, Tensor, Seen | None]:
-    """The keys and values of these tokens, [B, H, T, K], after those before them, [B, H, S, K]; and the cache."""
-    if not tokens.room:
+def append_to_cache(
+    k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None
+) -> tuple[Tensor, Tensor, KeyValues | None]:
+    """Append the keys and values of these tokens, [B, H, T, K], to those before, in place: all, [B, H, S, K], and both.
+
+    Without a cache, the keys and values are returned as they are.
+    """
+    if not tokens.capacity:
         return k, v, None
-    if seen is None:
+    if cached is None:
         b, h, _, width = k.shape
-        seen = Seen(k.new_zeros(b, h, tokens.room, width), v.new_zeros(b, h, tokens.room, v.shape[-1]))
+        cached = KeyValues(k.new_zeros(b, h, tokens.capacity, width), v.new_zeros(b, h, tokens.capacity, v.shape[-1]))
     stop = tokens.start + tokens.t
-    seen.k[:, :, tokens.start : stop] = k
-    seen.v[:, :, tokens.start : stop] = v
-    return seen.k[:, :, :stop], seen.v[:, :, :stop], seen
+    cached.k[:, :, tokens.start : stop] = k
+    cached.v[:, :, tokens.start : stop] = v
+    return cached.k[:, :, :stop], cached.v[:, :, :stop], cached
 
 
-# A model with what it is called with: (ids [B, T], mask [B, S], cache) -> logits [B, T, V@model] and the cache after.
+# A model with its other arguments: (ids [B, T], mask [B, S], cache) -> logits [B, T, V@model] and the updated cache.
 Step = Callable[[Tensor, Tensor | None, Cache], tuple[Tensor, Cache]]
 
 
@@ -92,11 +97,11 @@ def generate(
     step: Step, ids: Tensor, *, new: int, size: int, data: Axis = None, model: Axis = None, mask: Tensor | None = None,
     eos: int | None = None, pad: int | None = None, temperature: float = 0.0, key: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`new` more tokens for each sequence: ids [B@data, T] -> [B@data, T + new].
+    """Generate `new` more tokens for each sequence: ids [B@data, T] -> [B@data, T + new].
 
-    Takes the likeliest token, the first of those that tie; with a `temperature` one drawn by `key`, the same on
-    every mesh. After `eos` a sequence goes on with `pad` (`eos` if not given). Prompts of unequal lengths are padded
-    on their left, and `mask` [B@data, T] is 0 there. `size` is V.
+    Takes the likeliest token, the first among equals; with a `temperature`, draws one by `key`, the same on every
+    mesh. After `eos` a sequence is filled with `pad` (default: `eos`). Prompts of unequal lengths are padded on the
+    left, and `mask` [B@data, T] is 0 there. `size` is V.
     """
     if temperature < 0 or (temperature > 0 and key is None):
         raise fail(f"generate: temperature={temperature}, key={key}",
@@ -106,20 +111,20 @@ def generate(
     if new < 0 or not ids.shape[1]:
         raise fail(f"generate: {new} new tokens after {ids.shape[1]}", fix="new=0 or more, after one token or more")
     pad = eos if pad is None else pad
-    batch = rows("generate", len(ids), data, word="prompts that the data axis divides") if temperature else 0
+    batch = global_batch("generate", len(ids), data, word="prompts that the data axis divides") if temperature else 0
     cache = Cache(ids.shape[1] + new)
-    going = torch.ones_like(ids[:, 0], dtype=torch.bool)
+    unfinished = torch.ones_like(ids[:, 0], dtype=torch.bool)
     out, last = [ids], ids
     with torch.no_grad():
         for i in range(new):
-            logits, cache = step(last, mask, cache)
-            at = logits[:, -1]
+            all_logits, cache = step(last, mask, cache)
+            logits = all_logits[:, -1]
             if temperature and key is not None:
-                at = at / temperature + _gumbel(fold_in(key, i), at, (batch, size), P(data, model))
-            token = likeliest(at, model, size)
+                logits = logits / temperature + _gumbel_noise(fold_in(key, i), logits, (batch, size), P(data, model))
+            token = argmax(logits, model, size)
             if eos is not None:
-                token = torch.where(going, token, torch.full_like(token, pad or 0))
-                going = going & (token != eos)
+                token = torch.where(unfinished, token, torch.full_like(token, pad or 0))
+                unfinished = unfinished & (token != eos)
             last = token.unsqueeze(1)
             out.append(last)
             if mask is not None:
@@ -127,32 +132,32 @@ def generate(
     return torch.cat(out, 1)
 
 
-def likeliest(logits: Tensor, axis: Axis, size: int) -> Tensor:
-    """The class of the highest logit, the first of those that tie: [B, V@axis] -> [B]{I}; `size` is V."""
-    first, whole = local_range("likeliest", logits.shape[-1], axis, size)
+def argmax(logits: Tensor, axis: Axis, size: int) -> Tensor:
+    """The class of the highest logit, the first among equals: [B, V@axis] -> [B]{I}; `size` is V."""
+    first, whole = local_range("argmax", logits.shape[-1], axis, size)
     if not axis:
         return logits.argmax(-1)
     local = logits if logits.shape[-1] else logits.new_full((len(logits), 1), -math.inf)
-    value, at = local.max(-1)
+    value, index = local.max(-1)
     best = pvary(pmax(value, axis), axis)
-    found: Tensor = pmin(torch.where(value == best, at + first, whole), axis)
-    return found
+    out: Tensor = pmin(torch.where(value == best, index + first, whole), axis)
+    return out
 
 
-def _gumbel(key: Tensor, logits: Tensor, shape: tuple[int, int], spec: P) -> Tensor:
-    """Noise that makes the highest sum a draw from the softmax; `shape` is global. Source: Gumbel, 1954."""
-    draw = random.uniform(key, shape, spec=spec, device=logits.device)
-    return -(-draw.log()).log()
+def _gumbel_noise(key: Tensor, logits: Tensor, shape: tuple[int, int], spec: P) -> Tensor:
+    """Noise that makes the argmax of logits a draw from their softmax; `shape` is global. Source: Gumbel, 1954."""
+    uniform = random.uniform(key, shape, spec=spec, device=logits.device)
+    return -(-uniform.log()).log()
 
 
-def rows(verb: str, n: int, axis: Axis, *, word: str) -> int:
-    """The global batch, of which this rank has `n` rows: draws are placed by it. `word` names how to say it.
+def global_batch(verb: str, n: int, axis: Axis, *, word: str) -> int:
+    """The rows of all ranks over `axis`, of which this rank has `n`; `word` says in errors how to state it.
 
-    Where the ranks have no values, on an abstract mesh, it is taken for even.
+    Without values, on an abstract mesh, every rank is assumed to have `n`.
     """
     if axis and not region(verb).comm.has_values:
         return n * axis_size(axis)
     return global_size(verb, n, axis, word=word) if axis else n
 
 
-__all__ = ["Cache", "Seen", "Step", "Tokens", "generate", "likeliest", "recall", "rows"]
+__all__ = ["Cache", "KeyValues", "Step", "Tokens", "append_to_cache", "argmax", "generate", "global_batch"]

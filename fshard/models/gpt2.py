@@ -21,9 +21,9 @@ from fshard.errors import fail
 from fshard.interop.hf import FileTensor, read, write
 from fshard.spec import P
 
-from .config import read_config, their
-from .decoding import Cache, Seen, Tokens
-from .stream import ONE_DEVICE, Layout, attend, decode, through
+from .decoding import Cache, KeyValues, Tokens
+from .hf_files import file_tensor, read_config, weight_and_bias
+from .transformer import ONE_DEVICE, Layout, apply_blocks, causal_attention, generate_by, split_qkv
 
 
 @dataclass(frozen=True)
@@ -92,67 +92,59 @@ def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
 ) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the cache after).
+    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
 
-    `params` are as placed; give their `specs` where they vary over `layout.data` or are split over it (FSDP): each
-    block is then unsharded just before its use. `key` turns dropout on; `remat` recomputes blocks in backward.
-    `mask` [B@data, T] is 0 where ids are padding; with a cache it counts the tokens in there too.
+    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
+    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
+    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
     """
     tokens = Tokens.of(ids, mask, cache)
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gpt2: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
-    layout = layout.counted(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
+    layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
     described = init(cfg)
-    top = layout.whole(("wte", "wpe", "ln_f"), params, specs, described)
+    top = layout.unshard(("wte", "wpe", "ln_f"), params, specs, described)
 
     t = tokens.t
-    x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
-    x = x + layout.part(top["wpe"][tokens.positions], tokens.positions.ndim - 1)
+    x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
+    x = x + layout.time_slice(top["wpe"][tokens.positions], tokens.positions.ndim - 1)
     x = layout.dropout(x, cfg.embd_pdrop, key, "embd", t)
 
-    def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
-        return _block(cfg, p, x, layout, key, tokens, seen)
+    def block(p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None) -> tuple[Tensor, KeyValues | None]:
+        return _block(cfg, p, x, layout, key, tokens, cached)
 
-    x, seen = through(block, params["h"], x, layout=layout, shapes=described["h"], key=key, remat=remat, cache=cache,
-                      specs=None if specs is None else specs["h"])  # fmt: skip
-    logits = layout.linear(_norm(cfg, x, top["ln_f"], layout), t, top["wte"].transpose(0, 1))  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.after(seen, t))
+    x, blocks = apply_blocks(block, params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
+                             cache=cache)  # fmt: skip
+    x = layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon)
+    logits = layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
+    return logits if cache is None else (logits, cache.updated(blocks, t))
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, seen: Seen | None
-) -> tuple[Tensor, Seen | None]:
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, cached: KeyValues | None
+) -> tuple[Tensor, KeyValues | None]:
     """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
-    t = tokens.t
-    q, k, v = _heads(_norm(cfg, x, p["ln_1"], layout), p["qkv"]["w"], p["qkv"]["b"], layout, t)
-    a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attn_pdrop, key=key, heads=cfg.n_head)
-    a = layout.project(a, p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
+    t, w = tokens.t, p["qkv"]["w"]
+    h = layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon)
+    h = layout.column_linear(h, t, w.flatten(1), p["qkv"]["b"].flatten())  # [B, T, 3HK@model]
+    q, k, v = split_qkv(h, w.shape[1:])  # each [B, H@model, T, K]
+    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attn_pdrop, key=key,
+                                 heads=cfg.n_head)  # fmt: skip
+    a = layout.row_linear(a, p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
     x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", t)
 
-    h = nn.gelu(layout.linear(_norm(cfg, x, p["ln_2"], layout), t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
-    h = layout.project(h, p["down"]["w"], p["down"]["b"])
-    return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), seen
-
-
-def _heads(x: Tensor, w: Tensor, b: Tensor, layout: Layout, t: int) -> tuple[Tensor, ...]:
-    """[B, T, D], or [B, T@model, D] -> q, k, v, each [B, H@model, T, K]."""
-    three, heads, k = w.shape[1:]
-    flat = layout.linear(x, t, w.flatten(1), b.flatten())  # [B, T, 3HK]
-    qkv: Tensor = flat.unflatten(-1, (three, heads, k))  # type: ignore[no-untyped-call]
-    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
-
-
-def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
-    p = layout.shared(p)
-    return nn.layer_norm(x, p["w"], p["b"], eps=cfg.layer_norm_epsilon)
+    h = layout.layer_norm(x, p["ln_2"], cfg.layer_norm_epsilon)
+    h = nn.gelu(layout.column_linear(h, t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = layout.row_linear(h, p["down"]["w"], p["down"]["b"])
+    return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), cached
 
 
 def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets of -100 count nothing."""
+    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
     logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
 
@@ -162,50 +154,50 @@ def generate(
     mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
     key: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
-    return decode(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
-                  temperature=temperature, key=key)  # fmt: skip
+    """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map` only."""
+    return generate_by(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
+                       temperature=temperature, key=key)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 _TOP = {
-    "wte": FileTensor("transformer.wte.weight"), "wpe": FileTensor("transformer.wpe.weight"),
-    "ln_f.w": FileTensor("transformer.ln_f.weight"), "ln_f.b": FileTensor("transformer.ln_f.bias"),
-}  # fmt: skip
-_BLOCK = {  # their matrices are [in, out], as ours are
-    "ln_1.w": FileTensor("ln_1.weight"), "ln_1.b": FileTensor("ln_1.bias"),
-    "qkv.w": FileTensor("attn.c_attn.weight", "d (c h k) -> d c h k"),
-    "qkv.b": FileTensor("attn.c_attn.bias", "(c h k) -> c h k"),
-    "proj.w": FileTensor("attn.c_proj.weight", "(h k) d -> h k d"), "proj.b": FileTensor("attn.c_proj.bias"),
-    "ln_2.w": FileTensor("ln_2.weight"), "ln_2.b": FileTensor("ln_2.bias"),
-    "up.w": FileTensor("mlp.c_fc.weight"), "up.b": FileTensor("mlp.c_fc.bias"),
-    "down.w": FileTensor("mlp.c_proj.weight"), "down.b": FileTensor("mlp.c_proj.bias"),
-}  # fmt: skip
+    "wte": FileTensor("transformer.wte.weight"),
+    "wpe": FileTensor("transformer.wpe.weight"),
+    **weight_and_bias("ln_f", "transformer.ln_f"),
+}
+_BLOCK = {  # the matrices in the file are [in, out], as here
+    **weight_and_bias("ln_1", "ln_1"),
+    **weight_and_bias("qkv", "attn.c_attn", "d (c h k) -> d c h k", "(c h k) -> c h k"),
+    **weight_and_bias("proj", "attn.c_proj", "(h k) d -> h k d"),
+    **weight_and_bias("ln_2", "ln_2"),
+    **weight_and_bias("up", "mlp.c_fc"),
+    **weight_and_bias("down", "mlp.c_proj"),
+}
 _FIXED = {
     "model_type": "gpt2", "tie_word_embeddings": True, "activation_function": "gelu_new", "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
 }  # fmt: skip
-_NOT_OURS = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
+_IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 _TIED = {"lm_head.weight": "transformer.wte.weight"}
 
 
 def theirs(path: tree.Path) -> FileTensor:
-    """The tensor of a Hugging Face file that the leaf at a path is.
+    """The Hugging Face file tensor of the leaf at a path.
 
     >>> theirs(("h", 3, "up", "w"))
-    Their(name='transformer.h.3.mlp.c_fc.weight', dims=None, at=None)
+    FileTensor(name='transformer.h.3.mlp.c_fc.weight', dims=None, at=None)
     """
-    return their(path, _TOP, _BLOCK, "transformer.h")
+    return file_tensor(path, _TOP, _BLOCK, "transformer.h")
 
 
 def config(folder: str | Path) -> Config:
-    """The `Config` that the `config.json` of a folder sets. Raises ShardingError for another kind of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
     return read_config(folder, Config, _FIXED)
 
 
 def load(path: str | Path) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
+    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     >>> cfg, weights = gpt2.load("my-gpt2")
     >>> params = fs.materialize(weights, gpt2.specs(cfg, model="model"), mesh, key=fs.key(0))
@@ -213,7 +205,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-2's.
     """
     cfg = config(path)
-    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_NOT_OURS, copies=_TIED)
+    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_IGNORED, copies=_TIED)
 
 
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:

@@ -24,11 +24,20 @@ from fshard.interop.hf import FileTensor, Scan, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
-from .config import read_config, their
-from .decoding import Cache, Seen, Tokens
-from .stream import ONE_DEVICE, Layout, angles, attend, decode, through
+from .decoding import Cache, KeyValues, Tokens
+from .hf_files import file_tensor, read_config, weight_and_bias
+from .transformer import (
+    ONE_DEVICE,
+    Layout,
+    apply_blocks,
+    causal_attention,
+    flat_linear,
+    generate_by,
+    rope_angles,
+    split_qkv,
+)
 
-# By their names in Hugging Face; the last two differ in the digits of a constant.
+# By their names in Hugging Face, where the last two differ only in the digits of a constant.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 
@@ -37,8 +46,8 @@ _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partia
 class Config:
     """Sizes and rates, named as in Hugging Face's `GPTNeoXConfig`.
 
-    `rope_parameters` are those of `rope.frequencies`; what they lack of rope_type, rope_theta and
-    partial_rotary_factor is "default", 10000 and 0.25.
+    `rope_parameters` are those of `rope.frequencies`; the defaults of rope_type, rope_theta and
+    partial_rotary_factor are "default", 10000 and 0.25.
     """
 
     vocab_size: int = 50432
@@ -65,7 +74,7 @@ class Config:
         if self.hidden_act not in _ACTIVATIONS:
             raise fail(f"gpt_neox.Config: hidden_act={self.hidden_act!r}", fix=f"one of {list(_ACTIVATIONS)}")
         object.__setattr__(self, "rope_parameters", {**_ROPE, **self.rope_parameters})
-        rope.frequencies(self.rope_parameters, d // h, self.max_position_embeddings)  # raises what is wrong with them
+        rope.frequencies(self.rope_parameters, d // h, self.max_position_embeddings)  # raises for wrong ones
 
 
 def init(cfg: Config) -> Any:
@@ -118,96 +127,90 @@ def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
 ) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the cache after).
+    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
 
-    `params` are as placed; give their `specs` where they vary over `layout.data` or are split over it (FSDP): each
-    block is then unsharded just before its use. `key` turns dropout on; `remat` recomputes blocks in backward.
-    `mask` [B@data, T] is 0 where ids are padding; with a cache it counts the tokens in there too.
+    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
+    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
+    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
     """
     tokens = Tokens.of(ids, mask, cache)
-    layout = layout.counted(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
+    layout = layout.with_batch(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
     described = init(cfg)
-    top = layout.whole([name for name in described if name != "h"], params, specs, described)
+    top = layout.unshard([name for name in described if name != "h"], params, specs, described)
 
     t = tokens.t
-    x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
+    x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
     x = layout.dropout(x, cfg.hidden_dropout, key, "embd", t)
-    turn = angles(cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads, cfg.max_position_embeddings,
-                  tokens=tokens, layout=layout, dtype=x.dtype)  # fmt: skip
+    angles = rope_angles(cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads, cfg.max_position_embeddings,
+                         tokens=tokens, layout=layout, dtype=x.dtype)  # fmt: skip
 
-    def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
-        return _block(cfg, p, x, layout, key, tokens, turn, seen)
+    def block(p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None) -> tuple[Tensor, KeyValues | None]:
+        return _block(cfg, p, x, layout, key, tokens, angles, cached)
 
-    x, seen = through(block, params["h"], x, layout=layout, shapes=described["h"], key=key, remat=remat, cache=cache,
-                      specs=None if specs is None else specs["h"])  # fmt: skip
-    x = layout.enter(_norm(cfg, x, top["ln_f"], layout), t)
+    x, blocks = apply_blocks(block, params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
+                             cache=cache)  # fmt: skip
+    x = layout.enter(layout.layer_norm(x, top["ln_f"], cfg.layer_norm_eps), t)
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
     logits = nn.linear(x, w)  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.after(seen, t))
+    return logits if cache is None else (logits, cache.updated(blocks, t))
 
 
-Turn = tuple[Tensor, Tensor]  # the cos and sin that queries and keys are turned by
+Angles = tuple[Tensor, Tensor]  # the cos and sin that rotate queries and keys
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, turn: Turn, seen: Seen | None
-) -> tuple[Tensor, Seen | None]:
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: Angles,
+    cached: KeyValues | None,
+) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
     """x + attention(norm(x)), then x + mlp(norm(x)), or both of one x; x [B, T, D]{I model}, or [B, T@model, D]."""
-    t, rate = tokens.t, cfg.hidden_dropout
+    t, rate, eps = tokens.t, cfg.hidden_dropout, cfg.layer_norm_eps
     if not cfg.use_parallel_residual:
-        h = layout.enter(_norm(cfg, x, p["ln_1"], layout), t)
-        a, seen = _attention(cfg, p, h, layout, key, tokens, turn, seen)
-        x = x + layout.dropout(_plus(layout.leave(a), p["proj"], layout), rate, key, "proj", t)
-        h = _mlp(cfg, p, layout.enter(_norm(cfg, x, p["ln_2"], layout), t))
-        return x + layout.dropout(_plus(layout.leave(h), p["down"], layout), rate, key, "down", t), seen
+        h = layout.enter(layout.layer_norm(x, p["ln_1"], eps), t)
+        a, cached = _attention(cfg, p, h, layout, key, tokens, angles, cached)
+        x = x + layout.dropout(_add_bias(layout.leave(a), p["proj"], layout), rate, key, "proj", t)
+        h = _mlp(cfg, p, layout.enter(layout.layer_norm(x, p["ln_2"], eps), t))
+        return x + layout.dropout(_add_bias(layout.leave(h), p["down"], layout), rate, key, "down", t), cached
 
-    # Both norms divide the same x by the same: it enters once, and each norm scales it inside.
-    h = layout.enter(nn.layer_norm(x, eps=cfg.layer_norm_eps), t)
-    one, two = pvary((p["ln_1"], p["ln_2"]), layout.model)
-    a, seen = _attention(cfg, p, h * one["w"] + one["b"], layout, key, tokens, turn, seen)
-    h = _mlp(cfg, p, h * two["w"] + two["b"])
-    # a and h are parts of sums over model. Their sum is one too, so one transfer does for both; not where a mask of
-    # dropout comes between, one for each.
+    # Both norms normalize the same x: it is normalized and enters once, and each norm scales and shifts it inside.
+    h = layout.enter(nn.layer_norm(x, eps=eps), t)
+    ln_1, ln_2 = pvary((p["ln_1"], p["ln_2"]), layout.model)
+    a, cached = _attention(cfg, p, h * ln_1["w"] + ln_1["b"], layout, key, tokens, angles, cached)
+    h = _mlp(cfg, p, h * ln_2["w"] + ln_2["b"])
+    # a and h are partial results over model. So is their sum, so that one transfer reduces both, unless each has a
+    # dropout mask of its own.
     if not rate or key is None:
-        return x + _plus(_plus(layout.leave(a + h), p["proj"], layout), p["down"], layout), seen
-    a = layout.dropout(_plus(layout.leave(a), p["proj"], layout), rate, key, "proj", t)
-    return x + a + layout.dropout(_plus(layout.leave(h), p["down"], layout), rate, key, "down", t), seen
+        return x + _add_bias(_add_bias(layout.leave(a + h), p["proj"], layout), p["down"], layout), cached
+    a = layout.dropout(_add_bias(layout.leave(a), p["proj"], layout), rate, key, "proj", t)
+    return x + a + layout.dropout(_add_bias(layout.leave(h), p["down"], layout), rate, key, "down", t), cached
 
 
 def _attention(
-    cfg: Config, p: Any, h: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, turn: Turn, seen: Seen | None
-) -> tuple[Tensor, Seen | None]:
-    """[B, T, D]{V model} -> a part of the sum over model, [B, T, D]{V model}; without the last bias."""
-    w, b = p["qkv"]["w"], p["qkv"].get("b")
-    flat = nn.linear(h, w.flatten(1), None if b is None else b.flatten())  # [B, T, 3HK]
-    qkv: Tensor = flat.unflatten(-1, tuple(w.shape[1:]))  # type: ignore[no-untyped-call]
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H@model, T, K]
-    q, k = (rope.rotate(y, *turn, style="half") for y in (q, k))
-    a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attention_dropout, key=key,
-                     heads=cfg.num_attention_heads)  # fmt: skip
-    return nn.linear(a, p["proj"]["w"].flatten(0, 1)), seen
+    cfg: Config, p: Any, h: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: Angles,
+    cached: KeyValues | None,
+) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
+    """[B, T, D]{V model} -> a partial result of the sum over model, [B, T, D]{V model}, without the last bias."""
+    q, k, v = split_qkv(flat_linear(h, p["qkv"]), p["qkv"]["w"].shape[1:])  # each [B, H@model, T, K]
+    q, k = (rope.rotate(y, *angles, style="half") for y in (q, k))
+    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attention_dropout, key=key,
+                                 heads=cfg.num_attention_heads)  # fmt: skip
+    return nn.linear(a, p["proj"]["w"].flatten(0, 1)), cached
 
 
 def _mlp(cfg: Config, p: Any, h: Tensor) -> Tensor:
-    """[B, T, D]{V model} -> a part of the sum over model, [B, T, D]{V model}; without the last bias."""
+    """[B, T, D]{V model} -> a partial result of the sum over model, [B, T, D]{V model}, without the last bias."""
     h = _ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     return nn.linear(h, p["down"]["w"])
 
 
-def _plus(x: Tensor, p: Any, layout: Layout) -> Tensor:
-    return x + layout.shared(p["b"]) if "b" in p else x
-
-
-def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
-    p = layout.shared(p)
-    return nn.layer_norm(x, p["w"], p["b"], eps=cfg.layer_norm_eps)
+def _add_bias(x: Tensor, p: Any, layout: Layout) -> Tensor:
+    return x + layout.replicated(p["b"]) if "b" in p else x
 
 
 def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets of -100 count nothing."""
+    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
     logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
 
@@ -217,51 +220,51 @@ def generate(
     mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
     key: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
-    return decode(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
-                  temperature=temperature, key=key)  # fmt: skip
+    """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map` only."""
+    return generate_by(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
+                       temperature=temperature, key=key)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_HEADS = ("lm_head.weight", "embed_out.weight")  # transformers 5 has the first, and writes the second
+_HEADS = ("lm_head.weight", "embed_out.weight")  # in memory transformers 5 uses the first, in files the second
 _TOP = {
-    "wte": FileTensor("gpt_neox.embed_in.weight"), "ln_f.w": FileTensor("gpt_neox.final_layer_norm.weight"),
-    "ln_f.b": FileTensor("gpt_neox.final_layer_norm.bias"), "head.w": FileTensor("embed_out.weight", "v d -> d v"),
-}  # fmt: skip
-_BLOCK = {  # their matrices are [out, in]; q, k and v of one head stand together
-    "ln_1.w": FileTensor("input_layernorm.weight"), "ln_1.b": FileTensor("input_layernorm.bias"),
-    "qkv.w": FileTensor("attention.query_key_value.weight", "(h c k) d -> d c h k"),
-    "qkv.b": FileTensor("attention.query_key_value.bias", "(h c k) -> c h k"),
-    "proj.w": FileTensor("attention.dense.weight", "d (h k) -> h k d"), "proj.b": FileTensor("attention.dense.bias"),
-    "ln_2.w": FileTensor("post_attention_layernorm.weight"), "ln_2.b": FileTensor("post_attention_layernorm.bias"),
-    "up.w": FileTensor("mlp.dense_h_to_4h.weight", "f d -> d f"), "up.b": FileTensor("mlp.dense_h_to_4h.bias"),
-    "down.w": FileTensor("mlp.dense_4h_to_h.weight", "d f -> f d"), "down.b": FileTensor("mlp.dense_4h_to_h.bias"),
-}  # fmt: skip
+    "wte": FileTensor("gpt_neox.embed_in.weight"),
+    **weight_and_bias("ln_f", "gpt_neox.final_layer_norm"),
+    "head.w": FileTensor("embed_out.weight", "v d -> d v"),
+}
+_BLOCK = {  # the matrices in the file are [out, in]; q, k and v are interleaved by head
+    **weight_and_bias("ln_1", "input_layernorm"),
+    **weight_and_bias("qkv", "attention.query_key_value", "(h c k) d -> d c h k", "(h c k) -> c h k"),
+    **weight_and_bias("proj", "attention.dense", "d (h k) -> h k d"),
+    **weight_and_bias("ln_2", "post_attention_layernorm"),
+    **weight_and_bias("up", "mlp.dense_h_to_4h", "f d -> d f"),
+    **weight_and_bias("down", "mlp.dense_4h_to_h", "d f -> f d"),
+}
 _FIXED = {"model_type": "gpt_neox"}
-_NOT_OURS = (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")  # buffers of older versions
+_IGNORED = (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")  # buffers of older versions
 
 
 def theirs(path: tree.Path) -> FileTensor:
-    """The tensor of a Hugging Face file that the leaf at a path is.
+    """The Hugging Face file tensor of the leaf at a path.
 
     >>> theirs(("h", 3, "qkv", "b"))
-    Their(name='gpt_neox.layers.3.attention.query_key_value.bias', dims='(h c k) -> c h k', at=None)
+    FileTensor(name='gpt_neox.layers.3.attention.query_key_value.bias', dims='(h c k) -> c h k', at=None)
     """
-    return their(path, _TOP, _BLOCK, "gpt_neox.layers")
+    return file_tensor(path, _TOP, _BLOCK, "gpt_neox.layers")
 
 
 def config(folder: str | Path) -> Config:
-    """The `Config` that the `config.json` of a folder sets. Raises ShardingError for another kind of model."""
-    given = config_of(folder)
-    theta = given.get("rotary_emb_base") or _ROPE["rope_theta"]
-    turns = rope.parameters(given, theta=theta, partial=given.get("rotary_pct") or _ROPE["partial_rotary_factor"])
-    # A partial_rotary_factor of 1 is left out of them, and a Config's own is another.
-    return read_config(folder, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **turns})
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    raw = config_of(folder)
+    theta = raw.get("rotary_emb_base") or _ROPE["rope_theta"]
+    found = rope.parameters(raw, theta=theta, partial=raw.get("rotary_pct") or _ROPE["partial_rotary_factor"])
+    # `rope.parameters` leaves out a partial_rotary_factor of 1, and the default of a Config is another one.
+    return read_config(folder, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **found})
 
 
 def load(path: str | Path) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
+    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     >>> cfg, weights = gpt_neox.load("my-gpt-neox")
     >>> params = fs.materialize(weights, gpt_neox.specs(cfg, model="model"), mesh, key=fs.key(0))
@@ -271,13 +274,13 @@ def load(path: str | Path) -> tuple[Config, Any]:
     cfg, scan = config(path), Scan(Path(path))
     if cfg.tie_word_embeddings:
         tied = dict.fromkeys(_HEADS, _TOP["wte"].name)
-        return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=_NOT_OURS, copies=tied)
+        return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=_IGNORED, copies=tied)
     head = next((name for name in _HEADS if name in scan.found), _HEADS[-1])
 
-    def here(path: tree.Path) -> FileTensor:
+    def in_this_file(path: tree.Path) -> FileTensor:
         return replace(theirs(path), name=head) if path == ("head", "w") else theirs(path)
 
-    return cfg, read(scan, init(cfg), here, prefix="gpt_neox.", ignored=_NOT_OURS)
+    return cfg, read(scan, init(cfg), in_this_file, prefix="gpt_neox.", ignored=_IGNORED)
 
 
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:

@@ -22,14 +22,14 @@ from fshard.interop.hf import FileTensor, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
-from .config import read_config, their
-from .decoding import Cache, Seen, Tokens
-from .stream import ONE_DEVICE, Layout, attend, decode, through
+from .decoding import Cache, KeyValues, Tokens
+from .hf_files import file_tensor, read_config, weight_and_bias
+from .transformer import ONE_DEVICE, Layout, apply_blocks, causal_attention, generate_by, project_heads
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and rates, named as in Hugging Face's `GPTJConfig`. `rotary_dim`: of each head's dims, those that turn."""
+    """Sizes and rates, named as in Hugging Face's `GPTJConfig`. `rotary_dim`: rotated dims of each head."""
 
     vocab_size: int = 50400
     n_positions: int = 2048
@@ -103,79 +103,69 @@ def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
 ) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the cache after).
+    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
 
-    `params` are as placed; give their `specs` where they vary over `layout.data` or are split over it (FSDP): each
-    block is then unsharded just before its use. `key` turns dropout on; `remat` recomputes blocks in backward.
-    `mask` [B@data, T] is 0 where ids are padding; with a cache it counts the tokens in there too.
+    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
+    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
+    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
     """
     tokens = Tokens.of(ids, mask, cache)
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gptj: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
-    layout = layout.counted(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
+    layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
     described = init(cfg)
-    top = layout.whole(("wte", "ln_f", "head"), params, specs, described)
+    top = layout.unshard(("wte", "ln_f", "head"), params, specs, described)
 
     t = tokens.t
-    x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
+    x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
     x = layout.dropout(x, cfg.embd_pdrop, key, "embd", t)
 
     rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
-    turn = rope.angles(tokens.positions, rates, dtype=x.dtype)
+    angles = rope.angles(tokens.positions, rates, dtype=x.dtype)
 
-    def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
-        return _block(cfg, p, x, layout, key, tokens, turn, seen)
+    def block(p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None) -> tuple[Tensor, KeyValues | None]:
+        return _block(cfg, p, x, layout, key, tokens, angles, cached)
 
-    x, seen = through(block, params["h"], x, layout=layout, shapes=described["h"], key=key, remat=remat, cache=cache,
-                      specs=None if specs is None else specs["h"])  # fmt: skip
-    x = layout.enter(_norm(cfg, x, top["ln_f"], layout), t)
+    x, blocks = apply_blocks(block, params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
+                             cache=cache)  # fmt: skip
+    x = layout.enter(layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon), t)
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
     logits = nn.linear(x, w, top["head"]["b"])  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.after(seen, t))
+    return logits if cache is None else (logits, cache.updated(blocks, t))
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, turn: tuple[Tensor, Tensor],
-    seen: Seen | None,
-) -> tuple[Tensor, Seen | None]:  # fmt: skip
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: tuple[Tensor, Tensor],
+    cached: KeyValues | None,
+) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
     """x + attention(norm(x)) + mlp(norm(x)), both of one norm; x [B, T, D]{I model}, or [B, T@model, D]."""
     t = tokens.t
-    h = layout.enter(_norm(cfg, x, p["ln_1"], layout), t)
-    q, k, v = (_heads(h, p[name]["w"]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
-    q, k = (rope.rotate(y, *turn, style="pairs") for y in (q, k))
+    h = layout.enter(layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon), t)
+    q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
+    q, k = (rope.rotate(y, *angles, style="pairs") for y in (q, k))
     if cfg.attn_pdrop and key is not None:
-        # Scores are float32, also of half precision. Torch's fused kernel sees to it; with dropout there is none.
+        # Scores are computed in float32 for half precision too. Torch's fused kernel does; with dropout it is not used.
         q, k = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (q, k))
-    a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attn_pdrop, key=key, heads=cfg.n_head)
+    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attn_pdrop, key=key,
+                                 heads=cfg.n_head)  # fmt: skip
     a = nn.linear(a, p["proj"]["w"].flatten(0, 1))
     h = nn.gelu(nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
-    h, b = nn.linear(h, p["down"]["w"]), layout.shared(p["down"]["b"])
+    h, b = nn.linear(h, p["down"]["w"]), layout.replicated(p["down"]["b"])
 
-    # a and h are parts of sums over model. Their sum is one too, so one transfer does for both; not where a mask of
-    # dropout comes between, one for each.
+    # a and h are partial results over model. So is their sum, so that one transfer reduces both, unless each has a
+    # dropout mask of its own.
     if not cfg.resid_pdrop or key is None:
-        return x + layout.leave(a + h) + b, seen
+        return x + layout.leave(a + h) + b, cached
     a = layout.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj", t)
-    return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", t), seen
-
-
-def _heads(h: Tensor, w: Tensor) -> Tensor:
-    """[B, T, D] -> [B, H, T, K]."""
-    flat: Tensor = nn.linear(h, w.flatten(1)).unflatten(-1, tuple(w.shape[1:]))  # type: ignore[no-untyped-call]
-    return flat.transpose(1, 2)
-
-
-def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
-    p = layout.shared(p)
-    return nn.layer_norm(x, p["w"], p["b"], eps=cfg.layer_norm_epsilon)
+    return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", t), cached
 
 
 def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets of -100 count nothing."""
+    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
     logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
 
@@ -185,47 +175,47 @@ def generate(
     mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
     key: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
-    return decode(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
-                  temperature=temperature, key=key)  # fmt: skip
+    """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map` only."""
+    return generate_by(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
+                       temperature=temperature, key=key)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 _TOP = {
-    "wte": FileTensor("transformer.wte.weight"), "ln_f.w": FileTensor("transformer.ln_f.weight"),
-    "ln_f.b": FileTensor("transformer.ln_f.bias"), "head.w": FileTensor("lm_head.weight", "v d -> d v"),
-    "head.b": FileTensor("lm_head.bias"),
-}  # fmt: skip
-_BLOCK = {  # their matrices are [out, in]
-    "ln_1.w": FileTensor("ln_1.weight"), "ln_1.b": FileTensor("ln_1.bias"),
+    "wte": FileTensor("transformer.wte.weight"),
+    **weight_and_bias("ln_f", "transformer.ln_f"),
+    **weight_and_bias("head", "lm_head", "v d -> d v"),
+}
+_BLOCK = {  # the matrices in the file are [out, in]
+    **weight_and_bias("ln_1", "ln_1"),
     "q.w": FileTensor("attn.q_proj.weight", "(h k) d -> d h k"),
     "k.w": FileTensor("attn.k_proj.weight", "(h k) d -> d h k"),
     "v.w": FileTensor("attn.v_proj.weight", "(h k) d -> d h k"),
     "proj.w": FileTensor("attn.out_proj.weight", "d (h k) -> h k d"),
-    "up.w": FileTensor("mlp.fc_in.weight", "f d -> d f"), "up.b": FileTensor("mlp.fc_in.bias"),
-    "down.w": FileTensor("mlp.fc_out.weight", "d f -> f d"), "down.b": FileTensor("mlp.fc_out.bias"),
-}  # fmt: skip
+    **weight_and_bias("up", "mlp.fc_in", "f d -> d f"),
+    **weight_and_bias("down", "mlp.fc_out", "d f -> f d"),
+}
 _FIXED = {"model_type": "gptj", "activation_function": "gelu_new"}
-_NOT_OURS = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
+_IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 
 
 def theirs(path: tree.Path) -> FileTensor:
-    """The tensor of a Hugging Face file that the leaf at a path is.
+    """The Hugging Face file tensor of the leaf at a path.
 
     >>> theirs(("h", 3, "q", "w"))
-    Their(name='transformer.h.3.attn.q_proj.weight', dims='(h k) d -> d h k', at=None)
+    FileTensor(name='transformer.h.3.attn.q_proj.weight', dims='(h k) d -> d h k', at=None)
     """
-    return their(path, _TOP, _BLOCK, "transformer.h")
+    return file_tensor(path, _TOP, _BLOCK, "transformer.h")
 
 
 def config(folder: str | Path) -> Config:
-    """The `Config` that the `config.json` of a folder sets. Raises ShardingError for another kind of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
     return read_config(folder, Config, _FIXED)
 
 
 def load(path: str | Path) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder that `save_pretrained` wrote; placing them reads them.
+    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     >>> cfg, weights = gptj.load("my-gptj")
     >>> params = fs.materialize(weights, gptj.specs(cfg, model="model"), mesh, key=fs.key(0))
@@ -234,7 +224,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
     """
     cfg = config(path)
     tied = {"lm_head.weight": "transformer.wte.weight"} if cfg.tie_word_embeddings else {}
-    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_NOT_OURS, copies=tied)
+    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_IGNORED, copies=tied)
 
 
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:

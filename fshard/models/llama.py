@@ -8,7 +8,6 @@ Source: Touvron et al., 2023, "Llama 2"; Ainslie et al., 2023, for grouped queri
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,9 +24,18 @@ from fshard.interop.hf import FileTensor, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
-from .config import read_config, their
-from .decoding import Cache, Seen, Tokens
-from .stream import ONE_DEVICE, Layout, angles, attend, decode, through
+from .decoding import Cache, KeyValues, Tokens
+from .hf_files import file_tensor, read_config, weight_and_bias
+from .transformer import (
+    ONE_DEVICE,
+    Layout,
+    apply_blocks,
+    causal_attention,
+    flat_linear,
+    generate_by,
+    project_heads,
+    rope_angles,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Config:
     intermediate_size: int = 11008
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None  # None: as many as of queries
+    num_key_value_heads: int | None = None  # None: num_attention_heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
@@ -57,28 +65,28 @@ class Config:
 
     @property
     def groups(self) -> int:
-        """G."""
+        """G, the number of heads of keys and values."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def width(self) -> int:
-        """K."""
+        """K, the width of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def __post_init__(self) -> None:
         errors = []
-        for what, n, by in (("the heads must divide the width", self.hidden_size, self.num_attention_heads),
+        for rule, n, by in (("the heads must divide the width", self.hidden_size, self.num_attention_heads),
                             ("the groups must divide the heads", self.num_attention_heads, self.groups)):  # fmt: skip
             if n % by:
-                errors.append(fail(f"llama.Config: {what}", f"{n} % {by} = {n % by}"))
+                errors.append(fail(f"llama.Config: {rule}", f"{n} % {by} = {n % by}"))
         if self.hidden_act != "silu":
-            errors.append(fail(f"llama.Config: hidden_act={self.hidden_act!r}", fix="silu, which Llama has"))
-        given = self.rope_parameters
-        if given.get("partial_rotary_factor", 1.0) != 1.0 and given.get("rope_type") != "proportional":
-            errors.append(fail("llama.Config: Llama turns whole heads", rope_parameters=dict(given),
-                               fix="no partial_rotary_factor"))  # fmt: skip
+            errors.append(fail(f"llama.Config: hidden_act={self.hidden_act!r}", fix="silu, the activation of Llama"))
+        rotary = self.rope_parameters
+        if rotary.get("partial_rotary_factor", 1.0) != 1.0 and rotary.get("rope_type") != "proportional":
+            errors.append(fail("llama.Config: Llama rotates all dims of a head", rope_parameters=dict(rotary),
+                               fix="leave out partial_rotary_factor"))  # fmt: skip
         raise_all(errors)
-        rope.frequencies(given, self.width, self.max_position_embeddings)  # raises where they are not complete
+        rope.frequencies(rotary, self.width, self.max_position_embeddings)  # raises for incomplete ones
 
 
 def init(cfg: Config) -> Any:
@@ -94,7 +102,7 @@ def init(cfg: Config) -> Any:
         w = {"w": initial.normal((*inputs, *outputs), std=std)}
         return {**w, "b": initial.zeros(outputs)} if bias else w
 
-    def layer() -> Any:
+    def block() -> Any:
         return {
             "norm_1": {"w": initial.ones(d)},
             "q": linear((d,), (g, r, k), cfg.attention_bias),
@@ -110,7 +118,7 @@ def init(cfg: Config) -> Any:
     head = {} if cfg.tie_word_embeddings else {"head": {"w": initial.normal((d, cfg.vocab_size), std=std)}}
     return {
         "wte": initial.normal((cfg.vocab_size, d), std=std),
-        "h": [layer() for _ in range(cfg.num_hidden_layers)],
+        "h": [block() for _ in range(cfg.num_hidden_layers)],
         "norm_f": {"w": initial.ones(d)},
         **head,
     }
@@ -123,94 +131,83 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     """
     m = model
 
-    def inward(bias: bool) -> Any:
+    def column(bias: bool) -> Any:
         return {"w": P(None, m), "b": P(m)} if bias else {"w": P(None, m)}
 
-    def outward(bias: bool) -> Any:
+    def row(bias: bool) -> Any:
         return {"w": P(m), "b": P()} if bias else {"w": P(m)}
 
-    layer = {
-        "norm_1": P(), **{name: inward(cfg.attention_bias) for name in ("q", "k", "v")},
-        "proj": outward(cfg.attention_bias),
-        "norm_2": P(), **{name: inward(cfg.mlp_bias) for name in ("gate", "up")},
-        "down": outward(cfg.mlp_bias),
+    block = {
+        "norm_1": P(), **{name: column(cfg.attention_bias) for name in ("q", "k", "v")},
+        "proj": row(cfg.attention_bias),
+        "norm_2": P(), **{name: column(cfg.mlp_bias) for name in ("gate", "up")},
+        "down": row(cfg.mlp_bias),
     }  # fmt: skip
     head = {} if cfg.tie_word_embeddings else {"head": {"w": P(None, m)}}
-    return {"wte": P(m), "h": [layer] * cfg.num_hidden_layers, "norm_f": P(), **head}
+    return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "norm_f": P(), **head}
 
 
 def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
 ) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the cache after).
+    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
 
-    `params` are as placed; give their `specs` where they vary over `layout.data` or are split over it (FSDP): each
-    block is then unsharded just before its use. `key` turns dropout on; `remat` recomputes blocks in backward.
-    `mask` [B@data, T] is 0 where ids are padding; with a cache it counts the tokens in there too.
+    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
+    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
+    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
 
-    Where the rope_type is dynamic or longrope, angles depend on the longest sequence of the batch so far. The keys in
-    a cache stay as they were turned, as in transformers: the logits are not those of one call with all the tokens.
+    With the rope_type dynamic or longrope, angles depend on the longest sequence of the batch so far. Cached keys are
+    not rotated again, as in transformers: the logits are not those of one call with all the tokens.
     """
     tokens = Tokens.of(ids, mask, cache)
-    layout = layout.counted(ids, key, cfg.attention_dropout)
+    layout = layout.with_batch(ids, key, cfg.attention_dropout)
     described = init(cfg)
-    top = layout.whole([name for name in described if name != "h"], params, specs, described)
+    top = layout.unshard([name for name in described if name != "h"], params, specs, described)
 
     t = tokens.t
-    x = layout.tokens(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
-    turn = angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
-                  dtype=x.dtype)  # fmt: skip
+    x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
+    angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
+                         dtype=x.dtype)  # fmt: skip
 
-    def block(p: Any, x: Tensor, key: Tensor | None, seen: Seen | None) -> tuple[Tensor, Seen | None]:
-        return _block(cfg, p, x, layout, key, tokens, turn, seen)
+    def block(p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None) -> tuple[Tensor, KeyValues | None]:
+        return _block(cfg, p, x, layout, key, tokens, angles, cached)
 
-    x, seen = through(block, params["h"], x, layout=layout, shapes=described["h"], key=key, remat=remat,
-                      cache=cache, specs=None if specs is None else specs["h"])  # fmt: skip
+    x, blocks = apply_blocks(block, params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
+                             cache=cache)  # fmt: skip
     x = layout.enter(_norm(cfg, x, top["norm_f"], layout), t)
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
     logits = nn.linear(x, w)  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.after(seen, t))
+    return logits if cache is None else (logits, cache.updated(blocks, t))
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, turn: tuple[Tensor, Tensor],
-    seen: Seen | None,
-) -> tuple[Tensor, Seen | None]:  # fmt: skip
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: tuple[Tensor, Tensor],
+    cached: KeyValues | None,
+) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
     """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     h = layout.enter(_norm(cfg, x, p["norm_1"], layout), tokens.t)
-    q, k, v = (_heads(h, p[name]) for name in ("q", "k", "v"))  # [B, H@model, T, K], [B, G@model, T, K] twice
-    q, k = (rope.rotate(y, *turn) for y in (q, k))
-    a, seen = attend(q, k, v, tokens, seen, layout=layout, rate=cfg.attention_dropout, key=key,
-                     heads=cfg.num_attention_heads, group=cfg.num_attention_heads // cfg.groups)  # fmt: skip
-    x = x + layout.project(a, p["proj"]["w"].flatten(0, -2), p["proj"].get("b"))
+    q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # [B, H@model, T, K], [B, G@model, T, K] twice
+    q, k = (rope.rotate(y, *angles) for y in (q, k))
+    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attention_dropout, key=key,
+                                 heads=cfg.num_attention_heads,
+                                 group=cfg.num_attention_heads // cfg.groups)  # fmt: skip
+    x = x + layout.row_linear(a, p["proj"]["w"].flatten(0, -2), p["proj"].get("b"))
 
     h = layout.enter(_norm(cfg, x, p["norm_2"], layout), tokens.t)
-    h = F.silu(_linear(h, p["gate"])) * _linear(h, p["up"])  # [B, T, F@model]
-    return x + layout.project(h, p["down"]["w"], p["down"].get("b")), seen
-
-
-def _heads(h: Tensor, p: Any) -> Tensor:
-    """[B, T, D], w [D, heads.., K] -> [B, heads, T, K]."""
-    heads, k = math.prod(p["w"].shape[1:-1]), p["w"].shape[-1]
-    y: Tensor = _linear(h, p).unflatten(-1, (heads, k))  # type: ignore[no-untyped-call]
-    return y.transpose(1, 2)
-
-
-def _linear(x: Tensor, p: Any) -> Tensor:
-    """[B, T, D], w [D, F..], b [F..] -> [B, T, F]."""
-    return nn.linear(x, p["w"].flatten(1), p["b"].flatten() if "b" in p else None)
+    h = F.silu(flat_linear(h, p["gate"])) * flat_linear(h, p["up"])  # [B, T, F@model]
+    return x + layout.row_linear(h, p["down"]["w"], p["down"].get("b")), cached
 
 
 def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
-    return nn.rms_norm(x, layout.shared(p["w"]), eps=cfg.rms_norm_eps)
+    return nn.rms_norm(x, layout.replicated(p["w"]), eps=cfg.rms_norm_eps)
 
 
 def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over all targets of all ranks: [] {I}. Targets of -100 count nothing."""
+    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
     logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
 
@@ -220,9 +217,9 @@ def generate(
     mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
     key: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`new` more tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Called inside `shard_map`."""
-    return decode(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
-                  temperature=temperature, key=key)  # fmt: skip
+    """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map` only."""
+    return generate_by(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
+                       temperature=temperature, key=key)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -232,44 +229,37 @@ _TOP = {
     "norm_f.w": FileTensor("model.norm.weight"),
     "head.w": FileTensor("lm_head.weight", "v d -> d v"),
 }
-_LAYER = {
+_BLOCK = {
     "norm_1.w": FileTensor("input_layernorm.weight"),
-    "q.w": FileTensor("self_attn.q_proj.weight", "(g r k) d -> d g r k"),
-    "q.b": FileTensor("self_attn.q_proj.bias", "(g r k) -> g r k"),
-    "k.w": FileTensor("self_attn.k_proj.weight", "(g k) d -> d g k"),
-    "k.b": FileTensor("self_attn.k_proj.bias", "(g k) -> g k"),
-    "v.w": FileTensor("self_attn.v_proj.weight", "(g k) d -> d g k"),
-    "v.b": FileTensor("self_attn.v_proj.bias", "(g k) -> g k"),
-    "proj.w": FileTensor("self_attn.o_proj.weight", "d (g r k) -> g r k d"),
-    "proj.b": FileTensor("self_attn.o_proj.bias"),
+    **weight_and_bias("q", "self_attn.q_proj", "(g r k) d -> d g r k", "(g r k) -> g r k"),
+    **weight_and_bias("k", "self_attn.k_proj", "(g k) d -> d g k", "(g k) -> g k"),
+    **weight_and_bias("v", "self_attn.v_proj", "(g k) d -> d g k", "(g k) -> g k"),
+    **weight_and_bias("proj", "self_attn.o_proj", "d (g r k) -> g r k d"),
     "norm_2.w": FileTensor("post_attention_layernorm.weight"),
-    "gate.w": FileTensor("mlp.gate_proj.weight", "f d -> d f"),
-    "gate.b": FileTensor("mlp.gate_proj.bias"),
-    "up.w": FileTensor("mlp.up_proj.weight", "f d -> d f"),
-    "up.b": FileTensor("mlp.up_proj.bias"),
-    "down.w": FileTensor("mlp.down_proj.weight", "d f -> f d"),
-    "down.b": FileTensor("mlp.down_proj.bias"),
+    **weight_and_bias("gate", "mlp.gate_proj", "f d -> d f"),
+    **weight_and_bias("up", "mlp.up_proj", "f d -> d f"),
+    **weight_and_bias("down", "mlp.down_proj", "d f -> f d"),
 }
 _FIXED = {"model_type": "llama"}
-_NOT_OURS = ("rotary_emb.inv_freq",)  # of older versions
+_IGNORED = ("rotary_emb.inv_freq",)  # a buffer of older versions
 
 
 def theirs(path: tree.Path) -> FileTensor:
-    """The tensor of a Hugging Face file that the leaf at a path is.
+    """The Hugging Face file tensor of the leaf at a path.
 
     >>> theirs(("h", 3, "q", "w"))
-    Their(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
+    FileTensor(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
     """
-    return their(path, _TOP, _LAYER, "model.layers")
+    return file_tensor(path, _TOP, _BLOCK, "model.layers")
 
 
 def config(folder: str | Path) -> Config:
-    """The `Config` that the `config.json` of a folder sets. Raises ShardingError for another kind of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
     return read_config(folder, Config, _FIXED, rope_parameters=rope.parameters(config_of(folder)))
 
 
 def load(path: str | Path) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`: placing them reads them.
+    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     >>> cfg, weights = llama.load("my-llama")
     >>> params = fs.materialize(weights, llama.specs(cfg, model="model"), mesh, key=fs.key(0))
@@ -278,7 +268,7 @@ def load(path: str | Path) -> tuple[Config, Any]:
     """
     cfg = config(path)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tie_word_embeddings else {}
-    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=_NOT_OURS, copies=tied)
+    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=_IGNORED, copies=tied)
 
 
 def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:

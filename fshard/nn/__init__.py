@@ -1,4 +1,4 @@
-"""Pure layers and losses. With `axis=` a layer is split over a mesh axis; without, it is the dense one."""
+"""Pure layers and losses: sharded over a mesh axis with `axis=`, dense without."""
 
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
 from .loss import cross_entropy

@@ -1,4 +1,4 @@
-"""Pure layers and losses. With `axis=` a layer is split over a mesh axis; without, it is the dense one.
+"""Pure layers and losses: sharded over a mesh axis with `axis=`, dense without.
 
 Legend: B batch, T time, S keys, D width, F hidden width, H heads, K head width, V vocabulary; [D@model] is a
 dim split over an axis; {V} varies over it, {I} does not. Matrices are stored `[in, out]` and used as `x @ w`.
@@ -24,7 +24,7 @@ from .loss import cross_entropy
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """x @ w + b: x [..., D], w [D, F], b [F] -> [..., F].
+    """Compute x @ w + b: x [..., D], w [D, F], b [F] -> [..., F].
 
     Column parallel is w [D, F@model] and x {V model}; row parallel is w [D@model, F], then a psum.
     """
@@ -35,7 +35,7 @@ def mlp(
     x: Tensor, up: Tensor, down: Tensor, *, up_b: Tensor | None = None, down_b: Tensor | None = None,
     activation: Callable[[Tensor], Tensor] = F.relu, axis: Axis = None,
 ) -> Tensor:  # fmt: skip
-    """down(activation(up(x))): [..., D] -> [..., D].
+    """Compute down(activation(up(x))): [..., D] -> [..., D].
 
         x {I}, up [D, F@axis], up_b [F@axis], down [F@axis, D], down_b [D]{I} -> {I}
         one psum forward, one backward
@@ -51,13 +51,13 @@ def mlp(
 
 
 def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
-    """Rows of a table: ids [...], table [V, D] -> [..., D].
+    """Look up rows of a table: ids [...], table [V, D] -> [..., D].
 
-        with `axis`: ids {I}, table [V@axis, D]{V} -> [..., D]{V}, zero where another rank holds the row:
-        sum it, with psum or psum_scatter. The gradient of the table's part stays where it is.
+        with `axis`: ids {I}, table [V@axis, D]{V} -> [..., D]{V}, zero where another rank has the row:
+        sum the result with psum or psum_scatter. The gradient of the table needs no communication.
 
-    `size` is V, needed only where the axis does not divide it. An id that the table lacks gives NaN with
-    `axis` (to raise, the host would have to wait for the device), and torch's IndexError without.
+    `size` is V, needed only where the axis does not divide it. An id outside the table gives NaN with `axis` (to
+    raise, the host would have to wait for the device), and torch's IndexError without.
 
     >>> x = fs.psum(nn.embedding(ids, params["wte"], axis="model", size=50257), "model")
     """
@@ -66,14 +66,14 @@ def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None
     n = table.shape[0]
     start, end = local_range("embedding", n, axis, size)
     local = ids.long() - start
-    mine = (local >= 0) & (local < n)
-    rows = F.embedding(local.where(mine, 0), table if n else F.pad(table, (0, 0, 0, 1)))
-    blank = torch.where((ids >= 0) & (ids < end), 0.0, math.nan).to(rows.dtype)
-    return torch.where(mine.unsqueeze(-1), rows, blank.unsqueeze(-1))
+    is_local = (local >= 0) & (local < n)
+    rows = F.embedding(local.where(is_local, 0), table if n else F.pad(table, (0, 0, 0, 1)))
+    otherwise = torch.where((ids >= 0) & (ids < end), 0.0, math.nan).to(rows.dtype)
+    return torch.where(is_local.unsqueeze(-1), rows, otherwise.unsqueeze(-1))
 
 
 def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * w + b over the last dim: [..., D] -> [..., D].
+    """Compute (x - mean) / sqrt(var + eps) * w + b over the last dim: [..., D] -> [..., D].
 
     Source: Ba et al., 2016.
     """
@@ -81,9 +81,9 @@ def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, e
 
 
 def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * w over the last dim: [..., D] -> [..., D]; inside, float32 or better.
+    """Compute x / sqrt(mean(x^2) + eps) * w over the last dim, in float32 or better: [..., D] -> [..., D].
 
-    Half precision is rounded once, after `w`; Llama's own code rounds before it too.
+    Half precision is rounded once, after the product with `w`; Llama's own code rounds before it too.
     Source: Zhang & Sennrich, 2019.
     """
     return F.rms_norm(x, x.shape[-1:], w, eps)
@@ -96,52 +96,52 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Scaled dot-product attention: q [B, H, T, K], k and v [B, H, S, K] -> [B, H, T, K].
 
-    k and v may have fewer heads, a divisor of H: each then serves a group of neighbouring ones of q.
-    With `causal` the T positions are the last of the S, and each sees those up to its own (so not where an axis splits
-    the T and has all of the S: give a `mask` then). `mask` [..., T, S]
-    is True where a position is seen, or a number to add to its score; who sees nothing gets 0. With a dropout
-    `rate` and a `key` the weights are dropped by one mask on every mesh: `spec` and `shape` place the global
-    weights, [B, H, T, S], as in `dropout`. Heads may be split over an axis: nothing moves.
+    k and v may have fewer heads than q, a divisor of H: each head of k and v serves a group of neighbouring heads of q.
+    With `causal` the T positions are the last of the S, and each attends to those up to its own; where an axis splits T
+    but not S, pass a `mask` instead. `mask` [..., T, S] is True where a query attends to a position, or a number to add
+    to the score; a query that attends to no position gets 0. With a dropout `rate` and a `key` every mesh drops the
+    same weights: `spec` and `shape` are those of the global weights, [B, H, T, S], as in `dropout`. Heads may be split
+    over an axis, without communication.
 
-    Without dropout this is torch's fused kernel. On a CPU it has neither jvp nor second derivatives; torch's
-    other one has: `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. Source: Vaswani et al., 2017.
+    Without dropout this is torch's fused kernel. On a CPU that has neither jvp nor second derivatives; torch's other
+    implementation has: `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. Source: Vaswani et al., 2017.
 
     >>> nn.attention(q, k, v, causal=True, rate=0.1, key=key, spec=P("data", "model"))
     """
     if causal and mask is not None:
-        raise fail("attention: causal=True and a mask", fix="put nn.causal_mask(T, S) into the mask")
-    t, s, drops = q.shape[-2], k.shape[-2], _drops("attention", rate, key)
-    k, v = (_for_heads(q.shape[-3], x) for x in (k, v))
-    if causal and t > 1 and (drops or t != s):
+        raise fail("attention: causal=True and a mask", fix="combine the mask with nn.causal_mask(T, S)")
+    t, s, has_dropout = q.shape[-2], k.shape[-2], _has_dropout("attention", rate, key)
+    k, v = (_repeat_heads(q.shape[-3], x) for x in (k, v))
+    if causal and t > 1 and (has_dropout or t != s):
         mask = causal_mask(t, s, device=q.device)
-    if not drops:
+    if not has_dropout:
         square = causal and t == s and t > 1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale)
     scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)  # [B, H, T, S]
-    blind = None  # who sees nothing: a softmax of it would be NaN
+    masked = None  # queries that attend to no position, for which a softmax would be NaN
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        blind = (scores == -math.inf).all(-1, keepdim=True)
-        scores = scores.masked_fill(blind, 0)
+        masked = (scores == -math.inf).all(-1, keepdim=True)
+        scores = scores.masked_fill(masked, 0)
     weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    if blind is not None:
-        weights = weights.masked_fill(blind, 0)
+    if masked is not None:
+        weights = weights.masked_fill(masked, 0)
     return dropout(weights, rate, key=key, spec=spec, shape=shape) @ v
 
 
-def _for_heads(heads: int, x: Tensor) -> Tensor:
-    """[B, G, S, K] -> [B, H, S, K], each of the G heads H/G times."""
-    have = x.shape[-3]
-    if have == heads:
+def _repeat_heads(heads: int, x: Tensor) -> Tensor:
+    """Repeat each of G heads H/G times: [B, G, S, K] -> [B, H, S, K]."""
+    groups = x.shape[-3]
+    if groups == heads:
         return x
-    if not have or heads % have:
-        why = f"{heads} % {have} = {heads % have}" if have else "there are none"
-        raise fail("attention: the heads of k and v must divide those of q", why, q=heads, k=have)
-    return x.repeat_interleave(heads // have, dim=-3)
+    if not groups or heads % groups:
+        why = f"{heads} % {groups} = {heads % groups}" if groups else "there are none"
+        raise fail("attention: the heads of k and v must divide those of q", why, q=heads, k=groups)
+    return x.repeat_interleave(heads // groups, dim=-3)
 
 
 def causal_mask(t: int, s: int, *, device: torch.device | None = None) -> Tensor:
-    """[T, S] bool: whether each of the last T of S positions may see a position.
+    """Make a bool mask [T, S]: True where one of the last T of S positions may attend to a position.
 
     >>> causal_mask(2, 3)
     tensor([[ True,  True, False],
@@ -156,13 +156,13 @@ def dropout(
     """Zero a share `rate` of the elements and scale the rest by 1 / (1 - rate).
 
     The mask is a function of `key` and of each element's global index, hence the same on every mesh, and the
-    same when recomputed. `spec` says how the global array lies (its axes are those `x` varies over); `shape`
-    is the global shape, needed only where an axis does not divide it. `rate` 0 or key `None` does nothing.
+    same when recomputed. `spec` is that of the global array (its axes are those `x` varies over); `shape` is the
+    global shape, needed only where an axis does not divide it. `rate` 0 or key `None` returns `x`.
     Source: Srivastava et al., 2014.
 
     >>> nn.dropout(x, 0.1, key=fs.fold_in(key, layer), spec=P("data"))        # x [B@data, T, D]
     """
-    if not _drops("dropout", rate, key):
+    if not _has_dropout("dropout", rate, key):
         return x
     assert key is not None
     spec = spec or P()
@@ -177,13 +177,13 @@ def dropout(
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The tanh form of GELU, GPT-2's: [...] -> [...]. Source: Hendrycks & Gimpel, 2016."""
+    """Compute the tanh form of GELU, as GPT-2 does: [...] -> [...]. Source: Hendrycks & Gimpel, 2016."""
     return F.gelu(x, approximate="tanh")
 
 
-def _drops(verb: str, rate: float, key: Tensor | None) -> bool:
+def _has_dropout(verb: str, rate: float, key: Tensor | None) -> bool:
     if not 0 <= rate < 1:
-        raise fail(f"{verb}: rate={rate}", fix="a share, of at least 0 and less than 1")
+        raise fail(f"{verb}: rate={rate}", fix="0 <= rate < 1")
     return rate > 0 and key is not None
 
 

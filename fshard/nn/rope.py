@@ -1,7 +1,7 @@
-"""Rotary positions: queries and keys are turned by angles that grow with their position, so scores see distances.
+"""Rotary position embeddings (RoPE): rotate queries and keys by their positions, so that scores depend on distances.
 
-Legend: B batch, H heads, T time, K head width, R the first dims of a head that are turned, in R/2 pairs.
-Sources: Su et al., 2021, "RoFormer"; of each scaling, the function that computes it. Every formula is in the order of
+Legend: B batch, H heads, T time, K head width, R the first dims of a head, which are rotated in R/2 pairs.
+Sources: Su et al., 2021, "RoFormer"; for each scaling, the docstring of its function. Every formula keeps the order of
 operations of transformers' `modeling_rope_utils`, in float32, so that its results are the same bits.
 """
 
@@ -20,25 +20,25 @@ Parameters = Mapping[str, Any]
 
 
 def parameters(config: Parameters, *, theta: float = 10_000.0, partial: float = 1.0) -> dict[str, Any]:
-    """The rotary part of a Hugging Face config, in the names of transformers 5, from those of any version.
+    """Extract the rotary parameters of a Hugging Face config of any version, with the names of transformers 5.
 
-    `theta` and `partial` stand in for a rope_theta and a partial_rotary_factor that the config lacks.
+    `theta` and `partial` are the defaults of rope_theta and partial_rotary_factor.
 
     >>> parameters({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
     {'rope_type': 'linear', 'factor': 2.0, 'rope_theta': 500000.0}
     """
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise fail(f"rope: {found!r} are no parameters", fix='names and values: {"rope_type": "default"}')
-    given = dict(found)
-    if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
-        raise fail("rope: rotary positions that differ between layers", fix="one set of parameters for all layers",
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        raise fail(f"rope: {scaling!r} is not a dict of parameters", fix='names and values: {"rope_type": "default"}')
+    scaling = dict(scaling)
+    if nested := [key for key, value in scaling.items() if isinstance(value, Mapping)]:
+        raise fail("rope: parameters that differ between layers", fix="one set of parameters for all layers",
                    rope_parameters=nested)  # fmt: skip
-    old = given.pop("type", None)
-    out = {"rope_type": given.pop("rope_type", None) or old or "default", **given}
-    for name, otherwise in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+    old_type = scaling.pop("type", None)
+    out = {"rope_type": scaling.pop("rope_type", None) or old_type or "default", **scaling}
+    for name, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
         if out.get(name) is None:
-            out[name] = config.get(name) or otherwise
+            out[name] = config.get(name) or default
     if out["partial_rotary_factor"] == 1.0:
         del out["partial_rotary_factor"]
     if config.get("original_max_position_embeddings") and out["rope_type"] in ("llama3", "yarn", "longrope"):
@@ -50,61 +50,61 @@ def frequencies(
     parameters: Parameters, width: int, longest: int, *, length: int | Tensor | None = None,
     device: torch.device | None = None,
 ) -> tuple[Tensor, float]:  # fmt: skip
-    """(radians per position, f32[R/2]; the factor of cos and sin) for heads of `width` dims.
+    """Compute (radians per position f32[R/2], factor of cos and sin) for heads of `width` dims.
 
-    `parameters` are rope_type, rope_theta and what the type needs, named as in transformers; R is `width` times their
-    partial_rotary_factor, or all of it for "proportional", whose last pairs stand still. `longest` is
+    `parameters` are rope_type, rope_theta and those of the type, named as in transformers; R is `width` times their
+    partial_rotary_factor, or `width` for "proportional", whose last pairs have frequency 0. `longest` is
     max_position_embeddings. "dynamic" and "longrope" depend on the `length` of the sequence, an int or a 0-d integer
-    tensor; without one they are those of a short sequence.
+    tensor; without it the sequence is taken as short.
 
     >>> frequencies({"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}, 4, 2048)
     (tensor([0.5000, 0.0050]), 1.0)
     """
     kind = parameters.get("rope_type", "default")
     if kind not in _KINDS:
-        raise fail(f"rope: the rope_type {kind!r} is not known", fix=f"one of {list(_KINDS)}")
+        raise fail(f"rope: unknown rope_type {kind!r}", fix=f"one of {list(_KINDS)}")
     needs, compute = _KINDS[kind]
     if missing := [name for name in ("rope_theta", *needs) if parameters.get(name) is None]:
         raise fail(f"rope: {kind} needs {missing}", parameters=dict(parameters))
     partial = parameters.get("partial_rotary_factor", 1.0)
     r = int(width * partial)
     if r < 2 or r % 2 or r > width:
-        raise fail(f"rope: {r} dims of a head cannot be turned in pairs", width=width, partial_rotary_factor=partial)
+        raise fail(f"rope: cannot rotate {r} dims of a head in pairs", width=width, partial_rotary_factor=partial)
     return compute(parameters, width if kind == "proportional" else r, longest, length, device)
 
 
 def angles(
     positions: Tensor, rates: Tensor, factor: float = 1.0, *, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """The cos and sin to turn by, from positions [T] or [B, T] and `frequencies`: each [T, R/2] or [B, T, R/2].
+    """Compute the cos and sin of the rotation at positions [T] or [B, T]: each [T, R/2] or [B, T, R/2].
 
-    Computed in float32 and rounded once to `dtype`, that of the activations.
+    `rates` and `factor` are those of `frequencies`. Computed in float32 and rounded once to `dtype`.
 
     >>> angles(torch.arange(2), torch.tensor([1.0]))
     (tensor([[1.0000],
             [0.5403]]), tensor([[0.0000],
             [0.8415]]))
     """
-    turned = positions.unsqueeze(-1).float() * rates
-    return (turned.cos() * factor).to(dtype), (turned.sin() * factor).to(dtype)
+    radians = positions.unsqueeze(-1).float() * rates
+    return (radians.cos() * factor).to(dtype), (radians.sin() * factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, style: Literal["half", "pairs"] = "half") -> Tensor:
-    """Turn the first R dims of every head: x [B, H, T, K], cos and sin as `angles` gives them -> [B, H, T, K].
+    """Rotate the first R dims of every head: x [B, H, T, K], cos and sin of `angles` -> [B, H, T, K].
 
     "half" pairs dim i with dim i + R/2 (Llama, GPT-NeoX), "pairs" dim 2i with dim 2i + 1 (GPT-J, the paper). The
-    transpose turns back.
+    transpose is the inverse rotation.
 
     >>> rotate(torch.tensor([[[[1.0, 0.0, 7.0]]]]), torch.zeros(1, 1), torch.ones(1, 1))
     tensor([[[[0., 1., 7.]]]])
     """
     r = 2 * cos.shape[-1]
     if r > x.shape[-1]:
-        raise fail(f"rope: {r} dims are to be turned, a head has {x.shape[-1]}", x=list(x.shape), cos=list(cos.shape))
+        raise fail(f"rope: cannot rotate {r} dims of a head of {x.shape[-1]}", x=list(x.shape), cos=list(cos.shape))
     if cos.ndim == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [B, 1, T, R/2]
-    some = x[..., :r]
-    a, b = some.chunk(2, -1) if style == "half" else (some[..., ::2], some[..., 1::2])
+    first = x[..., :r]
+    a, b = first.chunk(2, -1) if style == "half" else (first[..., ::2], first[..., 1::2])
     a, b = a * cos - b * sin, b * cos + a * sin
     out = torch.cat([a, b], -1) if style == "half" else torch.stack([a, b], -1).flatten(-2)
     return out if r == x.shape[-1] else torch.cat([out, x[..., r:]], -1)
@@ -115,9 +115,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, style: Literal["half", "pairs
 _Kind = Callable[[Parameters, int, int, "int | Tensor | None", "torch.device | None"], tuple[Tensor, float]]
 
 
-def _powers(base: float | Tensor, r: int, device: torch.device | None, *, turned: int | None = None) -> Tensor:
-    """base^(2i / r), for the first `turned` dims or all r."""
-    powers: Tensor = base ** (torch.arange(0, r if turned is None else turned, 2, device=device).float() / r)
+def _powers(base: float | Tensor, r: int, device: torch.device | None, *, rotated: int | None = None) -> Tensor:
+    """Compute base^(2i / r) for the first `rotated` dims or all r."""
+    powers: Tensor = base ** (torch.arange(0, r if rotated is None else rotated, 2, device=device).float() / r)
     return powers
 
 
@@ -126,38 +126,41 @@ def _default(p: Parameters, r: int, longest: int, length: Any, device: torch.dev
 
 
 def _linear(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
-    """Positions divided by a factor. Source: Chen et al., 2023, "Position interpolation"."""
+    """Divide positions by a factor. Source: Chen et al., 2023, "Position interpolation"."""
     return 1.0 / _powers(p["rope_theta"], r, device) / p["factor"], 1.0
 
 
 def _proportional(
     p: Parameters, width: int, longest: int, length: Any, device: torch.device | None
 ) -> tuple[Tensor, float]:
-    """All dims are paired, and the slowest pairs stand still. Source: transformers, for Gemma 4."""
-    turned = int(p.get("partial_rotary_factor", 1.0) * width // 2)
-    rates = 1.0 / _powers(p["rope_theta"], width, device, turned=2 * turned)
-    return torch.cat([rates, rates.new_zeros(width // 2 - turned)]) / p.get("factor", 1.0), 1.0
+    """Pair all dims, and rotate only the fastest pairs. Source: transformers, for Gemma 4."""
+    pairs = int(p.get("partial_rotary_factor", 1.0) * width // 2)
+    rates = 1.0 / _powers(p["rope_theta"], width, device, rotated=2 * pairs)
+    return torch.cat([rates, rates.new_zeros(width // 2 - pairs)]) / p.get("factor", 1.0), 1.0
 
 
 def _dynamic(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
-    """A base that grows with sequences longer than `longest`. Source: bloc97 and emozilla, 2023, "NTK-aware"."""
+    """Scale the base with sequences longer than `longest`. Source: bloc97 and emozilla, 2023, "NTK-aware"."""
     factor, power = p["factor"], r / (r - 2) if r > 2 else math.inf
     if r == 2:
-        raise fail("rope: dynamic needs more than one pair of dims to turn", R=r)
+        raise fail("rope: dynamic needs more than one pair of dims", R=r)
 
-    def grown(length: Any) -> Any:
+    def scaled_base(length: Any) -> Any:
         return p["rope_theta"] * (factor * length / longest - (factor - 1)) ** power
 
-    short = 1.0 / _powers(grown(longest), r, device)
+    short = 1.0 / _powers(scaled_base(longest), r, device)
     if length is None:
         return short, 1.0
     length = torch.as_tensor(length, device=device)
-    long = 1.0 / _powers(grown(length.clamp(min=longest).float()), r, device)
+    long = 1.0 / _powers(scaled_base(length.clamp(min=longest).float()), r, device)
     return torch.where(length > longest, long, short), 1.0
 
 
 def _longrope(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
-    """A divisor for each pair, others for sequences longer than in training. Source: Ding et al., 2024, "LongRoPE"."""
+    """Divide each pair's frequency by a factor, which is another for sequences longer than in training.
+
+    Source: Ding et al., 2024, "LongRoPE".
+    """
     original = p.get("original_max_position_embeddings") or longest
     for name in ("short_factor", "long_factor"):
         if len(p[name]) != r // 2:
@@ -174,7 +177,10 @@ def _longrope(p: Parameters, r: int, longest: int, length: Any, device: torch.de
 
 
 def _yarn(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
-    """Slow pairs as in `_linear`, fast ones as they are, a ramp between. Source: Peng et al., 2023, "YaRN"."""
+    """Divide the frequencies of slow pairs, keep those of fast pairs, interpolate between.
+
+    Source: Peng et al., 2023, "YaRN".
+    """
     base = p["rope_theta"]
     original = p.get("original_max_position_embeddings") or longest
     stretch = longest / original if p.get("factor") is None else p["factor"]
@@ -185,7 +191,7 @@ def _yarn(p: Parameters, r: int, longest: int, length: Any, device: torch.device
         factor = factor / _temperature(stretch, all_dims) if top and all_dims else factor
 
     def pair(turns: float) -> float:
-        """Which pair makes so many turns in the original length."""
+        """Index of the pair that makes so many turns in the original length."""
         return (r * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(base))
 
     low, high = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)
@@ -204,7 +210,10 @@ def _temperature(stretch: float, scale: float) -> float:
 
 
 def _llama3(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
-    """Long waves divided by a factor, short ones as they are. Source: Llama 3.1, Grattafiori et al., 2024."""
+    """Divide the frequencies of long waves, keep those of short waves, interpolate between.
+
+    Source: Llama 3.1, Grattafiori et al., 2024.
+    """
     rates = 1.0 / _powers(p["rope_theta"], r, device)
     factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
     original = p.get("original_max_position_embeddings") or longest

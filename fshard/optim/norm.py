@@ -1,4 +1,4 @@
-"""The norm of a tree whose leaves lie anywhere: each element counted once, on any mesh."""
+"""Norm of a tree with any specs: each element counted once, on any mesh."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._comm import common_device
-from fshard._torch_compat import foreach_norm
 from fshard.collectives import axis_index, psum, pvary
 from fshard.grad import is_differentiated
 from fshard.spec import is_spec
 
-_BLOCK = 4096  # elements whose squares are added one by one
+_BLOCK = 4096  # elements whose squares the CPU kernel adds one by one
 
 
 def global_norm(x: Any, specs: Any) -> Tensor:
-    """The 2-norm of all elements of a tree, each counted once on any mesh.
+    """Return the 2-norm of all elements of a tree, each counted once on any mesh.
 
         tree of [*S@axes]{V axes} -> [] {I}     cost: one number over all axes of `specs`, one pass over the leaves
 
-    In float32, or in float64 if a leaf is. `specs`, a prefix tree, says what each leaf varies over; with no axes in it,
-    this works anywhere.
+    Computed in float32, or in float64 if a leaf has it. `specs`, a prefix tree, names the axes each leaf varies over;
+    with no axes in it, this works outside `shard_map` too.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}, P())
     tensor(5.)
@@ -34,7 +33,7 @@ def global_norm(x: Any, specs: Any) -> Tensor:
 
 
 def axes_of(specs: Any, x: Any, treedef: Any) -> list[tuple[str, ...]]:
-    """The axes that each leaf of `x` varies over, by a prefix tree of specs."""
+    """Axes that each leaf of `x` varies over, by a prefix tree of specs."""
     flat, same = tree.flatten(specs)
     if same != treedef or not all(map(is_spec, flat)):
         flat = tree.broadcast(specs, x, name="specs", leaf=is_spec)
@@ -44,41 +43,37 @@ def axes_of(specs: Any, x: Any, treedef: Any) -> list[tuple[str, ...]]:
 def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor:
     """`global_norm` of leaves that vary over these axes."""
     groups: dict[tuple[tuple[str, ...], torch.device], list[Tensor]] = {}
-    for leaf, over in zip(leaves, axes, strict=True):
-        groups.setdefault((tuple(sorted(over)), leaf.device), []).append(leaf)
-    every = tuple(sorted({a for over, _ in groups for a in over}))
+    for leaf, leaf_axes in zip(leaves, axes, strict=True):
+        groups.setdefault((tuple(sorted(leaf_axes)), leaf.device), []).append(leaf)
+    all_axes = tuple(sorted({a for group_axes, _ in groups for a in group_axes}))
     device = common_device(leaves)
-    parts = []
-    for (over, _), group in groups.items():
-        part = _sum_of_squares(group).to(device)
-        rest = tuple(a for a in every if a not in over)
-        if rest:  # of the ranks that hold one part the first counts it, so that one psum serves every leaf
-            part = torch.where(axis_index(rest) == 0, pvary(part, rest), 0.0)
-        parts.append(part)
-    total = torch.stack([p.to(_wide(parts)) for p in parts]).sum() if parts else torch.zeros(())
-    return torch.sqrt(psum(total, every) if every else total)
+    sums = []
+    for (group_axes, _), group in groups.items():
+        group_sum = _sum_of_squares(group).to(device)
+        others = tuple(a for a in all_axes if a not in group_axes)
+        if others:  # only the first of the ranks with equal parts counts them, so that one psum serves every leaf
+            group_sum = torch.where(axis_index(others) == 0, pvary(group_sum, others), 0.0)
+        sums.append(group_sum)
+    total = torch.stack([x.to(_sum_dtype(sums)) for x in sums]).sum() if sums else torch.zeros(())
+    return torch.sqrt(psum(total, all_axes) if all_axes else total)
 
 
-def _wide(xs: list[Tensor]) -> torch.dtype:
+def _sum_dtype(xs: list[Tensor]) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
 
 
 def _sum_of_squares(xs: list[Tensor]) -> Tensor:
-    wide = _wide(xs)
-    if torch.compiler.is_dynamo_compiling() or any(
-        map(is_differentiated, xs)
-    ):  # a compiler adds the squares as they are made
-        return torch.stack([x.to(wide).square().sum() for x in xs]).sum()
-    if xs[0].is_cuda:
-        return torch.stack(foreach_norm(xs, 2, wide)).square().sum()
-    return torch.cat([norm for x in xs for norm in _norms(x, wide)]).square().sum()
+    dtype = _sum_dtype(xs)
+    if torch.compiler.is_dynamo_compiling() or any(map(is_differentiated, xs)):  # a compiler fuses square and sum
+        return torch.stack([x.to(dtype).square().sum() for x in xs]).sum()
+    return torch.cat([norm for x in xs for norm in _block_norms(x, dtype)]).square().sum()
 
 
-def _norms(x: Tensor, wide: torch.dtype) -> list[Tensor]:
-    """The norms of the blocks of a leaf: [blocks], and of what is left [1].
+def _block_norms(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Norms of the blocks of a leaf, [blocks], and of the remainder, [1].
 
-    The CPU's norm adds one by one, 1e-3 off after 16 million elements; its sum adds by halves, but of squares that need
-    memory and a pass of their own. So blocks are summed by the one, and what they give by the other.
+    The CPU's norm adds squares one by one, with an error of 1e-3 after 16 million elements. The CPU's sum adds in
+    pairs, but squares take memory and another pass. So the norm adds each block, and the sum adds the blocks.
     """
     if not x.is_contiguous():  # in the order of memory, which for most strides is a view
         x = x.permute(sorted(range(x.ndim), key=lambda d: x.stride()[d], reverse=True))
@@ -86,10 +81,10 @@ def _norms(x: Tensor, wide: torch.dtype) -> list[Tensor]:
     whole = len(flat) // _BLOCK * _BLOCK
     out = []
     if whole:
-        out.append(torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1, dtype=wide))
+        out.append(torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1, dtype=dtype))
     if whole < len(flat):
-        out.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True, dtype=wide))
-    return out or [flat.to(wide)]
+        out.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True, dtype=dtype))
+    return out or [flat.to(dtype)]
 
 
 __all__ = ["axes_of", "global_norm", "norm_of"]

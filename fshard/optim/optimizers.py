@@ -1,14 +1,13 @@
 """Pure optimizers: an `Optimizer` is three pure functions, and its state a plain tree.
 
-    state         = opt.init(params)                    of tensors, `Deferred` or `Sharded`; it is of the same
+    state         = opt.init(params)                    of tensors, `Deferred` or `Sharded`, as `params` are
     params, state = opt.update(grads, state, params)    inside shard_map on local leaves, or on plain tensors
-    state_specs   = opt.specs(param_specs)              moments lie as their parameters do; prefixes stay so
+    state_specs   = opt.specs(param_specs)              moments have the specs of their parameters; prefixes stay so
 
-`update` never changes its arguments, except where shard_map was told that it may: a leaf whose storage is
-donated is overwritten, compiled or not, and costs no memory but that of one leaf at a time, or less.
-Every element is computed alike wherever it lies, so the mesh never changes the answer: bitwise, but for the
-norm of a clip and under torch.compile. Moments have the dtype of their parameter, as in torch.optim: keep
-parameters in float32 and compute in half precision, by a `Policy`.
+`update` never changes its arguments, except leaves that were donated to shard_map: those are overwritten, compiled or
+not, and take no memory but that of one leaf at a time, or less. Every element is computed alike wherever it is stored,
+so the mesh never changes the answer: bitwise, but for the norm of a clip and under torch.compile. Moments have the
+dtype of their parameter, as in torch.optim: keep parameters in float32 and compute in half precision, by a `Policy`.
 """
 
 from __future__ import annotations
@@ -30,12 +29,14 @@ from fshard.init import Deferred
 from fshard.sharded import Sharded, from_callback
 from fshard.spec import P, describe
 
-from .fused import back, fits, given, lent, step
+from .fused import GRADS, copy_back, donation_test, groups_on_device, has_fused_step, step
 from .norm import axes_of, global_norm, norm_of
 from .schedules import Schedule, constant, cosine, linear, not_negative, warmup
 
 Mask = Any  # a tree of bools, a prefix of one, or a function from the parameters to either
-Plain = Callable[[Sequence[Tensor], Tensor, Tensor, bool], tuple[Tensor, ...]]
+
+# (parameter, gradient, moments...), lr, count, decay? -> (parameter, moments...)
+Formula = Callable[[Sequence[Tensor], Tensor, Tensor, bool], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,19 +52,20 @@ class _Step:
 
 @dataclass(frozen=True, repr=False)
 class Transform(_Step):
-    """A change of gradients: `update(grads, state, params) -> (grads, state)`. Stands first in a `chain`.
+    """A change of gradients: `update(grads, state, params) -> (grads, state)`. Comes before the optimizer in a `chain`.
 
-    One that multiplies each leaf by a number may give those instead, by `factors`: the step then scales as it goes.
+    A transform that multiplies each leaf by a number may have `factors` too, which returns those numbers: the optimizer
+    then scales while it steps, without a second tree of gradients.
     """
 
-    factors: Callable[[Any, Any, Any], tuple[list[Tensor], Any]] | None = None  # of each leaf, and the new state
+    factors: Callable[[Any, Any, Any], tuple[list[Tensor], Any]] | None = None  # one factor per leaf, and the new state
 
 
 @dataclass(frozen=True, repr=False)
 class Optimizer(_Step):
     """A step of the parameters: `update(grads, state, params) -> (params, state)`."""
 
-    scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # an update by grads * factors
+    scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # `update` by grads * factors
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------
@@ -77,8 +79,8 @@ def sgd(
 
     Args:
         lr: a number, or a schedule: a function of the count of steps taken.
-        mask: which leaves decay (all of them if None): a tree of bools, a prefix of one, or a function of the
-            parameters. Let a function look at `ndim`, not at sizes: it sees local shapes.
+        mask: the leaves that decay (all of them if None): a tree of bools, a prefix of one, or a function of the
+            parameters. A function should read `ndim`, not sizes: it gets local shapes.
         dampening: has no fused kernel; with it, donated leaves are not reused.
 
     >>> opt = sgd(0.5)
@@ -92,17 +94,17 @@ def sgd(
         raise fail("sgd: nesterov needs a momentum and no dampening", fix="momentum=0.9, dampening=0.0",
                    momentum=momentum, dampening=dampening)  # fmt: skip
 
-    def plain(row: Sequence[Tensor], lr: Tensor, count: Tensor, decay: bool) -> tuple[Tensor, ...]:
+    def formula(row: Sequence[Tensor], lr: Tensor, count: Tensor, decay: bool) -> tuple[Tensor, ...]:
         p, g, *moments = row
         step = g + weight_decay * p if decay and weight_decay else g
         if not moments:
             return (p - lr.to(p.dtype) * step,)
-        share = torch.where(count == 1, 1.0, 1.0 - dampening).to(p.dtype)  # the first gradient is not damped
-        m = moments[0] * momentum + (step * share if dampening else step)
+        undamped = torch.where(count == 1, 1.0, 1.0 - dampening).to(p.dtype)  # all of the first gradient
+        m = moments[0] * momentum + (step * undamped if dampening else step)
         return p - lr.to(p.dtype) * (step + momentum * m if nesterov else m), m
 
     options = None if dampening else (momentum, float(nesterov))
-    return _optimizer("sgd", ("m",) if momentum else (), lr, weight_decay, mask, options, plain)
+    return _optimizer("sgd", ("m",) if momentum else (), lr, weight_decay, mask, options, formula)
 
 
 def adamw(
@@ -123,23 +125,27 @@ def adamw(
     if max(b1, b2) >= 1:
         raise fail(f"adamw: b1={b1}, b2={b2}", fix="less than 1")
 
-    def plain(row: Sequence[Tensor], lr: Tensor, count: Tensor, decay: bool) -> tuple[Tensor, ...]:
+    def formula(row: Sequence[Tensor], lr: Tensor, count: Tensor, decay: bool) -> tuple[Tensor, ...]:
         p, g, m, v = row
         t = count.to(torch.float64)
         step, root = (lr / (1 - b1**t)).to(p.dtype), (1 - b2**t).sqrt().to(p.dtype)
         m = m + (g - m) * (1 - b1)
         v = v * b2 + g * g * (1 - b2)
-        kept = p * (1 - lr * weight_decay).to(p.dtype) if decay and weight_decay else p
-        return kept - step * m / (v.sqrt() / root + eps), m, v
+        decayed = p * (1 - lr * weight_decay).to(p.dtype) if decay and weight_decay else p
+        return decayed - step * m / (v.sqrt() / root + eps), m, v
 
-    return _optimizer("adamw", ("m", "v"), lr, weight_decay, mask, (b1, b2, eps), plain)
+    return _optimizer("adamw", ("m", "v"), lr, weight_decay, mask, (b1, b2, eps), formula)
 
 
 def _optimizer(
     name: str, moments: tuple[str, ...], lr: float | Schedule, weight_decay: float, mask: Mask,
-    options: tuple[float, ...] | None, plain: Plain,
+    options: tuple[float, ...] | None, formula: Formula,
 ) -> Optimizer:  # fmt: skip
-    """The optimizer of a rule that is written twice: as a kernel, which takes `options`, and pure on one leaf."""
+    """Make an optimizer of a fused kernel, which takes `options` (None if there is no kernel), and a pure formula.
+
+    The kernel works in place and fast. The formula is for leaves that a gradient or a vmap passes through, and for
+    dtypes without a kernel.
+    """
 
     def init(params: Any) -> Any:
         return {"count": _scalar(params, torch.int64), **{k: tree.map(_zeros, params) for k in moments}}
@@ -154,33 +160,32 @@ def _optimizer(
         columns, treedef = _columns(name, moments, grads, state, params)
         decays = _decays(name, mask, params, treedef)
         rate, count = lr(state["count"]) if callable(lr) else lr, state["count"] + 1
-        donated = given()
+        is_donated = donation_test()
         wait_before_writing(columns[0])
-        # A gradient that lies in a donated leaf is copied: that leaf may be overwritten before this is read.
-        columns[1] = [g.clone() if donated(g) else g for g in columns[1]]
+        # Copy gradients that share storage with a donated leaf, which may be overwritten before they are read.
+        columns[GRADS] = [g.clone() if is_donated(g) else g for g in columns[GRADS]]
+        fused = has_fused_step(columns) if options is not None else [False] * len(decays)
         groups: dict[Any, list[int]] = {}
-        for i, fit in enumerate(fits(columns) if options is not None else [False] * len(decays)):
-            p, g, *rest = [column[i] for column in columns]
-            if fit:
+        for i, (p, g, *rest) in enumerate(zip(*columns, strict=True)):
+            if fused[i]:
                 groups.setdefault((p.device, p.dtype, decays[i]), []).append(i)
                 continue
-            g, *rest_here = [x.to(p.device) for x in (g, *rest)]
-            g = (g * factors[i].to(p.device)).to(g.dtype) if factors else g
+            g = (g.to(p.device) * factors[i].to(p.device)).to(g.dtype) if factors else g
             rate64 = torch.as_tensor(rate, dtype=torch.float64, device=p.device)
             wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype  # half precision is rounded once
-            new = plain([x.to(wide) for x in (p, g, *rest_here)], rate64, count, decays[i])
+            new = formula([x.to(p.device).to(wide) for x in (p, g, *rest)], rate64, count, decays[i])
             for column, old, x in zip([columns[0], *columns[2:]], [p, *rest], new, strict=True):
-                column[i] = old.copy_(x) if donated(old) and not is_differentiated(x) else x.to(old.device, p.dtype)
-        moving, fixed = (rate, 0.0) if isinstance(rate, Tensor) else (None, float(rate))
-        for (device, _, decay), which in groups.items():
-            there = {id(f): f.to(device) for f in factors}
-            for lot, (ps, gs, *moments_here) in lent(columns, which, donated):
-                scales = [there[id(factors[i])] for i in lot] if factors else []
-                step(name, ps, gs, [x for column in moments_here for x in column], scales, moving, fixed, count,
+                reuse = is_donated(old) and not is_differentiated(x)
+                column[i] = old.copy_(x) if reuse else x.to(old.device, p.dtype)
+        scheduled, fixed = (rate, 0.0) if isinstance(rate, Tensor) else (None, float(rate))
+        for (device, _, decay), leaves in groups.items():
+            for group, (ps, gs, *ms) in groups_on_device(columns, leaves, is_donated):
+                scales = [factors[i].to(device) for i in group] if factors else []
+                step(name, ps, gs, [x for column in ms for x in column], scales, scheduled, fixed, count,
                      [*(options or ()), weight_decay * decay])  # fmt: skip
-                for column, done in zip([columns[0], *columns[2:]], [ps, *moments_here], strict=True):
-                    for i, x in zip(lot, done, strict=True):
-                        column[i] = back(x, column[i], donated)
+                for column, new_column in zip([columns[0], *columns[2:]], [ps, *ms], strict=True):
+                    for i, x in zip(group, new_column, strict=True):
+                        column[i] = copy_back(x, column[i], is_donated)
         new_params, _, *new_moments = [tree.unflatten(treedef, column) for column in columns]
         return new_params, {"count": count, **dict(zip(moments, new_moments, strict=True))}
 
@@ -191,22 +196,23 @@ def _optimizer(
 
 
 def chain(*steps: Transform | Optimizer) -> Optimizer:
-    """Transforms of gradients, one after the other, then an optimizer. The state: a tuple of theirs.
+    """Apply transforms of gradients one after another, then an optimizer. The state is a tuple of theirs.
 
     >>> opt = chain(clip_by_global_norm(1.0, specs), adamw(3e-4))
     >>> params, state = opt.update(grads, state, params)
-    >>> state[0]["norm"]                                    # of the gradients as they came
+    >>> state[0]["norm"]                                    # of the gradients, before the clip
     tensor(2.7183)
     """
     kinds = [Transform] * (len(steps) - 1) + [Optimizer]
-    wrong = [f"step {i}, {s!r}, is out of place" for i, s in enumerate(steps) if not isinstance(s, kinds[i])]
+    article = {Transform: "a Transform", Optimizer: "an Optimizer"}
+    wrong = [f"step {i} is {s!r}, not {article[kinds[i]]}" for i, s in enumerate(steps) if not isinstance(s, kinds[i])]
     if wrong or not steps:
         raise fail(
             f"chain: {wrong[0] if wrong else 'no steps'}",
             fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))",
         )
     names = ", ".join(s.name for s in steps)
-    # What only scales, just before the step, is not made: that would be a second tree of gradients.
+    # If the last transform only scales, the optimizer scales: that saves a second tree of gradients.
     factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None
     scaled = getattr(steps[-1], "scaled", None) if factors_of is not None else None
 
@@ -221,7 +227,7 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
             factors, changed = factors_of(value, state[-2], params)
             value, last = scaled(value, state[-1], params, factors)
             new += [changed, last]
-        return value, tuple(new)  # the last step gave the parameters
+        return value, tuple(new)  # `value` is now the parameters
 
     return Optimizer(lambda params: tuple(s.init(params) for s in steps), update,
                      lambda specs: tuple(s.specs(specs) for s in steps), f"chain({names})")  # fmt: skip
@@ -232,9 +238,9 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
 
         tree of [*S@axes]{V axes} -> the same     cost: one number over all axes of `specs`
 
-    `specs` are those of the parameters, or a prefix. The state is `{"norm": 0-d float32}`, the norm before
-    the clip, for logs. The formula, and what becomes of NaN (NaN everywhere) and of infinity (NaN, and 0
-    elsewhere), are those of `torch.nn.utils.clip_grad_norm_`.
+    `specs` are those of the parameters, or a prefix. The state is `{"norm": 0-d float32}`, the norm before the clip,
+    for logs. The formula is that of `torch.nn.utils.clip_grad_norm_`: a NaN makes all gradients NaN, an infinity
+    becomes NaN and makes all others 0.
 
     Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural networks".
     """
@@ -273,7 +279,7 @@ def _zeros(x: Any) -> Any:
 
 
 def _scalar(params: Any, dtype: torch.dtype) -> Any:
-    """A 0-d zero, of the kind and on the device that the leaves are."""
+    """0-d zero of the same kind (tensor, Deferred, Sharded) and on the same device as the leaves."""
     leaves = tree.leaves(params)
     if any(isinstance(x, Deferred) for x in leaves):
         return _init.zeros((), dtype=dtype)
@@ -283,20 +289,21 @@ def _scalar(params: Any, dtype: torch.dtype) -> Any:
 
 
 def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:
-    given: Any = True if mask is None else mask(params) if callable(mask) else mask
-    flat, structure = tree.flatten(given)
+    """Return, for each leaf, whether it decays."""
+    bools: Any = True if mask is None else mask(params) if callable(mask) else mask
+    flat, structure = tree.flatten(bools)
     if not all(isinstance(leaf, bool) for leaf in flat):
-        wrong = [tree.show("mask", at) for at, x in tree.leaves_with_path(given) if not isinstance(x, bool)]
+        wrong = [tree.show("mask", path) for path, x in tree.leaves_with_path(bools) if not isinstance(x, bool)]
         raise fail(f"{name}: {', '.join(wrong)}: not a bool", fix="True where a leaf decays, False elsewhere")
     if structure == treedef:
         return flat
-    return tree.broadcast(given, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool")
+    return tree.broadcast(bools, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool")
 
 
 def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: Any) -> tuple[list[list[Tensor]], Any]:
-    """The leaves of parameters, gradients and moments, and the structure of the parameters.
+    """Leaves of parameters, gradients and moments, and the structure of the parameters.
 
-    Gradients and moments must be trees like the parameters: the kernels read what they are given.
+    Raises ShardingError unless gradients and moments are trees like the parameters: the kernels check nothing.
     """
     keys = sorted(state) if isinstance(state, dict) else type(state).__name__
     if keys != sorted(["count", *moments]):
@@ -305,38 +312,41 @@ def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: 
     leaves, treedef = tree.flatten(params)
     kinds = [(x.shape, x.dtype) for x in leaves]
     trees = [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]]
-    flat = [(what, other, *tree.flatten(other)) for what, other in trees]
-    alike = all(d == treedef and [(x.shape, x.dtype) for x in xs] == kinds for _, _, xs, d in flat)
-    if not alike or not all(x.is_floating_point() for x in leaves):
+    flat = [(label, other, *tree.flatten(other)) for label, other in trees]
+    equal = all(d == treedef and [(x.shape, x.dtype) for x in xs] == kinds for _, _, xs, d in flat)
+    if not equal or not all(x.is_floating_point() for x in leaves):
         _refuse(name, params, treedef, flat)
     return [leaves, *[xs for _, _, xs, _ in flat]], treedef
 
 
 def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any, list[Tensor], Any]]) -> None:
-    """Raise, naming every leaf that is not as its parameter."""
-    want = {tree.show("", path): p for path, p in tree.leaves_with_path(params)}
-    errors = [fail(f"{name}: params{at}: {describe(p.dtype, p.shape)} is not floating", fix="keep it in another tree")
-              for at, p in want.items() if not p.is_floating_point()]  # fmt: skip
-    for what, other, _, structure in flat:
-        have = {tree.show("", path): x for path, x in tree.leaves_with_path(other)}
+    """Raise, with every leaf whose path, shape or dtype is not that of its parameter."""
+    expected = {tree.show("", path): p for path, p in tree.leaves_with_path(params)}
+    errors = [
+        fail(f"{name}: params{path}: {describe(p.dtype, p.shape)} is not floating", fix="keep it in another tree")
+        for path, p in expected.items()
+        if not p.is_floating_point()
+    ]
+    for label, other, _, structure in flat:
+        got = {tree.show("", path): x for path, x in tree.leaves_with_path(other)}
         if structure != treedef:
             errors.append(
                 fail(
-                    f"{name}: {what}: not a tree like params",
-                    f"missing  {', '.join(at for at in want if at not in have) or 'nothing'}",
-                    f"extra    {', '.join(at for at in have if at not in want) or 'nothing'}",
+                    f"{name}: {label}: not a tree like params",
+                    f"missing  {', '.join(path for path in expected if path not in got) or 'nothing'}",
+                    f"extra    {', '.join(path for path in got if path not in expected) or 'nothing'}",
                     fix="gradients and state of exactly these params, in the same containers",
                 )
             )
             continue
         errors += [
             fail(
-                f"{name}: {what}{at}: is {describe(x.dtype, x.shape)}, its parameter "
-                f"{describe(want[at].dtype, want[at].shape)}",
+                f"{name}: {label}{path}: is {describe(x.dtype, x.shape)}, its parameter "
+                f"{describe(expected[path].dtype, expected[path].shape)}",
                 fix="give it that shape and dtype",
             )
-            for at, x in have.items()
-            if (x.shape, x.dtype) != (want[at].shape, want[at].dtype)
+            for path, x in got.items()
+            if (x.shape, x.dtype) != (expected[path].shape, expected[path].dtype)
         ]
     raise_all(errors)
 

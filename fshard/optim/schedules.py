@@ -1,4 +1,4 @@
-"""Schedules: pure functions of the count of steps taken; of an int a float, of a tensor a 0-d float64 one."""
+"""Schedules: pure functions of the count of steps taken, from an int to a float or from a tensor to a 0-d float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Schedule = Callable[[Any], Any]  # the count of steps taken, an int or 0-d tenso
 
 
 def _schedule(f: Callable[[Tensor], Tensor]) -> Schedule:
-    """A function of the count, in float64: of a tensor a 0-d tensor, of an int a float."""
+    """Make a schedule from a function of a 0-d float64 tensor."""
 
     def at(count: Any) -> Any:
         if isinstance(count, Tensor):
@@ -30,12 +30,12 @@ def _progress(count: Tensor, steps: int) -> Tensor:
 
 
 def constant(value: float) -> Schedule:
-    """The same number at every step."""
+    """Return the same number at every step."""
     return _schedule(lambda count: torch.full_like(count, value))
 
 
 def linear(start: float, end: float, *, steps: int) -> Schedule:
-    """A straight line from `start` at 0 to `end` at `steps`, and `end` from there on.
+    """Interpolate linearly from `start` at step 0 to `end` at `steps`; stay at `end` afterwards.
 
     >>> [linear(0.0, 1.0, steps=4)(i) for i in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
@@ -45,7 +45,7 @@ def linear(start: float, end: float, *, steps: int) -> Schedule:
 
 
 def cosine(peak: float, steps: int, *, end: float = 0.0) -> Schedule:
-    """Half a cosine from `peak` at 0 to `end` at `steps`, and `end` from there on.
+    """Decrease from `peak` at step 0 to `end` at `steps` along half a cosine; stay at `end` afterwards.
 
     >>> cosine(1.0, 10)(10)
     0.0
@@ -61,19 +61,19 @@ def cosine(peak: float, steps: int, *, end: float = 0.0) -> Schedule:
 
 
 def warmup(after: float | Schedule, steps: int, *, start: float = 0.0) -> Schedule:
-    """For `steps` steps a line from `start` to where `after` starts; then `after`, counted from there.
+    """Interpolate linearly from `start` to the first value of `after` in `steps` steps; then follow `after`.
 
     >>> lr = warmup(cosine(3e-4, 10_000 - 500, end=3e-5), 500)
     >>> [lr(0), lr(250), lr(500), lr(10_000)]
     [0.0, 0.00015, 0.0003, 3e-05]
     """
     not_negative("warmup", steps=steps)
-    then = after if callable(after) else constant(after)
-    top = float(then(torch.zeros((), dtype=torch.float64)))
+    schedule = after if callable(after) else constant(after)
+    peak = float(schedule(torch.zeros((), dtype=torch.float64)))
 
     def at(count: Tensor) -> Tensor:
-        rising = _between(start, top, _progress(count, steps))
-        return torch.where(count < steps, rising, then(torch.clamp(count - steps, min=0)))
+        rising = _between(start, peak, _progress(count, steps))
+        return torch.where(count < steps, rising, schedule(torch.clamp(count - steps, min=0)))
 
     return _schedule(at)
 
@@ -83,7 +83,7 @@ def _between(start: float | Tensor, end: float | Tensor, t: Tensor) -> Tensor:
 
 
 def not_negative(name: str, **options: Any) -> None:
-    """Raise for an option below zero, or NaN. Functions pass."""
+    """Raise for an option that is negative or NaN. Functions are not checked."""
     for option, value in options.items():
         if not callable(value) and not value >= 0:
             raise fail(f"{name}: {option}={value}", fix="0 or more")

@@ -1,4 +1,4 @@
-"""Keys and element-addressed draws: element i of a draw is a function of (key, i), whatever the mesh.
+"""Keys and element-addressed draws: element i of a draw is a function of (key, i), on every mesh.
 
 A key is a CPU int64 tensor of shape [2]: two 32-bit words, for one draw. `split` and `fold_in` make more.
 Inside `shard_map` a draw takes the global shape and a spec and returns this rank's part, with the type of the
@@ -35,167 +35,175 @@ from torch import Tensor
 
 from fshard._comm import checker, in_region
 from fshard._comm import region as current_region
-from fshard._torch_compat import without_functorch
 from fshard.errors import fail, raise_all
 from fshard.spec import Box, P, box_shape, full_box, local_box, spec_errors
 
-from .keys import DRAW, plain, words_of
-from .philox import M, Word, philox, philox_lanes
+from .keys import DRAW, key_words
+from .philox import M, Word, philox, philox_in_place
 
 VERSION = 1
 
-_ALL = P()
-_LANES = 1 << 15  # blocks at a time for each CPU thread; torch gives none a smaller share of an operation
+_REPLICATED = P()
+_TILE_BLOCKS = 1 << 15  # Philox blocks per tile and CPU thread; torch splits no operation finer between threads
 
 
 # --- any part of a draw -----------------------------------------------------------------------------------
 
 
-class _Law(NamedTuple):
-    """How words become values; `of` may overwrite them. They are int64, or float64 if `dtype` is floating."""
+class _Distribution(NamedTuple):
+    """Map from random words to values; `of_words` may overwrite the words: int64, or float64 if `dtype` is floating."""
 
-    of: Callable[[Tensor], Tensor]
+    of_words: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     low: float | None = None  # bounds, after the cast
     high: float | None = None
 
 
 class _Runs(NamedTuple):
-    """A box as equally long runs of elements that are contiguous in the global row-major order."""
+    """A box as runs of equal length, whose elements are contiguous in the global row-major order."""
 
-    many: int
+    number: int
     length: int
     base: int  # the global index of the box's first element
-    outer: list[tuple[int, int]]  # (size, stride) of the dims that lead from run to run, at least one
+    outer: list[tuple[int, int]]  # (size, stride) of the dims outside the runs, at least one
 
     @staticmethod
     def of(shape: Sequence[int], box: Box) -> _Runs:
         sizes = box_shape(box)
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        cut = max([0, *(d for d, n in enumerate(sizes) if n != shape[d])])  # the dims after it are whole
+        last_cut = max([0, *(d for d, n in enumerate(sizes) if n != shape[d])])  # all dims after it are whole
         base = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
         outer = [(1, 0)]
-        for size, stride in zip(sizes[:cut], strides[:cut], strict=True):
-            if outer[-1][0] == 1 or outer[-1][1] == size * stride:  # as one dim: a run divides by each but the first
+        for size, stride in zip(sizes[:last_cut], strides[:last_cut], strict=True):
+            if outer[-1][0] == 1 or outer[-1][1] == size * stride:  # join dims: `start` divides once per dim
                 outer[-1] = (outer[-1][0] * size, stride)
             else:
                 outer.append((size, stride))
-        return _Runs(math.prod(sizes[:cut]), math.prod(sizes[cut:]), base, outer)
+        return _Runs(math.prod(sizes[:last_cut]), math.prod(sizes[last_cut:]), base, outer)
 
     def start(self, run: Word) -> Word:
-        """The global index of the first element of a run (an int), or of many (an int64 tensor)."""
-        at = self.base
+        """Global index of the first element of a run (an int) or of several (an int64 tensor)."""
+        index = self.base
         for size, stride in reversed(self.outer[1:]):
-            rest = run // size
-            at, run = at + (run - rest * size) * stride, rest
-        return at + run * self.outer[0][1]
+            quotient = run // size
+            index, run = index + (run - quotient * size) * stride, quotient
+        return index + run * self.outer[0][1]
 
     def offset(self) -> int | None:
-        """Where in its block of four every run starts; None where they differ."""
+        """Offset of each run's first element in its block of four; None where the runs differ."""
         return self.base & 3 if all(n == 1 or stride % 4 == 0 for n, stride in self.outer) else None
 
     def blocks(self, length: int) -> int:
-        """How many blocks hold the words of `length` elements of any run, from a multiple of four on."""
+        """Number of blocks that hold the words of `length` elements of any run, from a multiple of four on."""
         offset = self.offset()
         return ((3 if offset is None else offset) + length + 3) >> 2
 
     def trim(self, x: Tensor, start: Tensor, length: int) -> Tensor:
-        """From whole blocks [R, 4 N] the runs themselves, [R, length]."""
+        """Cut whole blocks [R, 4 N] to the runs, [R, length], whose first indices are `start` [R, 1]."""
         offset = self.offset()
         if offset is not None:
             return x[:, offset : offset + length]
         return x.gather(1, (start & 3) + torch.arange(length, device=x.device))
 
     def trim_to(self, out: Tensor, x: Tensor, top: int, start: Tensor) -> None:
-        """`trim` into out, run `top` the first: equally spaced runs are alike every four, and need no gather."""
+        """Write `trim` to `out`, from run `top` on.
+
+        Equally spaced runs have the same offset every fourth run, so that four slices replace the gather.
+        """
         if len(self.outer) > 1:
             out.copy_(self.trim(x, start, out.shape[1]))
             return
         for run in range(min(4, len(out))):
-            at = self.start(top + run) & 3
-            out[run::4] = x[run::4, at : at + out.shape[1]]
+            offset = self.start(top + run) & 3
+            out[run::4] = x[run::4, offset : offset + out.shape[1]]
 
 
-def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, law: _Law, device: Any) -> Tensor:
-    """The part of a draw of global `shape` that `box` selects.
+def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, distribution: _Distribution, device: Any) -> Tensor:
+    """Draw the part that `box` selects of a leaf of global `shape`.
 
-    It is made in tiles that stay in the cache: at most 16 MiB of extra memory on a CPU, whatever the size.
+    The part is drawn in tiles that stay in the cache: at most 16 MiB of extra memory on a CPU, for any size.
     """
-    k = words_of(f"random.{verb}", key)
-    if plain(key) is None:
-        return _traced(law, k, shape, box, device)
-    with without_functorch():  # a draw is a constant to any gradient
-        out = torch.empty(box_shape(box), dtype=law.dtype, device=device)
-        if plain(out) is None:
-            return _traced(law, k, shape, box, device)
-        if out.numel():
-            _fill(law, k, _Runs.of(shape, box), out)
-        return out
+    k = key_words(f"random.{verb}", key)
+    if isinstance(k[0], Tensor):
+        return _draw_out_of_place(distribution, k, shape, box, device)
+    out = torch.empty(box_shape(box), dtype=distribution.dtype, device=device)
+    if type(out) is not Tensor:  # a fake tensor
+        return _draw_out_of_place(distribution, k, shape, box, device)
+    if out.numel():
+        _fill(distribution, k, _Runs.of(shape, box), out)
+    return out
 
 
-def _fill(law: _Law, k: Sequence[int], runs: _Runs, out: Tensor) -> None:
+def _fill(distribution: _Distribution, k: Sequence[int], runs: _Runs, out: Tensor) -> None:
+    """Fill `out`, one tile of runs and elements at a time."""
     threads = min(torch.get_num_threads(), 2 if runs.offset() is None else 4)  # a gather takes more memory
-    lanes = _LANES * threads if out.device.type == "cpu" else 1 << 20
-    width = min(runs.length, 4 * lanes)
-    height = min(runs.many, max(1, lanes // runs.blocks(width)))
+    blocks = _TILE_BLOCKS * threads if out.device.type == "cpu" else 1 << 20
+    width = min(runs.length, 4 * blocks)
+    height = min(runs.number, max(1, blocks // runs.blocks(width)))
     scratch = torch.empty(5 * height * runs.blocks(width), dtype=torch.int64, device=out.device)
-    rows = out.view(runs.many, runs.length)
-    for top in range(0, runs.many, height):
+    rows = out.view(runs.number, runs.length)
+    for top in range(0, runs.number, height):
         for left in range(0, runs.length, width):
-            _tile(law, k, runs, (top, left), rows[top : top + height, left : left + width], scratch)
+            _fill_tile(distribution, k, runs, (top, left), rows[top : top + height, left : left + width], scratch)
 
 
-def _tile(law: _Law, k: Sequence[int], runs: _Runs, at: tuple[int, int], out: Tensor, lanes: Tensor) -> None:
-    """Fill out [R, L] with the runs from at[0] on, of each the elements from at[1] on."""
-    top, left = at
+def _fill_tile(
+    distribution: _Distribution, k: Sequence[int], runs: _Runs, origin: tuple[int, int], out: Tensor, scratch: Tensor
+) -> None:
+    """Fill out [R, L] with the elements from origin[1] on of the runs from origin[0] on."""
+    top, left = origin
     count, length = out.shape
     n = runs.blocks(length)
-    lanes = lanes[: 5 * count * n].view(5, -1)
-    words = lanes[1:]
+    scratch = scratch[: 5 * count * n].view(5, -1)
+    words = scratch[1:]
     start = runs.start(torch.arange(top, top + count, device=out.device)[:, None]) + left  # [R, 1]
     torch.add(start >> 2, torch.arange(n, device=out.device), out=words[3].view(count, n))
     first, last = runs.start(top) + left, runs.start(top + count - 1) + left + length + 3
     high = first >> 34 if first >> 34 == last >> 34 else words[3] >> 32
     words[3].bitwise_and_(M)
-    philox_lanes(words, lanes[0], high, k)
-    x = law.of(words.view(torch.float64).copy_(words) if law.dtype.is_floating_point else words)
+    philox_in_place(words, scratch[0], high, k)
+    x = distribution.of_words(words.view(torch.float64).copy_(words) if distribution.dtype.is_floating_point else words)
     whole_blocks = runs.offset() == 0 and length % 4 == 0
-    to = out if whole_blocks else torch.empty(count, 4 * n, dtype=law.dtype, device=out.device)
+    to = out if whole_blocks else torch.empty(count, 4 * n, dtype=distribution.dtype, device=out.device)
     to.view(count, n, 4).permute(2, 0, 1).copy_(x.view(4, count, n))
     if not whole_blocks:
         runs.trim_to(out, to, top, start)
-    if law.low is not None:
-        out.clamp_(law.low, law.high)
+    if distribution.low is not None:
+        out.clamp_(distribution.low, distribution.high)
 
 
-def _traced(law: _Law, k: Sequence[Word], shape: Sequence[int], box: Box, device: Any) -> Tensor:
-    """All at once and out of place: for compilers, which fuse it, for vmap and for fake tensors."""
-    out = torch.empty(box_shape(box), dtype=law.dtype, device=device)
+def _draw_out_of_place(
+    distribution: _Distribution, k: Sequence[Word], shape: Sequence[int], box: Box, device: Any
+) -> Tensor:
+    """Draw all elements at once: for compilers, which fuse this, for vmap and for fake tensors."""
+    out = torch.empty(box_shape(box), dtype=distribution.dtype, device=device)
     if out.numel() == 0:
         return out
     runs, device = _Runs.of(shape, box), out.device
     k = [w.to(device) if isinstance(w, Tensor) else w for w in k]
-    start = runs.start(torch.arange(runs.many, device=device)[:, None])
+    start = runs.start(torch.arange(runs.number, device=device)[:, None])
     block = (start >> 2) + torch.arange(runs.blocks(runs.length), device=device)
     words = torch.stack(philox((block & M, block >> 32, 0, DRAW), k), -1).flatten(-2)
     words = runs.trim(words, start, runs.length)
-    x = law.of(words.double() if law.dtype.is_floating_point else words).to(law.dtype)
-    return (x if law.low is None else x.clamp(law.low, law.high)).view(out.shape)
+    x = distribution.of_words(words.double() if distribution.dtype.is_floating_point else words).to(distribution.dtype)
+    return (x if distribution.low is None else x.clamp(distribution.low, distribution.high)).view(out.shape)
 
 
-# --- laws -------------------------------------------------------------------------------------------------
+# --- distributions ----------------------------------------------------------------------------------------------
 
 
-def _float_law(of: Callable[[Tensor], Tensor], dtype: torch.dtype, low: float | None = None, high: float = 0.0) -> _Law:
+def _floating(
+    of_words: Callable[[Tensor], Tensor], dtype: torch.dtype, low: float | None = None, high: float = 0.0
+) -> _Distribution:
     def rounded(words: Tensor) -> Tensor:
-        return of(words) if dtype.itemsize >= 4 else of(words).float()
+        return of_words(words) if dtype.itemsize >= 4 else of_words(words).float()
 
-    bounds = () if low is None else (-_floor(-low, dtype), _floor(high, dtype))
-    return _Law(rounded, dtype, *bounds)
+    bounds = () if low is None else (-_round_down(-low, dtype), _round_down(high, dtype))
+    return _Distribution(rounded, dtype, *bounds)
 
 
-def _floor(x: float, dtype: torch.dtype) -> float:
-    """The largest value of `dtype` that is at most x."""
+def _round_down(x: float, dtype: torch.dtype) -> float:
+    """Largest value of `dtype` that is at most x."""
     if not math.isfinite(x):
         return x
     info = torch.finfo(dtype)
@@ -206,67 +214,69 @@ def _floor(x: float, dtype: torch.dtype) -> float:
 def _inverse_cdf(lo: float, hi: float, mean: float, std: float) -> Callable[[Tensor], Tensor]:
     scale = (hi - lo) * 2.0**-32
 
-    def of(w: Tensor) -> Tensor:
-        # Each operation rounds. A fused multiply-add would make a value depend on its place in a vector.
+    def of_words(w: Tensor) -> Tensor:
+        # One operation per rounding: a fused multiply-add would make a value depend on its place in a vector register.
         x = w.mul_(scale).add_(lo + scale / 2).erfinv_().mul_(std * math.sqrt(2))
         return x.add_(mean) if mean else x
 
-    return of
+    return of_words
 
 
 def normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """`normal`, for an explicit box of the global shape: no mesh, no region. Initializers use these three."""
-    return _draw("normal", key, shape, box, _float_law(_inverse_cdf(-1.0, 1.0, mean, std), dtype), device)
+    """`normal` for an explicit box of the global shape, without a mesh; initializers use the three `_box` functions."""
+    return _draw("normal", key, shape, box, _floating(_inverse_cdf(-1.0, 1.0, mean, std), dtype), device)
 
 
 def trunc_normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
     b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """`trunc_normal`, for an explicit box of the global shape."""
+    """`trunc_normal` for an explicit box of the global shape."""
     lo, hi = (math.erf((x - mean) / (std * math.sqrt(2))) if std > 0 else 0.0 for x in (a, b))
-    if not hi - lo > 1e-9:  # float64 has too few values there to draw from
-        raise fail("random.trunc_normal: next to nothing of this normal lies in [a, b]", mean=mean, std=std,
+    if not hi - lo > 1e-9:  # too few float64 values between lo and hi to draw from
+        raise fail("random.trunc_normal: [a, b] has almost no probability", mean=mean, std=std,
                    a=a, b=b, fix="std > 0 and a < b, which are values, not multiples of std")  # fmt: skip
-    law = _float_law(_inverse_cdf(lo, hi, mean, std), dtype, a, b)
-    return _draw("trunc_normal", key, shape, box, law, device)
+    distribution = _floating(_inverse_cdf(lo, hi, mean, std), dtype, a, b)
+    return _draw("trunc_normal", key, shape, box, distribution, device)
 
 
 def uniform_box(
     key: Tensor, shape: Sequence[int], box: Box, *, low: float = 0.0, high: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """`uniform`, for an explicit box of the global shape."""
+    """`uniform` for an explicit box of the global shape."""
     if not low < high:
-        raise fail("random.uniform: nothing lies in [low, high)", low=low, high=high, fix="low < high")
+        raise fail("random.uniform: [low, high) is empty", low=low, high=high, fix="low < high")
     scale, last = (high - low) * 2.0**-32, math.nextafter(high, -math.inf)
-    law = _float_law(lambda w: w.mul_(scale).add_(low), dtype, low, last)
-    return _draw("uniform", key, shape, box, law, device)
+    distribution = _floating(lambda w: w.mul_(scale).add_(low), dtype, low, last)
+    return _draw("uniform", key, shape, box, distribution, device)
 
 
 # --- draws ------------------------------------------------------------------------------------------------
 
 
-def _part(
+def _draw_local(
     verb: str, key: Tensor, shape: Sequence[int], spec: P, device: torch.device | None,
     draw: Callable[[Box, torch.device | None], Tensor],
 ) -> Tensor:  # fmt: skip
-    """This rank's part by `spec`, made by `draw`, and in a checked call typed."""
-    box, device = _here(verb, shape, spec, device)
-    found = checker()
-    if found is None:
+    """Draw this rank's part by `spec` with `draw`; in a checked call, give it the type of the spec."""
+    box, device = _local_box(verb, shape, spec, device)
+    types = checker()
+    if types is None:
         return draw(box, device)
-    with found.paused():
+    with types.paused():
         out = draw(box, device)
-    found.set_draw_type(out, f"random.{verb}", key, spec.axes)
+    types.set_draw_type(out, f"random.{verb}", key, spec.axes)
     return out
 
 
-def _here(verb: str, shape: Sequence[int], spec: P, device: torch.device | None) -> tuple[Box, torch.device | None]:
-    """This rank's box, and where it is made: if not said, on the region's device."""
+def _local_box(
+    verb: str, shape: Sequence[int], spec: P, device: torch.device | None
+) -> tuple[Box, torch.device | None]:
+    """Return this rank's box and the device to draw it on, by default that of the region."""
     if device is None and in_region():
         device = current_region().device
     if not spec.axes:
@@ -277,68 +287,71 @@ def _here(verb: str, shape: Sequence[int], spec: P, device: torch.device | None)
 
 
 def normal(
-    key: Tensor, shape: Sequence[int], *, spec: P = _ALL, mean: float = 0.0, std: float = 1.0,
+    key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, mean: float = 0.0, std: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """N(mean, std^2): of a draw of global `shape`, this rank's part by `spec`.
+    """Draw this rank's part, by `spec`, of a leaf of global `shape` from N(mean, std^2).
 
     >>> normal(key(0), (3,))
     tensor([-0.2558,  1.1776,  0.6302])
     """
-    return _part("normal", key, shape, spec, device, lambda box, at: normal_box(
-        key, shape, box, mean=mean, std=std, dtype=dtype, device=at))  # fmt: skip
+    return _draw_local("normal", key, shape, spec, device, lambda box, dev: normal_box(
+        key, shape, box, mean=mean, std=std, dtype=dtype, device=dev))  # fmt: skip
 
 
 def trunc_normal(
-    key: Tensor, shape: Sequence[int], *, spec: P = _ALL, mean: float = 0.0, std: float = 1.0,
+    key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, mean: float = 0.0, std: float = 1.0,
     a: float = -2.0, b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """N(mean, std^2) cut to [a, b]: values, not multiples of std, as in `torch.nn.init.trunc_normal_`."""
-    return _part("trunc_normal", key, shape, spec, device, lambda box, at: trunc_normal_box(
-        key, shape, box, mean=mean, std=std, a=a, b=b, dtype=dtype, device=at))  # fmt: skip
+    """Draw from N(mean, std^2) cut to [a, b]: values, not multiples of std, as in `torch.nn.init.trunc_normal_`."""
+    return _draw_local("trunc_normal", key, shape, spec, device, lambda box, dev: trunc_normal_box(
+        key, shape, box, mean=mean, std=std, a=a, b=b, dtype=dtype, device=dev))  # fmt: skip
 
 
 def uniform(
-    key: Tensor, shape: Sequence[int], *, spec: P = _ALL, low: float = 0.0, high: float = 1.0,
+    key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, low: float = 0.0, high: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """U[low, high): never `high`, also where the dtype would round to it."""
-    return _part("uniform", key, shape, spec, device, lambda box, at: uniform_box(
-        key, shape, box, low=low, high=high, dtype=dtype, device=at))  # fmt: skip
+    """Draw from U[low, high): never `high`, also where the dtype would round to it."""
+    return _draw_local("uniform", key, shape, spec, device, lambda box, dev: uniform_box(
+        key, shape, box, low=low, high=high, dtype=dtype, device=dev))  # fmt: skip
 
 
 def bernoulli(
-    key: Tensor, shape: Sequence[int], *, p: float = 0.5, spec: P = _ALL, device: torch.device | None = None
+    key: Tensor, shape: Sequence[int], *, p: float = 0.5, spec: P = _REPLICATED, device: torch.device | None = None
 ) -> Tensor:
-    """True with probability p, to within 2^-33: a bool mask. p = 0 and p = 1 are exact."""
+    """Draw a bool mask, True with probability p to within 2^-33; p = 0 and p = 1 are exact."""
     if not 0 <= p <= 1:
-        raise fail("random.bernoulli: p is no probability", p=p, fix="0 <= p <= 1")
+        raise fail("random.bernoulli: p is not a probability", p=p, fix="0 <= p <= 1")
     threshold = round(p * (1 << 32))
-    law = _Law(lambda w: w < threshold, torch.bool)
-    return _part("bernoulli", key, shape, spec, device, lambda box, at: _draw("bernoulli", key, shape, box, law, at))
+    distribution = _Distribution(lambda w: w < threshold, torch.bool)
+    return _draw_local("bernoulli", key, shape, spec, device, lambda box, dev: _draw(
+        "bernoulli", key, shape, box, distribution, dev))  # fmt: skip
 
 
 def randint(
-    key: Tensor, shape: Sequence[int], *, low: int = 0, high: int, spec: P = _ALL,
+    key: Tensor, shape: Sequence[int], *, low: int = 0, high: int, spec: P = _REPLICATED,
     device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """An int64 of range(low, high), each with probability 1 / (high - low) to within 2^-32.
+    """Draw int64s of range(low, high), each with probability 1 / (high - low) to within 2^-32.
 
     Raises ShardingError unless 0 < high - low <= 2^31.
     """
     n = high - low
     if not 0 < n <= 1 << 31:
-        raise fail("random.randint: no range to draw from", low=low, high=high,
+        raise fail("random.randint: the range is empty or too large", low=low, high=high,
                    needed="0 < high - low <= 2^31", fix="low < high; for more bits, random.bits")  # fmt: skip
 
-    def of(w: Tensor) -> Tensor:
+    def of_words(w: Tensor) -> Tensor:
         return w.mul_(n).bitwise_right_shift_(32).add_(low)
 
-    law = _Law(of, torch.int64)
-    return _part("randint", key, shape, spec, device, lambda box, at: _draw("randint", key, shape, box, law, at))
+    distribution = _Distribution(of_words, torch.int64)
+    return _draw_local("randint", key, shape, spec, device, lambda box, dev: _draw(
+        "randint", key, shape, box, distribution, dev))  # fmt: skip
 
 
-def bits(key: Tensor, shape: Sequence[int], *, spec: P = _ALL, device: torch.device | None = None) -> Tensor:
-    """The words themselves: 32 random bits in each int64."""
-    law = _Law(lambda w: w, torch.int64)
-    return _part("bits", key, shape, spec, device, lambda box, at: _draw("bits", key, shape, box, law, at))
+def bits(key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, device: torch.device | None = None) -> Tensor:
+    """Draw the random words themselves: 32 bits in each int64."""
+    distribution = _Distribution(lambda w: w, torch.int64)
+    return _draw_local("bits", key, shape, spec, device, lambda box, dev: _draw(
+        "bits", key, shape, box, distribution, dev))  # fmt: skip

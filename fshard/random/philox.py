@@ -1,4 +1,4 @@
-"""Philox4x32-10, the generator: random words as a function of a counter and a key.
+"""The Philox4x32-10 generator: random words as a function of a counter and a key.
 
 Source: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -15,11 +15,11 @@ M = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
-Word = Any  # 32 bits, as a Python int or as each lane of an int64 tensor: one text serves both
+Word = Any  # 32 bits: a Python int, or each element of an int64 tensor
 
 
 def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32-10: four random words from four counter words and two key words.
+    """Compute four random words from four counter words and two key words.
 
     >>> [f"{w:08x}" for w in philox((0, 0, 0, 0), (0, 0))]
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
@@ -36,19 +36,19 @@ def _round_keys(key: Sequence[Word]) -> list[tuple[Word, Word]]:
 
 
 def _product(m: int, x: Word) -> tuple[Word, Word]:
-    """The high and the low word of m x, by way of (m - 2^32) x, which overflows no int64.
+    """High and low word of m x, from (m - 2^32) x, which does not overflow an int64.
 
-    Overflow is undefined in C++: a compiler may take m x for positive, and drop the mask of (m x >> 32) & M.
+    Overflow is undefined in C++: a compiler may assume that m x is positive, and drop the mask of (m x >> 32) & M.
     """
     p = (m - (1 << 32)) * x
     return (p >> 32) + x, p & M
 
 
-def philox_lanes(words: Tensor, spare: Tensor, high: Word, key: Sequence[int]) -> None:
-    """`philox` of (words[3], high, 0, 0), in place, a third of the time: int64 words [4, N], spare [N].
+def philox_in_place(words: Tensor, spare: Tensor, high: Word, key: Sequence[int]) -> None:
+    """Replace int64 words [4, N] by `philox` of (words[3], high, 0, 0), in a third of its time; spare [N].
 
-    Products wrap. Of a product the high word is masked before it is multiplied, the low word only at the end.
-    The rows trade places every round. Rounds 1 and 2, half of whose words are constants, are written out.
+    Products wrap. The high word of a product is masked before it is multiplied, the low word only at the end. The rows
+    change places every round. Rounds 1 and 2, half of whose words are constants, are unrolled.
     """
     a, b, c, d = words.unbind()
     keys = _round_keys(key)
@@ -66,4 +66,4 @@ def philox_lanes(words: Tensor, spare: Tensor, high: Word, key: Sequence[int]) -
     words[1::2].bitwise_and_(M)
 
 
-__all__ = ["M", "Word", "philox", "philox_lanes"]
+__all__ = ["M", "Word", "philox", "philox_in_place"]

@@ -1,1 +1,1 @@
-"""Whole jobs, one file each, to be read from top to bottom and copied."""
+"""Complete training programs, one file each, to be read from top to bottom and copied."""

@@ -1,13 +1,13 @@
 """Pretrain a small GPT-2 on the source code of the Python that runs this, byte by byte.
 
     python -m fshard.recipes.pretrain                                         one device
-    python -m fshard.recipes.pretrain --mesh data=2,model=2                   four simulated ones: the same losses
+    python -m fshard.recipes.pretrain --mesh data=2,model=2                   four simulated devices: the same losses
     torchrun --nproc-per-node 4 -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --sequence-parallel
-    python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  go on, on another mesh
-    python -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --verify   first see that this step keeps the law
+    python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  resume on another mesh
+    python -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --verify   verify the step before training
 
-Everything the run is made of is in one tree, the train state: parameters, optimizer moments, the step, the key. The
-batch of a step is a function of the key and the step. So the state is the checkpoint, and any mesh may go on with it.
+One tree, the train state, has everything a run needs: parameters, optimizer moments, the step and the key. The batch of
+a step is a function of the key and the step. So the state is the checkpoint, and a run can resume from it on any mesh.
 
 Legend: B batch, T time, V vocabulary; [B@data] is a dim split over an axis.
 """
@@ -38,7 +38,7 @@ from fshard.models import gpt2
 FILE = 256  # the token between files; 0 to 255 are bytes
 VOCAB = 257
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LEFT_OUT = {
+EXCLUDED = {  # directories of the standard library
     "test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "__pycache__",
 }  # fmt: skip
 
@@ -47,7 +47,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m fshard.recipes.pretrain", description=(__doc__ or "").split("\n")[0])
     p.add_argument("--mesh", default="",
                    help="axes and sizes, e.g. data=2,model=2 (default: data=1, or data=-1 under torchrun)")  # fmt: skip
-    p.add_argument("--fsdp", action="store_true", help="shard parameters and optimizer state over data as well")
+    p.add_argument("--fsdp", action="store_true", help="shard parameters and optimizer state over data too")
     p.add_argument("--sequence-parallel", action="store_true", help="split the residual stream along time over model")
     p.add_argument("--text", type=Path, help="train on this file instead of the standard library")
     p.add_argument("--steps", type=int, default=1900)
@@ -59,15 +59,17 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--dropout", type=float, default=0.0)
     p.add_argument("--lr", type=float, default=4e-3)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
-    p.add_argument("--compile", action="store_true", help="the whole step as one graph")
+    p.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute with; parameters stay float32")
+    p.add_argument("--compile", action="store_true", help="compile the whole step as one graph")
     p.add_argument("--remat", action="store_true", help="recompute blocks in the backward pass")
-    p.add_argument("--verify", action="store_true", help="before training, compare the step with smaller meshes")
+    p.add_argument("--verify", action="store_true", help="before training, compare the step on smaller meshes")
     p.add_argument("--out", type=Path, help="write metrics.jsonl and checkpoints here")
-    p.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (the last is always saved)")
-    p.add_argument("--resume", type=Path, help="go on from the last checkpoint in this folder, on any mesh")
-    p.add_argument("--sample", type=int, default=0, help="write this many bytes of text at the end")
-    p.add_argument("--prompt", default="def ", help="what that text begins with")
+    p.add_argument(
+        "--save-every", type=int, default=0, help="steps between checkpoints (the last step is always saved)"
+    )
+    p.add_argument("--resume", type=Path, help="resume from the last checkpoint in this folder, on any mesh")
+    p.add_argument("--sample", type=int, default=0, help="at the end, generate this many bytes of text")
+    p.add_argument("--prompt", default="def ", help="the beginning of that text")
     return p.parse_args(argv)
 
 
@@ -75,18 +77,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def standard_library() -> Iterator[tuple[str, bytes]]:
-    """(name, source) of every module of the Python that runs this, without its tests and what others installed."""
+    """(name, source) of every module of the running Python, without its tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if not LEFT_OUT & set(path.relative_to(root).parts):
+        if not EXCLUDED & set(path.relative_to(root).parts):
             yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
 def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(training, validation) tokens, int16.
-
-    Of the library every 20th file, by its name, is held out; of one text its end.
-    """
+    """(training, validation) tokens, int16: every 20th file of the library, by its name, or the end of the one text."""
     if text is not None:
         whole = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int16)
         return whole[: len(whole) * 19 // 20], whole[len(whole) * 19 // 20 :]
@@ -98,10 +97,7 @@ def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
 
 
 def batches(text: np.ndarray[Any, Any], length: int, batch: int, key: Tensor | None, mesh: fs.Mesh) -> Any:
-    """A function from a step to its placed batch {"ids", "targets"}, each [B@data, T].
-
-    Every rank reads only its rows.
-    """
+    """A function from a step to its placed batch {"ids", "targets"}, each [B@data, T]; a rank reads only its rows."""
     size = (len(text) - 1) // length
     if size < batch:
         raise SystemExit(f"pretrain: the text has {len(text)} tokens: fewer than {batch} sequences of {length} + 1")
@@ -117,18 +113,18 @@ def batches(text: np.ndarray[Any, Any], length: int, batch: int, key: Tensor | N
     return load
 
 
-# --- the job --------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> float:
-    """Train, and give the validation loss in nats per token."""
+    """Train, and return the validation loss in nats per token."""
     args = arguments(argv)
     mesh = make_mesh(args.mesh)
     first = mesh.ranks[0] == 0
-    say: Callable[..., None] = Console(highlight=False, soft_wrap=True).print if first else _silence
+    say: Callable[..., None] = Console(highlight=False, soft_wrap=True).print if first else _print_nothing
     start = time.time()
 
-    # What the train state is, and where it lies: described, not yet made.
+    # The train state as a description, and its specs.
     cfg = gpt2.Config(vocab_size=VOCAB, n_positions=args.context, n_embd=args.width, n_layer=args.layers,
                       n_head=args.heads, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
                       resid_pdrop=args.dropout)  # fmt: skip
@@ -158,9 +154,9 @@ def main(argv: list[str] | None = None) -> float:
         params = policy.to_compute(params)
         return gpt2.loss(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=args.remat)
 
-    placed = (state_specs, P("data"))
+    in_specs = (state_specs, P("data"))
 
-    @fs.shard_map(mesh=mesh, in_specs=placed, out_specs=(state_specs, P()), donate=0, compile=args.compile)
+    @fs.shard_map(mesh=mesh, in_specs=in_specs, out_specs=(state_specs, P()), donate=0, compile=args.compile)
     def train_step(state: Any, batch: Any) -> Any:
         key = fs.fold_in(state["key"], state["step"]) if args.dropout else None
         loss, grads = fs.value_and_grad(loss_fn)(state["params"], batch["ids"], batch["targets"], key)
@@ -176,11 +172,13 @@ def main(argv: list[str] | None = None) -> float:
     text, held_out = tokens(args.text)
     train_batch = batches(text, args.context, args.batch, fs.fold_in(key, "data"), mesh)
     if args.verify:
-        rows = args.batch if args.compile else min(args.batch, 2 * mesh.axes["data"])  # one compiled graph for both
-        few = batches(text, args.context, rows, fs.fold_in(key, "data"), mesh)(begin)
-        policy = fs.Policy(compute=torch.float32)  # roundings of half precision would hide small mistakes
+        rows = (
+            args.batch if args.compile else min(args.batch, 2 * mesh.axes["data"])
+        )  # with the shape of training: it is compiled once
+        batch = batches(text, args.context, rows, fs.fold_in(key, "data"), mesh)(begin)
+        policy = fs.Policy(compute=torch.float32)  # rounding to half precision would hide small mistakes
         try:
-            say(str(fs.verify(train_step, conditioned(state, specs, mesh), few)), markup=False)
+            say(str(fs.verify(train_step, with_second_moments(state, specs, mesh), batch)), markup=False)
         except fs.ShardingError as e:
             raise SystemExit(f"pretrain: {e}" if first else 1) from None
         policy = fs.Policy(compute=DTYPES[args.dtype])
@@ -212,14 +210,15 @@ def main(argv: list[str] | None = None) -> float:
     return val
 
 
-def conditioned(state: Any, specs: Any, mesh: fs.Mesh) -> Any:
-    """The state with no second moment below that of a gradient of norm 1, spread evenly: what `verify` may compare.
+def with_second_moments(state: Any, specs: Any, mesh: fs.Mesh) -> Any:
+    """The state with second moments of at least 1/N, those of an evenly spread gradient of norm 1, for `verify`.
 
-    AdamW divides by the root of the second moment v. Where v is only noise^2, as at the first step wherever a gradient
-    is 0 in truth (that of a key's bias), it divides noise by noise: the step is anything between -lr and lr, and two
-    right meshes differ by up to 2 lr. With v >= s^2 the step's derivative by a gradient is about lr / s at most, so
-    that noise d moves a parameter by lr d / s. Clipped gradients have a root mean square of s = 1 / sqrt(N) at most,
-    and noise of some eps of that: the step is as exact as the gradient, and every leaf is compared as strictly.
+    AdamW divides by the root of the second moment v. If v is only rounding^2, as at the first step for a gradient that
+    is exactly 0 (that of a key's bias), AdamW divides rounding by rounding: the step is anything between -lr and lr,
+    and two correct meshes differ by up to 2 lr. With v >= s^2 the derivative of the step by a gradient is at most about
+    lr / s, so that rounding d moves a parameter by lr d / s. Clipped gradients have a root mean square of at most
+    s = 1 / sqrt(N), and rounding of a few eps of it: the step is as exact as the gradient, and every leaf is compared
+    as strictly.
     """
     clip, adamw = state["opt"]
     floor = 1 / sum(x.numel() for x in fs.tree.leaves(adamw["v"]))
@@ -228,12 +227,12 @@ def conditioned(state: Any, specs: Any, mesh: fs.Mesh) -> Any:
     return {**state, "opt": (clip, {**adamw, "v": raised})}
 
 
-def _silence(*_: object, **__: object) -> None:
-    """What `say` is on every rank but the first."""
+def _print_nothing(*_: object, **__: object) -> None:
+    """The `say` of all ranks but the first."""
 
 
 def make_mesh(text: str) -> fs.Mesh:
-    """`data=2,model=2`; axes that are left out have size 1."""
+    """Make the mesh of a text like `data=2,model=2`; the default size of an axis is 1."""
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, n = part.partition("=")
@@ -246,47 +245,47 @@ def make_mesh(text: str) -> fs.Mesh:
 
 
 def learning_rate(args: argparse.Namespace) -> optim.Schedule:
-    """Up over the first 5% of the steps, then down a cosine to a hundredth."""
+    """Linear warmup over the first 5% of the steps, then a cosine down to a hundredth."""
     warm = max(1, args.steps // 20)
     return optim.warmup(optim.cosine(args.lr, max(1, args.steps - warm), end=args.lr / 100), warm, start=args.lr / warm)
 
 
 def make_optimizer(args: argparse.Namespace, described: Any, specs: Any) -> optim.Optimizer:
-    """AdamW; matrices decay, vectors do not."""
-    decays = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
-    adamw = optim.adamw(learning_rate(args), b2=0.99, weight_decay=0.1, mask=decays)
+    """AdamW with clipping; weight decay for matrices, none for vectors."""
+    decay = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
+    adamw = optim.adamw(learning_rate(args), b2=0.99, weight_decay=0.1, mask=decay)
     return optim.chain(optim.clip_by_global_norm(1.0, specs), adamw)
 
 
 def sampler(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh: fs.Mesh) -> Callable[..., str]:
-    """A function (prompt, n, key) -> the prompt and `n` more bytes, at temperature 0.8; the same on every mesh."""
+    """A function (prompt, n, key) -> the prompt and `n` generated bytes at temperature 0.8, the same on every mesh."""
     t = cfg.n_positions
     layout = gpt2.Layout(layout.data, layout.model)  # one token has no sequence to split
-    rows = mesh.axes["data"]  # every data rank writes the same text
+    rows = mesh.axes["data"]  # every data rank generates the same text
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P()), out_specs=P("data"))
-    def next_logits(params: Any, ids: Tensor, at: Tensor) -> Tensor:
+    def next_logits(params: Any, ids: Tensor, position: Tensor) -> Tensor:
         with torch.no_grad():
-            logits = gpt2.apply(cfg, params, ids, layout=layout, specs=specs)[:, int(at)]  # [B@data, V@model]
+            logits = gpt2.apply(cfg, params, ids, layout=layout, specs=specs)[:, int(position)]  # [B@data, V@model]
             whole: Tensor = fs.all_gather(logits, layout.model, 1, size=cfg.vocab_size, to="invariant")
             return whole
 
     def write(prompt: str, n: int, key: Tensor) -> str:
-        written = [FILE, *prompt.encode()]
+        text = [FILE, *prompt.encode()]
         for i in range(n):
-            window = written[-t:]
+            window = text[-t:]
             ids = torch.tensor(window + [0] * (t - len(window))).expand(rows, t)
             logits = fs.device_get(next_logits(params, ids, torch.tensor(len(window) - 1)))[0]
             logits[FILE] = -torch.inf
-            odds = torch.softmax(logits.double() / 0.8, -1).cumsum(-1)
-            written.append(int((odds < fs.random.uniform(fs.fold_in(key, i), ())).sum().clamp(max=VOCAB - 2)))
-        return bytes(written[1:]).decode("utf-8", errors="replace")
+            cumulative = torch.softmax(logits.double() / 0.8, -1).cumsum(-1)
+            text.append(int((cumulative < fs.random.uniform(fs.fold_in(key, i), ())).sum().clamp(max=VOCAB - 2)))
+        return bytes(text[1:]).decode("utf-8", errors="replace")
 
     return write
 
 
 class Log:
-    """metrics.jsonl, and progress for people: a bar on a terminal, plain lines elsewhere, on rank 0 only."""
+    """Writes metrics.jsonl and shows progress, on rank 0 only: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, out: Path | None, begin: int, steps: int, first: bool, say: Any) -> None:
         self.file = None
@@ -294,17 +293,17 @@ class Log:
             out.mkdir(parents=True, exist_ok=True)
             path = out / "metrics.jsonl"
             lines = path.read_text().splitlines() if path.exists() else []
-            kept = [line for line in lines if json.loads(line)["step"] < begin]
+            earlier = [line for line in lines if json.loads(line)["step"] < begin]
             self.file = path.open("w")
-            self.file.writelines(line + "\n" for line in kept)
+            self.file.writelines(line + "\n" for line in earlier)
         self.begin, self.steps, self.first, self.say = begin, steps, first, say
         self.bar: Progress | None = None
         self.recent: list[float] = []
 
     def __enter__(self) -> Log:
         if self.first and sys.stdout.isatty():
-            words = TextColumn("{task.completed}/{task.total}  {task.description}")
-            self.bar = Progress(BarColumn(), words, TimeRemainingColumn())
+            text = TextColumn("{task.completed}/{task.total}  {task.description}")
+            self.bar = Progress(BarColumn(), text, TimeRemainingColumn())
             self.bar.start()
             self.task = self.bar.add_task("", total=self.steps, completed=self.begin)
         self.clock = time.perf_counter()
@@ -319,12 +318,12 @@ class Log:
         step = int(metrics["step"])
         self.recent = [*self.recent[-49:], metrics["tokens_per_s"]]
         speed = sorted(self.recent)[len(self.recent) // 2]
-        words = f"loss {metrics['loss']:.3f}  {speed / 1e3:.1f}k tokens/s"
+        summary = f"loss {metrics['loss']:.3f}  {speed / 1e3:.1f}k tokens/s"
         if self.bar:
-            self.bar.update(self.task, completed=step + 1, description=words)
+            self.bar.update(self.task, completed=step + 1, description=summary)
         elif step % 100 == 0 or step + 1 == self.steps:
             left = (time.perf_counter() - self.clock) / (step + 1 - self.begin) * (self.steps - step - 1)
-            self.say(f"step {step:5d}  {words}  {left:.0f} s left")
+            self.say(f"step {step:5d}  {summary}  {left:.0f} s left")
 
     def __exit__(self, *_: object) -> None:
         if self.bar:

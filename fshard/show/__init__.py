@@ -1,4 +1,4 @@
-"""Tables and pictures of trees: what leaves weigh, and how they lie on a mesh."""
+"""Tables and pictures of trees: the bytes of each leaf, and its layout on a mesh."""
 
 from .table import View, show, size
 

@@ -1,4 +1,4 @@
-"""How a leaf lies on a mesh, as a picture: which ranks hold which block, in text and in HTML."""
+"""Layout of a leaf on a mesh as a picture, in text and in HTML: the ranks that have each block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fshard.spec import P, describe, format_axes, part_range, spec_errors
 
 Sizes = Mapping[str, int]
 
-# No colour of text or page is set: grey lines and tints read on light and on dark.
+# No colour of text or page is set: translucent grey lines and tints are readable on light and dark pages.
 _STYLE = """<style>
 .fshard {font: 12px/1.6 ui-monospace, monospace; color: inherit}
 .fshard .row {display: grid; grid-template-columns: 3fr 3fr 3fr 2fr; column-gap: 1em}
@@ -32,7 +32,7 @@ _STYLE = """<style>
 
 @dataclass(frozen=True)
 class View:
-    """What `show` gives: `text` when printed, `html` when it is the value of a notebook cell."""
+    """Result of `show`: `text` when printed, `html` when it is the value of a notebook cell."""
 
     text: str
     html: str
@@ -45,7 +45,7 @@ class View:
 
 
 def layout(shape: Sequence[int], spec: P, *, mesh: Mesh | Sizes) -> View:
-    """Which ranks hold which block of a leaf.
+    """Draw a leaf's blocks with the ranks that have each of them.
 
     >>> layout((5, 8), P("data", "model"), mesh={"data": 2, "model": 2})
     [5@data, 8@model] on data=2, model=2
@@ -60,8 +60,8 @@ def layout(shape: Sequence[int], spec: P, *, mesh: Mesh | Sizes) -> View:
     """
     sizes = sizes_of(mesh)
     raise_all(spec_errors("layout", tuple(shape), spec, sizes))
-    what = describe(torch.float32, shape, spec).removeprefix("f32")
-    return picture(what, tuple(shape), spec, sizes)
+    title = describe(torch.float32, shape, spec).removeprefix("f32")
+    return picture(title, tuple(shape), spec, sizes)
 
 
 def sizes_of(mesh: Mesh | Sizes) -> Sizes:
@@ -69,6 +69,7 @@ def sizes_of(mesh: Mesh | Sizes) -> Sizes:
 
 
 def mesh_grid(mesh: Mesh) -> View:
+    """Draw the ranks of a mesh: the last axis runs across, all others down."""
     *rest, last = mesh.axes
     n = mesh.axes[last]
     down = [", ".join(f"{a}={mesh.coords(r)[a]}" for a in rest) for r in range(0, mesh.size, n)]
@@ -77,54 +78,53 @@ def mesh_grid(mesh: Mesh) -> View:
     return View(text, div(html))
 
 
-def picture(what: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> View:
-    """The ranks that hold each block, over the two dims that are split, or the last ones."""
+def picture(title: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> View:
+    """Draw the ranks that have each block: over the dims that are split, at least two dims if there are as many."""
     parts = spec.parts(len(shape))
     split = [d for d, axes in enumerate(parts) if math.prod(sizes[a] for a in axes) > 1]
-    title = f"{what} on {format_axes(sizes)}"
     shown = sorted((split + [d for d in reversed(range(len(shape))) if d not in split])[: max(2, len(split))])
     boxes: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for rank, at in enumerate(np.ndindex(*sizes.values())):
-        coords = dict(zip(sizes, at, strict=True))
+    for rank, indices in enumerate(np.ndindex(*sizes.values())):
+        coords = dict(zip(sizes, indices, strict=True))
         cuts = [part_range(shape[d], [sizes[a] for a in parts[d]], [coords[a] for a in parts[d]]) for d in shown]
         boxes.setdefault(tuple((start, start + n) for start, n in cuts), []).append(rank)
     empty = [r for box, ranks in boxes.items() if any(a == b for a, b in box) for r in ranks]
-    held = {box: ranks for box, ranks in boxes.items() if all(a < b for a, b in box)}
+    filled = {box: ranks for box, ranks in boxes.items() if all(a < b for a, b in box)}
     notes = [f"empty on {_ranks(sorted(empty))}"] if empty else []
-    # The last dim shown runs across, all before it down.
-    down = sorted({box[:-1] for box in held})
-    across = sorted({box[-1:] for box in held})
-    cells = [[_ranks(held[a + b]) for b in across] for a in down]
+    # The last dim shown runs across, all others down.
+    down = sorted({box[:-1] for box in filled})
+    across = sorted({box[-1:] for box in filled})
+    cells = [[_ranks(filled[a + b]) for b in across] for a in down]
     if len(shape) > 2:
         notes.insert(0, f"down: dim {', '.join(map(str, shown[:-1]))}    across: dim {shown[-1]}")
     names = [[", ".join(f"{a}:{b}" for a, b in box) for box in side] for side in (down, across)]
-    text, html = _grid(title, names[0], names[1], cells)
+    text, html = _grid(f"{title} on {format_axes(sizes)}", names[0], names[1], cells)
     return View("\n".join([text, *notes]), div(html, *(f"<div>{escape(n)}</div>" for n in notes)))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`0–3 8` for 0, 1, 2, 3, 8; long lists are cut."""
+    """Format ranks: `0–3 8` for 0, 1, 2, 3, 8; long lists are abbreviated."""
     runs: list[list[int]] = []
     for r in ranks:
         if runs and runs[-1][-1] == r - 1:
             runs[-1].append(r)
         else:
             runs.append([r])
-    words_ = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
-    return " ".join(words_ if len(words_) <= 8 else [*words_[:6], "…", words_[-1]])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
+    return " ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]])
 
 
-_MOST = 16  # blocks shown in each direction
+_MAX_SHOWN = 16  # blocks shown in each direction
 
 
-def _few(items: Sequence[Any], gap: Any) -> list[Any]:
-    return list(items) if len(items) <= _MOST else [*items[: _MOST - 2], gap, items[-1]]
+def _abbreviate(items: Sequence[Any], gap: Any) -> list[Any]:
+    return list(items) if len(items) <= _MAX_SHOWN else [*items[: _MAX_SHOWN - 2], gap, items[-1]]
 
 
 def _grid(title: str, down: list[str], across: list[str], cells: Sequence[Sequence[str]]) -> tuple[str, str]:
-    """A grid of short texts with a name for each row and column, as text and as HTML."""
-    down, across = _few(down, "⋮"), _few(across, "…")
-    cells = [_few(line, "…") for line in _few(cells, ["…"] * len(cells[0]))] if cells else []
+    """Draw a grid of short texts with a name for each row and column, as text and as HTML."""
+    down, across = _abbreviate(down, "⋮"), _abbreviate(across, "…")
+    cells = [_abbreviate(line, "…") for line in _abbreviate(cells, ["…"] * len(cells[0]))] if cells else []
     side = max(map(len, down), default=0)
     wide = max(map(len, [*across, *(c for line in cells for c in line)]), default=0) + 2
     margin = " " * (side + 2)

@@ -1,6 +1,6 @@
-"""What a tree weighs and how a leaf lies on a mesh, to look at: as text, and as HTML in a notebook.
+"""Tables of a tree's leaves and their bytes on each device, as text, and as HTML in a notebook.
 
-Nothing here touches storage: shapes, specs and axis sizes are enough, so a mesh may be a dict of sizes.
+No storage is read: shapes, specs and axis sizes are enough, so a mesh may be a dict of sizes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fshard.spec import P, describe, format_axes, is_spec, part_lengths, spec_er
 
 from .grid import Sizes, View, div, mesh_grid, picture, sizes_of
 
-# Bytes on each device: an int where all have as many, else an array that broadcasts over the mesh.
-Grid = Any
-_NUMBER = r"((?<=[.: ])(?:\d+|\*)(?=[.)]))"  # a part of a dotted name: `0` in `stored(h.0.w)`
+# Bytes on each device: an int where all devices have the same number, else an array that broadcasts over the mesh.
+Bytes = Any
+_NUMBER = r"((?<=[.: ])(?:\d+|\*)(?=[.)]))"  # a number in a dotted name: `0` in `stored(h.0.w)`
 
 
 def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold: bool = True) -> View:
-    """A tree as a table: each leaf's dtype, shape and split, its initializer, and its bytes on one device.
+    """Show a tree as a table: each leaf's dtype, shape and split, its initializer, and its bytes on one device.
 
-    One placed leaf is shown as a picture of which ranks hold which block, a mesh as the grid of its ranks.
+    One placed leaf is shown as a picture of the ranks that have each block, a mesh as the grid of its ranks.
 
     Args:
         tree: `Deferred`, `Sharded` or tensor leaves, or specs, or a mesh.
-        mesh: a mesh, or axis sizes such as `{"data": 64, "model": 8}`; placed leaves bring their own.
-        specs: how the leaves would lie, a prefix tree; placed leaves bring their own.
+        mesh: a mesh, or axis sizes such as `{"data": 64, "model": 8}`; by default that of the placed leaves.
+        specs: the leaves' specs, a prefix tree; by default those of the placed leaves.
         fold: show equal neighbours (`h.0`, `h.1`, ...) once.
 
     >>> h = [{"up": fs.init.normal((64, 256), std=0.02)} for _ in range(12)]
@@ -56,64 +56,64 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
         return mesh_grid(tree)
     leaves, sizes = _leaves(tree, mesh, specs)
     if len(leaves) == 1 and optree.tree_is_leaf(tree) and leaves[0].spec is not None and sizes:
-        return picture(leaves[0].what, leaves[0].shape, leaves[0].spec, sizes)
+        return picture(leaves[0].type, leaves[0].shape, leaves[0].spec, sizes)
     root = _node("", tree, iter(leaves), fold)
-    return View(_table(root, sizes), _html_table(root, sizes))
+    return View(_text_table(root, sizes), _html_table(root, sizes))
 
 
-# --- the leaves ---------------------------------------------------------------------------------------------
+# --- leaves -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    what: str
+    type: str  # dtype, shape and split; the text of a leaf that is not a tensor
     init: str = ""
     shape: tuple[int, ...] = ()
     spec: P | None = None
-    weighs: bool = False  # False for what has no bytes of its own: a spec, a number, a leaf shown before
+    has_bytes: bool = False  # False for specs, numbers, and leaves that were shown before
     numel: int = 0
     nbytes: int = 0
-    local: Grid = 0  # in the memory of a device
-    host: Grid = 0  # in that of its host
+    local: Bytes = 0  # in the memory of each device
+    host: Bytes = 0  # in the memory of its host
 
 
 def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Leaf], Sizes]:
-    found = tree.leaves_with_path(tree_)
-    own = {tuple(x.mesh.axes.items()) for _, x in found if isinstance(x, Sharded)}
-    if mesh is None and len(own) > 1:
-        names = [format_axes(dict(axes)) for axes in sorted(own)]
+    leaves = tree.leaves_with_path(tree_)
+    meshes = {tuple(x.mesh.axes.items()) for _, x in leaves if isinstance(x, Sharded)}
+    if mesh is None and len(meshes) > 1:
+        names = [format_axes(dict(axes)) for axes in sorted(meshes)]
         raise fail("show: leaves on different meshes", *names, fix="pass mesh=, or show them one by one")
-    sizes = sizes_of(mesh) if mesh is not None else dict(*own)
-    flat = [None] * len(found) if specs is None else tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
+    sizes = sizes_of(mesh) if mesh is not None else dict(*meshes)
+    flat = [None] * len(leaves) if specs is None else tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
     seen: dict[int, str] = {}
     errors: list[ShardingError] = []
     out = []
-    for (path, x), spec in zip(found, flat, strict=True):
+    for (path, x), spec in zip(leaves, flat, strict=True):
         if not isinstance(x, (Deferred, Sharded, torch.Tensor)):
             text = " ".join(repr(x).split())
             out.append(_Leaf(text if len(text) <= 60 else text[:59] + "…"))
             continue
         shape = tuple(x.shape)
         spec = spec if spec is not None else x.spec if isinstance(x, Sharded) else None
-        wrong = _misfits(f"show: {tree.show('tree', path)}", shape, spec, sizes)
-        errors += wrong
-        if wrong:
+        leaf_errors = _spec_errors(f"show: {tree.show('tree', path)}", shape, spec, sizes)
+        errors += leaf_errors
+        if leaf_errors:
             continue
-        what = describe(x.dtype, shape, spec)
+        type_ = describe(x.dtype, shape, spec)
         if id(x) in seen:
-            out.append(_Leaf(what, f"= {seen[id(x)]}", shape, spec))
+            out.append(_Leaf(type_, f"= {seen[id(x)]}", shape, spec))
             continue
         seen[id(x)] = tree.dotted(path)
         init = describe_initializer(x.init) if isinstance(x, Deferred) else ""
-        local = _local(shape, spec or P(), tuple(sizes.items()), x.dtype.itemsize) if sizes else x.nbytes
-        kept = (0, local) if spec is not None and spec.memory == "host" else (local, 0)
-        out.append(_Leaf(what, init, shape, spec, True, x.numel(), x.nbytes, *kept))
+        local = _bytes_per_device(shape, spec or P(), tuple(sizes.items()), x.dtype.itemsize) if sizes else x.nbytes
+        memories = (0, local) if spec is not None and spec.memory == "host" else (local, 0)
+        out.append(_Leaf(type_, init, shape, spec, True, x.numel(), x.nbytes, *memories))
     raise_all(errors)
     return out, sizes
 
 
-def _misfits(where: str, shape: tuple[int, ...], spec: P | None, sizes: Sizes) -> list[ShardingError]:
-    """`problems`; without a mesh any axis will do, but not more dims than there are."""
+def _spec_errors(where: str, shape: tuple[int, ...], spec: P | None, sizes: Sizes) -> list[ShardingError]:
+    """Errors of a leaf's spec; without a mesh any axis is valid, and only the number of dims is checked."""
     if spec is None or sizes:
         return [] if spec is None else spec_errors(where, shape, spec, sizes)
     try:
@@ -124,10 +124,10 @@ def _misfits(where: str, shape: tuple[int, ...], spec: P | None, sizes: Sizes) -
 
 
 @functools.lru_cache(maxsize=4096)
-def _local(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], itemsize: int) -> Grid:
-    """The bytes of a leaf on every device."""
+def _bytes_per_device(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], itemsize: int) -> Bytes:
+    """Bytes of a leaf on every device."""
     sizes = dict(axes)
-    out: Grid = itemsize
+    out: Bytes = itemsize
     for n, names in zip(shape, spec.parts(len(shape)), strict=True):
         cut = [sizes[a] for a in names]
         if n % math.prod(cut) == 0:
@@ -139,7 +139,7 @@ def _local(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], i
     return out
 
 
-# --- the tree -----------------------------------------------------------------------------------------------
+# --- nodes --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -150,24 +150,24 @@ class _Node:
     times: int
     numel: int
     nbytes: int
-    weighs: bool
-    one: Grid  # bytes per device of one of the `times` equal subtrees
-    host: Grid  # and those in the memory of its host
+    has_bytes: bool
+    one: Bytes  # bytes on each device of one of the `times` equal subtrees
+    host: Bytes  # and in the memory of its host
     key: Any  # equal for subtrees that look the same
 
 
 def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node | None:
-    """The subtree at `tree_`, whose leaves come next; None if it has none."""
+    """Make the node of a subtree, whose leaves are the next of `leaves`; None if it has no leaves."""
     if tree_ is None:
         return None
     if optree.tree_is_leaf(tree_):
         leaf = next(leaves)
         return _Node(
-            name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.weighs, leaf.local, leaf.host, (leaf.what, leaf.init)
+            name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.has_bytes, leaf.local, leaf.host, (leaf.type, leaf.init)
         )
     values, _, entries, _ = optree.tree_flatten_one_level(tree_)
     made = {e: _node(str(e), v, leaves, fold) for e, v in zip(entries, values, strict=True)}
-    order = list(tree_) if isinstance(tree_, dict) else list(entries)  # a dict's own order: optree sorts it
+    order = list(tree_) if isinstance(tree_, dict) else list(entries)  # dicts in their own order: optree sorts keys
     if all(str(e).isdecimal() for e in order):
         order.sort(key=int)
     nodes = [node for node in (made[e] for e in order) if node is not None]
@@ -181,7 +181,7 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
         times=1,
         numel=sum(c.numel for c in children),
         nbytes=sum(c.nbytes for c in children),
-        weighs=any(c.weighs for c in children),
+        has_bytes=any(c.has_bytes for c in children),
         one=sum(c.one * c.times for c in children),
         host=sum(c.host * c.times for c in children),
         key=_key(children),
@@ -193,7 +193,7 @@ def _key(children: Sequence[_Node]) -> Any:
 
 
 def _fold(nodes: Sequence[_Node]) -> list[_Node]:
-    """Runs of equal neighbours with successive numbers, each as one."""
+    """Merge each run of equal neighbours with successive numbers into one node."""
     out: list[_Node] = []
     for node in nodes:
         run = out[-1] if out else node
@@ -211,21 +211,21 @@ def _fold(nodes: Sequence[_Node]) -> list[_Node]:
 
 
 def _merged(a: _Node, b: _Node, numbers: tuple[str, str]) -> _Node | None:
-    """`a`, if `b` looks the same but for these two numbers in sources, which become `*`; else None."""
+    """Return `a` if `b` looks the same, with `*` for these two numbers in the initializers' sources; else None."""
     if a.key == b.key:
         return a
     if a.leaf is not None and b.leaf is not None:
-        init = _starred(a.leaf.init, b.leaf.init, numbers) if a.leaf.what == b.leaf.what else None
-        return None if init is None else replace(a, leaf=replace(a.leaf, init=init), key=(a.leaf.what, init))
+        init = _starred(a.leaf.init, b.leaf.init, numbers) if a.leaf.type == b.leaf.type else None
+        return None if init is None else replace(a, leaf=replace(a.leaf, init=init), key=(a.leaf.type, init))
     if [(c.name, c.times) for c in a.children] != [(c.name, c.times) for c in b.children]:
         return None
     children = [_merged(c, d, numbers) for c, d in zip(a.children, b.children, strict=True)]
-    kept = [c for c in children if c is not None]
-    return replace(a, children=tuple(kept), key=_key(kept)) if kept and len(kept) == len(children) else None
+    merged = [c for c in children if c is not None]
+    return replace(a, children=tuple(merged), key=_key(merged)) if merged and len(merged) == len(children) else None
 
 
 def _starred(a: str, b: str, numbers: tuple[str, str]) -> str | None:
-    """One text for `stored(h.0.w)` and `stored(h.1.w)`, or for `stored(h.*.w)` and that: `stored(h.*.w)`."""
+    """Merge `stored(h.0.w)`, or `stored(h.*.w)`, with `stored(h.1.w)` to `stored(h.*.w)`; None if more differs."""
     parts = list(zip(re.split(_NUMBER, a), re.split(_NUMBER, b), strict=False))
     same = [x if x == y else "*" if (x, y) in (numbers, ("*", numbers[1])) else None for x, y in parts]
     known = [part for part in same if part is not None]
@@ -233,7 +233,7 @@ def _starred(a: str, b: str, numbers: tuple[str, str]) -> str | None:
 
 
 def _chain(node: _Node) -> tuple[str, int, _Node]:
-    """`a.b.c` for a chain of only children: (name, times, the last of them)."""
+    """Join a chain of only children to one row `a.b.c`: (name, times, last node)."""
     name, times = node.name, node.times
     while len(node.children) == 1 and (times == 1 or node.children[0].times == 1):
         (node,) = node.children
@@ -241,11 +241,11 @@ def _chain(node: _Node) -> tuple[str, int, _Node]:
     return name, times, node
 
 
-# --- as text ------------------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------------------
 
 
 def size(n: int) -> str:
-    """Bytes for people.
+    """Format a number of bytes.
 
     >>> size(640), size(1536), size(3 * 2**30)
     ('640 B', '1.5 KiB', '3.0 GiB')
@@ -256,8 +256,8 @@ def size(n: int) -> str:
     return f"{n} B"
 
 
-def _span(local: Grid) -> str:
-    """The bytes of the emptiest and of the fullest device: `118.7–119.1 MiB`, or once if they agree."""
+def _span(local: Bytes) -> str:
+    """Format the fewest and the most bytes on a device: `118.7–119.1 MiB`, or one number if they are equal."""
     low, high = size(int(np.min(local))), size(int(np.max(local)))
     if low == high:
         return high
@@ -265,17 +265,17 @@ def _span(local: Grid) -> str:
 
 
 def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
-    """Name, what, initializer and bytes of a row, and the node whose children stand below it."""
+    """Name, type, initializer and bytes of a row, and the node whose children are the rows below."""
     name, times, last = _chain(node)
-    leaf = last.leaf or _Leaf("", weighs=True)
-    weighs = _span(last.one + last.host) if leaf.weighs and last.weighs else ""
+    leaf = last.leaf or _Leaf("", has_bytes=True)
+    nbytes = _span(last.one + last.host) if leaf.has_bytes and last.has_bytes else ""
     if times > 1:
-        name, weighs = f"{name}  ×{times}", f"{times} × {weighs}" if weighs else ""
-    return name, leaf.what, leaf.init, weighs, last
+        name, nbytes = f"{name}  ×{times}", f"{times} × {nbytes}" if nbytes else ""
+    return name, leaf.type, leaf.init, nbytes, last
 
 
-def _tops(root: _Node | None) -> Sequence[_Node]:
-    """What stands at the margin: the root only where it is a leaf or has a name by its chain."""
+def _top_nodes(root: _Node | None) -> Sequence[_Node]:
+    """Nodes without indentation: the root's children, or the root if it is a leaf or an only-child chain."""
     if root is None:
         return ()
     _, _, last = _chain(root)
@@ -284,8 +284,8 @@ def _tops(root: _Node | None) -> Sequence[_Node]:
 
 def _rows(nodes: Sequence[_Node], depth: int = 0) -> Iterator[tuple[str, str, str, str]]:
     for node in nodes:
-        name, what, init, weighs, last = _cells(node)
-        yield "  " * depth + name, what, init, weighs
+        name, type_, init, nbytes, last = _cells(node)
+        yield "  " * depth + name, type_, init, nbytes
         yield from _rows(last.children, depth + 1)
 
 
@@ -294,44 +294,44 @@ def _total(root: _Node, sizes: Sizes) -> str:
     if not sizes:
         return whole
     n = math.prod(sizes.values())
-    beside = f", and {_span(root.host)} of its host's memory" if np.max(root.host) else ""
-    return f"{whole}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){beside}"
+    on_host = f", and {_span(root.host)} of its host's memory" if np.max(root.host) else ""
+    return f"{whole}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){on_host}"
 
 
-def _table(root: _Node | None, sizes: Sizes) -> str:
-    rows = list(_rows(_tops(root)))
+def _text_table(root: _Node | None, sizes: Sizes) -> str:
+    rows = list(_rows(_top_nodes(root)))
     if root is None or not rows:
         return "(no leaves)"
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    widths[3] = max(widths[3], len("per device")) if root.weighs and sizes else widths[3]
-    head = [("", "", "", "per device")] if root.weighs and sizes else []
+    widths[3] = max(widths[3], len("per device")) if root.has_bytes and sizes else widths[3]
+    head = [("", "", "", "per device")] if root.has_bytes and sizes else []
     lines = []
-    for *left, weighs in [*head, *rows]:
+    for *left, nbytes in [*head, *rows]:
         cells = [text.ljust(w) for text, w in zip(left, widths, strict=False) if w]
-        lines.append("  ".join([*cells, weighs.rjust(widths[3])]).rstrip())
-    return "\n".join([*lines, f"total  {_total(root, sizes)}"] if root.weighs else lines)
+        lines.append("  ".join([*cells, nbytes.rjust(widths[3])]).rstrip())
+    return "\n".join([*lines, f"total  {_total(root, sizes)}"] if root.has_bytes else lines)
 
 
-# --- as HTML ------------------------------------------------------------------------------------------------
+# --- HTML ---------------------------------------------------------------------------------------------------
 
 
 def _html_table(root: _Node | None, sizes: Sizes) -> str:
     if root is None:
         return div("(no leaves)")
-    few = len(list(_rows(_tops(root)))) <= 40
-    total = [f"<div>total  {escape(_total(root, sizes))}</div>"] if root.weighs else []
-    return div(*(_html_row(node, 0, few) for node in _tops(root)), *total)
+    is_open = len(list(_rows(_top_nodes(root)))) <= 40
+    total = [f"<div>total  {escape(_total(root, sizes))}</div>"] if root.has_bytes else []
+    return div(*(_html_row(node, 0, is_open) for node in _top_nodes(root)), *total)
 
 
-def _html_row(node: _Node, depth: int, few: bool) -> str:
+def _html_row(node: _Node, depth: int, is_open: bool) -> str:
     name, *cells, last = _cells(node)
     spans = "".join(f"<span>{escape(text)}</span>" for text in cells)
     line = f'<span class="name" style="padding-left: {2 * depth}ch">{escape(name)}</span>{spans}'
     if not last.children:
         return f'<div class="row">{line}</div>'
-    inside = "\n".join(_html_row(child, depth + 1, few) for child in last.children)
-    is_open = " open" if few else ""
-    return f'<details{is_open}><summary class="row">{line}</summary>\n{inside}</details>'
+    inside = "\n".join(_html_row(child, depth + 1, is_open) for child in last.children)
+    state = " open" if is_open else ""
+    return f'<details{state}><summary class="row">{line}</summary>\n{inside}</details>'
 
 
 __all__ = ["View", "show", "size"]

@@ -1,4 +1,4 @@
-"""Digests tell any two different tensors apart, and ranks that differ are named."""
+"""Digests of different tensors differ, and errors name the ranks whose replicas differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard._compare.replicas import check_replicas, digest
+from fshard._compare import check_replicas
+from fshard._compare.digest import digest
 from tests.lib.processes import Pool
 
 CHUNK = 1 << 15  # words of 4 bytes
@@ -35,7 +36,7 @@ def from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def noise(n: int, dtype: torch.dtype) -> Tensor:
-    """`n` elements of any bits: NaN, infinities and denormals among them."""
+    """Return `n` elements of random bits: NaN, infinities and denormals among them."""
     size = n if dtype == torch.bool else n * dtype.itemsize
     bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
     return from_bits(bits, dtype)
@@ -45,7 +46,7 @@ def noise(n: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bitwise_equal_tensors_are_equal_however_they_are_strided(dtype):
+def test_digests_of_bitwise_equal_tensors_are_equal_for_any_strides(dtype):
     for n, m in ((3, 5), (1, 1), (0, 4), (257, 1031)):
         whole = noise(n * m, dtype).view(n, m)
         want = words(whole)
@@ -61,7 +62,7 @@ def test_bitwise_equal_tensors_are_equal_however_they_are_strided(dtype):
     assert words(cube.permute(3, 1, 0, 2)) == words(cube.permute(3, 1, 0, 2).contiguous())
 
 
-def test_a_conjugate_that_is_not_computed_yet_is_that_of_its_values():
+def test_digest_of_lazy_conjugate_is_that_of_its_values():
     x = noise(40, torch.complex64)
     assert x.conj().is_conj()
     assert words(x.conj()) == words(x.conj().resolve_conj()) != words(x)
@@ -70,8 +71,8 @@ def test_a_conjugate_that_is_not_computed_yet_is_that_of_its_values():
     assert words(imaginary) == words(imaginary.resolve_neg())
 
 
-def test_a_digest_is_these_sums():
-    """In Python's integers, which do not overflow: torch's sums must wrap, and not saturate."""
+def test_digest_is_the_documented_sums():
+    """Computed with Python's integers, which do not overflow: torch's sums must wrap, not saturate."""
     x = noise(3 * CHUNK + 7, torch.uint8)
     x = torch.cat([x, noise(4 * CHUNK, torch.uint8)])
     got = words(x)
@@ -90,7 +91,7 @@ def test_a_digest_is_these_sums():
     assert [g % 2**64 for g in got] == [(s + t) % 2**64 for s, t in zip(last, label, strict=True)]
 
 
-def test_little_memory_is_used():
+def test_digest_allocates_at_most_one_chunk():
     largest = 0
 
     class Largest(TorchDispatchMode):
@@ -112,14 +113,14 @@ def test_little_memory_is_used():
 # --- different tensors --------------------------------------------------------------------------------------
 
 
-def told_apart(*tensors: Tensor) -> bool:
-    """By each of the two words alone."""
+def digests_differ(*tensors: Tensor) -> bool:
+    """Return whether each of the two words alone differs between all tensors."""
     first, second = zip(*map(words, tensors), strict=True)
     return len(set(first)) == len(set(second)) == len(tensors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_counts(dtype):
+def test_digest_depends_on_every_bit(dtype):
     for n in (1, 3, 2 * CHUNK + 3):
         x = noise(n, dtype)
         size = n if dtype == torch.bool else n * dtype.itemsize
@@ -130,29 +131,31 @@ def test_every_bit_counts(dtype):
                 raw = y.view(torch.uint8)
                 raw[at] ^= 1 << bit
                 flipped.append(y)
-        assert told_apart(x, *flipped)
+        assert digests_differ(x, *flipped)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("n", [2, 64, 4 * CHUNK])
-def test_signs_are_told_apart_in_any_number(dtype, n):
+def test_digest_depends_on_flipped_signs(dtype, n):
     x = torch.ones(n, dtype=dtype)
     half = torch.cat([-x[: n // 2], x[n // 2 :]])
     alternating = torch.where(torch.arange(n) % 2 == 0, -x, x)
     zeros = torch.zeros(n, dtype=dtype)
-    assert told_apart(x, -x, -half) if n == 2 else told_apart(x, -x, half, alternating)
-    assert told_apart(zeros, -zeros)
+    assert digests_differ(x, -x, -half) if n == 2 else digests_differ(x, -x, half, alternating)
+    assert digests_differ(zeros, -zeros)
 
 
-def test_order_counts():
+def test_digest_depends_on_order():
     x = noise(16 * CHUNK, torch.uint8)
-    rows = x.view(4, -1)  # a chunk each
-    assert told_apart(x, x.flip(0), x.roll(1), x.roll(4), rows[[1, 0, 2, 3]].flatten(), rows[[0, 2, 1, 3]].flatten())
-    assert told_apart(*(torch.tensor(p, dtype=torch.float32) for p in itertools.permutations(range(5))))
+    rows = x.view(4, -1)  # one chunk each
+    assert digests_differ(
+        x, x.flip(0), x.roll(1), x.roll(4), rows[[1, 0, 2, 3]].flatten(), rows[[0, 2, 1, 3]].flatten()
+    )
+    assert digests_differ(*(torch.tensor(p, dtype=torch.float32) for p in itertools.permutations(range(5))))
 
 
-def test_few_bits_in_many_places():
-    """Every pattern of one or two set bits: the differences a sum of weak weights would lose."""
+def test_digests_of_all_patterns_of_two_bits_differ():
+    """Patterns of one or two set bits: weak weights would give equal sums."""
     bits = torch.zeros(16, dtype=torch.int64)
     patterns = [bits]
     for i, j in itertools.combinations_with_replacement(range(0, 1024, 13), 2):
@@ -161,29 +164,30 @@ def test_few_bits_in_many_places():
             y[k // 64] |= -(1 << 63) if k % 64 == 63 else 1 << (k % 64)
         patterns.append(y)
     assert len(patterns) > 3000
-    assert told_apart(*patterns)
+    assert digests_differ(*patterns)
 
 
-def test_shape_and_dtype_count():
+def test_digest_depends_on_shape_and_dtype():
     x = torch.zeros(12)
-    assert told_apart(x, x.view(3, 4), x.view(4, 3), x.view(1, 12), x.view(torch.int32), x.view(torch.uint8), x[:11],
-                      x.view(torch.bfloat16), torch.zeros(()), torch.zeros(1), torch.zeros(0), torch.zeros(0, 2),
-                      torch.zeros(0, dtype=torch.bool), torch.zeros(2 * CHUNK), torch.zeros(2 * CHUNK + 1))  # fmt: skip
+    assert digests_differ(x, x.view(3, 4), x.view(4, 3), x.view(1, 12), x.view(torch.int32), x.view(torch.uint8),
+                          x[:11], x.view(torch.bfloat16), torch.zeros(()), torch.zeros(1), torch.zeros(0),
+                          torch.zeros(0, 2), torch.zeros(0, dtype=torch.bool), torch.zeros(2 * CHUNK),
+                          torch.zeros(2 * CHUNK + 1))  # fmt: skip
 
 
-def test_payloads_of_nan_count_and_nan_equals_itself():
+def test_digest_depends_on_nan_payload_and_nan_equals_itself():
     quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert quiet.isnan()
     assert other.isnan()
     assert words(quiet) == words(quiet.clone())
-    assert told_apart(quiet, other)
+    assert digests_differ(quiet, other)
 
 
 # --- comparison ---------------------------------------------------------------------------------------------
 
 
 def run(axes: dict[str, int], f: Any, specs: Any, kind: str = "simulated") -> Any:
-    """`check_replicas` of what `f()` gives on each rank."""
+    """Run `check_replicas` on the result of `f()` on each rank."""
 
     def checked() -> Tensor:
         check_replicas("step", f(), specs)
@@ -192,7 +196,7 @@ def run(axes: dict[str, int], f: Any, specs: Any, kind: str = "simulated") -> An
     return fs.shard_map(checked, mesh=fs.make_mesh(kind=kind, **axes), in_specs=(), out_specs=P())()
 
 
-def told(axes: dict[str, int], f: Any, specs: Any, kind: str = "simulated") -> str:
+def error_text(axes: dict[str, int], f: Any, specs: Any, kind: str = "simulated") -> str:
     with pytest.raises(ShardingError) as e:
         run(axes, f, specs, kind)
     return str(e.value)
@@ -203,13 +207,13 @@ def at(*axes: str) -> int:
 
 
 CAUSE = (
-    "  a Python number that depends on the rank does this, a kernel that is not deterministic, or a draw from "
+    "  usual causes: a Python number that depends on the rank, a kernel that is not deterministic, a draw from "
     "torch's own generator\n"
 )
 
 
-def test_a_number_that_depends_on_the_rank_is_shown_by_rank():
-    text = told({"data": 4, "model": 2}, lambda: {"loss": torch.tensor(1.5 + at("data") % 2), "n": 3}, P())
+def test_error_shows_scalars_by_rank():
+    text = error_text({"data": 4, "model": 2}, lambda: {"loss": torch.tensor(1.5 + at("data") % 2), "n": 3}, P())
     assert text == (
         "step: result['loss'] differs between ranks of 'data', over which its spec says it is one value\n"
         "  leaf  f32[]    spec  P()    mesh  data=4, model=2\n"
@@ -218,11 +222,11 @@ def test_a_number_that_depends_on_the_rank_is_shown_by_rank():
     )  # fmt: skip
 
 
-def test_both_axes_are_named_and_where_they_differ():
+def test_error_names_every_axis_and_the_coordinates_of_the_difference():
     def f() -> Any:
         return {"a": torch.ones(3), "w": [torch.ones(2, 4), torch.ones(2, 4) * (at("data", "model") == 5)]}
 
-    text = told({"data": 2, "model": 4}, f, {"a": P(), "w": P()})
+    text = error_text({"data": 2, "model": 4}, f, {"a": P(), "w": P()})
     same, other = (f"{words(torch.ones(2, 4) * k)[0] & 0xFFFFFFFF:08x}" for k in (0, 1))
     assert text == (
         "step: result['w'][1] differs between ranks of 'data' and 'model', over which its spec says it is one value\n"
@@ -233,25 +237,27 @@ def test_both_axes_are_named_and_where_they_differ():
     )  # fmt: skip
 
 
-def test_an_axis_that_the_spec_names_may_differ():
+def test_values_may_differ_over_axes_in_the_spec():
     parts = lambda: torch.tensor([float(at("model"))])  # noqa: E731
     run({"data": 2, "model": 3}, parts, P("model"))
     run({"data": 2, "model": 3}, lambda: (parts(), torch.ones(2)), (P("model"), P()))
-    assert "ranks of 'model', over" in told({"data": 2, "model": 3}, parts, P("data"))
-    assert "ranks of 'data', over" in told({"data": 2, "model": 3}, lambda: torch.tensor([at("data")]), P("model"))
+    assert "ranks of 'model', over" in error_text({"data": 2, "model": 3}, parts, P("data"))
+    assert "ranks of 'data', over" in error_text(
+        {"data": 2, "model": 3}, lambda: torch.tensor([at("data")]), P("model")
+    )
     three = {"a": 2, "b": 2, "c": 2}
-    text = told(three, lambda: torch.tensor(at("b") * at("c")), P())
+    text = error_text(three, lambda: torch.tensor(at("b") * at("c")), P())
     assert "'b' and 'c'" in text
     assert "b=0: 0    b=1: 1    (at a=0, c=1)" in text
     assert "c=0: 0    c=1: 1    (at a=0, b=1)" in text
 
 
-def test_other_leaves_are_listed_and_long_lists_cut():
-    text = told({"data": 10}, lambda: [torch.tensor(at("data") % 7)] * 8, P())
+def test_error_lists_other_leaves_and_truncates_long_lists():
+    text = error_text({"data": 10}, lambda: [torch.tensor(at("data") % 7)] * 8, P())
     assert "result[0] differs" in text
     assert "  data=0,7: 0    data=1,8: 1    data=2,9: 2    data=3: 3    data=4: 4    data=5: 5    and 1 more\n" in text
     assert "so do result[1], result[2], result[3], result[4], and 3 more\n" in text
-    text = told({"data": 10}, lambda: (torch.tensor(at("data") == 9), torch.tensor(at("data"))), P())
+    text = error_text({"data": 10}, lambda: (torch.tensor(at("data") == 9), torch.tensor(at("data"))), P())
     assert "data=0,1,2,3,4,5,6,7, and 1 more: False    data=9: True" in text
     assert "so does result[1]\n" in text
 
@@ -268,11 +274,11 @@ def test_other_leaves_are_listed_and_long_lists_cut():
         (lambda i: torch.tensor(1.0, dtype=(torch.float32, torch.float64)[i]), "data=0: digest "),
     ],
 )  # fmt: skip
-def test_values_are_shown_as_exactly_as_they_differ(value, shown):
-    assert shown in told({"data": 2}, lambda: value(at("data")), P())
+def test_error_shows_values_with_enough_digits_to_differ(value, shown):
+    assert shown in error_text({"data": 2}, lambda: value(at("data")), P())
 
 
-def test_all_leaves_cost_one_small_transfer():
+def test_check_replicas_costs_one_all_gather_of_24_bytes_per_leaf():
     def f() -> Any:
         b = [torch.ones(()), torch.ones(3)]
         return {"a": torch.ones(100, 100), "b": b, "none": None, "n": 1, "s": torch.ones(2)}
@@ -290,15 +296,15 @@ def test_all_leaves_cost_one_small_transfer():
 def on_ranks() -> str:
     run({"data": 2, "model": 2}, lambda: {"w": torch.ones(5, 2), "x": torch.ones(2) * at("model")},
         {"w": P(), "x": P("model")}, "process")  # fmt: skip
-    return told({"model": 2, "data": 2}, disagreeing, {"w": P(), "x": P("model")}, "process")
+    return error_text({"model": 2, "data": 2}, rank_dependent_results, {"w": P(), "x": P("model")}, "process")
 
 
-def disagreeing() -> Any:
+def rank_dependent_results() -> Any:
     return {"w": torch.ones(5, 2) + at("data"), "x": torch.ones(2) * at("model")}
 
 
 @pytest.mark.process
-def test_every_real_rank_raises_the_same(ranks: Pool) -> None:
-    want = told({"model": 2, "data": 2}, disagreeing, {"w": P(), "x": P("model")})
+def test_every_process_raises_the_same_error(ranks: Pool) -> None:
+    want = error_text({"model": 2, "data": 2}, rank_dependent_results, {"w": P(), "x": P("model")})
     assert "result['w'] differs between ranks of 'data'" in want
     assert ranks(4, on_ranks) == [want] * 4

@@ -1,1 +1,1 @@
-"""Benchmarks: run one as `python -m tests.benchmarks.init`. They time and weigh; ordinary tests count."""
+"""Benchmarks: run one as `python -m tests.benchmarks.init`. They measure; tests assert."""

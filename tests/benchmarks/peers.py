@@ -1,7 +1,7 @@
-"""fshard against torch's own ways: `python -m tests.benchmarks.peers --ranks 2 [--json FILE] [--only NAME ...]`.
+"""fshard compared with torch: `python -m tests.benchmarks.peers --ranks 2 [--json FILE] [--only NAME ...]`.
 
 The same GPT, values, batches and optimizer under plain torch, DDP, FSDP2 and DTensor, and under fshard; time and memory
-of a step, what it moves, and whether the losses agree. README.md beside this file says how to read it.
+of a step, its transfers, and whether the losses agree. README.md in this folder says how to read the report.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a device starts none: ranks are forked
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # do not initialize CUDA before the fork
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
-import torch._inductor.compile_fx  # what the compiled ones load is no memory of theirs
+import torch._inductor.compile_fx  # so that loading it does not count as memory of compiled steps
 import torch.distributed as dist
 
-from . import contenders
-from .contenders import SIZES, build
 from .init import MIB, high_water, low_water, spread
-from .weigh import weigh
+from .step_cost import measure_step
+from .train_steps import SIZES, Step, build
 
-# Those that are compared step by step: they live in the same processes, and take turns.
+# Steps of a family are compared with each other: they run in the same processes, in turn.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "data": ("floor", "ddp", "ddp view", "data", "ddp compiled", "data compiled"),
     "sharded": ("floor", "fsdp2", "sharded", "fsdp2 compiled", "sharded compiled"),
@@ -45,9 +44,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "tensor": ("dtensor", "tensor", "dtensor compiled", "tensor compiled"),
     "one": ("floor", "one", "floor compiled", "one compiled"),
 }
-ALONE = ("one",)  # families that need no second rank
+SINGLE_RANK = ("one",)  # families that need no second rank
 REFERENCE = {"data": "ddp", "sharded": "fsdp2", "remat": "fsdp2+ac", "tensor": "dtensor", "one": "floor"}
-# (target of the issue, family, fshard's contender, the peer, the measure, the ratio that is asked for)
+# (number of the target, family, step of fshard, step of torch, measure, target for the ratio)
 TARGETS = [
     ("1", "data", "data", "ddp", "time", 0.99), ("1", "data", "data", "ddp view", "time", 0.99),
     ("1", "data", "data", "floor", "time", 1.06),
@@ -66,25 +65,25 @@ ON_CUDA = [
     ("7", "one", "one", "floor", "time", 1.05),
     ("7", "one", "one compiled", "floor compiled", "time", 1.03),
 ]
-WARMUP = 3  # steps of each contender that are not counted
-LOSSES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # how far two loss curves may be apart, relatively
+WARMUP = 3  # steps of each that are not counted
+LOSSES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # the largest relative difference of two loss curves
 
-Found = dict[str, Any]
+Report = dict[str, Any]
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------
 
 
-def team(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """`job(*args)` in new processes that are ranks of a group: what each returned. Raises what any of them raised."""
+def run_on_ranks(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `job(*args)` in new processes, the ranks of a group: their results. Raises if any of them raised."""
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as place:
         pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
-        members = [fork.Process(target=_rank, args=(r, ranks, f"{place}/store", pipes[r][1], job, args), daemon=True)
+        processes = [fork.Process(target=_rank, args=(r, ranks, f"{place}/store", pipes[r][1], job, args), daemon=True)
                    for r in range(ranks)]  # fmt: skip
         sys.stdout.flush()
-        for member, (_, theirs) in zip(members, pipes, strict=True):
-            member.start()
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
+            process.start()
             theirs.close()
         out: dict[int, Any] = {}
         waiting = {ours: r for r, (ours, _) in enumerate(pipes)}
@@ -95,14 +94,14 @@ def team(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
                     try:
                         good, out[rank] = pipe.recv()  # type: ignore[union-attr]
                     except EOFError:
-                        good, out[rank] = False, "the process is gone: it was killed, or it crashed"
+                        good, out[rank] = False, "the process was killed, or it crashed"
                     if not good:
                         raise RuntimeError(f"rank {rank}: {out[rank]}")
         finally:
-            for member in members:
-                member.join(timeout=10 if len(out) == ranks else 0)
-                member.kill()
-                member.join()
+            for process in processes:
+                process.join(timeout=10 if len(out) == ranks else 0)
+                process.kill()
+                process.join()
     return [out[r] for r in range(ranks)]
 
 
@@ -121,24 +120,24 @@ def _rank(rank: int, ranks: int, store: str, pipe: Any, job: Callable[..., Any],
         os._exit(0)
 
 
-def _agreed(error: str) -> str:
-    """What went wrong on any rank; all of them must go on, or none."""
+def _first_error(error: str) -> str:
+    """The error of the first rank that has one, on all ranks, so that all of them continue or none."""
     everyone: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(everyone, error)
     return next(filter(None, everyone), "")
 
 
-def _why(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-# --- what the ranks do ----------------------------------------------------------------------------------------
+# --- on the ranks ---------------------------------------------------------------------------------------------
 
 
-def timed(name: str, names: tuple[str, ...], repeats: int, device: torch.device) -> Found:
-    """Seconds and losses of every step of these contenders, which take turns, and why others could not run."""
-    steps: dict[str, contenders.Step] = {}
+def timed(name: str, names: tuple[str, ...], repeats: int, device: torch.device) -> Report:
+    """Seconds and losses of the steps of these names, run in turn, and the errors of those that could not run."""
+    steps: dict[str, Step] = {}
     failed: dict[str, str] = {}
     losses: dict[str, list[float]] = {}
     for one in names:
@@ -148,13 +147,13 @@ def timed(name: str, names: tuple[str, ...], repeats: int, device: torch.device)
             losses[one] = [float(step(i)) for i in range(WARMUP)]
             steps[one] = step
         except Exception as e:
-            error = _why(e)
+            error = _summary(e)
             traceback.print_exc()
-        if error := _agreed(error):
+        if error := _first_error(error):
             failed[one] = error
             steps.pop(one, None)
     seconds: dict[str, list[float]] = {one: [] for one in steps}
-    for i in range(WARMUP, WARMUP + 1 + repeats):  # a round together that is not counted, too
+    for i in range(WARMUP, WARMUP + 1 + repeats):  # one more round that is not counted
         for one, step in steps.items():
             gc.collect()
             dist.barrier()
@@ -169,8 +168,8 @@ def timed(name: str, names: tuple[str, ...], repeats: int, device: torch.device)
     return {"seconds": seconds, "losses": {one: losses[one] for one in steps}, "failed": failed}
 
 
-def resident(name: str, one: str, device: torch.device) -> Found:
-    """The most bytes that were resident in later steps, above what the imported process had."""
+def resident(name: str, one: str, device: torch.device) -> Report:
+    """The most resident bytes in later steps, above those of the process before."""
     if device.type == "cuda":
         step = build(one, SIZES[name], device)
         for i in range(WARMUP):
@@ -184,59 +183,59 @@ def resident(name: str, one: str, device: torch.device) -> Found:
     for i in range(WARMUP):
         step(i)
     gc.collect()
-    libc.malloc_trim(0)  # what building and compiling left in the heap is not the step's
+    libc.malloc_trim(0)  # without what building and compiling left in the heap
     low_water()
     for i in range(WARMUP, WARMUP + 3):
         step(i)
     return {"resident": high_water() - before}
 
 
-def weighed(name: str, one: str, device: torch.device) -> Found:
-    """The bytes that are live in tensors, and what moves, in a later step."""
+def tensor_bytes(name: str, one: str, device: torch.device) -> Report:
+    """The bytes live in tensors and the transfers in a later step."""
 
     def setup() -> Callable[[], object]:
         step = build(one, SIZES[name], device)
         count = iter(range(100))
         return lambda: step(next(count))
 
-    found = weigh(setup, warmup=WARMUP)
+    cost = measure_step(setup, warmup=WARMUP)
     ops: dict[str, int] = {}
-    for op, _ in found.transfers:
+    for op, _ in cost.transfers:
         ops[op] = ops.get(op, 0) + 1
-    return {"live": found.peak, "held": found.start, "left": found.end - found.start, "transfers": ops,
-            "sent": found.sent(dist.get_world_size())}  # fmt: skip
+    return {"live": cost.peak, "held": cost.start, "left": cost.end - cost.start, "transfers": ops,
+            "sent": cost.sent(dist.get_world_size())}  # fmt: skip
 
 
 # --- the parts of a report ------------------------------------------------------------------------------------
 
 
-def family(name: str, which: str, names: tuple[str, ...], args: argparse.Namespace) -> Found:
-    """Times, of the slowest rank; loss curves, and how far each is from that of the family's reference."""
-    rows = team(args.ranks, timed, name, names, args.repeats, args.device)
+def family(name: str, which: str, names: tuple[str, ...], args: argparse.Namespace) -> Report:
+    """Times of the slowest rank, loss curves, and their differences from the reference of the family."""
+    rows = run_on_ranks(args.ranks, timed, name, names, args.repeats, args.device)
     done = list(rows[0]["seconds"])
     seconds = {one: [max(ts) for ts in zip(*(r["seconds"][one] for r in rows), strict=True)] for one in done}
     reference, apart = REFERENCE[which], {}
     curve = {one: [r["losses"][one] for r in rows] for one in done}
-    if which not in ALONE:  # each peer has the mean of its own rows, fshard that of all
+    if which not in SINGLE_RANK:  # a torch step has the mean loss of its own rows, fshard that of all
         curve = {one: [[statistics.fmean(xs) for xs in zip(*curve[one], strict=True)]] for one in done}
     for one in done:
-        if reference in done and one != reference and (one != "floor" or which in ALONE):
+        if reference in done and one != reference and (one != "floor" or which in SINGLE_RANK):
             apart[one] = max(map(distance, curve[one], curve[reference]))
     return {"seconds": seconds, "losses": curve, "apart": apart, "failed": rows[0]["failed"]}
 
 
 def distance(a: list[float], b: list[float]) -> float:
-    """The largest relative difference of two loss curves; infinite where one is no number."""
-    far = [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
-    return max((math.inf if math.isnan(x) else x for x in far), default=math.inf)
+    """The largest relative difference of two loss curves; infinite for a NaN."""
+    differences = [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
+    return max((math.inf if math.isnan(x) else x for x in differences), default=math.inf)
 
 
-def memory(name: str, one: str, args: argparse.Namespace) -> Found:
-    """The most of any rank, each measure in new processes."""
-    out: Found = {}
-    for job in (resident,) if args.device.type == "cuda" else (resident, weighed):
+def memory(name: str, one: str, args: argparse.Namespace) -> Report:
+    """The largest figure of any rank, each measure in new processes."""
+    out: Report = {}
+    for job in (resident,) if args.device.type == "cuda" else (resident, tensor_bytes):
         try:
-            rows = team(args.ranks, job, name, one, args.device)
+            rows = run_on_ranks(args.ranks, job, name, one, args.device)
         except RuntimeError as e:
             print(e, file=sys.stderr)
             out["failed"] = str(e).splitlines()[-1]
@@ -246,18 +245,20 @@ def memory(name: str, one: str, args: argparse.Namespace) -> Found:
 
 
 def ratios(a: list[float], b: list[float]) -> tuple[float, float]:
-    """(The median of the ratios of neighbours in time, the ratio of the medians.)"""
+    """(Median of the ratios of neighbours in time, ratio of the medians)."""
     return (statistics.median(x / y for x, y in zip(a, b, strict=True)), statistics.median(a) / statistics.median(b))
 
 
-def judged(size: Found, families: dict[str, tuple[str, ...]], measures: list[str], targets: list[Any]) -> list[Found]:
-    """The targets whose two contenders were both asked for: a figure that is missing is said to be."""
+def verdicts(
+    size: Report, families: dict[str, tuple[str, ...]], measures: list[str], targets: list[Any]
+) -> list[Report]:
+    """The targets of which both steps were asked for; with a missing figure the verdict is "not measured"."""
     out = []
     for number, which, ours, peer, measure, limit in targets:
-        asked = "time" if measure == "time" else "memory"
-        if asked not in measures or not {ours, peer} <= set(families.get(which, ())):
+        kind = "time" if measure == "time" else "memory"
+        if kind not in measures or not {ours, peer} <= set(families.get(which, ())):
             continue
-        row: Found = {"target": number, "ours": ours, "peer": peer, "measure": measure, "limit": limit}
+        row: Report = {"target": number, "ours": ours, "peer": peer, "measure": measure, "limit": limit}
         if measure == "time":
             seconds = size["families"][which]["seconds"]
             if {ours, peer} <= seconds.keys():
@@ -274,7 +275,7 @@ def judged(size: Found, families: dict[str, tuple[str, ...]], measures: list[str
 # --- the report -----------------------------------------------------------------------------------------------
 
 
-def show_family(which: str, found: Found) -> None:
+def show_family(which: str, found: Report) -> None:
     print(f"\n  {which}: seconds of a step, the slower rank's; losses against {REFERENCE[which]}'s")
     print(f"  {'':24}{'median':>9}{'least':>9}{'most':>9}{'apart':>10}")
     for one, times in found["seconds"].items():
@@ -288,13 +289,13 @@ def show_family(which: str, found: Found) -> None:
 MIBS = {"resident": 10, "live": 10, "held": 10, "left": 8, "sent": 10}  # columns, and how wide they are
 
 
-def show_memory(one: str, x: Found) -> None:
+def show_memory(one: str, x: Report) -> None:
     row = "".join(f"{x[k] / MIB:{w}.1f}" if k in x else f"{'-':>{w}}" for k, w in MIBS.items())
     moved = ", ".join(f"{n} {op}" for op, n in sorted(x.get("transfers", {}).items()))
     print(f"  {one:24}{row}  {moved}" + (f"  FAILED: {x['failed']}" if "failed" in x else ""), flush=True)
 
 
-def show_targets(rows: list[Found]) -> None:
+def show_targets(rows: list[Report]) -> None:
     if not rows:
         return
     print("\n  target                                                ratio  of medians   limit")
@@ -305,26 +306,26 @@ def show_targets(rows: list[Found]) -> None:
         print(f"  {what:52}{ratio}{medians}{r['limit']:8.2f}  {r['verdict']}")
 
 
-def wrong(size: Found, dtype: torch.dtype) -> list[str]:
-    """Why this run may not be believed: curves that are apart, contenders that are missing, memory that grows."""
+def problems_of(size: Report, dtype: torch.dtype) -> list[str]:
+    """The problems of a run: loss curves that differ, and steps that could not run or be measured."""
     out = []
     for which, found in size["families"].items():
         out += [f"{which}: the losses of {one} are {x:.1e} from {REFERENCE[which]}'s"
                 for one, x in found["apart"].items() if not x <= LOSSES[dtype]]  # fmt: skip
         out += [f"{which}: {one} could not run" for one in found["failed"]]
-    out += [f"memory: {one} could not be weighed" for one, x in size.get("memory", {}).items() if "failed" in x]
+    out += [f"memory: {one} could not be measured" for one, x in size.get("memory", {}).items() if "failed" in x]
     return out
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report. The exit status says whether all ran, and had the same losses; a target missed is no error."""
+    """Print the report; the exit status is 0 if all ran with the same losses, even if a target was missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers", description=__doc__)
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", type=torch.device,
                         default=torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # fmt: skip
     parser.add_argument("--only", nargs="+", metavar="NAME",
-                        help=f"families ({', '.join(FAMILIES)}), or contenders within all")  # fmt: skip
+                        help=f"families ({', '.join(FAMILIES)}), or steps in any of them")  # fmt: skip
     parser.add_argument("--eager", action="store_true", help="leave out what is compiled")
     parser.add_argument("--sizes", nargs="+", choices=SIZES)
     parser.add_argument("--repeats", type=int, default=9, help="counted rounds")
@@ -337,10 +338,10 @@ def main(argv: list[str] | None = None) -> int:
     where = f"cuda, {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}" if cuda else "cpu"
     facts = {"torch": torch.__version__, "device": where, "ranks": args.ranks, "threads": 1, "load": os.getloadavg()[0]}
     print(", ".join(f"{k} {v}" for k, v in facts.items()), flush=True)
-    report: Found = {"facts": facts, "sizes": {}}
+    report: Report = {"facts": facts, "sizes": {}}
     problems: list[str] = []
     families = chosen(args, parser)
-    gc.freeze()  # what is imported is no garbage to look for: ranks begin as copies of this process
+    gc.freeze()  # ranks start as copies of this process: its imports are no garbage to look for
     for name in args.sizes:
         began = time.perf_counter()
         cfg, size = SIZES[name].cfg, {"parameters": SIZES[name].parameters, "families": {}}
@@ -355,15 +356,15 @@ def main(argv: list[str] | None = None) -> int:
         if "memory" in args.measure:
             everyone = dict.fromkeys(one for names in families.values() for one in names)
             titles = "".join(f"{k:>{w}}" for k, w in MIBS.items())
-            print(f"\n  MiB of a rank, and what it moves in a step\n  {'':24}{titles}  transfers", flush=True)
+            print(f"\n  MiB of a rank, and its transfers in a step\n  {'':24}{titles}  transfers", flush=True)
             size["memory"] = {}
             for one in everyone:
                 size["memory"][one] = memory(name, one, args)
                 show_memory(one, size["memory"][one])
-        size["targets"] = judged(size, families, args.measure, ON_CUDA if cuda else TARGETS)
+        size["targets"] = verdicts(size, families, args.measure, ON_CUDA if cuda else TARGETS)
         show_targets(size["targets"])
         size["minutes"] = (time.perf_counter() - began) / 60
-        problems += [f"{name}: {x}" for x in wrong(size, SIZES[name].dtype)]
+        problems += [f"{name}: {x}" for x in problems_of(size, SIZES[name].dtype)]
         if args.json:
             args.json.write_text(json.dumps(report, indent=1))
     for x in problems:
@@ -372,11 +373,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def chosen(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, tuple[str, ...]]:
-    families = {k: v for k, v in FAMILIES.items() if args.ranks > 1 or k in ALONE}
+    families = {k: v for k, v in FAMILIES.items() if args.ranks > 1 or k in SINGLE_RANK}
     if args.only:
         known = {*families, *(one for names in families.values() for one in names)}
-        if strange := [x for x in args.only if x not in known]:
-            parser.error(f"--only: {', '.join(strange)}: not among {', '.join(sorted(known))}")
+        if unknown := [x for x in args.only if x not in known]:
+            parser.error(f"--only: {', '.join(unknown)}: not among {', '.join(sorted(known))}")
         families = {k: tuple(one for one in v if k in args.only or one in args.only) for k, v in families.items()}
     if args.eager:
         families = {k: tuple(one for one in v if not one.endswith(" compiled")) for k, v in families.items()}

@@ -1,9 +1,9 @@
-"""What `shard_map` adds to a function: `python -m tests.benchmarks.scaling [--json FILE] [--only PART ...]`.
+"""The overhead of `shard_map`: `python -m tests.benchmarks.scaling [--json FILE] [--only PART ...]`.
 
-Parts: `leaves`, a call on a mesh of one rank, by how many leaves it takes and gives; `processes`, the same on a mesh of
-two processes; `ranks`, a call on simulated ranks, by how many there are; `model`, a training step of GPT-2 on a mesh of
-one rank against the same step without fshard, by the size of the model. README.md beside this file says how to read
-them.
+Parts: `leaves`, a call on a mesh of one rank, by the number of leaves it takes and returns; `processes`, the same on a
+mesh of two processes; `ranks`, a call on simulated ranks, by their number; `model`, a training step of GPT-2 on a mesh
+of one rank against the same step without fshard, by the size of the model. README.md in this folder says how to read
+the report.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.models import gpt2
-from fshard.models.stream import Layout
+from fshard.models.transformer import Layout
 
-from .gpt import build
+from .gpt_module import build
 from .init import interleaved, spread
 
 LEAVES = (1, 10, 100, 1000)
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 KEY = fs.key(0)
 
-# --- a call that does next to nothing -------------------------------------------------------------------------
+# --- a call that computes almost nothing ----------------------------------------------------------------------
 
 
 def in_place(state: list[Tensor]) -> list[Tensor]:
@@ -45,27 +45,27 @@ def in_place(state: list[Tensor]) -> list[Tensor]:
     return state
 
 
-def anew(state: list[Tensor]) -> list[Tensor]:
+def out_of_place(state: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_add(state, 1.0))
 
 
 Body = Callable[[list[Tensor]], list[Tensor]]
-BODIES: dict[str, tuple[Body, tuple[int, ...]]] = {"donated": (in_place, (0,)), "kept": (anew, ())}
+BODIES: dict[str, tuple[Body, tuple[int, ...]]] = {"donated": (in_place, (0,)), "kept": (out_of_place, ())}
 
 
 def looped(step: Callable[[Any], Any], state: Any, times: int) -> Callable[[], None]:
-    """`times` steps, each on what the one before it gave."""
-    held = [state]
+    """`times` steps, each on the result of the one before."""
+    current = [state]
 
     def run() -> None:
         for _ in range(times):
-            held[0] = step(held[0])
+            current[0] = step(current[0])
 
     return run
 
 
 def calls(mesh: fs.Mesh, leaves: tuple[int, ...], args: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of a call, less those of its body alone, by what becomes of the argument and by leaves."""
+    """Microseconds of a call minus those of its body alone, with and without donation, by the number of leaves."""
     out: dict[str, Any] = {}
     for name, (body, donate) in BODIES.items():
         rows = {}
@@ -73,11 +73,11 @@ def calls(mesh: fs.Mesh, leaves: tuple[int, ...], args: argparse.Namespace) -> d
             times = max(3, 2000 // (n + 20))
             state = [torch.zeros(4, device=args.device) for _ in range(n)]
             f = fs.shard_map(body, mesh=mesh, in_specs=(P(),), out_specs=P(), donate=donate)
-            ways = {"call": looped(f, fs.device_put(state, P(), mesh), times), "body": looped(body, state, times)}
-            each = {way: [t / times * 1e6 for t in spent]
-                    for way, spent in interleaved(ways, args.repeats, args.device).items()}  # fmt: skip
-            above = [a - b for a, b in zip(each["call"], each["body"], strict=True)]  # neighbours in time
-            rows[n] = {**spread(above), "body": statistics.median(each["body"])}
+            runs = {"call": looped(f, fs.device_put(state, P(), mesh), times), "body": looped(body, state, times)}
+            each = {name: [t / times * 1e6 for t in spent]
+                    for name, spent in interleaved(runs, args.repeats, args.device).items()}  # fmt: skip
+            overhead = [a - b for a, b in zip(each["call"], each["body"], strict=True)]  # neighbours in time
+            rows[n] = {**spread(overhead), "body": statistics.median(each["body"])}
         few, many = min(leaves), max(leaves)
         slope = (rows[many]["median"] - rows[few]["median"]) / (many - few) if many > few else 0.0
         out[name] = {"calls": rows, "leaf": slope}
@@ -89,7 +89,7 @@ def leaves(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def processes(args: argparse.Namespace) -> dict[str, Any]:
-    """On two processes at once, each timed by itself; the slower one's."""
+    """The times on two processes at once, each measured by itself; those of the slower one."""
     with tempfile.TemporaryDirectory() as place:
         context = multiprocessing.get_context("spawn")
         answers = context.SimpleQueue()
@@ -115,7 +115,7 @@ def _rank(rank: int, place: str, args: argparse.Namespace, answers: Any) -> None
 
 
 def ranks(args: argparse.Namespace) -> dict[str, Any]:
-    """A call of ten leaves, donated; wall time, since what simulated ranks cost is mostly waiting for each other."""
+    """Wall time of a call with ten donated leaves; simulated ranks mostly wait for each other."""
     out = {}
     for n in RANKS:
         mesh = fs.make_mesh(kind="simulated", device=args.device, a=n)
@@ -144,7 +144,7 @@ MODELS = {
 
 
 def model(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step of four sequences: on a mesh of one, the same functions alone, and a module with autograd."""
+    """Seconds of a step of four sequences: on a mesh of one, with the functions alone, and with an `nn.Module`."""
     return {name: _steps(cfg, args) for name, cfg in MODELS.items()}
 
 
@@ -164,38 +164,38 @@ def _steps(cfg: gpt2.Config, args: argparse.Namespace) -> dict[str, Any]:
     f = fs.shard_map(step, mesh=mesh, in_specs=(specs, None, P("data"), P("data")),
                      out_specs=(specs, opt.specs(specs), P()), donate=(0, 1))  # fmt: skip
     params = fs.materialize(gpt2.init(cfg), specs, mesh, key=KEY)
-    held = [params, opt.init(params)]
+    state = [params, opt.init(params)]
 
     def mapped() -> None:
-        held[:] = f(*held, ids, targets)[:2]
+        state[:] = f(*state, ids, targets)[:2]
 
     plain = fs.device_get(params)
     flat, treedef = fs.tree.flatten(plain)
     flat = [x.clone() for x in flat]
-    own = torch.optim.AdamW(flat, 1e-3, fused=True)
+    functions_adamw = torch.optim.AdamW(flat, 1e-3, fused=True)
 
     def functions() -> None:
         params = fs.tree.unflatten(treedef, flat)
         _, grads = fs.value_and_grad(lambda p: gpt2.loss(cfg, p, ids, targets))(params)
         for x, g in zip(flat, fs.tree.leaves(grads), strict=True):
             x.grad = g
-        own.step()
-        own.zero_grad()
+        functions_adamw.step()
+        functions_adamw.zero_grad()
 
     module = build(cfg, KEY, args.device)
-    theirs = torch.optim.AdamW(module.parameters(), 1e-3, fused=True)
+    module_adamw = torch.optim.AdamW(module.parameters(), 1e-3, fused=True)
 
-    def of_module() -> None:
+    def with_module() -> None:
         module(ids, targets).backward()
-        theirs.step()
-        theirs.zero_grad()
+        module_adamw.step()
+        module_adamw.zero_grad()
 
-    mapped()  # checked
+    mapped()  # with the type check
     mapped()
-    ways = {"shard_map": mapped, "functions": functions, "module": of_module}
-    times = interleaved(ways, 3 * args.repeats, args.device)
+    runs = {"shard_map": mapped, "functions": functions, "module": with_module}
+    times = interleaved(runs, 3 * args.repeats, args.device)
     ratio = lambda other: statistics.median(a / b for a, b in zip(times["shard_map"], times[other], strict=True))  # noqa: E731
-    return {"leaves": 3 * len(flat) + 1, **{way: spread(t) for way, t in times.items()},
+    return {"leaves": 3 * len(flat) + 1, **{name: spread(t) for name, t in times.items()},
             "to functions": ratio("functions"), "to module": ratio("module")}  # fmt: skip
 
 

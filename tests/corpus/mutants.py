@@ -36,8 +36,8 @@ from fshard._ops import CastMap
 from fshard.models import gpt2
 from fshard.spec import box_shape, local_box, part_lengths
 
-_SCAN, _UNSHARD, _STREAM = (
-    importlib.import_module(f"fshard.{name}") for name in ("schedule.scan", "schedule.unshard", "models.stream")
+_SCAN, _UNSHARD, _TRANSFORMER = (
+    importlib.import_module(f"fshard.{name}") for name in ("schedule.scan", "schedule.unshard", "models.transformer")
 )
 TYPED = "check" in inspect.signature(fs.shard_map).parameters  # whether there is a static checker
 
@@ -267,7 +267,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _Seen] | None = None) -> Iter
         stack.enter_context(mock.patch.multiple(collectives, **fakes))
         stack.enter_context(mock.patch.object(_UNSHARD, "_apply", of_unshard))
         # A schedule has the numbers of the plain loop; only that one calls what is struck here.
-        stack.enter_context(mock.patch.object(_STREAM, "apply_then_compute", apply_then_compute))
+        stack.enter_context(mock.patch.object(_TRANSFORMER, "apply_then_compute", apply_then_compute))
         stack.enter_context(mock.patch.object(_SCAN, "_transformed", return_value=True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))

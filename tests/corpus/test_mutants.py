@@ -62,11 +62,11 @@ def test_without_nets_a_mutant_is_missed_or_changes_nothing(subjects, monkeypatc
 @pytest.mark.parametrize(
     ("name", "times"),
     [
-        ("delete, psum_scatter 1 of leave in stream", 4),  # once on each of 4 ranks: the embedding
-        ("delete, psum_scatter 2 of leave in stream", 8),  # in a block, which runs again
+        ("delete, psum_scatter 1 of leave in transformer", 4),  # once on each of 4 ranks: the embedding
+        ("delete, psum_scatter 2 of leave in transformer", 8),  # in a block, which runs again
         ("draw: rank in the key, bernoulli 4 of dropout in layers", 8),
-        ("delete, all_gather 2 of linear in stream", 8),
-        ("delete, all_gather 3 of linear in stream", 4),  # after the blocks
+        ("delete, all_gather 2 of column_linear in transformer", 8),
+        ("delete, all_gather 3 of column_linear in transformer", 4),  # after the blocks
     ],
 )
 def test_a_change_is_made_on_every_rank_and_wherever_remat_runs_again(name, times, subjects):

@@ -1,6 +1,6 @@
-"""The notebooks run from top to bottom, and show what they keep; nothing in them is of one machine.
+"""The notebooks run from top to bottom, with the outputs that are in the files, which name no machine.
 
-`python tests/e2e/test_notebooks.py` runs them and writes what they show now into the files.
+`python tests/e2e/test_notebooks.py` runs them and writes their outputs into the files.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},  # and no version: the kernel's would change with the machine
 }
-# The one number here that depends on the CPU: it is all rounding, some 1e-16, of sums in the order of that CPU. The
-# others are of float64 or of whole numbers, and are printed to fewer digits than any order of a sum could change.
+# The one number that depends on the CPU: rounding of about 1e-16, by the order of its sums. The others are float64 or
+# whole numbers, printed with fewer digits than the order of a sum could change.
 ROUNDING = re.compile(r"(?<=largest relative error )\d+(\.\d+)?(e-\d+)?")
-# A path from the root, a home, a drive, or the file in which a kernel keeps a cell. A slash after a word is none
-# (and/or, 1/n), nor one that closes a tag.
+# A path from the root, a home or a drive, or the file of a kernel's cell; but not a slash after a word (and/or, 1/n)
+# or in a closing tag.
 PATH = re.compile(r"(?<![\w./<:)\]])/[A-Za-z_.][\w.-]*|~/|\b[A-Za-z]:\\|ipykernel_\d")
 
 
-# --- running them -------------------------------------------------------------------------------------------
+# --- execution ----------------------------------------------------------------------------------------------
 
 
 class ThisPython(AsyncKernelManager):
-    """The kernel of the running interpreter, whatever kernels are installed on the machine or not."""
+    """The kernel of the running interpreter, whichever kernels are installed."""
 
     @default("kernel_spec_manager")
     def _none_installed(self) -> KernelSpecManager:
-        return KernelSpecManager(kernel_dirs=[])  # then python3 is ipykernel's own, started by sys.executable
+        return KernelSpecManager(kernel_dirs=[])  # python3 is then ipykernel's own, run by sys.executable
 
 
 def execute(notebook: NotebookNode) -> NotebookNode:
     """The notebook with fresh outputs. Raises CellExecutionError where a cell does."""
-    made = nbformat.from_dict(notebook)
-    for cell in made.cells:  # an editor's notes; and a tag may let a cell fail
+    fresh = nbformat.from_dict(notebook)
+    for cell in fresh.cells:  # without an editor's notes, and tags that let a cell fail
         cell.metadata = NotebookNode()
     with tempfile.TemporaryDirectory() as place:
         path = [str(Path(fs.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        own = {"IPYTHONDIR": place, "PYTHONPATH": os.pathsep.join(path)}  # no one's profile; this fshard
+        own = {"IPYTHONDIR": place, "PYTHONPATH": os.pathsep.join(path)}  # no user's profile, and this fshard
         client = NotebookClient(
-            made, timeout=120, startup_timeout=120, kernel_name="python3", kernel_manager_class=ThisPython,
+            fresh, timeout=120, startup_timeout=120, kernel_name="python3", kernel_manager_class=ThisPython,
             record_timing=False, coalesce_streams=True, resources={"metadata": {"path": place}},
             extra_arguments=["--log-level=ERROR"],  # it warns that it listens on this machine's own TCP ports
         )  # fmt: skip
         client.execute(env=os.environ | own)
-    made.metadata = nbformat.from_dict(METADATA)  # for the kernel adds its version
-    return made
+    fresh.metadata = nbformat.from_dict(METADATA)  # the kernel adds its version
+    return fresh
 
 
 def read(path: Path) -> NotebookNode:
@@ -82,7 +82,7 @@ def regenerate() -> None:
         print(f"{path.name}: {time.perf_counter() - start:.0f} s")
 
 
-# --- what they show -----------------------------------------------------------------------------------------
+# --- outputs ------------------------------------------------------------------------------------------------
 
 
 def code(notebook: NotebookNode) -> dict[str, NotebookNode]:
@@ -90,18 +90,18 @@ def code(notebook: NotebookNode) -> dict[str, NotebookNode]:
 
 
 def shown(cell: NotebookNode) -> list[Any]:
-    """All that a cell's outputs say, with what rounding alone decides left out."""
-    return [_plain(output) for output in cell.outputs]
+    """The outputs of a cell, without the numbers that are only rounding."""
+    return [_without_rounding(output) for output in cell.outputs]
 
 
-def _plain(x: Any) -> Any:
+def _without_rounding(x: Any) -> Any:
     if isinstance(x, dict):
-        return {name: _plain(value) for name, value in x.items()}
+        return {name: _without_rounding(value) for name, value in x.items()}
     return ROUNDING.sub("(rounding)", x) if isinstance(x, str) else x
 
 
 def stale(kept: NotebookNode, fresh: NotebookNode) -> list[str]:
-    """The code cells that show something else than the file says, or have another number."""
+    """The code cells with other outputs or another number than in the file."""
     old, new = code(kept), code(fresh)
     assert list(old) == list(new)
     return [
@@ -120,13 +120,14 @@ def compare(file: str, kept: NotebookNode, fresh: NotebookNode) -> None:
 
 
 def text(cell: NotebookNode) -> str:
-    """What a cell printed, or its value as text."""
-    said = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
-    return "".join(said).rstrip("\n")
+    """The printed output of a cell, or its value as text."""
+    parts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+    return "".join(parts).rstrip("\n")
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_shows_what_it_keeps(path: Path) -> None:
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path == MLP else [])
+                                  for path in NOTEBOOKS])  # fmt: skip
+def test_a_notebook_has_the_outputs_in_its_file(path: Path) -> None:
     compare(path.name, read(path), executed(path))
 
 
@@ -143,28 +144,28 @@ def test_a_notebook_shows_what_it_keeps(path: Path) -> None:
         ("largest error 3e-16", "largest error 2e-16", True),
     ],
 )
-def test_a_stale_output_is_found(kept: str, fresh: str, is_stale: bool) -> None:
+def test_a_stale_output_is_detected(kept: str, fresh: str, is_stale: bool) -> None:
     for of in (printed, displayed):
         assert stale(notebook(of("a"), of(kept)), notebook(of("a"), of(fresh))) == (["cell-2"] if is_stale else [])
 
 
-def test_a_cell_that_was_run_out_of_order_is_found() -> None:
+def test_a_cell_run_out_of_order_is_detected() -> None:
     kept = notebook(printed("a"), printed("a"))
     code(kept)["cell-2"].execution_count = 7
     assert stale(kept, notebook(printed("a"), printed("a"))) == ["cell-2"]
 
 
-def test_a_stale_notebook_fails_and_is_told_what_to_do() -> None:
+def test_a_stale_notebook_fails_with_the_command_that_updates_it() -> None:
     with pytest.raises(AssertionError, match=r"fix: .*python tests/e2e/test_notebooks\.py"):
         compare("n.ipynb", notebook(printed("a")), notebook(printed("b")))
 
 
-def printed(said: str) -> list[NotebookNode]:
-    return [v4.new_output("stream", text=said)] if said else []
+def printed(output: str) -> list[NotebookNode]:
+    return [v4.new_output("stream", text=output)] if output else []
 
 
-def displayed(said: str) -> list[NotebookNode]:
-    data = {"text/plain": "a view", "text/html": f"<div>{said}</div>"}
+def displayed(output: str) -> list[NotebookNode]:
+    data = {"text/plain": "a view", "text/html": f"<div>{output}</div>"}
     return [v4.new_output("execute_result", data, execution_count=1)]
 
 
@@ -173,14 +174,14 @@ def notebook(*outputs: list[NotebookNode]) -> NotebookNode:
     return v4.new_notebook(cells=[v4.new_code_cell(id=f"cell-{i}", outputs=o, execution_count=i) for i, o in cells])
 
 
-# --- how they are written -----------------------------------------------------------------------------------
+# --- style --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_names_no_machine(path: Path) -> None:
-    found = [f"{cell.id}: {PATH.search(said)[0]}" for cell in read(path).cells for said in strings(cell)
-             if PATH.search(said)]  # fmt: skip
-    assert not found
+    paths = [f"{cell.id}: {PATH.search(text)[0]}" for cell in read(path).cells for text in strings(cell)
+             if PATH.search(text)]  # fmt: skip
+    assert not paths
     assert read(path).metadata == METADATA
     assert not [cell.id for cell in read(path).cells if cell.metadata]
 
@@ -194,7 +195,7 @@ def strings(x: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("said", "is_one"),
+    ("text", "is_path"),
     [
         ("/tmp/ipykernel_12/34.py:3 in f", True),
         ("at /home/me", True),
@@ -211,8 +212,8 @@ def strings(x: Any) -> list[str]:
         ("a // b", False),
     ],
 )
-def test_a_path_is_found(said: str, is_one: bool) -> None:
-    assert bool(PATH.search(said)) is is_one
+def test_paths_are_detected(text: str, is_path: bool) -> None:
+    assert bool(PATH.search(text)) is is_path
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -228,7 +229,7 @@ def test_a_prediction_comes_right_before_its_reveal(path: Path) -> None:
     assert path.name.startswith(f"{NOTEBOOKS.index(path) + 1}-")
 
 
-def test_the_line_of_the_fix_is_the_one_that_the_error_prints() -> None:
+def test_the_fixed_line_is_the_one_the_error_prints() -> None:
     cells = code(read(MLP))
     message = text(cells["mistake-reveal"]).splitlines()
     quoted = message[1].strip()

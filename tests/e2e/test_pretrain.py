@@ -1,4 +1,4 @@
-"""The whole job: the losses of 50 steps are the same on every mesh, and after going on on another one."""
+"""The pretraining recipe: the losses of 50 steps are the same on every mesh, and after resuming on another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fshard import checkpoint, pmean
-from fshard.models import stream
+from fshard.models import transformer
 from fshard.recipes import pretrain
 
 TEXT = "\n".join(f"def f{i}(x, y={i}):\n    return x * {i} + y  # line {i * i}\n" for i in range(600))
@@ -27,6 +27,7 @@ MESHES = {
     "data=2,model=2 fsdp sequence": "--mesh data=2,model=2 --fsdp --sequence-parallel",
     "model=4": "--mesh model=4",  # 257 tokens and 3 heads over 4
 }
+FAST = "model=2"  # the others are slow
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,13 @@ def metrics(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def same_curve(got, want):
+def assert_same_curve(got, want):
     """1e-6 relative over the first 5 steps, 1e-4 over all, in loss and in gradient norm."""
     assert [m["step"] for m in got] == [m["step"] for m in want]
     for a, b in zip(got, want, strict=True):
         rtol = 1e-6 if a["step"] < 5 else 1e-4
-        for what in ("loss", "grad_norm"):
-            assert abs(a[what] - b[what]) <= rtol * abs(b[what]), (a["step"], what, a[what], b[what])
+        for name in ("loss", "grad_norm"):
+            assert abs(a[name] - b[name]) <= rtol * abs(b[name]), (a["step"], name, a[name], b[name])
         assert a["lr"] == b["lr"]
 
 
@@ -65,32 +66,40 @@ def one_with_dropout(text, tmp_path_factory):
     return run(tmp_path_factory.mktemp("one"), text, "--dropout", "0.1")
 
 
-def test_it_learns(one):
+def test_the_loss_falls(one):
     assert [m["step"] for m in one] == list(range(50))
     assert one[0]["loss"] == pytest.approx(5.55, abs=0.2)  # about ln 257
     assert one[-1]["loss"] < 5
     assert all(m["tokens_per_s"] > 0 for m in one)
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [name if name == FAST else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in MESHES])  # fmt: skip
 def test_the_mesh_never_changes_the_curve(name, text, one, tmp_path):
-    same_curve(run(tmp_path, text, *MESHES[name].split()), one)
+    assert_same_curve(run(tmp_path, text, *MESHES[name].split()), one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data=2", "data=2,model=2 fsdp sequence", "model=4"])
-def test_nor_with_dropout(name, text, one, one_with_dropout, tmp_path):
+def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with_dropout, tmp_path):
     assert abs(one_with_dropout[9]["loss"] - one[9]["loss"]) > 1e-3
-    same_curve(run(tmp_path, text, "--dropout", "0.1", *MESHES[name].split()), one_with_dropout)
+    assert_same_curve(run(tmp_path, text, "--dropout", "0.1", *MESHES[name].split()), one_with_dropout)
 
 
-@pytest.mark.parametrize(("before", "after"), [("data=1", "data=2,model=2 fsdp sequence"), ("model=4", "data=4 fsdp")])
-def test_going_on_on_another_mesh(before, after, text, one_with_dropout, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("data=1", "data=2,model=2 fsdp sequence"),
+        pytest.param("model=4", "data=4 fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_resumes_on_another_mesh(before, after, text, one_with_dropout, tmp_path):
     flags = MESHES.get(before, "--mesh data=1").split()
     with pytest.raises(StopError):
         stop_after(25, tmp_path, text, *flags)
     assert checkpoint.latest(tmp_path) == 25
     run(tmp_path, text, "--dropout", "0.1", "--resume", str(tmp_path), *MESHES[after].split())
-    same_curve(metrics(tmp_path), one_with_dropout)
+    assert_same_curve(metrics(tmp_path), one_with_dropout)
 
 
 class StopError(Exception):
@@ -98,7 +107,7 @@ class StopError(Exception):
 
 
 def stop_after(step, out, text, *flags):
-    """Train as if for 50 steps, and be interrupted right after the checkpoint of `step`."""
+    """Train as if for 50 steps, and interrupt right after the checkpoint of `step`."""
     saved = checkpoint.save
 
     def save_and_stop(path, state, *, step, **options):
@@ -112,11 +121,16 @@ def stop_after(step, out, text, *flags):
         checkpoint.save = saved
 
 
-def test_precisions_remat_and_compile_train_alike(text, one, tmp_path):
-    same_curve(run(tmp_path / "remat", text, "--remat", "--mesh", "data=2"), one)
+@pytest.mark.slow
+def test_remat_does_not_change_the_curve_and_bfloat16_hardly(text, one, tmp_path):
+    assert_same_curve(run(tmp_path / "remat", text, "--remat", "--mesh", "data=2"), one)
     low = run(tmp_path / "bf16", text, "--dtype", "bfloat16")
     assert abs(low[-1]["loss"] - one[-1]["loss"]) < 0.05
-    same_curve(run(tmp_path / "compiled", text, "--compile", "--dropout", "0"), one)
+
+
+@pytest.mark.slow
+def test_compile_does_not_change_the_curve(text, one, tmp_path):
+    assert_same_curve(run(tmp_path, text, "--compile", "--dropout", "0"), one)
 
 
 def test_a_sample_is_the_same_on_every_mesh(text, tmp_path, capsys):
@@ -131,7 +145,7 @@ def test_a_sample_is_the_same_on_every_mesh(text, tmp_path, capsys):
     assert len(texts[0]) > 20
 
 
-def test_bad_flags(text):
+def test_wrong_flags_are_refused(text):
     with pytest.raises(SystemExit, match="'stage=2' is not data=N or model=N"):
         pretrain.main(["--mesh", "stage=2"])
     with pytest.raises(SystemExit, match="fewer than 9000 sequences"):
@@ -141,46 +155,46 @@ def test_bad_flags(text):
 FEW = ["--steps", "4", "--layers", "1"]
 
 
-def test_verify_passes_first_and_changes_nothing_of_the_training(text, tmp_path, capsys):
+def test_verify_passes_and_does_not_change_the_training(text, tmp_path, capsys):
     flags = [*FEW, *MESHES["data=2,model=2 fsdp sequence"].split(), "--dropout", "0.1"]
     plain = run(tmp_path / "plain", text, *flags)
     assert "verified" not in capsys.readouterr().out
     verified = run(tmp_path / "verified", text, *flags, "--verify")
-    said = capsys.readouterr().out
-    # all leaves: 16 parameters, two moments of each, count, norm, key, step, loss, norm; none of them mere noise
+    printed = capsys.readouterr().out
+    # all leaves: 16 parameters, two moments of each, count, norm, key, step, loss, norm; none of them is only rounding
     assert re.search(
         r"\nverified: 54 leaves the same on data=2, model=2; data=1, model=2; data=2, model=1; data=1, model=1 "
-        r"\(largest relative error \d+e-0[678]\)\nstep     0 ", said)  # fmt: skip
-    same_bits(tmp_path / "verified", tmp_path / "plain")
+        r"\(largest relative error \d+e-0[678]\)\nstep     0 ", printed)  # fmt: skip
+    assert_same_checkpoints(tmp_path / "verified", tmp_path / "plain")
     assert [(m["loss"], m["grad_norm"]) for m in verified] == [(m["loss"], m["grad_norm"]) for m in plain]
 
 
-def same_bits(one, other):
-    """The last checkpoints, every file."""
+def assert_same_checkpoints(one, other):
+    """Bitwise, in every file of tensors."""
     files = [p.relative_to(one) for p in one.rglob("*") if p.suffix == ".safetensors"]
     assert files
     for file in files:
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
 
 
-def test_verify_of_one_rank_compares_nothing(text, capsys):
+def test_verify_on_one_rank_compares_nothing(text, capsys):
     pretrain.main([*SMALL, *FEW, "--text", text, "--verify"])
     assert "\nverified: nothing, as data=1, model=1 has no axis to collapse\n" in capsys.readouterr().out
 
 
-def test_verify_compares_in_float32_what_trains_in_half_precision(text, tmp_path, capsys):
+def test_verify_compares_in_float32_with_training_in_bfloat16(text, tmp_path, capsys):
     flags = [*FEW, "--mesh", "data=2", "--dtype", "bfloat16"]
     assert run(tmp_path / "a", text, *flags, "--verify")[-1]["loss"] == run(tmp_path / "b", text, *flags)[-1]["loss"]
     assert "e-07)" in capsys.readouterr().out
 
 
-def mean_for_sum(monkeypatch):
-    """A collective of the model by which no type changes: only the values tell."""
-    monkeypatch.setattr(stream, "psum", pmean)
+def replace_psum_by_pmean(monkeypatch):
+    """Make the model wrong in its values, but not in its types."""
+    monkeypatch.setattr(transformer, "psum", pmean)
 
 
 def test_verify_ends_a_run_of_a_wrong_model(text, tmp_path, monkeypatch):
-    mean_for_sum(monkeypatch)
+    replace_psum_by_pmean(monkeypatch)
     with pytest.raises(SystemExit) as e:
         run(tmp_path, text, *FEW, "--mesh", "data=2,model=2", "--verify")
     assert e.value.code not in (None, 0)
@@ -192,43 +206,44 @@ def test_verify_ends_a_run_of_a_wrong_model(text, tmp_path, monkeypatch):
 # --- real ranks -------------------------------------------------------------------------------------------------
 
 
-def job(out, text, *flags):
+def train_on_rank(out, text, *flags):
     torch.set_num_threads(1)
     os.environ["RANK"] = str(torch.distributed.get_rank())
     pretrain.main([*SMALL, "--text", text, "--out", out, *flags])
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_real_ranks_have_the_same_curve(text, one, one_with_dropout, tmp_path, ranks):
     for n, plain, dropped in ((2, "data=2", "model=2"), (4, "data=2,model=2 fsdp sequence", "data=4 fsdp")):
         out = tmp_path / f"plain{n}"
-        ranks(n, job, str(out), text, *MESHES[plain].split(), timeout=120)
-        same_curve(metrics(out), one)
+        ranks(n, train_on_rank, str(out), text, *MESHES[plain].split(), timeout=120)
+        assert_same_curve(metrics(out), one)
         out = tmp_path / f"dropout{n}"
         flags = ["--dropout", "0.1", "--save-every", "25", *MESHES[dropped].split()]
-        ranks(n, job, str(out), text, *flags, timeout=120)
-        same_curve(metrics(out), one_with_dropout)
-        # go on from the middle, on a simulated mesh
+        ranks(n, train_on_rank, str(out), text, *flags, timeout=120)
+        assert_same_curve(metrics(out), one_with_dropout)
+        # resume from step 25 on a simulated mesh
         shutil.rmtree(out / "step_000050")
         run(out, text, "--dropout", "0.1", "--resume", str(out), "--mesh", "data=2,model=2")
-        same_curve(metrics(out), one_with_dropout)
+        assert_same_curve(metrics(out), one_with_dropout)
 
 
-def verifying_job(out, text):
+def train_and_verify_on_rank(out, text):
     torch.set_num_threads(1)
     os.environ["RANK"] = str(torch.distributed.get_rank())
     flags = [*SMALL, *FEW, "--text", text, "--mesh", "model=2", "--verify"]
     pretrain.main([*flags, "--out", out])
     with pytest.MonkeyPatch.context() as monkeypatch:
-        mean_for_sum(monkeypatch)
+        replace_psum_by_pmean(monkeypatch)
         with pytest.raises(SystemExit) as e:
             pretrain.main(flags)
     return e.value.code
 
 
 @pytest.mark.process
-def test_verify_on_real_ranks(text, tmp_path, ranks):
-    codes = ranks(2, verifying_job, str(tmp_path), text, timeout=120)
+def test_training_and_verify_on_real_ranks(text, tmp_path, ranks):
+    codes = ranks(2, train_and_verify_on_rank, str(tmp_path), text, timeout=120)
     assert "collapsing 'model' gives another answer" in codes[0]
     assert codes[1] == 1
-    same_curve(metrics(tmp_path), run(tmp_path / "one", text, *FEW))
+    assert_same_curve(metrics(tmp_path), run(tmp_path / "one", text, *FEW))

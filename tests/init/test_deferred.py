@@ -1,4 +1,4 @@
-"""Described leaves, their initializers and `materialize`: the values are those of no mesh at all."""
+"""Deferred leaves, their initializers and `materialize`: every mesh gives the values of a single device."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def placements(ndim, axes):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_values_are_the_same_on_every_mesh_by_every_spec(name):
+def test_values_are_the_same_on_every_mesh_and_for_every_spec(name):
     kinds = FLOATS + (INTS if name in ("eye", "arange", "full", "zeros", "ones") else ())
     for i, shape in enumerate(shapes_for(name)):
         for dtype in kinds if i < 3 else kinds[:2]:
@@ -119,14 +119,14 @@ def test_shards_are_contiguous(name, dtype):
         assert all(s.is_contiguous() for s in placed.shards)
 
 
-def test_shards_of_replicas_are_each_their_own():
+def test_replicas_do_not_share_memory():
     placed = fs.materialize(fs.init.normal((3,)), P(), fs.make_mesh(a=3), key=fs.key(0))
     assert len({s.data_ptr() for s in placed.shards}) == 3
 
 
 @pytest.mark.parametrize("name", ["normal", "uniform", "trunc_normal", "full", "eye"])
-def test_elements_far_beyond_32_bits(name):
-    """Two overlapping boxes, and single elements, of a leaf of 2^40 elements."""
+def test_elements_with_an_index_beyond_32_bits(name):
+    """Compare two overlapping boxes, and single elements, of a leaf of 2^40 elements."""
     leaf = MAKERS[name]((1 << 20, 1 << 20), torch.float32)
     n = 1 << 20
     fill = lambda *box: leaf.init.fill(fs.key(3), leaf.shape, box, torch.float32, CPU)  # noqa: E731
@@ -136,13 +136,13 @@ def test_elements_far_beyond_32_bits(name):
     for i, j in [(0, 0), (7, 3), (39, 8)]:
         row, column = n - 40 + i, n - 9 + j
         same_bits(fill(slice(row, row + 1), slice(column, column + 1)), right[i : i + 1, j : j + 1])
-    if name not in ("full", "eye"):  # the index does not wrap: at 2^32 elements it is 4096 rows on
+    if name not in ("full", "eye"):  # the index does not wrap after 2^32 elements, which are 4096 rows
         first, later = fill(slice(0, 1), slice(0, 9)), fill(slice(4096, 4097), slice(0, 9))
         assert not torch.isin(first, later).any()
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_keys_and_paths_matter(name):
+def test_values_depend_on_the_key_and_the_path(name):
     described = MAKERS[name]((8, 8), torch.float32)
     again = MAKERS[name]((8, 8), torch.float32)
     tree = on_one({"a": described, "b": again})
@@ -154,7 +154,7 @@ def test_keys_and_paths_matter(name):
 # --- the tree ----------------------------------------------------------------------------------------------
 
 
-def test_adding_a_leaf_changes_no_other():
+def test_adding_a_leaf_changes_no_other_leaf():
     before = on_one({"h": [fs.init.normal((4, 4)), fs.init.uniform(5)], "z": fs.init.normal(3)})
     after = on_one(
         {
@@ -168,8 +168,8 @@ def test_adding_a_leaf_changes_no_other():
     same_bits(before["z"], after["z"])
 
 
-def test_different_paths_are_never_one_stream():
-    """A key with a dot in it: refused, or filled with other values, but never alike."""
+def test_leaves_with_different_paths_have_different_values():
+    """A dict key that contains a dot is refused, or its leaf has values of its own."""
     for tree in (
         {"a": {"b": fs.init.normal(8)}, "a.b": fs.init.normal(8)},
         {"x": {1: fs.init.normal(8)}, "x.1": fs.init.normal(8)},
@@ -181,38 +181,40 @@ def test_different_paths_are_never_one_stream():
         assert not torch.equal(first, second)
 
 
-def test_a_tie_is_one_leaf():
+def test_tied_leaves_are_one_leaf():
     shared = fs.init.normal((4, 6))
     mesh = fs.make_mesh(m=2)
     specs = {"wte": P("m"), "head": P("m")}
     tied = fs.materialize({"wte": shared, "head": shared}, specs, mesh, key=fs.key(7))
     assert tied["wte"] is tied["head"]
-    same_bits(fs.device_get(tied["head"]), on_one({"head": fs.init.normal((4, 6))})["head"])  # its first path's values
-    # equal descriptions are no tie
+    same_bits(
+        fs.device_get(tied["head"]), on_one({"head": fs.init.normal((4, 6))})["head"]
+    )  # the values of its first path
+    # equal descriptions are not tied
     untied = fs.materialize({"wte": fs.init.normal((4, 6)), "head": fs.init.normal((4, 6))}, specs, mesh, key=fs.key(7))
     assert untied["wte"] is not untied["head"]
-    # specs that say the same are one spec
+    # equal specs may be written differently
     both = fs.materialize({"wte": shared, "head": shared}, {"wte": P("m"), "head": P("m", ...)}, mesh, key=fs.key(7))
     assert both["wte"] is both["head"]
 
 
-def failing(*args, **kwargs):
+def error_text(*args, **kwargs):
     with pytest.raises(ShardingError) as caught:
         fs.materialize(*args, **kwargs)
     return str(caught.value)
 
 
-def test_text_of_a_tie_with_two_specs():
+def test_error_text_of_tied_leaves_with_different_specs():
     shared = fs.init.normal((4, 6))
     tree, specs = {"head": shared, "h": [shared]}, {"head": P(None, "m"), "h": P("m")}
-    assert failing(tree, specs, fs.make_mesh(m=2), key=fs.key(0)) == (
+    assert error_text(tree, specs, fs.make_mesh(m=2), key=fs.key(0)) == (
         "materialize: tree['head']: is tied to tree['h'][0], which has another spec\n"
         "  spec  P(None, 'm')    other  P('m')\n"
         "  fix: give both one spec, or untie them"
     )
 
 
-def test_tensors_in_the_tree_are_placed_as_they_are():
+def test_tensors_in_the_tree_are_placed_with_their_values_and_dtype():
     mesh = fs.make_mesh(a=2)
     table = torch.arange(5, dtype=torch.float64)
     placed = fs.materialize({"t": table, "w": fs.init.zeros(5)}, P("a"), mesh, key=fs.key(0), dtype=torch.bfloat16)
@@ -233,7 +235,7 @@ def test_a_tree_of_any_shape_and_prefix_specs():
     assert fs.materialize({}, P(), ONE, key=fs.key(0)) == {}
 
 
-def test_dtype_replaces_that_of_floats_alone_and_rounds_once():
+def test_dtype_applies_to_floating_leaves_only_and_rounds_once():
     tree = {"w": fs.init.normal(50), "d": fs.init.normal(50, dtype=torch.float64), "i": fs.init.arange(5)}
     made = on_one(tree, dtype=torch.bfloat16)
     assert [made[k].dtype for k in "wdi"] == [torch.bfloat16, torch.bfloat16, torch.int64]
@@ -241,7 +243,7 @@ def test_dtype_replaces_that_of_floats_alone_and_rounds_once():
     same_bits(made["w"], on_one({"w": tree["w"].to(torch.bfloat16)})["w"])
 
 
-def test_the_default_dtype_is_torchs():
+def test_default_dtype_is_that_of_torch():
     try:
         torch.set_default_dtype(torch.float64)
         assert fs.init.normal(2).dtype == torch.float64
@@ -269,12 +271,12 @@ def test_the_default_dtype_is_torchs():
         ("key", "'key'", "fs.key(0)"),
     ],
 )
-def test_text_of_what_is_no_key(key, got, fix):
-    said = failing({"w": fs.init.normal(2)}, P(), ONE, key=key)
-    assert said == f"materialize: this is no key\n  got  {got}    needed  i64[2]\n  fix: {fix}"
+def test_error_text_of_an_invalid_key(key, got, fix):
+    text = error_text({"w": fs.init.normal(2)}, P(), ONE, key=key)
+    assert text == f"materialize: not a key\n  got  {got}    needed  i64[2]\n  fix: {fix}"
 
 
-def test_text_of_leaves_that_cannot_be_placed():
+def test_error_text_of_leaves_that_cannot_be_placed():
     tree = {
         "a": fs.init.normal((4,)),
         "b": 3.0,
@@ -282,7 +284,7 @@ def test_text_of_leaves_that_cannot_be_placed():
         "d": fs.init.zeros(2),
     }
     specs = {"a": P(None, "one"), "b": P(), "c": P(), "d": P("two")}
-    assert failing(tree, specs, ONE, key=fs.key(0)) == (
+    assert error_text(tree, specs, ONE, key=fs.key(0)) == (
         "4 problems\n"
         "materialize: tree['a']: the spec is longer than the shape\n"
         "  shape  [4]    spec  P(None, 'one')    mesh  one=1\n"
@@ -301,7 +303,7 @@ def test_text_of_leaves_that_cannot_be_placed():
 # --- descriptions ------------------------------------------------------------------------------------------
 
 
-def test_a_description_has_no_storage_and_says_what_it_is():
+def test_a_description_has_no_storage_and_a_readable_repr():
     leaf = fs.init.normal((1 << 30, 1 << 30), std=0.02, dtype=torch.bfloat16)
     assert (leaf.ndim, leaf.numel(), leaf.nbytes) == (2, 1 << 60, 1 << 61)
     assert repr(leaf) == "bf16[1073741824, 1073741824] = normal(std=0.02)"
@@ -317,18 +319,18 @@ SIZES_FIX = "\n  fix: sizes are integers of 0 or more"
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "text"),
     [
         (lambda: fs.init.normal((3, -1)), f"Deferred: [3, -1] is not a shape{SIZES_FIX}"),
         (lambda: fs.init.zeros((2.0,)), f"Deferred: [2.0] is not a shape{SIZES_FIX}"),
         (
             lambda: fs.init.trunc_normal(3, a=1, b=1),
-            "trunc_normal: nothing lies between a=1 and b=1\n  fix: a < b",
+            "trunc_normal: the range from a=1 to b=1 is empty\n  fix: a < b",
         ),
-        (lambda: fs.init.orthogonal((3,)), "orthogonal: [3] is no matrix\n  fix: give two dims or more"),
+        (lambda: fs.init.orthogonal((3,)), "orthogonal: [3] is not a matrix\n  fix: two dims or more"),
         (
             lambda: fs.init.xavier_normal((3,)),
-            "a leaf of shape [3] has no fans\n  fix: give two dims or more, or use normal(std=...)",
+            "a leaf of shape [3] has no fans\n  fix: two dims or more, or normal(std=...)",
         ),
         (
             lambda: fs.init.kaiming_normal((3, 3), mode="fan"),
@@ -336,14 +338,14 @@ SIZES_FIX = "\n  fix: sizes are integers of 0 or more"
         ),
     ],
 )  # fmt: skip
-def test_texts_of_wrong_descriptions(make, said):
+def test_error_texts_of_invalid_descriptions(make, text):
     with pytest.raises(ShardingError) as caught:
         make()
-    assert str(caught.value) == said
+    assert str(caught.value) == text
 
 
 def llama_70b():
-    """80 layers, d 8192, ffn 28672, 8 kv heads of 128, vocab 128256."""
+    """Describe a Llama 70B: 80 layers, d 8192, ffn 28672, 8 kv heads of 128, vocabulary 128256."""
     d, ffn, kv, vocab = 8192, 28672, 1024, 128256
 
     def normal(*shape):
@@ -364,7 +366,7 @@ def llama_70b():
     }
 
 
-def test_seventy_billion_parameters_are_described_in_little_memory():
+def test_describing_70_billion_parameters_takes_less_than_50_mib():
     tracemalloc.start()
     try:
         tree = llama_70b()
@@ -383,7 +385,7 @@ def test_seventy_billion_parameters_are_described_in_little_memory():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("part", ["row", "column"])
 @pytest.mark.parametrize("name", ["normal", "uniform", "trunc_normal", "zeros", "eye"])
-def test_a_part_takes_little_more_memory_than_itself(name, part, dtype):
+def test_filling_a_part_takes_16_mib_more_than_the_part(name, part, dtype):
     leaf = MAKERS[name]((4096, 4096), dtype)
     box = (slice(2048, 4096), slice(0, 4096)) if part == "row" else (slice(0, 4096), slice(1024, 3072))
     with LiveBytes() as live:
@@ -392,14 +394,14 @@ def test_a_part_takes_little_more_memory_than_itself(name, part, dtype):
     assert made.nbytes <= live.peak <= made.nbytes + 16 * MIB
 
 
-def test_materialize_holds_the_parts_and_little_more():
+def test_materialize_takes_16_mib_more_than_the_parts():
     mesh = fs.make_mesh(a=2, b=2)
     with LiveBytes() as live:
         placed = fs.materialize(fs.init.normal((2048, 2048)), P("a", "b"), mesh, key=fs.key(0))
     assert placed.nbytes <= live.peak <= placed.nbytes + 16 * MIB
 
 
-# --- what the values are -----------------------------------------------------------------------------------
+# --- values ----------------------------------------------------------------------------------------------
 
 
 def test_exact_values():
@@ -428,7 +430,7 @@ def test_constants_are_rounded_once(value, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_gain_of_eye_is_rounded_once_and_is_nowhere_else(dtype):
+def test_eye_rounds_its_gain_once_and_is_zero_off_the_diagonal(dtype):
     try:
         for value, default in [(0.1, torch.float32), (1 / 3, torch.bfloat16), (math.inf, torch.float32)]:
             torch.set_default_dtype(default)
@@ -484,8 +486,8 @@ FAN_CASES = [
 
 
 @pytest.mark.parametrize(("name", "kwargs"), FAN_CASES, ids=str)
-def test_fans_are_torchs_of_the_transposed_weight(name, kwargs):
-    """`x @ w` with w [in, out] is a torch Linear of weight [out, in]; a convolution's is given as it lies."""
+def test_fans_equal_those_of_torch_for_the_transposed_weight(name, kwargs):
+    """`x @ w` with w [in, out] is a torch Linear with weight [out, in]; a convolution keeps torch's layout."""
     weight = torch.empty(400, 90)
     TORCHS[name](weight, **kwargs)
     conv = torch.empty(64, 24, 5, 5)
@@ -504,13 +506,13 @@ def test_fans_are_torchs_of_the_transposed_weight(name, kwargs):
             assert x.abs().max() <= described.init.high
 
 
-def test_the_whole_box():
+def test_full_box_of_a_shape():
     assert full_box((2, 3)) == (slice(0, 2), slice(0, 3))
     assert full_box(()) == ()
 
 
 @pytest.mark.parametrize("row", [0, 5, 10])
-def test_a_zero_row_is_zero_on_whichever_rank_it_lies(row):
+def test_zero_row_is_zero_on_the_rank_that_has_it(row):
     plain = fs.init.normal((11, 6), std=0.3)
     leaf = fs.init.zero_row(plain, row)
     want = fs.device_get(fs.materialize({"w": plain}, P(), fs.make_mesh(a=1), key=fs.key(0)))["w"]

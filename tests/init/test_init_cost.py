@@ -1,4 +1,4 @@
-"""What a part of a leaf costs, counted and not timed: random words, bytes, operations. `benchmarks/init.py` times."""
+"""Cost of filling a part of a leaf in random words, bytes and operations; `benchmarks/init.py` measures time."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ SHAPES = [(64, 128), (63, 127), (40, 3, 37), (16, 3, 8, 20), (8, 8, 8), (5, 7), 
 
 @pytest.fixture
 def words(monkeypatch):
-    """How many random words each call of the generator made, since the list was last cleared."""
-    made = []
-    philox_lanes = R.philox_lanes
+    """Number of random words of each call of the generator, since the list was last cleared."""
+    counts = []
+    philox_in_place = R.philox_in_place
 
     def counted(lanes, *args):
-        made.append(lanes.numel())
-        philox_lanes(lanes, *args)
+        counts.append(lanes.numel())
+        philox_in_place(lanes, *args)
 
-    monkeypatch.setattr(R, "philox_lanes", counted)
-    return made
+    monkeypatch.setattr(R, "philox_in_place", counted)
+    return counts
 
 
 def fill(leaf, box):
@@ -43,14 +43,14 @@ def fill(leaf, box):
 
 
 def runs(shape, box):
-    """(start, length) of each run of `box`, of elements that are neighbours in the whole: by their indices."""
+    """(start, length) of each run of `box`: elements that are contiguous in the whole, found by their indices."""
     at = torch.arange(math.prod(shape)).view(shape)[box].flatten().tolist()
     cuts = [0, *(i for i in range(1, len(at)) if at[i] != at[i - 1] + 1), len(at)]
     return [(at[a], b - a) for a, b in itertools.pairwise(cuts)] if at else []
 
 
 class Operations(TorchDispatchMode):
-    """How many operations ran, and the sizes in bytes of the storages they made."""
+    """Count operations, and collect the sizes in bytes of the storages they make."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_part_takes_its_runs_extended_to_whole_blocks_and_no_word_more(spec, words):
+def test_a_part_takes_the_words_of_its_runs_rounded_up_to_whole_blocks(spec, words):
     for shape, n in itertools.product(SHAPES, (1, 2, 4, 8)):
         leaf = fs.init.normal(shape)
         for i, j in itertools.product({0, n // 2, n - 1}, (0, 1)):
@@ -76,17 +76,17 @@ def test_a_part_takes_its_runs_extended_to_whole_blocks_and_no_word_more(spec, w
             words.clear()
             fill(leaf, box)
             # A run of L elements that begins in the middle of a block needs up to 3 words before it and 3 after it.
-            # Runs that begin at different places in their blocks all get as many.
-            found = runs(shape, box)
-            aligned = len({start % 4 for start, _ in found}) < 2
-            needed = sum((start % 4 + length + 3) // 4 * 4 for start, length in found)
-            most = needed if aligned else sum(length + 6 for _, length in found)
+            # If runs begin at different offsets in their blocks, all take as many words as the longest.
+            box_runs = runs(shape, box)
+            aligned = len({start % 4 for start, _ in box_runs}) < 2
+            needed = sum((start % 4 + length + 3) // 4 * 4 for start, length in box_runs)
+            most = needed if aligned else sum(length + 6 for _, length in box_runs)
             assert needed <= sum(words) <= most, (shape, box)
 
 
 @pytest.mark.parametrize("spec", ["row", "column", "middle"])
 @pytest.mark.parametrize("shape", [(64, 256), (32, 64, 128), (16, 8, 16, 64)])
-def test_a_rank_of_n_makes_one_nth_of_the_words(spec, shape, words):
+def test_one_of_n_ranks_draws_one_nth_of_the_words(spec, shape, words):
     leaf = fs.init.uniform(shape)
     for n in (1, 2, 4, 8):
         for i in range(n):
@@ -95,14 +95,14 @@ def test_a_rank_of_n_makes_one_nth_of_the_words(spec, shape, words):
             assert sum(words) * n == leaf.numel()
 
 
-def test_a_long_run_that_is_cut_takes_one_block_more_for_each_cut(words, monkeypatch):
-    monkeypatch.setattr(R, "_LANES", 64)
+def test_each_tile_of_a_long_run_takes_at_most_one_block_more(words, monkeypatch):
+    monkeypatch.setattr(R, "_TILE_BLOCKS", 64)
     fill(fs.init.normal(100_000), (slice(3, 90_001),))
     assert 90_000 <= sum(words) <= 90_000 + 4 * (len(words) + 1)
     assert len(words) <= 90_000 // (4 * 64) + 1
 
 
-def test_a_mesh_makes_every_element_once(words):
+def test_a_mesh_draws_every_element_once(words):
     mesh = fs.make_mesh(n=4, m=2)
     tree = {"a": fs.init.normal((64, 64)), "b": fs.init.normal((64, 128)), "c": fs.init.trunc_normal((32, 16))}
     fs.materialize(tree, {"a": P("n", "m"), "b": P(None, ("n", "m")), "c": P("n")}, mesh, key=fs.key(0))
@@ -114,7 +114,7 @@ def test_a_mesh_makes_every_element_once(words):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", ["row", "column"])
-def test_the_scratch_does_not_grow_with_the_part(spec, dtype):
+def test_scratch_memory_does_not_grow_with_the_part(spec, dtype):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -123,19 +123,19 @@ def test_the_scratch_does_not_grow_with_the_part(spec, dtype):
             box = local_box(shape, SPECS[spec], {"n": 2}, {"n": 0})
             with Operations() as seen:
                 made = fill(leaf, box)
-            assert max(seen.made - {made.untyped_storage().nbytes()}) <= 1.25 * MIB  # 5 int64 lanes of 2^15 blocks
+            assert max(seen.made - {made.untyped_storage().nbytes()}) <= 1.25 * MIB  # 5 int64 rows of 2^15 blocks
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("make", [fs.init.zeros, fs.init.ones, lambda s: fs.init.full(s, 0.5)])
-def test_a_constant_is_one_operation_and_no_words(make, words):
+def test_a_constant_takes_one_operation_and_no_words(make, words):
     with Operations() as seen:
         made = fill(make((256, 256)), (slice(0, 256), slice(0, 32)))
     assert (seen.count, seen.made, words) == (1, {made.nbytes}, [])
 
 
-def test_a_small_leaf_takes_as_few_operations_wherever_it_lies():
+def test_a_small_leaf_takes_the_same_few_operations_for_every_spec():
     counts = {}
     for n in (1, 2, 4, 8):
         for name in ("row", "column"):
@@ -149,7 +149,7 @@ def test_a_small_leaf_takes_as_few_operations_wherever_it_lies():
 # --- a 70B Llama ----------------------------------------------------------------------------------------------
 
 
-def test_a_llama_of_seventy_billion_is_described_in_little_memory():
+def test_describing_a_llama_70b_takes_less_than_10_mib():
     tracemalloc.start()
     try:
         tree = llama.init(benchmark.BIG)
@@ -164,12 +164,12 @@ def test_a_llama_of_seventy_billion_is_described_in_little_memory():
 
 @pytest.fixture
 def rank_37():
-    """Rank 37 of 64, of a process group without the others, in which any collective raises."""
+    """Mesh of rank 37 of 64, in a process group without the other ranks, where any collective raises."""
     yield benchmark.one_of(64, 37, CPU, data=8, model=8)
     dist.destroy_process_group()
 
 
-def test_a_rank_alone_makes_its_sixty_fourth_of_the_words_and_asks_no_other(rank_37, words):
+def test_one_rank_of_64_draws_its_share_of_the_words_without_communication(rank_37, words):
     cfg = llama.Config(vocab_size=256, hidden_size=128, intermediate_size=192, num_hidden_layers=2,
                        num_attention_heads=16, num_key_value_heads=8)  # fmt: skip
     tree = llama.init(cfg)

@@ -1,4 +1,4 @@
-"""A whole train step of GPT-2 as one graph: what it gives compiled, eager and on one device; how it was compiled."""
+"""Compiled programs for real ranks: a whole train step of GPT-2, uneven collectives, and the order of transfers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def train(mesh: fs.Mesh, kind: str, *, compile: bool = False, steps: int = 4) -> list[Any]:
-    """The state and loss after each step: clip, schedule, decay of matrices only, donated state."""
+    """Train with clipping, a schedule, decay of matrices and donated state: the state and loss after each step."""
     cfg, layout, full, remat = KINDS[kind]
     described = gpt2.init(cfg)
     specs = gpt2.specs(cfg, model=layout.model)
@@ -57,22 +57,22 @@ def train(mesh: fs.Mesh, kind: str, *, compile: bool = False, steps: int = 4) ->
     return history
 
 
-def compiled_and_eager(kind: str) -> Any:
-    """On a rank: (the compiled history, the eager one, what dynamo counted)."""
-    mesh = fs.make_mesh(ranks=2)
+def compiled_and_eager(kind: str, *, ranks: int = 2, steps: int = 4) -> Any:
+    """Train compiled and eager: (the compiled history, the eager one, (number of graphs, graph breaks))."""
+    mesh = fs.make_mesh(ranks=ranks)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # What dynamo and autograd make of the step is the same for every backend; the default one compiles C++ for minutes.
+    # Dynamo and autograd trace the step alike for every backend; the default one compiles C++ for minutes.
     backend = functools.partial(torch.compile, backend="aot_eager")
     with mock.patch.object(torch, "compile", backend), torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = train(mesh, kind, compile=True)
+        compiled = train(mesh, kind, compile=True, steps=steps)
     counters = torch._dynamo.utils.counters
     counted = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    return compiled, train(mesh, kind), counted
+    return compiled, train(mesh, kind, steps=steps), counted
 
 
 def uneven(mesh: fs.Mesh, *, compile: bool) -> list[torch.Tensor]:
-    """Every collective, of parts so uneven that inductor orders each rank's program by itself; on two axes."""
+    """Every collective over two axes, of parts so uneven that inductor may order each rank's program differently."""
 
     def f(x: torch.Tensor, y: torch.Tensor) -> Any:
         sines, cosines = fs.psum(x.sin().sum(0), "model"), fs.psum(y.cos().sum(0), "model")
@@ -82,8 +82,8 @@ def uneven(mesh: fs.Mesh, *, compile: bool) -> list[torch.Tensor]:
         columns = fs.all_to_all(x, "model", split=1, concat=0, size=5)
         part = fs.psum_scatter(rows.exp().T, ("model", "data"))
         passed = fs.ppermute(x[:1], "model", [(0, 1)])
-        found = (sines + cosines, twice, thrice, rows.sum(0), largest, least, columns.sum(0), part, passed.sum(0))
-        return tuple(fs.all_gather(out.flatten()[None], ("data", "model"), size=mesh.size) for out in found)
+        outs = (sines + cosines, twice, thrice, rows.sum(0), largest, least, columns.sum(0), part, passed.sum(0))
+        return tuple(fs.all_gather(out.flatten()[None], ("data", "model"), size=mesh.size) for out in outs)
 
     step = fs.shard_map(f, mesh=mesh, in_specs=(P("model"), P("model")), out_specs=P(), compile=compile, check="never")
     out = step(torch.arange(20.0).view(5, 4) / 7, torch.arange(16.0).view(4, 4) / 5)

@@ -40,9 +40,6 @@ BIG = Config(vocab=128_256, width=8192, layers=80, heads=64, kv_heads=8, ffn=28_
 FLOAT32, BFLOAT16 = fs.Policy(), fs.Policy(compute=torch.bfloat16)
 
 
-# --- parameters ---------------------------------------------------------------------------------------------
-
-
 def init(cfg: Config) -> Any:
     """Described parameters: {"embed", "blocks": [one dict for each layer], "norm", "head"}."""
     v, d, f = cfg.vocab, cfg.width, cfg.ffn
@@ -80,15 +77,12 @@ def specs(cfg: Config) -> Any:
     return fs.fully_shard(tensor_parallel, init(cfg), axis=DATA)
 
 
-# --- the model ----------------------------------------------------------------------------------------------
-
-
 def loss(cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, policy: fs.Policy = FLOAT32) -> Tensor:
     """Mean cross-entropy of the next token: ids and targets [B, T] -> [] {I}."""
     described, placed = init(cfg), specs(cfg)
 
     def whole(p: Any, name: str) -> Any:
-        """The leaves of one part over `data`, in the dtype to compute in: what is sent is as small."""
+        """Unshard one part over `data` in the compute dtype, so that the transfer is small."""
         return fs.unshard(policy.to_compute(p), placed[name], DATA, shapes=described[name])
 
     rows = fs.nn.embedding(ids, whole(params["embed"], "embed"), axis=MODEL, size=cfg.vocab)  # [B, T, D]{V model}
@@ -109,12 +103,12 @@ def loss(cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, policy: fs.P
 
 
 def normed(x: Tensor, w: Tensor) -> Tensor:
-    """Each rank norms its own positions, by one weight; all go on: [B, T@model, D] -> [B, T, D]{V model}."""
+    """Norm each rank's own positions, then gather all: [B, T@model, D] -> [B, T, D]{V model}."""
     return fs.all_gather(fs.nn.rms_norm(x, fs.pvary(w, MODEL)), MODEL, 1)
 
 
 def attention(cfg: Config, p: Any, x: Tensor) -> Tensor:
-    """Grouped queries, [B, T, D]{V model} -> [B, T@model, D]: each rank has its own heads, and those they look at."""
+    """Grouped-query attention, [B, T, D]{V model} -> [B, T@model, D], over this rank's own heads and groups."""
     q, k, v = (heads(x, p[name]) for name in "qkv")  # [B, H@model, T, K], [B, G@model, T, K] twice
     q, k = rotated(q, cfg.theta), rotated(k, cfg.theta)
     k, v = (repeated(y, cfg.heads // cfg.kv_heads) for y in (k, v))  # [B, H@model, T, K]
@@ -134,21 +128,18 @@ def heads(x: Tensor, w: Tensor) -> Tensor:
 
 
 def repeated(x: Tensor, n: int) -> Tensor:
-    """Every head for `n` heads of queries: [B, G, T, K] -> [B, nG, T, K]."""
+    """Repeat every head for `n` heads of queries: [B, G, T, K] -> [B, nG, T, K]."""
     return x.unsqueeze(2).expand(-1, -1, n, -1, -1).flatten(1, 2)
 
 
 def rotated(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions, halves of the head as pairs: [B, H, T, K] -> the same. Source: Su et al., 2021, "RoFormer"."""
+    """Apply rotary positions, in pairs of halves of the head: [B, H, T, K]. Source: Su et al., 2021, "RoFormer"."""
     t, k = x.shape[-2:]
     rates = theta ** -(torch.arange(0, k, 2, device=x.device) / k)
-    angles = torch.outer(torch.arange(t, device=x.device), rates)  # [T, K / 2], of no rank
+    angles = torch.outer(torch.arange(t, device=x.device), rates)  # [T, K / 2], the same on every rank
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-# --- the step -----------------------------------------------------------------------------------------------
 
 
 def optimizer(cfg: Config) -> fs.optim.Optimizer:
@@ -158,13 +149,13 @@ def optimizer(cfg: Config) -> fs.optim.Optimizer:
 
 
 def described_state(cfg: Config) -> tuple[Any, Any]:
-    """Parameters and the optimizer's state, as descriptions."""
+    """The described parameters and optimizer state."""
     params = init(cfg)
     return params, optimizer(cfg).init(params)
 
 
 def train_step(cfg: Config, mesh: fs.Mesh, *, policy: fs.Policy = BFLOAT16, **options: Any) -> Any:
-    """step(params, state, ids [B, T], targets [B, T]) -> (params, state, loss), in float32 but for the model itself."""
+    """step(params, state, ids [B, T], targets [B, T]) -> (params, state, loss), in float32 except inside the model."""
     opt, placed = optimizer(cfg), specs(cfg)
     state_specs = opt.specs(placed)
 

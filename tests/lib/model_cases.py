@@ -1,24 +1,32 @@
-"""What every model must hold, against transformers: logits, loss, every gradient, greedy generation, and files.
+"""Checks that every model must pass against transformers: logits, loss, every gradient, greedy generation, and files.
 
-A model is a module of `fshard.models`; `theirs` is a transformers model with a head, in eval mode.
+A module is one of `fshard.models`; `theirs` is a transformers model with a head, in eval mode.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 import fshard as fs
 from fshard import P
+from fshard.models import gpt2, gpt_neox, gptj, llama
+from tests.nn.test_rope import LLAMA3, LONG, SHORT
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 ONE = {"data": 1, "model": 1}
+EVERYTHING = "both, fully sharded, sequence"
 
 # name: (mesh, fully sharded over data, sequence parallel)
 LAYOUTS = {
@@ -28,13 +36,149 @@ LAYOUTS = {
     "model": ({"data": 1, "model": 2}, False, False),
     "model, sequence": ({"data": 1, "model": 2}, False, True),
     "both": ({"data": 2, "model": 2}, False, False),
-    "both, fully sharded, sequence": ({"data": 2, "model": 2}, True, True),
+    EVERYTHING: ({"data": 2, "model": 2}, True, True),
     "uneven": ({"data": 3, "model": 3}, True, True),
+}
+MORE_LAYOUTS = {
+    "model=4": ({"data": 1, "model": 4}, False, False),  # one rank without any of 3 heads
+    "model=5, sequence": ({"data": 1, "model": 5}, False, True),  # 9 positions over 5 ranks
+    "data=3, fully sharded, model=2": ({"data": 3, "model": 2}, True, False),
 }
 
 
-def awake(theirs, seed=0):
-    """A transformers model in eval mode whose biases and norms are not at their defaults, so that each matters."""
+# --- the decoders ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model with small sizes, and its variants: the fields of the config that differ from `sizes`."""
+
+    module: ModuleType
+    hf: str  # the prefix of the classes in transformers
+    sizes: dict
+    variants: dict = field(default_factory=dict)
+    only_theirs: dict = field(default_factory=dict)  # what transformers' config needs in addition
+    layers: str = "num_hidden_layers"
+
+    def config(self, **changes):
+        return self.module.Config(**{**self.sizes, **changes})
+
+
+# Of most models 3 heads of 8 dims, 61 tokens and 34 hidden units: uneven over 2 or 3 ranks, as are 9 positions.
+N_SIZES = {"vocab_size": 61, "n_positions": 12, "n_embd": 24, "n_layer": 2, "n_head": 3}
+HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+SHALLOW = {"num_hidden_layers": 1}
+# Positions are scaled beyond the 8 of this config.
+NEOX_ROPES = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 16.0, "rope_theta": 4.0, "partial_rotary_factor": 1.0},  # large enough to change tokens
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 4, "beta_fast": 2, "beta_slow": 1},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {"short_factor": [1.0, 2.0], "long_factor": [1.5, 3.0], "original_max_position_embeddings": 6},
+}
+FACTORS = {"long_factor": LONG[:4], "short_factor": SHORT[:4]}
+# Sequences have 9 tokens, and 5 to 10 in generation: rope types that depend on the length cross their limit meanwhile.
+LLAMA_ROPES = {
+    "linear": ({"rope_type": "linear", "factor": 3.0}, 64),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.5}, 6),
+    "dynamic, short": ({"rope_type": "dynamic", "factor": 2.5}, 10),
+    "yarn": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+    "longrope": ({"rope_type": "longrope", **FACTORS, "factor": 4.0, "original_max_position_embeddings": 7}, 64),
+    "longrope, short": ({"rope_type": "longrope", **FACTORS, "factor": 4.0, "original_max_position_embeddings": 10},
+                        64),
+    "llama3": ({"rope_type": "llama3", **LLAMA3}, 64),
+    "proportional": ({"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.6}, 64),
+}  # fmt: skip
+
+DECODERS = {
+    "gpt2": Decoder(
+        gpt2, "GPT2", N_SIZES, layers="n_layer",
+        only_theirs={"embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0},
+        variants={
+            "base": {},
+            "one head, other widths": {"n_embd": 16, "n_layer": 3, "n_head": 1, "n_inner": 10},
+            "large vocabulary": {"vocab_size": 50257, "n_embd": 16, "n_layer": 1, "n_head": 4},
+        },
+    ),
+    "gptj": Decoder(
+        gptj, "GPTJ", {**N_SIZES, "rotary_dim": 4, "n_inner": 34}, layers="n_layer",
+        variants={
+            "base": {},
+            "tied": {"tie_word_embeddings": True},
+            "tied, shallow": {"tie_word_embeddings": True, "n_layer": 1},
+            "one head, all dims rotated": {"n_head": 1, "rotary_dim": 24, "n_inner": None, "n_layer": 1},
+            "large epsilon": {"layer_norm_epsilon": 0.3, "n_layer": 1},
+        },
+    ),
+    "gpt_neox": Decoder(
+        gpt_neox, "GPTNeoX",
+        {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3,
+         "intermediate_size": 34, "max_position_embeddings": 8, "rope_parameters": HALF},
+        variants={
+            "base": {},
+            "sequential residual, gelu_new": {"use_parallel_residual": False, "hidden_act": "gelu_new"},
+            "tied, no attention bias, all dims rotated, large epsilon": {
+                "attention_bias": False, "tie_word_embeddings": True, "layer_norm_eps": 0.3, **SHALLOW,
+                "rope_parameters": {**HALF, "partial_rotary_factor": 1.0},
+            },
+            "sequential residual, no attention bias, gelu_fast, large epsilon, small theta": {
+                "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast",
+                "layer_norm_eps": 0.3, **SHALLOW, "rope_parameters": {**HALF, "rope_theta": 50.0},
+            },
+            **{f"rope {name}": {"rope_parameters": {**HALF, "rope_type": name, **changes}}
+               for name, changes in NEOX_ROPES.items()},
+        },
+    ),
+    "llama": Decoder(
+        llama, "Llama",
+        {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2,
+         "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64},
+        variants={
+            "base": {},  # 3 groups, 29 hidden units and 37 tokens: none of them even
+            "one group": {"num_key_value_heads": 1, **SHALLOW},  # some ranks have no heads
+            "no groups, tied": {"num_attention_heads": 4, "num_key_value_heads": None, "tie_word_embeddings": True,
+                                **SHALLOW},
+            "biased": {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-2, **SHALLOW},
+            "wide heads, tied": {"head_dim": 10, "tie_word_embeddings": True, **SHALLOW},
+            **{f"rope {name}": {"head_dim": 8, "max_position_embeddings": longest,
+                                "rope_parameters": {**parameters, "rope_theta": 100.0}, **SHALLOW}
+               for name, (parameters, longest) in LLAMA_ROPES.items()},
+        },
+    ),
+}  # fmt: skip
+
+
+def hugging_face(name, variant="base", **changes):
+    """A transformers model with the sizes of a decoder, in which every leaf matters."""
+    transformers = pytest.importorskip("transformers")
+    model = DECODERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{model.hf}Config")(**{
+        **model.sizes, **model.only_theirs, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None,
+        **model.variants[variant], **changes,
+    })  # fmt: skip
+    suffix = "LMHeadModel" if name == "gpt2" else "ForCausalLM"
+    return randomize_vectors(getattr(transformers, f"{model.hf}{suffix}")(config))
+
+
+@functools.cache  # one folder and one backward pass for all layouts
+def reference(name, variant="base"):
+    """A transformers model, its folder, its logits, loss and gradients, and what `load` reads from the folder."""
+    theirs, module = hugging_face(name, variant), DECODERS[name].module
+    place = tempfile.TemporaryDirectory()
+    folder = Path(place.name)
+    cfg, params = module.load(saved(theirs, folder / "weights"))
+    ids = tokens(cfg.vocab_size)
+    logits = theirs(ids).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    grads = their_grads(module, theirs, folder / "weights", folder / "gradients")
+    return SimpleNamespace(module=module, theirs=theirs, cfg=cfg, params=params, ids=ids, logits=logits.detach(),
+                           loss=loss.detach(), grads=grads, place=place)  # fmt: skip
+
+
+def randomize_vectors(theirs, seed=0):
+    """A transformers model in eval mode whose biases and norms are moved from their defaults, so that each matters."""
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in theirs.parameters():
@@ -57,43 +201,50 @@ def saved(theirs, folder):
     return Path(folder)
 
 
-def placed(model, cfg, params, name):
-    sizes, fsdp, sequence = LAYOUTS[name]
-    mesh, specs = fs.make_mesh(**sizes), model.specs(cfg, model="model")
-    if fsdp:
-        specs = fs.fully_shard(specs, model.init(cfg), axis="data")
-    return mesh, specs, model.Layout("data", "model", sequence), fs.materialize(params, specs, mesh, key=fs.key(7))
+# --- on a mesh ------------------------------------------------------------------------------------------------
 
 
-def loss_and_grads(model, cfg, params, name, *args, **kwargs):
+def placed(module, cfg, params, layout):
+    """The mesh, specs and `Layout` by the name of a layout, and the parameters placed on that mesh."""
+    sizes, fully_sharded, sequence = {**LAYOUTS, **MORE_LAYOUTS}[layout]
+    mesh, specs = fs.make_mesh(**sizes), module.specs(cfg, model="model")
+    if fully_sharded:
+        specs = fs.fully_shard(specs, module.init(cfg), axis="data")
+    return mesh, specs, module.Layout("data", "model", sequence), fs.materialize(params, specs, mesh, key=fs.key(7))
+
+
+def loss_and_grads(module, cfg, params, layout, *args, **options):
     """The loss and the gradients on a mesh, as full tensors; args [B, ...] are split over data."""
-    mesh, specs, layout, p = placed(model, cfg, params, name)
+    mesh, specs, split, p = placed(module, cfg, params, layout)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * len(args)), out_specs=(P(), specs))
     def run(p, *args):
-        return fs.value_and_grad(lambda p: model.loss(cfg, p, *args, layout=layout, specs=specs, **kwargs))(p)
+        return fs.value_and_grad(lambda p: module.loss(cfg, p, *args, layout=split, specs=specs, **options))(p)
 
     return fs.device_get(run(p, *args))
 
 
-def logits(model, cfg, params, name, ids, mask=None):
-    mesh, specs, layout, p = placed(model, cfg, params, name)
+def logits(module, cfg, params, layout, ids, mask=None):
+    mesh, specs, split, p = placed(module, cfg, params, layout)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data", None, "model"))
     def run(p, ids, mask):
-        return model.apply(cfg, p, ids, layout=layout, specs=specs, mask=mask)
+        return module.apply(cfg, p, ids, layout=split, specs=specs, mask=mask)
 
     return fs.device_get(run(p, ids, mask))
 
 
-def their_grads(model, theirs, folder, again):
+def their_grads(module, theirs, folder, destination):
     """The gradients of a transformers model as our tree: saved as if they were weights, and loaded."""
-    again.mkdir()
-    shutil.copy(folder / "config.json", again)
+    destination.mkdir()
+    shutil.copy(folder / "config.json", destination)
     grads = {n: p.grad.contiguous() for n, p in theirs.named_parameters()}
-    save_file(grads, again / "model.safetensors", metadata={"format": "pt"})
-    _, described = model.load(again)
+    save_file(grads, destination / "model.safetensors", metadata={"format": "pt"})
+    _, described = module.load(destination)
     return fs.device_get(fs.materialize(described, P(), fs.make_mesh(**ONE), key=fs.key(0)))
+
+
+# --- checks ---------------------------------------------------------------------------------------------------
 
 
 def close(got, want, rtol, atol):
@@ -104,53 +255,57 @@ def close(got, want, rtol, atol):
                                    msg=lambda m, path=path: f"{fs.tree.dotted(path)}: {m}")  # fmt: skip
 
 
-def check_logits_loss_and_gradients(model, theirs, name, folder, *, ids=None, rtol=1e-5, atol=1e-5):
+def check_logits_loss_and_gradients(ref, layout, *, rtol=1e-5, atol=1e-5):
     """fp32: the logits, the loss, and every gradient are transformers', to 1e-5 of each leaf's largest entry."""
-    cfg, params = model.load(saved(theirs, folder / "weights"))
-    ids = tokens(cfg.vocab_size) if ids is None else ids
-    theirs.zero_grad()
-    out = theirs(ids)
-    loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    want = their_grads(model, theirs, folder / "weights", folder / "gradients")
-    close(logits(model, cfg, params, name, ids), out.logits.detach(), rtol, atol)
-    shifted = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
-    got_loss, grads = loss_and_grads(model, cfg, params, name, ids, shifted)
-    torch.testing.assert_close(got_loss, loss.detach(), rtol=rtol, atol=0)
-    close(grads, want, rtol, atol)
+    mesh, specs, split, p = placed(ref.module, ref.cfg, ref.params, layout)
+    targets = torch.cat([ref.ids[:, 1:], torch.full_like(ref.ids[:, :1], -100)], 1)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")),
+                  out_specs=(P("data", None, "model"), P(), specs))  # fmt: skip
+    def run(p, ids, targets):
+        options = {"layout": split, "specs": specs}
+        loss, grads = fs.value_and_grad(lambda p: ref.module.loss(ref.cfg, p, ids, targets, **options))(p)
+        return ref.module.apply(ref.cfg, p, ids, **options), loss, grads
+
+    logits, loss, grads = fs.device_get(run(p, ref.ids, targets))
+    close(logits, ref.logits, rtol, atol)
+    torch.testing.assert_close(loss, ref.loss, rtol=rtol, atol=0)
+    close(grads, ref.grads, rtol, atol)
 
 
-def check_padded_logits(model, theirs, name, folder, *, rtol=1e-5, atol=1e-5):
+def check_padded_logits(ref, layout, *, rtol=1e-5, atol=1e-5):
     """Left-padded prompts have the logits transformers gives them, with positions that do not count padding."""
-    cfg, params = model.load(saved(theirs, folder))
-    ids = tokens(cfg.vocab_size)
-    mask = left_padding(*ids.shape)
+    mask = left_padding(*ref.ids.shape)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        want = theirs(ids, attention_mask=mask, position_ids=positions).logits
-    got = logits(model, cfg, params, name, ids, mask)
-    seen = mask.bool()
-    close({"logits": got[seen]}, {"logits": want[seen]}, rtol, atol)
+        want = ref.theirs(ref.ids, attention_mask=mask, position_ids=positions).logits
+    got = logits(ref.module, ref.cfg, ref.params, layout, ref.ids, mask)
+    close({"logits": got[mask.bool()]}, {"logits": want[mask.bool()]}, rtol, atol)
 
 
-def check_generation(model, theirs, name, folder, *, new=7, padded=False, eos=None):
-    """Greedy generation is transformers.generate, token by token."""
-    cfg, params = model.load(saved(theirs, folder))
-    ids = tokens(cfg.vocab_size, t=5)
+def check_generation(ref, layout, *, new=7, padded=False, eos=None):
+    """Greedy generation is that of transformers, token by token; `eos="second"` is their second token of row 0."""
+    ids = tokens(ref.cfg.vocab_size, t=5)
     mask = left_padding(*ids.shape) if padded else torch.ones_like(ids)
+
+    def theirs(ids, new, eos, pad):
+        ref.theirs.generation_config.eos_token_id = eos
+        return ref.theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=pad,
+                                   eos_token_id=eos, bos_token_id=None)  # fmt: skip
+
+    if eos == "second":
+        eos = int(theirs(ids, 3, None, 0)[0, 6])
     pad = 0 if eos is None else eos
     ids = ids.where(mask.bool(), pad)
-    theirs.generation_config.eos_token_id = eos
-    want = theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=pad,
-                           eos_token_id=eos, bos_token_id=None)  # fmt: skip
+    want = theirs(ids, new, eos, pad)
     if eos is not None:
-        assert 0 < (want[:, 5:] == eos).any(1).sum() < len(ids)  # some end, others go on
-    mesh, specs, layout, p = placed(model, cfg, params, name)
+        assert 0 < (want[:, 5:] == eos).any(1).sum() < len(ids)  # some rows end, others do not
+    mesh, specs, split, p = placed(ref.module, ref.cfg, ref.params, layout)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data"))
     def run(p, ids, mask):
-        given = mask if padded else None
-        return model.generate(cfg, p, ids, new=new, layout=layout, specs=specs, mask=given, eos=eos)
+        return ref.module.generate(ref.cfg, p, ids, new=new, layout=split, specs=specs, mask=mask if padded else None,
+                                   eos=eos)  # fmt: skip
 
     got = fs.device_get(run(p, ids, mask))
     assert got.shape == (len(ids), 5 + new)
@@ -158,29 +313,36 @@ def check_generation(model, theirs, name, folder, *, new=7, padded=False, eos=No
     assert (got[:, want.shape[1] :] == pad).all()
 
 
-def check_files(model, theirs, name, folder, architecture):
-    """Loaded, placed on a mesh and saved from there: transformers reads the folder, and gives the same logits."""
-    cfg, params = model.load(saved(theirs, folder / "theirs"))
-    _, _, _, p = placed(model, cfg, params, name)
-    model.save(folder / "ours", cfg, p)
-    again, info = architecture.from_pretrained(folder / "ours", output_loading_info=True)
+def check_files(ref, layout, folder):
+    """Loaded, placed on a mesh and saved from there: transformers reads the folder and gives the same logits."""
+    _, _, _, p = placed(ref.module, ref.cfg, ref.params, layout)
+    ref.module.save(folder, ref.cfg, p)
+    again, info = type(ref.theirs).from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info
     assert not info["mismatched_keys"], info
-    ids = tokens(cfg.vocab_size)
     with torch.no_grad():
-        assert torch.equal(again.eval()(ids).logits, theirs(ids).logits)
-    config = json.loads((folder / "ours" / "config.json").read_text())
-    assert config["model_type"] == theirs.config.model_type
-    assert model.load(folder / "ours")[0] == model.config(folder / "ours") == cfg
+        assert torch.equal(again.eval()(ref.ids).logits, ref.theirs(ref.ids).logits)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == ref.theirs.config.model_type
+    assert ref.module.load(folder)[0] == ref.module.config(folder) == ref.cfg
 
 
-def check_the_mesh_never_changes_the_answer(model, cfg, name, *, remat=False):
-    """From the same key: loss and gradients, with dropout where the config has some, are those of one device."""
-    ids = tokens(cfg.vocab_size)
-    described = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.2), model.init(cfg))  # no zeros, no ones
-    key = fs.key(3)
-    want_loss, want = loss_and_grads(model, cfg, described, "one device", ids, ids.roll(-1, 1), key=key)
-    loss, grads = loss_and_grads(model, cfg, described, name, ids, ids.roll(-1, 1), key=key, remat=remat)
+def check_the_mesh_never_changes_the_answer(module, cfg, layout, *, remat=False):
+    """From the same key: loss and gradients, with dropout if the config has some, are those of one device."""
+    want_loss, want = _on_one_device(module, cfg)
+    loss, grads = _with_drawn_parameters(module, cfg, layout, remat=remat)
     torch.testing.assert_close(loss, want_loss, rtol=2e-6, atol=0)
     close(grads, want, 1e-5, 1e-5)
+
+
+@functools.cache  # for all layouts
+def _on_one_device(module, cfg):
+    return _with_drawn_parameters(module, cfg, "one device")
+
+
+def _with_drawn_parameters(module, cfg, layout, **options):
+    """The loss and gradients of parameters none of which is 0 or 1, with a dropout key."""
+    ids = tokens(cfg.vocab_size)
+    described = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.2), module.init(cfg))
+    return loss_and_grads(module, cfg, described, layout, ids, ids.roll(-1, 1), key=fs.key(3), **options)

@@ -13,7 +13,7 @@ import fshard as fs
 from fshard import P, ShardingError
 from fshard.models import bert
 from tests.lib import model_cases as cases
-from tests.lib.model_cases import LAYOUTS, ONE, awake, close, placed
+from tests.lib.model_cases import EVERYTHING, LAYOUTS, ONE, close, placed, randomize_vectors
 
 transformers = pytest.importorskip("transformers")
 
@@ -23,23 +23,22 @@ SIZES = {
 }  # fmt: skip
 TINY = bert.Config(**SIZES)
 OVER_DATA = P("data")
-EVERY = "both, fully sharded, sequence"  # the layout in which everything is split
 
 
-def hugging_face(kind="BertForMaskedLM", seed=0, more=None, **config):
-    torch.manual_seed(seed)
+def hugging_face(kind="BertForMaskedLM", more=None, **config):
+    torch.manual_seed(0)
     model = getattr(transformers, kind)(transformers.BertConfig(**{**SIZES, **config}), **(more or {}))
-    return awake(model)
+    return randomize_vectors(model)
 
 
 def batch(b=6, t=11, seed=0):
-    """Sequences of unequal lengths with some words hidden, more of them in later ones; 11 places split unevenly."""
+    """Sequences of unequal lengths with some words masked, more in later ones; 11 positions split unevenly."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, TINY.vocab_size, (b, t), generator=g)
     mask = (torch.arange(t) < t - torch.arange(b)[:, None]).long()
     types = torch.randint(0, 3, (b, t), generator=g)
-    hidden = (torch.rand(b, t, generator=g) < torch.linspace(0.2, 0.9, b)[:, None]) & (mask == 1)
-    targets = ids.where(hidden, -100)
+    masked = (torch.rand(b, t, generator=g) < torch.linspace(0.2, 0.9, b)[:, None]) & (mask == 1)
+    targets = ids.where(masked, -100)
     return ids.where(mask == 1, TINY.pad_token_id), targets, mask, types
 
 
@@ -55,27 +54,27 @@ def on_mesh(f, cfg, params, name, *args, out=OVER_DATA):
 
 
 def states(cfg, params, name, ids, mask, types):
-    return on_mesh(lambda p, how, ids, mask, types: bert.apply(cfg, p, ids, mask=mask, types=types, **how),
+    return on_mesh(lambda p, options, ids, mask, types: bert.apply(cfg, p, ids, mask=mask, types=types, **options),
                    cfg, params, name, ids, mask, types)  # fmt: skip
 
 
-def loss_and_grads(cfg, params, name, given, **more):
+def loss_and_grads(cfg, params, name, inputs, **more):
     mesh, specs, layout, p = placed(bert, cfg, params, name)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 4), out_specs=(P(), specs))
     def run(p, ids, targets, mask, types):
-        how = {"mask": mask, "types": types, "layout": layout, "specs": specs, **more}
-        return fs.value_and_grad(lambda p: bert.loss(cfg, p, ids, targets, **how))(p)
+        options = {"mask": mask, "types": types, "layout": layout, "specs": specs, **more}
+        return fs.value_and_grad(lambda p: bert.loss(cfg, p, ids, targets, **options))(p)
 
-    return fs.device_get(run(p, *given))
+    return fs.device_get(run(p, *inputs))
 
 
 def close_grads(got, want):
-    """As `close`, but for the biases of keys.
+    """As `close`, except for the biases of keys.
 
-    Such a bias adds one number to all the scores of a query, which a softmax does not see: its gradient is zero, and
-    what is computed is the rounding of sums that cancel. So it is compared with what is summed, as large as the
-    gradient of the bias of the queries, and not with itself.
+    Such a bias adds one number to all scores of a query, which does not change their softmax: its gradient is zero,
+    and the computed one is the rounding of sums that cancel. It is compared with the size of what is summed, that of
+    the gradient of the queries' bias.
     """
     for a, b in zip(got["h"], want["h"], strict=True):
         for x in (a, b):
@@ -86,59 +85,63 @@ def close_grads(got, want):
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory):
-    """What transformers computes: states, logits, loss and gradients, once for all meshes."""
+    """States, logits, loss and gradients of transformers, once for all meshes."""
     folder, model = tmp_path_factory.mktemp("bert"), hugging_face()
     ids, targets, mask, types = batch()
     out = model(ids, attention_mask=mask, token_type_ids=types, labels=targets, output_hidden_states=True)
     out.loss.backward()
     cfg, params = bert.load(cases.saved(model, folder / "weights"))
     grads = cases.their_grads(bert, model, folder / "weights", folder / "gradients")
-    return SimpleNamespace(cfg=cfg, params=params, given=(ids, targets, mask, types), loss=out.loss.detach(),
+    return SimpleNamespace(cfg=cfg, params=params, inputs=(ids, targets, mask, types), loss=out.loss.detach(),
                            logits=out.logits.detach(), states=out.hidden_states[-1].detach(), grads=grads)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_states_logits_loss_and_every_gradient_are_those_of_transformers(name, known):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("one device", EVERYTHING) else pytest.mark.slow)
+     for name in LAYOUTS],
+)  # fmt: skip
+def test_states_logits_loss_and_gradients_equal_transformers(name, known):
     mesh, specs, layout, p = placed(bert, known.cfg, known.params, name)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 4),
                   out_specs=(P("data"), P("data", None, "model"), P(), specs))  # fmt: skip
     def run(p, ids, targets, mask, types):
-        how = {"mask": mask, "types": types, "layout": layout, "specs": specs}
-        loss, grads = fs.value_and_grad(lambda p: bert.loss(known.cfg, p, ids, targets, **how))(p)
-        return bert.apply(known.cfg, p, ids, **how), bert.logits(known.cfg, p, ids, **how), loss, grads
+        options = {"mask": mask, "types": types, "layout": layout, "specs": specs}
+        loss, grads = fs.value_and_grad(lambda p: bert.loss(known.cfg, p, ids, targets, **options))(p)
+        return bert.apply(known.cfg, p, ids, **options), bert.logits(known.cfg, p, ids, **options), loss, grads
 
-    states, logits, loss, grads = fs.device_get(run(p, *known.given))
+    states, logits, loss, grads = fs.device_get(run(p, *known.inputs))
     close({"states": states, "logits": logits}, {"states": known.states, "logits": known.logits}, 1e-5, 1e-5)
     torch.testing.assert_close(loss, known.loss, rtol=1e-5, atol=0)
     close_grads(grads, known.grads)
 
 
-def test_the_batch_has_what_the_gradients_must_not_miss(known):
-    ids, targets, mask, types = known.given
-    assert (ids[mask == 1] == TINY.pad_token_id).any()  # a word of this id that is seen: its embedding is not trained
+def test_the_batch_reaches_every_leaf_and_the_padding_id(known):
+    ids, targets, mask, types = known.inputs
+    assert (ids[mask == 1] == TINY.pad_token_id).any()  # an attended word with this id: its embedding is not trained
     assert len(set((targets >= 0).sum(1).tolist())) > 1  # unequal counts over data
     assert set(types.flatten().tolist()) == {0, 1, 2}
     assert all(bool(g.any()) for g in fs.tree.leaves(known.grads))
     per_row = known.grads["word"].abs().amax(1)
-    assert per_row[TINY.pad_token_id] > 0  # through the tied head alone
+    assert per_row[TINY.pad_token_id] > 0  # through the tied head only
 
 
 @pytest.mark.parametrize("act", ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python", "relu", "silu", "swish",
                                  "tanh"])  # fmt: skip
-def test_each_activation_is_theirs(act, tmp_path):
+def test_each_activation_equals_transformers(act, tmp_path):
     model = hugging_face(hidden_act=act, num_hidden_layers=1)
     cfg, params = bert.load(cases.saved(model, tmp_path))
     ids, _, mask, types = batch()
     with torch.no_grad():
         want = model(ids, attention_mask=mask, token_type_ids=types).logits
-    got = on_mesh(lambda p, how, ids, mask, types: bert.logits(cfg, p, ids, mask=mask, types=types, **how),
+    got = on_mesh(lambda p, options, ids, mask, types: bert.logits(cfg, p, ids, mask=mask, types=types, **options),
                   cfg, params, "one device", ids, mask, types)  # fmt: skip
     close({"logits": got}, {"logits": want}, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["one device", EVERY])
-def test_the_pooler_and_the_next_sentence_are_those_of_transformers(name, tmp_path):
+@pytest.mark.parametrize("name", ["one device", EVERYTHING])
+def test_pooler_and_next_sentence_head_equal_transformers(name, tmp_path):
     model = hugging_face("BertForPreTraining")
     cfg, params = bert.load(cases.saved(model, tmp_path))
     ids, _, mask, types = batch()
@@ -146,40 +149,42 @@ def test_the_pooler_and_the_next_sentence_are_those_of_transformers(name, tmp_pa
         want = model.bert(ids, attention_mask=mask, token_type_ids=types).pooler_output
         follows = model(ids, attention_mask=mask, token_type_ids=types).seq_relationship_logits
 
-    def f(p, how, ids, mask, types):
-        x = bert.pooled(cfg, p, bert.apply(cfg, p, ids, mask=mask, types=types, **how), **how)
-        return {"pooled": x, "follows": bert.follows(cfg, p, x, **how)}
+    def f(p, options, ids, mask, types):
+        x = bert.pooled(cfg, p, bert.apply(cfg, p, ids, mask=mask, types=types, **options), **options)
+        return {"pooled": x, "follows": bert.follows(cfg, p, x, **options)}
 
     close(on_mesh(f, cfg, params, name, ids, mask, types), {"pooled": want, "follows": follows}, 1e-5, 1e-5)
 
 
-def test_types_left_out_are_of_the_first_sentence_and_a_mask_left_out_hides_nothing(known):
-    ids, *_ = known.given
-    for name in ("one device", EVERY):
-        with_them = states(known.cfg, known.params, name, ids, torch.ones_like(ids), torch.zeros_like(ids))
-        without = on_mesh(lambda p, how, ids: bert.apply(known.cfg, p, ids, **how), known.cfg, known.params, name, ids)
-        close({"states": without}, {"states": with_them}, 1e-5, 1e-6)
+def test_defaults_are_the_first_sentence_and_no_padding(known):
+    ids, *_ = known.inputs
+    for name in ("one device", EVERYTHING):
+        explicit = states(known.cfg, known.params, name, ids, torch.ones_like(ids), torch.zeros_like(ids))
+        default = on_mesh(
+            lambda p, options, ids: bert.apply(known.cfg, p, ids, **options), known.cfg, known.params, name, ids
+        )
+        close({"states": default}, {"states": explicit}, 1e-5, 1e-6)
 
 
 def test_padding_changes_no_state_and_no_embedding(known):
-    ids, _, mask, types = known.given
-    for name in ("one device", EVERY):
+    ids, _, mask, types = known.inputs
+    for name in ("one device", EVERYTHING):
         other = ids.where(mask == 1, 3)
         a, b = (states(known.cfg, known.params, name, x, mask, types) for x in (ids, other))
         assert torch.equal(a[mask == 1], b[mask == 1])
-        a, b = (on_mesh(lambda p, how, ids, mask: bert.embed(known.cfg, p, ids, mask=mask, **how), known.cfg,
+        a, b = (on_mesh(lambda p, options, ids, mask: bert.embed(known.cfg, p, ids, mask=mask, **options), known.cfg,
                         known.params, name, x, mask) for x in (ids, other))  # fmt: skip
         assert torch.equal(a, b)
         torch.testing.assert_close(a.norm(dim=1), torch.ones(len(a)))
 
 
-def test_an_embedding_is_the_mean_of_what_is_seen_made_one_long(known):
-    ids, _, mask, _ = known.given
+def test_an_embedding_is_the_normalized_mean_over_real_tokens(known):
+    ids, _, mask, _ = known.inputs
     x = states(known.cfg, known.params, "one device", ids, mask, torch.zeros_like(ids))
     want = torch.stack([a[m == 1].mean(0) for a, m in zip(x, mask, strict=True)])
     want = want / want.norm(dim=1, keepdim=True)
-    for name in ("one device", "data", EVERY):
-        got = on_mesh(lambda p, how, ids, mask: bert.embed(known.cfg, p, ids, mask=mask, **how), known.cfg,
+    for name in ("one device", "data", EVERYTHING):
+        got = on_mesh(lambda p, options, ids, mask: bert.embed(known.cfg, p, ids, mask=mask, **options), known.cfg,
                       known.params, name, ids, mask)  # fmt: skip
         close({"embedding": got}, {"embedding": want}, 1e-5, 1e-6)
     torch.testing.assert_close(bert.pool(x), x.mean(1))
@@ -193,15 +198,21 @@ DRAWN = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.2), bert.init(DROPS)
 def dropped():
     """On one device, with dropout: loss and gradients."""
     loss, grads = loss_and_grads(DROPS, DRAWN, "one device", batch(), key=fs.key(3))
-    assert abs(loss - loss_and_grads(DROPS, DRAWN, "one device", batch())[0]) > 1e-3  # the masks do something
+    assert abs(loss - loss_and_grads(DROPS, DRAWN, "one device", batch())[0]) > 1e-3  # the masks change the loss
     return loss, grads
 
 
 @pytest.mark.parametrize(
     ("name", "remat"),
-    [("data", False), ("both", False), ("model, sequence", True), (EVERY, False), (EVERY, True)],
+    [
+        *(
+            pytest.param(name, remat, marks=pytest.mark.slow)
+            for name, remat in (("data", False), ("both", False), ("model, sequence", True), (EVERYTHING, False))
+        ),
+        (EVERYTHING, True),
+    ],
 )
-def test_dropout_and_remat_are_the_same_on_every_mesh(name, remat, dropped):
+def test_dropout_and_remat_do_not_depend_on_the_mesh(name, remat, dropped):
     loss, grads = loss_and_grads(DROPS, DRAWN, name, batch(), key=fs.key(3), remat=remat)
     torch.testing.assert_close(loss, dropped[0], rtol=2e-6, atol=0)
     close_grads(grads, dropped[1])
@@ -211,20 +222,22 @@ def test_dropout_and_remat_are_the_same_on_every_mesh(name, remat, dropped):
 
 
 @pytest.mark.parametrize("pad", [0, 17, 40, 60, None])
-def test_the_embedding_of_padding_is_zero_on_every_mesh_and_no_other_is_changed(pad):
+def test_only_the_embedding_of_padding_is_zero_on_every_mesh(pad):
     cfg = bert.Config(**{**SIZES, "pad_token_id": pad})
-    one = {name: fs.device_get(placed(bert, cfg, bert.init(cfg), name)[3]) for name in ("one device", EVERY, "uneven")}
-    for params in one.values():
-        for (path, a), b in zip(fs.tree.leaves_with_path(params), fs.tree.leaves(one["one device"]), strict=True):
+    drawn = {
+        name: fs.device_get(placed(bert, cfg, bert.init(cfg), name)[3]) for name in ("one device", EVERYTHING, "uneven")
+    }
+    for params in drawn.values():
+        for (path, a), b in zip(fs.tree.leaves_with_path(params), fs.tree.leaves(drawn["one device"]), strict=True):
             assert torch.equal(a, b), path
-    word = one["uneven"]["word"]
+    word = drawn["uneven"]["word"]
     assert (word == 0).all(1).nonzero().flatten().tolist() == ([] if pad is None else [pad])
     free = bert.Config(**{**SIZES, "pad_token_id": None})
     want = fs.device_get(placed(bert, free, bert.init(free), "one device")[3])["word"]
     assert torch.equal(word[torch.arange(61) != pad], want[torch.arange(61) != pad])
 
 
-def test_initial_values_are_distributed_as_those_of_transformers(tmp_path):
+def test_initial_values_have_the_distribution_of_transformers(tmp_path):
     torch.manual_seed(0)
     big = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "pad_token_id": 7}
     fresh = transformers.BertForPreTraining(transformers.BertConfig(**{**SIZES, **big, "initializer_range": 0.02}))
@@ -236,7 +249,7 @@ def test_initial_values_are_distributed_as_those_of_transformers(tmp_path):
         if b.std() == 0:
             assert torch.equal(a, b), path
             continue
-        # Five deviations of the mean and of the standard deviation of n draws.
+        # Five standard errors of the mean and of the standard deviation of n draws.
         assert a.mean().abs() < 5 * 0.02 / a.numel() ** 0.5, path
         assert abs(a.std() - 0.02) < 5 * 0.02 / (2 * a.numel()) ** 0.5 + 0.02 / 500, path  # 1 row of 500 is zero
         assert abs(b.std() - 0.02) < 5 * 0.02 / (2 * b.numel()) ** 0.5 + 0.02 / 500, path
@@ -254,8 +267,8 @@ def test_initial_values_are_distributed_as_those_of_transformers(tmp_path):
         ("BertForPreTraining", {}, {"mlm", "pooler", "nsp"}),
     ],
 )
-@pytest.mark.parametrize("name", ["one device", EVERY])
-def test_what_is_loaded_and_saved_again_is_what_transformers_wrote(kind, more, heads, name, tmp_path):
+@pytest.mark.parametrize("name", ["one device", EVERYTHING])
+def test_load_and_save_reproduce_the_file_of_transformers(kind, more, heads, name, tmp_path):
     model = hugging_face(kind, more=more)
     cfg, params = bert.load(cases.saved(model, tmp_path / "theirs"))
     assert {h for h in ("mlm", "pooler", "nsp") if getattr(cfg, h)} == heads
@@ -263,7 +276,7 @@ def test_what_is_loaded_and_saved_again_is_what_transformers_wrote(kind, more, h
     assert bert.load(tmp_path / "ours")[0] == cfg
 
     ours, theirs = (load_file(tmp_path / x / "model.safetensors") for x in ("ours", "theirs"))
-    ours, theirs = ({n.removeprefix("bert."): x for n, x in held.items()} for held in (ours, theirs))
+    ours, theirs = ({n.removeprefix("bert."): x for n, x in tensors.items()} for tensors in (ours, theirs))
     assert set(ours) == set(theirs)  # nothing is dropped
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
@@ -278,17 +291,17 @@ def test_what_is_loaded_and_saved_again_is_what_transformers_wrote(kind, more, h
     assert not {"mlm", "pooler", "nsp"} & set(config)
 
 
-def test_older_files_are_read_as_transformers_reads_them(tmp_path, known):
-    """Norms named as in TensorFlow, a buffer of positions, the tied head twice."""
+def test_files_of_older_versions_are_read(tmp_path, known):
+    """With norms named as in TensorFlow, a buffer of positions, and the tied head stored twice."""
     model = hugging_face()
     folder = cases.saved(model, tmp_path)
-    held = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
-        held = {n.replace(new, old): x for n, x in held.items()}
-    held["bert.embeddings.position_ids"] = torch.arange(12)[None]
-    held["cls.predictions.decoder.weight"] = held["bert.embeddings.word_embeddings.weight"].clone()
-    held["cls.predictions.decoder.bias"] = held["cls.predictions.bias"].clone()
-    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = {n.replace(new, old): x for n, x in tensors.items()}
+    tensors["bert.embeddings.position_ids"] = torch.arange(12)[None]
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+    tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     cfg, params = bert.load(folder)
     assert cfg == known.cfg
     mesh = fs.make_mesh(**ONE)
@@ -296,13 +309,13 @@ def test_older_files_are_read_as_transformers_reads_them(tmp_path, known):
     assert all(torch.equal(x, y) for x, y in zip(fs.tree.leaves(a), fs.tree.leaves(b), strict=True))
 
 
-def test_every_tensor_that_is_missing_or_foreign_is_named(tmp_path):
+def test_all_missing_unknown_and_misshaped_tensors_are_listed(tmp_path):
     folder = cases.saved(hugging_face("BertForPreTraining"), tmp_path)
-    held = load_file(folder / "model.safetensors")
-    del held["cls.predictions.transform.dense.weight"]
-    held["classifier.weight"] = torch.zeros(2, 24)
-    held["bert.pooler.dense.bias"] = torch.zeros(23)
-    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["cls.predictions.transform.dense.weight"]
+    tensors["classifier.weight"] = torch.zeros(2, 24)
+    tensors["bert.pooler.dense.bias"] = torch.zeros(23)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ShardingError) as e:
         bert.load(folder)
     assert "'cls.predictions.transform.dense.weight' is missing" in str(e.value)
@@ -317,7 +330,7 @@ def test_every_tensor_that_is_missing_or_foreign_is_named(tmp_path):
         ("position_embedding_type", "relative_key"),
     ],
 )  # fmt: skip
-def test_what_is_no_bert_here_is_refused(name, value, tmp_path):
+def test_unsupported_configs_are_refused(name, value, tmp_path):
     folder = cases.saved(hugging_face(num_hidden_layers=1), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, name: value}))
@@ -325,7 +338,7 @@ def test_what_is_no_bert_here_is_refused(name, value, tmp_path):
         bert.load(folder)
 
 
-def test_bad_sizes_are_all_named():
+def test_all_wrong_sizes_are_listed():
     with pytest.raises(ShardingError) as e:
         bert.Config(hidden_size=10, num_attention_heads=3, hidden_act="mish", pad_token_id=30522, mlm=False, nsp=True)
     text = str(e.value)
@@ -337,10 +350,10 @@ def test_bad_sizes_are_all_named():
     assert "bert.Config: nsp=True without a pooler\n  fix: pooler=True" in text
 
 
-def test_bad_calls_say_what_is_wrong():
+def test_all_wrong_arguments_are_listed():
     ids = torch.zeros(6, 13, dtype=torch.int64)
     with pytest.raises(ShardingError) as e:
-        on_mesh(lambda p, how, ids: bert.apply(TINY, p, ids, mask=ids[:, 1:], types=ids[0], **how), TINY,
+        on_mesh(lambda p, options, ids: bert.apply(TINY, p, ids, mask=ids[:, 1:], types=ids[0], **options), TINY,
                 bert.init(TINY), "one device", ids)  # fmt: skip
     text = str(e.value)
     assert "bert: mask must have one entry for each token\n  got  [6, 12]    needed  [6, 13]" in text

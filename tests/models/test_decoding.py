@@ -1,4 +1,4 @@
-"""Decoding is the same on every mesh: the likeliest token, ties, draws by temperature, padding, and what is refused."""
+"""Decoding is the same on every mesh: argmax and its ties, draws by temperature, padding, the cache, and errors."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def prompts(b=4, t=3):
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-def test_the_likeliest_is_the_first_of_those_that_tie(sizes):
+def test_argmax_is_the_first_among_equals(sizes):
     logits = torch.tensor([[0.0, 3, 1, 3, 3], [-5, -7, -7, -9, -5], [-torch.inf] * 5, [1, 2, 3, 4, 5.0]])
 
     @fs.shard_map(mesh=fs.make_mesh(**sizes), in_specs=P("data", "model"), out_specs=P("data"))
     def run(x):
-        return decoding.likeliest(x, "model", 5)
+        return decoding.argmax(x, "model", 5)
 
     assert fs.device_get(run(logits)).tolist() == [1, 0, 0, 4]
 
 
-@pytest.mark.parametrize("sizes", MESHES[1:])
+@pytest.mark.parametrize("sizes", [*MESHES[1:3], pytest.param(MESHES[3], marks=pytest.mark.slow)])
 def test_a_draw_by_temperature_is_the_same_on_every_mesh(sizes):
-    for ids in (prompts(), prompts(5)):  # two ranks have 3 of 5, and 2
+    for ids in (prompts(), prompts(5)):  # of 5, two ranks have 3 and 2
         want = generated(MESHES[0], ids, new=4, temperature=0.7, key=fs.key(5))
         assert not torch.equal(want, generated(MESHES[0], ids, new=4))
         assert torch.equal(generated(sizes, ids, new=4, temperature=0.7, key=fs.key(5)), want)
@@ -54,15 +54,15 @@ def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
 
     @fs.shard_map(mesh=fs.make_mesh(data=2, model=2), in_specs=P("data", "model"), out_specs=P("data"))
     def run(x):
-        noise = decoding._gumbel(fs.key(0), x, (n, 5), P("data", "model"))
-        return decoding.likeliest(x / 0.5 + noise, "model", 5)
+        noise = decoding._gumbel_noise(fs.key(0), x, (n, 5), P("data", "model"))
+        return decoding.argmax(x / 0.5 + noise, "model", 5)
 
     got = fs.device_get(run(logits.expand(n, 5))).bincount(minlength=5) / n
     want = torch.softmax(logits / 0.5, 0)
     assert ((got - want).abs() < 5 * (want * (1 - want) / n).sqrt()).all()  # five standard deviations
 
 
-def test_a_cache_gives_what_a_whole_forward_gives():
+def test_logits_with_a_cache_equal_those_of_one_call():
     ids = prompts(2, 9)
     params = fs.device_get(fs.materialize(gpt2.init(CFG), P(), fs.make_mesh(data=1), key=fs.key(0)))
 
@@ -79,7 +79,7 @@ def test_a_cache_gives_what_a_whole_forward_gives():
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_after_its_end_a_sequence_goes_on_with_padding():
+def test_a_sequence_is_padded_after_eos():
     ids = prompts()
     free = generated(MESHES[0], ids, new=6)
     end = int(free[0, 4])
@@ -90,7 +90,7 @@ def test_after_its_end_a_sequence_goes_on_with_padding():
             assert row == without[:stop] + [end if pad is None else pad] * (len(without) - stop)
 
 
-def test_positions_do_not_count_padding_and_nobody_sees_it():
+def test_padding_has_no_position_and_is_not_attended_to():
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]])
     got = Tokens.of(torch.zeros(3, 4, dtype=torch.int64), mask)
     assert got.positions.tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 1, 1]]
@@ -100,7 +100,7 @@ def test_positions_do_not_count_padding_and_nobody_sees_it():
     assert later.mask[:, 0, 0].long().tolist() == mask.tolist()
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_arguments_are_errors():
     ids = prompts()
     with pytest.raises(ShardingError, match="12 tokens do not fit a cache of 10\n  fix: Cache\\(12\\)"):
         Tokens.of(ids, cache=Cache(10, 9))

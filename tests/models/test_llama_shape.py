@@ -1,4 +1,4 @@
-"""The step of Llama's shape is right where it is small enough to run: it is what `check` is given where it is not."""
+"""The train step of Llama's shape is right at a size that runs; `check` gets it at sizes that do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 import fshard as fs
 from tests.lib.llama_shape import FLOAT32, Config, described_state, init, optimizer, rotated, specs, train_step
 
-TINY = Config(layers=1, std=0.3)  # of a size that the logits, and all gradients, are far from 0
+TINY = Config(layers=1, std=0.3)  # std: logits and all gradients are far from 0
 
 
 def batch(cfg: Config, b: int = 4, t: int = 6) -> tuple[Tensor, Tensor]:
@@ -19,9 +19,9 @@ def batch(cfg: Config, b: int = 4, t: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def placed(cfg: Config, mesh: fs.Mesh):
-    """The first parameters and state."""
-    where = specs(cfg), optimizer(cfg).specs(specs(cfg))
-    return fs.materialize(described_state(cfg), where, mesh, key=fs.key(0))
+    """The initial parameters and optimizer state."""
+    state_specs = specs(cfg), optimizer(cfg).specs(specs(cfg))
+    return fs.materialize(described_state(cfg), state_specs, mesh, key=fs.key(0))
 
 
 def test_the_mesh_never_changes_the_step():
@@ -31,7 +31,7 @@ def test_the_mesh_never_changes_the_step():
     fs.verify(step, *before, *batch(TINY))
     _, (clipped, adam), loss = fs.device_get(step(*before, *batch(TINY)))
     for path, m in fs.tree.leaves_with_path(adam["m"]):  # a tenth of the clipped gradient
-        assert m.abs().max() > 1e-4, path  # so none is compared with nothing
+        assert m.abs().max() > 1e-4, path  # no leaf is compared with zeros
     assert clipped["norm"] > 1
     assert 0.5 * math.log(TINY.vocab) < loss < 2 * math.log(TINY.vocab)
 
@@ -42,14 +42,14 @@ def test_in_bfloat16_parameters_and_state_stay_in_float32():
     _, _, exact = train_step(TINY, mesh, policy=FLOAT32)(*placed(TINY, mesh), *batch(TINY))
     assert {x.dtype for x in fs.tree.leaves((params, state, loss))} == {torch.float32, torch.int64}
     error = abs(float(fs.device_get(loss)) / float(fs.device_get(exact)) - 1)
-    assert 1e-6 < error < 0.02  # bfloat16 it is, of 8 bits
+    assert 1e-6 < error < 0.02  # the error of bfloat16's 8 bits
 
 
-def test_rotations_see_only_distances():
+def test_rotated_scores_depend_only_on_distances():
     q, k = torch.randn(2, 1, 1, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    far = torch.nn.functional.pad(q, (0, 0, 3, 0)), torch.nn.functional.pad(k, (0, 0, 3, 0))
-    near, moved = (rotated(x, 100.0) @ rotated(y, 100.0).mT for x, y in ((q, k), far))
-    torch.testing.assert_close(moved[..., 3:, 3:], near, rtol=1e-6, atol=1e-6)
+    shifted = torch.nn.functional.pad(q, (0, 0, 3, 0)), torch.nn.functional.pad(k, (0, 0, 3, 0))
+    near, far = (rotated(x, 100.0) @ rotated(y, 100.0).mT for x, y in ((q, k), shifted))
+    torch.testing.assert_close(far[..., 3:, 3:], near, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(near, q @ k.mT)
 
 

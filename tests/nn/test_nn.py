@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError, nn
-from fshard.nn import softmax
+from fshard.nn import loss
 
 INF = math.inf
 
@@ -43,11 +43,11 @@ def value_and_vjp(f, *args, seed=50):
     return y, pull(rand(*y.shape, seed=seed, dtype=y.dtype))
 
 
-@pytest.fixture(params=["plain", "in pieces"])
+@pytest.fixture(params=["plain", "row blocks"])
 def kernel(request, monkeypatch):
     """Both ways of `softmax.exp_sums`: the one of large logits is taken for all."""
-    if request.param == "in pieces":
-        monkeypatch.setattr(softmax, "SMALL", -1)
+    if request.param == "row blocks":
+        monkeypatch.setattr(loss, "_PLAIN_UP_TO", -1)
     return request.param
 
 
@@ -400,11 +400,13 @@ def our_losses(layout, x, cases, size=None):
     def run(x, tensors):
         out = []
         for (t, w, c), kw in zip(tensors, keywords, strict=True):
-            f = lambda x, t=t, w=w, kw=kw: nn.cross_entropy(  # noqa: E731
-                x, t, axis=axis, size=size, over=over, weight=w, **kw
-            )
-            y, pull = torch.func.vjp(f, x)
-            out.append((y, pull(c.to(y.dtype))[0]))
+
+            def f(x, t=t, w=w, c=c, kw=kw):
+                y = nn.cross_entropy(x, t, axis=axis, size=size, over=over, weight=w, **kw)
+                return (y * c.to(y.dtype)).sum(), y
+
+            (_, y), gradient = fs.value_and_grad(f, has_aux=True)(x)
+            out.append((y, gradient))
         return out
 
     if not sizes:
@@ -421,7 +423,7 @@ def our_loss(layout, x, t, w, size=None, **kw):
 
 everywhere = pytest.mark.parametrize(
     ("layout", "kernel"),
-    [(layout, "plain") for layout in LOSSES] + [(layout, "in pieces") for layout in ("dense", "4", "data, model")],
+    [(layout, "plain") for layout in LOSSES] + [(layout, "row blocks") for layout in ("dense", "4", "data, model")],
     indirect=["kernel"],
 )
 
@@ -625,7 +627,7 @@ class Sizes(TorchDispatchMode):
 
 
 def test_cross_entropy_needs_no_array_but_the_gradient(monkeypatch):
-    monkeypatch.setattr(softmax, "SMALL", 1 << 20)
+    monkeypatch.setattr(loss, "_PLAIN_UP_TO", 1 << 20)
     x, t = rand(2048, 1203, dtype=torch.float32), ints(1203, 2048)
 
     def run(x, t):
@@ -635,7 +637,7 @@ def test_cross_entropy_needs_no_array_but_the_gradient(monkeypatch):
         assert not sizes.dims & {1203, 1203 * 2048}, "nobody holds the whole vocabulary"
         return t.new_zeros(())
 
-    assert x.numel() // 2 > softmax.SMALL
+    assert x.numel() // 2 > loss._PLAIN_UP_TO
     mesh = fs.make_mesh(m=2)
     fs.shard_map(run, mesh=mesh, in_specs=(P(None, "m"), P()), out_specs=P())(x, t)
     with Sizes() as sizes:
@@ -645,13 +647,13 @@ def test_cross_entropy_needs_no_array_but_the_gradient(monkeypatch):
 
 def test_large_and_small_logits_agree(monkeypatch):
     x, t = rand(300, 4001, dtype=torch.float32), ints(4001, 300)  # ten pieces, of 32 rows and 12
-    monkeypatch.setattr(softmax, "SMALL", -1)
+    monkeypatch.setattr(loss, "_PLAIN_UP_TO", -1)
     large = fs.value_and_grad(nn.cross_entropy)(x, t)
-    monkeypatch.setattr(softmax, "SMALL", 1 << 30)
+    monkeypatch.setattr(loss, "_PLAIN_UP_TO", 1 << 30)
     close(large, fs.value_and_grad(nn.cross_entropy)(x, t), tol=1e-6)
     view = rand(4001, 300, dtype=torch.float32).T
     small = fs.value_and_grad(nn.cross_entropy)(view, t)
-    monkeypatch.setattr(softmax, "SMALL", -1)
+    monkeypatch.setattr(loss, "_PLAIN_UP_TO", -1)
     close(fs.value_and_grad(nn.cross_entropy)(view, t), small, tol=1e-6)
 
 
@@ -690,19 +692,19 @@ def test_compiled():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: nn.dropout(X, 1.0, key=KEY), "dropout: rate=1.0\n  fix: a share, of at least 0 and less than 1"),
-        (lambda: nn.dropout(X, -0.1, key=None), "dropout: rate=-0.1\n  fix: a share, of at least 0 and less than 1"),
+        (lambda: nn.dropout(X, 1.0, key=KEY), "dropout: rate=1.0\n  fix: 0 <= rate < 1"),
+        (lambda: nn.dropout(X, -0.1, key=None), "dropout: rate=-0.1\n  fix: 0 <= rate < 1"),
         (lambda: nn.attention(Q, K, V, rate=math.nan),
-         "attention: rate=nan\n  fix: a share, of at least 0 and less than 1"),
+         "attention: rate=nan\n  fix: 0 <= rate < 1"),
         (lambda: nn.dropout(X, 0.1, key=KEY, shape=(2, 5, 3)),
          ("dropout: x is not this rank's part of the global array\n"
          "  shape  [2, 5, 3]    spec  P()    part  [2, 5, 3]    x  [2, 5, 4]\n  fix: pass the global shape=")),
         (lambda: nn.attention(Q, K, V, causal=True, mask=BOOL),
-         "attention: causal=True and a mask\n  fix: put nn.causal_mask(T, S) into the mask"),
+         "attention: causal=True and a mask\n  fix: combine the mask with nn.causal_mask(T, S)"),
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), reduction="avg"),
          "cross_entropy: reduction='avg'\n  fix: 'none', 'mean' or 'sum'"),
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), label_smoothing=1.5),
-         "cross_entropy: label_smoothing=1.5\n  fix: a share, from 0 to 1"),
+         "cross_entropy: label_smoothing=1.5\n  fix: 0 <= label_smoothing <= 1"),
         (lambda: nn.cross_entropy(X, X),
          ("cross_entropy: targets must be one integer class for each row of logits\n"
          "  logits  f64[2, 5, 4]    targets  f64[2, 5, 4]")),

@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies and rotations of transformers, to the bit, in every scaling and both layouts."""
+"""RoPE gives the frequencies and rotations of transformers, bitwise, for every scaling and both layouts."""
 
 from __future__ import annotations
 
@@ -27,72 +27,79 @@ SCALINGS = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "yarn, tuned": {"rope_type": "yarn", "factor": 40, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7,
                     "mscale_all_dim": 1.0, "truncate": False, "original_max_position_embeddings": 32},
-    "yarn, of the lengths": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32},
-    "yarn, given": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3, "beta_fast": 1, "beta_slow": 1},
+    "yarn, factor from the lengths": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32},
+    "yarn, attention factor": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3, "beta_fast": 1,
+                               "beta_slow": 1},
     "longrope": {"rope_type": "longrope", "long_factor": LONG, "short_factor": SHORT, "factor": 4.0,
                  "original_max_position_embeddings": 16},
-    "longrope, of the lengths": {"rope_type": "longrope", "long_factor": LONG, "short_factor": SHORT,
+    "longrope, factor from the lengths": {"rope_type": "longrope", "long_factor": LONG, "short_factor": SHORT,
                                  "original_max_position_embeddings": 32},
-    "longrope, given": {"rope_type": "longrope", "long_factor": LONG, "short_factor": SHORT, "factor": 0.5,
+    "longrope, attention factor": {"rope_type": "longrope", "long_factor": LONG, "short_factor": SHORT, "factor": 0.5,
                         "attention_factor": 0.8, "original_max_position_embeddings": 32},
     "llama3": {"rope_type": "llama3", **LLAMA3},
     "proportional": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.6},
 }  # fmt: skip
 
 
-def their_config(given, **kwargs):
+def their_config(parameters, **kwargs):
     transformers = pytest.importorskip("transformers")
-    return transformers.LlamaConfig(hidden_size=96, num_attention_heads=4, head_dim=WIDTH,
-                                    max_position_embeddings=LONGEST, rope_parameters=dict(given), **kwargs)  # fmt: skip
+    return transformers.LlamaConfig(
+        hidden_size=96,
+        num_attention_heads=4,
+        head_dim=WIDTH,
+        max_position_embeddings=LONGEST,
+        rope_parameters=dict(parameters),
+        **kwargs,
+    )
 
 
-def theirs(given, **kwargs):
-    """The rotary part of a transformers model: (its config, the module)."""
+def theirs(parameters, **kwargs):
+    """Make the rotary module of a transformers model: (its config, the module)."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = their_config(given, **kwargs)
+    config = their_config(parameters, **kwargs)
     return config, modeling.LlamaRotaryEmbedding(config)
 
 
-def same(got, want):
+def assert_same(got, want):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("length", [9, LONGEST, 5 * LONGEST])
-def test_angles_are_transformers_bit_for_bit(name, theta, length):
+def test_angles_equal_those_of_transformers_bitwise(name, theta, length):
     config, module = theirs({**SCALINGS[name], "rope_theta": theta})
-    given = rope.parameters(config.to_dict())
+    parameters = rope.parameters(config.to_dict())
     positions = torch.arange(length)
     for dtype in (torch.float32, torch.bfloat16):
-        rates, factor = rope.frequencies(given, WIDTH, LONGEST, length=length)
+        rates, factor = rope.frequencies(parameters, WIDTH, LONGEST, length=length)
         got = rope.angles(positions, rates, factor, dtype=dtype)
         want = module(torch.zeros(1, dtype=dtype), positions[None])
         for ours, their in zip(got, want, strict=True):
             assert ours.dtype == their.dtype == dtype
-            same(torch.cat([ours, ours], -1), their[0])
-    same(rates, module.inv_freq)
-    same(rope.frequencies(given, WIDTH, LONGEST, length=torch.tensor(length))[0], rates)
-    same(rope.frequencies(given, WIDTH, LONGEST)[0], module.original_inv_freq)
+            assert_same(torch.cat([ours, ours], -1), their[0])
+    assert_same(rates, module.inv_freq)
+    assert_same(rope.frequencies(parameters, WIDTH, LONGEST, length=torch.tensor(length))[0], rates)
+    assert_same(rope.frequencies(parameters, WIDTH, LONGEST)[0], module.original_inv_freq)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_part_of_a_head_may_be_turned(name):
+def test_partial_rotation_equals_that_of_transformers(name):
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     kind = SCALINGS[name]["rope_type"]
-    given = {**SCALINGS[name], "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    parameters = {**SCALINGS[name], "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     for part in ("long_factor", "short_factor"):
-        if part in given:
-            given[part] = given[part][: WIDTH // 4]
-    rates, factor = rope.frequencies(given, WIDTH, LONGEST)
+        if part in parameters:
+            parameters[part] = parameters[part][: WIDTH // 4]
+    rates, factor = rope.frequencies(parameters, WIDTH, LONGEST)
     assert len(rates) == (WIDTH // 2 if kind == "proportional" else WIDTH // 4)
     if kind != "default":
-        want, want_factor = utils.ROPE_INIT_FUNCTIONS[kind](their_config(given))
-        same(rates, want)
+        want, want_factor = utils.ROPE_INIT_FUNCTIONS[kind](their_config(parameters))
+        assert_same(rates, want)
         assert factor == want_factor
 
 
-def test_both_layouts_are_transformers():
+def test_rotations_equal_those_of_transformers_in_both_layouts():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     neox = pytest.importorskip("transformers.models.gpt_neox.modeling_gpt_neox")
     gptj = pytest.importorskip("transformers.models.gptj.modeling_gptj")
@@ -105,16 +112,16 @@ def test_both_layouts_are_transformers():
         both = [torch.cat([x, x], -1) for x in (cos, sin)]
         want = (llama if r == 8 else neox).apply_rotary_pos_emb(q, k, *both)
         for x, y in zip((q, k), want, strict=True):
-            same(rope.rotate(x, cos, sin), y)
-        turned = gptj.apply_rotary_pos_emb(q.transpose(1, 2)[..., :r], sin, cos).transpose(1, 2)
-        same(rope.rotate(q, cos, sin, style="pairs"), torch.cat([turned, q[..., r:]], -1))
+            assert_same(rope.rotate(x, cos, sin), y)
+        rotated = gptj.apply_rotary_pos_emb(q.transpose(1, 2)[..., :r], sin, cos).transpose(1, 2)
+        assert_same(rope.rotate(q, cos, sin, style="pairs"), torch.cat([rotated, q[..., r:]], -1))
     table = gptj.create_sinusoidal_positions(5, 8)
     cos, sin = rope.angles(torch.arange(5), rope.frequencies({"rope_theta": 10_000}, 8, 16)[0])
-    same(torch.cat([sin, cos], -1), table)
+    assert_same(torch.cat([sin, cos], -1), table)
 
 
 @pytest.mark.parametrize("style", ["half", "pairs"])
-def test_scores_depend_on_distances_only_and_the_transpose_turns_back(style):
+def test_scores_depend_on_distances_only_and_the_transpose_is_the_inverse(style):
     g = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, 1, 1, 8, generator=g, dtype=torch.float64) for _ in "qk")
     rates = rope.frequencies({"rope_theta": 100.0}, 8, 64)[0]
@@ -130,16 +137,16 @@ def test_scores_depend_on_distances_only_and_the_transpose_turns_back(style):
     torch.testing.assert_close(back, x, rtol=1e-6, atol=0)
 
 
-def test_turning_is_the_same_on_every_mesh():
+def test_rotation_is_the_same_on_every_mesh():
     mesh = fs.make_mesh(data=2, model=3)
     x = torch.randn(4, 5, 7, 6, generator=torch.Generator().manual_seed(2))
     positions = torch.arange(28).view(4, 7) % 9
 
-    def turn(x, positions):
+    def rotate(x, positions):
         return rope.rotate(x, *rope.angles(positions, rope.frequencies({"rope_theta": 100.0}, 6, 16)[0]))
 
-    run = fs.shard_map(turn, mesh=mesh, in_specs=(P("data", "model"), P("data")), out_specs=P("data", "model"))
-    same(fs.device_get(run(x, positions)), turn(x, positions))
+    run = fs.shard_map(rotate, mesh=mesh, in_specs=(P("data", "model"), P("data")), out_specs=P("data", "model"))
+    assert_same(fs.device_get(run(x, positions)), rotate(x, positions))
 
 
 OLD = [
@@ -158,32 +165,32 @@ OLD = [
 
 
 @pytest.mark.parametrize(("config", "want"), OLD)
-def test_older_configs_are_read_as_transformers_reads_them(config, want):
+def test_configs_of_older_versions_are_read_as_by_transformers(config, want):
     transformers = pytest.importorskip("transformers")
     before = dict(config)
     assert rope.parameters(config) == want
     assert config == before
     read = transformers.LlamaConfig.from_dict({**config, "max_position_embeddings": LONGEST})
-    for given in (want, rope.parameters(read.to_dict())):
-        got = rope.frequencies(given, 128, LONGEST)[0]
-        same(got, rope.frequencies(want, 128, LONGEST)[0])
+    for parameters in (want, rope.parameters(read.to_dict())):
+        got = rope.frequencies(parameters, 128, LONGEST)[0]
+        assert_same(got, rope.frequencies(want, 128, LONGEST)[0])
 
 
 REFUSED = [
     ({"rope_type": "axial"}, 8, """\
-rope: the rope_type 'axial' is not known
+rope: unknown rope_type 'axial'
   fix: one of ['default', 'linear', 'dynamic', 'yarn', 'longrope', 'llama3', 'proportional']"""),
     ({"rope_type": "linear", "rope_theta": 10.0}, 8, """\
 rope: linear needs ['factor']
   parameters  {'rope_type': 'linear', 'rope_theta': 10.0}"""),
     ({"rope_theta": 10.0}, 7, """\
-rope: 7 dims of a head cannot be turned in pairs
+rope: cannot rotate 7 dims of a head in pairs
   width  7    partial_rotary_factor  1.0"""),
     ({"rope_theta": 10.0, "partial_rotary_factor": 0.1}, 8, """\
-rope: 0 dims of a head cannot be turned in pairs
+rope: cannot rotate 0 dims of a head in pairs
   width  8    partial_rotary_factor  0.1"""),
     ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10.0}, 2, """\
-rope: dynamic needs more than one pair of dims to turn
+rope: dynamic needs more than one pair of dims
   R  2"""),
     ({"rope_type": "longrope", "rope_theta": 10.0, "short_factor": [1.0], "long_factor": [1.0] * 4}, 8, """\
 rope: short_factor must have one entry for each pair of dims
@@ -191,24 +198,24 @@ rope: short_factor must have one entry for each pair of dims
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "width", "text"), REFUSED)
-def test_what_cannot_be_turned_is_refused(given, width, text):
+@pytest.mark.parametrize(("parameters", "width", "text"), REFUSED)
+def test_error_texts_of_frequencies(parameters, width, text):
     with pytest.raises(ShardingError) as e:
-        rope.frequencies(given, width, 16)
+        rope.frequencies(parameters, width, 16)
     assert str(e.value) == text
 
 
-def test_other_refusals():
+def test_error_texts_of_parameters_and_rotate():
     with pytest.raises(ShardingError) as e:
         rope.parameters({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}})
-    assert str(e.value) == ("rope: rotary positions that differ between layers\n  rope_parameters  ['full_attention']\n"
+    assert str(e.value) == ("rope: parameters that differ between layers\n  rope_parameters  ['full_attention']\n"
                             "  fix: one set of parameters for all layers")  # fmt: skip
     with pytest.raises(ShardingError) as e:
         rope.rotate(torch.zeros(1, 1, 3, 4), torch.zeros(3, 4), torch.zeros(3, 4))
-    assert str(e.value) == "rope: 8 dims are to be turned, a head has 4\n  x  [1, 1, 3, 4]    cos  [3, 4]"
+    assert str(e.value) == "rope: cannot rotate 8 dims of a head of 4\n  x  [1, 1, 3, 4]    cos  [3, 4]"
 
 
-def test_the_frequencies_of_the_paper():
+def test_default_frequencies_are_those_of_the_paper():
     rates, factor = rope.frequencies({"rope_theta": 10_000.0}, 128, 2048)
     assert factor == 1.0
     want = torch.tensor([math.pow(10_000, -2 * i / 128) for i in range(64)])

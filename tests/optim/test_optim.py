@@ -524,7 +524,7 @@ PIECE = 4 * 4096  # bytes of gradient scaled at a time here
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setitem(fused._PIECE, "cpu", 4096)
+    monkeypatch.setitem(fused._PIECE_ELEMENTS, "cpu", 4096)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
@@ -713,11 +713,11 @@ def test_bad_options():
 def test_wrong_chains():
     clip, step = optim.clip_by_global_norm(1.0, P()), optim.adamw(0.1)
     fix = "\n  fix: transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))"
-    assert text(optim.chain, step, clip) == "chain: step 0, Optimizer(adamw), is out of place" + fix
-    assert text(optim.chain, clip) == "chain: step 0, Transform(clip_by_global_norm), is out of place" + fix
-    assert text(optim.chain, clip, step, step) == "chain: step 1, Optimizer(adamw), is out of place" + fix
+    assert text(optim.chain, step, clip) == "chain: step 0 is Optimizer(adamw), not a Transform" + fix
+    assert text(optim.chain, clip) == "chain: step 0 is Transform(clip_by_global_norm), not an Optimizer" + fix
+    assert text(optim.chain, clip, step, step) == "chain: step 1 is Optimizer(adamw), not a Transform" + fix
     assert text(optim.chain) == "chain: no steps" + fix
-    assert text(optim.chain, clip, optim.adamw).startswith("chain: step 1, <function adamw at ")
+    assert text(optim.chain, clip, optim.adamw).startswith("chain: step 1 is <function adamw at ")
     opt = optim.chain(clip, step)
     assert repr(opt) == "Optimizer(chain(clip_by_global_norm, adamw))"
     assert text(opt.update, {}, step.init({}), {}) == (

@@ -22,9 +22,9 @@ KNOWN = [
         "d16cfe09 94fdcceb 5001e420 24126ea1",
     ),
 ]  # fmt: skip
-WORDS = R._Law(lambda w: w, torch.int64)
-COINS = R._Law(lambda w: w < 1 << 31, torch.bool)
-LAWS = {
+WORDS = R._Distribution(lambda w: w, torch.int64)
+COINS = R._Distribution(lambda w: w < 1 << 31, torch.bool)
+DRAWS = {
     "normal": lambda key, shape, box: R.normal_box(key, shape, box, mean=0.5, std=2.0),
     "normal_bf16": lambda key, shape, box: R.normal_box(key, shape, box, dtype=torch.bfloat16),
     "normal_f64": lambda key, shape, box: R.normal_box(key, shape, box, dtype=torch.float64),
@@ -49,19 +49,19 @@ def words_at(key, index):
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
-def test_philox_gives_the_published_answers(counter, key, answer):
+def test_philox_returns_the_published_known_answers(counter, key, answer):
     assert " ".join(f"{w:08x}" for w in R.philox(counter, key)) == answer
     lanes = R.philox([torch.tensor([c, 5]) for c in counter], [torch.tensor(k) for k in key])
     assert " ".join(f"{w[0].item():08x}" for w in lanes) == answer
 
 
 @pytest.mark.parametrize("key", [(0, 0), (M, M), (0xA4093822, 0x299F31D0)])
-def test_lanes_in_place_equal_the_reference(key):
+def test_philox_in_place_equals_philox(key):
     low = torch.cat([torch.arange(100), M - torch.arange(100), 1 << torch.arange(32)])
     for high in (0, 1, M, torch.arange(len(low)) * 12345 & M):
         lanes = torch.empty(5, len(low), dtype=torch.int64)
         lanes[4] = low
-        R.philox_lanes(lanes[1:], lanes[0], high, key)
+        R.philox_in_place(lanes[1:], lanes[0], high, key)
         expected = torch.stack(R.philox((low, high, 0, 0), key))
         assert torch.equal(lanes[1:], expected)
 
@@ -69,52 +69,52 @@ def test_lanes_in_place_equal_the_reference(key):
 # --- element addressing
 
 
-def test_bits_are_the_definition():
+def test_bits_equal_the_definition():
     assert R.bits(KEY, (3, 5)).flatten().tolist() == words_at(KEY, range(15))
     assert R.bits(fs.key(2**64 - 1), ()).tolist() == words_at(fs.key(2**64 - 1), [0])[0]
 
 
-@pytest.mark.parametrize("lanes", [16, 1 << 15])  # with 16 blocks at a time, runs and rows are cut often
-@pytest.mark.parametrize("law", LAWS)
-def test_any_box_is_that_part_of_the_whole_bitwise(law, lanes, monkeypatch):
-    monkeypatch.setattr(R, "_LANES", lanes)
-    rng = stdlib_random.Random(law)
+@pytest.mark.parametrize("tile_blocks", [16, 1 << 15])  # tiles of 16 blocks cut runs and rows often
+@pytest.mark.parametrize("draw", DRAWS)
+def test_any_box_equals_that_part_of_the_whole_bitwise(draw, tile_blocks, monkeypatch):
+    monkeypatch.setattr(R, "_TILE_BLOCKS", tile_blocks)
+    rng = stdlib_random.Random(draw)
     shapes = [(1000,), (64, 48), (37, 53), (5, 7, 9), (4, 6, 8, 4), (3, 2, 1, 5), (300, 2), (2, 301), (70, 1)]
     for shape in shapes:
-        full = LAWS[law](KEY, shape, whole(shape))
+        full = DRAWS[draw](KEY, shape, whole(shape))
         boxes = [[sorted(rng.choices(range(n + 1), k=2)) for n in shape] for _ in range(12)]
         boxes += [[(0 if d == full_dim else n // 3, n) for d, n in enumerate(shape)] for full_dim in range(4)]
         for box in ([slice(*ends) for ends in b] for b in boxes):
-            part = LAWS[law](KEY, shape, tuple(box))
+            part = DRAWS[draw](KEY, shape, tuple(box))
             assert part.is_contiguous()
             assert torch.equal(part, full[tuple(box)]), (shape, box)
 
 
-@pytest.mark.parametrize("law", ["normal", "trunc_normal", "uniform"])
-def test_big_row_and_column_parts_and_threads_are_bitwise_equal(law):
+@pytest.mark.parametrize("draw", ["normal", "trunc_normal", "uniform"])
+def test_large_parts_are_bitwise_equal_for_any_number_of_threads(draw):
     shape = (151, 1031)  # more than 2^15 blocks: two tiles on one thread, two threads on one tile
-    full = LAWS[law](KEY, shape, whole(shape))
+    full = DRAWS[draw](KEY, shape, whole(shape))
     for box in [
         (slice(1, 150), slice(0, 1031)),
         (slice(0, 151), slice(3, 515)),
         (slice(7, 140), slice(514, 1031)),
     ]:
-        assert torch.equal(LAWS[law](KEY, shape, box), full[box])
+        assert torch.equal(DRAWS[draw](KEY, shape, box), full[box])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1 if threads > 1 else 2)
-        assert torch.equal(LAWS[law](KEY, shape, whole(shape)), full)
+        assert torch.equal(DRAWS[draw](KEY, shape, whole(shape)), full)
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("first", [2**32 - 3, 2**34 - 5, 2**34 - 7, 2**50 + 1])
-def test_indices_beyond_32_bits(first):
+def test_element_indices_beyond_32_bits(first):
     traced = torch.vmap(lambda k: R._draw("bits", k, (2**60,), (slice(first, first + 17),), WORDS, None))
     assert traced(KEY[None])[0].tolist() == words_at(KEY, range(first, first + 17))
     row = R._draw("bits", KEY, (2**60,), (slice(first, first + 17),), WORDS, None)
     assert row.tolist() == words_at(KEY, range(first, first + 17))
-    shape, width = (2**40, 2**20 + 1), 2**20 + 1  # rows that start anywhere in a block, across 2^34 blocks
+    shape, width = (2**40, 2**20 + 1), 2**20 + 1  # rows at every offset in a block, across 2^34 blocks
     top = (1 << 36) // width - 2
     box = (slice(top, top + 5), slice(4, 9))
     part = R._draw("bits", KEY, shape, box, WORDS, None)
@@ -122,7 +122,7 @@ def test_indices_beyond_32_bits(first):
     assert part.flatten().tolist() == words_at(KEY, index)
 
 
-def test_empty_and_0d():
+def test_empty_and_0d_draws():
     assert R.normal(KEY, (0, 3)).shape == (0, 3)
     assert R.normal_box(KEY, (4, 3), (slice(4, 4), slice(0, 3))).shape == (0, 3)
     assert R.normal(KEY, ()).shape == ()
@@ -134,7 +134,7 @@ def test_empty_and_0d():
 
 
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "b"), P("a", "b"), P(("a", "b")), P("b", "a")])
-def test_a_region_draws_its_part(spec):
+def test_each_rank_draws_its_part_of_the_global_draw(spec):
     def draw():
         return R.normal(KEY, (7, 10), spec=spec), R.bernoulli(KEY, (7, 10), p=0.3, spec=spec)
 
@@ -143,7 +143,7 @@ def test_a_region_draws_its_part(spec):
     assert torch.equal(fs.device_get(mask), R.bernoulli(KEY, (7, 10), p=0.3))
 
 
-def test_a_split_draw_needs_a_region():
+def test_a_sharded_draw_outside_shard_map_is_an_error():
     with pytest.raises(ShardingError, match=r"random.normal with spec=P\('a'\): called outside shard_map"):
         R.normal(KEY, (4,), spec=P("a"))
     with pytest.raises(ShardingError, match=r"random.bits: the mesh has no axis 'z'"):
@@ -153,13 +153,13 @@ def test_a_split_draw_needs_a_region():
 # --- keys
 
 
-def test_keys_are_plain_tensors_of_two_words():
+def test_keys_are_int64_tensors_of_two_words():
     assert fs.key(2**64 - 2).tolist() == [M - 1, M]
     assert fs.key(7).dtype == torch.int64
     made = [KEY, *fs.split(KEY, 3), *(fs.fold_in(KEY, d) for d in (0, 1, -1, 2**32, "0", "1", "h.3.up"))]
     assert len({tuple(k.tolist()) for k in made}) == len(made)
     assert all(0 <= w <= M for k in made for w in k.tolist())
-    assert torch.equal(fs.split(KEY, 100)[:3], fs.split(KEY, 3))  # the two ways to make them
+    assert torch.equal(fs.split(KEY, 100)[:3], fs.split(KEY, 3))  # small and large n are computed differently
     assert fs.split(KEY, 0).shape == (0, 2)
     for n in (5, -5, 2**40):
         assert torch.equal(fs.fold_in(KEY, n), fs.fold_in(KEY, torch.tensor(n)))
@@ -168,82 +168,82 @@ def test_keys_are_plain_tensors_of_two_words():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: fs.key(-1), "key: -1 makes no key\n  needed  an int, 0 <= n < 2^64\n  fix: fs.key(0)"),
+        (lambda: fs.key(-1), "key: cannot make a key of -1\n  needed  an int, 0 <= n < 2^64\n  fix: fs.key(0)"),
         (
             lambda: fs.key(2**64),
-            f"key: {2**64} makes no key\n  needed  an int, 0 <= n < 2^64\n  fix: fs.key(0)",
+            f"key: cannot make a key of {2**64}\n  needed  an int, 0 <= n < 2^64\n  fix: fs.key(0)",
         ),
         (
             lambda: R.normal(3, (2,)),
-            "random.normal: this is no key\n  got  3    needed  i64[2]\n  fix: fs.key(3)",
+            "random.normal: not a key\n  got  3    needed  i64[2]\n  fix: fs.key(3)",
         ),
         (
             lambda: R.bits(torch.zeros(2), (2,)),
-            "random.bits: this is no key\n  got  f32[2]    needed  i64[2]\n  fix: fs.key(0)",
+            "random.bits: not a key\n  got  f32[2]    needed  i64[2]\n  fix: fs.key(0)",
         ),
         (
             lambda: fs.split(fs.split(KEY, 3)),
             (
-                "split: this is no key\n  got  i64[3, 2]    needed  i64[2]\n"
+                "split: not a key\n  got  i64[3, 2]    needed  i64[2]\n"
                 "  fix: pass one of these keys, keys[0], or map over them with torch.vmap"
             ),
         ),
         (
             lambda: fs.fold_in(KEY, 0.5),
             (
-                "fold_in: this cannot be folded in\n"
+                "fold_in: data of the wrong type\n"
                 "  got  0.5    needed  a str, an int of 64 bits, i64[], i32[]\n  fix: fs.fold_in(key, step)"
             ),
         ),
         (
             lambda: R.trunc_normal(KEY, (2,), std=0.02, a=2.0, b=3.0),
             (
-                "random.trunc_normal: next to nothing of this normal lies in [a, b]\n"
+                "random.trunc_normal: [a, b] has almost no probability\n"
                 "  mean  0.0    std  0.02    a  2.0    b  3.0\n"
                 "  fix: std > 0 and a < b, which are values, not multiples of std"
             ),
         ),
         (
             lambda: R.uniform(KEY, (2,), low=1.0, high=1.0),
-            "random.uniform: nothing lies in [low, high)\n  low  1.0    high  1.0\n  fix: low < high",
+            "random.uniform: [low, high) is empty\n  low  1.0    high  1.0\n  fix: low < high",
         ),
         (
             lambda: R.randint(KEY, (2,), high=2**31 + 1),
             (
-                "random.randint: no range to draw from\n"
+                "random.randint: the range is empty or too large\n"
                 f"  low  0    high  {2**31 + 1}    needed  0 < high - low <= 2^31\n"
                 "  fix: low < high; for more bits, random.bits"
             ),
         ),
         (
             lambda: R.bernoulli(KEY, (2,), p=1.5),
-            "random.bernoulli: p is no probability\n  p  1.5\n  fix: 0 <= p <= 1",
+            "random.bernoulli: p is not a probability\n  p  1.5\n  fix: 0 <= p <= 1",
         ),
     ],
 )
-def test_errors(call, text):
+def test_error_texts(call, text):
     with pytest.raises(ShardingError) as caught:
         call()
     assert str(caught.value) == text
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("law", LAWS)
-def test_on_cuda_any_box_is_that_part_and_words_are_those_of_the_cpu(law):
+@pytest.mark.parametrize("draw", DRAWS)
+def test_on_cuda_any_box_equals_that_part_and_words_equal_those_of_the_cpu(draw):
     for shape in [(512, 640), (509, 1031)]:
         with torch.device("cuda"):
-            full = LAWS[law](KEY, shape, whole(shape))
+            full = DRAWS[draw](KEY, shape, whole(shape))
             for box in [(slice(1, 508), slice(0, shape[1])), (slice(0, 500), slice(3, 515))]:
-                assert torch.equal(LAWS[law](KEY, shape, box), full[box])
+                assert torch.equal(DRAWS[draw](KEY, shape, box), full[box])
         if not full.dtype.is_floating_point:
-            assert torch.equal(full.cpu(), LAWS[law](KEY, shape, whole(shape)))
+            assert torch.equal(full.cpu(), DRAWS[draw](KEY, shape, whole(shape)))
 
 
-# --- traced
+# --- vmap, fake tensors, compiled
 
 
 def step(key, number):
-    """Everything a compiled step may do with a key, drawn in odd boxes."""
+    """Use a key in every way that a compiled step may, with boxes that start and end inside blocks."""
     key = fs.fold_in(fs.fold_in(key, "drop"), number)
     first, second = fs.split(key)
     box = (slice(1, 5), slice(3, 30), slice(2, 9))
@@ -278,14 +278,14 @@ def test_fake_tensors():
                 assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
-def test_compiled_it_has_the_same_bits_and_compiles_once():
+def test_compiled_draws_have_the_same_bits_and_compile_once():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert equal(compiled(KEY, torch.tensor(3)), step(KEY, 3))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert equal(compiled(fs.key(9), torch.tensor(4)), step(fs.key(9), 4))
 
 
-# --- laws
+# --- distributions
 
 
 def test_bounds_hold_after_rounding():
@@ -303,8 +303,8 @@ def test_bounds_hold_after_rounding():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("x", [0.0, 1.0, -1.0, 0.3, -0.3, 1000.1, -7e-6, 3.5])
-def test_floor_is_the_neighbour_below(x, dtype):
-    down = R._floor(x, dtype)
+def test_round_down_returns_the_next_lower_value(x, dtype):
+    down = R._round_down(x, dtype)
     assert down <= x
     near = torch.tensor(x, dtype=dtype).double().item()  # rounded to nearest: x itself or a neighbour of it
     assert torch.tensor(down, dtype=dtype).double().item() == down
@@ -312,9 +312,9 @@ def test_floor_is_the_neighbour_below(x, dtype):
     assert x - down <= abs(x) * torch.finfo(dtype).eps + torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
-def test_extreme_words_stay_finite_and_inside(monkeypatch):
+def test_extreme_words_give_finite_values_within_the_bounds(monkeypatch):
     extremes = torch.tensor([[0], [M], [1 << 31], [M - 1]])
-    monkeypatch.setattr(R, "philox_lanes", lambda words, *_: words.copy_(extremes))
+    monkeypatch.setattr(R, "philox_in_place", lambda words, *_: words.copy_(extremes))
     x = R.normal(KEY, (4,), dtype=torch.float64)
     assert x[1] == -x[0]
     assert 6.33 < x[1] < 6.34
@@ -328,7 +328,7 @@ def test_extreme_words_stay_finite_and_inside(monkeypatch):
     assert not R.bernoulli(KEY, (4,), p=0.0).any()
 
 
-def test_half_precision_is_the_float32_draw_rounded():
+def test_half_precision_draws_are_rounded_float32_draws():
     x = R.normal(KEY, (5000,), std=0.02)
     assert torch.equal(R.normal(KEY, (5000,), std=0.02, dtype=torch.bfloat16), x.bfloat16())
     assert torch.equal(R.normal(KEY, (5000,), std=0.02, dtype=torch.float16), x.half())
@@ -346,8 +346,8 @@ def test_distributions():
         (R.uniform(KEY, (n,), low=-1.0, high=3.0), lambda x: (x + 1) / 4),
         (R.trunc_normal(KEY, (n,), a=-1.0, b=2.0), lambda x: (cdf(x) - lo) / (hi - lo)),
     ]
-    for values, law in draws:
-        u = law(values.double().sort().values)
+    for values, distribution in draws:
+        u = distribution(values.double().sort().values)
         # Kolmogorov-Smirnov: sqrt(n) D exceeds 1.95 once in a thousand. The key is fixed: no flicker.
         assert (u - (torch.arange(n) + 0.5) / n).abs().max() * math.sqrt(n) < 1.95
     x = R.normal(KEY, (n,))
@@ -363,7 +363,7 @@ def test_distributions():
     assert ((counts - n / 10) ** 2 / (n / 10)).sum() < 9 + 4 * math.sqrt(18)
 
 
-def test_streams_are_independent():
+def test_draws_of_different_keys_are_independent():
     n = 1 << 16
     keys = [KEY, fs.key(1), fs.key(1 << 32), *fs.split(KEY)]
     keys += [fs.fold_in(KEY, data) for data in (0, 1, 2, 3, "a")]
@@ -394,15 +394,15 @@ GOLDEN = {
 }  # fmt: skip
 
 
-def test_version():
+def test_layout_version():
     assert R.VERSION == 1
 
 
-@pytest.mark.parametrize("law", GOLDEN)
-def test_golden_floats(law):
-    draw, params, values = GOLDEN[law]
+@pytest.mark.parametrize("draw", GOLDEN)
+def test_golden_floats(draw):
+    function, params, values = GOLDEN[draw]
     key = fs.fold_in(fs.key(42), "golden")
-    assert draw(key, (9,), (slice(3, 6),), **params).tolist() == [float.fromhex(x) for x in values.split()]
+    assert function(key, (9,), (slice(3, 6),), **params).tolist() == [float.fromhex(x) for x in values.split()]
 
 
 def test_golden_integers():

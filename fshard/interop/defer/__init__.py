@@ -1,6 +1,6 @@
 """Any `nn.Module` constructor as a pure function and a tree of described leaves: `defer`."""
 
-from .functional import Apply
-from .module import defer
+from .constructor import defer
+from .functional_module import Apply
 
 __all__ = ["Apply", "defer"]

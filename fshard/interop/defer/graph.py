@@ -1,4 +1,4 @@
-"""What a constructor did, as a pure graph: nodes for values, and how views are read and written."""
+"""The recorded computation as a graph: nodes are values that never change."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .window import Window
-
-Shape = tuple[int, ...]
+from .strided_view import Shape, StridedView
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """A value: a shape and a dtype. Nodes never change; two nodes are the same value only if they are one object."""
+    """A value: a shape and a dtype. Two nodes are the same value only if they are one object."""
 
     shape: Shape
     dtype: torch.dtype
@@ -28,29 +26,29 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Unwritten(Node):
-    """Memory that nothing has been written to."""
+class Uninitialized(Node):
+    """Memory of `torch.empty`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Full(Node):
-    """One number everywhere."""
+    """One number in every element."""
 
     value: Any
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Constant(Node):
-    """A tensor that is there: a literal of the constructor."""
+    """A tensor with values: a literal of the constructor."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Draw(Node):
-    """Random numbers by one of the laws of `laws`. One object is one draw, whoever uses it."""
+    """Random numbers of a distribution of `draw_box`. Every use of one object has the same numbers."""
 
-    law: str
+    distribution: str
     args: tuple[float, ...]
 
 
@@ -63,10 +61,10 @@ class Cast(Node):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class View(Node):
-    """What a window shows of the source."""
+    """A strided view of the source."""
 
     source: Node
-    window: Window
+    region: StridedView
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,64 +76,64 @@ class Reshape(Node):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Write(Node):
-    """The source, with `value` in place of what a window shows of it."""
+    """The source, with `value` in a strided region of it."""
 
     source: Node
-    window: Window
+    region: StridedView
     value: Node
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where in a call's arguments its input of this number stands."""
+class InputSlot:
+    """Placeholder in a call's arguments for its input of this index."""
 
-    at: int
+    index: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """An operation, its arguments with slots for tensors, and its inputs. `run` gives [*results, *inputs]."""
+    """An operation, its arguments with slots for tensors, and the nodes of these tensors."""
 
     name: str
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[Node, ...]
-    default: torch.dtype = field(default_factory=torch.get_default_dtype)  # as it was: numbers promote to it
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # when recorded: it decides promotion
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of the result, then those given, which the operation may have written to."""
-        fill = lambda x: tensors[x.at] if isinstance(x, Slot) else x  # noqa: E731
+        """Return the tensors of the result, then the inputs, which the operation may have written to."""
+        fill = lambda x: tensors[x.index] if isinstance(x, InputSlot) else x  # noqa: E731
         before = torch.get_default_dtype()
-        if before != self.default:
-            torch.set_default_dtype(self.default)
+        if before != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
         try:
-            out = self.func(*swap(self.args, fill), **swap(self.kwargs, fill))
+            out = self.func(*map_nested(self.args, fill), **map_nested(self.kwargs, fill))
         finally:
-            if before != self.default:
+            if before != self.default_dtype:
                 torch.set_default_dtype(before)
-        return [*(x for x in flat(out) if isinstance(x, Tensor)), *tensors]
+        return [*tensors_in(out), *tensors]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Op(Node):
-    """One of the tensors that a call gives."""
+    """Tensor number `output` of what a call's `run` returns."""
 
     call: Call
-    out: int
+    output: int
 
 
-def swap(x: Any, to: Callable[[Any], Any]) -> Any:
-    """Nested lists, tuples and dicts with every leaf replaced."""
+def map_nested(x: Any, f: Callable[[Any], Any]) -> Any:
+    """Return nested lists, tuples and dicts with every leaf mapped. A named tuple becomes a tuple."""
     if isinstance(x, (list, tuple)):
-        return type(x)(swap(y, to) for y in x) if type(x) in (list, tuple) else tuple(swap(y, to) for y in x)
+        return type(x)(map_nested(y, f) for y in x) if type(x) in (list, tuple) else tuple(map_nested(y, f) for y in x)
     if isinstance(x, dict):
-        return {k: swap(y, to) for k, y in x.items()}
-    return to(x)
+        return {k: map_nested(y, f) for k, y in x.items()}
+    return f(x)
 
 
 def flat(x: Any) -> Iterator[Any]:
-    """The leaves of nested lists, tuples and dicts."""
+    """Yield the leaves of nested lists, tuples and dicts."""
     if isinstance(x, (list, tuple)):
         for y in x:
             yield from flat(y)
@@ -145,11 +143,16 @@ def flat(x: Any) -> Iterator[Any]:
         yield x
 
 
-# --- looking at a graph ---------------------------------------------------------------------------------------
+def tensors_in(x: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of nested lists, tuples and dicts."""
+    return [y for y in flat(x) if isinstance(y, Tensor)]
+
+
+# --- questions about a graph ----------------------------------------------------------------------------------
 
 
 def inputs(node: Node) -> tuple[Node, ...]:
-    """The nodes that a node is made of, in a fixed order."""
+    """Return the nodes that a node is computed from, in a fixed order."""
     match node:
         case Write():
             return node.source, node.value
@@ -160,8 +163,8 @@ def inputs(node: Node) -> tuple[Node, ...]:
     return ()
 
 
-def order(*roots: Node) -> list[Node]:
-    """All nodes that the roots are made of and the roots, each once and after those it is made of."""
+def topological_order(*roots: Node) -> list[Node]:
+    """Return the roots and all nodes that they are computed from, each once and after its inputs."""
     done: dict[int, Node] = {}
     for root in roots:
         stack = [(root, False)]
@@ -178,83 +181,38 @@ def order(*roots: Node) -> list[Node]:
 
 
 def draws(node: Node) -> list[Draw]:
-    """The draws a value depends on, in the order of the data flow."""
-    return [n for n in order(node) if isinstance(n, Draw)]
+    """Return the draws that a value depends on, in topological order."""
+    return [n for n in topological_order(node) if isinstance(n, Draw)]
 
 
-def named(node: Node) -> str:
-    """What kind of step a node is, in a word."""
+def step_name(node: Node) -> str:
+    """Return a word for a node's kind: its distribution, its operation, or its class."""
     match node:
         case Draw():
-            return node.law
+            return node.distribution
         case Op():
             return node.call.name.rstrip("_")
     return type(node).__name__.lower()
 
 
-# --- views ----------------------------------------------------------------------------------------------------
+# --- nodes in their simplest form -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Other:
-    """A view that is no window: operation `func`, of whose results this is number `out`."""
-
-    name: str
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: int
-    shape: Shape
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Flat:
-    """A view of another shape on elements in the same row-major order."""
-
-    shape: Shape
-
-
-Step = Window | Flat | Other
-
-
-def extend(steps: tuple[Step, ...], step: Step) -> tuple[Step, ...]:
-    """One more view on a chain of views."""
-    if steps and isinstance(step, Window) and isinstance(steps[-1], Window):
-        return (*steps[:-1], steps[-1].then(step))
-    return (*steps, step)
-
-
-def read(node: Node, steps: Sequence[Step]) -> Node:
-    """What a chain of views shows of a value."""
-    for step in steps:
-        node = _read(node, step)
-    return node
-
-
-def _read(node: Node, step: Step) -> Node:
-    if isinstance(step, Window):
-        return view(node, step)
-    if isinstance(step, Flat):
-        return reshape(node, step.shape)
-    call = Call(step.name, step.func, (Slot(0), *step.args), step.kwargs, (node,))
-    return Op(step.shape, step.dtype, call, step.out)
-
-
-def view(node: Node, window: Window) -> Node:
-    """The value a window shows."""
-    if window.covers and window.dims == tuple(range(len(window.base))):
+def view(node: Node, region: StridedView) -> Node:
+    """Return the value of a strided view."""
+    if region.is_identity:
         return node
-    if isinstance(node, (Full, Unwritten)):
-        return Full(window.shape, node.dtype, node.value) if isinstance(node, Full) else \
-            Unwritten(window.shape, node.dtype)  # fmt: skip
-    if isinstance(node, View):
-        return view(node.source, node.window.then(window))
-    return View(window.shape, node.dtype, node, window)
+    if isinstance(node, Full):
+        return Full(region.shape, node.dtype, node.value)
+    if isinstance(node, Uninitialized):
+        return Uninitialized(region.shape, node.dtype)
+    if isinstance(node, Write) and node.region == region:
+        return node.value
+    return View(region.shape, node.dtype, node, region)
 
 
 def reshape(node: Node, shape: Shape) -> Node:
-    """The value in another shape."""
+    """Return the value in another shape."""
     if shape == node.shape:
         return node
     if isinstance(node, Reshape):
@@ -265,14 +223,14 @@ def reshape(node: Node, shape: Shape) -> Node:
 
 
 def constant(x: Tensor) -> Node:
-    """The value that a tensor is."""
+    """Return a tensor's value as a node."""
     if x.numel() == 1 and not x.dtype.is_complex:
         return Full(tuple(x.shape), x.dtype, x.item())
     return Constant(tuple(x.shape), x.dtype, x)
 
 
 def cast(node: Node, dtype: torch.dtype) -> Node:
-    """The value in a dtype."""
+    """Return the value in a dtype."""
     if node.dtype == dtype:
         return node
     if isinstance(node, Full):
@@ -280,23 +238,10 @@ def cast(node: Node, dtype: torch.dtype) -> Node:
     return Cast(node.shape, dtype, node)
 
 
-def write(base: Node, steps: Sequence[Step], value: Node) -> Node:
-    """The base after `value` has been written where a chain of views shows it. What is lost is not kept."""
-    if not steps:
-        return value
-    first, rest = steps[0], steps[1:]
-    if rest:
-        value = write(_read(base, first), rest, value)
-    if isinstance(first, Window):
-        if first.covers:
-            return view(value, first.inverse())
-        return Write(base.shape, base.dtype, base, first, value)
-    if isinstance(first, Flat):
-        return reshape(value, base.shape)
-
-    def put(x: Tensor, y: Tensor) -> Tensor:
-        seen = [t for t in flat(first.func(x, *first.args, **first.kwargs)) if isinstance(t, Tensor)]
-        seen[first.out].copy_(y)
-        return x
-
-    return Op(base.shape, base.dtype, Call(f"write {first.name}", put, (Slot(0), Slot(1)), {}, (base, value)), 0)
+def write(base: Node, region: StridedView, value: Node) -> Node:
+    """Return the base after `value` was written to a region. Values that were overwritten in full are dropped."""
+    if region.covers:
+        return view(value, region.inverse())
+    while isinstance(base, Write) and base.region == region:
+        base = base.source
+    return Write(base.shape, base.dtype, base, region, value)

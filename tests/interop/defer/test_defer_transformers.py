@@ -14,7 +14,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.interop.defer.module import defer
+from fshard.interop.defer.constructor import defer
 from tests.interop.defer.test_defer import check_distribution, check_law, eagerly, is_drawn, on_one, quietly, same_bits
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -76,7 +76,7 @@ def test_numbers_that_divide_nothing_and_rope_that_is_none_are_refused(tmp_path)
     path.write_text(json.dumps({"model_type": "gpt2", "n_head": 0}))
     assert refusal(gpt2.config, tmp_path).startswith(f"{path}: describes no model\n  ZeroDivisionError: ")
     path.write_text(json.dumps({"model_type": "llama", "rope_parameters": "default"}))
-    assert refusal(llama.config, tmp_path).startswith("rope: 'default' are no parameters\n")
+    assert refusal(llama.config, tmp_path).startswith("rope: 'default' is not a dict of parameters\n")
 
 
 def test_nulls_where_none_is_a_value_and_whole_numbers_for_rates_are_read(tmp_path):

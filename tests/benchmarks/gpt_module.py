@@ -1,4 +1,4 @@
-"""The GPT of the peers: a plain `nn.Module` with the parameters and the arithmetic of `fshard.models.gpt2`.
+"""A GPT as a plain `nn.Module`, with the parameters and the arithmetic of `fshard.models.gpt2`.
 
 Legend: B batch, T time, D width, H heads, K head width, V vocabulary.
 """
@@ -17,7 +17,7 @@ from fshard.models import gpt2
 
 
 class Block(nn.Module):
-    """Its rows of q, k and v lie head by head, [H, 3, K]: so a column split of `qkv` is one by heads."""
+    """The outputs of `qkv` are ordered by head, [H, 3, K], so that a column split of it is a split by heads."""
 
     def __init__(self, cfg: gpt2.Config) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GPT(nn.Module):
 
 
 def named(params: Any) -> dict[str, Tensor]:
-    """The leaves of a gpt2 tree of plain tensors, as the module names and lays them; a tie once."""
+    """The leaves of a gpt2 tree of plain tensors by the names and in the layout of the module; the tied head once."""
     out = {"wte.weight": params["wte"], "wpe.weight": params["wpe"], **_norm("ln_f", params["ln_f"])}
     for i, p in enumerate(params["h"]):
         at = f"h.{i}."
@@ -77,19 +77,19 @@ def _norm(name: str, p: Any) -> dict[str, Tensor]:
     return {f"{name}.weight": p["w"], f"{name}.bias": p["b"]}
 
 
-def of(cfg: gpt2.Config, params: Any) -> GPT:
+def from_params(cfg: gpt2.Config, params: Any) -> GPT:
     """The module with the values of a gpt2 tree of plain tensors."""
     with torch.device("meta"):
         module = GPT(cfg).to(params["wte"].dtype)
     module.to_empty(device=params["wte"].device)
-    module.tie()  # `to_empty` makes one of each name
+    module.tie()  # `to_empty` allocates a tensor for each name
     values = named(params)
     module.load_state_dict({**values, "head.weight": values["wte.weight"]})
     return module
 
 
 def build(cfg: gpt2.Config, key: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
-    """The module, with the values that fshard gives its parameters by this key in a state {"params": ...}."""
+    """The module with the initial values that fshard draws by this key in a state {"params": ...}."""
     one = fs.make_mesh(kind="simulated", device=device, one=1)
     state = fs.materialize({"params": gpt2.init(cfg)}, P(), one, key=key, dtype=dtype)
-    return of(cfg, fs.tree.map(lambda x: x.shards[0], state["params"]))
+    return from_params(cfg, fs.tree.map(lambda x: x.shards[0], state["params"]))

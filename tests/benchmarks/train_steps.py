@@ -1,7 +1,7 @@
-"""The train steps that `peers` compares: each builder gives a step from its number to this rank's loss.
+"""The train steps that `peers` compares: each builder returns a function from the number of a step to the rank's loss.
 
-A mesh is made in the ranks, which are `torch.distributed`'s world. All have the same first values, and take the same
-batches in the same order; AdamW is torch's fused one.
+The ranks of a mesh are those of `torch.distributed`. All start from the same values and take the same batches in the
+same order, with torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import fshard as fs
 from fshard import P
 from fshard.models import gpt2
 
-from . import gpt
+from . import gpt_module
 
 LR = 3e-4
-BATCHES = 4  # that come again and again: the loss falls, and a step that goes wrong shows in it
+BATCHES = 4  # repeated, so that the loss falls and shows a wrong step
 KEY = fs.key(0)
 
 Batch = tuple[Tensor, Tensor]
@@ -62,14 +62,14 @@ SIZES = {
 
 
 def batches(size: Size, ranks: int, device: torch.device) -> list[Batch]:
-    """The (ids, targets) of all ranks, each [B, T]; few tokens are frequent, as in text."""
+    """The (ids, targets) of all ranks, each [B, T]; a few tokens are frequent, as in text."""
     shape = (BATCHES, ranks * size.rows, size.cfg.n_positions + 1)
     skewed = torch.rand(shape, generator=torch.Generator().manual_seed(1)) ** 3
     tokens = (skewed * size.cfg.vocab_size).long().to(device)
     return [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in tokens]
 
 
-def own(batch: Batch) -> Batch:
+def own_rows(batch: Batch) -> Batch:
     """This rank's rows."""
     ids, targets = (x.chunk(dist.get_world_size())[dist.get_rank()].contiguous() for x in batch)
     return ids, targets
@@ -78,19 +78,19 @@ def own(batch: Batch) -> Batch:
 # --- torch ----------------------------------------------------------------------------------------------------
 
 
-def peer(size: Size, device: torch.device, wrap: Callable[..., nn.Module], *, compile: bool = False,
-         rows: Callable[[Batch], Batch] = own, context: Any = contextlib.nullcontext) -> Step:  # fmt: skip
-    """`wrap` makes the model ready for the mesh, and for the compiler if it is to be compiled."""
-    model = wrap(gpt.build(size.cfg, KEY, device, size.dtype), device, compile)
-    given = [rows(b) for b in batches(size, dist.get_world_size(), device)]
-    split = [p for p in model.parameters() if isinstance(p, DTensor)]
+def torch_step(size: Size, device: torch.device, wrap: Callable[..., nn.Module], *, compile: bool = False,
+         rows: Callable[[Batch], Batch] = own_rows, context: Any = contextlib.nullcontext) -> Step:  # fmt: skip
+    """A step of plain torch; `wrap` parallelizes the module, and compiles it if asked to."""
+    model = wrap(gpt_module.build(size.cfg, KEY, device, size.dtype), device, compile)
+    data = [rows(b) for b in batches(size, dist.get_world_size(), device)]
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    groups = [{"params": ps} for ps in (split, whole) if ps]  # the fused kernel takes no mixture
+    groups = [{"params": ps} for ps in (sharded, whole) if ps]  # the fused kernel needs parameters of one kind
     optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
 
     def step(i: int) -> Tensor:
         with context():
-            loss = model(*given[i % BATCHES])
+            loss = model(*data[i % BATCHES])
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -100,17 +100,17 @@ def peer(size: Size, device: torch.device, wrap: Callable[..., nn.Module], *, co
     return step
 
 
-def alone(model: gpt.GPT, device: torch.device, compile: bool) -> nn.Module:
+def unwrapped(model: gpt_module.GPT, device: torch.device, compile: bool) -> nn.Module:
     return torch.compile(model) if compile else model  # type: ignore[return-value]
 
 
-def ddp(model: gpt.GPT, device: torch.device, compile: bool, *, view: bool) -> nn.Module:
-    """`view`: gradients are views of the buckets they are reduced in, and held once."""
+def ddp(model: gpt_module.GPT, device: torch.device, compile: bool, *, view: bool) -> nn.Module:
+    """`view`: gradients are views of the buckets they are reduced in, so that they exist once."""
     model = DistributedDataParallel(model, gradient_as_bucket_view=view)
     return torch.compile(model) if compile else model  # type: ignore[return-value]
 
 
-def fsdp(model: gpt.GPT, device: torch.device, compile: bool, *, remat: bool) -> nn.Module:
+def fsdp(model: gpt_module.GPT, device: torch.device, compile: bool, *, remat: bool) -> nn.Module:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for i, block in enumerate(model.h):
         block = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False) if remat else block
@@ -122,8 +122,8 @@ def fsdp(model: gpt.GPT, device: torch.device, compile: bool, *, remat: bool) ->
     return model
 
 
-def tensor_parallel(model: gpt.GPT, device: torch.device, compile: bool) -> nn.Module:
-    """Column and row, the vocabulary's rows of the embedding, its columns of the tied head; two sums a block."""
+def tensor_parallel(model: gpt_module.GPT, device: torch.device, compile: bool) -> nn.Module:
+    """Column then row in each block; rows of the embedding and columns of the tied head are split by vocabulary."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     plan: dict[str, Any] = {
         "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
@@ -143,7 +143,7 @@ def tensor_parallel(model: gpt.GPT, device: torch.device, compile: bool) -> nn.M
 def train_step(
     cfg: gpt2.Config, mesh: fs.Mesh, layout: gpt2.Layout, specs: Any, *, remat: bool = False, compile: bool = False
 ) -> tuple[fs.optim.Optimizer, Any, Callable[[Any, Any], Any]]:
-    """The optimizer, the specs of a train state, and the step: (state, batch) -> (state, loss)."""
+    """The optimizer, the specs of the train state, and the step: (state, batch) -> (state, loss)."""
     optimizer = fs.optim.adamw(LR)
     placed = {"params": specs, "opt": optimizer.specs(specs)}
 
@@ -159,7 +159,7 @@ def train_step(
     return optimizer, placed, step
 
 
-def ours(size: Size, device: torch.device, kind: str, *, remat: bool = False, compile: bool = False) -> Step:
+def fshard_step(size: Size, device: torch.device, kind: str, *, remat: bool = False, compile: bool = False) -> Step:
     """`kind`: "data", "sharded" over data, "tensor" parallel, or "one" rank, each with a batch of its own."""
     ranks, cfg = dist.get_world_size(), size.cfg
     tensor, one = kind == "tensor", kind == "one"
@@ -173,12 +173,12 @@ def ours(size: Size, device: torch.device, kind: str, *, remat: bool = False, co
     optimizer, placed, step = train_step(cfg, mesh, layout, specs, remat=remat, compile=compile)
     state = fs.materialize({"params": described, "opt": optimizer.init(described)}, placed, mesh, key=KEY,
                            dtype=size.dtype)  # fmt: skip
-    given = [own(b) if one else b for b in batches(size, ranks, device)]
-    given = [fs.device_put(b, P(layout.data), mesh) for b in given]
+    data = [own_rows(b) if one else b for b in batches(size, ranks, device)]
+    data = [fs.device_put(b, P(layout.data), mesh) for b in data]
 
     def run(i: int) -> Tensor:
         nonlocal state
-        state, loss = step(state, given[i % BATCHES])
+        state, loss = step(state, data[i % BATCHES])
         return loss.shards[0]
 
     return run
@@ -186,25 +186,25 @@ def ours(size: Size, device: torch.device, kind: str, *, remat: bool = False, co
 
 # --- all of them ----------------------------------------------------------------------------------------------
 
-PEERS: dict[str, Callable[..., Step]] = {
-    "floor": functools.partial(peer, wrap=alone),
-    "ddp": functools.partial(peer, wrap=functools.partial(ddp, view=False)),
-    "ddp view": functools.partial(peer, wrap=functools.partial(ddp, view=True)),
-    "fsdp2": functools.partial(peer, wrap=functools.partial(fsdp, remat=False)),
-    "fsdp2+ac": functools.partial(peer, wrap=functools.partial(fsdp, remat=True)),
-    "dtensor": functools.partial(peer, wrap=tensor_parallel, rows=lambda b: b, context=loss_parallel),
+TORCH: dict[str, Callable[..., Step]] = {
+    "floor": functools.partial(torch_step, wrap=unwrapped),
+    "ddp": functools.partial(torch_step, wrap=functools.partial(ddp, view=False)),
+    "ddp view": functools.partial(torch_step, wrap=functools.partial(ddp, view=True)),
+    "fsdp2": functools.partial(torch_step, wrap=functools.partial(fsdp, remat=False)),
+    "fsdp2+ac": functools.partial(torch_step, wrap=functools.partial(fsdp, remat=True)),
+    "dtensor": functools.partial(torch_step, wrap=tensor_parallel, rows=lambda b: b, context=loss_parallel),
 }
-OURS: dict[str, Callable[..., Step]] = {
-    "data": functools.partial(ours, kind="data"),
-    "sharded": functools.partial(ours, kind="sharded"),
-    "sharded+remat": functools.partial(ours, kind="sharded", remat=True),
-    "tensor": functools.partial(ours, kind="tensor"),
-    "one": functools.partial(ours, kind="one"),
+FSHARD: dict[str, Callable[..., Step]] = {
+    "data": functools.partial(fshard_step, kind="data"),
+    "sharded": functools.partial(fshard_step, kind="sharded"),
+    "sharded+remat": functools.partial(fshard_step, kind="sharded", remat=True),
+    "tensor": functools.partial(fshard_step, kind="tensor"),
+    "one": functools.partial(fshard_step, kind="one"),
 }
-BUILD = PEERS | OURS
+BUILD = TORCH | FSHARD
 
 
 def build(name: str, size: Size, device: torch.device) -> Step:
-    """The step of a contender, by its name: one of `BUILD`, and " compiled" behind it."""
+    """The step of this name: one of `BUILD`, with " compiled" appended for the compiled one."""
     base = name.removesuffix(" compiled")
     return BUILD[base](size, device, compile=base != name)

@@ -13,7 +13,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.interop.defer.functional import Apply
+from fshard.interop.defer.functional_module import Apply
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -175,8 +175,8 @@ def test_ranks_that_call_at_once_get_the_numbers_of_one_after_the_other(name):
     )  # fmt: skip
     for _ in range(8):
         assert torch.equal(fs.device_get(f(each, buffers, ids())), want)
-    assert len(alone._idle) == 1
-    modules = [c.module for c in apply._idle]
+    assert len(alone._free_copies) == 1
+    modules = [c.module for c in apply._free_copies]
     assert 1 <= len(modules) <= 4
     assert len({id(m) for m in [apply.module, *modules]}) == 1 + len(modules)
 
@@ -205,7 +205,7 @@ def test_a_copy_has_the_tensors_of_the_module_and_its_own_structure():
     params, _ = leaves(module)
     x = torch.randn(3, 2)
     torch.testing.assert_close(apply(params, {}, x), module(x))
-    (held,) = apply._idle
+    (held,) = apply._free_copies
     own = held.module
     assert own is not module
     assert own.path == [own.a, own.b]
@@ -238,7 +238,7 @@ def test_an_exception_in_forward_leaves_nothing_behind():
     given = {n: x + 1 for n, x in params.items()}
     with pytest.raises(RuntimeError, match="too large"):
         apply(given, {}, torch.ones(1, 2))
-    assert not apply._idle
+    assert not apply._free_copies
     assert all(torch.equal(x, before[n]) for n, x in module.state_dict().items())
     torch.testing.assert_close(apply(params, {}, -torch.ones(1, 2)), module(-torch.ones(1, 2)))
 
@@ -262,10 +262,10 @@ def test_what_forward_sets_is_put_back():
     apply = Apply(Counts())
     got = [apply({}, {}, torch.ones(1)).tolist() for _ in range(3)]
     assert got == [[1, 1, 2, 1]] * 3
-    (held,) = apply._idle
+    (held,) = apply._free_copies
     assert (held.module.calls, held.module.log, held.module.by_name, held.module.names) == (0, [], {"x": [0]}, set())
     assert not hasattr(held.module, "extra")
-    assert len(apply._idle) == 1
+    assert len(apply._free_copies) == 1
 
 
 def test_hooks_that_hugging_face_adds_in_forward_do_not_pile_up():
@@ -288,7 +288,7 @@ def test_a_module_that_cannot_be_copied_is_named():
     assert str(e.value) == (
         "Fixed: cannot be copied, and each rank of a simulated mesh needs its own\n"
         "  TypeError: there is one of it\n"
-        "  fix: keep what copy.deepcopy refuses out of the module"
+        "  fix: keep objects that copy.deepcopy refuses out of the module"
     )
 
 
@@ -468,8 +468,8 @@ def test_gradient_checkpointing_is_refused():
         apply(*state, **text())
     assert str(e.value) == (
         "Apply(LlamaForCausalLM): gradient checkpointing is on in 'model'\n"
-        "  torch.utils.checkpoint runs forward again when the module has its tensors back\n"
-        "  fix: leave it off, and wrap what is computed again in fs.remat"
+        "  torch.utils.checkpoint would recompute with the skeleton's tensors, not with params\n"
+        "  fix: switch it off, and wrap the recomputed call in fs.remat"
     )
     assert apply.eval()(*state, **text()).loss.ndim == 0  # where nothing is computed again
 
@@ -534,16 +534,16 @@ def test_every_leaf_that_does_not_fit_is_listed():
         f"{name}: buffers['2.running_mean'] is missing\n"
         f"{name}: params['0.bias'] is missing\n"
         f"{name}: params['0.weight'] has 1 dims, not 2\n"
-        "  given  f32[2]    module  f32[2, 2]\n"
+        "  argument  f32[2]    module  f32[2, 2]\n"
         f"{name}: params['1.bias'] is a list, not a tensor\n"
         "  fix: call it inside shard_map, where leaves are tensors\n"
-        f"{name}: params['1.weight'] is no leaf of the module\n"
+        f"{name}: params['1.weight'] is not a leaf of the module\n"
         "  fix: leave it out: it is tied to '0.weight'\n"
-        f"{name}: params['2.running_mean'] is no leaf of the module\n"
+        f"{name}: params['2.running_mean'] is not a leaf of the module\n"
         "  fix: pass it in buffers\n"
         f"{name}: params['3'] is a dict, not a tensor\n"
         "  fix: names are flat: 'a.b', not ['a']['b']\n"
-        f"{name}: params['3'] is no leaf of the module\n"
+        f"{name}: params['3'] is not a leaf of the module\n"
         "  fix: leave it out"
     )
 
@@ -552,7 +552,9 @@ def test_a_leaf_that_is_not_whole_is_named_where_forward_fails():
     module = nn.Linear(4, 2)
     with pytest.raises(RuntimeError) as e:
         Apply(module)({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, {}, torch.ones(1, 4))
-    assert e.value.__notes__ == ["params['weight'] is [2, 2], in the module [2, 4]: fs.unshard makes it so"]
+    assert e.value.__notes__ == [
+        "params['weight'] is [2, 2], and [2, 4] in the module: fs.unshard gathers whole leaves"
+    ]
 
 
 def test_buffers_that_were_not_unsharded_are_named():

@@ -1,6 +1,6 @@
-"""What one step holds and moves: `weigh` sees each allocation of torch's CPU allocator, and each transfer.
+"""The memory and the transfers of one step: each allocation of torch's CPU allocator, and each operation of gloo.
 
-Both come from `torch.profiler`, below dispatch modes, reducers and compilers, so that every contender is seen alike.
+Both are read from `torch.profiler`, below dispatch modes, reducers and compilers, so alike for torch and fshard.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-_STEP = "the step that is weighed"
+_STEP = "the measured step"
 _ITEMSIZE = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "short int": 2,
     "signed char": 1, "unsigned char": 1, "bool": 1,
@@ -21,8 +21,8 @@ _ITEMSIZE = {
 
 
 @dataclass(frozen=True)
-class Weight:
-    """Bytes live in tensors as the step began, at the most while it ran, and when it ended; and what moved.
+class StepCost:
+    """Bytes live in tensors at the start of a step, at its peak and at its end; and its transfers.
 
     A transfer is (its name, the bytes of its argument): each operation of gloo, without the `recv` that matches the
     `send` of another rank.
@@ -34,7 +34,7 @@ class Weight:
     transfers: list[tuple[str, int]]
 
     def sent(self, ranks: int) -> int:
-        """The bytes that a rank has to send for these transfers, at the least."""
+        """The least bytes that a rank must send for these transfers."""
         return sum(round(nbytes * _share(op, ranks)) for op, nbytes in self.transfers)
 
 
@@ -44,45 +44,45 @@ def _share(op: str, n: int) -> float:
     return shares[op]
 
 
-def weigh(setup: Callable[[], Callable[[], object]], *, warmup: int = 2) -> Weight:
-    """Weigh a call of the step that `setup` makes, after `warmup` of them that are not weighed.
+def measure_step(setup: Callable[[], Callable[[], object]], *, warmup: int = 2) -> StepCost:
+    """Measure a call of the step that `setup` returns, after `warmup` calls.
 
-    All that the step holds must be made in `setup`: what was there before is not seen.
+    `setup` must allocate everything the step uses: earlier allocations are not counted.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
         step = setup()
         for _ in range(warmup):
             step()
         gc.collect()
         with record_function(_STEP):
             step()
-    result = seen.profiler.kineto_results  # type: ignore[union-attr]
-    nodes = list(_walk(result.experimental_event_tree()))
+    result = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    nodes = list(_descendants(result.experimental_event_tree()))
     mark = next(n for n in nodes if n.name == _STEP)
     begin, end = mark.start_time_ns, mark.end_time_ns
 
     live: dict[int, int] = {}
     total = start = peak = 0
-    sizes = sorted((n.start_time_ns, n.extra_fields.ptr, n.extra_fields.alloc_size) for n in nodes
+    allocations = sorted((n.start_time_ns, n.extra_fields.ptr, n.extra_fields.alloc_size) for n in nodes
                    if n.typed[0].name == "Allocation" and n.extra_fields.device.type == "cpu")  # fmt: skip
-    for at, place, size in sizes:
-        if at > end:
+    for when, address, size in allocations:
+        if when > end:
             break
-        # A block may be freed by a thread that is not seen; that it was is known once its place is given again.
-        total -= live.pop(place, 0)
+        # A thread that is not profiled may free a block; a new allocation at the same address shows it.
+        total -= live.pop(address, 0)
         if size > 0:
-            live[place] = size
+            live[address] = size
             total += size
-        if at < begin:
+        if when < begin:
             start = total
-        peak = max(peak, total) if at >= begin else total
+        peak = max(peak, total) if when >= begin else total
     moved = [(e.name().removeprefix("gloo:"), _bytes(e)) for e in result.events()
              if e.name().startswith("gloo:") and begin <= e.start_ns() <= end]  # fmt: skip
     moved = [(op, n) for op, n in moved if op not in ("recv", "barrier")]
-    return Weight(start, peak, total, moved)
+    return StepCost(start, peak, total, moved)
 
 
-def _walk(nodes: list[Any]) -> Iterator[Any]:
+def _descendants(nodes: list[Any]) -> Iterator[Any]:
     stack = list(nodes)
     while stack:
         node = stack.pop()

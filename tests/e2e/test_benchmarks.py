@@ -1,4 +1,4 @@
-"""The scales of the benchmarks are exact, and the peers' model is fshard's: they weigh like with like."""
+"""The benchmarks measure exactly, and their `nn.Module` computes what the fshard model computes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import P
 from fshard.models import gpt2
-from tests.benchmarks import contenders, gpt
-from tests.benchmarks.weigh import Weight, weigh
+from tests.benchmarks import gpt_module, train_steps
+from tests.benchmarks.step_cost import StepCost, measure_step
 
 TINY = gpt2.Config(vocab_size=61, n_positions=12, n_embd=24, n_layer=2, n_head=3)
 
@@ -20,10 +20,10 @@ TINY = gpt2.Config(vocab_size=61, n_positions=12, n_embd=24, n_layer=2, n_head=3
 def test_the_live_bytes_of_a_known_program_are_counted_exactly():
     def setup():
         kept = [torch.zeros(1000)]
-        torch.empty(100_000)  # higher than any step's peak, and before it
+        torch.empty(100_000)  # above the peak of the step, and before it
 
         def step():
-            kept.append(torch.empty(500, dtype=torch.float64))  # stays
+            kept.append(torch.empty(500, dtype=torch.float64))  # not freed
             big = torch.empty(3000, dtype=torch.uint8)
             more = torch.empty(2000, dtype=torch.int16)  # the peak: all four
             del big
@@ -33,31 +33,31 @@ def test_the_live_bytes_of_a_known_program_are_counted_exactly():
 
         return step
 
-    found = weigh(setup, warmup=0)
-    assert (found.start, found.peak, found.end) == (4000, 4000 + 4000 + 3000 + 4000, 400 + 4000)
-    found = weigh(setup, warmup=2)
-    assert (found.start, found.peak, found.end) == (400 + 8000, 400 + 12000 + 7000, 400 + 12000)
+    cost = measure_step(setup, warmup=0)
+    assert (cost.start, cost.peak, cost.end) == (4000, 4000 + 4000 + 3000 + 4000, 400 + 4000)
+    cost = measure_step(setup, warmup=2)
+    assert (cost.start, cost.peak, cost.end) == (400 + 8000, 400 + 12000 + 7000, 400 + 12000)
 
 
-def test_what_backward_saves_is_live_until_backward():
+def test_saved_tensors_are_live_until_backward():
     x, n = torch.ones(()), 10_000
 
     def setup():
         w = torch.ones(n, requires_grad=True)
 
         def step():
-            (g,) = torch.autograd.grad((w.exp() + x).sum(), w)  # exp is kept
+            (g,) = torch.autograd.grad((w.exp() + x).sum(), w)  # exp is saved
             del g
 
         return step
 
-    found = weigh(setup, warmup=1)
-    assert found.start == found.end == 4 * n
-    assert 12 * n <= found.peak <= 12 * n + 64  # w, exp(w), and exp(w) + x or the gradient
+    cost = measure_step(setup, warmup=1)
+    assert cost.start == cost.end == 4 * n
+    assert 12 * n <= cost.peak <= 12 * n + 64  # w, exp(w), and exp(w) + x or the gradient
 
 
-def test_what_gloo_runs_is_seen_with_its_bytes():
-    """On a group of one rank, which no process group of the tests knows."""
+def test_operations_of_gloo_are_counted_with_their_bytes():
+    """On a group of one rank."""
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(seconds=20))
 
     def setup():
@@ -69,43 +69,43 @@ def test_what_gloo_runs_is_seen_with_its_bytes():
 
         return step
 
-    assert weigh(setup, warmup=1).transfers == [("all_reduce", 280), ("all_gather", 66)]
+    assert measure_step(setup, warmup=1).transfers == [("all_reduce", 280), ("all_gather", 66)]
 
 
 def test_the_bytes_a_rank_sends_are_those_of_the_best_algorithm():
     moved = [("all_reduce", 100), ("all_gather", 60), ("reduce_scatter", 80), ("all_to_all", 40), ("send", 7)]
-    assert Weight(0, 0, 0, moved).sent(2) == 100 + 60 + 40 + 20 + 7
-    assert Weight(0, 0, 0, moved).sent(4) == 150 + 180 + 60 + 30 + 7
-    with pytest.raises(KeyError):  # a transfer that nobody knows is not left out
-        Weight(0, 0, 0, [("scatter", 1)]).sent(2)
+    assert StepCost(0, 0, 0, moved).sent(2) == 100 + 60 + 40 + 20 + 7
+    assert StepCost(0, 0, 0, moved).sent(4) == 150 + 180 + 60 + 30 + 7
+    with pytest.raises(KeyError):  # an unknown transfer is not skipped
+        StepCost(0, 0, 0, [("scatter", 1)]).sent(2)
 
 
-def test_the_peers_model_has_the_loss_and_every_gradient_of_fshards():
+def test_the_module_has_the_loss_and_gradients_of_fshard():
     generator = torch.Generator().manual_seed(0)
 
-    def draw(leaf):  # no bias is 0, and no norm the identity
+    def draw(leaf):  # biases that are not 0, and norms that are not the identity
         return 0.3 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
 
     params = fs.tree.map(draw, gpt2.init(TINY))
     ids = torch.randint(61, (3, 13), generator=generator)
     ids, targets = ids[:, :-1], ids[:, 1:]
 
-    module = gpt.of(TINY, params)
+    module = gpt_module.from_params(TINY, params)
     theirs = module(ids, targets)
     theirs.backward()
     loss, grads = fs.value_and_grad(lambda p: gpt2.loss(TINY, p, ids, targets))(params)
 
     torch.testing.assert_close(loss, theirs.detach(), rtol=1e-12, atol=0)
-    named = gpt.named(grads)
+    named = gpt_module.named(grads)
     assert sorted(named) == sorted(name for name, _ in module.named_parameters())
     for name, p in module.named_parameters():
         torch.testing.assert_close(named[name], p.grad, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_peers_and_fshard_begin_with_the_same_values():
-    size = contenders.SIZES["tiny"]
+def test_the_module_has_the_initial_values_of_fshard():
+    size = train_steps.SIZES["tiny"]
     one = fs.make_mesh(one=1)
     state = {"params": gpt2.init(size.cfg), "other": fs.init.zeros(())}
-    ours = gpt.named(fs.device_get(fs.materialize(state, P(), one, key=contenders.KEY))["params"])
-    for name, p in gpt.build(size.cfg, contenders.KEY, torch.device("cpu")).named_parameters():
+    ours = gpt_module.named(fs.device_get(fs.materialize(state, P(), one, key=train_steps.KEY))["params"])
+    for name, p in gpt_module.build(size.cfg, train_steps.KEY, torch.device("cpu")).named_parameters():
         assert torch.equal(ours[name], p), name

@@ -1,0 +1,192 @@
+"""Rules for aten operations: which allocate, which overwrite, which draw and from which distribution."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard._torch_compat import without_modes
+
+from .distributions import MAX_RANDINT_RANGE
+from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, map_nested, view, write
+from .replay import is_pointwise
+from .strided_view import Shape, broadcast_view, row_major_strides, strided_view
+
+
+class AtenCall:
+    """One call of an aten operation, before it is known to be a node."""
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node_of: Callable[[Tensor], Node]
+    ) -> None:
+        self.func, self.args, self.kwargs, self.node_of = func, args, kwargs, node_of
+        self.full_name = func._schema.name.split("::")[-1]
+        self.name = self.full_name.rstrip("_") if self.full_name[0] != "_" else self.full_name
+        self.inplace = self.full_name.endswith("_") and not self.full_name.endswith("__")
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by their names in the schema, with defaults."""
+        return {
+            a.name: self.args[i] if i < len(self.args) else self.kwargs.get(a.name, a.default_value)
+            for i, a in enumerate(self.func._schema.arguments)
+        }
+
+    def call(self) -> Call:
+        """Return the call with nodes in place of tensors. It runs on the device of its tensors, or on the CPU."""
+        slots: dict[int, InputSlot] = {}
+        inputs: list[Node] = []
+
+        def replace(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) not in slots:
+                slots[id(x)] = InputSlot(len(inputs))
+                inputs.append(self.node_of(x))
+            return slots[id(x)]
+
+        args, kwargs = map_nested(self.args, replace), map_nested(self.kwargs, replace)
+        kwargs.pop("pin_memory", None)
+        return Call(self.full_name, self.func, args, kwargs, tuple(inputs))
+
+
+# --- tensors that an operation allocates or overwrites --------------------------------------------------------
+
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_FULL = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_VALUE = {"full": "fill_value", "full_like": "fill_value", "new_full": "fill_value", "scalar_tensor": "s"}
+_COPY = ("clone", "_to_copy", "lift_fresh", "lift", "lift_fresh_copy", "contiguous", "detach_copy", "alias_copy")
+
+
+def new_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
+    """Return the value of the one new tensor that an operation returns."""
+    if op.name in _EMPTY:
+        return Uninitialized(shape, dtype)
+    if op.name in _FULL:
+        return _full(shape, dtype, _FULL[op.name])
+    if op.name in _VALUE:
+        return _full(shape, dtype, op.arguments[_VALUE[op.name]])
+    if op.name in _COPY or (op.name == "constant_pad_nd" and not any(op.args[1])):
+        return cast(op.node_of(op.args[0]), dtype)
+    if op.name in ("cat", "stack"):
+        return _concatenated(op, shape, dtype)
+    return fold_constant(Op(shape, dtype, op.call(), 0))
+
+
+def _full(shape: Shape, dtype: torch.dtype, value: Any) -> Full:
+    return Full(shape, dtype, torch.tensor(value, dtype=dtype).item() if not dtype.is_complex else value)
+
+
+def _concatenated(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
+    """Return `cat` or `stack` as writes to slices, so that a box needs only the parts that it has elements of."""
+    dim, start, stacked = op.arguments["dim"] % len(shape), 0, op.name == "stack"
+    out: Node = Full(shape, dtype, 0)
+    strides = row_major_strides(shape)
+    for x in op.arguments["tensors"]:
+        if 0 in x.shape:  # torch also takes an empty tensor of another number of dims
+            continue
+        along = [s for d, s in enumerate(strides) if d != dim or not stacked]
+        region = strided_view(shape, strides, tuple(x.shape), along, start * strides[dim])
+        assert region is not None
+        out = write(out, region, cast(op.node_of(x), dtype))
+        start += 1 if stacked else x.shape[dim]
+    return out
+
+
+def overwriting_value(op: AtenCall, target: Tensor) -> Node | None:
+    """Return the new value of an operation's target. None: it depends on the old value."""
+    shape, dtype = tuple(target.shape), target.dtype
+    if op.name == "zero":
+        return _full(shape, dtype, 0)
+    if op.name == "eye":  # eye(n, out=target)
+        return Op(shape, dtype, Call("eye", torch.eye, shape, {"dtype": dtype}, ()), 0)
+    if op.name in ("fill", "copy"):
+        value = op.args[1]
+        if not isinstance(value, Tensor):
+            return _full(shape, dtype, value)
+        node = cast(op.node_of(value), dtype)
+        return view(node, broadcast_view(node.shape, shape))
+    return None
+
+
+def fold_constant(node: Op) -> Node:
+    """Return one number for an elementwise operation on inputs that are each one number; else the node itself."""
+    call = node.call
+    numbers = [n for n in call.inputs if isinstance(n, Full)]
+    if not numbers or len(numbers) < len(call.inputs) or not is_pointwise(node) or node.dtype.is_complex:
+        return node
+    with without_modes(), torch.no_grad():
+        # Tensors of one element, with as many dims: numbers and tensors without dims promote differently.
+        out = call.run([torch.full((1,) * len(n.shape), n.value, dtype=n.dtype) for n in numbers])[node.output]
+    return Full(node.shape, node.dtype, out.to(node.dtype).item())
+
+
+# --- draws ----------------------------------------------------------------------------------------------------
+
+_UNIFORM = ("uniform", "rand", "rand_like")
+_NORMAL = ("normal", "randn", "randn_like", "normal_functional")
+_RANDINT = ("random", "randint", "randint_like")
+_PARAMETERS = {"exponential": ("lambd",), "log_normal": ("mean", "std"), "cauchy": ("median", "sigma"),
+               "geometric": ("p",), "randperm": ()}  # fmt: skip
+
+
+def drawn_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+    """Return the value of the tensor that an operation draws. None: no distribution is known for it."""
+    args = op.arguments
+    if op.name in _RANDINT:
+        return _integers(op, shape, dtype)
+    if op.name == "bernoulli":
+        p = args["self"] if args.get("p") is None else args["p"]
+        return _bernoulli(op.node_of(p) if isinstance(p, Tensor) else float(p), shape, dtype)
+    if not dtype.is_floating_point and op.name not in ("geometric", "randperm"):
+        return None
+    if op.name in _UNIFORM:
+        low, high = (args["from"], args["to"]) if op.name == "uniform" else (0.0, 1.0)
+        return Draw(shape, dtype, "uniform", (low, high)) if low < high else _full(shape, dtype, low)
+    if op.name in _NORMAL:
+        return _normal(op, shape, dtype)
+    if op.name in _PARAMETERS:
+        return Draw(shape, dtype, op.name, tuple(args[p] for p in _PARAMETERS[op.name]))
+    return None
+
+
+def _normal(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
+    mean, std = op.arguments.get("mean", 0.0), op.arguments.get("std", 1.0)
+    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
+        return Draw(shape, dtype, "normal", (mean, std)) if std else _full(shape, dtype, mean)
+    node: Node = Draw(shape, dtype, "normal", (0.0, 1.0))
+    for func, other in ((torch.ops.aten.mul, std), (torch.ops.aten.add, mean)):
+        if isinstance(other, Tensor):
+            node = _binary(func.Tensor, node, cast(op.node_of(other), dtype), shape, dtype)
+        else:
+            node = Op(shape, dtype, Call(func.__name__, func.Scalar, (InputSlot(0), other), {}, (node,)), 0)
+    return node
+
+
+def _bernoulli(p: Node | float, shape: Shape, dtype: torch.dtype) -> Node:
+    if isinstance(p, float):
+        return Draw(shape, dtype, "bernoulli", (p,))
+    u = Draw(shape, torch.float64, "uniform", (0.0, 1.0))
+    return cast(_binary(torch.ops.aten.lt.Tensor, u, p, shape, torch.bool), dtype)
+
+
+def _binary(func: Any, a: Node, b: Node, shape: Shape, dtype: torch.dtype) -> Op:
+    name = func._schema.name.split("::")[-1]
+    return Op(shape, dtype, Call(name, func, (InputSlot(0), InputSlot(1)), {}, (a, b)), 0)
+
+
+def _integers(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+    """Return randint(low, high), random_(from, to), random_(to) or random_(): up to the dtype's largest integer."""
+    args = op.arguments
+    low = args.get("low", args.get("from", 0)) or 0
+    high = args.get("high", args.get("to"))
+    if high is None and dtype.is_floating_point:
+        high = 2 ** (1 - round(math.log2(torch.finfo(dtype).eps))) + 1  # up to it, every integer is a value
+    elif high is None:
+        high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+    return Draw(shape, dtype, "randint", (low, high)) if 0 < high - low <= MAX_RANDINT_RANGE else None

@@ -1,0 +1,271 @@
+"""`defer`: any `nn.Module` constructor as a pure function and a tree of described leaves."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard._callsite import user_frame
+from fshard._comm import in_region
+from fshard.errors import ShardingError, fail, raise_all
+from fshard.init import (
+    Arange,
+    Deferred,
+    Eye,
+    Full,
+    Initializer,
+    Normal,
+    Scope,
+    TruncNormal,
+    Uniform,
+    describe_initializer,
+)
+from fshard.random import fold_in
+from fshard.spec import Box, describe
+
+from . import graph
+from .functional_module import Apply, Leaves, Place, leaves_at, places_of
+from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
+from .recorder import EAGER, Recorder, recording, recording_error
+from .replay import Replay, bytes_in_full, is_local
+
+Tree = dict[str, dict[str, Deferred]]
+Source = tuple[int, int]  # (index of the owner whose key a draw uses, number of the draw among the owner's)
+
+
+def defer(
+    constructor: Callable[[], nn.Module], *, budget: int = 1 << 30, reference: int | None = None
+) -> tuple[Apply, Tree]:
+    """Run a constructor without allocating its parameters: return a pure function and a tree of their descriptions.
+
+    All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, with
+    draws by its key: the same values on every mesh, from the constructor's distributions (but not the numbers of
+    `torch.manual_seed`; its `generator=` is ignored). An operation that needs a whole tensor (a QR) computes it in
+    full, one leaf at a time, and keeps the part: `apply.whole` has the bytes of each such leaf.
+
+    The tree is `{"params": {name: Deferred}, "buffers": {name: Deferred}}`. A tied leaf is in it once, by its first
+    name. Copies of a drawn leaf (`nn.TransformerEncoder` copies its layer) are equal. Python's and numpy's random
+    numbers are drawn once, when the constructor is recorded.
+
+    Args:
+        budget: the most bytes that may be computed in full for one leaf.
+        reference: a seed: build eagerly under `torch.manual_seed(reference)` instead, and slice. The leaves are then
+            bitwise those of the constructor, on every mesh, and use its memory.
+
+    >>> apply, tree = defer(lambda: torch.nn.Embedding(1000, 64, padding_idx=0))
+    >>> tree
+    {'params': {'weight': f32[1000, 64] = recorded(normal, write)}, 'buffers': {}}
+    >>> materialize(tree["params"], row("model"), make_mesh(model=4), key=key(0))
+    {'weight': f32[1000@model, 64]}
+
+    Raises ShardingError for an operation that cannot be recorded, naming the line of the constructor, and one that
+    lists every leaf that needs more than `budget`.
+    """
+    if in_region():
+        raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
+    if reference is not None:
+        return _eager(constructor, reference)
+    with recording(budget) as recorder:
+        module = _construct(constructor)
+        places = places_of(module)
+        leaves = leaves_at(places)
+        nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
+        _release(module, places, recorder)
+    tree, whole = _describe(leaves, nodes, budget)
+    return Apply(module, whole=whole), tree
+
+
+def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        module = constructor()
+    except RuntimeError as e:  # of torch: an operation that fake tensors do not support
+        if "FakeTensor" not in str(e):
+            raise
+        lazy = "Uninitialized" in str(e)
+        what = "the shape of a lazy layer is decided by its first call" if lazy else \
+            "this operation needs a tensor that has memory"  # fmt: skip
+        frames = [frame for frame, _ in traceback.walk_tb(e.__traceback__)]
+        fix = "give the constructor the sizes: Linear for LazyLinear" if lazy else EAGER
+        raise recording_error(what, fix=fix, frame=user_frame(frames[-1])) from e
+    if not isinstance(module, nn.Module):
+        raise fail(f"defer: the constructor returned {module!r}", fix="return the nn.Module")
+    return module
+
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None) -> None:
+    """Replace the leaves by tensors on meta, and recorded tensors in other attributes by real ones."""
+    on_meta: dict[int, Tensor] = {}
+    for place in places:
+        x = place.holder[place.key]
+        if id(x) not in on_meta:
+            y: Tensor = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            on_meta[id(x)] = nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
+    errors: list[ShardingError] = []
+
+    def replace(x: Any, path: str) -> Any:
+        if isinstance(x, Tensor):
+            if id(x) in on_meta:
+                return on_meta[id(x)]
+            if recorder is None or not recorder.is_recorded(x):
+                return x
+            if not draws(recorder.node(x)):
+                return recorder.value(x, path)
+            fix = f"register_buffer({path.rpartition('.')[2]!r}, ..., persistent=False)"
+            errors.append(fail(f"defer: {path}: is drawn, and neither a parameter nor a buffer", fix=fix))
+            return x
+        if type(x) in (list, tuple):
+            return type(x)(replace(y, f"{path}[{i}]") for i, y in enumerate(x))
+        return {k: replace(y, f"{path}[{k!r}]") for k, y in x.items()} if type(x) is dict else x
+
+    for prefix, part in module.named_modules():
+        for key, x in list(vars(part).items()):
+            if key not in _MODULE_ATTRIBUTES and tensors_in(x):
+                part.__dict__[key] = replace(x, f"{prefix}.{key}" if prefix else key)
+    raise_all(errors)
+    for place in places:  # a shared module's places come once for each of its names
+        x = place.holder[place.key]
+        place.holder[place.key] = on_meta.get(id(x), x)
+
+
+# --- descriptions ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """Initializer that replays a recorded value, of several steps or of the draws of other leaves, on any box."""
+
+    node: Node
+    sources: Mapping[int, Source]  # by the id of a draw
+    owners: tuple[str, ...] = ()  # the leaves whose keys the draws use, where they are not this leaf alone
+    name: str = ""
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        keys = key if self.owners else key[None]
+
+        def key_of(draw: Draw) -> Tensor:
+            owner, number = self.sources[id(draw)]
+            return fold_in(keys[owner], number) if number else keys[owner]
+
+        try:
+            return Replay(self.node, key_of, device).fill(box, dtype)
+        except ShardingError as e:
+            raise ShardingError(f"{self.name}: {e}") from None
+
+    def describe(self) -> str:
+        """Return each kind of step once, the owners of its draws, and the bytes computed in full."""
+        plain = _plain_initializer(self.node)
+        if plain is not None:
+            text = describe_initializer(plain)
+        else:
+            nodes = [n for n in topological_order(self.node) if not isinstance(n, (graph.Full, graph.View))]
+            text = f"recorded({', '.join(dict.fromkeys(map(step_name, nodes))) or 'full'})"
+        others = [o for o in self.owners if o != self.name]
+        size = _bytes_in_full(self.node)
+        return text + (f" of {', '.join(others)}" if others else "") + (f", {size:,} bytes in full" if size else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """Initializer that slices a tensor made eagerly under a seed."""
+
+    tensor: Tensor
+    seed: int
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.tensor[box].to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def describe(self) -> str:
+        return f"reference(seed={self.seed})"
+
+
+def _describe(leaves: Leaves, nodes: Mapping[str, Node], budget: int) -> tuple[Tree, dict[str, int]]:
+    owners: dict[int, tuple[str, int]] = {}  # id of a draw -> (the first leaf computed from it, its number there)
+    tree: Tree = {"params": {}, "buffers": {}}
+    whole: dict[str, int] = {}
+    errors: list[ShardingError] = []
+    for kind, names in leaves.items():
+        for name in names:
+            node, count = nodes[name], 0
+            for draw in draws(node):
+                if id(draw) not in owners:
+                    owners[id(draw)] = (f"{kind}.{name}", count)
+                    count += 1
+            tree[kind][name] = _describe_leaf(kind, name, node, owners)
+            if size := _bytes_in_full(node):
+                whole[name] = size
+            if size > budget:
+                ops = sorted({step_name(n) for n in topological_order(node) if not is_local(n)})
+                what = f"defer: {name}: {describe(node.dtype, node.shape)} is computed in full, beyond budget="
+                errors.append(fail(what,
+                                   f"{size:,} bytes > {budget:,}", operations=", ".join(ops),
+                                   fix=f"budget={size}, of each device; or {EAGER}"))  # fmt: skip
+    raise_all(errors)
+    return tree, whole
+
+
+def _describe_leaf(kind: str, name: str, node: Node, owners: Mapping[int, tuple[str, int]]) -> Deferred:
+    own, drawn = f"{kind}.{name}", draws(node)
+    names = tuple(dict.fromkeys(owners[id(d)][0] for d in drawn))
+    shared = any(o != own for o in names)
+    plain = None if shared else _plain_initializer(node)
+    if plain is not None:
+        return Deferred(node.shape, node.dtype, plain)
+    sources = {id(d): (names.index(owners[id(d)][0]), owners[id(d)][1]) for d in drawn}
+    if not shared:
+        return Deferred(node.shape, node.dtype, Recorded(node, sources, (), name))
+    one_kind = all(o.startswith(f"{kind}.") for o in names)  # else params and buffers must stay in one tree
+    prefix = len(kind) + 1 if one_kind else 0
+    scope = Scope(own[prefix:], tuple(o[prefix:] for o in names))
+    return Deferred(node.shape, node.dtype, Recorded(node, sources, scope.owners, scope.name), scope)
+
+
+def _bytes_in_full(node: Node) -> int:
+    return 0 if _plain_initializer(node) is not None else bytes_in_full(node)
+
+
+_INITIALIZERS: dict[str, Callable[..., Initializer]] = {
+    "normal": Normal, "uniform": Uniform, "trunc_normal": TruncNormal,
+}  # fmt: skip
+
+
+def _plain_initializer(node: Node) -> Initializer | None:
+    """Return the initializer of `fs.init` with the values of a node. None: there is none."""
+    match node:
+        case graph.Full() if not node.dtype.is_complex:
+            return Full(node.value)
+        case Draw() if node.distribution in _INITIALIZERS:
+            return _INITIALIZERS[node.distribution](*node.args)
+        case graph.Cast() if isinstance(node.source, Draw) and node.source.distribution == "normal":
+            # A draw is rounded to float32, then to its dtype: that is this cast.
+            return Normal(*node.source.args) if node.source.dtype == torch.float32 and node.dtype.itemsize < 4 else None
+        case graph.Op() if node.call.name == "eye" and node.dtype.is_floating_point:
+            return Eye()
+        case graph.Op() if node.call.name == "arange" and node.dtype == torch.int64:
+            start, end, step = (*node.call.args, 1)[:3] if len(node.call.args) > 1 else (0, node.call.args[0], 1)
+            return Arange(start, step) if all(isinstance(n, int) for n in (start, end, step)) else None
+    return None
+
+
+def _eager(constructor: Callable[[], nn.Module], seed: int) -> tuple[Apply, Tree]:
+    """Build the module under a seed, and describe its leaves by their tensors."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = _construct(constructor)
+    places = places_of(module)
+    tree = {
+        kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), seed)) for name, x in named.items()}
+        for kind, named in leaves_at(places).items()
+    }
+    _release(module, places, None)
+    return Apply(module), tree
+
+
+__all__ = ["Recorded", "Reference", "defer"]

@@ -1,0 +1,328 @@
+"""Any `nn.Module` as a pure function of its parameters and buffers: `Apply`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard import tree
+from fshard._comm import checker
+from fshard._ops import differentiable_dtype
+from fshard._torch_compat import FakeTensor, unwrapped, version_of
+from fshard.errors import ShardingError, fail, raise_all
+from fshard.spec import describe
+
+Named = Mapping[str, Tensor]
+Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
+
+
+class Apply:
+    """A module's forward as a pure function: `apply(params, buffers, *args, **kwargs)`.
+
+        params, buffers: {dotted name: tensor}, whole leaves; a tied leaf once, by the name that comes first
+
+    The module is a skeleton: its own parameters and buffers are never read and may be on meta. All changes that
+    `forward` makes to the module (an attribute, an entry of a list or dict, a hook) are undone after each call. Calls
+    that run at the same time, as those of simulated ranks do, each use a copy of the module, which shares its tensors.
+
+    A float buffer is invariant over the mesh, as a parameter is, and goes through `unshard` (or `pvary`) like them:
+
+        apply(fs.unshard(params, specs, "data"), fs.unshard(buffers, P(), "data"), x)
+
+    A buffer that `forward` updates is returned by `with_buffers`; a plain call, which would lose it, is an error. A
+    buffer that is not persistent is a cache (the frequencies of dynamic rope) and no state: a plain call may lose it.
+
+    Dropout draws from torch's generator, which a region refuses: use `.eval()`, or rates of 0 and train mode.
+    `torch.utils.checkpoint` fails under torch.func, and elsewhere would recompute with the skeleton's own tensors: a
+    module with Hugging Face's `gradient_checkpointing` switched on is refused; `fs.remat` does the same for a call. An
+    autograd.Function of the module's own needs a `setup_context`, or torch.func refuses it (as Bloom's GeLU).
+
+    Args:
+        ties: tied name -> the name of the leaf it uses, beyond the ties of `module` itself.
+        whole: leaves whose initial values are computed in full, and their bytes; for information.
+        transient: names of buffers that are not persistent, beyond those of `module` itself.
+
+    >>> apply = Apply(torch.nn.Linear(2, 3, device="meta"))
+    >>> apply({"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, {}, torch.ones(1, 2))
+    tensor([[2., 2., 2.]])
+
+    `frozen` names the leaves whose `requires_grad` the constructor switched off: differentiate the others.
+
+    Raises ShardingError listing every name that is missing or unexpected and every leaf with a wrong number of dims.
+    """
+
+    def __init__(
+        self, module: nn.Module, ties: Mapping[str, str] | None = None, whole: Mapping[str, int] | None = None,
+        transient: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.module, self.ties, self.whole = module, dict(ties or {}), dict(whole or {})
+        self._places = places_of(module, self.ties)
+        self.ties.update((p.name, p.leaf) for p in self._places if p.name != p.leaf)
+        self.transient = transient | {p.leaf for p in self._places if p.transient}
+        self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
+        self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
+        self._free_copies: deque[_ModuleCopy] = deque()
+        self._values_compared = False
+
+    def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
+        out, _, changed = self._call(params, buffers, args, kwargs)
+        if changed:
+            raise fail(f"{self!r}: forward changed buffers, and a plain call returns none: {', '.join(changed)}",
+                       fix="out, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()")  # fmt: skip
+        return out
+
+    def with_buffers(
+        self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Return the result of `forward` and the buffers after it; the arguments are not changed.
+
+        On a mesh each rank updates the buffers by its own batch, so they vary. A batch norm in train mode normalizes by
+        the statistics of the rank's own examples: there the mesh does change the answer, as `verify` reports, and as in
+        torch's DistributedDataParallel. For one value on all ranks take their mean, and of counters, which are equal on
+        every rank, the maximum:
+
+            fs.tree.map(lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data"), new)
+
+        >>> norm = torch.nn.BatchNorm1d(1, affine=False, momentum=0.5)
+        >>> before = dict(norm.named_buffers())
+        >>> _, after = Apply(norm).with_buffers({}, before, torch.tensor([[1.0], [3.0]]))
+        >>> after["running_mean"], before["running_mean"]
+        (tensor([1.]), tensor([0.]))
+        """
+        out, after, _ = self._call(params, buffers, args, kwargs)
+        return out, after
+
+    def eval(self) -> Apply:
+        """Return the function in evaluation mode: no dropout, batch norms by their running statistics."""
+        return self.train(False)
+
+    def train(self, mode: bool = True) -> Apply:
+        """Return the function in training mode, as constructors leave modules."""
+        return Apply(_deepcopy(self.module).train(mode), self.ties, self.whole, self.transient)
+
+    def __repr__(self) -> str:
+        return f"Apply({type(self.module).__name__})"
+
+    def _call(
+        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor], list[str]]:
+        """Return the result of forward, the buffers after it, and the names of those it changed."""
+        self._check(params, buffers)
+        copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
+        leaves: dict[str, Named] = {"params": params, "buffers": copies}
+        if torch.compiler.is_dynamo_compiling():  # it traces one thread, and knows functional_call
+            named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
+            out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
+            return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
+        versions = {name: _version(x) for name, x in copies.items()}
+        mine = self._take_copy()
+        for p in mine.places:
+            p.holder[p.key] = leaves[p.kind][p.leaf]
+        try:
+            out = mine.module(*args, **kwargs)
+        except Exception as e:  # the copy's state is unknown: it is not used again
+            self._explain(e, params, buffers, (args, kwargs))
+            raise
+        after = dict(copies)
+        for p in mine.places:
+            x = p.holder.get(p.key)
+            if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
+                after[p.leaf] = x
+        mine.restore()
+        self._free_copies.append(mine)
+        state = {name: x for name, x in after.items() if name not in self.transient}
+        changed = [name for name, x in state.items() if x is not copies[name] or _version(x) != versions[name]]
+        if not changed and not self._values_compared:  # torch's batch_norm does not count all its writes as versions
+            changed = [name for name, x in state.items() if not _equal(x, buffers[name])]
+            self._values_compared = not changed
+        return out, after, changed
+
+    def _check(self, params: Named, buffers: Named) -> None:
+        errors: list[ShardingError] = []
+        for kind, named in (("params", params), ("buffers", buffers)):
+            expected = self._leaves[kind]
+            for name in expected.keys() - named.keys():
+                errors.append(fail(f"{self!r}: {kind}[{name!r}] is missing"))
+            for name in named.keys() - expected.keys():
+                other = "buffers" if kind == "params" else "params"
+                fix = f"leave it out: it is tied to {self.ties[name]!r}" if name in self.ties else \
+                    f"pass it in {other}" if name in self._leaves[other] else "leave it out"  # fmt: skip
+                errors.append(fail(f"{self!r}: {kind}[{name!r}] is not a leaf of the module", fix=fix))
+            for name, x in named.items():
+                if not isinstance(x, Tensor):
+                    fix = "names are flat: 'a.b', not ['a']['b']" if isinstance(x, Mapping) else \
+                        "call it inside shard_map, where leaves are tensors"  # fmt: skip
+                    errors.append(fail(f"{self!r}: {kind}[{name!r}] is a {type(x).__name__}, not a tensor", fix=fix))
+                elif name in expected and x.ndim != expected[name].ndim:
+                    facts = {"argument": describe(x.dtype, x.shape), "module": describe(x.dtype, expected[name].shape)}
+                    errors.append(
+                        fail(f"{self!r}: {kind}[{name!r}] has {x.ndim} dims, not {expected[name].ndim}", **facts)
+                    )
+        raise_all(sorted(errors, key=str))
+
+    def _explain(self, e: Exception, params: Named, buffers: Named, arguments: Any) -> None:
+        """Add to an error of forward the names of the leaves that were not unsharded."""
+        for name, x in params.items():
+            expected = self._leaves["params"][name].shape
+            if x.shape != expected:
+                shapes = f"params[{name!r}] is {list(x.shape)}, and {list(expected)} in the module"
+                e.add_note(f"{shapes}: fs.unshard gathers whole leaves")
+        types = checker()
+        if types is None or not isinstance(e, ShardingError) or "invariant" not in str(e):
+            return
+        leaves = {"params": params, "buffers": buffers}
+        tensors = [x for x in tree.leaves((leaves, arguments)) if isinstance(x, Tensor)]
+        varying = set[str]().union(*(types.info(x).type.varying for x in tensors))
+        for kind, named in leaves.items():
+            floats = {name: types.info(x).type for name, x in named.items() if differentiable_dtype(x)}
+            for axis in sorted(varying):
+                names = [name for name, type_ in floats.items() if axis in type_.invariant]
+                if names:
+                    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                    what = f"in {self!r}, {kind}[{names[0]!r}]{rest} of its {kind} are invariant over {axis!r}"
+                    e.args = (f'{e}\n  {what}\n  fix: {kind} = fs.unshard({kind}, its specs, "{axis}")',)
+
+    def _take_copy(self) -> _ModuleCopy:
+        """Return a copy of the module that no other call is using."""
+        try:
+            return self._free_copies.pop()
+        except IndexError:
+            for name, m in self.module.named_modules():
+                if m.training and getattr(m, "gradient_checkpointing", False) is True:
+                    raise fail(f"{self!r}: gradient checkpointing is on in {name or type(m).__name__!r}",
+                               "torch.utils.checkpoint would recompute with the skeleton's tensors, not with params",
+                               fix="switch it off, and wrap the recomputed call in fs.remat") from None  # fmt: skip
+            module = _deepcopy(self.module)
+            return _ModuleCopy(module, places_of(module, self.ties))
+
+
+# --- leaves of a module ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """One entry of a module's parameters or buffers: its dotted name, and the name of the leaf it uses."""
+
+    holder: dict[str, Any]
+    key: str
+    name: str
+    leaf: str
+    kind: str  # "params" or "buffers"
+    transient: bool
+
+
+def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[Place]:
+    """Return the places of all parameters and buffers. Those of one tensor use one leaf, by the first name."""
+    ties = ties or {}
+    first: dict[int, str] = {}
+    places = []
+    for prefix, m in module.named_modules(remove_duplicate=False):
+        for kind, holder in (("params", m._parameters), ("buffers", m._buffers)):
+            for key, x in holder.items():
+                if x is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    own = first.setdefault(id(x), name)
+                    leaf = ties.get(name, ties.get(own, own))
+                    places.append(Place(holder, key, name, leaf, kind, key in m._non_persistent_buffers_set))
+    return places
+
+
+def leaves_at(places: Sequence[Place]) -> Leaves:
+    """Return the tensor of each leaf."""
+    leaves: Leaves = {"params": {}, "buffers": {}}
+    for p in places:
+        leaves[p.kind].setdefault(p.leaf, p.holder[p.key])
+    return leaves
+
+
+# --- copies of a module ---------------------------------------------------------------------------------------
+
+
+class _ModuleCopy:
+    """A copy of a module, used by one call at a time, and the contents of all its containers."""
+
+    def __init__(self, module: nn.Module, places: list[Place]) -> None:
+        self.module, self.places = module, places
+        containers: list[Any] = [x for x in _reachable(module) if isinstance(x, (dict, list, set))]
+        self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
+        self._contents = [(x, copy.copy(x)) for x in containers if x]
+
+    def restore(self) -> None:
+        """Undo the changes of a call."""
+        if any(map(len, self._empty)):
+            for x in self._empty:
+                x.clear()
+        for x, before in self._contents:
+            if not _same_objects(x, before):
+                x.clear()
+                x.extend(before) if isinstance(x, list) else x.update(before)
+
+
+def _same_objects(x: Any, before: Any) -> bool:
+    """Return whether a container has the same objects as before."""
+    if isinstance(x, set):
+        return bool(x == before)
+    pair = (x.values(), before.values()) if isinstance(x, dict) else (x, before)
+    return len(x) == len(before) and all(map(is_, *pair))
+
+
+def _deepcopy(module: nn.Module) -> Any:
+    """Copy a module, but share its tensors."""
+    memo = {id(x): x for x in _reachable(module) if isinstance(x, Tensor)}
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as e:
+        raise fail(
+            f"{type(module).__name__}: cannot be copied, and each rank of a simulated mesh needs its own",
+            f"{type(e).__name__}: {e}",
+            fix="keep objects that copy.deepcopy refuses out of the module",
+        ) from e
+
+
+def _reachable(module: nn.Module) -> Iterator[Any]:
+    """Yield the objects that a module refers to, directly or not: attributes, containers, tensors."""
+    pending: list[Any] = [module]
+    seen: dict[int, Any] = {}
+    while pending:
+        x = pending.pop()
+        if id(x) in seen or isinstance(x, (str, int, float, type, FunctionType, ModuleType)):
+            continue
+        seen[id(x)] = x
+        yield x
+        if isinstance(x, Tensor):
+            continue
+        if isinstance(x, Mapping):
+            pending += x.values()
+        elif isinstance(x, (list, tuple, set, frozenset, deque)):
+            pending += x
+        elif isinstance(x, MethodType):
+            pending.append(x.__self__)
+        elif isinstance(x, functools.partial):
+            pending += [x.func, *x.args, x.keywords]
+        if hasattr(x, "__dict__"):
+            pending.append(x.__dict__)
+
+
+def _version(x: Tensor) -> int:
+    return version_of(unwrapped(x))
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Return whether two buffers have the same values; True for tensors without values."""
+    x, y = unwrapped(x.detach()), unwrapped(y.detach())
+    if x is y or x.is_meta or isinstance(x, FakeTensor):
+        return True
+    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN equals NaN
+
+
+__all__ = ["Apply", "Leaves", "Place", "leaves_at", "places_of"]

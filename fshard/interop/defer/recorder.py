@@ -1,0 +1,424 @@
+"""Record a constructor: its operations run on fake tensors, and a graph of their values is built.
+
+Each storage has one current value. A tensor is found in it by its sizes, strides and offset, so that views, detached
+parameters and `param.data = x` need no bookkeeping. A write through a view replaces the storage's value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fshard._callsite import quote, site
+from fshard._torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    replace_trunc_normal,
+    storage_id,
+    without_modes,
+)
+from fshard.errors import ShardingError, fail
+from fshard.spec import full_box
+
+from . import graph
+from .aten_rules import AtenCall, drawn_value, fold_constant, new_value, overwriting_value
+from .graph import (
+    Call,
+    Constant,
+    Draw,
+    Full,
+    InputSlot,
+    Node,
+    Op,
+    Uninitialized,
+    cast,
+    constant,
+    draws,
+    flat,
+    map_nested,
+    reshape,
+    tensors_in,
+    topological_order,
+    view,
+)
+from .replay import Replay, bytes_in_full
+from .strided_view import Shape, StridedView, refined_shape, row_major_strides, strided_view
+
+EAGER = "fs.defer(constructor, reference=0), which builds it eagerly"
+
+
+def recording_error(
+    what: str, *notes: str, fix: str = EAGER, frame: FrameType | None = None, **facts: object
+) -> ShardingError:
+    """Return an error that names the line of the constructor."""
+    line = site(frame)
+    source = () if line is None else (f"{line}", *(f"  {text}" for text in quote(line).splitlines()))
+    return fail(f"defer: {what}", *source, *notes, fix=fix, **facts)
+
+
+@contextlib.contextmanager
+def recording(budget: int) -> Iterator[Recorder]:
+    """Record the operations of this thread."""
+    recorder = Recorder(budget)
+    fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    reads: Any = MemoryAccess(recorder)
+    with _patched(recorder), fake, recorder, reads:
+        yield recorder
+
+
+@dataclass
+class RecordedStorage:
+    """The current value of a storage, as the tensor that was allocated with it."""
+
+    storage: Any  # kept alive, so that its id stays its own
+    value: Node
+    strides: tuple[int, ...]
+    offset: int
+
+    def region_of(self, x: Tensor) -> tuple[Shape, StridedView] | None:
+        """Return a shape of the value, and the tensor as a strided view of it. None: it is not one."""
+        shape, strides, offset = tuple(x.shape), x.stride(), int(x.storage_offset()) - self.offset
+        base = self.value.shape
+        if x.dtype != self.value.dtype or offset < 0:
+            return None
+        region = strided_view(base, self.strides, shape, strides, offset)
+        if region is None and self.strides == row_major_strides(base):
+            finer = refined_shape(self.value.nbytes // x.itemsize, shape, strides)
+            if finer is not None:
+                base, region = finer, strided_view(finer, row_major_strides(finer), shape, strides, offset)
+        return None if region is None else (base, region)
+
+    def read(self, x: Tensor) -> Node:
+        """Return the value of a tensor in this storage."""
+        shape = tuple(x.shape)
+        if x.numel() == 0:
+            return Full(shape, x.dtype, 0)
+        found = self.region_of(x)
+        if found is not None:
+            return view(reshape(self.value, found[0]), found[1])
+        alias = self._alias(x)
+        call = Call("as_strided", lambda base: alias(base)[1], (InputSlot(0),), {}, (self.value,))
+        return Op(shape, x.dtype, call, 0)
+
+    def write(self, x: Tensor, value: Node) -> None:
+        """Overwrite a tensor in this storage."""
+        if x.numel() == 0:
+            return
+        old, found = self.value, self.region_of(x)
+        if found is not None:
+            self.value = reshape(graph.write(reshape(old, found[0]), found[1], value), old.shape)
+            return
+        alias = self._alias(x)
+
+        def put(base: Tensor, new: Tensor) -> Tensor:
+            base, part = alias(base)
+            part.copy_(new)
+            return base
+
+        call = Call("write as_strided", put, (InputSlot(0), InputSlot(1)), {}, (old, value))
+        self.value = Op(old.shape, old.dtype, call, 0)
+
+    def _alias(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return a function from the whole value to a copy of it, and the part of this copy that `x` is."""
+        dtype, shape, strides = x.dtype, tuple(x.shape), x.stride()
+        base_dtype, base_shape, base_strides = self.value.dtype, self.value.shape, self.strides
+        offset = int(x.storage_offset()) - self.offset * base_dtype.itemsize // dtype.itemsize
+
+        def alias(base: Tensor) -> tuple[Tensor, Tensor]:
+            copied = torch.empty_strided(base_shape, base_strides, dtype=base_dtype).copy_(base)
+            return copied, torch.empty(0, dtype=dtype).set_(copied.untyped_storage(), offset, shape, strides)
+
+        return alias
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations. Tensors that it has not made are literals: operations on literals alone run as they are."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.budget = budget
+        self._storages: dict[int, RecordedStorage] = {}
+
+    # --- values of tensors ------------------------------------------------------------------------------------
+
+    def is_recorded(self, x: Tensor) -> bool:
+        """Return whether the tensor's value is a node of the graph; that of a literal is in its memory."""
+        return self._storage_of(x) is not None
+
+    def _storage_of(self, x: Tensor) -> RecordedStorage | None:
+        return self._storages.get(storage_id(x)) if x.layout is torch.strided else None
+
+    def node(self, x: Tensor) -> Node:
+        """Return the current value of a tensor."""
+        storage = self._storage_of(x)
+        if storage is not None and not x.is_conj() and not x.is_neg():
+            return storage.read(x)
+        if storage is not None or isinstance(x, FakeTensor) or x.layout is not torch.strided or x.is_meta:
+            what = "a tensor is on the meta device, sparse, a conjugate view, or of an operation that was not recorded"
+            raise recording_error(what, fix=f"dense tensors that have values; or {EAGER}")
+        with without_modes(), torch.no_grad():
+            return constant(x.detach().clone())
+
+    def write(self, x: Tensor, value: Node) -> None:
+        """Overwrite a tensor with a value."""
+        storage = self._storage_of(x)
+        if storage is None:  # a literal until now: record its storage as one row of numbers
+            memory = x.untyped_storage()
+            with without_modes(), torch.no_grad():
+                row = x.detach().as_strided((memory.nbytes() // x.itemsize,), (1,), 0).clone()
+            node = Constant(tuple(row.shape), row.dtype, row)
+            storage = self._storages[storage_id(x)] = RecordedStorage(memory, node, (1,), 0)
+        storage.write(x, cast(value, x.dtype))
+
+    def _new(self, x: Tensor, value: Node) -> None:
+        """Record the value of a tensor with a storage of its own."""
+        storage = RecordedStorage(x.untyped_storage(), value, x.stride(), int(x.storage_offset()))
+        self._storages[storage_id(x)] = storage
+
+    def value(self, x: Tensor, what: str) -> Tensor:
+        """Compute a tensor's value now. Raises ShardingError if draws or memory of torch.empty decide it."""
+        node = self.node(x)
+        if draws(node):
+            raise recording_error(f"{what} needs numbers that are drawn only when a leaf is placed, by its key",
+                                  fix=f"compute it from the configuration; or {EAGER}")  # fmt: skip
+        if any(isinstance(n, Uninitialized) for n in topological_order(node)):
+            raise recording_error(f"{what} reads memory of torch.empty that nothing was written to", fix="torch.zeros")
+        if max(node.nbytes, bytes_in_full(node)) > self.budget:
+            raise recording_error(f"{what} computes more than budget= in full", bytes=node.nbytes, budget=self.budget,
+                                  fix="a larger budget=")  # fmt: skip
+        with without_modes():
+            return Replay(node, _no_key, torch.device("cpu")).fill(full_box(node.shape), node.dtype)
+
+    # --- operations -------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags
+        if tensors and not is_draw and not any(self.is_recorded(x) or isinstance(x, FakeTensor) for x in tensors):
+            with without_modes():
+                return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = None  # keys decide
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")  # the mesh decides
+        op = AtenCall(func, args, kwargs, self.node)
+        if torch.Tag.inplace_view in func.tags:
+            if op.name.startswith("resize") or not all(isinstance(x, FakeTensor) for x in tensors):
+                raise recording_error(f"{op.full_name} changes the storage of a tensor", fix="make a new tensor")
+            return func(*args, **kwargs)
+        targets = _targets(func, args, kwargs)
+        if targets:
+            return self._record_write(op, targets, is_draw)
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+            return self._run_view(op, tensors[0])
+        return self._record_new(op, is_draw)
+
+    def _run_view(self, op: AtenCall, source: Tensor) -> Any:
+        if isinstance(source, FakeTensor):
+            return _run(op)
+        with without_modes():  # a literal that was written to: its views are real, in the same storage
+            return op.func(*op.args, **op.kwargs)
+
+    def _record_write(self, op: AtenCall, targets: Sequence[Tensor], is_draw: bool) -> Any:
+        target = targets[0]
+        value = None
+        if is_draw and op.inplace:
+            value = drawn_value(op, tuple(target.shape), target.dtype)
+        elif op.inplace or op.name == "eye":
+            value = overwriting_value(op, target)
+        if value is not None:
+            self.write(target, value)
+            return target
+        if is_draw:
+            raise _no_distribution(op)
+        call = op.call()
+        pairs = zip(flat((op.args, op.kwargs)), flat((call.args, call.kwargs)), strict=False)
+        slots = {id(x): y.index for x, y in pairs if isinstance(y, InputSlot)}
+        results = tensors_in(out := _run(op))
+        aliased = [r.alias_info is not None for r in op.func._schema.returns]
+        for i, (x, is_target) in enumerate(zip(results, aliased, strict=False)):  # batch norm returns new tensors too
+            if not is_target:
+                self._new(x, Op(tuple(x.shape), x.dtype, call, i))
+        for x in targets:
+            output = 0 if op.inplace and len(targets) == 1 else len(results) + slots[id(x)]
+            self.write(x, fold_constant(Op(tuple(x.shape), x.dtype, call, output)))
+        remaining = iter(targets)
+        returned = [next(remaining) if is_target else x for x, is_target in zip(results, aliased, strict=False)]
+        return returned[0] if isinstance(out, Tensor) else type(out)(returned) if results else out
+
+    def _record_new(self, op: AtenCall, is_draw: bool) -> Any:
+        if not any("Tensor" in str(r.type) for r in op.func._schema.returns):
+            return self._run_on_values(op)
+        try:
+            out = _run(op)
+        except _ValueNeededError:
+            return self._run_on_values(op)
+        results = tensors_in(out)
+        for x in results:
+            if x.layout is not torch.strided:
+                raise recording_error(f"{op.name} returns a tensor of layout {x.layout}", fix="dense tensors")
+        if len(results) > 1:
+            call = op.call()
+            for i, x in enumerate(results):
+                self._new(x, Op(tuple(x.shape), x.dtype, call, i))
+        elif not self.is_recorded(results[0]):  # else its argument, or a view of it that the schema does not declare
+            x = results[0]
+            rule = drawn_value if is_draw else new_value
+            value = rule(op, tuple(x.shape), x.dtype)
+            if value is None:
+                raise _no_distribution(op)
+            self._new(x, value)
+        elif is_draw:
+            raise _no_distribution(op)
+        return out
+
+    def _run_on_values(self, op: AtenCall) -> Any:
+        """Run an operation whose result the constructor looks at, if no draw decides it."""
+        what = {"_local_scalar_dense": ".item()", "equal": "torch.equal()"}.get(op.name, f"{op.name}()")
+        values = {id(x): self.value(x, what) for x in tensors_in((op.args, op.kwargs))}
+        replace = lambda x: values[id(x)] if isinstance(x, Tensor) else x  # noqa: E731
+        with without_modes():
+            return op.func(*map_nested(op.args, replace), **map_nested(op.kwargs, replace))
+
+
+class _ValueNeededError(Exception):
+    """The shape or the result of an operation depends on numbers."""
+
+
+def _run(op: AtenCall) -> Any:
+    """Run an operation on fake tensors."""
+    try:
+        return op.func(*op.args, **op.kwargs)
+    except RuntimeError as e:
+        cause = getattr(e, "func", None)  # FakeTensorMode says which operation it has no result for
+        if cause is None:
+            raise
+        if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(cause.tags):
+            raise _ValueNeededError from e
+        raise recording_error(f"{cause} has no shape rule, so it cannot be recorded") from e
+
+
+def _no_distribution(op: AtenCall) -> ShardingError:
+    return recording_error(f"there is no rule for the draws of {op.func}",
+                           fix=f"draw with torch.nn.init or torch.randn; or {EAGER}")  # fmt: skip
+
+
+def _no_key(draw: Draw) -> Tensor:
+    raise AssertionError(draw)
+
+
+def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to, by its schema."""
+    if func._schema.name == "aten::native_batch_norm":  # its schema does not declare the running statistics
+        return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
+    targets: list[Tensor] = []
+    for i, a in enumerate(func._schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            targets += tensors_in(args[i] if i < len(args) else kwargs.get(a.name))
+    return targets
+
+
+# --- access to memory without an operation --------------------------------------------------------------------
+
+
+class MemoryAccess(TorchFunctionMode):
+    """Gives `numpy`, `data_ptr` and `deepcopy` of recorded tensors a meaning, or an error."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = _MEMORY_RULES.get(func)
+        if rule is not None and args and isinstance(args[0], Tensor) and self.recorder.is_recorded(args[0]):
+            return rule(self.recorder, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _numpy(recorder: Recorder, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    out = recorder.value(x, ".numpy()").numpy()
+    out.flags.writeable = False  # a write to it would not reach the tensor
+    return out if not args else out.astype(args[0])
+
+
+def _data_ptr(recorder: Recorder, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    raise recording_error("data_ptr() asks for the address of a tensor that has no memory yet")
+
+
+def _deepcopy(recorder: Recorder, x: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Copy by operations: `Tensor.__deepcopy__` copies a storage without one."""
+    if id(x) not in memo:
+        with torch.no_grad():
+            out = x.detach().clone(memory_format=torch.preserve_format)
+        if isinstance(x, nn.Parameter):
+            out = nn.Parameter(out, requires_grad=x.requires_grad)
+        attributes = {k: v for k, v in vars(x).items() if k not in vars(out)}
+        vars(out).update(copy.deepcopy(attributes, memo))
+        memo[id(x)] = out.requires_grad_(x.requires_grad)
+    copied: Tensor = memo[id(x)]
+    return copied
+
+
+_MEMORY_RULES: dict[Any, Callable[..., Any]] = {
+    Tensor.numpy: _numpy, Tensor.__array__: _numpy, Tensor.data_ptr: _data_ptr, Tensor.__deepcopy__: _deepcopy,
+}  # fmt: skip
+
+_patch_lock = threading.RLock()  # one recording at a time patches torch; a constructor may call `defer` itself
+
+
+@contextlib.contextmanager
+def _patched(recorder: Recorder) -> Iterator[None]:
+    """Replace two functions of torch, for this recorder's tensors alone.
+
+    torch's truncated normal rejects and draws again, so it looks at numbers: here it is one draw, by inverse CDF.
+    `module.half()` calls torch's `swap_tensors`, which fake tensors do not support: exchanging their data is enough.
+    """
+
+    def recorded_trunc_normal_(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Tensor:
+        if not recorder.is_recorded(tensor):
+            return trunc_normal(tensor, mean, std, a, b, generator=generator)
+        args = (float(mean), float(std), float(a), float(b))
+        recorder.write(tensor, Draw(tuple(tensor.shape), tensor.dtype, "trunc_normal", args))
+        return tensor
+
+    def recorded_swap_tensors(x: Tensor, y: Tensor) -> None:
+        if not recorder.is_recorded(x) or not recorder.is_recorded(y):
+            swap_tensors(x, y)
+            return
+        requires_grad = x.requires_grad
+        with torch.no_grad():
+            x.data, y.data = y.data, x.data
+        x.requires_grad_(requires_grad)
+
+    with _patch_lock:
+        swap_tensors: Any = torch.utils.swap_tensors
+        trunc_normal = replace_trunc_normal(recorded_trunc_normal_)
+        torch.utils.swap_tensors = recorded_swap_tensors
+        try:
+            yield
+        finally:
+            replace_trunc_normal(trunc_normal)
+            torch.utils.swap_tensors = swap_tensors
+
+
+__all__ = ["EAGER", "Recorder", "recording", "recording_error"]

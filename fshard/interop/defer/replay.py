@@ -1,0 +1,212 @@
+"""Compute a box of a recorded value: only the elements that the box needs, each with the bits it has in the whole.
+
+Operations of `POINTWISE` give an element the same bits at any position in memory (a test shows it for each), so they
+run on the box alone, as do draws, views, casts and writes. Every other operation is computed in full, once for each
+leaf, on the CPU, and the box is cut out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fshard.errors import ShardingError, fail
+from fshard.spec import Box, box_bounds, box_shape, full_box, relative_box
+
+from .distributions import draw_box
+from .graph import (
+    Call,
+    Cast,
+    Constant,
+    Draw,
+    Full,
+    Node,
+    Op,
+    Reshape,
+    Uninitialized,
+    View,
+    Write,
+    inputs,
+    topological_order,
+)
+from .strided_view import row_major_strides
+
+POINTWISE = frozenset([
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min",
+    "cos", "div", "eq", "erfinv", "exp", "floor", "ge", "gt", "le", "log", "logical_and", "logical_not", "logical_or",
+    "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "neg", "reciprocal", "round", "rsqrt",
+    "rsub", "sgn", "sign", "sin", "sqrt", "sub", "trunc", "where",
+])  # fmt: skip
+_CHUNK = 1 << 20  # most elements that are computed at a time
+
+
+def is_pointwise(node: Op) -> bool:
+    """Return whether each element has the same bits at any position in memory."""
+    name = node.call.name.rstrip("_")
+    if name in ("add", "sub", "rsub"):  # alpha: a vector multiplies and adds without rounding between
+        return node.call.kwargs.get("alpha", 1) == 1 and len(node.call.args) <= 2
+    if name == "rsqrt":  # a 16-bit result is rounded once in a vector, and twice at its end
+        return node.dtype.itemsize >= 4
+    return name in POINTWISE
+
+
+def is_local(node: Node) -> bool:
+    """Return whether a box of the value needs only boxes of its inputs."""
+    if isinstance(node, Op):
+        return is_pointwise(node)
+    return not (isinstance(node, Draw) and node.distribution == "randperm")
+
+
+def bytes_in_full(root: Node) -> int:
+    """Return the bytes that are computed in full for any box of the root, without views and ranges."""
+    heads = [n for node in topological_order(root) if not is_local(node) for n in (node, *inputs(node))]
+    nodes = [n for n in topological_order(*heads) if not isinstance(n, (View, Reshape, Full))]
+    if all(isinstance(n, Cast) or (isinstance(n, Op) and n.call.name in ("arange", "linspace")) for n in nodes):
+        return 0
+    return sum(n.nbytes for n in nodes)
+
+
+class Replay:
+    """One evaluation of a graph, with the keys of its draws, on a device."""
+
+    def __init__(self, root: Node, key_of: Callable[[Draw], Tensor], device: torch.device) -> None:
+        self.root, self.key_of, self.device = root, key_of, device
+        uses = Counter(id(n) for node in topological_order(root) for n in inputs(node))
+        self._shared = {i for i, n in uses.items() if n > 1}
+        self._cached: dict[tuple[int, tuple[tuple[int, int], ...]], Tensor] = {}  # boxes of shared nodes
+        self._partial: dict[int, tuple[Box, Tensor]] = {}  # sources of the writes in progress
+        self._results: dict[int, list[Tensor]] = {}  # of calls computed in full
+        self._on_cpu = self if device.type == "cpu" else Replay(root, key_of, torch.device("cpu"))
+
+    def fill(self, box: Box, dtype: torch.dtype) -> Tensor:
+        """Return a box of the root in a dtype, computed in steps along one dim into memory of that size."""
+        sizes = box_shape(box)
+        with torch.no_grad():
+            if math.prod(sizes) <= _CHUNK or isinstance(self.root, (Draw, Full)):
+                return self.evaluate(self.root, box).to(dtype).contiguous()
+            out = torch.empty(sizes, dtype=dtype, device=self.device)
+            dim = next(d for d, n in enumerate(sizes) if n > 1)
+            step = max(1, _CHUNK * sizes[dim] // math.prod(sizes))
+            for start in range(0, sizes[dim], step):
+                n = min(step, sizes[dim] - start)
+                part = slice(box[dim].start + start, box[dim].start + start + n)
+                self._cached.clear()
+                out.narrow(dim, start, n).copy_(self.evaluate(self.root, (*box[:dim], part, *box[dim + 1 :])))
+            return out
+
+    def evaluate(self, node: Node, box: Box) -> Tensor:
+        """Return a box of a value. Nothing else refers to the tensor's elements, so the caller may overwrite them."""
+        if id(node) not in self._shared or isinstance(node, (Full, Constant)):
+            return self._compute(node, box)
+        if id(node) in self._partial:
+            outer, x = self._partial[id(node)]
+            if all(o.start <= i.start and i.stop <= o.stop for o, i in zip(outer, box, strict=True)):
+                return x[relative_box(box, outer)].clone()
+        key = id(node), box_bounds(box)
+        if key not in self._cached:
+            self._cached[key] = self._compute(node, box)
+        return self._cached[key].clone()
+
+    def _compute(self, node: Node, box: Box) -> Tensor:
+        sizes = box_shape(box)
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=node.dtype, device=self.device)
+        match node:
+            case Full():
+                return torch.full(sizes, node.value, dtype=node.dtype, device=self.device)
+            case Uninitialized():
+                if not _has_nan(node.dtype):
+                    raise _read_before_write(node)
+                return torch.full(sizes, math.nan, dtype=node.dtype, device=self.device)  # `validate` finds it
+            case Constant():
+                return node.tensor[box].to(self.device, copy=True)
+            case Draw():
+                key = self.key_of(node)
+                return draw_box(node.distribution, node.args, key, node.shape, box, node.dtype, self.device)
+            case Cast():
+                return self.evaluate(node.source, box).to(node.dtype)
+            case View():
+                hull, steps = node.region.in_base(box)
+                x = node.region.arrange(self.evaluate(node.source, hull)[steps], sizes)
+                return x.contiguous() if 0 in x.stride() else x
+            case Reshape():
+                return self._reshape(node, box)
+            case Write():
+                return self._write(node, box)
+            case Op() if is_pointwise(node):
+                parts = [self.evaluate(n, _broadcast(n.shape, box)) for n in node.call.inputs]
+                # In place, the first argument has the shape of the result and is ours to overwrite.
+                return node.call.run(parts)[node.output]
+            case Op():
+                return self._on_cpu._run_in_full(node.call)[node.output][box].to(self.device, copy=True)
+        raise AssertionError(node)
+
+    def _run_in_full(self, call: Call) -> list[Tensor]:
+        if id(call) not in self._results:
+            self._results[id(call)] = call.run([self.evaluate(n, full_box(n.shape)).contiguous() for n in call.inputs])
+        return self._results[id(call)]
+
+    def _reshape(self, node: Reshape, box: Box) -> Tensor:
+        """Evaluate the rows of the source that have elements of the box, and cut the box out."""
+        strides = row_major_strides(node.shape)
+        first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
+        last = sum((s.stop - 1) * stride for s, stride in zip(box, strides, strict=True))
+        source = node.source
+        if not source.shape:
+            return self.evaluate(source, ()).reshape(box_shape(box))
+        row = math.prod(source.shape[1:])
+        rows = slice(first // row, last // row + 1)
+        flat = self.evaluate(source, (rows, *full_box(source.shape[1:]))).reshape(-1)
+        return flat.as_strided(box_shape(box), strides, flat.storage_offset() + first - rows.start * row)
+
+    def _write(self, node: Write, box: Box) -> Tensor:
+        """Evaluate the base, then each write in turn, where its region has elements of the box.
+
+        A loop, since a constructor that fills 256 experts one by one makes a chain of as many writes.
+        """
+        writes: list[Write] = []
+        base: Node = node
+        bounds = box_bounds(box)
+        while isinstance(base, Write) and (base is node or (id(base), bounds) not in self._cached):
+            writes.append(base)
+            base = base.source
+        # Integers have no NaN to mark memory of torch.empty: a mask has the elements that no write has reached.
+        missing = None
+        if isinstance(base, Uninitialized) and not _has_nan(base.dtype):
+            missing = torch.ones(box_shape(box), dtype=torch.bool, device=self.device)
+            out = torch.zeros(box_shape(box), dtype=base.dtype, device=self.device)
+        else:
+            out = self.evaluate(base, box).contiguous()
+        for w in reversed(writes):
+            part = w.region.in_view(box)
+            if part is None:
+                continue
+            view, slices = part
+            if id(w.source) in self._shared and missing is None:
+                self._partial[id(w.source)] = (box, out)  # the value may be computed from it
+            value = self.evaluate(w.value, view)
+            self._partial.pop(id(w.source), None)
+            w.region.arrange(out[slices], value.shape).copy_(value)
+            if missing is not None:
+                missing[slices] = False
+        if missing is not None and missing.any():
+            raise _read_before_write(base)
+        return out
+
+
+def _has_nan(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _read_before_write(node: Node) -> ShardingError:
+    return fail("memory of torch.empty is used before it is written", "integers have no NaN to mark it with",
+                fix="torch.zeros in the constructor", shape=list(node.shape), dtype=node.dtype)  # fmt: skip
+
+
+def _broadcast(shape: Sequence[int], box: Box) -> Box:
+    """Return the box of an operand that a box of the result needs."""
+    return tuple(slice(0, 1) if n == 1 else s for n, s in zip(shape, box[len(box) - len(shape) :], strict=True))

@@ -1,0 +1,77 @@
+"""The `config.json` of a Hugging Face folder as a `Config` of a model here, and its tensors as leaves of our tree."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fshard import tree
+from fshard.errors import fail
+from fshard.interop.hf import CONFIG, FileTensor, Where, config_of
+
+C = TypeVar("C")
+
+
+def read_config(folder: Where, cls: type[C], fixed: Mapping[str, Any], **others: Any) -> C:
+    """Read the fields of `cls` from `config.json`; `others` are fields that have another name there.
+
+    `fixed` is what every model of this type has, by name: `model_type`, and options for which there is one choice
+    here. A config without one of these options has that choice.
+
+    Raises ShardingError listing every option with another value, every field of another type, or a missing
+    `model_type`.
+    """
+    config = config_of(folder)
+    different = [f"{name}: {config.get(name)!r}, not {want!r}" for name, want in fixed.items()
+                 if config.get(name, None if name == "model_type" else want) != want]  # fmt: skip
+    if different:
+        raise fail(f"{Path(folder) / CONFIG}: not a supported {fixed['model_type']}", *different,
+                   fix="use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))")  # fmt: skip
+    values = {f.name: config[f.name] for f in fields(cls) if f.name in config} | others  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    wrong = [f"{name}: {value!r}" for name, value in values.items() if not _has_type(value, hints[name])]
+    if wrong:
+        raise fail(f"{Path(folder) / CONFIG}: has values of the wrong kind", *wrong, fix="copy it again")
+    try:
+        return cls(**values)
+    except ArithmeticError as e:
+        raise fail(f"{Path(folder) / CONFIG}: describes no model", f"{type(e).__name__}: {e}",
+                   fix="copy it again") from e  # fmt: skip
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Return whether a JSON value has the type of a field: an int is also a float, and sizes are not negative."""
+    if isinstance(hint, types.UnionType):
+        return any(_has_type(value, one) for one in typing.get_args(hint))
+    kind = typing.get_origin(hint) or hint
+    if kind is int:
+        return type(value) is int and value >= 0
+    return type(value) in (int, float) if kind is float else isinstance(value, kind)
+
+
+def weight_and_bias(ours: str, name: str, w: str | None = None, b: str | None = None) -> dict[str, FileTensor]:
+    """The leaves `ours.w` and `ours.b` of a layer, whose tensors are `name.weight` and `name.bias`, with their dims."""
+    return {f"{ours}.w": FileTensor(f"{name}.weight", w), f"{ours}.b": FileTensor(f"{name}.bias", b)}
+
+
+def file_tensor(
+    path: tree.Path, top: Mapping[str, FileTensor], block: Mapping[str, FileTensor], blocks: str
+) -> FileTensor:
+    """The file tensor of the leaf at a path: from `block` for a leaf of a block ("h", number, ...), else from `top`.
+
+    `blocks` is the prefix of the blocks' tensors, before the number of the block.
+
+    >>> file_tensor(("h", 3, "w"), {}, {"w": FileTensor("ln_1.weight")}, "transformer.h")
+    FileTensor(name='transformer.h.3.ln_1.weight', dims=None, at=None)
+    """
+    if path[0] != "h":
+        return top[tree.dotted(path)]
+    inner = block[tree.dotted(path[2:])]
+    return replace(inner, name=f"{blocks}.{path[1]}.{inner.name}")
+
+
+__all__ = ["file_tensor", "read_config", "weight_and_bias"]

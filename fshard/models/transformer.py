@@ -1,0 +1,238 @@
+"""What the transformers share: the layout of their residual stream on a mesh, attention, and the loop over blocks.
+
+Legend: B batch, T time, D width, H heads, K head width, R rotated dims of a head; [B@data] is a dim split over an
+axis; {V} varies over it, {I} does not.
+Source: Shoeybi et al., 2019, and Korthikanti et al., 2022, "Reducing activation recomputation", for the splits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import nn, tree
+from fshard._comm import Axis, live_axes, region
+from fshard._ops import Gather, Vary
+from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
+from fshard.nn import rope
+from fshard.random import fold_in
+from fshard.schedule.overlap import apply_then_compute
+from fshard.schedule.scan import scan
+from fshard.schedule.unshard import unshard
+from fshard.spec import P, any_on_host, names_of
+
+from .decoding import Cache, KeyValues, Tokens, append_to_cache, generate, global_batch
+
+# A block: its unsharded parameters, x [B, T, D], its key and its cached keys and values -> x and the updated ones.
+Block = Callable[[Any, Tensor, Tensor | None, KeyValues | None], tuple[Tensor, KeyValues | None]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh axes each part is split over; `None` leaves it whole.
+
+    `data`: the batch. `model`: heads, hidden units and the vocabulary. `sequence`: also split the residual stream
+    along time over `model`, between the blocks' halves. `batch`: the number of examples on all ranks, needed only with
+    dropout in a compiled program that has an uneven dim anywhere; elsewhere the ranks exchange it. `dtype`: the dtype
+    parameters are gathered and computed with, and `reduce_dtype`: the dtype their gradients are summed over `data`
+    with; by default the dtype they are stored in.
+
+    >>> Layout("data", "model", sequence=True).stream
+    P('data', 'model')
+    """
+
+    data: Axis = None
+    model: Axis = None
+    sequence: bool = False
+    batch: int | None = None
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def stream(self) -> P:
+        """The spec of the residual stream, [B, T, D]."""
+        return P(self.data, self.model if self.sequence else None)
+
+    def unshard(self, names: Sequence[str], params: Any, specs: Any, described: Any) -> dict[str, Any]:
+        """Make the named parameters ready for each rank's own batch: unshard them over `data`, by their specs."""
+        parts = {name: params[name] for name in names}
+        part_specs = P() if specs is None else {name: specs[name] for name in names}
+        if not self.data and not any_on_host(part_specs):  # without a collective, so also outside a region
+            return parts if self.dtype is None else tree.map(lambda x: x.to(self.dtype), parts)
+        out: dict[str, Any] = unshard(parts, part_specs, self.data, shapes={name: described[name] for name in names},
+                                      dtype=self.dtype, reduce_dtype=self.reduce_dtype)  # fmt: skip
+        return out
+
+    def replicated(self, params: Any) -> Any:
+        """Replicated parameters as the stream uses them: varying over `model` if each rank has its own part of time."""
+        return pvary(params, self.model) if self.sequence else params
+
+    def enter(self, x: Tensor, t: int) -> Tensor:
+        """Enter a model-parallel region: stream [B, T, D]{I model}, or [B, T@model, D], -> [B, T, D]{V model}."""
+        out: Tensor = all_gather(x, self.model, 1, size=t) if self.sequence else pvary(x, self.model)
+        return out
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Leave a model-parallel region by summing its partial results [B, T, D]{V model} into the stream."""
+        out: Tensor = psum_scatter(x, self.model, 1) if self.sequence else psum(x, self.model)
+        return out
+
+    def column_linear(self, x: Tensor, t: int, w: Tensor, b: Tensor | None = None) -> Tensor:
+        """Enter a model-parallel region by its first layer: stream x @ w [D, F@model] + b [F@model] -> [B, T, F@model].
+
+        In backward, the sum of x's gradient over `model` overlaps with computing the gradients of w and b.
+        """
+        axes = () if self.model is None else live_axes(region("linear").comm, names_of(self.model))
+        if not axes:
+            return nn.linear(x, w, b)
+        comm = region("linear").comm
+        collective = Gather(comm, axes, ((1, t),)) if self.sequence else Vary(comm, axes)
+        return apply_then_compute(collective, nn.linear, x, w, *([] if b is None else [b]))
+
+    def row_linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        """Leave a model-parallel region by its last layer: x [B, T, F@model] @ w [F@model, D] + b [D] -> stream."""
+        if not self.model:
+            return nn.linear(x, w, b)  # one operation
+        out = self.leave(nn.linear(x, w))
+        return out if b is None else out + self.replicated(b)
+
+    def layer_norm(self, x: Tensor, p: Any, eps: float) -> Tensor:
+        """Layer norm of the stream, or of this rank's part of it."""
+        p = self.replicated(p)
+        return nn.layer_norm(x, p["w"], p["b"], eps=eps)
+
+    def time_slice(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Slice a value that is the same over `model`, such as positions, as the stream is split along time."""
+        out: Tensor = pslice(x, self.model, dim) if self.sequence else x
+        return out
+
+    def embed(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
+        """Embed ids [B, T] by a table [V@model, D] into the stream; `size` is V."""
+        return self.leave(nn.embedding(ids, table, axis=self.model, size=size))
+
+    def with_batch(self, ids: Tensor, key: Tensor | None, *rates: float) -> Layout:
+        """This layout with `batch` set, of which this rank has ids [B, T], if dropout at one of the rates needs it."""
+        return self if key is None or not any(rates) else replace(self, batch=self.global_shape(ids.shape)[0])
+
+    def global_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The global shape of a shape whose dim 0 is this rank's batch."""
+        batch = self.batch
+        if batch is None:
+            batch = global_batch("dropout", shape[0], self.data, word="Layout(batch=)")
+        return (batch, *shape[1:])
+
+    def dropout(self, x: Tensor, rate: float, key: Tensor | None, name: str, t: int) -> Tensor:
+        """`nn.dropout` of the stream by `key` folded with `name`; `t` is the global T."""
+        if not rate or key is None:
+            return x
+        shape = self.global_shape((len(x), t, x.shape[2]))
+        return nn.dropout(x, rate, key=fold_in(key, name), spec=self.stream, shape=shape)
+
+
+ONE_DEVICE = Layout()
+
+
+def fold_name(key: Tensor | None, name: str | int) -> Tensor | None:
+    """`fold_in` if there is a key."""
+    return None if key is None else fold_in(key, name)
+
+
+def flat_linear(x: Tensor, p: Any) -> Tensor:
+    """x @ w + b with all output dims flattened: [B, T, D], w [D, F..], b [F..] if there is one -> [B, T, F]."""
+    return nn.linear(x, p["w"].flatten(1), p["b"].flatten() if "b" in p else None)
+
+
+def project_heads(x: Tensor, p: Any) -> Tensor:
+    """[B, T, D], w [D, heads.., K] -> [B, heads, T, K], with several dims of heads flattened."""
+    heads, k = math.prod(p["w"].shape[1:-1]), p["w"].shape[-1]
+    out: Tensor = flat_linear(x, p).unflatten(-1, (heads, k))  # type: ignore[no-untyped-call]
+    return out.transpose(1, 2)
+
+
+def split_qkv(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Split one projection [B, T, 3HK] of `shape` (3, H, K) into q, k and v, each [B, H, T, K]."""
+    qkv: Tensor = x.unflatten(-1, tuple(shape))  # type: ignore[no-untyped-call]
+    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def rope_angles(
+    parameters: Mapping[str, Any], width: int, longest: int, *, tokens: Tokens, layout: Layout, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The cos and sin that rotate queries and keys: each [T, R/2], or [B, T, R/2] with a mask; see `rope.frequencies`.
+
+    For rope types that depend on the length of the sequence, that is the longest length so far on all ranks.
+    """
+    length: int | Tensor | None = None
+    if parameters.get("rope_type") in ("dynamic", "longrope"):
+        length = tokens.start + tokens.t
+        if tokens.mask is not None:
+            ends = tokens.positions + 1
+            length = pmax(ends.max() if ends.numel() else ends.new_zeros(()), layout.data)  # a rank may have no rows
+    rates, factor = rope.frequencies(parameters, width, longest, length=length, device=tokens.positions.device)
+    return rope.angles(tokens.positions, rates, factor, dtype=dtype)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None, *, layout: Layout, rate: float = 0.0,
+    key: Tensor | None = None, heads: int, group: int = 1, scale: float | None = None,
+) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
+    """Causal attention over cached and new tokens: q [B, H@model, T, K] -> [B, T, HK@model], and the updated cache.
+
+    k and v may have fewer heads, each for a `group` of neighbouring heads of q on the same rank. `heads` is H; the
+    dropout of weights by `key` needs it.
+    """
+    k, v, cached = append_to_cache(k, v, tokens, cached)
+    mask, shape = tokens.mask, [heads]
+    if group > 1 and rate and key is not None:  # the split is by groups, so the drawn mask must have a dim of groups
+        q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
+        mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
+    weights = layout.global_shape((len(q), *shape, tokens.t, k.shape[-2])) if rate and key is not None else None
+    a = nn.attention(q, k, v, causal=mask is None, mask=mask, scale=scale, rate=rate,
+                     key=fold_name(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
+    return a.flatten(1, -3).transpose(1, 2).flatten(2), cached
+
+
+def apply_blocks(
+    block: Block, params: Any, x: Tensor, *, layout: Layout, described: Any, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, cache: Cache | None = None,
+) -> tuple[Tensor, list[KeyValues]]:  # fmt: skip
+    """Apply the blocks `params["h"]` one after the other: (x, the keys and values of each for the next cache).
+
+    Each block is unsharded just before it runs, by `specs["h"]`; `remat` recomputes it in backward. Without a `cache`
+    the keys and values are not kept.
+    """
+
+    def one(p: Any, x: Tensor, inputs: tuple[Tensor | None, KeyValues | None]) -> Any:
+        out = block(p, x, *inputs)
+        return out[0] if cache is None else out
+
+    blocks = params["h"]
+    cached = cache.blocks if cache is not None and cache.blocks else [None] * len(blocks)
+    inputs = [(fold_name(key, i), cached[i]) for i in range(len(blocks))]
+    out = scan(one, blocks, x, specs=None if specs is None else specs["h"], axis=layout.data, each=inputs,
+               shapes=described["h"], remat=remat, has_aux=cache is not None, dtype=layout.dtype,
+               reduce_dtype=layout.reduce_dtype)  # fmt: skip
+    return (out, []) if cache is None else out
+
+
+def generate_by(
+    apply: Callable[..., Any], cfg: Any, params: Any, ids: Tensor, *, layout: Layout, specs: Any = None, **options: Any
+) -> Tensor:
+    """`decoding.generate` by a model's `apply`; `options` are those of `decoding.generate`."""
+    layout = replace(layout, sequence=False)  # one token has no sequence to split
+
+    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
+        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
+
+    return generate(step, ids, size=cfg.vocab_size, data=layout.data, model=layout.model, **options)
+
+
+__all__ = [
+    "ONE_DEVICE", "Block", "Layout", "apply_blocks", "causal_attention", "flat_linear", "fold_name", "generate_by",
+    "project_heads", "rope_angles", "split_qkv",
+]  # fmt: skip

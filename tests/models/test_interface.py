@@ -1,0 +1,35 @@
+"""Every model file has the same functions with the same arguments, so that one program trains any of them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from fshard import models
+
+DECODERS = ["gptj", "gpt_neox", "llama"]  # compared with gpt2
+COMMON = {"Config", "Layout", "apply", "config", "init", "load", "loss", "save", "specs", "theirs"}
+
+
+@pytest.mark.parametrize("name", models.__all__)
+def test_every_model_has_the_common_functions(name):
+    model = getattr(models, name)
+    assert set(model.__all__) >= (COMMON if name == "bert" else COMMON | {"Cache", "generate"})
+    assert all(getattr(model, f).__doc__ for f in COMMON)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("f", ["apply", "config", "generate", "init", "load", "loss", "save", "specs", "theirs"])
+def test_decoders_have_the_same_signatures(f, name):
+    other, gpt2 = (inspect.signature(getattr(model, f)) for model in (getattr(models, name), models.gpt2))
+    assert str(other) == str(gpt2)
+
+
+@pytest.mark.parametrize("f", ["apply", "load", "loss", "save", "specs"])
+def test_the_encoder_has_the_positional_arguments_of_decoders(f):
+    def positional(model):
+        kinds = inspect.signature(getattr(model, f)).parameters.values()
+        return [p.name for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    assert positional(models.bert) == positional(models.gpt2)
