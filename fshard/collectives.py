@@ -1,8 +1,11 @@
-"""The visible verbs: every byte that moves between ranks is one of these calls.
+"""The collectives: every byte that moves between ranks moves in one of these calls.
 
 Each takes a tensor or a tree (one transfer per dtype for a tree) and a mesh axis, a tuple of axes (major first), or
 `None`, which does nothing. Shapes are local. Types, per axis: a value *varies* (V) over an axis or is *invariant*
 (I): the same on each of its ranks, one logical computation. Legend: [n@axis] is a dim split over the axis.
+
+Each is a linear map of `_ops.linear_maps`, whose transpose is its backward pass, applied to the leaves of a tree. To
+add one: write the map and its transpose there, and the function here.
 """
 
 from __future__ import annotations
@@ -55,15 +58,15 @@ def pmean(x: Any, axis: Axis) -> Any:
 
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not differentiable_dtype(xs[0]):
-            kind = _dtype(xs[0])
-            raise fail(f"pmean: the mean of {kind} is no {kind}", fix="cast to a floating dtype first")
+            dtype = str(xs[0].dtype).removeprefix("torch.")
+            raise fail(f"pmean: the mean of {dtype} is not {dtype}", fix="cast to a floating dtype first")
         return apply_map(Sum(comm, axes, size_of(axes, comm.sizes)), xs)
 
     return _on_leaves("pmean", x, axis, mean)
 
 
 def pvary(x: Any, axis: Axis) -> Any:
-    """Let an invariant value be used by each rank in its own way: gradients will be summed over the axis.
+    """Let each rank use an invariant value in its own way: its gradients are summed over the axis.
 
     [B, D]{I} -> [B, D]{V}     transpose: psum     cost: none forward, 2(n-1)/n bytes backward
     """
@@ -71,18 +74,18 @@ def pvary(x: Any, axis: Axis) -> Any:
 
 
 def pmax(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
-    """The elementwise maximum over the ranks of a mesh axis.
+    """Return the elementwise maximum over the ranks of a mesh axis.
 
-        [B, D]{V} -> [B, D]{I}     transpose: raises; with grad="tied" split evenly among the ranks that hold it
+        [B, D]{V} -> [B, D]{I}     transpose: raises; with grad="tied" split evenly among the ranks with the maximum
 
     NaN on any rank gives NaN.
     """
-    return _extreme("max", x, axis, grad)
+    return _minmax("max", x, axis, grad)
 
 
 def pmin(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
-    """The elementwise minimum over the ranks of a mesh axis; see `pmax`."""
-    return _extreme("min", x, axis, grad)
+    """Return the elementwise minimum over the ranks of a mesh axis; see `pmax`."""
+    return _minmax("min", x, axis, grad)
 
 
 def all_gather(
@@ -93,9 +96,9 @@ def all_gather(
         [B@axis, D]{V} -> [B, D]{V}                     transpose: psum_scatter
         [B@axis, D]{V} -> [B, D]{I}   to="invariant"    transpose: pslice      cost: (n-1)/n of the result
 
-    `size` is the global size of the dim; needed only where the axis does not divide it (without it, and with
-    arguments that do not divide, the ranks first tell each other their sizes). Take "invariant" where the result is
-    used as one logical value; "varying" where each rank goes on by itself.
+    `size` is the global size of the dim, needed only if the axis does not divide it (without `size`, and with
+    arguments that the axis does not divide, the ranks first exchange their sizes). Use "invariant" if the result is
+    one logical value, "varying" if each rank uses it in its own way.
     """
     if to not in ("varying", "invariant"):
         raise fail(f"all_gather: to={to!r}", fix="to='varying' or to='invariant'")
@@ -121,22 +124,24 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
 
 
 def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
-    """Keep the own part of a dim of an invariant value.
+    """Keep this rank's part of a dim of an invariant value.
 
     [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
     """
-    return _on_leaves(
-        "pslice", x, axis, lambda c, a, xs: apply_map(Slice(c, a, split_layout("pslice", a, xs, dim)), xs)
-    )
+
+    def keep(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return apply_map(Slice(comm, axes, split_layout("pslice", axes, xs, dim)), xs)
+
+    return _on_leaves("pslice", x, axis, keep)
 
 
 def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None = None) -> Any:
-    """Split one dim among the ranks and gather another: a sharded dim changes places.
+    """Split one dim over the ranks and gather another: move the sharding from dim to dim.
 
         [B, D@axis]{V} -> [B@axis, D]{V}   split=0, concat=1     transpose: split and concat swapped
         cost: (n-1)/n bytes
 
-    `size` is the global size of the gathered dim, needed only where the axis does not divide it.
+    `size` is the global size of the gathered dim, needed only if the axis does not divide it.
     """
 
     def exchange(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -150,19 +155,18 @@ def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None 
 
 
 def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
-    """Send along (source, target) pairs of axis positions; a rank nobody sends to gets zeros.
+    """Send along (source, target) pairs of axis positions; a rank that receives nothing has zeros.
 
         [B, D]{V} -> [B, D]{V}     transpose: the inverse pairs     cost: bytes
 
     >>> ppermute(x, "stage", [(i, i + 1) for i in range(axis_size("stage") - 1)])     # shift by one
     """
-    where = region("ppermute")
-    names = known_axes("ppermute", where, axis)
-    n = size_of(names, where.sizes)
-    for position, what in ((0, "source"), (1, "target")):
-        seen = [pair[position] for pair in perm]
-        if len(set(seen)) < len(seen) or any(not 0 <= i < n for i in seen):
-            raise fail(f"ppermute: {what}s {seen} are not distinct positions of axis {axis!r}",
+    current = region("ppermute")
+    names = known_axes("ppermute", current, axis)
+    n = size_of(names, current.sizes)
+    for role, positions in (("source", [source for source, _ in perm]), ("target", [target for _, target in perm])):
+        if len(set(positions)) < len(positions) or any(not 0 <= i < n for i in positions):
+            raise fail(f"ppermute: {role}s {positions} are not distinct positions of axis {axis!r}",
                        f"positions are 0 to {n - 1}", fix="name every source and every target once")  # fmt: skip
     pairs = tuple((int(source), int(target)) for source, target in perm)
     if names and n == 1 and not pairs:
@@ -171,35 +175,35 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
 
 
 def axis_index(axis: str | tuple[str, ...]) -> Tensor:
-    """This rank's position along an axis, or over a tuple of axes flattened: a 0-d int64 tensor, {V}."""
-    where = region("axis_index")
-    names = known_axes("axis_index", where, axis)
-    out = torch.tensor(index_of(names, where.sizes, where.coords), dtype=torch.int64, device=where.device)
-    if where.checker is not None:
-        where.checker.set_integer_type(out, "axis_index", varies=names)
+    """Return this rank's position along an axis, or over a tuple of axes flattened: a 0-d int64 tensor, {V}."""
+    current = region("axis_index")
+    names = known_axes("axis_index", current, axis)
+    out = torch.tensor(index_of(names, current.sizes, current.coords), dtype=torch.int64, device=current.device)
+    if current.checker is not None:
+        current.checker.set_integer_type(out, "axis_index", varies=names)
     return out
 
 
 def axis_size(axis: Axis) -> int:
-    """The number of ranks along an axis, or a tuple of axes; 1 for `None`."""
+    """Return the number of ranks along an axis, or a tuple of axes; 1 for `None`."""
     if not axis:
         return 1
-    where = region("axis_size")
-    return size_of(known_axes("axis_size", where, axis), where.sizes)
+    current = region("axis_size")
+    return size_of(known_axes("axis_size", current, axis), current.sizes)
 
 
-# --- shared by the verbs --------------------------------------------------------------------------------------
+# --- leaves of a tree ---
 
 
 def _on_leaves(
     verb: str, x: Any, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]]
 ) -> Any:
-    """Apply `f` to the leaves of each dtype together; no axes, and axes of size 1, do nothing."""
+    """Apply `f` to the leaves of each dtype together, over the axes of more than one rank; without any, return `x`."""
     if not axis:
         return x
-    where = region(verb)
-    live = live_axes(where.comm, known_axes(verb, where, axis))
-    if not live:
+    current = region(verb)
+    axes = live_axes(current.comm, known_axes(verb, current, axis))
+    if not axes:
         return x
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
@@ -208,25 +212,20 @@ def _on_leaves(
             raise fail(f"{verb}: {shown} is a {type(leaf).__name__}, not a tensor", fix="torch.as_tensor(x)")
     out: list[Any] = [None] * len(leaves)
     for group in by_dtype(leaves):
-        for i, y in zip(group, f(where.comm, live, [leaves[i] for i in group]), strict=True):
+        for i, y in zip(group, f(current.comm, axes, [leaves[i] for i in group]), strict=True):
             out[i] = y
     return tree.unflatten(treedef, out)
 
 
 def by_dtype(leaves: Sequence[Tensor]) -> list[list[int]]:
-    """The positions of the tensors of each dtype."""
+    """Return the positions of the tensors of each dtype."""
     groups: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(leaves):
         groups.setdefault(x.dtype, []).append(i)
     return list(groups.values())
 
 
-def _extreme(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) -> Any:
+def _minmax(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) -> Any:
     if grad not in (None, "tied"):
         raise fail(f"p{op}: grad={grad!r}", fix="grad='tied' or grad=None")
-
     return _on_leaves(f"p{op}", x, axis, lambda comm, axes, xs: minmax(comm, axes, op, grad == "tied", xs))
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

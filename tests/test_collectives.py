@@ -44,7 +44,7 @@ def each_rank(mesh, f, *args, specs=None, out=OVER_A):
     return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)(*args))
 
 
-def test_none_axis_does_nothing():
+def test_collectives_over_axis_none_return_their_argument():
     x = torch.randn(4)
     mesh = fs.make_mesh(a=2)
 
@@ -57,18 +57,18 @@ def test_none_axis_does_nothing():
     torch.testing.assert_close(each_rank(mesh, f, x, out=P()), x)
 
 
-def test_extremes_have_no_silent_gradient():
+def test_pmax_and_pmin_without_tied_have_no_gradient():
     mesh = fs.make_mesh(a=2)
     for op in (fs.pmax, fs.pmin):
         grad = fs.grad(lambda x, op=op: op(x, "a").sum())
         with pytest.raises(ShardingError, match="detach the argument"):
             each_rank(mesh, grad, torch.randn(4), specs=(P("a"),))
-        # detached it is a constant
-        kept = fs.grad(lambda x, op=op: fs.psum((x * fs.pvary(op(x.detach(), "a"), "a")).sum(), "a"))
-        assert each_rank(mesh, kept, torch.randn(4), specs=(P("a"),)).shape == (4,)
+        # a detached argument is a constant
+        constant = fs.grad(lambda x, op=op: fs.psum((x * fs.pvary(op(x.detach(), "a"), "a")).sum(), "a"))
+        assert each_rank(mesh, constant, torch.randn(4), specs=(P("a"),)).shape == (4,)
 
 
-def test_tied_maximum_shares_its_gradient():
+def test_tied_pmax_splits_its_gradient_among_ties():
     mesh = fs.make_mesh(a=3)
     x = torch.tensor([[1.0, 5.0], [4.0, 5.0], [4.0, 2.0]])  # a tie in both columns
 
@@ -87,7 +87,7 @@ def test_tied_maximum_shares_its_gradient():
     torch.testing.assert_close(grad, dense)
 
 
-def test_extremes_under_vmap_and_nan():
+def test_pmax_under_vmap_and_pmin_of_nan():
     mesh = fs.make_mesh(a=2)
     x = torch.randn(2, 5, 3)
     batched = torch.func.vmap(lambda v: fs.pmax(v, "a"), in_dims=1)
@@ -97,7 +97,7 @@ def test_extremes_under_vmap_and_nan():
     assert each_rank(mesh, lambda x: fs.pmin(x, "a"), x, specs=(P("a"),), out=P())[0, 0, 0].isnan()
 
 
-def test_a_tree_is_one_transfer_per_dtype():
+def test_tree_moves_in_one_transfer_per_dtype():
     mesh = fs.make_mesh(a=2)
     leaves = {"w": torch.randn(4, 3), "b": torch.randn(2), "h": torch.randn(5).bfloat16(), "i": torch.arange(3)}
     for op, out in ((fs.psum, P()), (fs.all_gather, P("a")), (lambda t, a: fs.ppermute(t, a, [(0, 1)]), P("a"))):
@@ -109,7 +109,7 @@ def test_a_tree_is_one_transfer_per_dtype():
 
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 2}, {"data": 3, "model": 2}, {"replica": 2, "data": 2}])
 def test_unshard_is_ddp_fsdp_and_hsdp(mesh):
-    """Gradients of a batch loss equal the dense ones leaf by leaf, whatever mixture of specs holds the parameters."""
+    """Check that gradients of a batch loss equal the dense ones leaf by leaf, for replicated and split parameters."""
     mesh = fs.make_mesh(**mesh)
     shapes = {"w": (5, 3), "v": (3, 4), "b": (4,), "s": ()}
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +140,7 @@ def test_unshard_is_ddp_fsdp_and_hsdp(mesh):
             torch.testing.assert_close(grads[k], want[k], rtol=1e-12, atol=1e-12)
 
 
-def test_unshard_joins_the_minor_axis_of_a_nested_dim():
+def test_unshard_gathers_the_minor_axis_of_a_dim_split_over_two():
     mesh = fs.make_mesh(model=2, data=2)
     x = torch.arange(10.0)
     specs = P(("model", "data"))
@@ -154,7 +154,7 @@ def test_unshard_joins_the_minor_axis_of_a_nested_dim():
         each_rank(mesh, lambda p: fs.unshard(p, specs, "model"), placed, out=P())
 
 
-def test_unshard_two_dims_and_one_transfer():
+def test_unshard_gathers_two_dims_and_shares_transfers():
     mesh = fs.make_mesh(a=2, b=2)
     tree = {"x": torch.randn(4, 6), "y": torch.randn(8, 2), "z": torch.randn(3)}
     specs = {"x": P("a", "b"), "y": P("a"), "z": P()}
@@ -165,11 +165,10 @@ def test_unshard_two_dims_and_one_transfer():
         torch.testing.assert_close(got[k], v.expand(4, *v.shape))
     with fs.recording() as log:
         each_rank(mesh, lambda p: copies(p, "a"), placed, out={"x": P("a", None, "b"), "y": P("a"), "z": P("a")})
-    assert len(log) == mesh.size  # one gather for both leaves, none for the varied one
+    assert len(log) == mesh.size  # one gather for both split leaves, no transfer for the varied leaf
 
 
-def test_unknown_sizes_are_asked_for():
-    """Without size=, arguments that do not divide make the ranks tell each other; even ones cost nothing."""
+def test_all_gather_without_size_exchanges_sizes_only_if_uneven():
     mesh = fs.make_mesh(a=4)
     x = torch.arange(6.0)
     with fs.recording() as log:
@@ -181,22 +180,22 @@ def test_unknown_sizes_are_asked_for():
     assert len(log) == mesh.size
 
 
-def test_pieces_made_inside_may_be_uneven_too():
-    """Arguments that divide, and a pslice that does not: the gather after it asks for the size."""
+def test_all_gather_of_an_uneven_pslice_exchanges_sizes():
+    """Split an argument evenly, and slice it unevenly inside the region."""
     mesh = fs.make_mesh(a=4)
     x = torch.arange(8.0)
-    there_and_back = lambda x: fs.all_gather(fs.pslice(x[:7], "a"), "a", to="invariant")  # noqa: E731
-    torch.testing.assert_close(each_rank(mesh, there_and_back, x, out=P()), x[:7])
+    slice_and_gather = lambda x: fs.all_gather(fs.pslice(x[:7], "a"), "a", to="invariant")  # noqa: E731
+    torch.testing.assert_close(each_rank(mesh, slice_and_gather, x, out=P()), x[:7])
 
 
-def test_none_needs_no_region():
+def test_axis_none_needs_no_region():
     x = torch.ones(2)
     assert fs.psum(x, None) is x
     assert fs.pvary(x, ()) is x
     assert fs.axis_size(None) == 1
 
 
-def test_half_precision_sums_round_once():
+def test_psum_of_bfloat16_rounds_once():
     mesh = fs.make_mesh(a=4)
     x = torch.full((4, 1), 1.0 / 3).bfloat16() * torch.tensor([[1.0], [256], [1], [1]]).bfloat16()
     got = each_rank(mesh, lambda x: fs.psum(x, "a"), x, specs=(P("a"),), out=P())
@@ -212,35 +211,35 @@ def test_half_precision_sums_round_once():
         (lambda x: fs.all_gather(x, "a", 2), "all_gather: a 1-d tensor has no dim 2\n  shape  [1]"),
         (lambda x: fs.all_gather(x, "a", to="V"), "all_gather: to='V'\n  fix: to='varying' or to='invariant'"),
         (lambda x: fs.all_gather(x, "a", size=5),
-         ("all_gather: this rank's part is not its part of a dim of size 5\n"
-          "  over ('a',), 5 splits into [3, 2]; rank 0 of them holds 1\n"
-          "  fix: pass the global size of the dim that is gathered")),
+         ("all_gather: the part of rank 0 has the wrong size for a dim of global size 5\n"
+          "  5 over ('a',) splits into [3, 2]; rank 0 has 1\n"
+          "  fix: pass the global size of the gathered dim")),
         (lambda x: fs.all_to_all(x, "a", split=0, concat=0),
          "all_to_all: split and concat are both dim 0\n  fix: name two different dims"),
         (lambda x: fs.ppermute(x, "a", [(0, 1), (1, 1)]),
          ("ppermute: targets [1, 1] are not distinct positions of axis 'a'\n  positions are 0 to 1\n"
           "  fix: name every source and every target once")),
         (lambda x: fs.pmean(x.long(), "a"),
-         "pmean: the mean of int64 is no int64\n  fix: cast to a floating dtype first"),
+         "pmean: the mean of int64 is not int64\n  fix: cast to a floating dtype first"),
         (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad='x'\n  fix: grad='tied' or grad=None"),
     ],
 )  # fmt: skip
-def test_bad_calls(f, text):
-    def first_rank_first(x):  # so that the message is always that of rank 0
+def test_invalid_arguments_are_errors(f, text):
+    def only_rank_0_fails(x):  # so that the message is that of rank 0
         return f(x) if fs.axis_index("a") == 0 else fs.psum(x, "a")
 
     with pytest.raises(ShardingError) as e:
-        each_rank(fs.make_mesh(a=2), first_rank_first, torch.zeros(2), specs=(P("a"),), out=P())
+        each_rank(fs.make_mesh(a=2), only_rank_0_fails, torch.zeros(2), specs=(P("a"),), out=P())
     assert str(e.value) == text
 
 
-def test_outside_a_region():
+def test_collectives_outside_a_region_are_errors():
     for verb in (fs.psum, fs.all_gather, fs.pvary, fs.axis_index, fs.axis_size):
         with pytest.raises(ShardingError, match="called outside shard_map, where no mesh axis is bound"):
             verb(*((torch.zeros(1),) if verb not in (fs.axis_index, fs.axis_size) else ()), "a")
 
 
-def test_transfers_are_counted_with_their_bytes():
+def test_recording_lists_transfers_with_their_bytes():
     mesh = fs.make_mesh(a=2)
     with fs.recording() as log:
         fs.shard_map(lambda x: fs.psum(fs.pvary(x, "a"), "a"), mesh=mesh, out_specs=P())(torch.zeros(10))

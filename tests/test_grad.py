@@ -41,7 +41,7 @@ def by_autograd(p, x, loss=loss):
     return value.detach(), fs.tree.map(lambda t: t.grad, p)
 
 
-def test_value_and_grad_is_autograds():
+def test_value_and_grad_equals_autograd():
     p, x = data()
     close(fs.value_and_grad(loss)(p, x), by_autograd(p, x))
     close(fs.grad(loss)(p, x), by_autograd(p, x)[1])
@@ -85,25 +85,25 @@ def test_second_derivatives():
          "value_and_grad(<lambda>): the loss is a tuple, not a tensor\n  fix: return (loss, aux) with has_aux=True"),
         (lambda: fs.grad(lambda p: p["w"].sum())({"w": torch.ones(2), "i": [torch.arange(3)]}),
          ("value_and_grad(<lambda>): args[0]['i'][0] is int64, which has no gradient\n"
-          "  fix: keep what is not trained in another argument")),
+          "  fix: pass leaves that are not trained in another argument")),
         (lambda: fs.grad(lambda x: x, 1)(torch.ones(2)),
          "value_and_grad(<lambda>): argnums=1, but there are 1 positional arguments"),
         (lambda: fs.grad(lambda x: torch.ones(()))({}),
          "value_and_grad(<lambda>): argument 0 has no leaves\n  fix: pass the parameters, or other argnums"),
         (lambda: fs.accumulate(loss, 3)(*data()),
-         ("accumulate: args[1] does not cut into 3 equal microbatches\n  shape  [4, 3]\n  4 % 3 = 1\n"
+         ("accumulate: args[1] cannot be split into 3 equal microbatches\n  shape  [4, 3]\n  4 % 3 = 1\n"
           "  fix: another number of steps, or another batch size")),
         (lambda: fs.accumulate(loss, 0), "accumulate: steps=0\n  fix: one or more"),
     ],
 )  # fmt: skip
-def test_bad_input(call, text):
+def test_invalid_arguments_are_errors(call, text):
     with pytest.raises(ShardingError) as e:
         call()
     assert str(e.value) == text
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_accumulate_is_the_whole_batch(steps):
+def test_accumulate_equals_the_whole_batch(steps):
     p, x = data()
     close(fs.accumulate(loss, steps)(p, x), fs.value_and_grad(loss)(p, x))
     (value, aux), grads = fs.accumulate(lambda p, x: (loss(p, x), x.sum()), steps, has_aux=True)(p, x)
@@ -128,34 +128,34 @@ def test_accumulate_with_one_reduction_on_a_mesh():
     assert sorted(t.bytes for t in log) == [8, 8, 8, 8, 96, 96]  # two losses, one gradient, on two ranks
 
 
-# --- plain autograd, where that will do -----------------------------------------------------------------------
+# --- by plain autograd ---
 
 
-class Held:
-    """A tensor that a graph keeps for its backward pass."""
+class Saved:
+    """A tensor that a graph saves for its backward pass."""
 
     def __init__(self, x):
         self.x = x
 
 
 @contextlib.contextmanager
-def held_by_graphs():
-    """How many tensors the graphs hold, each time that one is used. torch.func refuses to be watched so."""
-    living, counts = weakref.WeakSet(), []
+def saved_tensor_counts():
+    """Collect the number of saved tensors at each use of one. Inside, torch.func is an error."""
+    alive, counts = weakref.WeakSet(), []
 
     def pack(x):
-        living.add(held := Held(x))
-        return held
+        alive.add(saved := Saved(x))
+        return saved
 
-    def unpack(held):
-        counts.append(len(living))
-        return held.x
+    def unpack(saved):
+        counts.append(len(alive))
+        return saved.x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield counts
 
 
-def test_a_backward_pass_frees_what_it_has_used():
+def test_backward_frees_saved_tensors_after_their_use():
     p, x = data()
 
     def deep(p, x):
@@ -164,29 +164,29 @@ def test_a_backward_pass_frees_what_it_has_used():
         return x.square().mean()
 
     want = by_autograd(p, x, deep)
-    with held_by_graphs() as counts:
+    with saved_tensor_counts() as counts:
         close(fs.value_and_grad(deep)(p, x), want)
     assert counts[0] >= 30  # tanh's result and matmul's two arguments, ten times
     assert counts[-1] <= 3
     assert all(b <= a for a, b in itertools.pairwise(counts))
 
 
-def test_a_failed_gradient_leaves_nothing_behind():
+def test_gradient_after_a_failed_gradient_is_by_plain_autograd():
     p, x = data()
     with pytest.raises(ZeroDivisionError):
         fs.grad(lambda p: 1 / 0)(p)
-    with held_by_graphs() as counts:  # which would fail inside torch.func
+    with saved_tensor_counts() as counts:  # torch.func would fail under hooks
         fs.grad(loss)(p, x)
     assert counts
 
 
-def test_a_tensor_that_is_two_leaves_has_two_gradients():
+def test_tensor_used_as_two_leaves_has_two_gradients():
     w = torch.randn(3, dtype=torch.float64)
     got = fs.grad(lambda p: (p[0].sin() * p[1]["x"]).sum())([w, {"x": w}])
     close(got, [w.cos() * w, {"x": w.sin()}])
 
 
-def test_a_loss_that_depends_on_nothing_has_zero_gradients():
+def test_constant_loss_has_zero_gradients():
     p, _ = data()
     value, grads = fs.value_and_grad(lambda p: torch.tensor(2.0))(p)
     assert (float(value), value.requires_grad) == (2.0, False)
@@ -194,14 +194,14 @@ def test_a_loss_that_depends_on_nothing_has_zero_gradients():
     close(fs.grad(lambda p: p["w"].sum())(p), {"w": torch.ones_like(p["w"]), "b": torch.zeros_like(p["b"])})
 
 
-def test_complex_leaves_have_the_gradients_of_autograd():
+def test_complex_leaves_have_the_gradients_of_torch_func():
     z = torch.randn(4, dtype=torch.complex128)
     f = lambda z: (z * z.conj() * 1j + z.sin()).abs().sum()  # noqa: E731
     close(fs.grad(f)(z), torch.func.grad(f)(z))
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_surroundings_change_nothing(around):
+def test_surrounding_grad_modes_change_no_gradient(around):
     p, x = data()
     want = by_autograd(p, x)
     with around():
@@ -211,15 +211,15 @@ def test_surroundings_change_nothing(around):
         assert not any(t.requires_grad for t in fs.tree.leaves(got))
         assert fs.grad(lambda p: loss(p, x).detach())(p)["w"].count_nonzero() == 0
     close(got, want)
-    close(fs.value_and_grad(loss)(p, x), want)  # x, made in inference mode, cannot be kept by a plain graph
+    close(fs.value_and_grad(loss)(p, x), want)  # autograd cannot save an x that was made in inference mode
     with torch.no_grad():
-        held = fs.tree.map(lambda t: t.clone().requires_grad_(), p)
+        leaves = fs.tree.map(lambda t: t.clone().requires_grad_(), p)
     with around():
-        close(fs.value_and_grad(loss)(held, x), want)
+        close(fs.value_and_grad(loss)(leaves, x), want)
 
 
 def twice_by_torch(f, *xs):
-    """A gradient through the gradient of f by its first argument, by torch alone."""
+    """Return the gradient, by the second argument, of a function of the gradient by the first, with torch alone."""
     xs = [x.clone().requires_grad_() for x in xs]
     value = f(*xs)
     (first,) = torch.autograd.grad(value, xs[0], create_graph=True)
@@ -234,7 +234,7 @@ def by_a_global(p):
 
 
 @pytest.mark.parametrize("how", ["argument", "keyword", "closure", "deep closure", "global", "rematted"])
-def test_who_differentiates_around_it_gets_their_gradient(how):
+def test_outer_autograd_differentiates_captured_tensors_and_arguments(how):
     p, w = torch.randn(3, dtype=torch.float64), CAPTURED
     inner = lambda p: (p * w).exp().sum()  # noqa: E731
     keyword = functools.partial(lambda p, *, w: (p * w).exp().sum(), w=w)
@@ -248,13 +248,13 @@ def test_who_differentiates_around_it_gets_their_gradient(how):
     close(got, twice_by_torch(lambda p, w: (p * w).exp().sum(), p, w.detach()))
 
 
-def test_who_differentiates_around_it_by_its_leaves_gets_their_gradient():
+def test_outer_autograd_differentiates_the_same_leaves():
     p = torch.randn(3, dtype=torch.float64, requires_grad=True)
     value, grads = fs.value_and_grad(lambda p: p.exp().sum())(p)
     close(torch.autograd.grad(grads.square().sum() + value, p)[0], 2 * (2 * p).exp() + p.exp())
 
 
-def test_nobody_differentiates_around_it_without_grad():
+def test_no_graph_is_returned_under_no_grad():
     w = torch.randn(3, requires_grad=True)
     with torch.no_grad():
         got = fs.value_and_grad(lambda p: ((p * w).sum(), p * w), has_aux=True)(torch.ones(3))
@@ -262,7 +262,7 @@ def test_nobody_differentiates_around_it_without_grad():
     assert not any(t.requires_grad for t in fs.tree.leaves(got))
 
 
-def test_aux_is_detached_from_this_gradient_and_not_from_others():
+def test_aux_is_detached_from_its_leaves_but_not_from_captured_tensors():
     p, w = torch.randn(3), torch.randn(3, requires_grad=True)
     for f in (lambda w: w * 3, lambda w: w):
         (_, aux), _ = fs.value_and_grad(lambda p, f=f: (p.sum(), [p * 2, p, f(w)]), has_aux=True)(p)
@@ -272,7 +272,7 @@ def test_aux_is_detached_from_this_gradient_and_not_from_others():
     close(aux, [p * 2, p])
 
 
-def test_rates_of_change_go_through_a_gradient():
+def test_jvp_of_a_gradient():
     p, x = data()
     step = fs.tree.map(torch.ones_like, p)
     f = lambda p: fs.grad(loss)(p, x)  # noqa: E731
@@ -283,24 +283,24 @@ def test_rates_of_change_go_through_a_gradient():
         close(fs.tree.map(lambda t: torch.autograd.forward_ad.unpack_dual(t).tangent, got), want)
 
 
-def test_a_gradient_through_an_optimizers_step():
-    """Its kernel is blind to gradients: what is being differentiated must not go into it."""
+def test_gradient_through_an_optimizer_step():
+    """Check that differentiated tensors are not passed to the fused kernel, which has no gradient."""
     opt, p = fs.optim.sgd(0.1, momentum=0.9), torch.randn(16)
     close(fs.grad(lambda g: opt.update(g, opt.init(p), p)[0].sum())(torch.randn(16)), torch.full((16,), -0.1))
 
 
-def test_an_argument_that_is_overwritten_with_what_is_differentiated():
+def test_writing_a_differentiated_value_into_an_argument_is_an_error():
     def f(p, cache):
         cache["x"][0].add_(p)
         return cache["x"][0].sum()
 
-    text = re.escape("value_and_grad(f): args[1]['x'][0] was written in place with what is being differentiated\n"
-                     "  fix: give the new value back, with has_aux=True")  # fmt: skip
+    text = re.escape("value_and_grad(f): args[1]['x'][0] was modified in place by a value that is being "
+                     "differentiated\n  fix: return the new value, with has_aux=True")  # fmt: skip
     with pytest.raises(ShardingError, match=text):
         fs.grad(f)(torch.ones(3), {"x": [torch.ones(3)], "y": torch.ones(3)})
 
 
-# --- compiled, on a mesh of one rank ----------------------------------------------------------------------------
+# --- compiled, on a mesh of one rank ---
 
 
 def test_compiled_with_aux():
@@ -316,13 +316,13 @@ def test_compiled_with_aux():
     close(aux["x"], x * 2)
 
 
-# --- frozen leaves --------------------------------------------------------------------------------------------
+# --- frozen leaves ---
 
 SPLIT = {"w": P("data"), "f": P("data"), "r": P(), "g": P()}  # sharded, sharded, replicated, replicated
 
 
 def frozen_program(mesh, train, transform, remat=False):
-    """loss(x, unsharded leaves), of which `transform` differentiates those in `train`."""
+    """Return a step that differentiates a loss by the leaves in `train`, with `transform`."""
 
     @fs.shard_map(mesh=mesh, in_specs=(SPLIT, P("data")), out_specs=(P(), {k: SPLIT[k] for k in train}))
     def step(p, x):
@@ -341,7 +341,7 @@ def frozen_program(mesh, train, transform, remat=False):
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("train", [["w"], ["g"], ["w", "r"], ["f", "g"], ["f", "g", "r", "w"]])
-def test_frozen_leaves_share_the_transfer_forward_and_have_none_backward(train, remat):
+def test_frozen_leaves_share_the_forward_transfer_and_have_no_backward_transfer(train, remat):
     mesh = fs.make_mesh(data=2)
     params = fs.materialize({k: fs.init.normal((4, 4)) for k in SPLIT}, SPLIT, mesh, key=fs.key(0))
     full, x = fs.device_get(params), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -359,13 +359,13 @@ def test_frozen_leaves_share_the_transfer_forward_and_have_none_backward(train, 
     torch.testing.assert_close(grads, want_grads)
     sharded, replicated = (sum(k in train for k in kind) for kind in (("w", "f"), ("r", "g")))
     moved = {(t.op, t.phase): t.bytes for t in log if t.bytes > 4}
-    assert moved.pop(("all_gather", "forward")) == 2 * 8 * 4  # both parts at once, whoever trains
+    assert moved.pop(("all_gather", "forward")) == 2 * 8 * 4  # both parts in one transfer, trained or frozen
     expected = {("reduce_scatter", "backward"): sharded * 64, ("all_reduce", "backward"): replicated * 64}
     assert moved == {k: n for k, n in expected.items() if n}
 
 
-def test_frozen_leaves_have_their_part_in_other_modes():
-    """Rates of change and second derivatives go through what the inner gradient leaves alone."""
+def test_frozen_leaves_in_jvp_and_second_derivatives():
+    """Differentiate, around a gradient, by a leaf that is frozen in it."""
     mesh, one = fs.make_mesh(data=2), fs.make_mesh(data=1)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     described = {k: fs.init.normal((4, 4)) for k in SPLIT}
@@ -375,7 +375,7 @@ def test_frozen_leaves_have_their_part_in_other_modes():
             full = fs.unshard({**p, "w": w, "f": f}, SPLIT, "data")
             return fs.pmean((((x @ full["w"]).sin() @ full["f"]) * (x @ full["r"])).square().mean(), "data")
 
-        def of_f(f):  # the gradient by w alone, where f varies around it
+        def of_f(f):  # a function of the gradient by w alone
             return fs.psum(fs.grad(lambda w: loss(w, f))(p["w"]).square().sum(), "data")
 
         return fs.grad(of_f)(p["f"]), torch.func.jvp(lambda f: loss(p["w"], f), (p["f"],), (p["w"],))[1]

@@ -1,11 +1,21 @@
 """Differentiable collectives: linear maps with their transposes, and the autograd Function that applies them."""
 
-from .autograd import apply_map, make_functions, run_map
+from .autograd import apply_map, differentiable_dtype, make_functions, run_map
 from .dim_sizes import dim_of, gather_layout, global_size, local_range, split_layout
-from .dtypes import differentiable_dtype
-from .linear_maps import AllToAll, Gather, GatherInvariant, Map, Permute, Scatter, Slice, Sum, Vary
+from .linear_maps import (
+    AllToAll,
+    CastMap,
+    Gather,
+    GatherInvariant,
+    Map,
+    Permute,
+    Precision,
+    Scatter,
+    Slice,
+    Sum,
+    Vary,
+)
 from .minmax import minmax
-from .recast import CastMap, Precision
 
 __all__ = [
     "AllToAll",

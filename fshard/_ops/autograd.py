@@ -15,37 +15,43 @@ from torch import Tensor
 from fshard._callsite import site
 from fshard._comm import checker, is_observed, run_on_meta, transposing
 
-from .linear_maps import AllToAll, Gather, GatherInvariant, Map, Permute, Scatter, Slice, Sum, Vary
+from .linear_maps import Map
+
+
+def differentiable_dtype(x: Tensor) -> bool:
+    """Return whether the dtype of a tensor has gradients."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def apply_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Apply a map to tensors of one dtype, differentiably in every mode of torch.func."""
     compiling = torch.compiler.is_dynamo_compiling()
     if compiling:
-        # Dynamo takes the arguments of a torch.func.grad for constants, and would silently drop the backward of a
-        # Function that is applied to them; a view of them it takes for what it is.
+        # Dynamo takes the arguments of torch.func.grad for constants, and would silently drop the backward of a
+        # Function that is applied to one of them, but not of a Function that is applied to a view of one.
         xs = [x.view_as(x) for x in xs]
     out: tuple[Tensor, ...] = _function(len(xs), compiling).apply(m, *xs)
     return out
+
+
+def make_functions(arity: int) -> None:
+    """Make the compiled Functions of up to `arity` tensors in advance: dynamo can use classes, but not make them."""
+    for n in range(1, arity + 1):
+        _function(n, True)
 
 
 _functions: dict[tuple[int, bool], Any] = {}
 
 
 def _function(arity: int, compiling: bool) -> Any:
+    """Return the Function of `arity` tensors, made once: functools.cache is not kept by dynamo."""
     if (arity, compiling) not in _functions:
         _functions[arity, compiling] = _make_function(arity, compiling)
     return _functions[arity, compiling]
 
 
-def make_functions(arity: int) -> None:
-    """Make the Functions of up to `arity` tensors: dynamo can use classes, not make them."""
-    for n in range(1, arity + 1):
-        _function(n, True)
-
-
 def _make_function(arity: int, compiling: bool) -> Any:
-    """The Function of `arity` tensors. Dynamo needs the exact signature, and refuses Functions with a jvp or vmap."""
+    """Return a Function of `arity` tensors: dynamo needs the exact signature, and refuses a jvp or vmap."""
 
     def forward(m: Map, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(m.run(xs)) if compiling else run_map(m, xs)
@@ -68,22 +74,23 @@ def _make_function(arity: int, compiling: bool) -> Any:
     def setup_context_with_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.map = inputs[0]
         ctx.origin = (ctx.map.origin or site()) if is_observed() else None
-        ctx.blank = [functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in inputs[1:]]
-        # What is frozen shares the transfer of the others, and has no gradient to compute or to move.
-        ctx.live = [i for i, x in enumerate(inputs[1:]) if x.requires_grad]
-        if 0 < len(ctx.live) < arity:
-            ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.live))
+        ctx.zeros = [functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in inputs[1:]]
+        # Frozen tensors share the transfer of the others; their gradients are neither computed nor transferred.
+        ctx.differentiated = [i for i, x in enumerate(inputs[1:]) if x.requires_grad]
+        if 0 < len(ctx.differentiated) < arity:
+            ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.differentiated))
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        live = ctx.live or range(arity)
-        back = ctx.map.transpose.only(live)
-        found = apply_map(back if ctx.origin is None else replace(back, origin=ctx.origin), [grads[i] for i in live])
-        given = dict(zip(live, found, strict=True))
-        return (None, *(given.get(i) for i in range(arity)))
+        which = ctx.differentiated or range(arity)
+        transpose = ctx.map.transpose.only(which)
+        if ctx.origin is not None:
+            transpose = replace(transpose, origin=ctx.origin)
+        by_position = dict(zip(which, apply_map(transpose, [grads[i] for i in which]), strict=True))
+        return (None, *(by_position.get(i) for i in range(arity)))
 
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        known = [blank() if t is None else t for t, blank in zip(tangents, ctx.blank, strict=True)]
-        return apply_map(ctx.map, known)
+        filled = [zeros() if t is None else t for t, zeros in zip(tangents, ctx.zeros, strict=True)]
+        return apply_map(ctx.map, filled)
 
     def vmap(info: Any, in_dims: Sequence[int | None], m: Map, *xs: Tensor) -> tuple[Any, Any]:
         dims = in_dims[1:]
@@ -97,27 +104,24 @@ def _make_function(arity: int, compiling: bool) -> Any:
 
 
 def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The map itself, its line known to a record of transfers; where the call is checked, checked.
+    """Run a map without autograd; record its line, and check its types if the call is checked.
 
     On an abstract mesh it runs on shapes alone. On processes the ranks of a checked call agree on it first.
     """
     with transposing(m.origin) if m.origin else contextlib.nullcontext():
-        found, act = checker(), m.run
+        types, run = checker(), m.run
         if not m.comm.has_values:
-            act = functools.partial(run_on_meta, m.run)
-        elif found is not None:
-            act = functools.partial(_run_if_agreed, m)
-        return tuple(act(xs)) if found is None else found.run_collective(m, xs, act)
+            run = functools.partial(run_on_meta, m.run)
+        elif types is not None:
+            run = functools.partial(_run_if_agreed, m)
+        return tuple(run(xs)) if types is None else types.run_collective(m, xs, run)
 
 
 def _run_if_agreed(m: Map, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Run the map once all ranks are known to be about to apply the same one."""
+    """Run a map after checking that every rank is about to run the same one."""
     if m.moves:
         m.comm.agree(f"{m.verb} over {', '.join(m.axes)} of {xs[0].dtype} {m.extent(xs)}", m.axes, xs[0].device)
     return m.run(xs)
 
 
-__all__ = [
-    "AllToAll", "Gather", "GatherInvariant", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary", "apply_map",
-    "make_functions", "run_map",
-]  # fmt: skip
+__all__ = ["apply_map", "differentiable_dtype", "make_functions", "run_map"]

@@ -15,83 +15,86 @@ from fshard.spec import names_of, part_lengths, part_range
 
 
 def dim_of(verb: str, x: Tensor, dim: int) -> int:
-    """The dim counted from the front. Raises ShardingError, naming `verb`, if the tensor has no such dim."""
+    """Return the dim counted from the front. Raises ShardingError, naming `verb`, if the tensor has no such dim."""
     if not -x.ndim <= dim < x.ndim:
         raise fail(f"{verb}: a {x.ndim}-d tensor has no dim {dim}", shape=list(x.shape))
     return dim % x.ndim
 
 
 def split_layout(verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: int) -> tuple[tuple[int, int], ...]:
-    """The dim to be split, of each tensor, and its size. Pieces of unequal size make the region an uneven one."""
+    """Return the (dim, size) that is split, of each tensor. Mark the region uneven if pieces differ in size."""
     layout = tuple((d, x.shape[d]) for x in xs for d in [dim_of(verb, x, dim)])
-    where = region(verb)
-    if not where.uneven and any(size % size_of(axes, where.sizes) for _, size in layout):
-        where.uneven = True
+    current = region(verb)
+    if not current.uneven and any(size % size_of(axes, current.sizes) for _, size in layout):
+        current.uneven = True
     return layout
 
 
 def gather_layout(
     verb: str, comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None]
 ) -> tuple[tuple[int, int], ...]:
-    """The global size of each gathered dim: as given, or found out."""
+    """Return the (dim, global size) of each gathered dim; exchange the sizes that are not given, if they can differ."""
     ns = [comm.sizes[a] for a in axes]
     me = index_of(axes, comm.sizes, comm.coords)
     local = [x.shape[d] for x, d in zip(xs, dims, strict=True)]
     if any(s is None for s in sizes) and region(verb).uneven:
-        sizes = _ask(verb, comm, axes, local, region(verb).device)
-    known = [m * size_of(axes, comm.sizes) if s is None else s for m, s in zip(local, sizes, strict=True)]
-    for m, size in zip(local, known, strict=True):
-        if part_lengths(size, ns)[me] != m:
-            raise fail(f"{verb}: this rank's part is not its part of a dim of size {size}",
-                       f"over {axes}, {size} splits into {part_lengths(size, ns)}; rank {me} of them holds {m}",
-                       fix="pass the global size of the dim that is gathered")  # fmt: skip
+        sizes = _exchange_sizes(verb, comm, axes, local, region(verb).device)
+    known = [n * size_of(axes, comm.sizes) if s is None else s for n, s in zip(local, sizes, strict=True)]
+    for n, size in zip(local, known, strict=True):
+        if part_lengths(size, ns)[me] != n:
+            raise fail(f"{verb}: the part of rank {me} has the wrong size for a dim of global size {size}",
+                       f"{size} over {axes} splits into {part_lengths(size, ns)}; rank {me} has {n}",
+                       fix="pass the global size of the gathered dim")  # fmt: skip
     return tuple(zip(dims, known, strict=True))
 
 
-def _ask(verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], device: torch.device) -> list[int]:
+def _exchange_sizes(
+    verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], device: torch.device
+) -> list[int]:
+    """Return the sums over the ranks of local sizes, by a transfer."""
     if comm.static_sizes:
-        raise fail(f"{verb}: sizes that the axis does not divide must be known to {_of_static_sizes(comm)}",
+        raise fail(f"{verb}: sizes that the axis does not divide must be known to {_static_program(comm)}",
                    fix="pass size= (for unshard: shapes=)")  # fmt: skip
-    found = checker()
-    # Numbers, not what is differentiated: tensors made inside a transform would be wrapped, and could not be sent.
-    with contextlib.nullcontext() if found is None else found.paused(), without_functorch():
-        everyone = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
-        return [int(n) for n in everyone.sum(0).tolist()]
+    types = checker()
+    # Tensors made inside a transform of torch.func would be wrapped, and could not be sent.
+    with contextlib.nullcontext() if types is None else types.paused(), without_functorch():
+        gathered = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
+        return [int(n) for n in gathered.sum(0).tolist()]
 
 
-def _of_static_sizes(comm: Comm) -> str:
-    """Name of the program that must know its sizes, for an error."""
+def _static_program(comm: Comm) -> str:
+    """Name of a program whose ranks cannot exchange sizes, for an error."""
     return "a compiled program" if comm.has_values else "an abstract mesh"
 
 
 def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
-    """The global size of a dim that `axis` splits and of which this rank holds `n`.
+    """Return the global size of a dim that `axis` splits and of which this rank has `n`.
 
-    Where no argument of the region is uneven that is a product. Else the ranks tell each other, which a
-    compiled program cannot: there, `word` names the argument that says it.
+    If no argument of the region is uneven, that is a product. Otherwise the ranks exchange their sizes, except in a
+    compiled program: its error names `word` as the argument to pass.
     """
-    where = region(verb)
-    live = live_axes(where.comm, known_axes(verb, where, axis))
-    if not live or not where.uneven:
-        return n * size_of(live, where.sizes)
-    if where.comm.static_sizes:
-        raise fail(f"{verb}: {_of_static_sizes(where.comm)} must know the size of an uneven dim", fix=f"pass {word}")
-    return _ask(verb, where.comm, live, [n], where.device)[0]
+    current = region(verb)
+    axes = live_axes(current.comm, known_axes(verb, current, axis))
+    if not axes or not current.uneven:
+        return n * size_of(axes, current.sizes)
+    if current.comm.static_sizes:
+        raise fail(f"{verb}: {_static_program(current.comm)} must know the size of an uneven dim", fix=f"pass {word}")
+    return _exchange_sizes(verb, current.comm, axes, [n], current.device)[0]
 
 
 def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, int]:
-    """(first, whole): where the `n` entries of this rank begin, and how many there are over `axis`.
+    """Return (start, size): the offset of this rank's `n` entries, and the number of entries over `axis`.
 
-    Raises ShardingError where this rank's part of `size` is not `n`.
+    Raises ShardingError if this rank's part of `size` is not `n`.
     """
     names = names_of(axis)
     size = size if size is not None else global_size(verb, n, axis) if names else n
     sizes: list[int] = []
     coords: list[int] = []
     if names:
-        where = region(verb)
-        known_axes(verb, where, axis)
-        sizes, coords = [where.sizes[a] for a in names], [where.coords[a] for a in names]
+        current = region(verb)
+        known_axes(verb, current, axis)
+        sizes, coords = [current.sizes[a] for a in names], [current.coords[a] for a in names]
     start, length = part_range(size, sizes, coords)
     if length != n:
         raise fail(f"{verb}: this rank holds {n} of the vocabulary, its part is {length}",

@@ -1,8 +1,9 @@
 """The linear maps behind the collectives, each with its transpose.
 
-A map works on tensors of one dtype in one transfer. Its `transpose` is a map of the same family, so a backward pass
-is the same code again, and so is the backward of a backward. `layout` gives each tensor's (dim, global size). What a
-map `takes` and `gives` varies over its axes ("V") or is invariant over them ("I"): the table that the checker reads.
+A map works on tensors of one dtype in one transfer. Its `transpose` is a map of the same family, so the backward pass
+runs the same code, and so does the backward pass of a backward pass. `layout` holds the (dim, global size) of each
+tensor. The argument (`takes`) and the result (`gives`) of a map vary over its axes ("V") or are invariant over them
+("I"): the checker reads this table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from fshard._callsite import Site
 from fshard._comm import Comm, PendingTransfer, index_of, join_padded, pack, pad, size_of, split_padded, unpack
-from fshard._torch_compat import foreach_div_
 from fshard.spec import part_lengths
 
 Layout = tuple[tuple[int, int], ...]
@@ -28,50 +28,57 @@ class Map:
 
     comm: Comm
     axes: tuple[str, ...]
-    origin: Site | None = field(default=None, compare=False, kw_only=True)  # of a transpose: who called the other
+    origin: Site | None = field(default=None, compare=False, kw_only=True)  # of a transpose: line of the forward call
     takes: ClassVar[str] = "V"
     gives: ClassVar[str] = "V"
     moves: ClassVar[bool] = True
-    verb: ClassVar[str]  # how it is called
+    verb: ClassVar[str]  # name of the public function
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Apply the map and wait for the results."""
         raise NotImplementedError
 
     def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
-        """Start to do it; the results come with the landing. Until then `xs` are lent."""
+        """Start the transfer. Do not write to `xs` before waiting for it."""
         raise NotImplementedError
 
     @property
     def transpose(self) -> Map:
+        """The adjoint map: gradients of the results -> gradients of the arguments."""
         raise NotImplementedError
 
     def batched(self, which: Sequence[bool]) -> Map:
-        """The same map where the tensors marked in `which` have a batch dim in front."""
+        """Return the map for arguments of which those marked in `which` have a batch dim in front."""
         return self
 
     def only(self, which: Sequence[int]) -> Map:
-        """The same map of some of the tensors."""
+        """Return the map for the tensors at these positions alone."""
         return self
 
     def extent(self, xs: Sequence[Tensor]) -> Any:
-        """The sizes of what it is applied to that are the same on every rank."""
+        """Sizes of the arguments, in a form that is equal on every rank."""
         return [list(x.shape) for x in xs]
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """Size of each axis."""
         return tuple(self.comm.sizes[a] for a in self.axes)
 
     @property
     def n(self) -> int:
+        """Number of ranks over the axes."""
         return size_of(self.axes, self.comm.sizes)
 
     @property
     def index(self) -> int:
+        """Position of this rank over the axes."""
         return index_of(self.axes, self.comm.sizes, self.comm.coords)
 
 
 @dataclass(frozen=True)
 class Sum(Map):
+    """psum, or with a `divisor` pmean: the sum over the ranks, divided."""
+
     divisor: int = 1
     gives = "I"
 
@@ -81,19 +88,17 @@ class Sum(Map):
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         if self.comm.direct:
-            return self._divided(self.comm.reduce(xs, self.axes, fresh=True)())
+            return self._divide(self.comm.reduce(xs, self.axes, fresh=True)())
         total = self.comm.all_reduce(pack(xs), "sum", self.axes)
         return unpack(total if self.divisor == 1 else total / self.divisor, xs)
 
     def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
-        """In place: `xs` are contiguous, and the caller's own."""
-        flight = self.comm.reduce(xs, self.axes)
-        return lambda: self._divided(flight())
+        """Start to sum in place: `xs` must be contiguous, and used by nothing else."""
+        pending = self.comm.reduce(xs, self.axes)
+        return lambda: self._divide(pending())
 
-    def _divided(self, totals: list[Tensor]) -> list[Tensor]:
-        if self.divisor > 1:
-            foreach_div_(totals, self.divisor)
-        return totals
+    def _divide(self, totals: list[Tensor]) -> list[Tensor]:
+        return totals if self.divisor == 1 else [x.div_(self.divisor) for x in totals]
 
     @property
     def transpose(self) -> Map:
@@ -102,6 +107,8 @@ class Sum(Map):
 
 @dataclass(frozen=True)
 class Vary(Map):
+    """pvary: the identity, or a division; its transpose sums."""
+
     divisor: int = 1
     takes = "I"
     moves = False
@@ -116,7 +123,9 @@ class Vary(Map):
 
 
 @dataclass(frozen=True)
-class _Laid(Map):
+class _DimMap(Map):
+    """A map that joins or splits one dim of each tensor, as given by `layout`."""
+
     layout: Layout = ()
 
     def batched(self, which: Sequence[bool]) -> Map:
@@ -129,30 +138,31 @@ class _Laid(Map):
         return self.layout
 
     def pieces(self, size: int) -> list[int]:
+        """Length of each rank's part of a dim of this size."""
         return part_lengths(size, self.sizes)
 
 
 @dataclass(frozen=True)
-class Gather(_Laid):
-    """all_gather, for each rank a copy of its own."""
+class Gather(_DimMap):
+    """all_gather(to="varying"): each rank uses the result in its own way."""
 
     verb = "all_gather"
 
     def start(self, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> PendingTransfer:
-        """`into` are contiguous tensors of the shapes after gathering, which will hold the results."""
+        """Start to gather `into` contiguous tensors of the global shapes, or into new tensors."""
         whole = list(into or [])
         for x, (dim, size) in zip(xs, self.layout, strict=True):
             if into is None:
                 shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
                 whole.append(torch.empty(shape, dtype=x.dtype, device=x.device))
         parts = [y.split_with_sizes(self.pieces(size), dim) for y, (dim, size) in zip(whole, self.layout, strict=True)]
-        flight = self.comm.gather(xs, parts, self.axes)
+        pending = self.comm.gather(xs, parts, self.axes)
 
-        def land() -> list[Tensor]:
-            flight()
+        def wait() -> list[Tensor]:
+            pending()
             return whole
 
-        return land
+        return wait
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         if self.comm.direct:
@@ -172,7 +182,7 @@ class Gather(_Laid):
 
 @dataclass(frozen=True)
 class GatherInvariant(Gather):
-    """all_gather(to="invariant"): one logical value."""
+    """all_gather(to="invariant"): the result is one logical value."""
 
     gives = "I"
 
@@ -182,7 +192,9 @@ class GatherInvariant(Gather):
 
 
 @dataclass(frozen=True)
-class Scatter(_Laid):
+class Scatter(_DimMap):
+    """psum_scatter: sum over the ranks; each rank keeps its own part."""
+
     verb = "psum_scatter"
 
     def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
@@ -207,7 +219,9 @@ class Scatter(_Laid):
 
 
 @dataclass(frozen=True)
-class Slice(_Laid):
+class Slice(_DimMap):
+    """pslice: this rank's part of an invariant value."""
+
     takes = "I"
     moves = False
     verb = "pslice"
@@ -226,7 +240,7 @@ class Slice(_Laid):
 
 @dataclass(frozen=True)
 class AllToAll(Map):
-    """all_to_all: each tensor's (split dim, its whole size) and (concat dim, its whole size)."""
+    """all_to_all: split one dim of each tensor over the ranks and concatenate along another."""
 
     split: Layout = ()
     concat: Layout = ()
@@ -244,8 +258,8 @@ class AllToAll(Map):
                 )
             )
         rows = [s.reshape(self.n, -1) for s in stacks]
-        got = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
-        parts = torch.split(got, [r.shape[1] for r in rows], dim=1)
+        received = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
+        parts = torch.split(received, [r.shape[1] for r in rows], dim=1)
         out = []
         for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
             whole = join_padded(part.reshape(s.shape), c_dim, part_lengths(c_size, self.sizes))
@@ -268,6 +282,8 @@ class AllToAll(Map):
 
 @dataclass(frozen=True)
 class Permute(Map):
+    """ppermute: send along (source, target) pairs of positions."""
+
     pairs: tuple[tuple[int, int], ...] = ()
     verb = "ppermute"
 
@@ -279,4 +295,81 @@ class Permute(Map):
         return Permute(self.comm, self.axes, tuple((target, source) for source, target in self.pairs))
 
 
-__all__ = ["AllToAll", "Gather", "GatherInvariant", "Layout", "Map", "Permute", "Scatter", "Slice", "Sum", "Vary"]
+# --- mixed precision ---
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a floating leaf: of the stored leaf, of its computation and transfer, and of the sum of its gradients.
+
+    Sums over ranks of half precision accumulate in float32 in any case, and round once; with `summed` float32 they do
+    not round at all.
+    """
+
+    stored: torch.dtype
+    computed: torch.dtype
+    summed: torch.dtype
+
+    @staticmethod
+    def of(x: Tensor, computed: torch.dtype | None, summed: torch.dtype | None) -> Precision | None:
+        """Return the precision of a leaf; `None` if no cast is needed."""
+        computed = computed or x.dtype
+        summed = summed or computed
+        if not x.is_floating_point() or x.dtype == computed == summed:
+            return None
+        return Precision(x.dtype, computed, summed)
+
+
+@dataclass(frozen=True)
+class CastMap(Map):
+    """A map that casts its arguments to `before` and its results to `after`; `back` are these two of its transpose."""
+
+    inner: Map = field(kw_only=True)
+    before: torch.dtype = field(kw_only=True)
+    after: torch.dtype = field(kw_only=True)
+    back: tuple[torch.dtype, torch.dtype] = field(kw_only=True)
+
+    @staticmethod
+    def of(inner: Map, precision: Precision) -> CastMap:
+        """Return `inner` with the casts of a precision."""
+        return CastMap(inner.comm, inner.axes, inner=inner, before=precision.computed, after=precision.computed,
+                      back=(precision.summed, precision.stored))  # fmt: skip
+
+    @property
+    def takes(self) -> str:  # type: ignore[override]
+        return self.inner.takes
+
+    @property
+    def gives(self) -> str:  # type: ignore[override]
+        return self.inner.gives
+
+    @property
+    def moves(self) -> bool:  # type: ignore[override]
+        return self.inner.moves
+
+    @property
+    def verb(self) -> str:  # type: ignore[override]
+        return self.inner.verb
+
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        return [y.to(self.after) for y in self.inner.run([x.to(self.before) for x in xs])]
+
+    @property
+    def transpose(self) -> Map:
+        before, after = self.back
+        return replace(self, inner=self.inner.transpose, before=before, after=after, back=(self.before, self.after))
+
+    def batched(self, which: Sequence[bool]) -> Map:
+        return replace(self, inner=self.inner.batched(which))
+
+    def only(self, which: Sequence[int]) -> Map:
+        return replace(self, inner=self.inner.only(which))
+
+    def extent(self, xs: Sequence[Tensor]) -> Any:
+        return self.inner.extent(xs)
+
+
+__all__ = [
+    "AllToAll", "CastMap", "Gather", "GatherInvariant", "Layout", "Map", "Permute", "Precision", "Scatter", "Slice",
+    "Sum", "Vary",
+]  # fmt: skip

@@ -12,12 +12,13 @@ from torch import Tensor
 from fshard._comm import Comm, checker, pack, unpack
 from fshard.errors import fail
 
-from .autograd import Map, Sum, Vary, apply_map, run_map
+from .autograd import apply_map, run_map
+from .linear_maps import Map, Sum, Vary
 
 
 @dataclass(frozen=True)
 class MinMax(Map):
-    """The maximum or minimum: typed like a map, but not linear."""
+    """The maximum or minimum: typed like a linear map, but without a transpose."""
 
     op: str = "max"
     gives = "I"
@@ -30,58 +31,58 @@ class MinMax(Map):
         return [self.comm.all_reduce(x, self.op, self.axes) for x in xs]
 
 
-class _Extreme(torch.autograd.Function):
-    """The elementwise maximum (or minimum) over ranks: not linear; differentiated only by sharing among ties."""
+class _MinMaxCompiled(torch.autograd.Function):
+    """The maximum or minimum of one tensor, without the jvp and the vmap that dynamo refuses."""
 
     @staticmethod
-    def forward(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Tensor:
-        return run_map(MinMax(comm, axes, op), [x])[0]
+    def forward(m: MinMax, tied: bool, x: Tensor) -> Tensor:
+        return run_map(m, [x])[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.comm, ctx.axes, ctx.op, ctx.tied, x = inputs
+        ctx.map, ctx.tied, x = inputs
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 
     @staticmethod
-    def _share(ctx: Any) -> Tensor:
-        """This rank's share of each element: 1 / (ranks that hold it), or 0."""
+    def _weights(ctx: Any) -> Tensor:
+        """Derivative of each result by this rank's element: 1 / (number of ranks with the same value), or 0."""
+        m: MinMax = ctx.map
         if not ctx.tied:
-            fix = f"detach the argument, or p{ctx.op}(x, axis, grad='tied') to split it among ties"
-            raise fail(f"p{ctx.op}: has no derivative", fix=fix)
+            fix = f"detach the argument, or p{m.op}(x, axis, grad='tied') to split it among ties"
+            raise fail(f"p{m.op}: has no derivative", fix=fix)
         x, out = ctx.saved_tensors
-        vary = Vary(ctx.comm, ctx.axes)
-        mine: Tensor = (x == apply_map(vary, [out])[0]).to(out.dtype)
-        return mine / apply_map(vary, apply_map(Sum(ctx.comm, ctx.axes), [mine]))[0]
+        vary = Vary(m.comm, m.axes)
+        equal: Tensor = (x == apply_map(vary, [out])[0]).to(out.dtype)
+        return equal / apply_map(vary, apply_map(Sum(m.comm, m.axes), [equal]))[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, None, None, apply_map(Vary(ctx.comm, ctx.axes), [grad])[0] * _Extreme._share(ctx)
+        return None, None, apply_map(Vary(ctx.map.comm, ctx.map.axes), [grad])[0] * _MinMax._weights(ctx)
 
 
-class _ExtremeEager(_Extreme):
+class _MinMax(_MinMaxCompiled):
     @staticmethod
-    def jvp(ctx: Any, _comm: None, _axes: None, _op: None, _tied: None, tangent: Tensor) -> Tensor:
-        return apply_map(Sum(ctx.comm, ctx.axes), [tangent * _Extreme._share(ctx)])[0]
+    def jvp(ctx: Any, _map: None, _tied: None, tangent: Tensor) -> Tensor:
+        return apply_map(Sum(ctx.map.comm, ctx.map.axes), [tangent * _MinMax._weights(ctx)])[0]
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, comm: Comm, axes: tuple[str, ...], op: str, tied: bool, x: Tensor) -> Any:
-        front = x.movedim(in_dims[4], 0)
-        return _ExtremeEager.apply(comm, axes, op, tied, front), 0  # type: ignore[no-untyped-call]
+    def vmap(info: Any, in_dims: Any, m: MinMax, tied: bool, x: Tensor) -> Any:
+        return _MinMax.apply(m, tied, x.movedim(in_dims[2], 0)), 0  # type: ignore[no-untyped-call]
 
 
 def minmax(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The elementwise `op` ("max", "min") over the ranks, of tensors of one dtype."""
+    """Return the elementwise `op` ("max", "min") over the ranks, of tensors of one dtype."""
     compiling = torch.compiler.is_dynamo_compiling()
-    function: Any = _Extreme if compiling else _ExtremeEager
-    found = None if compiling else checker()
+    function: Any = _MinMaxCompiled if compiling else _MinMax
+    types = None if compiling else checker()
     out: list[Any] = [None] * len(xs)
-    # One transfer; in a checked call one for each type: in one buffer they would have one.
-    for group in [range(len(xs))] if found is None else found.group_by_type(xs):
-        some = [xs[i] for i in group]
-        x = pack(some)
-        y = function.apply(comm, axes, op, tied, x.view_as(x) if compiling else x)
-        for i, part in zip(group, unpack(y, some), strict=True):
+    # One transfer; in a checked call one for each type, because one buffer has one type.
+    for group in [range(len(xs))] if types is None else types.group_by_type(xs):
+        members = [xs[i] for i in group]
+        x = pack(members)
+        y = function.apply(MinMax(comm, axes, op), tied, x.view_as(x) if compiling else x)
+        for i, part in zip(group, unpack(y, members), strict=True):
             out[i] = part
     return out
 

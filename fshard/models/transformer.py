@@ -21,7 +21,7 @@ from fshard._ops import Gather, Vary
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
 from fshard.nn import rope
 from fshard.random import fold_in
-from fshard.schedule.overlap import entered
+from fshard.schedule.overlap import apply_then_compute
 from fshard.schedule.scan import scan
 from fshard.schedule.unshard import unshard
 from fshard.spec import P, any_on_host, names_of
@@ -92,7 +92,7 @@ class Layout:
             return nn.linear(x, w, b)
         comm = region("linear").comm
         collective = Gather(comm, axes, ((1, t),)) if self.sequence else Vary(comm, axes)
-        return entered(collective, nn.linear, x, w, *([] if b is None else [b]))
+        return apply_then_compute(collective, nn.linear, x, w, *([] if b is None else [b]))
 
     def row_linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """Leave a model-parallel region by its last layer: x [B, T, F@model] @ w [F@model, D] + b [D] -> stream."""

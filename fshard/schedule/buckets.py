@@ -1,4 +1,4 @@
-"""The weights of one block: how they come whole to a rank, where they lie, and how their gradients go back."""
+"""The weights of one block in transfer: the buckets in which they are gathered and their gradients are reduced."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from fshard._torch_compat import foreach_copy_
 
 from .unshard import Route
 
-ALIGNED = 64  # bytes: where vector registers and caches begin
+ALIGNMENT = 64  # bytes: the width of vector registers and cache lines
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Leaves of a block that travel together: gathered over some axes and used by each rank of others in its own way.
+    """Leaves of a block that share each transfer: gathered over some axes, varied over others.
 
-    One transfer forward and one back; two back where they were both gathered and varied (hybrid sharding).
+    One transfer in forward and one in backward; two in backward if they are gathered and varied (hybrid sharding).
     """
 
-    which: tuple[int, ...]
+    which: tuple[int, ...]  # positions of the leaves in the block
     gather: Gather | None
     vary: Vary | None
     cast: Precision | None
-    host: bool  # whether they are in host memory
+    host: bool  # whether the leaves are in host memory
 
     @property
     def copied(self) -> bool:
-        """Whether what computes is a copy of a rank's own."""
+        """Return whether the block computes with a copy of the leaves."""
         return self.cast is not None or self.host
 
 
-class Place(NamedTuple):
-    """Where a whole leaf lies in a slot: from which byte on, and what it is there."""
+class BufferSlice(NamedTuple):
+    """Part of a buffer for one whole leaf: first byte, dtype, shape."""
 
     start: int
     dtype: torch.dtype
@@ -55,54 +55,58 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """How the leaves of a block travel, and the place in a slot of each that is gathered or cast."""
+    """The buckets of a block, and a slice of a buffer for each leaf that is gathered, cast or copied."""
 
-    bundles: tuple[Bucket, ...]
-    places: tuple[Place | None, ...]
+    buckets: tuple[Bucket, ...]
+    slices: tuple[BufferSlice | None, ...]
     nbytes: int
 
 
-def plan(
-    where: Region, leaves: Sequence[Tensor], ways: Sequence[Route], dtype: torch.dtype | None = None,
+def plan_buckets(
+    region: Region, leaves: Sequence[Tensor], leaf_routes: Sequence[Route], dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> BucketPlan | None:  # fmt: skip
-    """The plan for leaves by these routes; `None` where a leaf is split by the axes on more than one dim."""
-    if any(len(way.gathers) > 1 for way in ways):
+    """Return the plan for leaves by these routes; `None` if a leaf is gathered along more than one dim."""
+    if any(len(route.gathers) > 1 for route in leaf_routes):
         return None
     groups: dict[Any, list[int]] = {}
-    for i, (x, way) in enumerate(zip(leaves, ways, strict=True)):
-        groups.setdefault((way.gathers[0].axes if way.gathers else (), way.vary, x.dtype, way.host), []).append(i)
-    places: list[Place | None] = [None] * len(leaves)
-    bundles, end = [], 0
+    for i, (x, route) in enumerate(zip(leaves, leaf_routes, strict=True)):
+        axes = route.gathers[0].axes if route.gathers else ()
+        groups.setdefault((axes, route.vary, x.dtype, route.host), []).append(i)
+    slices: list[BufferSlice | None] = [None] * len(leaves)
+    buckets, end = [], 0
     for (axes, vary, _, host), which in groups.items():
         xs, gather, cast = [leaves[i] for i in which], None, Precision.of(leaves[which[0]], dtype, reduce_dtype)
         if axes:
-            joined = [ways[i].gathers[0] for i in which]
-            layout = gather_layout("scan", where.comm, axes, xs, [j.dim for j in joined], [j.size for j in joined])
-            gather = Gather(where.comm, axes, layout)
-        kind = xs[0].dtype if cast is None else cast.computed
+            joined = [leaf_routes[i].gathers[0] for i in which]
+            layout = gather_layout("scan", region.comm, axes, xs, [j.dim for j in joined], [j.size for j in joined])
+            gather = Gather(region.comm, axes, layout)
+        computed = xs[0].dtype if cast is None else cast.computed
         for k, (i, x) in enumerate(zip(which, xs, strict=True)):
-            if gather is not None or kind != x.dtype or host:
+            if gather is not None or computed != x.dtype or host:
                 dim, size = gather.layout[k] if gather is not None else (0, x.shape[0] if x.ndim else 0)
                 shape = (*x.shape[:dim], size, *x.shape[dim + 1 :]) if x.ndim else ()
-                places[i] = Place(end, kind, shape)
-                end += -(-math.prod(shape) * kind.itemsize // ALIGNED) * ALIGNED
+                slices[i] = BufferSlice(end, computed, shape)
+                end += -(-math.prod(shape) * computed.itemsize // ALIGNMENT) * ALIGNMENT
         if axes or vary or cast or host:
-            bundles.append(Bucket(tuple(which), gather, Vary(where.comm, vary) if vary else None, cast, host))
-    return BucketPlan(tuple(bundles), tuple(places), end)
+            buckets.append(Bucket(tuple(which), gather, Vary(region.comm, vary) if vary else None, cast, host))
+    return BucketPlan(tuple(buckets), tuple(slices), end)
+
+
+# --- buffers, kept from call to call ---
 
 
 @dataclass
 class GatherBuffer:
-    """A buffer in which the gathered weights of one block lie at a time.
+    """Memory for the gathered weights of one block at a time.
 
-    Backward fills it again with what its views held in forward, which autograd must not take for a change: `filling`
-    and `reading` are the same memory, with a version counter each.
+    Backward writes the same weights as forward again, which autograd must not take for a modification. So the memory is
+    known by two tensors with a version counter each: transfers write to `write`, blocks compute with `read`.
     """
 
-    filling: Tensor  # uint8[n]
-    reading: Tensor
-    holds: Any = None  # of which walk, and which of its blocks
+    write: Tensor  # uint8[n]
+    read: Tensor
+    contents: Any = None  # (executor, block) of its weights
 
     @staticmethod
     def of(nbytes: int, device: torch.device) -> GatherBuffer:
@@ -110,150 +114,158 @@ class GatherBuffer:
         return GatherBuffer(buffer, buffer.data)
 
 
-def views(buffer: Tensor, of: BucketPlan, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The whole leaves of a block in a buffer; those that need no place, as they are."""
+def views(buffer: Tensor, plan: BucketPlan, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the whole leaves of a block, as views of a buffer; leaves without a slice as they are."""
     out = []
-    for place, x in zip(of.places, leaves, strict=True):
-        if place is not None:
-            end = place.start + math.prod(place.shape) * place.dtype.itemsize
-            x = buffer[place.start : end].view(place.dtype).view(place.shape)
+    for part, x in zip(plan.slices, leaves, strict=True):
+        if part is not None:
+            end = part.start + math.prod(part.shape) * part.dtype.itemsize
+            x = buffer[part.start : end].view(part.dtype).view(part.shape)
         out.append(x)
     return out
 
 
-# --- buffers that outlive a call ----------------------------------------------------------------------------------
-
-
 @dataclass
 class BufferPool:
-    """The slots of a rank, kept from call to call by the region's scratch. A loop inside a loop takes others."""
+    """The buffers of a rank. A loop reserves its buffers while it runs, so that a loop inside it uses others."""
 
     free: list[GatherBuffer] = field(default_factory=list)
 
-    def take(self, n: int, nbytes: int, where: Region) -> list[GatherBuffer]:
-        """`n` slots of at least so many bytes, those in the pool first. On an abstract mesh they have none."""
+    def take(self, n: int, nbytes: int, region: Region) -> list[GatherBuffer]:
+        """Return `n` buffers of at least `nbytes`, free ones first. On an abstract mesh they have no memory."""
         if not nbytes:
             return []
-        if not where.comm.has_values:
+        if not region.comm.has_values:
             return [GatherBuffer(torch.empty(0), torch.empty(0)) for _ in range(n)]
-        fit = [s for s in self.free if s.filling.numel() >= nbytes and s.filling.device == where.device][:n]
-        new = [GatherBuffer.of(nbytes, where.device) for _ in range(n - len(fit))]
-        if new:  # those too small are not kept beside the larger ones
+        fit = [b for b in self.free if b.write.numel() >= nbytes and b.write.device == region.device][:n]
+        new = [GatherBuffer.of(nbytes, region.device) for _ in range(n - len(fit))]
+        if new:  # drop buffers that are too small
             self.free = [*fit, *new]
         return [*fit, *new]
 
-    def hold(self, slots: Sequence[GatherBuffer]) -> None:
-        """Let no other loop have these until they are given back."""
-        self.free = [s for s in self.free if all(s is not t for t in slots)]
+    def reserve(self, buffers: Sequence[GatherBuffer]) -> None:
+        """Keep these buffers from other loops until they are released."""
+        self.free = [b for b in self.free if all(b is not other for other in buffers)]
 
-    def give_back(self, slots: Sequence[GatherBuffer]) -> None:
-        self.free += [s for s in slots if s.filling.numel() and all(s is not t for t in self.free)]
-
-
-def pool(where: Region) -> BufferPool:
-    """The slots of this rank."""
-    found: BufferPool = where.scratch.setdefault("scan", BufferPool())
-    return found
+    def release(self, buffers: Sequence[GatherBuffer]) -> None:
+        """Let other loops use these buffers."""
+        self.free += [b for b in buffers if b.write.numel() and all(b is not other for other in self.free)]
 
 
-# --- there and back -----------------------------------------------------------------------------------------------
+def buffer_pool(region: Region) -> BufferPool:
+    """Return the buffers of this rank."""
+    pool: BufferPool = region.scratch.setdefault("scan", BufferPool())
+    return pool
 
 
-def stage(where: Region, of: BucketPlan, shards: Sequence[Tensor]) -> PendingTransfer:
-    """Start to copy to the device what of a block lies in host memory; lands as the shards to `fetch`.
+# --- transfers ---
 
-    Those that are used as they are stay where they are: they are copied to their places, and need no other.
+
+def start_copy(region: Region, plan: BucketPlan, shards: Sequence[Tensor]) -> PendingTransfer:
+    """Start to copy the shards that are in host memory to the device; its result is the shards to gather.
+
+    Leaves that are neither gathered nor cast are not copied here: `start_gather` copies them into the buffer.
     """
-    moving = [i for b in of.bundles if b.host and (b.gather or b.cast) for i in b.which]
-    flight = start_copy_to_device(where, [shards[i] for i in moving])
+    which = [i for b in plan.buckets if b.host and (b.gather or b.cast) for i in b.which]
+    pending = start_copy_to_device(region, [shards[i] for i in which])
 
-    def land() -> list[Tensor]:
+    def wait() -> list[Tensor]:
         out = list(shards)
-        for i, x in zip(moving, flight(), strict=True):
+        for i, x in zip(which, pending(), strict=True):
             out[i] = x
         return out
 
-    return land
+    return wait
 
 
-def fetch(
-    where: Region, of: BucketPlan, shards: Sequence[Tensor], slot: GatherBuffer | None
+def start_gather(
+    region: Region, plan: BucketPlan, shards: Sequence[Tensor], buffer: GatherBuffer | None
 ) -> tuple[list[Tensor], list[PendingTransfer]]:  # fmt: skip
-    """Start to gather a block: its whole leaves, which are those once the flights have landed.
+    """Start to gather a block; return its whole leaves, to be used after the wait for all pending transfers.
 
-    Where the call is checked they are typed, and land at once. On an abstract mesh they are shapes.
+    In a checked call the leaves are typed, and nothing is pending. On an abstract mesh they are shapes.
     """
-    whole, flights = list(shards), []
-    found, virtual = checker(), slot is not None and not slot.filling.numel()
-    filling = reading = whole
-    if slot is not None and not virtual:
-        filling, reading = views(slot.filling, of, shards), views(slot.reading, of, shards)
-    for bundle in of.bundles:
-        xs, ys = [shards[i] for i in bundle.which], [reading[i] for i in bundle.which]
-        into = [filling[i] for i in bundle.which]
-        if bundle.vary is not None and found is not None:
-            xs = list(run_map(bundle.vary, xs))
-        if bundle.gather is not None and bundle.cast is not None:
-            xs = [x.to(bundle.cast.computed) for x in xs]
-        if bundle.gather is not None and virtual:
-            ys = list(run_map(bundle.gather, xs))
-        elif bundle.gather is not None and found is not None:
-            run_map(_Placed(bundle.gather.comm, bundle.gather.axes, bundle.gather.layout, tuple(into), tuple(ys)), xs)
-        elif bundle.gather is not None:
-            flights.append(bundle.gather.start(xs, into))
-        elif not bundle.copied or slot is None or virtual or found is not None:
-            ys = [copy_to_device(x, where.device) for x in xs] if bundle.host else xs
-            ys = ys if bundle.cast is None else [y.to(bundle.cast.computed) for y in ys]
-        elif bundle.cast is None:
-            flights.append(start_copy_to_device(where, xs, into))
+    whole, pending = list(shards), []
+    types, virtual = checker(), buffer is not None and not buffer.write.numel()
+    write = read = whole
+    if buffer is not None and not virtual:
+        write, read = views(buffer.write, plan, shards), views(buffer.read, plan, shards)
+    for bucket in plan.buckets:
+        xs, ys = [shards[i] for i in bucket.which], [read[i] for i in bucket.which]
+        into = [write[i] for i in bucket.which]
+        if bucket.vary is not None and types is not None:
+            xs = list(run_map(bucket.vary, xs))
+        if bucket.gather is not None and bucket.cast is not None:
+            xs = [x.to(bucket.cast.computed) for x in xs]
+        if bucket.gather is not None and virtual:
+            ys = list(run_map(bucket.gather, xs))
+        elif bucket.gather is not None and types is not None:
+            gather = bucket.gather
+            run_map(_GatherInto(gather.comm, gather.axes, gather.layout, tuple(into), tuple(ys)), xs)
+        elif bucket.gather is not None:
+            pending.append(bucket.gather.start(xs, into))
+        elif not bucket.copied or buffer is None or virtual or types is not None:
+            ys = [copy_to_device(x, region.device) for x in xs] if bucket.host else xs
+            ys = ys if bucket.cast is None else [y.to(bucket.cast.computed) for y in ys]
+        elif bucket.cast is None:
+            pending.append(start_copy_to_device(region, xs, into))
         else:
             foreach_copy_(into, xs)
-        for i, y in zip(bundle.which, ys, strict=True):
+        for i, y in zip(bucket.which, ys, strict=True):
             whole[i] = y
-    return whole, flights
+    return whole, pending
 
 
 @dataclass(frozen=True)
-class _Placed(Gather):
-    """A gather into tensors that are there, which are known as others of the same memory."""
+class _GatherInto(Gather):
+    """A gather that writes to the tensors `into`, and whose results are the tensors `read` of the same memory."""
 
     into: tuple[Tensor, ...] = field(default=(), compare=False)
-    seen: tuple[Tensor, ...] = field(default=(), compare=False)
+    read: tuple[Tensor, ...] = field(default=(), compare=False)
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         self.start(xs, self.into)()
-        return list(self.seen)
+        return list(self.read)
 
 
-def send_back(bundle: Bucket, which: Sequence[int], grads: list[Tensor]) -> PendingTransfer:
-    """Start to sum the gradients of some leaves of a bundle over the ranks; lands as those of their shards.
+def start_reduce(bucket: Bucket, which: Sequence[int], grads: list[Tensor]) -> PendingTransfer:
+    """Start to sum the gradients of some leaves of a bucket over the ranks; its result is the gradients of the shards.
 
-    `which` counts within the bundle. The gradients are overwritten. Those of leaves in host memory are on their way
-    there when they land, until the device is awaited.
+    `which` are positions in the bucket. The sum overwrites `grads`. Gradients of leaves in host memory are complete
+    only after `wait_for_copies_to_host`.
     """
-    total, back = None if bundle.vary is None else bundle.vary.transpose, None
-    if bundle.gather is not None:
-        back = bundle.gather.only(which).transpose
-    if bundle.cast is not None:
-        grads = [g.to(bundle.cast.summed) for g in grads]
-    first = back or total
-    flight = _start(first, grads) if first is not None else lambda: grads
-    kept = None if bundle.cast is None else bundle.cast.kept
+    total = None if bucket.vary is None else bucket.vary.transpose
+    scatter = None if bucket.gather is None else bucket.gather.only(which).transpose
+    if bucket.cast is not None:
+        grads = [g.to(bucket.cast.summed) for g in grads]
+    first = scatter or total
+    pending = _start(first, grads) if first is not None else lambda: grads
 
-    def land() -> list[Tensor]:
-        out = flight() if kept is None else [g.to(kept) for g in flight()]
-        out = out if back is None or total is None else _start(total, out)()
-        return [start_copy_to_host(g) for g in out] if bundle.host else out
+    def wait() -> list[Tensor]:
+        out = pending() if bucket.cast is None else [g.to(bucket.cast.stored) for g in pending()]
+        out = out if scatter is None or total is None else _start(total, out)()
+        return [start_copy_to_host(g) for g in out] if bucket.host else out
 
-    return land
+    return wait
 
 
 def _start(m: Map, xs: list[Tensor]) -> PendingTransfer:
-    """Start a sum over the ranks. Where the call is checked, or a dry run, it lands at once."""
+    """Start a sum over the ranks; in a checked call and on an abstract mesh, complete it at once."""
     if checker() is not None or not m.comm.has_values:
         out = list(run_map(m, xs))
         return lambda: out
     return m.start(xs)
 
 
-__all__ = ["Bucket", "BucketPlan", "BufferPool", "GatherBuffer", "fetch", "plan", "pool", "send_back", "stage", "views"]
+__all__ = [
+    "Bucket",
+    "BucketPlan",
+    "BufferPool",
+    "GatherBuffer",
+    "buffer_pool",
+    "plan_buckets",
+    "start_copy",
+    "start_gather",
+    "start_reduce",
+    "views",
+]  # fmt: skip

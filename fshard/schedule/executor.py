@@ -1,10 +1,11 @@
-"""The walk through a stack of blocks, forward and backward, with the weights of the next ones in flight.
+"""The block loop, forward and backward, that overlaps computation with the transfers of other blocks' weights.
 
-    forward   fetch 1 | block 0, fetch 2 | block 1, fetch 3 | ...
-    backward  ... | block 3 back, fetch 1, reduce 3 | block 2 back, fetch 0, reduce 2 | ...
+    forward   gather 1 | run block 0, gather 2 | run block 1, gather 3 | ...
+    backward  ... | differentiate block 3, gather 1, reduce 3 | differentiate block 2, gather 0, reduce 2 | ...
 
-Each block is a small autograd graph of its own, from leaves (its whole weights and its x) to its results, so that
-nothing is kept longer than its block needs it, and weights can leave memory while the graph refers to them.
+All-gather each block's weights just before it runs; free them after. Each block has an autograd graph of its own, from
+leaves (its whole weights and its x) to its results. So backward frees the saved tensors of a block right after it, and
+a buffer of weights can be used for other blocks between forward and backward while the graph refers to it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard import tree
 from fshard._callsite import Site, site
@@ -34,19 +36,19 @@ from fshard._comm import (
 )
 from fshard._ops import differentiable_dtype
 from fshard.errors import fail
+from fshard.grad import Rest, fill_tensors, split_tensors
 
-from .buckets import BucketPlan, GatherBuffer, fetch, pool, send_back, stage
-from .flat_tree import FlatTree
-from .overlap import owned
-from .recompute import HOOKS, Memo, no_hooks
+from .buckets import BucketPlan, GatherBuffer, buffer_pool, start_copy, start_gather, start_reduce
+from .overlap import make_writable
+from .recompute import DiscardedTensors, UnderHooksError, refuse_saved_tensor_hooks
 
-# The parameters of a block, x, and what belongs to the block alone -> x, and an output of the block.
+# (parameters of a block, x, the block's own argument) -> (x, an output of the block)
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When weights are fetched and what is kept; see `scan`."""
+    """Options of `scan`: when weights are gathered, and what is kept for backward."""
 
     release: bool
     remat: bool
@@ -55,275 +57,313 @@ class Schedule:
 
 
 @dataclass
-class Record:
-    """The graph of one block: its leaves that have a gradient, and its results, those of x first.
+class FlatTree:
+    """A tree as its detached tensors, the rest of it, and for each tensor whether it is differentiated."""
 
-    With a `memo`, what it has saved is to be computed again before it is used.
-    """
+    tensors: list[Tensor]
+    rest: Rest
+    differentiated: list[bool]
 
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    memo: Memo | None = None
+    @staticmethod
+    def of(x: Any) -> FlatTree:
+        tensors, rest = split_tensors(x)
+        differentiated = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
+        return FlatTree([t.detach() for t in tensors], rest, differentiated)
 
+    def without_tensors(self) -> FlatTree:
+        return replace(self, tensors=[])
 
-class Executor:
-    """One walk through all blocks, and its way back."""
-
-    def __init__(
-        self, where: Region, step: Step, x: FlatTree, params: Sequence[FlatTree], each: Sequence[FlatTree],
-        plans: Sequence[BucketPlan], how: Schedule,
-    ) -> None:  # fmt: skip
-        self.region, self.step, self.how = where, step, how
-        self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
-        self.origin: Site | None = site() if is_observed() else None
-        self.token = object()
-        kind = where.device.type if torch.amp.is_autocast_available(where.device.type) else "cpu"
-        how_cast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
-        self.autocast = functools.partial(torch.autocast, kind, *how_cast)
-        # A checker and a dry run see a block as it is, and have no use for less work; a graph would hold its x.
-        self.forgetful = not how.offload and checker() is None and where.comm.has_values
-        self.before: list[FlatTree | None] = [None] * self.n  # x before each block that is differentiated
-        self.coming: dict[int, PendingTransfer] = {}  # those on their way back to the device
-        self.records: list[Record | None] = [None] * self.n
-        self.widths: list[int] = []  # how many tensors x was before each block
-        self.results: list[FlatTree] = []  # x after the last block, and each block's output
-        self.whole: dict[int, list[Tensor]] = {}
-        self.flying: dict[int, list[PendingTransfer]] = {}
-        self.staged: dict[int, PendingTransfer] = {}
-        count = min(self.n, how.prefetch + 1) if how.release else self.n
-        self.slots = pool(where).take(count, max(p.nbytes for p in plans), where)
-
-    # --- forward ---
-
-    def forward(self) -> list[Tensor]:
-        """The tensors of x after the last block, then those of each block's output."""
-        x, outs = self.x, []
-        record: Record | None
-        no_hooks("scan")
-        with self._at_work():
-            for i in range(self.n):
-                moving = any(x.live) or any(self.params[i].live) or any(self.each[i].live)
-                whole = self._fetched(i, 1, self.n)
-                if moving and self.how.remat:
-                    record, y, out = self._forgotten(i, whole, x)
-                else:
-                    record, y, out = self._block(i, whole, x, graph=moving)
-                if moving:
-                    kept = x.with_tensors([start_copy_to_host(t) for t in x.tensors]) if self.how.offload else x
-                    self.before[i], self.records[i] = kept, record
-                self.widths.append(len(x.where))
-                x = y
-                outs.append(out)
-        found = [t for given in (x, *outs) for t in given.tensors]
-        self.results = [given.emptied() for given in (x, *outs)]  # results refer to their graph, and that to this walk
-        return found
-
-    def _forgotten(self, i: int, whole: Sequence[Tensor], x: FlatTree) -> tuple[Record | None, FlatTree, FlatTree]:
-        """Compute a block, and forget what its graph has saved; or, if that cannot be, make no graph."""
-        if self.forgetful:
-            memo = Memo(frozenset(storage_key(t) for t in (*whole, *x.tensors, *self.each[i].tensors)))
-            try:
-                with memo.forgetting():
-                    record, y, out = self._block(i, whole, x, graph=True)
-                return replace(record, memo=memo), y, out
-            except Exception as e:
-                if HOOKS not in str(e):
-                    raise
-                self.forgetful = False
-        _, y, out = self._block(i, whole, x, graph=False)
-        y.live, out.live = [differentiable_dtype(t) for t in y.tensors], [differentiable_dtype(t) for t in out.tensors]
-        return None, y, out
-
-    def _again(self, i: int, whole: Sequence[Tensor], x: FlatTree) -> tuple[Record, FlatTree, FlatTree]:
-        """Compute a block again, as it was in forward."""
-        with self.autocast():
-            return self._block(i, whole, x, graph=True)
-
-    def _block(self, i: int, whole: Sequence[Tensor], x: FlatTree, graph: bool) -> tuple[Record, FlatTree, FlatTree]:
-        """Compute a block; with a `graph`, from leaves of its own."""
-        params, each = self.params[i], self.each[i]
-        inputs: list[Tensor] = []
-
-        def leaves(tensors: Sequence[Tensor], live: Sequence[bool]) -> list[Tensor]:
-            fresh = [t.detach() for t in tensors]
-            inputs.extend(t.requires_grad_() for t, wanted in zip(fresh, live, strict=True) if wanted and graph)
-            return fresh
-
-        with torch.set_grad_enabled(graph):
-            y, out = self.step(params.filled(leaves(whole, params.live)), x.filled(leaves(x.tensors, x.live)),
-                               each.filled(leaves(each.tensors, each.live)))  # fmt: skip
-            y, out = (tree.map(self._out_of_slots, t) for t in (y, out))
-            after, own = (FlatTree.of(t) for t in (y, out))
-        results = [t for t in (*tree.leaves(y), *tree.leaves(out)) if isinstance(t, Tensor)]
-        return Record(inputs, results), after, own
-
-    def _out_of_slots(self, x: Any) -> Any:
-        """A result of a block; a copy of one that lies in a slot, where other weights will lie soon."""
-        lent = isinstance(x, Tensor) and any(storage_key(x) == storage_key(slot.filling) for slot in self.slots)
-        return x.clone() if lent else x
-
-    # --- backward ---
-
-    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of all that is live: of x, of each block's shards, of what is each block's own."""
-        rest = iter(cotangents)
-        dx, *douts = [[next(rest) for _ in given.where] for given in self.results]
-        grads: list[list[Tensor | None]] = [[None] * len(p.where) for p in self.params]
-        downs: list[list[Tensor | None]] = [[None] * len(e.where) for e in self.each]
-        queue: deque[list[Sent]] = deque()
-        moving = [i for i, x in enumerate(self.before) if x is not None]
-        first = min(moving, default=self.n)
-        with self._at_work(), transposing(self.origin) if self.origin else contextlib.nullcontext():
-            for i in range(self.n - 1, -1, -1):
-                x, record, given = self._before(i), self.records[i], [*dx, *douts[i]]
-                dx = [None] * self.widths[i]
-                if x is None:  # nothing here is differentiated, and so nothing goes back from here
-                    continue
-                whole = self._fetched(i, -1, first - 1)
-                if record is None:
-                    record, *_ = self._again(i, whole, x)
-                elif record.memo is not None:
-                    record.memo.recall(functools.partial(self._again, i, whole, x))
-                self.before[i] = self.records[i] = None
-                shapes = [like.shape for like in whole]
-                found = iter(_pull(record, given))
-                del record, whole
-                dp, dx, downs[i] = (one.spread(found) for one in (self.params[i], x, self.each[i]))
-                queue.append(self._sent(i, dp, shapes, grads[i], [*given, *dx, *downs[i]]))
-                del dp, given
-                while len(queue) > self.how.prefetch:
-                    _land(queue.popleft())
-            while queue:
-                _land(queue.popleft())
-            if any(bundle.host for of in self.plans for bundle in of.bundles):
-                wait_for_copies_to_host(self.region.device)
-        pairs = [(self.x, dx), *zip(self.params, grads, strict=True), *zip(self.each, downs, strict=True)]
-        return [g for one, gs in pairs for g, live in zip(gs, one.live, strict=True) if live]
-
-    def _before(self, i: int) -> FlatTree | None:
-        """x before a block, on the device; that of the block before, if it is in host memory, on its way."""
-        x = self.before[i]
-        if x is None or not self.how.offload:
-            return x
-        for j in (i, i - 1):
-            before = self.before[j] if j >= 0 else None
-            if before is not None and j not in self.coming:
-                self.coming[j] = start_copy_to_device(self.region, before.tensors)
-        return x.with_tensors(self.coming.pop(i)())
-
-    def _sent(
-        self, i: int, dp: list[Tensor | None], shapes: Sequence[torch.Size], grads: list[Tensor | None],
-        foreign: Sequence[Tensor | None],
-    ) -> list[Sent]:  # fmt: skip
-        """Start to sum the gradients of a block over the ranks; they land in `grads`."""
-        params, sent = self.params[i], []
-        taken = {storage_key(t) for t in foreign if t is not None}
-        for leaf, live in enumerate(params.live):
-            if live and dp[leaf] is None:  # not used by this rank; the others may have
-                shard = params.leaves[leaf]
-                dp[leaf] = torch.zeros(shapes[leaf], dtype=shard.dtype, device=self.region.device)
-        grads[:] = dp
-        for bundle in self.plans[i].bundles:
-            chosen = [k for k, leaf in enumerate(bundle.which) if params.live[leaf]]
-            if not chosen:
-                continue
-            leaves = [bundle.which[k] for k in chosen]
-            own = [owned(grads[leaf], taken) for leaf in leaves]  # type: ignore[arg-type]
-            for leaf in leaves:
-                grads[leaf] = None
-            sent.append(Sent(grads, leaves, send_back(bundle, chosen, own)))
-        return sent
-
-    # --- weights ---
-
-    def _fetched(self, i: int, way: int, end: int) -> list[Tensor]:
-        """The whole weights of a block; those of the next ones on the way, before `end`, are sent for.
-
-        What lies in host memory starts a block earlier, so that it is on the device when its gather starts.
-        """
-        soon = range(i, i + way * (self.how.prefetch + 2), way)
-        ahead = [j for j in soon if (end - j) * way > 0 and not self._there(j)]
-        for j in ahead:
-            if j not in self.staged:
-                self.staged[j] = stage(self.region, self.plans[j], self.params[j].leaves)
-        for j in ahead:
-            if j != soon[-1]:
-                slot = self._slot(j)
-                if slot is not None:
-                    slot.holds = (self.token, j)
-                self.whole[j], self.flying[j] = fetch(self.region, self.plans[j], self.staged.pop(j)(), slot)
-        for flight in self.flying.pop(i, ()):
-            flight()
-        return self.whole[i]
-
-    def _there(self, i: int) -> bool:
-        """Whether the weights of a block are whole, or on their way."""
-        slot = self._slot(i)
-        return i in self.whole and (slot is None or slot.holds == (self.token, i))
-
-    def _slot(self, i: int) -> GatherBuffer | None:
-        """Where the gathered weights of a block lie; `None` if it has none."""
-        return self.slots[i % len(self.slots)] if self.plans[i].nbytes else None
-
-    @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Keep the slots from other loops. After a failure nobody gets them back: something may be on its way there."""
-        pool(self.region).hold(self.slots)
-        yield
-        pool(self.region).give_back(self.slots)
-
-
-def _pull(record: Record, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The gradients of a block's inputs, whose graph is used up."""
-    pairs = [(y, g) for y, g in zip(record.outputs, cotangents, strict=True) if g is not None and y.requires_grad]
-    if not pairs or not record.inputs:
-        return [None] * len(record.inputs)
-    outputs, given = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, record.inputs, given, allow_unused=True)
+    def take_grads(self, grads: Iterator[Tensor | None]) -> list[Tensor | None]:
+        """Return an entry for each tensor: the next gradient if it is differentiated."""
+        return [next(grads) if d else None for d in self.differentiated]
 
 
 @dataclass
-class Sent:
-    """Gradients on their way: where they land."""
+class BlockGraph:
+    """The autograd graph of one block: its differentiated leaves, and an edge for each result, those of x first.
+
+    An edge, unlike the result itself, lets backward free what the graph has saved as soon as it is used.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[GradientEdge | None]  # None for a result without a gradient
+    discarded: DiscardedTensors | None = None  # to be recomputed before backward
+
+
+@dataclass
+class PendingReduce:
+    """A sum of gradients over the ranks, and the positions in `grads` of its results."""
 
     grads: list[Tensor | None]
     leaves: list[int]
-    flight: PendingTransfer
+    wait: PendingTransfer
+
+    def finish(self) -> None:
+        for leaf, grad in zip(self.leaves, self.wait(), strict=True):
+            self.grads[leaf] = grad
 
 
-def _land(sent: Sequence[Sent]) -> None:
-    for one in sent:
-        for leaf, grad in zip(one.leaves, one.flight(), strict=True):
-            one.grads[leaf] = grad
+class Executor:
+    """One forward pass through all blocks, and its backward pass."""
+
+    def __init__(
+        self, region: Region, step: Step, x: FlatTree, params: Sequence[FlatTree], each: Sequence[FlatTree],
+        plans: Sequence[BucketPlan], schedule: Schedule,
+    ) -> None:  # fmt: skip
+        self.region, self.step, self.schedule = region, step, schedule
+        self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
+        self.origin: Site | None = site() if is_observed() else None
+        self.token = object()  # marks the buffers that this executor has filled; the executor itself would be a cycle
+        kind = region.device.type if torch.amp.is_autocast_available(region.device.type) else "cpu"
+        options = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+        self.autocast = functools.partial(torch.autocast, kind, *options)
+        # Without discarding, remat runs a block without a graph and recomputes all of it. A checker and a dry run need
+        # all of it; and a graph would keep an x that is to be offloaded.
+        self.discards = not schedule.offload and checker() is None and region.comm.has_values
+        self.block_inputs: list[FlatTree | None] = [None] * self.n  # x before each block that is differentiated
+        self.input_copies: dict[int, PendingTransfer] = {}  # pending copies of those to the device
+        self.graphs: list[BlockGraph | None] = [None] * self.n
+        self.widths: list[int] = []  # number of tensors in x before each block
+        self.results: list[FlatTree] = []  # x after the last block, and each block's output, without tensors
+        self.weights: dict[int, list[Tensor]] = {}
+        self.gathers: dict[int, list[PendingTransfer]] = {}  # pending
+        self.shard_copies: dict[int, PendingTransfer] = {}  # pending
+        count = min(self.n, schedule.prefetch + 1) if schedule.release else self.n
+        self.buffers = buffer_pool(region).take(count, max(p.nbytes for p in plans), region)
+
+    # --- forward ---
+
+    def run_forward(self) -> list[Tensor]:
+        """Return the tensors of x after the last block, then those of each block's output."""
+        x, outs = self.x, []
+        graph: BlockGraph | None
+        refuse_saved_tensor_hooks("scan")
+        with self._reserved_buffers():
+            for i in range(self.n):
+                differentiated = any((*x.differentiated, *self.params[i].differentiated, *self.each[i].differentiated))
+                weights = self._gather(i, 1, self.n)
+                if differentiated and self.schedule.remat:
+                    graph, y, out = self._run_and_discard(i, weights, x)
+                else:
+                    graph, y, out = self._run_block(i, weights, x, differentiated)
+                if differentiated:
+                    if self.schedule.offload:
+                        x = replace(x, tensors=[start_copy_to_host(t) for t in x.tensors])
+                    self.block_inputs[i], self.graphs[i] = x, graph
+                self.widths.append(len(x.tensors))
+                x = y
+                outs.append(out)
+        # Results refer to their graph, and the graph to this executor, which must not refer to the results.
+        self.results = [flat.without_tensors() for flat in (x, *outs)]
+        return [t for flat in (x, *outs) for t in flat.tensors]
+
+    def _run_and_discard(
+        self, i: int, weights: Sequence[Tensor], x: FlatTree
+    ) -> tuple[BlockGraph | None, FlatTree, FlatTree]:
+        """Run a block and discard its saved tensors; or run it without a graph, if it cannot run under hooks."""
+        if self.discards:
+            discarded = DiscardedTensors()
+            try:
+                with discarded.discard():
+                    graph, y, out = self._run_block(i, weights, x, True)
+                return replace(graph, discarded=discarded), y, out
+            except (UnderHooksError, RuntimeError) as e:
+                # torch.func refuses saved tensor hooks by a RuntimeError, no subclass. Another error of this class is
+                # raised again by the second run.
+                if type(e) not in (UnderHooksError, RuntimeError):
+                    raise
+                self.discards = False
+        _, y, out = self._run_block(i, weights, x, False)
+        for flat in (y, out):
+            flat.differentiated = [differentiable_dtype(t) for t in flat.tensors]
+        return None, y, out
+
+    def _recompute_block(self, i: int, weights: Sequence[Tensor], x: FlatTree) -> BlockGraph:
+        """Run a block again, under the autocast of forward."""
+        with self.autocast():
+            return self._run_block(i, weights, x, True)[0]
+
+    def _run_block(
+        self, i: int, weights: Sequence[Tensor], x: FlatTree, make_graph: bool
+    ) -> tuple[BlockGraph, FlatTree, FlatTree]:
+        """Run a block from leaves of its own; return its graph, x after it, and its output."""
+        inputs: list[Tensor] = []
+
+        def as_leaves(flat: FlatTree, tensors: Sequence[Tensor]) -> Any:
+            leaves = [t.detach() for t in tensors]
+            if make_graph:
+                inputs.extend(t.requires_grad_() for t, d in zip(leaves, flat.differentiated, strict=True) if d)
+            return fill_tensors(flat.rest, leaves)
+
+        params, each = self.params[i], self.each[i]
+        with torch.set_grad_enabled(make_graph):
+            results = self.step(as_leaves(params, weights), as_leaves(x, x.tensors), as_leaves(each, each.tensors))
+            results = tree.map(self._copy_from_buffer, results)
+            y, out = (FlatTree.of(result) for result in results)
+        tensors = [t for t in tree.leaves(results) if isinstance(t, Tensor)]
+        return BlockGraph(inputs, [get_gradient_edge(t) if t.requires_grad else None for t in tensors]), y, out
+
+    def _copy_from_buffer(self, x: Any) -> Any:
+        """Return a result of a block; if it is a view of a buffer, a copy, because the buffer will be overwritten."""
+        if isinstance(x, Tensor) and any(storage_key(x) == storage_key(buffer.write) for buffer in self.buffers):
+            return x.clone()
+        return x
+
+    # --- backward ---
+
+    def run_backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the differentiated tensors: of x, of each block's shards, of each block's own."""
+        remaining = iter(cotangents)
+        dx, *douts = [[next(remaining) for _ in flat.differentiated] for flat in self.results]
+        param_grads: list[list[Tensor | None]] = [[None] * len(p.tensors) for p in self.params]
+        each_grads: list[list[Tensor | None]] = [[None] * len(e.tensors) for e in self.each]
+        pending: deque[list[PendingReduce]] = deque()
+        first = min((i for i, x in enumerate(self.block_inputs) if x is not None), default=self.n)
+        with self._reserved_buffers(), transposing(self.origin) if self.origin else contextlib.nullcontext():
+            for i in range(self.n - 1, -1, -1):
+                x, graph, dy = self._block_input(i), self.graphs[i], [*dx, *douts[i]]
+                dx = [None] * self.widths[i]
+                if x is None:  # neither this block nor one before it is differentiated
+                    continue
+                weights = self._gather(i, -1, first - 1)
+                if graph is None:
+                    graph = self._recompute_block(i, weights, x)
+                elif graph.discarded is not None:
+                    graph.discarded.recompute(functools.partial(self._recompute_block, i, weights, x))
+                self.block_inputs[i] = self.graphs[i] = None
+                shapes = [w.shape for w in weights]
+                grads = iter(_input_grads(graph, dy))
+                del graph, weights
+                dp, dx, each_grads[i] = (flat.take_grads(grads) for flat in (self.params[i], x, self.each[i]))
+                others = [*dy, *dx, *each_grads[i]]
+                pending.append(self._start_reduces(i, dp, shapes, param_grads[i], others))
+                del dp, dy, others
+                while len(pending) > self.schedule.prefetch:
+                    _finish(pending.popleft())
+            while pending:
+                _finish(pending.popleft())
+            if any(bucket.host for plan in self.plans for bucket in plan.buckets):
+                wait_for_copies_to_host(self.region.device)
+        pairs = [(self.x, dx), *zip(self.params, param_grads, strict=True), *zip(self.each, each_grads, strict=True)]
+        return [g for flat, gs in pairs for g, d in zip(gs, flat.differentiated, strict=True) if d]
+
+    def _block_input(self, i: int) -> FlatTree | None:
+        """Return x before a block, on the device; if offloaded, start to copy x before the block before it, too."""
+        x = self.block_inputs[i]
+        if x is None or not self.schedule.offload:
+            return x
+        for j in (i, i - 1):
+            before = self.block_inputs[j] if j >= 0 else None
+            if before is not None and j not in self.input_copies:
+                self.input_copies[j] = start_copy_to_device(self.region, before.tensors)
+        return replace(x, tensors=self.input_copies.pop(i)())
+
+    def _start_reduces(
+        self, i: int, dp: list[Tensor | None], shapes: Sequence[torch.Size], grads: list[Tensor | None],
+        others: Sequence[Tensor | None],
+    ) -> list[PendingReduce]:  # fmt: skip
+        """Start to sum the gradients `dp` of a block over the ranks, into `grads`; do not overwrite `others`."""
+        params, pending = self.params[i], []
+        used = {storage_key(t) for t in others if t is not None}
+        for leaf, differentiated in enumerate(params.differentiated):
+            if differentiated and dp[leaf] is None:  # this rank did not use the leaf, but another may have
+                dtype = params.tensors[leaf].dtype
+                dp[leaf] = torch.zeros(shapes[leaf], dtype=dtype, device=self.region.device)
+        grads[:] = dp
+        for bucket in self.plans[i].buckets:
+            chosen = [k for k, leaf in enumerate(bucket.which) if params.differentiated[leaf]]
+            if not chosen:
+                continue
+            leaves = [bucket.which[k] for k in chosen]
+            writable = [make_writable(grads[leaf], used) for leaf in leaves]  # type: ignore[arg-type]
+            for leaf in leaves:
+                grads[leaf] = None
+            pending.append(PendingReduce(grads, leaves, start_reduce(bucket, chosen, writable)))
+        return pending
+
+    # --- weights ---
+
+    def _gather(self, i: int, direction: int, end: int) -> list[Tensor]:
+        """Return the whole weights of a block, after the start of the gathers of the next ones, before block `end`.
+
+        Copies from host memory start a block earlier, so that the shards are on the device when their gather starts.
+        """
+        window = range(i, i + direction * (self.schedule.prefetch + 2), direction)
+        missing = [j for j in window if (end - j) * direction > 0 and not self._is_gathered(j)]
+        for j in missing:
+            if j not in self.shard_copies:
+                self.shard_copies[j] = start_copy(self.region, self.plans[j], self.params[j].tensors)
+        for j in missing:
+            if j != window[-1]:
+                buffer = self._buffer(j)
+                if buffer is not None:
+                    buffer.contents = (self.token, j)
+                self.weights[j], self.gathers[j] = start_gather(
+                    self.region, self.plans[j], self.shard_copies.pop(j)(), buffer
+                )
+        for wait in self.gathers.pop(i, ()):
+            wait()
+        return self.weights[i]
+
+    def _is_gathered(self, i: int) -> bool:
+        """Return whether the weights of a block are gathered, or their gather is pending."""
+        buffer = self._buffer(i)
+        return i in self.weights and (buffer is None or buffer.contents == (self.token, i))
+
+    def _buffer(self, i: int) -> GatherBuffer | None:
+        """Return the buffer for the weights of a block; `None` if it needs none."""
+        return self.buffers[i % len(self.buffers)] if self.plans[i].nbytes else None
+
+    @contextlib.contextmanager
+    def _reserved_buffers(self) -> Iterator[None]:
+        """Reserve the buffers. After a failure they are not released: a transfer into them may be pending."""
+        buffer_pool(self.region).reserve(self.buffers)
+        yield
+        buffer_pool(self.region).release(self.buffers)
 
 
-class _Loop(torch.autograd.Function):
-    """The walk as one operation: its tensors in, its results out."""
+def _finish(reduces: Sequence[PendingReduce]) -> None:
+    for reduce in reduces:
+        reduce.finish()
+
+
+def _input_grads(graph: BlockGraph, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return the gradients of a block's inputs, and free its graph."""
+    pairs = [(y, g) for y, g in zip(graph.outputs, cotangents, strict=True) if y is not None and g is not None]
+    if not pairs or not graph.inputs:
+        return [None] * len(graph.inputs)
+    outputs, grads = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, graph.inputs, grads, allow_unused=True)
+
+
+class _BlockLoop(torch.autograd.Function):
+    """The whole loop as one operation: (executor, differentiated tensors) -> results."""
 
     @staticmethod
-    def forward(ctx: Any, walk: Executor, *live: Tensor) -> tuple[Tensor, ...]:
-        out = walk.forward()
-        ctx.walk = walk
-        wanted = [wanted for given in walk.results for wanted in given.live]
-        ctx.mark_non_differentiable(*[y for y, smooth in zip(out, wanted, strict=True) if not smooth])
+    def forward(ctx: Any, executor: Executor, *differentiated: Tensor) -> tuple[Tensor, ...]:
+        out = executor.run_forward()
+        ctx.executor = executor
+        flags = [d for flat in executor.results for d in flat.differentiated]
+        ctx.mark_non_differentiable(*[y for y, d in zip(out, flags, strict=True) if not d])
         ctx.set_materialize_grads(False)
         return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            raise fail("scan: its gradient is to be differentiated by torch.autograd, which cannot see into a schedule",
+            raise fail("scan: the gradient of a schedule cannot be differentiated by torch.autograd",
                        fix="nest fs.grad, or use torch.func: there it is the plain loop")  # fmt: skip
-        return None, *ctx.walk.backward(cotangents)
+        return None, *ctx.executor.run_backward(cotangents)
 
 
-def go(walk: Executor, x: Any, params: Sequence[Any], each: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """x after all blocks, and their outputs; differentiable once."""
-    live = [t for given in (x, *params, *each) for t in tree.leaves(given)
-            if isinstance(t, Tensor) and torch.is_grad_enabled() and t.requires_grad]  # fmt: skip
-    out = iter(_Loop.apply(walk, *live) if live else walk.forward())  # type: ignore[no-untyped-call]
-    last, *outs = [given.filled([next(out) for _ in given.where]) for given in walk.results]
+def run_blocks(executor: Executor, x: Any, params: Sequence[Any], each: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return x after all blocks, and their outputs; differentiable once."""
+    differentiated = [t for arg in (x, *params, *each) for t in tree.leaves(arg)
+                      if isinstance(t, Tensor) and torch.is_grad_enabled() and t.requires_grad]  # fmt: skip
+    results = _BlockLoop.apply(executor, *differentiated) if differentiated else executor.run_forward()  # type: ignore[no-untyped-call]
+    remaining = iter(results)
+    last, *outs = [fill_tensors(flat.rest, [next(remaining) for _ in flat.differentiated]) for flat in executor.results]
     return last, outs
 
 
-__all__ = ["Executor", "Schedule", "go"]
+__all__ = ["Executor", "FlatTree", "Schedule", "run_blocks"]

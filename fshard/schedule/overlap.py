@@ -1,4 +1,4 @@
-"""A backward pass in two parts: a gradient that ranks must sum is under way while those of weights are computed."""
+"""A backward pass in two parts: the sum of x's gradient over the ranks overlaps the gradients of the weights."""
 
 from __future__ import annotations
 
@@ -17,73 +17,74 @@ from fshard._torch_compat import in_transform
 from fshard.errors import fail
 
 
-def entered(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
-    """f(m(x), *weights), the transpose of `m` in flight while the gradients of the weights are computed.
+def apply_then_compute(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
+    """Return f(m(x), *weights); in backward the transpose of `m` overlaps the gradients of the weights.
 
-    `m` lets x into a part that a mesh axis splits (`pvary`, or `all_gather` under sequence parallelism), and `f` is its
-    first layer. The same numbers as without: f's graph is walked twice, first for x, then for the weights.
+    `m` is the collective before the first layer `f` of a part that a mesh axis splits (`pvary`, or `all_gather` under
+    sequence parallelism). The numbers are those of f(m(x), *weights): backward passes f's graph twice, first for x,
+    then for the weights.
 
     Source: Shoeybi et al., "Megatron-LM", its asynchronous all-reduce of column parallel layers.
     """
-    every = (x, *weights)
-    if not (torch.is_grad_enabled() and x.requires_grad and any(w.requires_grad for w in weights)) or _looked_at(m):
+    differentiated = torch.is_grad_enabled() and x.requires_grad and any(w.requires_grad for w in weights)
+    if not differentiated or _needs_plain_graph(m):
         return f(apply_map(m, [x])[0], *weights)
-    out: Tensor = _Entered.apply(m, f, *every)  # type: ignore[no-untyped-call]
+    out: Tensor = _Overlapped.apply(m, f, x, *weights)  # type: ignore[no-untyped-call]
     return out
 
 
-def owned(grad: Tensor, taken: set[int]) -> Tensor:
-    """A gradient that a sum may overwrite: dense, and in memory that nothing else refers to."""
-    at = storage_key(grad)
-    if at in taken or not grad.is_contiguous():
+def make_writable(grad: Tensor, used: set[int]) -> Tensor:
+    """Return a gradient that a sum may overwrite: contiguous, in a storage that is not `used`; add that to `used`."""
+    key = storage_key(grad)
+    if key in used or not grad.is_contiguous():
         return grad.clone(memory_format=torch.contiguous_format)
-    taken.add(at)
+    used.add(key)
     return grad
 
 
-def _looked_at(m: Map) -> bool:
-    """Whether a compiler, a transform of torch.func or the checker looks on, who cannot see into this."""
+def _needs_plain_graph(m: Map) -> bool:
+    """Return whether a compiler, a transform of torch.func or a checker must see each operation."""
     return torch.compiler.is_dynamo_compiling() or in_transform() or checker() is not None or not m.comm.has_values
 
 
-class _Entered(torch.autograd.Function):
+class _Overlapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.back, ctx.origin = m.transpose, site() if is_observed() else None
-        inside = run_map(m, [x])[0].detach()
+        ctx.transpose, ctx.origin = m.transpose, site() if is_observed() else None
+        mapped = run_map(m, [x])[0].detach()
         with torch.enable_grad():
-            h = _Leaf.apply(torch.empty(0, requires_grad=True), inside)  # type: ignore[no-untyped-call]
-            own = [w.detach().requires_grad_(w.requires_grad) for w in weights]
-            y = f(h, *own)
-        # Edges and not tensors: what the graph needs it has saved, and the rest may go.
+            h = _Leaf.apply(torch.empty(0, requires_grad=True), mapped)  # type: ignore[no-untyped-call]
+            leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
+            y = f(h, *leaves)
+        # Gradient edges instead of tensors: the graph has saved what it needs, and the other tensors are freed.
         ctx.y, ctx.h = get_gradient_edge(y), get_gradient_edge(h)
-        ctx.weights = [get_gradient_edge(w) if w.requires_grad else None for w in own]
+        ctx.weights = [get_gradient_edge(w) if w.requires_grad else None for w in leaves]
         return y.detach()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            raise fail("the gradient of a column parallel layer is to be differentiated by torch.autograd",
-                       "it cannot see into it", fix="nest fs.grad, or use torch.func")  # fmt: skip
-        live = [w for w in ctx.weights if w is not None]
-        (dh,) = torch.autograd.grad(ctx.y, ctx.h, g, retain_graph=True)
+            raise fail("the gradient of a column parallel layer cannot be differentiated by torch.autograd",
+                       fix="nest fs.grad, or use torch.func")  # fmt: skip
+        edges = [w for w in ctx.weights if w is not None]
+        (dh,) = torch.autograd.grad(ctx.y, ctx.h, grad, retain_graph=True)
         with transposing(ctx.origin) if ctx.origin else contextlib.nullcontext():
-            flight = ctx.back.start([owned(dh, {storage_key(g)})])
-        found = iter(torch.autograd.grad(ctx.y, live, g, allow_unused=True))
-        grads = [None if w is None else next(found) for w in ctx.weights]
-        return None, None, flight()[0], *grads
+            wait = ctx.transpose.start([make_writable(dh, {storage_key(grad)})])
+        weight_grads = iter(torch.autograd.grad(ctx.y, edges, grad, allow_unused=True))
+        grads = [None if w is None else next(weight_grads) for w in ctx.weights]
+        return None, None, wait()[0], *grads
 
 
 class _Leaf(torch.autograd.Function):
-    """A value as the leaf of a graph that does not keep it."""
+    """A leaf of a graph that does not keep the leaf's value."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, value: Tensor) -> Tensor:
         return value
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
 
 
-__all__ = ["entered", "owned"]
+__all__ = ["apply_then_compute", "make_writable"]

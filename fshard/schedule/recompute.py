@@ -1,4 +1,8 @@
-"""What a computation has saved for its backward, forgotten, and computed again when backward comes to it."""
+"""Activation checkpointing of one block: its saved tensors, discarded after forward and recomputed before backward.
+
+torch.utils.checkpoint does not serve here: it does not notice a saved tensor that is modified in place, and its early
+stop may skip transfers that other ranks wait for.
+"""
 
 from __future__ import annotations
 
@@ -10,117 +14,114 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from fshard._comm import storage_key, transfer_count
+from fshard._comm import transfer_count
 from fshard._torch_compat import version_of
 from fshard.errors import ShardingError, fail
 from fshard.spec import short_dtype
 
 
-class _Held:
-    """A tensor that autograd has saved; `x` is None once it is forgotten. It goes with the node it was saved for."""
+class UnderHooksError(ShardingError):
+    """A computation that cannot run where saved tensor hooks are set."""
 
-    __slots__ = ("__weakref__", "kind", "version", "x")
+
+class _SavedTensor:
+    """A tensor that autograd saved, and that lives as long as its node; `x` is None while it is discarded."""
+
+    __slots__ = ("__weakref__", "dtype", "shape", "version", "x")
 
     def __init__(self, x: Tensor) -> None:
-        self.kind = x.shape, x.dtype
-        self.keep(x)
+        self.shape, self.dtype = x.shape, x.dtype
+        self.set(x)
 
-    def keep(self, x: Tensor) -> None:
+    def set(self, x: Tensor) -> None:
         self.x: Tensor | None = x.detach()
         self.version = version_of(x)
 
+    def get(self) -> Tensor:
+        if self.x is None:
+            raise UnderHooksError("a gradient was computed inside a block whose saved tensors are discarded")
+        if version_of(self.x) != self.version:
+            raise fail(f"{self}: saved for the gradient, and modified by an inplace operation afterwards",
+                       fix="x = x * 2 for x.mul_(2)")  # fmt: skip
+        return self.x
 
-class Memo:
-    """The saved tensors of one computation. Those in `lasting` memory, which is there anyway, are kept.
+    def __str__(self) -> str:
+        return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
 
-    To compute it again stops where the last of them is there: what only gives the results, most often a large product,
-    is not done twice. But never before its last transfer: another rank may need what comes of that.
+
+class DiscardedTensors:
+    """The saved tensors of one computation, discarded until `recompute`.
+
+    The recomputation stops at the last saved tensor that backward still needs, because the operations after it only
+    produce results, often by a large product. But it never stops before the last transfer: another rank may wait for
+    that.
     """
 
-    def __init__(self, lasting: frozenset[int]) -> None:
-        self._lasting = lasting
-        self._forgotten: list[weakref.ref[_Held]] = []
+    def __init__(self) -> None:
+        self._saved: list[weakref.ref[_SavedTensor]] = []
         self._transfers = 0
 
     @contextlib.contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Within, what is saved is forgotten: nothing that is computed here can take a gradient of it."""
-        start = transfer_count()
-        with saved_tensors_hooks(self._forget, _value):
+    def discard(self) -> Iterator[None]:
+        """Discard all tensors that autograd saves in this context: no gradient can be computed inside it."""
+        before = transfer_count()
+        with saved_tensors_hooks(self._discard, _SavedTensor.get):
             yield
-        self._transfers = transfer_count() - start
+        self._transfers = transfer_count() - before
 
-    def _forget(self, x: Tensor) -> _Held:
-        held = _Held(x)
-        if storage_key(x) not in self._lasting:
-            held.x = None
-            self._forgotten.append(weakref.ref(held))
-        return held
+    def _discard(self, x: Tensor) -> _SavedTensor:
+        saved = _SavedTensor(x)
+        saved.x = None
+        self._saved.append(weakref.ref(saved))
+        return saved
 
-    def recall(self, again: Callable[[], Any]) -> None:
-        """Call what computes the same again, until all is there that is still wanted."""
-        wanted = [held() for held in self._forgotten]
-        while wanted and wanted[-1] is None:
-            wanted.pop()
-        if not wanted and not self._transfers:
+    def recompute(self, run: Callable[[], Any]) -> None:
+        """Call `run`, which repeats the computation, until every saved tensor that is still needed is recomputed."""
+        needed = [saved() for saved in self._saved]
+        while needed and needed[-1] is None:
+            needed.pop()
+        count, last_transfer = 0, transfer_count() + self._transfers
+        if not needed and not self._transfers:
             return
-        rest, end, missing = iter(wanted), transfer_count() + self._transfers, len(wanted)
-        del wanted
 
-        def take(x: Tensor) -> _Held:
-            nonlocal missing
-            new = _Held(x)
-            if missing and storage_key(x) not in self._lasting:
-                held = next(rest)
-                missing -= 1
-                if held is not None:
-                    if held.kind != new.kind:
-                        raise _differs(f"{_words(held)} before, {_words(new)} now")
-                    held.keep(x)
-            if not missing and transfer_count() >= end:
-                raise _Enough
+        def save(x: Tensor) -> _SavedTensor:
+            nonlocal count
+            new = _SavedTensor(x)
+            if count < len(needed):
+                old, needed[count] = needed[count], None
+                count += 1
+                if old is not None:
+                    if (old.shape, old.dtype) != (new.shape, new.dtype):
+                        raise _differs(f"{old} in forward, {new} in backward")
+                    old.set(x)
+            if count == len(needed) and transfer_count() >= last_transfer:
+                raise _StopRecomputation
             return new
 
-        with contextlib.suppress(_Enough), saved_tensors_hooks(take, _value):
-            again()
-        if missing:
-            raise _differs(f"it saves {missing} tensors fewer than before")
+        with contextlib.suppress(_StopRecomputation), saved_tensors_hooks(save, _SavedTensor.get):
+            run()
+        if count < len(needed):
+            raise _differs(f"it saved {len(needed) - count} tensors fewer than in forward")
 
 
-class _Enough(BaseException):
-    """All that was wanted is there."""
+class _StopRecomputation(BaseException):
+    """All saved tensors that are needed are recomputed."""
 
 
 def _differs(how: str) -> ShardingError:
-    return fail(f"what is computed again differs: {how}",
-                fix="a function that is computed again must do the same each time")  # fmt: skip
+    return fail(f"a recomputed block differs from its forward pass: {how}",
+                fix="a function that is recomputed must do the same operations each time")  # fmt: skip
 
 
-def _words(held: _Held) -> str:
-    shape, dtype = held.kind
-    return f"{short_dtype(dtype)}[{', '.join(map(str, shape))}]"
-
-
-def _value(held: _Held) -> Tensor:
-    if held.x is None:
-        raise RuntimeError(f"a gradient inside of what is to be computed again, where {HOOKS} are set")
-    if version_of(held.x) != held.version:
-        raise fail(f"{_words(held)}: needed for the gradient, and modified by an inplace operation since",
-                   fix="x = x * 2 for x.mul_(2)")  # fmt: skip
-    return held.x
-
-
-HOOKS = "saved tensor hooks"  # the words by which torch, too, says that it cannot do something where they are set
-
-
-def no_hooks(verb: str) -> None:
-    """Raise where saved tensor hooks are set, which do not know that weights leave memory and come back."""
+def refuse_saved_tensor_hooks(verb: str) -> None:
+    """Raise if saved tensor hooks are set: they do not know that weights are freed and gathered again."""
     try:
         with disable_saved_tensors_hooks(verb):
             pass
     except RuntimeError as e:
-        raise fail(f"{verb}: called where {HOOKS} are set, as in torch.utils.checkpoint",
-                   fix=f"use {verb}(..., remat=True) instead") from e  # fmt: skip
+        message = fail(f"{verb}: called where saved tensor hooks are set, as in torch.utils.checkpoint",
+                       fix=f"use {verb}(..., remat=True) instead")  # fmt: skip
+        raise UnderHooksError(str(message)) from e
 
 
-__all__ = ["HOOKS", "Memo", "no_hooks"]
+__all__ = ["DiscardedTensors", "UnderHooksError", "refuse_saved_tensor_hooks"]

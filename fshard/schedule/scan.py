@@ -1,4 +1,4 @@
-"""The block loop as a function: weights come just before their use, and go after it.
+"""The block loop as a function: All-gather each block's weights just before it runs; free them after.
 
 Source: Zhao et al., 2023, "PyTorch FSDP", for the schedule; `jax.lax.scan` for the form.
 """
@@ -18,14 +18,13 @@ from fshard._torch_compat import in_transform
 from fshard.errors import fail
 from fshard.spec import P, any_on_host, is_spec
 
-from .buckets import plan
-from .executor import Executor, Schedule, go
-from .flat_tree import FlatTree
+from .buckets import BucketPlan, plan_buckets
+from .executor import Executor, FlatTree, Schedule, run_blocks
 from .remat import check_captured
 from .remat import remat as rematerialize
 from .unshard import routes, sizes_of, unshard
 
-# params of a block, x, and what belongs to this block alone -> x, or (x, an output of this block)
+# (parameters of a block, x[, the block's own argument]) -> x, or (x, an output of the block)
 Block = Callable[..., Any]
 
 
@@ -34,69 +33,84 @@ def scan(
     shapes: Any = None, has_aux: bool = False, release: bool = True, remat: bool = False, offload: bool = False,
     prefetch: int = 1, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
-    """x through a stack of blocks, each made whole over `axis` just before its use: FSDP's schedule as a function.
+    """Apply a stack of blocks to x, each made whole over `axis` just before it runs: FSDP's schedule as a function.
 
         block: (params of one block {V axis}, x) -> x          scan: (all params {by specs}, x) -> x
 
-    The same numbers as `for p, s in zip(params, specs): x = block(unshard(p, s, axis), x)`. What differs is when bytes
-    move and how long they stay: `prefetch` blocks are gathered while one computes, forward and backward; at most
-    `prefetch + 1` gathered blocks exist at a time; gradients are summed over the ranks while the blocks before compute
-    theirs. Leaves whose specs lack the axis (data parallel) are used where they lie, and their gradients summed.
-    Leaves in host memory (`P(..., memory="host")`) come to the device a block earlier still, and go when it is done.
+    The numbers are those of `for p, s in zip(params, specs): x = block(unshard(p, s, axis), x)`. The schedule differs:
+    `prefetch` blocks are gathered while one computes, forward and backward; at most `prefetch + 1` gathered blocks
+    exist at a time; gradients are summed over the ranks while the blocks before compute theirs. Leaves whose specs lack
+    the axis (data parallel) are used without a copy, and their gradients summed. Leaves in host memory
+    (`P(..., memory="host")`) are copied to the device one block earlier still, and freed there after use.
 
     Args:
         params: a list of one tree for each block, or one tree whose leaves are stacked, [blocks, ...].
-        specs: of those, a prefix tree; the stacked dim is not split. `None`: nothing is split over `axis`.
+        specs: of the params, a prefix tree; the stacked dim is not split. `None`: nothing is split over `axis`.
         each: a list of one tree for each block, passed to it as a third argument: keys, caches.
         shapes: as for `unshard`, needed only for leaves that the axis does not divide.
-        has_aux: `block` gives `(x, out)`; then the result is `(x, outs)`, a list, or stacked like the parameters.
-        release: gathered weights are let go after use and gathered again in backward; without, they are kept.
-        remat: keep only x before each block; in backward compute again, up to the last thing that it needs.
-        offload: with `remat`, keep x before each block in host memory, and have it back a block ahead.
-        prefetch: how many blocks ahead are gathered; 0 gathers when needed.
+        has_aux: `block` returns `(x, out)`; then the result is `(x, outs)`, a list, or stacked like the parameters.
+        release: free gathered weights after use and gather them again in backward; if False, keep them.
+        remat: keep only x before each block; in backward recompute the block up to its last saved tensor.
+        offload: with `remat`, keep x before each block in host memory, and copy it back one block ahead.
+        prefetch: number of blocks to gather ahead; 0 gathers when needed.
         dtype, reduce_dtype: as for `unshard`: mixed precision.
 
-    Transfers, for each dtype of a block: a gather forward, one in backward (not of the last `prefetch + 1` blocks,
-    which are still there), and one sum. Frozen leaves have no gradient: no buffer and no transfer. In a compiled
-    program, and under a transform of torch.func, it is the plain loop: same numbers, without `release` and `offload`.
+    Transfers, for each dtype of a block: a gather in forward, one in backward (except for the last `prefetch + 1`
+    blocks, which are still gathered), and one sum. Frozen leaves have no gradient: no buffer and no transfer. In a
+    compiled program, and under a transform of torch.func, it is the plain loop: same numbers, without `release` and
+    `offload`.
 
     >>> x = scan(block, params["h"], x, specs=specs["h"], axis="data")
 
-    Raises ShardingError for what `unshard` does, where `block` captures a tensor that is being differentiated, and
-    inside torch.utils.checkpoint, which does not know that weights leave memory.
+    Raises ShardingError for the errors of `unshard`, if `block` captures a tensor that is being differentiated, and
+    inside torch.utils.checkpoint, which does not know that weights are freed.
     """
     if prefetch < 0:
         raise fail(f"scan: prefetch={prefetch}", fix="0 or more")
     if offload and not remat:
-        raise fail("scan: offload=True keeps x before each block, and without remat there is more", fix="remat=True")
+        raise fail("scan: offload=True offloads x before each block, and without remat=True more is kept",
+                   fix="remat=True")  # fmt: skip
     blocks = _Blocks.of(params, specs, each, shapes)
     if not len(blocks):
         return (x, []) if has_aux else x
     live = axis and live_axes(region("scan").comm, known_axes("scan", region(), axis))
     host = not live and any_on_host(specs)
-    if not (live or host or offload) or _transformed():
-        x, outs = _plain(block, blocks, x, axis, bool(axis) or host, has_aux, remat, dtype, reduce_dtype)
-    else:
+    split = _check_pair if has_aux else _without_output
+    plans = None
+    if (live or host or offload) and not _transformed():
+        plans = blocks.plans(axis, dtype, reduce_dtype)
+    if plans is not None:
         check_captured("scan", block)
-        how = Schedule(release, remat, offload, prefetch)
-        x, outs = _scheduled(block, blocks, x, axis, has_aux, how, dtype, reduce_dtype)
+        step = lambda p, x, own: split(block(p, x, *own))  # noqa: E731
+        flat_params, flat_each = ([FlatTree.of(t) for t in trees] for trees in (blocks.params, blocks.each))
+        schedule = Schedule(release, remat, offload, prefetch)
+        executor = Executor(region("scan"), step, FlatTree.of(x), flat_params, flat_each, plans, schedule)
+        x, outs = run_blocks(executor, x, blocks.params, blocks.each)
+    else:
+
+        def whole(p: Any, specs: Any, shapes: Any) -> Any:
+            if axis or host:
+                return unshard(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
+            return p if dtype is None else tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, p)
+
+        x, outs = _plain_loop(block, blocks, x, whole, split, remat)
     return (x, blocks.like_params(outs)) if has_aux else x
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What each block is given: its parameters, their specs and shapes, and what belongs to it alone."""
+    """The arguments of each block: its parameters, their specs and shapes, and its own argument."""
 
     params: Sequence[Any]
     specs: Sequence[Any]
     shapes: Sequence[Any]
-    each: Sequence[tuple[Any, ...]]  # none, or one more argument
+    each: Sequence[tuple[Any, ...]]  # of length 0 or 1
     stacked: bool
 
     @staticmethod
     def of(params: Any, specs: Any, each: Sequence[Any] | None, shapes: Any) -> _Blocks:
         stacked = not isinstance(params, (list, tuple))
-        rows, spec_rows, shape_rows = (_unstacked if stacked else _listed)(params, specs, shapes)
+        rows, spec_rows, shape_rows = (_unstack if stacked else _as_lists)(params, specs, shapes)
         if each is not None and len(each) != len(rows):
             raise fail(f"scan: each has {len(each)} trees for {len(rows)} blocks", fix="one for each block")
         own = [()] * len(rows) if each is None else [(one,) for one in each]
@@ -105,36 +119,50 @@ class _Blocks:
     def __len__(self) -> int:
         return len(self.params)
 
+    def plans(self, axis: Axis, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> list[BucketPlan] | None:
+        """Return the buckets of each block; `None` if a leaf is gathered along two dims, which has no schedule."""
+        current, plans = region("scan"), []
+        for p, specs, shapes in zip(self.params, self.specs, self.shapes, strict=True):
+            leaves = tree.leaves(p)
+            flat = tree.broadcast(specs, p, name="specs", leaf=is_spec)
+            leaf_routes = routes("scan", current, leaves, flat, axis, sizes_of("scan", len(leaves), shapes))
+            plan = plan_buckets(current, leaves, leaf_routes, dtype, reduce_dtype)
+            if plan is None:
+                return None
+            plans.append(plan)
+        return plans
+
     def like_params(self, outs: list[Any]) -> Any:
+        """Return the outputs of the blocks in a list or stacked, as the parameters are."""
         return tree.map(lambda *xs: torch.stack(xs), *outs) if self.stacked else outs
 
 
-def _listed(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
+def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
+    """Return params, specs and shapes as one tree for each block."""
     n = len(params)
-    given = {"specs": specs, "shapes": shapes}
-    for name, rows in given.items():
+    for name, rows in {"specs": specs, "shapes": shapes}.items():
         if isinstance(rows, (list, tuple)) and not is_spec(rows) and len(rows) != n:
             raise fail(f"scan: {name} has {len(rows)} trees for {n} blocks", fix="one for each block, or a prefix")
-    whole = specs is None or is_spec(specs)
-    return params, [specs or P()] * n if whole else specs, [None] * n if shapes is None else shapes
+    prefix = specs is None or is_spec(specs)
+    return params, [specs or P()] * n if prefix else specs, [None] * n if shapes is None else shapes
 
 
-def _unstacked(params: Any, specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
-    """One tree of stacked leaves as a tree for each block."""
+def _unstack(params: Any, specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
+    """Return stacked params, their specs and shapes as one tree for each block."""
     leaves, treedef = tree.flatten(params)
     counts = {len(x) if isinstance(x, Tensor) and x.ndim else None for x in leaves}
     if len(counts) != 1 or None in counts:
         shown = [f"{tree.show('params', path)} {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
                  for path, x in tree.leaves_with_path(params)]  # fmt: skip
-        raise fail("scan: stacked parameters have one number of blocks in front", *shown,
-                   fix="stack every leaf, [blocks, ...], or give a list of trees")  # fmt: skip
+        raise fail("scan: stacked parameters must all have the number of blocks as dim 0", *shown,
+                   fix="stack every leaf, [blocks, ...], or pass a list of trees")  # fmt: skip
     n = len(leaves[0])
     flat = [P()] * len(leaves) if specs is None else tree.broadcast(specs, params, name="specs", leaf=is_spec)
     parts = [spec.parts(x.ndim) for spec, x in zip(flat, leaves, strict=True)]
-    if any(split[0] for split in parts):
+    if any(dims[0] for dims in parts):
         raise fail("scan: the dim of the blocks is split", fix="None first in the specs of stacked leaves",
-                   specs=[s for s, split in zip(flat, parts, strict=True) if split[0]])  # fmt: skip
-    rest = [P(*(axes or None for axes in split[1:]), memory=s.memory) for s, split in zip(flat, parts, strict=True)]
+                   specs=[s for s, dims in zip(flat, parts, strict=True) if dims[0]])  # fmt: skip
+    rest = [P(*(axes or None for axes in dims[1:]), memory=s.memory) for s, dims in zip(flat, parts, strict=True)]
     rows = zip(*(x.unbind(0) for x in leaves), strict=True)
     known = None if shapes is None else tree.map(lambda s: _Shape(tuple(s.shape[1:])), shapes)
     return [tree.unflatten(treedef, row) for row in rows], [tree.unflatten(treedef, rest)] * n, [known] * n
@@ -145,61 +173,36 @@ class _Shape:
     shape: tuple[int, ...]
 
 
-def _halves(result: Any) -> tuple[Any, Any]:
-    """What a block with an output gave."""
+def _check_pair(result: Any) -> tuple[Any, Any]:
+    """Return the (x, out) of a block with has_aux. Raises ShardingError if it is not a pair."""
     if not isinstance(result, tuple) or len(result) != 2:
-        raise fail(f"scan: has_aux=True, and the block gave a {type(result).__name__}", fix="return (x, out)")
+        raise fail(f"scan: has_aux=True, and the block returned a {type(result).__name__}", fix="return (x, out)")
     return result
 
 
+def _without_output(x: Any) -> tuple[Any, None]:
+    return x, None
+
+
 def _transformed() -> bool:
-    """Whether a compiler or a transform of torch.func looks on, which cannot see into a schedule."""
+    """Return whether a compiler or a transform of torch.func is active, which cannot trace a schedule."""
     return torch.compiler.is_dynamo_compiling() or in_transform()
 
 
-def _plain(
-    block: Block, blocks: _Blocks, x: Any, axis: Axis, apart: bool, has_aux: bool, remat: bool,
-    dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
+def _plain_loop(
+    block: Block, blocks: _Blocks, x: Any, whole: Callable[[Any, Any, Any], Any],
+    split: Callable[[Any], tuple[Any, Any]], remat: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """The loop as it is written: what every schedule must equal. `apart` if weights may lie elsewhere, or in parts."""
+    """Run the blocks without a schedule: the definition that every schedule must equal."""
     outs = []
     for p, specs, shapes, own in zip(blocks.params, blocks.specs, blocks.shapes, blocks.each, strict=True):
 
-        def whole(p: Any, x: Any, own: Any, specs: Any = specs, shapes: Any = shapes) -> Any:
-            if apart:
-                p = unshard(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
-            elif dtype is not None:
-                p = tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, p)
-            return block(p, x, *own)
+        def run(p: Any, x: Any, own: Any, specs: Any = specs, shapes: Any = shapes) -> Any:
+            return block(whole(p, specs, shapes), x, *own)
 
-        result = (rematerialize(whole) if remat else whole)(p, x, own)
-        x, out = _halves(result) if has_aux else (result, None)
+        x, out = split((rematerialize(run) if remat else run)(p, x, own))
         outs.append(out)
     return x, outs
-
-
-def _scheduled(
-    block: Block, blocks: _Blocks, x: Any, axis: Axis, has_aux: bool, how: Schedule, dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-) -> tuple[Any, list[Any]]:  # fmt: skip
-    where, plans = region("scan"), []
-    for p, specs, shapes in zip(blocks.params, blocks.specs, blocks.shapes, strict=True):
-        leaves = tree.leaves(p)
-        flat = tree.broadcast(specs, p, name="specs", leaf=is_spec)
-        ways = routes("scan", where, leaves, flat, axis, sizes_of("scan", len(leaves), shapes))
-        found = plan(where, leaves, ways, dtype, reduce_dtype)
-        if found is None:  # a leaf that is gathered along two dims
-            return _plain(block, blocks, x, axis, True, has_aux, how.remat, dtype, reduce_dtype)
-        plans.append(found)
-
-    def step(p: Any, x: Any, own: Any) -> tuple[Any, Any]:
-        result = block(p, x, *own)
-        return _halves(result) if has_aux else (result, None)
-
-    params, each = [FlatTree.of(p) for p in blocks.params], [FlatTree.of(e) for e in blocks.each]
-    walk = Executor(where, step, FlatTree.of(x), params, each,
-                plans, how)  # fmt: skip
-    return go(walk, x, blocks.params, blocks.each)
 
 
 __all__ = ["Block", "scan"]

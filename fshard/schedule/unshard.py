@@ -1,4 +1,4 @@
-"""Whole leaves over an axis, by their specs: one call that is data parallel, fully sharded, or both at once."""
+"""Whole leaves over an axis, by their specs: data parallel, fully sharded, or both, by one call."""
 
 from __future__ import annotations
 
@@ -22,57 +22,58 @@ def unshard(
     params: Any, specs: Any, axis: Axis, *, shapes: Any = None, dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
-    """Whole leaves over `axis`, ready for each rank's own data: DDP, FSDP and HSDP are this one call.
+    """Make leaves whole over `axis`, ready for each rank's own data: DDP, FSDP and HSDP by this one call.
 
         [D@axis, F]{V} -> [D, F]{V}     all_gather     transpose: psum_scatter
         [D, F]{I}      -> [D, F]{V}     pvary          transpose: psum
 
-    Leaves whose spec names the axis are gathered, the others varied; one transfer per dtype each way. Other axes in
-    the specs stay split. Leaves in host memory come to the device first, and their gradients go back there.
+    Leaves whose spec names the axis are gathered, the others varied; one transfer per dtype in each direction. Dims
+    stay split over other axes of the specs. Leaves in host memory are copied to the device first, and their gradients
+    are copied back.
 
     Args:
         specs: of the params, or a prefix.
-        shapes: a tree of things with a global `.shape` (the Deferred tree, say), needed only for leaves that the axis
-            does not divide.
-        dtype: floating leaves are cast to it before they move.
-        reduce_dtype: their gradients are summed over the ranks in it, `dtype` if not given, and come back in the
-            dtype of the leaf.
+        shapes: a tree of objects with a global `.shape` (such as the Deferred tree), needed only for leaves that the
+            axis does not divide.
+        dtype: floating leaves are cast to it before the transfer.
+        reduce_dtype: gradients are summed over the ranks in it, by default in `dtype`, and then cast to the dtype of
+            the leaf.
 
-    Raises ShardingError where a dim is split by `axis` and, minor to it, by another axis that would stay: the pieces
-    of such a dim do not join.
+    Raises ShardingError if a dim is split by `axis` and, minor to it, by another axis that stays: the pieces of such a
+    dim cannot be joined.
     """
-    where = region("unshard")
+    current = region("unshard")
     leaves, treedef = tree.flatten(params)
     flat = tree.broadcast(specs, params, name="specs", leaf=_is_spec)
-    ways = routes("unshard", where, leaves, flat, axis, sizes_of("unshard", len(leaves), shapes))
-    how = [Precision.of(x, dtype, reduce_dtype) for x in leaves]
-    out = [copy_to_device(x, where.device) if way.host else x for x, way in zip(leaves, ways, strict=True)]
+    leaf_routes = routes("unshard", current, leaves, flat, axis, sizes_of("unshard", len(leaves), shapes))
+    casts = [Precision.of(x, dtype, reduce_dtype) for x in leaves]
+    out = [copy_to_device(x, current.device) if r.host else x for x, r in zip(leaves, leaf_routes, strict=True)]
     vary: dict[Any, list[int]] = {}
     gather: dict[tuple[str, ...], list[tuple[int, Joined]]] = {}
-    for i, way in enumerate(ways):
-        vary.setdefault((way.vary, None if way.gathers else how[i], out[i].dtype), []).append(i)
-        for joined in way.gathers:
+    for i, route in enumerate(leaf_routes):
+        vary.setdefault((route.vary, None if route.gathers else casts[i], out[i].dtype), []).append(i)
+        for joined in route.gathers:
             gather.setdefault(joined.axes, []).append((i, joined))
     for (axes, cast, _), which in vary.items():
         xs = [out[i] for i in which]
-        for i, x in zip(which, _apply(Vary(where.comm, axes), cast, xs) if axes else _cast(xs, cast), strict=True):
+        for i, x in zip(which, _apply(Vary(current.comm, axes), cast, xs) if axes else _cast(xs, cast), strict=True):
             out[i] = x
     for parts in gather.values():
-        _gather_leaves(where, parts, how, out)
+        _gather_leaves(current, parts, casts, out)
     return tree.unflatten(treedef, out)
 
 
-def _apply(m: Map, how: Precision | None, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return apply_map(m if how is None else CastMap.of(m, how), xs)
+def _apply(m: Map, cast: Precision | None, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return apply_map(m if cast is None else CastMap.of(m, cast), xs)
 
 
-def _cast(xs: Sequence[Tensor], how: Precision | None) -> Sequence[Tensor]:
-    return xs if how is None else [x.to(how.computed) for x in xs]
+def _cast(xs: Sequence[Tensor], cast: Precision | None) -> Sequence[Tensor]:
+    return xs if cast is None else [x.to(cast.computed) for x in xs]
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A dim whose pieces over `axes` are to be joined; `size` is what they make up, where it is known."""
+    """A dim whose pieces over `axes` are to be joined; `size` is the sum of their sizes, if known."""
 
     axes: tuple[str, ...]
     dim: int
@@ -81,28 +82,28 @@ class Joined:
 
 @dataclass(frozen=True)
 class Route:
-    """How one leaf becomes whole: varied over some axes, gathered over others, mostly along one dim."""
+    """Steps that make one leaf whole: a copy from host memory, pvary over some axes, gathers over others."""
 
     vary: tuple[str, ...]
     gathers: tuple[Joined, ...]
-    host: bool = False  # whether it is in host memory, and first of all comes to the device
+    host: bool = False
 
 
 def routes(
-    verb: str, where: Region, leaves: Sequence[Tensor], specs: Sequence[P], axis: Axis,
+    verb: str, region: Region, leaves: Sequence[Tensor], specs: Sequence[P], axis: Axis,
     shapes: Sequence[tuple[int, ...] | None],
 ) -> list[Route]:  # fmt: skip
-    """The route of each leaf, over the axes of more than one rank. Raises for pieces that do not join."""
-    names = known_axes(verb, where, axis)
-    live = live_axes(where.comm, names)
-    elsewhere = where.device != HOST
-    found: list[Route] = []
+    """Return the route of each leaf, over the axes of more than one rank. Raises if pieces cannot be joined."""
+    names = known_axes(verb, region, axis)
+    live = live_axes(region.comm, names)
+    host_is_other_memory = region.device != HOST
+    out: list[Route] = []
     errors: list[ShardingError] = []
     for i, (x, spec, shape) in enumerate(zip(leaves, specs, shapes, strict=True)):
         gathers = []
-        if elsewhere and x.device == HOST and spec.memory != "host":
+        if host_is_other_memory and x.device == HOST and spec.memory != "host":
             errors.append(fail(f"{verb}: leaf {i} is in host memory, its spec says {spec}",
-                               fix="specs that say so, fs.on_host(specs); or fs.to_device(params)"))  # fmt: skip
+                               fix="pass fs.on_host(specs), or fs.to_device(params)"))  # fmt: skip
         for dim, split in enumerate(spec.parts(x.ndim)):
             joined = tuple(a for a in split if a in names)
             major = split[: len(split) - len(joined)]
@@ -111,42 +112,43 @@ def routes(
                 errors.append(fail(f"{verb}: leaf {i} has dim {dim} split by {split}; {joined} cannot be joined first",
                                    fix=f"make {joined} the minor axes: {(*first, *joined)}"))  # fmt: skip
             elif any(a in live for a in joined):
-                sizes, coords = [where.sizes[a] for a in major], [where.coords[a] for a in major]
+                sizes, coords = [region.sizes[a] for a in major], [region.coords[a] for a in major]
                 n = None if shape is None else part_range(shape[dim], sizes, coords)[1]
                 gathers.append(Joined(tuple(a for a in joined if a in live), dim, n))
-        found.append(Route(tuple(a for a in live if a not in spec.axes), tuple(gathers),
-                           spec.memory == "host"))  # fmt: skip
+        varied = tuple(a for a in live if a not in spec.axes)
+        out.append(Route(varied, tuple(gathers), spec.memory == "host"))
     raise_all(errors)
-    return found
+    return out
 
 
 def sizes_of(verb: str, n: int, shapes: Any) -> list[tuple[int, ...] | None]:
-    """The global shape of each of `n` leaves, where a tree of things that have one was given."""
+    """Return the global shape of each of `n` leaves, from the `shapes` of the caller, or `None` for each."""
     if shapes is None:
         return [None] * n
     known: list[tuple[int, ...] | None] = [tuple(s.shape) for s in tree.leaves(shapes)]
     if len(known) != n:
-        raise fail(f"{verb}: shapes is another tree than params", f"{len(known)} leaves, not {n}",
+        raise fail(f"{verb}: shapes has another structure than params", f"{len(known)} leaves, not {n}",
                    fix="pass the tree that params were materialized from")  # fmt: skip
     return known
 
 
 def _gather_leaves(
-    where: Region, which: list[tuple[int, Joined]], how: Sequence[Precision | None], out: list[Tensor]
+    region: Region, which: list[tuple[int, Joined]], casts: Sequence[Precision | None], out: list[Tensor]
 ) -> None:
-    # A leaf split by the axes on two dims is gathered in two rounds; all others share one transfer per dtype.
+    """Gather leaves over the same axes, in one transfer per dtype; a leaf that is split on two dims in two rounds."""
     axes = which[0][1].axes
     while which:
-        seen: set[int] = set()
-        now = [w for w in which if not (w[0] in seen or seen.add(w[0]))]  # type: ignore[func-returns-value]
-        which = [w for w in which if w not in now]
-        for group in by_dtype([out[i] for i, _ in now]):
-            xs = [out[now[g][0]] for g in group]
-            dims, sizes = [now[g][1].dim for g in group], [now[g][1].size for g in group]
-            layout = gather_layout("unshard", where.comm, axes, xs, dims, sizes)
-            ys = _apply(Gather(where.comm, axes, layout), how[now[group[0]][0]], xs)
-            for g, y in zip(group, ys, strict=True):
-                out[now[g][0]] = y
+        first: dict[int, Joined] = {}
+        for i, joined in which:
+            first.setdefault(i, joined)
+        which = [(i, joined) for i, joined in which if joined is not first[i]]
+        leaves = list(first)
+        for group in by_dtype([out[i] for i in leaves]):
+            members = [leaves[g] for g in group]
+            xs, joins = [out[i] for i in members], [first[i] for i in members]
+            layout = gather_layout("unshard", region.comm, axes, xs, [j.dim for j in joins], [j.size for j in joins])
+            for i, y in zip(members, _apply(Gather(region.comm, axes, layout), casts[members[0]], xs), strict=True):
+                out[i] = y
 
 
 __all__ = ["Joined", "Route", "routes", "sizes_of", "unshard"]

@@ -19,7 +19,7 @@ from fshard._comm import index_of, size_of
 from fshard._comm.gloo import GlooConnections
 from fshard._comm.process import ProcessComm
 from fshard._ops.linear_maps import Gather, Scatter, Sum
-from tests.lib.collective_cases import EVERY_DTYPE, check_flights, check_what_flights_note
+from tests.lib.collective_cases import EVERY_DTYPE, check_pending_transfers, check_transfer_records
 
 MESHES = [
     ({"a": 2}, ("a",)),
@@ -120,13 +120,13 @@ RUNS = {"simulated": lambda sizes: fs.make_mesh(**sizes).run, "messages": run_in
 @pytest.mark.parametrize("kind", RUNS)
 def test_pending_transfers_waited_for_in_another_order_have_the_right_values(kind, sizes, axes):
     dtypes = EVERY_DTYPE if len(sizes) == 1 else EVERY_DTYPE[2::3]
-    check_flights(RUNS[kind](sizes), sizes, axes, dtypes)
+    check_pending_transfers(RUNS[kind](sizes), sizes, axes, dtypes)
 
 
 @pytest.mark.parametrize(("sizes", "axes"), MESHES)
 @pytest.mark.parametrize("kind", RUNS)
 def test_pending_transfer_is_recorded_once_with_the_bytes_of_its_arguments(kind, sizes, axes):
-    check_what_flights_note(RUNS[kind](sizes), sizes, axes, math.prod(sizes.values()))
+    check_transfer_records(RUNS[kind](sizes), sizes, axes, math.prod(sizes.values()))
 
 
 @pytest.mark.parametrize("size", [1, 5_000, 50_001])  # one round; two rounds; a large message

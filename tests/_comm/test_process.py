@@ -21,7 +21,13 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from tests.lib.collective_cases import EVERY_DTYPE, check_all, check_flights, check_values, check_what_flights_note
+from tests.lib.collective_cases import (
+    EVERY_DTYPE,
+    check_all,
+    check_pending_transfers,
+    check_transfer_records,
+    check_values,
+)
 from tests.lib.compile_cases import meshes_made_again
 from tests.lib.processes import Pool, RanksError
 
@@ -236,7 +242,7 @@ def groups() -> None:
             check_values(mesh, axes)
     for axes in (("x",), ("y", "one", "x")):
         check_all(mesh, axes)
-        check_flights(mesh.run, mesh.axes, tuple(a for a in axes if a != "one"), EVERY_DTYPE[2::3])
+        check_pending_transfers(mesh.run, mesh.axes, tuple(a for a in axes if a != "one"), EVERY_DTYPE[2::3])
 
 
 def single_axis() -> None:
@@ -247,15 +253,15 @@ def single_axis() -> None:
 
 def pending_transfers(n: int) -> None:
     mesh = fs.make_mesh(x=n)
-    check_flights(mesh.run, mesh.axes, ("x",), EVERY_DTYPE if n == 2 else EVERY_DTYPE[::3])
-    check_what_flights_note(mesh.run, mesh.axes, ("x",), here=1)
+    check_pending_transfers(mesh.run, mesh.axes, ("x",), EVERY_DTYPE if n == 2 else EVERY_DTYPE[::3])
+    check_transfer_records(mesh.run, mesh.axes, ("x",), here=1)
     for _ in range(3):  # transfers that every rank drops do not block others
         mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [[torch.empty(9)] * n], ("x",)) and None)
         mesh.run(lambda comm, rank: comm.reduce([torch.ones(50_000)], ("x",)) and None)
-    check_flights(mesh.run, mesh.axes, ("x",), EVERY_DTYPE[:1])
+    check_pending_transfers(mesh.run, mesh.axes, ("x",), EVERY_DTYPE[:1])
     mesh.run(lambda comm, rank: comm._connections.clear())  # leaves the collectives that CUDA and compilers use
-    check_flights(mesh.run, mesh.axes, ("x",), (torch.float32, torch.int64))
-    check_what_flights_note(mesh.run, mesh.axes, ("x",), here=1)
+    check_pending_transfers(mesh.run, mesh.axes, ("x",), (torch.float32, torch.int64))
+    check_transfer_records(mesh.run, mesh.axes, ("x",), here=1)
     check_values(mesh, ("x",))
 
 

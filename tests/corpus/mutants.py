@@ -29,9 +29,9 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError, collectives
+from fshard import _ops as linear
 from fshard._comm import Comm, Region, index_of, region, size_of
-from fshard._ops import autograd as linear
-from fshard._ops.recast import CastMap
+from fshard._ops import CastMap
 from fshard.models import gpt2
 from fshard.spec import box_shape, local_box, part_lengths
 
@@ -196,7 +196,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> I
         finally:
             current.call = before
 
-    def entered(m: Any, f: Any, x: Tensor, *weights: Tensor) -> Tensor:
+    def apply_then_compute(m: Any, f: Any, x: Tensor, *weights: Tensor) -> Tensor:
         out: Tensor = f(unshard_apply(m, None, [x], sys._getframe(1))[0], *weights)
         return out
 
@@ -265,7 +265,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> I
         stack.enter_context(mock.patch.multiple(collectives, **patches))
         stack.enter_context(mock.patch.object(_UNSHARD, "_apply", unshard_apply))
         # Run the plain loop, which calls the patched functions; schedules compute the same numbers.
-        stack.enter_context(mock.patch.object(_TRANSFORMER, "entered", entered))
+        stack.enter_context(mock.patch.object(_TRANSFORMER, "apply_then_compute", apply_then_compute))
         stack.enter_context(mock.patch.object(_SCAN, "_transformed", return_value=True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))

@@ -1,4 +1,4 @@
-"""Every row of the collectives' table, and the properties each must have on any mesh, simulated or real."""
+"""Each collective, and the properties that it must have on any mesh, simulated or of processes."""
 
 from __future__ import annotations
 
@@ -68,9 +68,8 @@ CASES = [
 
 
 def _draw(case: Case, kind: str, shape: tuple[int, ...], axes: tuple[str, ...], salt: int) -> Tensor:
-    """A tensor that differs between ranks, but for an invariant one not along `axes`."""
-    where = region()
-    coords = {a: (0 if kind == "I" and a in axes else c) for a, c in where.coords.items()}
+    """Return a tensor that differs between ranks; an invariant one is equal along `axes`."""
+    coords = {a: (0 if kind == "I" and a in axes else c) for a, c in region().coords.items()}
     seed = salt
     for c in coords.values():
         seed = seed * 31 + c + 1
@@ -78,8 +77,7 @@ def _draw(case: Case, kind: str, shape: tuple[int, ...], axes: tuple[str, ...], 
 
 
 def _local_shape(case: Case, axes: tuple[str, ...]) -> tuple[int, ...]:
-    where = region()
-    sizes, coords = [where.sizes[a] for a in axes], [where.coords[a] for a in axes]
+    sizes, coords = [region().sizes[a] for a in axes], [region().coords[a] for a in axes]
     shape = list(case.shape(math.prod(sizes)))
     if case.dim is not None:
         shape[case.dim] = part_range(shape[case.dim], sizes, coords)[1]
@@ -87,13 +85,13 @@ def _local_shape(case: Case, axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _pair(a: Tensor, b: Tensor, kind: str, axes: tuple[str, ...]) -> Tensor:
-    """<a, b>, summed over all ranks; an invariant pair counts once along `axes`."""
+    """Return <a, b> summed over all ranks; an invariant pair counts once along `axes`."""
     over = region().sizes if kind == "V" else [a for a in region().sizes if a not in axes]
     return fs.psum((a * b).sum(), tuple(over))
 
 
 def check_case(case: Case, axes: tuple[str, ...]) -> None:
-    """The adjoint identity, double transposition, jvp, vmap and gradients: called inside a region."""
+    """Check the adjoint identity, double transposition, jvp, vmap and gradients, inside a region."""
     axis = axes if len(axes) > 1 else axes[0]
 
     def f(x: Any) -> Any:
@@ -106,16 +104,22 @@ def check_case(case: Case, axes: tuple[str, ...]) -> None:
     assert back.shape == x.shape
     left, right = _pair(y, g, case.target, axes), _pair(x, back, case.source, axes)
     torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
-    assert left.abs() > 1e-6 or y.numel() == 0 or "empty" in case.name or math.prod(x.shape) == 0 or _silent(case, axes)
-    # transposed twice, it is itself
+    assert (
+        left.abs() > 1e-6
+        or y.numel() == 0
+        or "empty" in case.name
+        or math.prod(x.shape) == 0
+        or _sends_nothing(case, axes)
+    )
+    # the transpose of the transpose is the map
     _, again = torch.func.vjp(lambda c: pull(c)[0], g)
     torch.testing.assert_close(again(x)[0], y, rtol=1e-12, atol=1e-12)
-    # linear: the jvp is the map itself
+    # the jvp of a linear map is the map
     t = _draw(case, case.source, tuple(x.shape), axes, 3)
     primal, rate = torch.func.jvp(f, (x,), (t,))
     torch.testing.assert_close(primal, y, rtol=0, atol=0)
     torch.testing.assert_close(rate, f(t), rtol=1e-12, atol=1e-12)
-    # vmap: the examples one by one, whichever dim the batch is
+    # vmap equals a loop over the examples, for each batch dim
     batch = torch.stack([_draw(case, case.source, tuple(x.shape), axes, 10 + i) for i in range(3)])
     want = torch.stack([f(b) for b in batch])
     for dim in range(batch.ndim):
@@ -127,20 +131,20 @@ def check_case(case: Case, axes: tuple[str, ...]) -> None:
     grads = torch.func.vmap(torch.func.grad(lambda b, w: (f(b) * w).sum()))(batch, weights)
     for i in range(3):
         torch.testing.assert_close(grads[i], pull(weights[i])[0], rtol=1e-12, atol=1e-12)
-    # a tree, two dtypes and an integer leaf in it: the same as leaf by leaf
+    # a tree with two floating dtypes and an integer leaf equals leaf by leaf
     leaves = {"a": x, "b": [x.float(), (x * 10).long()]}
     if case.name != "pmean":
         for got_leaf, leaf in zip(fs.tree.leaves(f(leaves)), fs.tree.leaves(leaves), strict=True):
             torch.testing.assert_close(got_leaf, f(leaf), rtol=0, atol=0)
 
 
-def _silent(case: Case, axes: tuple[str, ...]) -> bool:
-    """A shift over one rank sends nothing."""
+def _sends_nothing(case: Case, axes: tuple[str, ...]) -> bool:
+    """Return whether this is a shift over one rank."""
     return case.name == "ppermute shift" and math.prod(region().sizes[a] for a in axes) == 1
 
 
 def check_vmap_is_one_transfer(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
-    """A batch of examples moves in as many transfers as one example."""
+    """Check that a batch of examples moves in as many transfers as one example."""
     axis = axes if len(axes) > 1 else axes[0]
     for case in CASES:
 
@@ -161,7 +165,7 @@ def check_vmap_is_one_transfer(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
 
 
 def check_all(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
-    """Every case on every rank of `mesh`."""
+    """Check every case on every rank of `mesh`."""
 
     @fs.shard_map(mesh=mesh, out_specs=P())
     def run() -> Tensor:
@@ -176,7 +180,7 @@ def check_all(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
 
 
 def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
-    """Known answers, against the dense arithmetic."""
+    """Check known answers against dense arithmetic."""
     axis = axes if len(axes) > 1 else axes[0]
     sizes = [mesh.axes[a] for a in axes]
     n = math.prod(sizes)
@@ -211,15 +215,15 @@ def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
     assert sum(part_lengths(5, sizes)) == 5
 
 
-# --- transfers in flight --------------------------------------------------------------------------------------
+# --- pending transfers ---
 
 Run = Callable[[Callable[[Any, int], Any]], Any]  # a mesh's `run`: f(comm, rank) on every rank of this process
 EVERY_DTYPE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool,
                torch.complex64)  # fmt: skip
 
 
-def _given(shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int) -> Tensor:
-    """Small numbers of a rank's own, whose sums are exact in every dtype."""
+def _small_numbers(shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int) -> Tensor:
+    """Return small numbers that differ between ranks, with sums that are exact in every dtype."""
     x = torch.arange(math.prod(shape)).mul(7 + rank).add(salt + 3 * rank).remainder(5)
     return (x > 2 if dtype == torch.bool else x.to(dtype) * (1j if dtype.is_complex else 1)).view(shape)
 
@@ -236,106 +240,116 @@ def _same(got: Tensor, want: Tensor, what: str) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda m: f"{what}: {m}")
 
 
-def check_flights(run: Run, sizes: dict[str, int], axes: tuple[str, ...], dtypes: Any = EVERY_DTYPE) -> None:
-    """gather, scatter and reduce: uneven and empty parts, strided places, small and large, several in the air."""
+def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ...], dtypes: Any = EVERY_DTYPE) -> None:
+    """Check gather, scatter and reduce with uneven, empty, strided, small and large parts, and several pending."""
     n = math.prod(sizes[a] for a in axes)
-    # What rank r gives, of each tensor: uneven, empty on every other rank, in columns, 0-d; large, large in columns.
+    # Shape of each tensor on rank r: uneven, empty on every other rank, columns, 0-d; large, large columns.
     parts = [lambda r: (r + 1, 3), lambda r: (2, 3 * (r % 2)), lambda r: (4, r + 2), lambda r: (),
              lambda r: (17_000 + r,), lambda r: (2, 8_200 + r)]  # fmt: skip
-    joined = [0, 1, 1, None, 0, 1]  # the dim along which the parts lie in the whole; of 0-d ones a new one
+    joined = [0, 1, 1, None, 0, 1]  # dim along which the parts are joined; None: a new dim
     whole = [(5, 3), (0, 2), (), (4 * n + 1, 3), (20_001,)]
 
     def gathering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
-        xs = [_given(shape(me), dtype, me, salt + i) for i, shape in enumerate(parts)]
-        xs[2] = xs[2].t().contiguous().t()  # as it lies, it cannot be sent
-        want, into, room = [], [], []
+        xs = [_small_numbers(shape(me), dtype, me, salt + i) for i, shape in enumerate(parts)]
+        xs[2] = xs[2].t().contiguous().t()  # not contiguous: it cannot be sent without a copy
+        want, into, buffers = [], [], []
         for i, (shape, dim) in enumerate(zip(parts, joined, strict=True)):
-            all_of_it = [_given(shape(r), dtype, r, salt + i) for r in range(n)]
-            want.append(torch.stack(all_of_it) if dim is None else torch.cat(all_of_it, dim))
-            room.append(torch.zeros_like(want[-1]))
-            into.append(room[-1].unbind() if dim is None else room[-1].split([shape(r)[dim] for r in range(n)], dim))
-        flight = comm.gather(xs, into, axes)
+            every = [_small_numbers(shape(r), dtype, r, salt + i) for r in range(n)]
+            want.append(torch.stack(every) if dim is None else torch.cat(every, dim))
+            buffers.append(torch.zeros_like(want[-1]))
+            into.append(
+                buffers[-1].unbind() if dim is None else buffers[-1].split([shape(r)[dim] for r in range(n)], dim)
+            )
+        pending = comm.gather(xs, into, axes)
 
-        def land() -> None:
-            assert flight() == []
+        def wait() -> None:
+            assert pending() == []
             for i in range(len(parts)):
-                _same(room[i], want[i], f"gather {i} of {dtype}")
+                _same(buffers[i], want[i], f"gather {i} of {dtype}")
 
-        return land
+        return wait
 
     def scattering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
         def of(rank: int) -> list[tuple[Tensor, ...]]:
             out = []
             for i, (shape, dim) in enumerate(zip(parts, joined, strict=True)):
-                every = [_given(shape(r), dtype, rank + 10 * r, salt + i) for r in range(n)]
-                together = torch.stack(every) if dim is None else torch.cat(every, dim)
-                out.append(together.unbind() if dim is None else together.split([e.shape[dim] for e in every], dim))
+                every = [_small_numbers(shape(r), dtype, rank + 10 * r, salt + i) for r in range(n)]
+                joined_parts = torch.stack(every) if dim is None else torch.cat(every, dim)
+                out.append(
+                    joined_parts.unbind() if dim is None else joined_parts.split([e.shape[dim] for e in every], dim)
+                )
             return out
 
-        flight, everyone = comm.scatter(of(me), axes), [of(r) for r in range(n)]
+        pending, all_parts = comm.scatter(of(me), axes), [of(r) for r in range(n)]
 
-        def land() -> None:
-            got = flight()
+        def wait() -> None:
+            got = pending()
             for i, y in enumerate(got):
                 assert y.is_contiguous()
-                _same(y, _summed([theirs[i][me] for theirs in everyone]), f"scatter {i} of {dtype}")
-            for y in got:  # they are the caller's own
+                _same(y, _summed([rank_parts[i][me] for rank_parts in all_parts]), f"scatter {i} of {dtype}")
+            for y in got:  # nothing else may use these tensors
                 y.fill_(1)
             assert len(got) == len(parts)
 
-        return land
+        return wait
 
     def reducing(comm: Any, me: int, dtype: torch.dtype, salt: int, fresh: bool) -> Any:
-        xs = [_given(shape, dtype, me, salt + i) for i, shape in enumerate(whole)]
+        xs = [_small_numbers(shape, dtype, me, salt + i) for i, shape in enumerate(whole)]
         before = [x.clone() for x in xs]
-        flight = comm.reduce(xs, axes, fresh=fresh)
+        pending = comm.reduce(xs, axes, fresh=fresh)
 
-        def land() -> None:
-            got = flight()
+        def wait() -> None:
+            got = pending()
             assert len(got) == len(xs)
             for i, (x, y) in enumerate(zip(xs, got, strict=True)):
                 assert (y is x) != fresh
-                _same(y, _summed([_given(whole[i], dtype, r, salt + i) for r in range(n)]), f"reduce {i} of {dtype}")
+                _same(
+                    y,
+                    _summed([_small_numbers(whole[i], dtype, r, salt + i) for r in range(n)]),
+                    f"reduce {i} of {dtype}",
+                )
                 if fresh:
-                    _same(x, before[i], "what was lent")
+                    _same(x, before[i], "the argument")
                     assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
 
-        return land
+        return wait
 
-    def all_of_them(comm: Any, rank: int) -> None:
+    def check(comm: Any, rank: int) -> None:
         me = index_of(axes, comm.sizes, comm.coords)
         for i, dtype in enumerate(dtypes):
-            flights = [gathering(comm, me, dtype, i), scattering(comm, me, dtype, i + 1)]
-            flights += [reducing(comm, me, dtype, i, fresh) for fresh in (True, False)]
-            flights += [gathering(comm, me, dtype, i + 2)]
-            for at in (3, 0, 4, 1, 2):  # not as they were started
-                flights[at]()
-        # several of the same kind and size, last one first; and none of anything
+            waits = [gathering(comm, me, dtype, i), scattering(comm, me, dtype, i + 1)]
+            waits += [reducing(comm, me, dtype, i, fresh) for fresh in (True, False)]
+            waits += [gathering(comm, me, dtype, i + 2)]
+            for k in (3, 0, 4, 1, 2):  # in another order than they were started
+                waits[k]()
+        # several of one kind and size, waited for in reverse order; and empty tensors
         rows = [torch.zeros(n, 4) for _ in range(3)]
-        ours = [comm.gather([torch.full((4,), float(me + 10 * k))], [row.unbind()], axes) for k, row in enumerate(rows)]
+        waits = [
+            comm.gather([torch.full((4,), float(me + 10 * k))], [row.unbind()], axes) for k, row in enumerate(rows)
+        ]
         for k in (2, 1, 0):
-            ours[k]()
-            _same(rows[k], (torch.arange(n) + 10.0 * k)[:, None].expand(n, 4), "flights of one size")
+            waits[k]()
+            _same(rows[k], (torch.arange(n) + 10.0 * k)[:, None].expand(n, 4), "transfers of one size")
         nothing = torch.zeros(0)
         comm.gather([nothing], [[nothing] * n], axes)()
         assert comm.scatter([[nothing] * n], axes)()[0].shape == (0,)
 
-    run(all_of_them)
+    run(check)
 
 
-def check_what_flights_note(run: Run, sizes: dict[str, int], axes: tuple[str, ...], here: int) -> None:
-    """Each is one transfer, of the bytes that a rank gives; `here` of the ranks run in this process."""
+def check_transfer_records(run: Run, sizes: dict[str, int], axes: tuple[str, ...], here: int) -> None:
+    """Check that each is recorded as one transfer with its bytes; `here` ranks run in this process."""
     n = math.prod(sizes[a] for a in axes)
 
     def f(comm: Any, rank: int) -> None:
         x = torch.ones(5, dtype=torch.float32)
-        flights = [
+        waits = [
             comm.gather([x, x[:2]], [[torch.empty(5)] * n, [torch.empty(2)] * n], axes),
             comm.scatter([[x[: r % 2 + 1] for r in range(n)]], axes),
             comm.reduce([x.clone(), x[:3].clone()], axes),
         ]
-        for flight in flights:
-            flight()
+        for wait in waits:
+            wait()
 
     with recording() as log:
         run(f)

@@ -1,7 +1,7 @@
-"""Leaves in host memory: they visit the device where they are needed, and the numbers are those of leaves that stay.
+"""Leaves in host memory: they are copied to the device for their use, and the numbers are those of device leaves.
 
-There is no second memory here, so what lies where is seen on fake tensors of an abstract mesh of other devices, of
-which no operation mixes two; and values on CPUs, where a block's leaves are copied all the same.
+A CPU has no second memory. So the memory of each tensor is tested with fake tensors of another device on an abstract
+mesh, where no operation takes tensors of two devices; values are tested on CPUs, where leaves are copied too.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from fshard import _comm as comm
 from fshard._ops import dim_sizes as sizes
 from fshard.models import gpt2
 from fshard.optim import fused
-from fshard.schedule import buckets as fetch
-from fshard.schedule import executor as loop
+from fshard.schedule import buckets, executor
 from tests.lib.live import LiveBytes
 
 DEVICE = torch.device("meta")
 CFG = gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=4, n_head=4)
 ROWS = 4
 
-# What is kept in host memory: parameters, or those of the blocks alone; the optimizer's state; both.
-KEPT = [(True, False), (False, True), (True, True), ("h", True)]
+# (parameters, optimizer's state) in host memory; "h": the parameters of the blocks alone.
+IN_HOST_MEMORY = [(True, False), (False, True), (True, True), ("h", True)]
 KINDS = ["one", "data", "full", "tensor", "both"]
 
 
@@ -51,8 +50,8 @@ def placed_specs(opt: Any, specs: Any, params: bool | str, state: bool) -> Any:
     return {"params": own, "opt": on_host(opt.specs(specs)) if state else opt.specs(specs)}
 
 
-def train_step(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, *, look: Any = None, **how: Any) -> Any:
-    """(the step, the specs of its state, the described state): clip and AdamW of GPT-2, its state donated."""
+def train_step(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, *, inspect: Any = None, **how: Any) -> Any:
+    """Return (step, specs of its state, described state) of GPT-2 with clipping and AdamW; the state is donated."""
     options = {k: how.pop(k) for k in ("dtype", "reduce_dtype") if k in how}
     layout, specs, described = layout_of(kind, **options), specs_of(kind), gpt2.init(CFG)
     mask = fs.tree.map(lambda x: x.ndim > 1, described)
@@ -65,11 +64,11 @@ def train_step(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, *, loo
         return gpt2.loss(CFG, p, ids[:, :-1], ids[:, 1:], layout=layout, specs=own, **how)
 
     @fs.shard_map(mesh=mesh, in_specs=(placed, P(layout.data)), out_specs=(placed, P()), donate=0, check="never")
-    def step(given: Any, ids: Tensor) -> Any:
-        loss, grads = fs.value_and_grad(loss_fn)(given["params"], ids)
-        p, s = opt.update(grads, given["opt"], given["params"])
-        if look is not None:
-            look(given, grads, p, s)
+    def step(old: Any, ids: Tensor) -> Any:
+        loss, grads = fs.value_and_grad(loss_fn)(old["params"], ids)
+        p, s = opt.update(grads, old["opt"], old["params"])
+        if inspect is not None:
+            inspect(old, grads, p, s)
         return {"params": p, "opt": s}, loss
 
     return step, placed, {"params": described, "opt": opt.init(described)}
@@ -77,12 +76,12 @@ def train_step(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, *, loo
 
 def train(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, **how: Any) -> list[Any]:
     step, placed, described = train_step(mesh, kind, params, state, **how)
-    given, history = fs.materialize(described, placed, mesh, key=fs.key(0)), []
+    train_state, history = fs.materialize(described, placed, mesh, key=fs.key(0)), []
     for i in range(3):
         ids = torch.randint(CFG.vocab_size, (ROWS, 9), generator=torch.Generator().manual_seed(i))
-        given, loss = step(given, ids)
-        history.append(fs.device_get((given, loss)))
-    assert given["params"]["h"][0]["ln_1"]["w"].spec.memory == ("host" if params else "device")
+        train_state, loss = step(train_state, ids)
+        history.append(fs.device_get((train_state, loss)))
+    assert train_state["params"]["h"][0]["ln_1"]["w"].spec.memory == ("host" if params else "device")
     return history
 
 
@@ -92,64 +91,64 @@ def equal(got: Any, want: Any) -> None:
         assert torch.equal(a, b), path
 
 
-# --- values ---------------------------------------------------------------------------------------------------
+# --- values ---
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("remat", [False, True])
-def test_the_numbers_are_those_of_leaves_on_the_device(kind: str, remat: bool) -> None:
+def test_training_with_host_leaves_has_the_numbers_of_device_leaves(kind: str, remat: bool) -> None:
     mesh = fs.make_mesh(data=1 if kind == "one" else 2, model=2 if kind in ("tensor", "both") else 1)
     want = train(mesh, kind, False, False, remat=remat)
     assert not torch.equal(want[0][0]["params"]["wte"], want[-1][0]["params"]["wte"])
-    for params, state in KEPT:
+    for params, state in IN_HOST_MEMORY:
         equal(train(mesh, kind, params, state, remat=remat), want)
 
 
 @pytest.mark.parametrize("kind", ["one", "full"])
-def test_mixed_precision_from_host_memory(kind: str) -> None:
+def test_mixed_precision_with_host_leaves(kind: str) -> None:
     mesh = fs.make_mesh(data=1 if kind == "one" else 2, model=1)
     how = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     equal(train(mesh, kind, True, True, **how), train(mesh, kind, False, False, **how))
 
 
-# --- what lies where --------------------------------------------------------------------------------------------
+# --- the memory of each tensor ---
 
 
 def devices(x: Any) -> set[str]:
     return {leaf.device.type for leaf in fs.tree.leaves(x)}
 
 
-CASES = [(kind, params, state, {}) for kind in KINDS for params, state in KEPT]
+CASES = [(kind, params, state, {}) for kind in KINDS for params, state in IN_HOST_MEMORY]
 CASES += [("both", True, True, {"remat": True}), ("both", True, True, {"dtype": torch.bfloat16})]
 
 
 @pytest.mark.parametrize(("kind", "params", "state", "how"), CASES, ids=str)
-def test_no_operation_mixes_the_memories(kind: str, params: bool | str, state: bool, how: Any) -> None:
+def test_no_operation_takes_tensors_of_two_memories(kind: str, params: bool | str, state: bool, how: Any) -> None:
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=1 if kind == "one" else 2, model=2)
-    looked = []
+    inspected = []
 
-    def look(given: Any, grads: Any, new: Any, own: Any) -> None:
-        kept = {True: {"cpu"}, False: {"meta"}, "h": {"cpu", "meta"}}
-        assert devices(given["params"]) == devices(grads) == devices(new) == kept[params]
+    def inspect(old: Any, grads: Any, new: Any, new_state: Any) -> None:
+        expected = {True: {"cpu"}, False: {"meta"}, "h": {"cpu", "meta"}}
+        assert devices(old["params"]) == devices(grads) == devices(new) == expected[params]
         assert fs.tree.map(lambda x: x.device, new) == fs.tree.map(lambda x: x.device, grads)
-        assert devices(own[0]["norm"]) == {"meta"}
-        assert devices([given["opt"][1]["m"], own[1]["m"], own[1]["v"]]) == kept[state]
-        looked.append(True)
+        assert devices(new_state[0]["norm"]) == {"meta"}
+        assert devices([old["opt"][1]["m"], new_state[1]["m"], new_state[1]["v"]]) == expected[state]
+        inspected.append(True)
 
-    step, placed, described = train_step(mesh, kind, params, state, look=look, **how)
-    given = fs.materialize(described, placed, mesh, key=fs.key(0))
+    step, placed, described = train_step(mesh, kind, params, state, inspect=inspect, **how)
+    train_state = fs.materialize(described, placed, mesh, key=fs.key(0))
     check = "always" if (kind, how) == ("both", {}) else "never"
-    out, _ = step.on(mesh, check=check)(given, torch.zeros(ROWS, 9, dtype=torch.int64))
-    assert fs.tree.map(lambda x: x.placement, out) == fs.tree.map(lambda x: x.placement, given)
-    assert looked == [True]
+    out, _ = step.on(mesh, check=check)(train_state, torch.zeros(ROWS, 9, dtype=torch.int64))
+    assert fs.tree.map(lambda x: x.placement, out) == fs.tree.map(lambda x: x.placement, train_state)
+    assert inspected == [True]
 
 
-def test_a_leaf_that_a_block_does_not_use_has_a_gradient_in_host_memory(monkeypatch: Any) -> None:
-    def start(m: Any, xs: list[Tensor], start: Any = fetch._start) -> Any:
+def test_unused_host_leaf_has_a_gradient_in_host_memory(monkeypatch: Any) -> None:
+    def start(m: Any, xs: list[Tensor], start: Any = buckets._start) -> Any:
         assert devices(xs) == {"meta"}
         return start(m, xs)
 
-    monkeypatch.setattr(fetch, "_start", start)
+    monkeypatch.setattr(buckets, "_start", start)
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
     specs = [on_host({"used": P("data"), "not": P(None, "data")})] * 3
     p = fs.materialize([{"used": fs.init.ones((4, 4)), "not": fs.init.ones((2, 6))}] * 3, specs, mesh, key=fs.key(0))
@@ -161,13 +160,13 @@ def test_a_leaf_that_a_block_does_not_use_has_a_gradient_in_host_memory(monkeypa
     assert repr(f(p, torch.ones(2, 4))[0]) == "{'used': f32<host>[4@data, 4], 'not': f32<host>[2, 6@data]}"
 
 
-def test_user_code_asks_for_what_is_in_host_memory() -> None:
+def test_user_code_copies_host_leaves_by_to_device() -> None:
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
     specs = on_host(P("data"))
     w = fs.materialize(fs.init.normal((4, 4)), specs, mesh, key=fs.key(0))
 
-    def apply(visit: Any) -> Any:
-        f = lambda w, x: fs.psum((fs.pvary(x, "data") @ visit(w)).sum(), "data")  # noqa: E731
+    def apply(copy: Any) -> Any:
+        f = lambda w, x: fs.psum((fs.pvary(x, "data") @ copy(w)).sum(), "data")  # noqa: E731
         out = (P(), specs)
         return fs.shard_map(fs.value_and_grad(f), mesh=mesh, in_specs=(specs, P()), out_specs=out)(w, torch.ones(4, 2))
 
@@ -179,49 +178,51 @@ def test_user_code_asks_for_what_is_in_host_memory() -> None:
     assert repr((loss, grad)) == "(f32[], f32<host>[4@data, 4])"
 
 
-class Pretend(TorchFunctionMode):
-    """Tensors of some memory say that they are on CUDA, as does what is made of them; `to` copies there and back."""
+class FakeCuda(TorchFunctionMode):
+    """Report that some tensors, and results computed from them, are on CUDA; `to` copies between the two memories."""
 
-    def __init__(self, *there: Tensor) -> None:
+    def __init__(self, *on_cuda: Tensor) -> None:
         super().__init__()
-        self.there = {x.data_ptr(): x.untyped_storage() for x in there}  # kept: no other may get their memory
-        self.moved: list[int] = []
-        self.guests: list[Any] = []
-        self.most = 0  # elements of guests at once
+        self.storages = {x.data_ptr(): x.untyped_storage() for x in on_cuda}  # kept alive: no address is used twice
+        self.copied: list[int] = []
+        self.copies: list[Any] = []
+        self.peak = 0  # elements of copies on CUDA at once
         self.kernels = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.device.__get__:
-            return torch.device("cuda:0" if self.is_there(args[0]) else "cpu")
+            return torch.device("cuda:0" if self.is_on_cuda(args[0]) else "cpu")
         if func is Tensor.to and isinstance(args[1], torch.device):
-            if args[2:] in ((), (args[0].dtype,)) and self.is_there(args[0]) == (args[1].type == "cuda"):
+            if args[2:] in ((), (args[0].dtype,)) and self.is_on_cuda(args[0]) == (args[1].type == "cuda"):
                 return args[0]
             x = args[0].clone() if len(args) == 2 else args[0].to(args[2], copy=True)
             if args[1].type == "cuda":
-                self.there[x.data_ptr()] = x.untyped_storage()
-                self.moved.append(x.numel())
-                self.guests.append(weakref.ref(x))
-                alive = [guest() for guest in self.guests]
-                self.most = max(self.most, sum(guest.numel() for guest in alive if guest is not None))
+                self.storages[x.data_ptr()] = x.untyped_storage()
+                self.copied.append(x.numel())
+                self.copies.append(weakref.ref(x))
+                alive = [ref() for ref in self.copies]
+                self.peak = max(self.peak, sum(x.numel() for x in alive if x is not None))
             return x
-        given = [x for x in fs.tree.leaves([args, kwargs]) if isinstance(x, Tensor)]
-        kinds = {self.is_there(x) for x in given if x.ndim}
+        tensors = [x for x in fs.tree.leaves([args, kwargs]) if isinstance(x, Tensor)]
+        kinds = {self.is_on_cuda(x) for x in tensors if x.ndim}
         assert func is Tensor.copy_ or len(kinds) < 2, f"{func} mixes memories"
-        out = func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "device"})  # that of a number
+        out = func(
+            *args, **{k: v for k, v in (kwargs or {}).items() if k != "device"}
+        )  # the device argument of a number
         self.kernels += func.__name__.startswith("_fused")
-        old = {x.data_ptr() for x in given}
+        old = {x.data_ptr() for x in tensors}
         for x in fs.tree.leaves(out):
             if isinstance(x, Tensor) and kinds == {True} and x.data_ptr() not in old:
-                self.there[x.data_ptr()] = x.untyped_storage()
+                self.storages[x.data_ptr()] = x.untyped_storage()
         return out
 
-    def is_there(self, x: Tensor) -> bool:
-        return x.untyped_storage().data_ptr() in self.there
+    def is_on_cuda(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self.storages
 
 
 @pytest.mark.parametrize("donated", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "damped"])  # the last has no kernel
-def test_moments_visit_their_parameters_a_lot_at_a_time(name: str, donated: bool, monkeypatch: Any) -> None:
+def test_host_moments_are_copied_to_the_device_a_group_at_a_time(name: str, donated: bool, monkeypatch: Any) -> None:
     damped = optim.sgd(1e-2, momentum=0.9, weight_decay=0.1, dampening=0.2 if name == "damped" else 0.0)
     opt = optim.adamw(1e-2) if name == "adamw" else damped
     draw = torch.Generator().manual_seed(0)
@@ -232,7 +233,7 @@ def test_moments_visit_their_parameters_a_lot_at_a_time(name: str, donated: bool
     monkeypatch.setattr(fused, "_GROUP_BYTES", 250)
     monkeypatch.setattr("fshard.optim.optimizers.donation_test", lambda: lambda x: donated)
     before = copy.deepcopy((state, params))
-    with Pretend(*params, *grads) as pretended:
+    with FakeCuda(*params, *grads) as fake:
         new, own = opt.update(grads, state, params)
         assert {x.device.type for x in new} == {"cuda"}
         assert {x.device.type for k in ("m", "v") if k in own for x in own[k]} == {"cpu"}
@@ -242,13 +243,13 @@ def test_moments_visit_their_parameters_a_lot_at_a_time(name: str, donated: bool
     else:
         torch.testing.assert_close((state, params), before, rtol=0, atol=0)
     kinds = 2 if name == "adamw" else 1
-    assert pretended.moved.count(64) == 2 * kinds
-    assert pretended.kernels == {"adamw": 5, "sgd": 4, "damped": 0}[name]  # lots of 250 bytes, or one leaf
-    assert pretended.most <= kinds * 64 + 64 + 1  # one lot is there, the last moment that was given back, and the count
+    assert fake.copied.count(64) == 2 * kinds
+    assert fake.kernels == {"adamw": 5, "sgd": 4, "damped": 0}[name]  # groups of 250 bytes, or of one leaf
+    assert fake.peak <= kinds * 64 + 64 + 1  # one group of moments, the last moment copied back, and the count
 
 
-def test_scan_holds_as_many_blocks_on_the_device_as_it_fetches_ahead() -> None:
-    """Beside what a loop over leaves of the device holds: a slot for each block that is there or on its way."""
+def test_scan_with_host_leaves_has_a_buffer_for_each_prefetched_block() -> None:
+    """Compare the peak bytes with those of a loop over device leaves, which needs no buffers."""
     mesh, blocks, d = fs.make_mesh(data=1), 6, 64
     described = [fs.init.normal((d, d), std=0.1) for _ in range(blocks)]
 
@@ -268,13 +269,13 @@ def test_scan_holds_as_many_blocks_on_the_device_as_it_fetches_ahead() -> None:
     block, base = d * d * 4, peak(P())
     grads = blocks * block
     for ahead in (0, 1, 2):
-        held = peak(on_host(P()), prefetch=ahead) - grads  # in host memory, where there is one
-        assert (ahead + 1) * block <= held <= (ahead + 2) * block + (base - grads)
+        used = peak(on_host(P()), prefetch=ahead) - grads  # gradients are in host memory on a real device
+        assert (ahead + 1) * block <= used <= (ahead + 2) * block + (base - grads)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> None:
-    """Same numbers; x before each block is in host memory, but for the one in use and the next."""
+    """Check the numbers, and that x before each block is in host memory, except for the one in use and the next."""
     blocks, d, rows = 10, 8, 2048
     described = [fs.init.normal((d, d), std=0.3) for _ in range(blocks)]
 
@@ -309,17 +310,17 @@ def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> N
     mesh = fs.make_mesh(data=1)
     base = peak(mesh, False)
     with monkeypatch.context() as m:
-        m.setattr(loop, "start_copy_to_host", torch.clone)  # another memory, of which nothing of before is held
+        m.setattr(executor, "start_copy_to_host", torch.clone)  # a copy in another memory
         assert peak(mesh, True) < base + 2 * rows * d * 4
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
     peaks = {offload: peak(mesh, offload, DEVICE) for offload in (False, True)}
     saved = (peaks[False] - peaks[True]) / (rows * d * 4)
-    assert round(saved) == blocks - 4, peaks  # that of the first is an argument; two are there; the last is a result
+    assert round(saved) == blocks - 4, peaks  # not the first (an argument), two on the device, the last (a result)
     with pytest.raises(ShardingError, match="fix: remat=True"):
         fs.scan(lambda p, x: x, [], 0, specs=None, axis=None, offload=True)
 
 
-def test_a_dry_run_for_cuda_needs_no_cuda() -> None:
+def test_dry_run_for_cuda_needs_no_cuda() -> None:
     mesh = fs.make_mesh(kind="abstract", device="cuda", data=2)
     assert mesh.device == torch.device("cuda:0")
     described = [fs.init.ones((4, 4))] * 3
@@ -331,11 +332,11 @@ def test_a_dry_run_for_cuda_needs_no_cuda() -> None:
             assert repr(step(p, torch.ones(4, 4))) == "f32[4@data, 4]"
 
 
-def test_sizes_are_asked_for_by_tensors_of_the_device(monkeypatch: Any) -> None:
-    """Where ranks tell each other the sizes of host leaves, of which CUDA's transfers know nothing."""
-    mesh, asked = fs.make_mesh(data=2), []
-    ask = sizes._ask
-    monkeypatch.setattr(sizes, "_ask", lambda *args: asked.append(args[-1]) or ask(*args))
+def test_sizes_are_exchanged_by_tensors_of_the_device(monkeypatch: Any) -> None:
+    """Gather uneven host leaves: CUDA cannot transfer tensors of host memory."""
+    mesh, used_devices = fs.make_mesh(data=2), []
+    exchange = sizes._exchange_sizes
+    monkeypatch.setattr(sizes, "_exchange_sizes", lambda *args: used_devices.append(args[-1]) or exchange(*args))
     specs = on_host(P("data"))
     p = fs.materialize([fs.init.ones((5, 3))], specs, mesh, key=fs.key(0))
 
@@ -344,13 +345,13 @@ def test_sizes_are_asked_for_by_tensors_of_the_device(monkeypatch: Any) -> None:
         return fs.scan(lambda w, x: x + w.sum(), p, x, specs=specs, axis="data")
 
     fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check="never")(p, torch.ones(4))
-    assert asked == [torch.device("cpu", 0)] * 2
+    assert used_devices == [torch.device("cpu", 0)] * 2
 
 
-# --- specs, placing, moving -------------------------------------------------------------------------------------
+# --- specs and placement ---
 
 
-def test_a_spec_says_which_memory() -> None:
+def test_spec_has_a_memory() -> None:
     spec = P("data", None, memory="host")
     assert repr(spec) == "P('data', memory='host')"
     assert repr(on_host({"a": P(), "b": P(..., "m")})) == "{'a': P(memory='host'), 'b': P(..., 'm', memory='host')}"
@@ -364,7 +365,7 @@ def test_a_spec_says_which_memory() -> None:
         on_host({"a": P(), "b": 3})
 
 
-def test_arguments_are_where_in_specs_say_and_results_where_out_specs_say() -> None:
+def test_arguments_and_results_are_in_the_memory_of_their_specs() -> None:
     mesh = fs.make_mesh(data=2)
     x = fs.device_put(torch.arange(4.0), on_host(P("data")), mesh)
     assert repr(x) == "f32<host>[4@data]"
@@ -376,11 +377,11 @@ def test_arguments_are_where_in_specs_say_and_results_where_out_specs_say() -> N
     z = fs.reshard(y, on_host(P()))
     assert repr(z) == "f32<host>[4]"
     assert torch.equal(fs.device_get(fs.reshard(z, P("data"))), torch.arange(4.0))
-    assert repr(fs.reshard(z, P())) == "f32[4]"  # to the other memory, and no other rank
+    assert repr(fs.reshard(z, P())) == "f32[4]"  # to the other memory of the same rank
     assert fs.shard_map(lambda x: x * 2, mesh=mesh, out_specs=on_host(P()))(torch.ones(3)).spec.memory == "host"
 
 
-def test_states_are_made_where_their_parameters_are_and_restored_where_specs_say(tmp_path: Any) -> None:
+def test_optimizer_state_is_in_the_memory_of_its_parameters_and_restored_to_that_of_its_specs(tmp_path: Any) -> None:
     mesh, specs = fs.make_mesh(data=2), {"w": on_host(P("data"))}
     params = fs.materialize({"w": fs.init.normal((6, 2))}, specs, mesh, key=fs.key(0))
     state = optim.adamw(1e-3).init(params)
@@ -393,7 +394,7 @@ def test_states_are_made_where_their_parameters_are_and_restored_where_specs_say
     assert torch.equal(fs.device_get(back["w"]), fs.device_get(params["w"]))
 
 
-def test_a_table_tells_the_memories_apart() -> None:
+def test_show_distinguishes_the_memories() -> None:
     specs = {"a": P("data"), "b": on_host(P("data"))}
     shown = str(fs.show({"a": fs.init.ones(512), "b": fs.init.ones((512, 4))}, specs=specs, mesh={"data": 2}))
     assert shown.splitlines()[-1].endswith("1.0 KiB on each of 2 devices (data=2), and 4.0 KiB of its host's memory")

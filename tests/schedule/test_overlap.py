@@ -1,4 +1,4 @@
-"""A backward pass in two parts has the numbers of the one it replaces, and moves the same."""
+"""The overlapped backward pass has the numbers and the transfers of the plain one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fshard import P
 from fshard._comm import region
 from fshard._ops.autograd import apply_map
 from fshard._ops.linear_maps import Gather, Vary
-from fshard.schedule.overlap import entered
+from fshard.schedule.overlap import apply_then_compute
 
 MESHES = [{"data": 1, "model": 2}, {"data": 2, "model": 3}, {"data": 1, "model": 4}]
 X, W = (4, 7, 6), (6, 10)  # neither 7 nor 10 divides
@@ -24,26 +24,26 @@ def layer(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.linear(h, w.transpose(0, 1), b)
 
 
-def ways(kind: str) -> Any:
+def map_of(kind: str) -> Any:
     comm = region().comm
     return Vary(comm, ("model",)) if kind == "vary" else Gather(comm, ("model",), ((1, X[1]),))
 
 
-def plainly(m: Any, f: Any, x: Tensor, *weights: Tensor) -> Tensor:
+def without_overlap(m: Any, f: Any, x: Tensor, *weights: Tensor) -> Tensor:
     return f(apply_map(m, [x])[0], *weights)
 
 
 def gradients(by: Any, kind: str, axes: dict[str, int], of: tuple[int, ...], f: Any = layer, **how: Any) -> Any:
-    """The gradients of x, w and b, those of `of`, and the transfers."""
+    """Return the gradients of x, w and b at the positions `of`, and the transfers."""
     x_spec = P("data") if kind == "vary" else P("data", "model")
     specs = [x_spec, P(None, "model"), P("model")]
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(*shape, generator=generator) for shape in (X, W, W[1:])]
+    args = [torch.randn(*shape, generator=generator) for shape in (X, W, W[1:])]
 
     def step(*args: Tensor) -> Any:
         def loss(*args: Tensor) -> Tensor:
             x, w, b = fs.pvary(args[0], ()), *fs.pvary(args[1:], "data")
-            y = by(ways(kind), f, torch.sin(x), w, b)
+            y = by(map_of(kind), f, torch.sin(x), w, b)
             return fs.psum(torch.tanh(y).square().sum(), ("data", "model"))
 
         return fs.grad(loss, of)(*args)
@@ -51,28 +51,30 @@ def gradients(by: Any, kind: str, axes: dict[str, int], of: tuple[int, ...], f: 
     out = tuple(specs[i] for i in of)
     mapped = fs.shard_map(step, mesh=fs.make_mesh(**axes), in_specs=tuple(specs), out_specs=out, **how)
     with fs.recording() as log:
-        found = mapped(*given)
-    return fs.device_get(found), sorted((t.op, t.axes, t.bytes) for t in log)
+        grads = mapped(*args)
+    return fs.device_get(grads), sorted((t.op, t.axes, t.bytes) for t in log)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("kind", ["vary", "gather"])
 @pytest.mark.parametrize("of", [(0, 1, 2), (0, 2), (0,), (1, 2)], ids=str)
-def test_it_has_the_numbers_and_the_transfers_of_one_pass(axes: dict[str, int], kind: str, of: tuple[int, ...]) -> None:
-    want, moved = gradients(plainly, kind, axes, of, check="never")
+def test_overlap_has_the_numbers_and_transfers_of_one_pass(
+    axes: dict[str, int], kind: str, of: tuple[int, ...]
+) -> None:
+    want, moved = gradients(without_overlap, kind, axes, of, check="never")
     for check in ("never", "always"):
-        got, log = gradients(entered, kind, axes, of, check=check)
+        got, log = gradients(apply_then_compute, kind, axes, of, check=check)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert check == "always" or log == moved
 
 
-def test_a_gradient_that_is_the_one_given_is_not_written_over() -> None:
-    """A layer that only adds hands its very gradient to x and to its bias: the sum of one must not reach the other."""
+def test_gradient_shared_by_x_and_bias_is_not_overwritten() -> None:
+    """Differentiate an addition, which gives x and the bias one gradient tensor; x's is summed in place."""
     mesh, x, b = fs.make_mesh(model=2), torch.ones(3, 4), torch.arange(24.0).view(2, 3, 4)
 
     def step(x: Tensor, b: Tensor) -> Any:
         def loss(x: Tensor, b: Tensor) -> Tensor:
-            y = entered(Vary(region().comm, ("model",)), torch.add, x, b[0])
+            y = apply_then_compute(Vary(region().comm, ("model",)), torch.add, x, b[0])
             return fs.psum((y * (1 + b[0].detach())).sum(), "model")
 
         return fs.grad(loss, (0, 1))(x, b)
@@ -83,7 +85,7 @@ def test_a_gradient_that_is_the_one_given_is_not_written_over() -> None:
     assert torch.equal(db, 1 + b)
 
 
-def test_it_is_differentiated_twice_by_nesting_and_refuses_what_it_cannot() -> None:
+def test_nested_grad_differentiates_twice_and_create_graph_is_an_error() -> None:
     mesh, w = fs.make_mesh(model=2), torch.linspace(-1, 1, 40).view(4, 10)
 
     def run(by: Any, of: Any) -> Tensor:
@@ -103,6 +105,6 @@ def test_it_is_differentiated_twice_by_nesting_and_refuses_what_it_cannot() -> N
         (g,) = torch.autograd.grad(loss(x, w), x, create_graph=True)
         return torch.autograd.grad(g.sum(), x)[0]
 
-    assert torch.equal(run(entered, second), run(plainly, second))
-    with pytest.raises(fs.ShardingError, match="the gradient of a column parallel layer is to be differentiated by"):
-        run(entered, again)
+    assert torch.equal(run(apply_then_compute, second), run(without_overlap, second))
+    with pytest.raises(fs.ShardingError, match="the gradient of a column parallel layer cannot be differentiated by"):
+        run(apply_then_compute, again)

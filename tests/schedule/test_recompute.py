@@ -1,4 +1,4 @@
-"""Remat of the scheduled loop: what backward needs is computed again, and no more; the numbers stay the same."""
+"""Remat of the scheduled loop: the numbers of the plain loop, and no more operations than backward needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from fshard import P, ShardingError
 from fshard._comm import recording
-from fshard.schedule.recompute import Memo
+from fshard.schedule.recompute import DiscardedTensors
 
 D, BLOCKS, ROWS = 8, 3, 4
 SPECS = [{"up": P("data", "model"), "down": P("model", "data")}] * BLOCKS
@@ -25,25 +25,25 @@ def block(p: Any, x: Tensor) -> Tensor:
     return x + fs.psum(h @ p["down"], "model")
 
 
-def with_a_gradient_inside(p: Any, x: Tensor) -> Tensor:
+def block_with_inner_fs_grad(p: Any, x: Tensor) -> Tensor:
     return block(p, x) + fs.grad(lambda y: fs.psum(torch.sin(y).sum(), "data"))(x)
 
 
-def with_a_gradient_of_torch_inside(p: Any, x: Tensor) -> Tensor:
+def block_with_inner_autograd(p: Any, x: Tensor) -> Tensor:
     with torch.enable_grad():
         y = x.detach().requires_grad_()
         (g,) = torch.autograd.grad(torch.sin(y).sum(), y)
     return block(p, x) * g
 
 
-def with_a_loop_inside(p: Any, x: Tensor) -> Tensor:
-    """Its own part of the weights on each rank, gathered once more."""
-    mine = {k: v.chunk(2, SPECS[0][k].entries.index("data"))[int(fs.axis_index("data"))] for k, v in p.items()}
-    inner = [{k: v * (i + 1) for k, v in mine.items()} for i in range(3)]
+def block_with_inner_scan(p: Any, x: Tensor) -> Tensor:
+    """Split the weights over data again and scan over them."""
+    shards = {k: v.chunk(2, SPECS[0][k].entries.index("data"))[int(fs.axis_index("data"))] for k, v in p.items()}
+    inner = [{k: v * (i + 1) for k, v in shards.items()} for i in range(3)]
     return fs.scan(block, inner, x, specs=SPECS, axis="data")
 
 
-def that_saves_what_it_is_given(p: Any, x: Tensor) -> Tensor:
+def block_that_saves_its_arguments(p: Any, x: Tensor) -> Tensor:
     x = x * x
     return x.sin() * fs.psum((fs.pvary(x, "model") @ p["up"]).sum() * p["up"].square().sum(), "model").tanh()
 
@@ -60,18 +60,18 @@ def step(body: Any, how: dict[str, Any], mesh: fs.Mesh) -> Any:
 
     with recording() as log:
         out = f(fs.device_put(params, SPECS, mesh), x)
-    moved = Counter((t.op, t.axes, t.phase) for t in log)
-    return fs.device_get(out), {k: n // mesh.size for k, n in moved.items()}
+    transfers = Counter((t.op, t.axes, t.phase) for t in log)
+    return fs.device_get(out), {k: n // mesh.size for k, n in transfers.items()}
 
 
 BODIES = [
-    block, with_a_gradient_inside, with_a_gradient_of_torch_inside, with_a_loop_inside, that_saves_what_it_is_given,
+    block, block_with_inner_fs_grad, block_with_inner_autograd, block_with_inner_scan, block_that_saves_its_arguments,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("release", [True, False])
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
-def test_remat_has_the_numbers_of_the_loop_without_it(body: Any, release: bool) -> None:
+def test_remat_has_the_numbers_of_the_loop_without_remat(body: Any, release: bool) -> None:
     mesh = fs.make_mesh(data=2, model=2)
     want, _ = step(body, {}, mesh)
     got, _ = step(body, {"remat": True, "release": release}, mesh)
@@ -80,8 +80,8 @@ def test_remat_has_the_numbers_of_the_loop_without_it(body: Any, release: bool) 
     assert all(g["up"].abs().sum() > 0 for g in got[1])
 
 
-def test_what_backward_does_not_need_is_not_done_again_but_every_transfer_is() -> None:
-    """Another rank may need what comes of a transfer."""
+def test_recomputation_skips_unneeded_products_but_no_transfer() -> None:
+    """Count products and transfers: another rank may wait for a transfer whose result this rank does not need."""
     products: Counter[str] = Counter()
 
     class Products(TorchDispatchMode):
@@ -89,26 +89,27 @@ def test_what_backward_does_not_need_is_not_done_again_but_every_transfer_is() -
             products[str(func)] += 1
             return func(*args, **(kwargs or {}))
 
-    def alone(p: Any, x: Tensor) -> Tensor:
+    def without_transfers(p: Any, x: Tensor) -> Tensor:
         with Products():
             return x + torch.tanh(x @ p["up"]).cos() @ p["down"]
 
     mesh = fs.make_mesh(data=2, model=2)
     for how, products_of_blocks in (({}, 2), ({"remat": True}, 3)):
         products.clear()
-        step(alone, how, mesh)
+        step(without_transfers, how, mesh)
         assert products["aten.mm.default"] == mesh.size * BLOCKS * products_of_blocks
     sums = ("all_reduce", ("model",), "forward"), ("all_reduce", ("model",), "backward")
-    for how, back in (({}, BLOCKS - 1), ({"remat": True}, 2 * BLOCKS - 1)):  # nobody wants the gradient of the first x
-        _, moved = step(block, how, mesh)
-        assert [moved[s] for s in sums] == [BLOCKS, back]
+    # The first x has no gradient, and so one sum fewer.
+    for how, backward in (({}, BLOCKS - 1), ({"remat": True}, 2 * BLOCKS - 1)):
+        _, transfers = step(block, how, mesh)
+        assert [transfers[s] for s in sums] == [BLOCKS, backward]
 
 
-def test_ranks_that_need_different_things_move_the_same() -> None:
+def test_ranks_that_save_different_tensors_recompute_the_same_transfers() -> None:
     def uneven(p: Any, x: Tensor) -> Tensor:
         h = fs.all_to_all(x @ p["up"], "data", split=1, concat=0)
         if int(fs.axis_index("data")) == 0:
-            h = torch.tanh(h)  # which alone saves anything here
+            h = torch.tanh(h)  # the only operation here that saves a tensor
         return x + fs.all_to_all(h, "data", split=0, concat=1).repeat(1, 2) * 0.5
 
     mesh = fs.make_mesh(data=2, model=2)
@@ -118,7 +119,7 @@ def test_ranks_that_need_different_things_move_the_same() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_what_is_modified_in_place_where_it_is_needed_is_refused() -> None:
+def test_saved_tensor_modified_in_place_is_an_error() -> None:
     def modified(p: Any, x: Tensor) -> Tensor:
         h = torch.exp(x @ p["up"])
         h.mul_(0.5)
@@ -129,7 +130,7 @@ def test_what_is_modified_in_place_where_it_is_needed_is_refused() -> None:
             step(modified, how, fs.make_mesh(data=2, model=1))
 
 
-def test_autocast_is_as_it_was_in_forward() -> None:
+def test_recomputation_runs_under_the_autocast_of_forward() -> None:
     mesh = fs.make_mesh(data=2, model=1)
 
     def cast(how: dict[str, Any]) -> Any:
@@ -148,31 +149,31 @@ def test_autocast_is_as_it_was_in_forward() -> None:
         assert torch.equal(a, b)
 
 
-def test_what_is_forgotten_is_let_go_and_what_comes_back_goes_with_its_use() -> None:
+def test_discarded_tensors_are_freed_and_recomputed_ones_after_their_use() -> None:
     w = torch.randn(4, 4, requires_grad=True)
-    made: list[weakref.ref[Tensor]] = []
+    storages: list[weakref.ref[Tensor]] = []
 
     def f(x: Tensor) -> Tensor:
         for _ in range(3):
             x = (x @ w).sin()
-            made.append(weakref.ref(x.untyped_storage()))
+            storages.append(weakref.ref(x.untyped_storage()))
         return x.sum()
 
     x = torch.randn(2, 4)
     want = torch.autograd.grad(f(x), w)
-    made.clear()
-    memo = Memo(frozenset({w.untyped_storage().data_ptr(), x.untyped_storage().data_ptr()}))
-    with memo.forgetting():
+    storages.clear()
+    discarded = DiscardedTensors()
+    with discarded.discard():
         y = f(x)
-    assert [m() for m in made] == [None] * 3
-    made.clear()
-    memo.recall(lambda: f(x))
-    assert len(made) == 2  # it stopped at what the last sine has saved
+    assert [s() for s in storages] == [None] * 3
+    storages.clear()
+    discarded.recompute(lambda: f(x))
+    assert len(storages) == 2  # it stopped at the saved tensor of the last sine
     assert torch.equal(torch.autograd.grad(y, w)[0], want[0])
-    assert [m() for m in made] == [None] * 2
+    assert [s() for s in storages] == [None] * 2
 
 
-def test_a_computation_that_differs_the_second_time_is_refused() -> None:
+def test_recomputation_that_differs_is_an_error() -> None:
     x = torch.ones(3, requires_grad=True)
     shape, times = [2], [2]
 
@@ -182,20 +183,20 @@ def test_a_computation_that_differs_the_second_time_is_refused() -> None:
             y = y.exp()
         return y.sum()
 
-    differs = "what is computed again differs: f32.2, 3. before, f32.3, 3. now"
-    for change, message in ((shape, differs), (times, "differs: it saves 1 tensors fewer than before")):
-        memo = Memo(frozenset())
-        with memo.forgetting():
+    differs = "a recomputed block differs from its forward pass: f32.2, 3. in forward, f32.3, 3. in backward"
+    for change, message in ((shape, differs), (times, "it saved 1 tensors fewer than in forward")):
+        discarded = DiscardedTensors()
+        with discarded.discard():
             y = f()
         change[0] = 3 if change is shape else 1
         with pytest.raises(ShardingError, match=message):
-            memo.recall(f)
+            discarded.recompute(f)
         change[0] = 2
         del y
 
 
-def test_a_scan_inside_a_checkpoint_of_torch_is_refused() -> None:
-    """It would compute with weights that have left memory."""
+def test_scan_inside_torch_checkpoint_is_an_error() -> None:
+    """Check the error: torch would recompute with freed weights."""
     mesh = fs.make_mesh(data=2, model=2)
 
     def f(p: Any, x: Tensor) -> Tensor:

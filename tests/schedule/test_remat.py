@@ -1,4 +1,4 @@
-"""Rematerialization: the same values and gradients, and what is forgotten and computed again."""
+"""Rematerialization: the values and gradients of the plain function, and the tensors that are saved and recomputed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError
-from tests.test_grad import by_autograd, close, data, held_by_graphs, loss, mlp
+from tests.test_grad import by_autograd, close, data, loss, mlp, saved_tensor_counts
 
 
 def rematted(p, x):
     return fs.remat(mlp)(p, fs.remat(mlp)(p, x)).square().mean()
 
 
-def test_remat_changes_nothing():
+def test_remat_has_the_values_and_gradients_of_the_function():
     p, x = data()
     close(fs.value_and_grad(rematted)(p, x), by_autograd(p, x))
     close(fs.grad(rematted, 1)(p, x), fs.grad(loss, 1)(p, x))
 
 
-def test_remat_nested_and_recomputed():
+def test_nested_remat_recomputes_each_body():
     calls = []
 
     def counted(p, x):
@@ -62,7 +62,7 @@ def test_remat_with_aux_outputs_integers_and_statics():
         close(fs.value_and_grad(f, argnum)(p, x, fs.remat), fs.value_and_grad(f, argnum)(p, x, lambda g: g))
 
 
-def test_remat_refuses_a_captured_parameter():
+def test_captured_parameter_is_an_error():
     p, x = data()
 
     def f(p):
@@ -91,13 +91,13 @@ def test_remat_with_collectives_inside():
         close(fs.device_get(step(fs.device_put(p, specs, mesh), x)), want)
 
 
-def test_compiled():
+def test_compiled_remat():
     p, x = data()
     got = fs.shard_map(fs.value_and_grad(rematted), mesh=fs.make_mesh(data=1), out_specs=P(), compile=True)(p, x)
     close(fs.device_get(got), by_autograd(p, x))
 
 
-# --- by plain autograd ------------------------------------------------------------------------------------------
+# --- by plain autograd ---
 
 
 def chain(p, x, wrap):
@@ -106,20 +106,20 @@ def chain(p, x, wrap):
     return x.square().mean()
 
 
-def test_one_block_at_a_time_is_held():
+def test_saved_tensors_are_those_of_one_block_at_a_time():
     p, x = data()
     want = by_autograd(p, x, lambda p, x: chain(p, x, lambda f: f))
-    with held_by_graphs() as counts:
+    with saved_tensor_counts() as counts:
         close(fs.value_and_grad(lambda p: chain(p, x, lambda f: f))(p), want)
     assert max(counts) >= 60  # tanh's result and matmul's two arguments, twenty times
-    with held_by_graphs() as counts:
+    with saved_tensor_counts() as counts:
         close(fs.value_and_grad(lambda p: chain(p, x, fs.remat))(p), want)
     # The arguments of the ten blocks, w, b and x, in a graph of one node each; the six of one block; those of the mean.
     assert max(counts) <= 3 * 10 + 6 + 1
     assert counts[-1] <= 3 + 3
 
 
-def test_who_differentiates_with_torch_alone_may_do_it_twice():
+def test_remat_is_twice_differentiable_by_torch_autograd():
     p, x = data()
     w, b, x = (t.clone().requires_grad_() for t in (p["w"], p["b"], x))
     f = lambda w, b, x: fs.remat(mlp)({"w": w, "b": b}, fs.remat(mlp)({"w": w, "b": b}, x))  # noqa: E731
@@ -130,7 +130,7 @@ def test_who_differentiates_with_torch_alone_may_do_it_twice():
     close(*(torch.autograd.grad(g(w, b, x), (w, b, x), rows, is_grads_batched=True) for g in (f, same)))
 
 
-def test_what_is_frozen_stays_so_when_it_is_computed_again():
+def test_frozen_arguments_stay_frozen_in_recomputation():
     p, x = data()
     seen = []
 
@@ -145,42 +145,42 @@ def test_what_is_frozen_stays_so_when_it_is_computed_again():
         return (h * same).square().sum()
 
     close(fs.value_and_grad(lambda w: f(w, fs.remat))(p["w"]), fs.value_and_grad(lambda w: f(w, lambda g: g))(p["w"]))
-    assert seen[1:] == [[True, False, False, True]] * 2  # when computed again; without remat
+    assert seen[1:] == [[True, False, False, True]] * 2  # recomputed; without remat
 
 
-def test_results_of_which_none_is_used_have_no_gradient():
+def test_unused_results_have_no_gradient():
     p, x = data()
     used = lambda p: (p["w"] * 2).sum() + 0 * fs.remat(lambda p, x: mlp(p, x).detach())(p, x).sum()  # noqa: E731
     close(fs.grad(used)(p), {"w": torch.full_like(p["w"], 2.0), "b": torch.zeros_like(p["b"])})
 
 
-def test_arguments_of_which_a_body_uses_none_have_no_gradient():
+def test_unused_arguments_have_zero_gradient():
     p, x = data()
     for wrap in (fs.remat, lambda f: f):
         grads = fs.grad(lambda p, wrap=wrap: wrap(lambda p, x: x @ p["w"])(p, x).sum())(p)
         close(grads, {"w": x.sum(0)[:, None].expand(3, 3), "b": torch.zeros_like(p["b"])})
 
 
-def test_captured_parameters_are_refused_whoever_differentiates():
+def test_captured_parameters_are_an_error_under_each_transform():
     p, x = data()
     text = "captures 'p', which is being differentiated\n  its gradient would be lost\n  fix: pass 'p' as an argument"
     f = lambda p: fs.remat(lambda x: mlp(p, x))(x).sum()  # noqa: E731
-    held = {k: t.clone().requires_grad_() for k, t in p.items()}
+    leaves = {k: t.clone().requires_grad_() for k, t in p.items()}
     batched = {k: t.expand(2, *t.shape) for k, t in p.items()}
-    for differentiate, at in ((fs.grad(f), p), (torch.func.grad(f), p), (f, held),
+    for differentiate, at in ((fs.grad(f), p), (torch.func.grad(f), p), (f, leaves),
                               (torch.func.vmap(fs.grad(f)), batched)):  # fmt: skip
         with pytest.raises(ShardingError, match=text):
             differentiate(at)
     with torch.no_grad():
-        close(f(held), f(p))  # nobody differentiates
+        close(f(leaves), f(p))  # nothing is differentiated
 
 
-def test_what_an_outer_body_makes_is_refused_where_an_inner_one_captures_it():
+def test_inner_remat_that_captures_a_tensor_of_the_outer_body_is_an_error():
     p, x = data()
 
     def outer(p, x):
         h = mlp(p, x)
-        return fs.remat(lambda x: x * h)(x)  # h is found to have a gradient when it is computed again
+        return fs.remat(lambda x: x * h)(x)  # h requires a gradient in the recomputation
 
     with pytest.raises(ShardingError, match="captures 'h', which is being differentiated"):
         fs.grad(lambda p: fs.remat(outer)(p, x).sum())(p)

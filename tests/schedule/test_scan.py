@@ -1,4 +1,4 @@
-"""The block loop: every schedule gives the numbers of the plain loop, and moves and keeps only what it must."""
+"""The block loop: every schedule has the numbers of the plain loop, the fewest transfers, and a bounded memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEDULES = [
     {"release": release, "remat": remat, "prefetch": prefetch}
     for release, remat, prefetch in itertools.product((True, False), (True, False), (0, 1, 2, 9))
 ]
-FEW = [  # each value of each with each value of the others, once
+FEW = [  # each pair of values of two options, once
     {"release": True, "remat": False, "prefetch": 1},
     {"release": True, "remat": True, "prefetch": 2},
     {"release": False, "remat": True, "prefetch": 0},
@@ -46,7 +46,7 @@ TENSOR = {"norm": P(), "up": P(None, "model"), "down": P("model"), "bias": P()}
 
 
 def block(p: Any, x: Tensor) -> Tensor:
-    """x + a feed-forward of two matrices, split over model."""
+    """Add to x a feed-forward of two matrices, split over model."""
     h = torch.tanh(fs.pvary(x * p["norm"], "model") @ p["up"])
     return x + fs.psum(h @ p["down"], "model") + p["bias"]
 
@@ -63,7 +63,7 @@ def specs_for(kind: str, tree: Any) -> Any:
 
 
 def step_of(loop: Any, mesh: fs.Mesh, specs: Any, check: str = "never") -> Any:
-    """(params, x) -> (loss, gradients) by a loop (params, x) -> x."""
+    """Return a step (params, x) -> (loss, gradients) of a loop (params, x) -> x."""
 
     def loss_fn(p: Any, x: Tensor) -> Tensor:
         return fs.pmean(loop(p, x).square().mean(), "data")
@@ -88,8 +88,8 @@ def scanned(tree: Any, specs: Any, **how: Any) -> Any:
     return lambda params, x: fs.scan(block, params, x, specs=specs, axis="data", shapes=tree, **how)
 
 
-def alike(got: Any, want: Any, *, tolerance: float | None = None) -> None:
-    """Leaf by leaf: bit by bit, or within a tolerance of each leaf's largest entry."""
+def assert_same(got: Any, want: Any, *, tolerance: float | None = None) -> None:
+    """Compare leaf by leaf: bitwise, or within a tolerance relative to each leaf's largest entry."""
     for (path, a), b in zip(fs.tree.leaves_with_path(got), fs.tree.leaves(want), strict=True):
         a, b = fs.device_get(a), fs.device_get(b) if isinstance(b, fs.Sharded) else b
         if tolerance is None:
@@ -116,20 +116,20 @@ def test_every_schedule_has_the_numbers_of_the_plain_loop_and_of_one_device(axes
     whole = [{k: v.requires_grad_() for k, v in p.items()} for p in fs.device_get(params)]
     loss = dense(whole, x).square().mean()
     grads = torch.autograd.grad(loss, fs.tree.leaves(whole))
-    alike(want, [loss.detach(), *grads], tolerance=2e-6)
+    assert_same(want, [loss.detach(), *grads], tolerance=2e-6)
     for how in SCHEDULES if axes == {"data": 2, "model": 2} else FEW:
         step = step_of(scanned(tree, specs, **how), mesh, specs)
-        alike(step(params, x), want)
-        alike(step(params, x), want)  # the buffers are those of the first call
+        assert_same(step(params, x), want)
+        assert_same(step(params, x), want)  # in the buffers of the first call
 
 
 @pytest.mark.parametrize("how", FEW, ids=str)
-def test_a_checked_call_runs_the_same_schedule(how: dict[str, Any]) -> None:
+def test_checked_call_has_the_numbers_of_the_plain_loop(how: dict[str, Any]) -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=2)
     specs = specs_for("sharded", tree)
     params, x = place(mesh, tree, specs), batch()
     want = step_of(plain(tree, specs), mesh, specs)(params, x)
-    alike(step_of(scanned(tree, specs, **how), mesh, specs, "always")(params, x), want)
+    assert_same(step_of(scanned(tree, specs, **how), mesh, specs, "always")(params, x), want)
 
 
 def test_hybrid_uneven_frozen_tied_and_half_precision_leaves_at_once() -> None:
@@ -151,8 +151,8 @@ def test_hybrid_uneven_frozen_tied_and_half_precision_leaves_at_once() -> None:
     def step_by(loop: Any) -> Any:
         @fs.shard_map(mesh=mesh, in_specs=(specs, P(axis)), out_specs=(P(), trained), check="never")
         def step(p: Any, x: Tensor) -> Any:
-            def loss_fn(moving: Any) -> Tensor:
-                both = [{**m, "frozen": b["frozen"]} for m, b in zip(moving, p, strict=True)]
+            def loss_fn(trained: Any) -> Tensor:
+                both = [{**m, "frozen": b["frozen"]} for m, b in zip(trained, p, strict=True)]
                 return fs.pmean(loop(both, x).square().mean(), axis)
 
             return fs.value_and_grad(loss_fn)([{k: v for k, v in b.items() if k != "frozen"} for b in p])
@@ -170,16 +170,16 @@ def test_hybrid_uneven_frozen_tied_and_half_precision_leaves_at_once() -> None:
         step = step_by(lambda p, x, how=how: fs.scan(body, p, x, specs=specs, axis=axis, shapes=tree, **how))
         with fs.recording() as log:
             got = step(params, x)
-        alike(got, want)
+        assert_same(got, want)
         sums = [t for t in log if t.op == "reduce_scatter"]
-        assert len(sums) == 8 * 3 * 2  # for each rank and block one of each dtype
-        each = (7 + 7 * 5 + 5 * 7) * 4 + 5 * 7 * 2  # norm, up and down by half, gain: nothing of what is frozen
+        assert len(sums) == 8 * 3 * 2  # one for each rank, block and dtype
+        each = (7 + 7 * 5 + 5 * 7) * 4 + 5 * 7 * 2  # norm, half of up and down, gain; no frozen leaf
         assert sum(t.bytes for t in sums) == 8 * 3 * each
 
 
 @pytest.mark.parametrize("summed", [None, torch.float32])
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
-def test_mixed_precision_is_that_of_the_plain_loop_and_near_that_of_one_device(kind: str, summed: Any) -> None:
+def test_mixed_precision_equals_the_plain_loop_and_approximates_one_device(kind: str, summed: Any) -> None:
     tree, axes = described(), [{"data": 4, "model": 1}, {"data": 2, "model": 2}]
     how = {"dtype": torch.bfloat16, "reduce_dtype": summed}
     specs, x = specs_for(kind, tree), batch()
@@ -198,22 +198,24 @@ def test_mixed_precision_is_that_of_the_plain_loop_and_near_that_of_one_device(k
         params = place(mesh, tree, specs)
         want = step_of(unsharded, mesh, specs)(params, x)
         assert {g.dtype for g in fs.tree.leaves(want[1])} == {torch.float32}
-        parts = x.chunk(mesh.axes["data"])  # what each rank computes, summed in float32
+        parts = x.chunk(mesh.axes["data"])  # parts of each rank, summed in float32
         ones = [torch.autograd.grad(rounded(whole, part).square().mean(), fs.tree.leaves(whole)) for part in parts]
         # Without a model axis ranks round as one device does; their sum is rounded once, to 2^-9, or not at all. With
         # one, each block adds two products that were rounded where one device rounds one: 8 roundings of 2^-9 in all.
         tolerance = 2 * 2**-9 if mesh.axes["model"] == 1 else 10 * 2**-9
         tolerance = 1e-6 if mesh.axes["model"] == 1 and summed else tolerance
-        alike(want[1], [torch.stack(gs).mean(0) for gs in zip(*ones, strict=True)], tolerance=tolerance)
+        assert_same(want[1], [torch.stack(gs).mean(0) for gs in zip(*ones, strict=True)], tolerance=tolerance)
         for schedule in FEW:
             looped = scanned(tree, specs, **schedule, **how)
-            alike(step_of(lambda p, x, f=looped: f(p, x.bfloat16()).float(), mesh, specs)(params, x), want)
-            alike(step_of(lambda p, x, f=looped: f(p, x.bfloat16()).float(), mesh, specs, "always")(params, x), want)
+            assert_same(step_of(lambda p, x, f=looped: f(p, x.bfloat16()).float(), mesh, specs)(params, x), want)
+            assert_same(
+                step_of(lambda p, x, f=looped: f(p, x.bfloat16()).float(), mesh, specs, "always")(params, x), want
+            )
 
 
 def test_gradients_summed_in_float32_are_not_rounded() -> None:
     mesh, n = fs.make_mesh(data=2), 64
-    x = torch.stack([torch.ones(n), torch.full((n,), 2.0**-9)]).view(2, n)  # 1 + 2^-9 is no bfloat16
+    x = torch.stack([torch.ones(n), torch.full((n,), 2.0**-9)]).view(2, n)  # bfloat16 cannot represent 1 + 2^-9
     body = lambda p, x: x + p["w"]  # noqa: E731
 
     def summed(dtype: Any, specs: P) -> Tensor:
@@ -230,7 +232,7 @@ def test_gradients_summed_in_float32_are_not_rounded() -> None:
         assert torch.equal(summed(None, specs), torch.ones(n))
 
 
-def test_outputs_of_blocks_and_what_is_their_own() -> None:
+def test_has_aux_and_each() -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=2)
     specs = specs_for("sharded", tree)
 
@@ -242,7 +244,7 @@ def test_outputs_of_blocks_and_what_is_their_own() -> None:
         def loss_fn(p: Any, scales: Tensor, x: Tensor) -> Any:
             each = [{"scale": s, "key": fs.fold_in(fs.key(1), i)} for i, s in enumerate(scales.unbind())]
             last, outs = loop(p, {"h": x, "n": torch.zeros((), dtype=torch.int64)}, each)
-            extra = sum(o["norm"] for o in outs[1:])  # not of the first block
+            extra = sum(o["norm"] for o in outs[1:])  # without the first block
             loss = fs.pmean(last["h"].square().mean() + 0.1 * extra, "data")
             return loss, {"n": last["n"], "each": torch.stack([o["n"] for o in outs]), "keys": [o["key"] for o in outs]}
 
@@ -267,12 +269,12 @@ def test_outputs_of_blocks_and_what_is_their_own() -> None:
     params, scales = place(mesh, tree, specs), torch.linspace(0.5, 1.5, BLOCKS)
     want = step_by(plain_loop)(params, scales, batch())
     for how in FEW:
-        given = {"specs": specs, "axis": "data", "has_aux": True, "shapes": tree, **how}
-        loop = lambda p, x, each, given=given: fs.scan(body, p, x, each=each, **given)  # noqa: E731
-        alike(step_by(loop)(params, scales, batch()), want)
+        options = {"specs": specs, "axis": "data", "has_aux": True, "shapes": tree, **how}
+        loop = lambda p, x, each, options=options: fs.scan(body, p, x, each=each, **options)  # noqa: E731
+        assert_same(step_by(loop)(params, scales, batch()), want)
 
 
-def test_stacked_parameters_are_those_of_a_list() -> None:
+def test_stacked_parameters_equal_a_list() -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=2)
     specs = specs_for("sharded", tree)
     params, x = place(mesh, tree, specs), batch()
@@ -282,10 +284,10 @@ def test_stacked_parameters_are_those_of_a_list() -> None:
     loop = lambda p, x: fs.scan(block, p, x, specs=stacked_specs, axis="data")  # noqa: E731
     placed = fs.device_put(stack(params), stacked_specs, mesh)
     loss, grads = step_of(loop, mesh, stacked_specs, "always")(placed, x)
-    alike((loss, grads), (want_loss, stack(want)))
+    assert_same((loss, grads), (want_loss, stack(want)))
 
 
-def test_a_scan_inside_a_block_has_buffers_of_its_own() -> None:
+def test_scan_inside_a_block_has_its_own_buffers() -> None:
     tree = [{"outer": o, "inner": described(blocks=3)} for o in described(blocks=2)]
     mesh = fs.make_mesh(data=2, model=1)
     specs = fs.fully_shard([{"outer": TENSOR, "inner": [TENSOR] * 3}] * 2, tree, axis="data")
@@ -314,29 +316,29 @@ def test_a_scan_inside_a_block_has_buffers_of_its_own() -> None:
     want = step_of(loop_by("plain"), mesh, specs)(params, x)
     for how in FEW:
         step = step_of(loop_by("scan", **how), mesh, specs)
-        alike(step(params, x), want)
-        alike(step(params, x), want)
+        assert_same(step(params, x), want)
+        assert_same(step(params, x), want)
 
 
-def test_two_scans_in_a_row_share_buffers_and_not_numbers() -> None:
+def test_two_scans_in_sequence_share_buffers_without_changing_numbers() -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
     twice = lambda loop: lambda p, x: loop(p, torch.sin(loop(p, x)))  # noqa: E731
     params, x = place(mesh, tree, specs), batch()
     want = step_of(twice(plain(tree, specs)), mesh, specs)(params, x)
     for how in FEW:
-        alike(step_of(twice(scanned(tree, specs, **how)), mesh, specs)(params, x), want)
+        assert_same(step_of(twice(scanned(tree, specs, **how)), mesh, specs)(params, x), want)
 
 
-def test_weights_that_are_results_are_copies() -> None:
-    """They lie where other weights will lie soon: later blocks', and those of the next call."""
+def test_weights_returned_by_a_block_are_copies() -> None:
+    """Overwrite their buffer by later blocks and by the next call."""
     tree, mesh = described(D, D), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
     body = lambda p, x: (p["up"], p["down"].T)  # noqa: E731
     params, x = place(mesh, tree, specs), batch()
     for how in FEW:
-        given = {"specs": specs, "axis": "data", "shapes": tree, "has_aux": True, **how}
-        run = fs.shard_map(lambda p, x, given=given: fs.pmean(fs.scan(body, p, x, **given), "data"), mesh=mesh,
+        options = {"specs": specs, "axis": "data", "shapes": tree, "has_aux": True, **how}
+        run = fs.shard_map(lambda p, x, options=options: fs.pmean(fs.scan(body, p, x, **options), "data"), mesh=mesh,
                            in_specs=(specs, P("data")), out_specs=P(), check="never")  # fmt: skip
         first = run(params, x)
         run(fs.materialize(tree, specs, mesh, key=fs.key(9)), x)
@@ -346,7 +348,7 @@ def test_weights_that_are_results_are_copies() -> None:
             torch.testing.assert_close(fs.device_get(out), fs.device_get(p["down"]).T, rtol=1e-6, atol=0)
 
 
-def test_a_step_leaves_no_cycle_that_only_the_collector_frees() -> None:
+def test_step_leaves_no_reference_cycle() -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
     step, params, x = step_of(scanned(tree, specs), mesh, specs), place(mesh, tree, specs), batch()
@@ -360,7 +362,7 @@ def test_a_step_leaves_no_cycle_that_only_the_collector_frees() -> None:
         gc.enable()
 
 
-def test_what_a_block_does_not_use_has_a_gradient_of_zero() -> None:
+def test_unused_leaves_have_zero_gradients() -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
     loop = lambda p, x: fs.scan(lambda p, x: x * p["norm"], p, x, specs=specs, axis="data", shapes=tree)  # noqa: E731
@@ -369,8 +371,8 @@ def test_what_a_block_does_not_use_has_a_gradient_of_zero() -> None:
     assert all(float(fs.device_get(g["norm"]).abs().max()) > 0 for g in grads)
 
 
-def test_gradients_that_are_one_tensor_are_each_summed_once() -> None:
-    """Adding a bias gives it the very gradient of the sum, and two biases one and the same."""
+def test_gradients_that_share_a_tensor_are_each_summed_once() -> None:
+    """Differentiate an addition of two biases, which gives both the same gradient tensor."""
     mesh, n = fs.make_mesh(data=2), 3
     tree = [{"a": fs.init.normal((6, 4)), "b": fs.init.normal((6, 4))} for _ in range(n)]
     body = lambda p, x: x + p["a"] + p["b"]  # noqa: E731
@@ -381,11 +383,11 @@ def test_gradients_that_are_one_tensor_are_each_summed_once() -> None:
         return fs.grad(lambda p: fs.psum((loop(p, x[0]) * x[0]).sum(), "data"))(p)
 
     x = torch.arange(48.0).view(2, 6, 4)
-    found = grads(place(mesh, tree, P()), x)
-    assert all(torch.equal(fs.device_get(g), x.sum(0)) for g in fs.tree.leaves(found))
+    result = grads(place(mesh, tree, P()), x)
+    assert all(torch.equal(fs.device_get(g), x.sum(0)) for g in fs.tree.leaves(result))
 
 
-def test_without_gradients_nothing_is_kept_and_blocks_may_be_none() -> None:
+def test_forward_without_gradients_and_without_blocks() -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
     params, x = place(mesh, tree, specs), batch()
@@ -400,8 +402,8 @@ def test_without_gradients_nothing_is_kept_and_blocks_may_be_none() -> None:
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_transfers_are_the_fewest(kind: str, frozen: bool) -> None:
-    """A gather forward, one in backward of the blocks that are not there any more, a sum of what is trained."""
+def test_each_schedule_has_the_fewest_transfers(kind: str, frozen: bool) -> None:
+    """Count a gather in forward, one in backward for each released block, and a sum of each trained leaf."""
     tree, mesh, n = described(8, 16), fs.make_mesh(data=2, model=1), 2
     specs = specs_for(kind, tree)
     size = sum(t.numel() for t in tree[0].values()) * 4
@@ -414,8 +416,8 @@ def test_transfers_are_the_fewest(kind: str, frozen: bool) -> None:
         step = fs.shard_map(g, mesh=mesh, in_specs=(specs, P("data")), out_specs=out, check="never")
         with fs.recording() as log:
             step(params, x)
-        there = min(how["prefetch"] + 1, BLOCKS) if how["release"] else BLOCKS
-        gathers = (2 * BLOCKS - there) if kind == "sharded" else 0
+        gathered = min(how["prefetch"] + 1, BLOCKS) if how["release"] else BLOCKS
+        gathers = (2 * BLOCKS - gathered) if kind == "sharded" else 0
         got = {op: (sum(t.op == op for t in log), sum(t.bytes for t in log if t.op == op)) for op in
                ("all_gather", "reduce_scatter", "all_reduce")}  # fmt: skip
         sums = 0 if frozen else BLOCKS
@@ -427,9 +429,9 @@ def test_transfers_are_the_fewest(kind: str, frozen: bool) -> None:
 
 
 def peak(blocks: int, rows: int, d: int, **how: Any) -> int:
-    """The most that a rank of two holds in a step, beside its parameters and its batch [rows, d].
+    """Return the peak bytes of a rank of two in a step, without its parameters and its batch [rows, d].
 
-    Where few rows make the gradients' shards count, it may be those of both: see below.
+    They may include the gradient shards of both ranks: the last thread at a barrier makes the results of both.
     """
     tree, mesh, most = described(d, d, blocks), fs.make_mesh(data=2, model=1), {}
     specs = specs_for("sharded", tree)
@@ -446,7 +448,7 @@ def peak(blocks: int, rows: int, d: int, **how: Any) -> int:
 
 
 def saved(blocks: int, rows: int, d: int) -> int:
-    """The bytes that autograd keeps for backward of the same blocks on one device, beside their weights."""
+    """Return the bytes that autograd saves for backward of the same blocks on one device, without their weights."""
     params = fs.device_get(place(fs.make_mesh(data=1), described(d, d, blocks), P()))
     leaves = [x.requires_grad_() for x in fs.tree.leaves(params)]
     weights = {x.untyped_storage().data_ptr() for x in leaves}
@@ -462,28 +464,28 @@ def saved(blocks: int, rows: int, d: int) -> int:
     return sum(t.untyped_storage().nbytes() for t in alive.values())
 
 
-def test_a_released_schedule_holds_two_whole_blocks_and_the_activations() -> None:
+def test_release_keeps_two_whole_blocks_and_the_activations() -> None:
     d, blocks, rows = 64, 8, 512
     whole = sum(t.numel() for t in described(d, d)[0].values()) * 4
-    x, kept = 4 * d * rows, saved(blocks, rows, d) + 64  # x: one tensor of the stream; and the numbers of the loss
-    # The most is held where forward ends: what backward lets go of is more than the gradients it makes.
+    x, kept = 4 * d * rows, saved(blocks, rows, d) + 64  # x: one activation; 64: the scalars of the loss
+    # The peak is at the end of forward: backward frees more than the gradients it makes.
     assert peak(blocks, rows, d) <= 2 * whole + kept + 3 * x
     assert peak(blocks, rows, d, prefetch=0) <= whole + kept + 3 * x
     assert peak(blocks, rows, d, release=False) >= blocks * whole + kept
     assert peak(blocks, rows, d, remat=True) <= 2 * whole + 2 * whole + kept // blocks + (blocks + 4) * x
 
 
-def test_what_a_released_schedule_holds_grows_by_the_shards_of_gradients_alone() -> None:
+def test_memory_of_release_grows_with_blocks_only_by_gradient_shards() -> None:
     d, rows, more = 64, 2, 48
     whole = sum(t.numel() for t in described(d, d)[0].values()) * 4
-    # The last thread to arrive makes the results of both, so that those of the other may count as its own.
-    late = more * whole // 2 + 8 * whole
+    # The last thread at a barrier makes the results of both, which then count as its own.
+    results_of_both = more * whole // 2 + 8 * whole
     shards, kept = more * whole // 2, saved(6 + more, rows, d) - saved(6, rows, d)
-    assert peak(6 + more, rows, d) - peak(6, rows, d) <= shards + kept + late
+    assert peak(6 + more, rows, d) - peak(6, rows, d) <= shards + kept + results_of_both
     assert peak(6 + more, rows, d, release=False) - peak(6, rows, d, release=False) >= more * whole
 
 
-def test_it_is_differentiated_twice_and_transformed_like_the_plain_loop() -> None:
+def test_second_derivative_jvp_and_vmap_equal_the_plain_loop() -> None:
     tree, mesh = described(blocks=2), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
     params, x = place(mesh, tree, specs), batch(8)
@@ -503,10 +505,10 @@ def test_it_is_differentiated_twice_and_transformed_like_the_plain_loop() -> Non
         return lambda p, x: torch.func.vmap(fs.grad(lambda x: loss(p, x)))(x.view(-1, 2, D)).view(-1, D)
 
     for of in (second, pushed, mapped):
-        alike(run(scanned(tree, specs), of), run(plain(tree, specs), of))
+        assert_same(run(scanned(tree, specs), of), run(plain(tree, specs), of))
 
 
-def test_a_graph_that_is_gone_is_not_differentiated_again() -> None:
+def test_create_graph_is_an_error() -> None:
     tree, mesh = described(blocks=2), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
 
@@ -518,11 +520,13 @@ def test_a_graph_that_is_gone_is_not_differentiated_again() -> None:
             (g,) = torch.autograd.grad(y, x, create_graph=True)
             return torch.autograd.grad(g.sum(), x)[0]
 
-    with pytest.raises(fs.ShardingError, match=r"scan: its gradient is to be differentiated by torch\.autograd"):
+    with pytest.raises(
+        fs.ShardingError, match=r"scan: the gradient of a schedule cannot be differentiated by torch\.autograd"
+    ):
         twice(place(mesh, tree, specs), batch())
 
 
-def test_bad_input_is_named() -> None:
+def test_invalid_arguments_are_errors() -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
     params, x = place(mesh, tree, specs), batch()
@@ -543,7 +547,12 @@ def test_bad_input_is_named() -> None:
     refused("scan: each has 1 trees for 4 blocks", lambda p, x: scan(p, x, each=[0]))
     refused("scan: specs has 1 trees for 4 blocks", lambda p, x: scan(p, x, specs=[P()]))
     refused("scan: shapes has 3 trees for 4 blocks", lambda p, x: scan(p, x, shapes=tree[1:]))
-    refused("scan: has_aux=True, and the block gave a Tensor", lambda p, x: scan(p, x, has_aux=True, shapes=tree)[0])
-    refused("scan: stacked parameters have one number of blocks in front", lambda p, x: scan(p[0], x, specs=specs[0]))
+    refused(
+        "scan: has_aux=True, and the block returned a Tensor", lambda p, x: scan(p, x, has_aux=True, shapes=tree)[0]
+    )
+    refused(
+        "scan: stacked parameters must all have the number of blocks as dim 0",
+        lambda p, x: scan(p[0], x, specs=specs[0]),
+    )
     refused("scan: the dim of the blocks is split", lambda p, x: scan({"w": p[0]["up"]}, x, specs=P("data")))
     refused("scan: the mesh has no axis 'rows'", lambda p, x: scan(p, x, axis="rows"))

@@ -1,4 +1,4 @@
-"""What a train step moves, counted: the fewest transfers and bytes that each strategy needs, and no byte more."""
+"""Transfers of a train step: each strategy has the fewest transfers and bytes that it needs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ ROWS, N = 4, 2
 SIZE = 4  # bytes of a float32
 
 
-def moved(axes: dict[str, int], specs: Any, layout: gpt2.Layout, remat: bool = False) -> dict[str, tuple[int, int]]:
-    """Of each rank in one step with AdamW: op -> (transfers, bytes of their arguments)."""
+def transfers_of_a_step(
+    axes: dict[str, int], specs: Any, layout: gpt2.Layout, remat: bool = False
+) -> dict[str, tuple[int, int]]:
+    """Return {op: (transfers, bytes of their arguments)} of each rank in one step with AdamW."""
     mesh, described = fs.make_mesh(**axes), gpt2.init(CFG)
     optimizer = fs.optim.adamw(1e-3)
     placed = {"params": specs, "opt": optimizer.specs(specs)}
@@ -50,19 +52,19 @@ def moved(axes: dict[str, int], specs: Any, layout: gpt2.Layout, remat: bool = F
 DESCRIBED = gpt2.init(CFG)
 BLOCK = sum(x.numel() for x in fs.tree.leaves(DESCRIBED["h"][0])) * SIZE
 TOP = sum(x.numel() for name in ("wte", "wpe", "ln_f") for x in fs.tree.leaves(DESCRIBED[name])) * SIZE
-LOSS = 2 * SIZE  # its sum, and how many it sums
+LOSS = 2 * SIZE  # the sum of the losses, and their number
 
 
-def test_data_parallel_sums_each_gradient_once() -> None:
-    got = moved({"data": N}, gpt2.specs(CFG), gpt2.Layout("data"))
+def test_data_parallel_reduces_each_gradient_once() -> None:
+    got = transfers_of_a_step({"data": N}, gpt2.specs(CFG), gpt2.Layout("data"))
     assert got == {"all_reduce": (CFG.n_layer + 2, CFG.n_layer * BLOCK + TOP + LOSS)}
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_fully_sharded_gathers_twice_but_what_is_still_there_and_scatters_once(remat: bool) -> None:
+def test_fully_sharded_gathers_released_blocks_twice_and_scatters_once(remat: bool) -> None:
     specs = fs.fully_shard(gpt2.specs(CFG), DESCRIBED, axis="data")
-    got = moved({"data": N}, specs, gpt2.Layout("data"), remat)
-    gathers = 2 * CFG.n_layer - 2  # two blocks are whole at a time
+    got = transfers_of_a_step({"data": N}, specs, gpt2.Layout("data"), remat)
+    gathers = 2 * CFG.n_layer - 2  # two blocks are gathered at a time, and still are when backward starts
     assert got == {
         "all_gather": (gathers + 1, (gathers * BLOCK + TOP) // N),
         "reduce_scatter": (CFG.n_layer + 1, CFG.n_layer * BLOCK + TOP),
@@ -70,23 +72,25 @@ def test_fully_sharded_gathers_twice_but_what_is_still_there_and_scatters_once(r
     }
 
 
-def test_tensor_parallel_sums_twice_a_block_each_way_and_for_embedding_head_and_loss() -> None:
-    got = moved({"model": N}, gpt2.specs(CFG, model="model"), gpt2.Layout(model="model"))
+def test_tensor_parallel_reduces_twice_per_block_and_direction_and_for_embedding_head_and_loss() -> None:
+    got = transfers_of_a_step({"model": N}, gpt2.specs(CFG, model="model"), gpt2.Layout(model="model"))
     tokens = ROWS * CFG.n_positions
-    stream = tokens * CFG.n_embd * SIZE  # x, which each of these sums
+    stream = tokens * CFG.n_embd * SIZE  # bytes of x, in each of these sums
     assert got == {
         "all_reduce": (4 * CFG.n_layer + 3, (4 * CFG.n_layer + 2) * stream + 2 * tokens * SIZE),  # exp and target
         "all_reduce max": (1, tokens * SIZE),
     }
 
 
-def test_a_mesh_of_one_moves_nothing() -> None:
-    assert moved({"data": 1, "model": 1}, gpt2.specs(CFG, model="model"), gpt2.Layout("data", "model")) == {}
+def test_mesh_of_one_rank_has_no_transfers() -> None:
+    assert (
+        transfers_of_a_step({"data": 1, "model": 1}, gpt2.specs(CFG, model="model"), gpt2.Layout("data", "model")) == {}
+    )
 
 
-def test_tensor_parallel_and_fully_sharded_move_what_each_alone_would() -> None:
+def test_tensor_parallel_and_fully_sharded_together_have_the_transfers_of_each() -> None:
     specs = fs.fully_shard(gpt2.specs(CFG, model="model"), DESCRIBED, axis="data")
-    got = moved({"data": N, "model": N}, specs, gpt2.Layout("data", "model"))
+    got = transfers_of_a_step({"data": N, "model": N}, specs, gpt2.Layout("data", "model"))
     gathers = 2 * CFG.n_layer - 2
     assert got["all_gather"][0] == gathers + 1
     assert got["reduce_scatter"][0] == CFG.n_layer + 1
