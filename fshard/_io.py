@@ -214,7 +214,3 @@ def _holders(leaf: Sharded | Tensor) -> list[tuple[Box, list[int]]]:
 def local_part(leaf: Sharded | Tensor, rank: int) -> Tensor:
     """Return the part of a leaf that a rank of this process holds."""
     return leaf if isinstance(leaf, Tensor) else leaf.shards[leaf.mesh.ranks.index(rank)]
-
-
-__all__ = ["Ranks", "StrPath", "assign_writers", "bytes_of", "cannot_read", "local_part", "summary", "sync", "writable",
-           "write_errors", "write_file"]  # fmt: skip

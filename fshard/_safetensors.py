@@ -131,6 +131,3 @@ def _fields(value: Any) -> tuple[str, tuple[int, ...], int, int]:
     if not isinstance(dtype_name, str) or any(type(n) is not int or n < 0 for n in sizes) or start > stop:
         raise ValueError(f"{value} describes no tensor")
     return dtype_name, tuple(shape), start, stop
-
-
-__all__ = ["DTYPES", "HeaderEntry", "encode_header", "read_header"]

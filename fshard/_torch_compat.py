@@ -1,7 +1,8 @@
-"""Every private or semi-private API of torch that fshard uses, under a public name of our own.
+"""Every private or semi-private API of torch that fshard uses, each under a public name of our own.
 
-Nothing else in fshard imports a name of torch that begins with an underscore. Each entry says why there is no public
-way; `tests/test_torch_compat.py` tests each on its own, and docs/torch.md lists the versions that were run.
+Nothing else in fshard uses a name of torch that begins with an underscore, or that stands in such a module. Each entry
+says why there is no public way; `tests/test_torch_compat.py` tests each on its own. All were seen in torch 2.11 to 2.15
+and are tested on 2.13.
 """
 
 from __future__ import annotations
@@ -20,29 +21,26 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch._functorch import eager_transforms
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# --- transforms of torch.func ---------------------------------------------------------------------------------
+# --- transforms of torch.func -----------------------------------------------------------------------------------------
 
-# torch.func has no public question for "is this tensor wrapped by a transform", nor for the tensor inside.
+# torch.func does not say publicly if a tensor is wrapped by a transform, by which, or what is inside.
 is_wrapped = is_functorch_wrapped_tensor
 is_batched = is_batchedtensor
 is_grad_tracking = is_gradtrackingtensor
+
+# Tensors made inside a transform are wrapped, and a collective cannot send those.
 without_functorch = torch._C._DisableFuncTorch
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """The plain tensor inside the wrappers of torch.func."""
+    """Return the plain tensor inside the wrappers of torch.func."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
@@ -54,7 +52,10 @@ def in_transform() -> bool:
 
 
 def set_jvp_nesting(depth: int) -> int:
-    """Set how many calls of torch.func.jvp the process believes are running, and return the count before."""
+    """Set the number of calls of torch.func.jvp that the process takes to be running; return the number before.
+
+    torch counts them for the process and not for each thread, so ranks that are threads need the count to be above 0.
+    """
     before, eager_transforms.JVP_NESTING = eager_transforms.JVP_NESTING, depth
     return before
 
@@ -64,10 +65,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# --- dispatch -------------------------------------------------------------------------------------------------
+# --- operations -------------------------------------------------------------------------------------------------------
 
-without_dispatch = torch._C._DisableTorchDispatch
+# The functions of torch.distributed write to their arguments; torch.compile traces these, which return new tensors.
 functional_collectives = torch.ops._c10d_functional
+
+# `Tensor.copy_` of each pair starts a kernel for each; there is no public form of this one for a list.
+foreach_copy_ = torch._foreach_copy_
+
+
+def schema_of(op: Any) -> Any:
+    """Return the schema of an operation (an OpOverload): its arguments and results, and which of them it writes."""
+    return op._schema
 
 
 def assume_constant_result(f: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -79,19 +88,6 @@ def assume_constant_result(f: Callable[_P, _R]) -> Callable[_P, _R]:
     return f
 
 
-# --- tensors and storages -------------------------------------------------------------------------------------
-
-
-def storage_id(x: Tensor) -> int:
-    """An integer that tells one storage from another while both live, empty and fake ones too."""
-    return int(x.untyped_storage()._cdata)
-
-
-def version_of(x: Tensor) -> int:
-    """The number of in-place changes of a tensor; -1 for one of inference mode, which does not count them."""
-    return -1 if x.is_inference() else x._version
-
-
 def replace_trunc_normal(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Replace the function behind `torch.nn.init.trunc_normal_`, which no mode can intercept; return the former one."""
     former: Callable[..., Tensor] = torch.nn.init._no_grad_trunc_normal_
@@ -99,29 +95,40 @@ def replace_trunc_normal(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return former
 
 
-# --- kernels over lists of tensors ----------------------------------------------------------------------------
-
-foreach_copy_ = torch._foreach_copy_
-foreach_div_ = torch._foreach_div_
+# --- tensors and storages ---------------------------------------------------------------------------------------------
 
 
-# --- torch.distributed ----------------------------------------------------------------------------------------
+def storage_id(x: Tensor) -> int:
+    """Return an integer that tells one storage from another while both live, empty and fake ones too."""
+    return int(x.untyped_storage()._cdata)
+
+
+def version_of(x: Tensor) -> int:
+    """Return the number of in-place changes of a tensor; -1 for one of inference mode, which does not count them."""
+    return -1 if x.is_inference() else x._version
+
+
+def is_view(x: Tensor) -> bool:
+    """Return whether a tensor is a view of another one."""
+    return x._is_view()
+
+
+# --- torch.distributed ------------------------------------------------------------------------------------------------
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> Any:
-    """The backend of a group for a kind of device. Raises RuntimeError if the group has none for it."""
+    """Return the backend of a group for a kind of device. Raises RuntimeError if the group has none for it."""
     return group._get_backend(torch.device(device))
 
 
 def timeout_of(backend: Any) -> Any:
-    """The timeout that a backend was started with."""
+    """Return the timeout that a backend was started with: groups made later do not inherit it."""
     return backend.options._timeout
 
 
 __all__ = [
-    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode",
-    "assume_constant_result", "backend_of", "eager_transforms", "foreach_copy_", "foreach_div_",
-    "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_wrapped",
-    "replace_trunc_normal", "set_jvp_nesting", "storage_id", "timeout_of", "unwrapped", "version_of",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "foreach_copy_",
+    "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_view", "is_wrapped",
+    "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "unwrapped", "version_of",
     "without_functorch", "without_modes",
 ]  # fmt: skip

@@ -59,6 +59,3 @@ def check(f: ShardMapped, *args: Any) -> Checked:
         raise fail(f"check: {f!r} is a {type(f).__name__}", fix="check what fs.shard_map returns")
     result, mesh = dry_run(f, args)
     return Checked(dict(mesh.axes), result, tuple(mesh.transfers))
-
-
-__all__ = ["Checked", "check"]

@@ -307,6 +307,3 @@ def spec_of(value: Any) -> P:
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as e:
         fix = """P(None, "model"), P("data", memory="host"), row("model"), column("model") or P()"""
         raise fail(f"{value!r} is not a spec", fix=fix) from e
-
-
-__all__ = ["inspect", "main", "nested", "read", "spec_of"]

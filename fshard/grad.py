@@ -280,6 +280,3 @@ def _microbatch(i: int, arg: Any, step: int, steps: int) -> Any:
         return x.narrow(0, step * size, size)
 
     return tree.map_with_path(part, arg)
-
-
-__all__ = ["accumulate", "fill_tensors", "grad", "is_differentiated", "split_tensors", "value_and_grad"]

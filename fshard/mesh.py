@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ._comm import AbstractComm, Comm, ProcessComm, Transfer, refuse_nesting, simulate
-from ._torch_compat import FakeTensorMode
+from ._comm import AbstractComm, Comm, ProcessComm, Transfer, fake_tensors, refuse_nesting, simulate
 from .errors import fail
 from .spec import format_axes
 
@@ -63,7 +62,7 @@ class Mesh:
         refuse_nesting()  # before the lock, which an outer run has
         if self._comm is not None:
             fake = self.kind == "abstract"
-            with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext():
+            with fake_tensors() if fake else contextlib.nullcontext():
                 return [f(self._comm, self.ranks[0])]
         with self._lock:
             if self._pool is None:

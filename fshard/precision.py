@@ -209,6 +209,3 @@ def _value_now(x: Tensor) -> bool | None:
         return bool(x)
     except RuntimeError:
         return None
-
-
-__all__ = ["LossScale", "Policy", "cast"]

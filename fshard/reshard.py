@@ -161,6 +161,3 @@ def _sources(x: Sharded, box: Box, rank: int) -> list[tuple[int, Box]]:
         if all(s.start < s.stop for s in common):
             out.append((rank if rank in ranks else ranks[rank % len(ranks)], common))
     return out
-
-
-__all__ = ["device_get", "owners", "reshard"]

@@ -242,6 +242,3 @@ def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> tuple[Any, Mesh]:
         return abstract_sharded(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x
 
     return f.on(mesh, check="always")(*tree.map(describe, args)), mesh
-
-
-__all__ = ["ShardMapped", "dry_run", "shard_map"]

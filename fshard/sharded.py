@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import memory_device, to_spec_memory
+from ._comm import is_view, memory_device, to_spec_memory
 from .errors import ShardingError, fail, raise_all
 from .init import Deferred
 from .mesh import Mesh
@@ -263,7 +263,7 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
         if mesh.kind == "abstract":
             parts[bounds] = part.to("meta")
         else:  # a donated leaf is overwritten: a view shares its storage with another tensor
-            parts[bounds] = to_spec_memory(part, spec, mesh.device, copy=part._is_view())
+            parts[bounds] = to_spec_memory(part, spec, mesh.device, copy=is_view(part))
         shards.append(parts[bounds])
     return Sharded(shape, spec, mesh, shards)
 
@@ -308,16 +308,3 @@ def place_tree(
             placed[id(leaf)] = place(path, leaf, spec)
         out.append(placed[id(leaf)])
     return tree.unflatten(treedef, out)
-
-
-__all__ = [
-    "Placement",
-    "Sharded",
-    "abstract_sharded",
-    "device_put",
-    "from_callback",
-    "local_parts",
-    "make_sharded",
-    "materialize",
-    "place_tree",
-]  # fmt: skip

@@ -421,6 +421,3 @@ def _exchange(
             errors.append((len(names), fail(f"validate: {name} is not the same on every rank", *rows,
                                             fix="make the same tree on every rank")))  # fmt: skip
     return errors, findings
-
-
-__all__ = ["Validated", "validate"]

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._compare import (
-    Difference,
-    Tolerance,
-    compare,
-    describe_differences,
-    max_finite_magnitude,
-    replica_errors,
-    widen,
-)
+from ._compare import Difference, Tolerance, compare, describe_differences, max_finite_magnitude, replica_errors, widen
 from ._ops import differentiable_dtype
 from .errors import ShardingError, fail, join_limited, raise_all
 from .mesh import Mesh, make_mesh
@@ -158,6 +150,3 @@ def _flip_last_bit(x: Any) -> Any:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     flipped = (x.detach().contiguous().view(bits) ^ 1).view(x.dtype)
     return torch.where((x == 0) | ~torch.isfinite(x), x, flipped)
-
-
-__all__ = ["Verified", "verify"]

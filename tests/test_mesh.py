@@ -88,12 +88,7 @@ def test_compute_threads_of_the_caller_are_unchanged():
 def test_meshes_are_equal_if_axes_kind_and_device_are():
     assert fs.make_mesh(a=2, b=2) == fs.make_mesh(a=2, b=2)
     assert hash(fs.make_mesh(a=2, b=2)) == hash(fs.make_mesh(a=2, b=2))
-    others = [
-        fs.make_mesh(b=2, a=2),
-        fs.make_mesh(a=4),
-        fs.make_mesh(a=2, c=2),
-        fs.make_mesh(a=2, b=2, device="meta"),
-    ]
+    others = [fs.make_mesh(b=2, a=2), fs.make_mesh(a=4), fs.make_mesh(a=2, c=2), fs.make_mesh(a=2, b=2, device="meta")]
     assert all(fs.make_mesh(a=2, b=2) != other for other in others)
     assert len({fs.make_mesh(a=2, b=2), fs.make_mesh(a=2, b=2), *others}) == 1 + len(others)
     assert fs.make_mesh(a=2) != "Mesh"

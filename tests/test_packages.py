@@ -75,7 +75,7 @@ def imports(name: str) -> tuple[tuple[int, str, str], ...]:
 @cache
 def face_names(name: str) -> set[str]:
     """The names that a package's `__init__` imports: `_comm.region` is the function, not its file."""
-    nodes = [node for node in parsed(name).body if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in parsed(name).body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.asname or alias.name for node in nodes for alias in node.names}
 
 
@@ -196,7 +196,10 @@ def test_extras_are_imported_only_where_they_may_be() -> None:
 
 
 PRIVATE = re.compile(r"^(torch|dist)\.(?:\w+\.)*_(?!_)\w+")
-ATTRIBUTES = ("_cdata", "_version", "_get_backend", "_dynamo_marked_constant", "_current_level", "_timeout")
+ATTRIBUTES = (
+    "_cdata", "_version", "_is_view", "_schema", "_get_backend", "_timeout", "_dynamo_marked_constant",
+    "_current_level",
+)  # fmt: skip
 
 
 def test_private_names_of_torch_stand_in_one_file() -> None:

@@ -53,13 +53,7 @@ def test_each_rank_is_passed_its_part_as_a_plain_tensor():
 
 def test_in_specs_are_a_prefix_of_the_arguments():
     def f(tree, x, n):
-        assert (tree["w"][0].shape, tree["w"][1].shape, tree["n"], x.shape, n) == (
-            (2, 3),
-            (1,),
-            None,
-            (2,),
-            7,
-        )
+        assert (tree["w"][0].shape, tree["w"][1].shape, tree["n"], x.shape, n) == ((2, 3), (1,), None, (2,), 7)
         return x
 
     args = ({"w": [torch.ones(4, 3), torch.ones(2)], "n": None}, torch.ones(2), 7)
@@ -191,12 +185,7 @@ def test_results_do_not_require_grad():
 @pytest.mark.parametrize("n", [0, 1, 3, 5, 7, 8])
 def test_results_of_uneven_parts(n):
     x = torch.arange(float(n))
-    for mesh, spec in [
-        (TWO, P("a")),
-        (FOUR, P(("a", "b"))),
-        (FOUR, P(("b", "a"))),
-        (fs.make_mesh(a=5), P("a")),
-    ]:
+    for mesh, spec in [(TWO, P("a")), (FOUR, P(("a", "b"))), (FOUR, P(("b", "a"))), (fs.make_mesh(a=5), P("a"))]:
         out = mapped(lambda x: 2 * x, mesh=mesh, ins=spec, out=spec)(x)
         assert out.shape == (n,)
         assert torch.equal(fs.device_get(out), 2 * x)

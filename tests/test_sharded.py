@@ -61,12 +61,7 @@ def error_text(f, *args, **kwargs):
 
 def check_placed(leaf, expected, spec, mesh):
     assert isinstance(leaf, Sharded)
-    assert (leaf.shape, leaf.dtype, leaf.spec, leaf.mesh) == (
-        tuple(expected.shape),
-        expected.dtype,
-        spec,
-        mesh,
-    )
+    assert (leaf.shape, leaf.dtype, leaf.spec, leaf.mesh) == (tuple(expected.shape), expected.dtype, spec, mesh)
     assert len(leaf.shards) == len(mesh.ranks)
     for rank, shard in zip(mesh.ranks, leaf.shards, strict=True):
         box = local_box(expected.shape, spec, mesh.axes, mesh.coords(rank))
@@ -211,12 +206,7 @@ def test_error_text_of_a_donated_leaf():
         "f32[2@a] was donated to step, which may have overwritten it\n"
         "  fix: use the value that call returned, or leave the argument out of donate="
     )
-    for f in (
-        lambda: x.shards,
-        lambda: fs.device_get(x),
-        lambda: fs.reshard(x, P()),
-        lambda: fs.reshard(x, P("a")),
-    ):
+    for f in (lambda: x.shards, lambda: fs.device_get(x), lambda: fs.reshard(x, P()), lambda: fs.reshard(x, P("a"))):
         assert error_text(f) == expected
     assert error_text(fs.shard_map(step, mesh=mesh, out_specs=P("a")), x) == expected
     assert repr(x) == "f32[2@a]"
@@ -274,13 +264,7 @@ def test_error_texts_of_a_wrong_callback():
 
 def test_callback_that_returns_two_dtypes_is_an_error():
     kinds = {0: torch.float32, 2: torch.float64}
-    error_text(
-        fs.from_callback,
-        (4,),
-        P("a"),
-        fs.make_mesh(a=2),
-        lambda box: torch.zeros(2, dtype=kinds[box[0].start]),
-    )
+    error_text(fs.from_callback, (4,), P("a"), fs.make_mesh(a=2), lambda box: torch.zeros(2, dtype=kinds[box[0].start]))
 
 
 def test_exception_of_the_callback_is_raised_unchanged():
@@ -306,12 +290,7 @@ def test_reshard_between_any_two_specs(axes, shape):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.data(),
-    st.lists(st.integers(0, 7), max_size=3).map(tuple),
-    st.sampled_from(MESHES),
-    st.sampled_from(MESHES),
-)
+@given(st.data(), st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(MESHES), st.sampled_from(MESHES))
 def test_reshard_between_any_two_meshes(data, shape, from_axes, to_axes):
     before = data.draw(st.sampled_from(specs_for(len(shape), from_axes)))
     after = data.draw(st.sampled_from(specs_for(len(shape), to_axes)))
@@ -339,12 +318,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (P("a"), P(None, "a")),
-        (P("a", "b"), P("b", "a")),
-        (P(("a", "b")), P(None, ("b", "a"))),
-        (P("a"), P("b")),
-    ],
+    [(P("a"), P(None, "a")), (P("a", "b"), P("b", "a")), (P(("a", "b")), P(None, ("b", "a"))), (P("a"), P("b"))],
     ids=repr,
 )
 def test_reshard_allocates_no_more_than_the_parts_of_a_device(before, after):

@@ -286,13 +286,7 @@ def test_describe_formats_dtype_shape_and_axes():
     assert describe(torch.float32, (768, 3072), P(None, "model")) == "f32[768, 3072@model]"
     assert describe(torch.bfloat16, (4, 2), P(("a", "b"))) == "bf16[4@a+b, 2]"
     assert describe(torch.bool, ()) == "bool[]"
-    names = {
-        torch.float64: "f64",
-        torch.int64: "i64",
-        torch.uint8: "u8",
-        torch.complex64: "c64",
-        torch.float16: "f16",
-    }
+    names = {torch.float64: "f64", torch.int64: "i64", torch.uint8: "u8", torch.complex64: "c64", torch.float16: "f16"}
     assert {d: describe(d, (3,)) for d in names} == {d: f"{n}[3]" for d, n in names.items()}
 
 
@@ -400,10 +394,7 @@ def test_fully_shard_does_not_split_small_leaves():
 def test_fully_shard_takes_prefix_specs_and_described_trees():
     tree = {"h": [fs.init.zeros((4, 8)), fs.init.zeros(4)], "n": None}
     assert fs.fully_shard(P(), tree, axis="z") == {"h": [P(None, "z"), P("z")], "n": None}
-    assert fs.fully_shard({"h": P("m"), "n": P()}, tree, axis="z") == {
-        "h": [P("m", "z"), P(("m", "z"))],
-        "n": None,
-    }
+    assert fs.fully_shard({"h": P("m"), "n": P()}, tree, axis="z") == {"h": [P("m", "z"), P(("m", "z"))], "n": None}
 
 
 @settings(max_examples=40, deadline=None)

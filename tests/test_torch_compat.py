@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fshard import _torch_compat as compat
 
@@ -97,12 +98,6 @@ def test_torch_dispatch_mode():
     assert {"sin", "cos"} <= set(seen.names)  # below torch.func: forward and backward
 
 
-def test_without_dispatch():
-    with Seen() as seen, compat.without_dispatch():
-        torch.ones(2).sin()
-    assert not seen.names
-
-
 def test_without_modes():
     with Seen() as seen, compat.without_modes():
         torch.ones(2).sin()
@@ -153,34 +148,6 @@ def test_foreach_copy_():
     assert all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
 
 
-def test_foreach_div_():
-    xs = [torch.full((2,), 6.0)]
-    compat.foreach_div_(xs, 3)
-    assert xs[0].tolist() == [2.0, 2.0]
-
-
-def test_fake_tensors():
-    with compat.FakeTensorMode():
-        x = torch.ones(2)
-        assert isinstance(x, compat.FakeTensor)
-        with pytest.raises(compat.DataDependentOutputException):
-            x.sum().item()
-        with pytest.raises(compat.DynamicOutputShapeException):
-            x.nonzero()
-
-
-def test_unsupported_operator_exception():
-    op = torch.library.Library("fshard_test", "DEF")
-    op.define("no_meta(Tensor x) -> Tensor")
-    op.impl("no_meta", lambda x: x.clone(), "CPU")
-    with compat.FakeTensorMode(), pytest.raises(compat.UnsupportedOperatorException):
-        torch.ops.fshard_test.no_meta(torch.ones(2))
-
-
-def test_higher_order_operator():
-    assert isinstance(torch.ops.higher_order.cond, compat.HigherOrderOperator)
-
-
 @pytest.fixture
 def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1,
@@ -195,8 +162,33 @@ def test_backend_of_and_timeout_of(group):
     assert compat.timeout_of(backend) == datetime.timedelta(seconds=77)
 
 
-def test_default_store(group):
-    assert compat.default_store().add("fshard/test", 2) == 2
+def test_fake_tensor_and_its_mode():
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.ones(2) + torch.ones(3)[:2]
+        assert isinstance(x, compat.FakeTensor)
+        assert x.shape == (2,)
+
+
+def test_schema_of():
+    schema = compat.schema_of(torch.ops.aten.add_.Tensor)
+    assert [a.name for a in schema.arguments] == ["self", "other", "alpha"]
+    assert [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments] == [True, False, False]
+
+
+def test_is_view():
+    x = torch.ones(4)
+    assert compat.is_view(x[1:])
+    assert compat.is_view(x.view(2, 2))
+    assert not compat.is_view(x)
+
+
+def test_set_jvp_nesting():
+    with forward_ad.dual_level():  # held by somebody else: a second level would raise
+        assert compat.set_jvp_nesting(5) == 0
+        try:
+            assert torch.func.jvp(torch.sin, (torch.zeros(2),), (torch.ones(2),))[1].tolist() == [1.0, 1.0]
+        finally:
+            assert compat.set_jvp_nesting(0) == 5
 
 
 def test_replace_trunc_normal():

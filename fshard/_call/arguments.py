@@ -169,6 +169,3 @@ def slice_inputs(plan: CallPlan, local: list[Any], mesh: Mesh, at: int) -> None:
         elif box is not None:
             part = x.detach() if box_shape(box) == x.shape else x.detach()[box]
             local[i] = part.to(device, copy=mesh.kind == "simulated" and mesh.size > 1)
-
-
-__all__ = ["CallPlan", "call_signature", "donated_leaves", "make_plan", "slice_inputs"]

@@ -61,6 +61,3 @@ def explain_missing_values() -> Iterator[None]:
         raise fail(f"{line}an abstract mesh has no data, and this operation needs the value of a tensor: {e}",
                    fix="keep it a tensor (torch.where, indexing by tensors); or check with data, by "
                        'fs.shard_map(..., check="always")') from e  # fmt: skip
-
-
-__all__ = ["explain_missing_values", "force_eager"]

@@ -259,7 +259,3 @@ def _value_errors(label: str, parts: Sequence[Any]) -> list[ShardingError]:
         shown = f"a {type(parts[0]).__name__} on each"
     return [fail(f"{label}: is not a tensor and differs between ranks", shown,
                  fix="return a tensor with a spec, or a pytree of them")]  # fmt: skip
-
-
-__all__ = ["OutputPlan", "RankResult", "ResultTypes", "broadcast_out_specs", "exchange_result_types", "flatten_result",
-           "join_results", "storage_pointers"]  # fmt: skip

@@ -4,7 +4,9 @@
 threads, and `abstract` with shapes alone. Nothing outside this package asks which of them it has.
 """
 
-from .abstract import AbstractComm, run_on_meta
+from fshard._torch_compat import is_view
+
+from .abstract import AbstractComm, fake_tensors, run_on_meta
 from .host_memory import (
     HOST,
     common_device,
@@ -38,45 +40,10 @@ from .region import (
 from .simulated import simulate
 
 __all__ = [
-    "HOST",
-    "AbstractComm",
-    "Axes",
-    "Axis",
-    "Comm",
-    "PendingTransfer",
-    "ProcessComm",
-    "Region",
-    "Transfer",
-    "bind",
-    "checker",
-    "common_device",
-    "copy_to_device",
-    "empty_part",
-    "in_region",
-    "index_of",
-    "is_observed",
-    "join_padded",
-    "known_axes",
-    "live_axes",
-    "mark_donated",
-    "memory_device",
-    "pack",
-    "pad",
-    "recording",
-    "refuse_nesting",
-    "region",
-    "run_on_meta",
-    "simulate",
-    "size_of",
-    "split_padded",
-    "start_copy_to_device",
-    "start_copy_to_host",
-    "storage_key",
-    "to_device",
-    "to_spec_memory",
-    "transfer_count",
-    "transposing",
-    "unpack",
-    "wait_before_writing",
-    "wait_for_copies_to_host",
+    "HOST", "AbstractComm", "Axes", "Axis", "Comm", "PendingTransfer", "ProcessComm", "Region", "Transfer", "bind",
+    "checker", "common_device", "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of", "is_observed",
+    "is_view", "join_padded", "known_axes", "live_axes", "mark_donated", "memory_device", "pack", "pad", "recording",
+    "refuse_nesting", "region", "run_on_meta", "simulate", "size_of", "split_padded", "start_copy_to_device",
+    "start_copy_to_host", "storage_key", "to_device", "to_spec_memory", "transfer_count", "transposing", "unpack",
+    "wait_before_writing", "wait_for_copies_to_host",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fshard._torch_compat import without_modes
+from fshard._torch_compat import FakeTensorMode, without_modes
 
 from .protocol import Axes, PendingTransfer, index_of, size_of
 from .record import Transfer, note, reduction, transfer
@@ -66,11 +66,13 @@ class AbstractComm:
         return lambda: [x.new_empty(x.shape) for x in xs] if fresh else list(xs)
 
 
+def fake_tensors() -> FakeTensorMode:
+    """Return a context in which tensors have shapes and no values; real tensors may meet them."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def run_on_meta(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor]) -> list[Tensor]:
     """Run a function of fake tensors on meta tensors, in a tenth of the time: new fake tensors of the same shapes."""
     with without_modes():
         out = run([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in xs])
     return [x.new_empty(y.shape, dtype=y.dtype) for x, y in zip(xs, out, strict=True)]
-
-
-__all__ = ["AbstractComm", "run_on_meta"]

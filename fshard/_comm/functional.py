@@ -137,6 +137,3 @@ def _copy_from_flat(targets: Sequence[Tensor], flat: Tensor) -> None:
     sizes = [t.numel() for t in targets]
     parts = flat[: sum(sizes)].split_with_sizes(sizes)
     foreach_copy_(list(targets), [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
-
-
-__all__ = ["FunctionalGroup", "call_distributed"]

@@ -129,6 +129,3 @@ def copy_all(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     """Copy each tensor to its target; both lists may be empty."""
     if targets:
         foreach_copy_(list(targets), list(xs))
-
-
-__all__ = ["GlooConnections", "PendingMessages", "copy_all", "pack_messages", "unpack_messages"]

@@ -117,18 +117,3 @@ def wait_before_writing(xs: Sequence[Tensor]) -> None:
     """Wait for queued copies to the device if any of these tensors, about to be written, is in host memory."""
     if in_region() and region().device.type == "cuda" and any(x.device == HOST for x in xs):
         wait_for_copies_to_host(region().device)
-
-
-__all__ = [
-    "HOST",
-    "common_device",
-    "copy_to_device",
-    "empty_part",
-    "memory_device",
-    "start_copy_to_device",
-    "start_copy_to_host",
-    "to_device",
-    "to_spec_memory",
-    "wait_before_writing",
-    "wait_for_copies_to_host",
-]  # fmt: skip

@@ -141,6 +141,3 @@ class _Parts:
 
 def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
-__all__ = ["PeerGroup"]

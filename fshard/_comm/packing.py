@@ -65,6 +65,3 @@ def reduce_in_order(
     for i, x in enumerate(parts[1:], 1):
         total = step(total, x, out=out if i == last else buffer)
     return total
-
-
-__all__ = ["join_padded", "pack", "pad", "reduce_in_order", "split_padded", "unpack"]

@@ -139,6 +139,3 @@ def _gloo_backend(group: dist.ProcessGroup) -> Any:
     except RuntimeError:  # a group of nccl alone
         return None
     return backend if backend.name() == "gloo" else None
-
-
-__all__ = ["ProcessComm"]

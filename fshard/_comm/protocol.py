@@ -82,6 +82,3 @@ def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) ->
     for a in axes:
         at = at * sizes[a] + coords[a]
     return at
-
-
-__all__ = ["Axes", "Comm", "PendingTransfer", "index_of", "size_of"]

@@ -90,6 +90,3 @@ def transposing(origin: _callsite.Site) -> Iterator[None]:
         yield
     finally:
         _thread.origin = before
-
-
-__all__ = ["Transfer", "is_observed", "note", "recording", "reduction", "transfer", "transfer_count", "transposing"]

@@ -114,9 +114,3 @@ def mark_donated(xs: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for x in xs:
             del x.donated  # type: ignore[attr-defined]
-
-
-__all__ = [
-    "Axis", "Region", "bind", "checker", "in_region", "known_axes", "live_axes", "mark_donated", "refuse_nesting",
-    "region", "storage_key",
-]  # fmt: skip

@@ -278,5 +278,3 @@ class _ForwardModeLevel:
 
 
 _forward_mode_level = _ForwardModeLevel()
-
-__all__ = ["SimulatedComm", "simulate"]

@@ -232,6 +232,3 @@ def _format_box(mask: Tensor) -> str:
     bounds = list(zip(at.amin(0).tolist(), (at.amax(0) + 1).tolist(), mask.shape, strict=True))
     box = ", ".join(":" if hi - lo == n else f"{lo}:{hi}" for lo, hi, n in bounds)
     return f" in [{box}]" if set(box) - set(":, ") else ""
-
-
-__all__ = ["Difference", "Tolerance", "compare", "describe_differences", "max_finite_magnitude", "widen"]

@@ -108,6 +108,3 @@ def format_digest(words: tuple[int, int, int], x: Tensor | None = None) -> str:
         return str(bool(value)) if x.dtype == torch.bool else str(value)
     (number,) = struct.unpack("<d", struct.pack("<q", value))
     return format(number, ".17g" if x.dtype == torch.float64 else ".9g")
-
-
-__all__ = ["digest", "digest_and_value", "flat_slice", "format_digest"]

@@ -128,6 +128,3 @@ def format_mismatch(mismatch: Mismatch, x: Tensor) -> str:
     at = [f"(at {', '.join(f'{a}={i}' for a, i in mismatch.at.items())})"] if mismatch.at else []
     more = [f"and {len(values) - 6} more"] if len(values) > 6 else []
     return "    ".join([*values[:6], *more, *at])
-
-
-__all__ = ["Mismatch", "check_replicas", "compare_digests", "find_mismatches", "format_mismatch", "replica_errors"]

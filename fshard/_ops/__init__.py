@@ -2,19 +2,7 @@
 
 from .autograd import apply_map, differentiable_dtype, make_functions, run_map
 from .dim_sizes import dim_of, gather_layout, global_size, local_range, split_layout
-from .linear_maps import (
-    AllToAll,
-    CastMap,
-    Gather,
-    GatherInvariant,
-    Map,
-    Permute,
-    Precision,
-    Scatter,
-    Slice,
-    Sum,
-    Vary,
-)
+from .linear_maps import AllToAll, CastMap, Gather, GatherInvariant, Map, Permute, Precision, Scatter, Slice, Sum, Vary
 from .minmax import minmax
 
 __all__ = [

@@ -122,6 +122,3 @@ def _run_if_agreed(m: Map, xs: Sequence[Tensor]) -> list[Tensor]:
     if m.moves:
         m.comm.agree(f"{m.verb} over {', '.join(m.axes)} of {xs[0].dtype} {m.extent(xs)}", m.axes, xs[0].device)
     return m.run(xs)
-
-
-__all__ = ["apply_map", "differentiable_dtype", "make_functions", "run_map"]

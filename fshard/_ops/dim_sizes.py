@@ -101,6 +101,3 @@ def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, i
                    f"{size} over {axis!r} splits into {part_lengths(size, sizes)}",
                    fix="pass size=, the whole vocabulary")  # fmt: skip
     return start, size
-
-
-__all__ = ["dim_of", "gather_layout", "global_size", "local_range", "split_layout"]

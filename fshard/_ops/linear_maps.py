@@ -367,9 +367,3 @@ class CastMap(Map):
 
     def extent(self, xs: Sequence[Tensor]) -> Any:
         return self.inner.extent(xs)
-
-
-__all__ = [
-    "AllToAll", "CastMap", "Gather", "GatherInvariant", "Layout", "Map", "Permute", "Precision", "Scatter", "Slice",
-    "Sum", "Vary",
-]  # fmt: skip

@@ -85,6 +85,3 @@ def minmax(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[
         for i, part in zip(group, unpack(y, members), strict=True):
             out[i] = part
     return out
-
-
-__all__ = ["MinMax", "minmax"]

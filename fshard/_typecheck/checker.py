@@ -320,6 +320,3 @@ def _is_strict(op: Operation, o: Operand) -> bool:
         return t.differentiable and not op.compares
     # A drawn integer used as an index (a sampled token) may pick from any operand.
     return differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
-
-
-__all__ = ["Checker", "same_numbers"]

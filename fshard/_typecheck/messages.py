@@ -271,11 +271,7 @@ def gradient_has_wrong_type(
 
 
 def results_have_wrong_type(
-    checker: Checker,
-    name: str,
-    rows: Sequence[tuple[str, Operand, P]],
-    extra: Sequence[str],
-    missing: Sequence[str],
+    checker: Checker, name: str, rows: Sequence[tuple[str, Operand, P]], extra: Sequence[str], missing: Sequence[str]
 ) -> ShardingError:
     """Word the error of results of one line that vary over `extra` axes, or do not vary over `missing` ones."""
     path, x, _ = rows[0]

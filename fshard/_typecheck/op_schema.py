@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard._torch_compat import schema_of
+
 # The result has the shape or dtype of an argument, and none of its values.
 _CONSTANT = {
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
@@ -59,7 +61,7 @@ class Operation:
     def numbers(self, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
         """Return the Python numbers of a call, defaults included, but not the sizes of the result."""
         numbers: list[Any] = []
-        for i, a in enumerate(self.func._schema.arguments):
+        for i, a in enumerate(schema_of(self.func).arguments):
             x = args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
             if isinstance(x, (list, tuple)) and a.name not in _SHAPES:
                 numbers += [y for y in x if isinstance(y, (bool, int, float, complex))]
@@ -77,7 +79,7 @@ class Operation:
 
     def rows(self, args: Args, kwargs: Kwargs) -> list[list[Tensor]]:
         """Return the tensors of each row of the lists, those that are written first."""
-        names = [a.name for a in self.func._schema.arguments]
+        names = [a.name for a in schema_of(self.func).arguments]
         values = [x for name, x in (*zip(names, args, strict=False), *kwargs.items()) if name not in _SHARED_SCALARS]
         lists = [x for x in values if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]
         n = len(lists[0]) if lists else 0
@@ -88,7 +90,7 @@ class Operation:
 @functools.cache
 def operation(func: Any) -> Operation:
     """Return the facts about `func`, an OpOverload."""
-    schema = func._schema
+    schema = schema_of(func)
     name = schema.name.split("::")[-1]
     arguments = schema.arguments
     writes = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -141,6 +143,3 @@ def _tensors(xs: Any) -> Iterator[Tensor]:
             yield x
         elif isinstance(x, (list, tuple)):
             yield from _tensors(x)
-
-
-__all__ = ["Operation", "operation"]

@@ -164,6 +164,3 @@ def qualified_name(frame: FrameType | None, verb: str) -> str:
     by_object = {id(x): name for name, x in names.items() if not name.startswith("_")}
     imported = by_object.get(id(getattr(library, verb)))
     return imported or f"{by_object.get(id(library), 'fs')}.{verb}"
-
-
-__all__ = ["Expression", "executing", "qualified_name"]

@@ -92,6 +92,3 @@ def _byte_range(x: Tensor) -> tuple[int, int]:
     start = int(x.storage_offset())
     n = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return start * x.element_size(), (start + n) * x.element_size()
-
-
-__all__ = ["TypeTable"]

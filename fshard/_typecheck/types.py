@@ -74,6 +74,3 @@ def show_type(o: Operand, shape: Sequence[int] | None = None) -> str:
     t = o.info.type
     axes = [f"{state}: {', '.join(sorted(names))}" for state, names in (("V", t.varying), ("I", t.invariant)) if names]
     return f"{describe(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(axes)}}}"
-
-
-__all__ = ["FREE", "NONE", "IndexMix", "Operand", "TensorInfo", "Type", "join", "show_type"]

@@ -39,13 +39,7 @@ Reads = dict[str, list[tuple[str, Chunk, list[tuple[Box, Tensor]]]]]  # file -> 
 
 
 def restore(
-    path: StrPath,
-    like: Any,
-    *,
-    specs: Any = None,
-    mesh: Mesh | None = None,
-    step: int | None = None,
-    at: str = "",
+    path: StrPath, like: Any, *, specs: Any = None, mesh: Mesh | None = None, step: int | None = None, at: str = ""
 ) -> Any:
     """Return a new tree with the structure of `like` and the values of the checkpoint.
 
@@ -222,6 +216,3 @@ def _read(directory: Path, reads: Reads) -> None:
                     read_chunk(f, path, chunk, wanted)
         except OSError as e:
             raise cannot_read(directory / file, e, RESTORE_ANOTHER) from e
-
-
-__all__ = ["restore"]

@@ -134,6 +134,3 @@ def _manifest(
                    tied.get(name))
              for name, x in leaves.items()}  # fmt: skip
     return Manifest(step, {file: parts[file][0] for file in sorted(parts)}, saved)
-
-
-__all__ = ["save"]

@@ -20,8 +20,6 @@ from fshard.collectives import psum, pvary
 from fshard.errors import fail
 from fshard.spec import P
 
-from .loss import cross_entropy
-
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Compute x @ w + b: x [..., D], w [D, F], b [F] -> [..., F].
@@ -185,9 +183,3 @@ def _has_dropout(verb: str, rate: float, key: Tensor | None) -> bool:
     if not 0 <= rate < 1:
         raise fail(f"{verb}: rate={rate}", fix="0 <= rate < 1")
     return rate > 0 and key is not None
-
-
-__all__ = [
-    "attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear",
-    "mlp", "rms_norm",
-]  # fmt: skip

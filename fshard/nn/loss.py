@@ -196,6 +196,3 @@ def _row_blocks(x: Tensor, dtype: torch.dtype, *others: Tensor) -> Iterator[tupl
     buffer = torch.empty(min(n, step), v, dtype=dtype, device=x.device)
     for rows in zip(*(torch.split(t.reshape(n, t.shape[-1]), step) for t in (x, *others)), strict=True):
         yield buffer[: len(rows[0])], *rows
-
-
-__all__ = ["cross_entropy"]

@@ -233,5 +233,3 @@ _KINDS: dict[str, tuple[tuple[str, ...], _Kind]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), _llama3),
     "proportional": ((), _proportional),
 }
-
-__all__ = ["angles", "frequencies", "parameters", "rotate"]

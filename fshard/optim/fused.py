@@ -286,6 +286,3 @@ def _step_no_grad(rule: str, params: list[Tensor], grads: list[Tensor], moments:
 _library.impl("step", _refuse_gradient, "CompositeImplicitAutograd")
 _library.impl("step_no_grad", _step_no_grad, "CompositeExplicitAutograd")
 torch.library.register_fake("fshard::step_no_grad", lambda *_: None, lib=_library)
-
-
-__all__ = ["Columns", "copy_back", "donation_test", "groups_on_device", "has_fused_step", "step"]

@@ -85,6 +85,3 @@ def _block_norms(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     if whole < len(flat):
         out.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True, dtype=dtype))
     return out or [flat.to(dtype)]
-
-
-__all__ = ["axes_of", "global_norm", "norm_of"]

@@ -30,8 +30,8 @@ from fshard.sharded import Sharded, from_callback
 from fshard.spec import P, describe
 
 from .fused import GRADS, copy_back, donation_test, groups_on_device, has_fused_step, step
-from .norm import axes_of, global_norm, norm_of
-from .schedules import Schedule, constant, cosine, linear, not_negative, warmup
+from .norm import axes_of, norm_of
+from .schedules import Schedule, not_negative
 
 Mask = Any  # a tree of bools, a prefix of one, or a function from the parameters to either
 
@@ -349,7 +349,3 @@ def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any,
             if (x.shape, x.dtype) != (expected[path].shape, expected[path].dtype)
         ]
     raise_all(errors)
-
-
-__all__ = ["Optimizer", "Schedule", "Transform", "adamw", "chain", "clip_by_global_norm", "constant",
-           "cosine", "global_norm", "linear", "sgd", "warmup"]  # fmt: skip

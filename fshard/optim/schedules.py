@@ -87,6 +87,3 @@ def not_negative(name: str, **options: Any) -> None:
     for option, value in options.items():
         if not callable(value) and not value >= 0:
             raise fail(f"{name}: {option}={value}", fix="0 or more")
-
-
-__all__ = ["Schedule", "constant", "cosine", "linear", "not_negative", "warmup"]

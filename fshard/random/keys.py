@@ -110,6 +110,3 @@ def _key_tensor(words: Any, verb: str, *sources: Any) -> Tensor:
 @assume_constant_result  # dynamo cannot trace hashlib
 def _digest(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-__all__ = ["DRAW", "check_key", "fold_in", "key", "key_words", "split", "values_now"]

@@ -64,6 +64,3 @@ def philox_in_place(words: Tensor, spare: Tensor, high: Word, key: Sequence[int]
             other.bitwise_xor_(spare).bitwise_xor_(k).bitwise_and_(M)
         a, b, c, d = b, c, d, a
     words[1::2].bitwise_and_(M)
-
-
-__all__ = ["M", "Word", "philox", "philox_in_place"]

@@ -10,14 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard._comm import (
-    PendingTransfer,
-    Region,
-    checker,
-    copy_to_device,
-    start_copy_to_device,
-    start_copy_to_host,
-)
+from fshard._comm import PendingTransfer, Region, checker, copy_to_device, start_copy_to_device, start_copy_to_host
 from fshard._ops import Gather, Map, Precision, Vary, gather_layout, run_map
 from fshard._torch_compat import foreach_copy_
 
@@ -255,17 +248,3 @@ def _start(m: Map, xs: list[Tensor]) -> PendingTransfer:
         out = list(run_map(m, xs))
         return lambda: out
     return m.start(xs)
-
-
-__all__ = [
-    "Bucket",
-    "BucketPlan",
-    "BufferPool",
-    "GatherBuffer",
-    "buffer_pool",
-    "plan_buckets",
-    "start_copy",
-    "start_gather",
-    "start_reduce",
-    "views",
-]  # fmt: skip

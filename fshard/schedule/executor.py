@@ -364,6 +364,3 @@ def run_blocks(executor: Executor, x: Any, params: Sequence[Any], each: Sequence
     remaining = iter(results)
     last, *outs = [fill_tensors(flat.rest, [next(remaining) for _ in flat.differentiated]) for flat in executor.results]
     return last, outs
-
-
-__all__ = ["Executor", "FlatTree", "Schedule", "run_blocks"]

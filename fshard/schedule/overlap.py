@@ -85,6 +85,3 @@ class _Leaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
-
-
-__all__ = ["apply_then_compute", "make_writable"]

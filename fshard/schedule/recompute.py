@@ -122,6 +122,3 @@ def refuse_saved_tensor_hooks(verb: str) -> None:
         message = fail(f"{verb}: called where saved tensor hooks are set, as in torch.utils.checkpoint",
                        fix=f"use {verb}(..., remat=True) instead")  # fmt: skip
         raise UnderHooksError(str(message)) from e
-
-
-__all__ = ["DiscardedTensors", "UnderHooksError", "refuse_saved_tensor_hooks"]

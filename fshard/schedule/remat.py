@@ -176,6 +176,3 @@ def check_captured(verb: str, f: Callable[..., Any]) -> None:
         if any(is_grad_tracking(x) or (recorded and x.requires_grad) for x in tensors):
             raise fail(f"{verb}({getattr(f, '__name__', f)}): captures {name!r}, which is being differentiated",
                        "its gradient would be lost", fix=f"pass {name!r} as an argument")  # fmt: skip
-
-
-__all__ = ["check_captured", "remat"]

@@ -203,6 +203,3 @@ def _plain_loop(
         x, out = split((rematerialize(run) if remat else run)(p, x, own))
         outs.append(out)
     return x, outs
-
-
-__all__ = ["Block", "scan"]

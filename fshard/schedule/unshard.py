@@ -149,6 +149,3 @@ def _gather_leaves(
             layout = gather_layout("unshard", region.comm, axes, xs, [j.dim for j in joins], [j.size for j in joins])
             for i, y in zip(members, _apply(Gather(region.comm, axes, layout), casts[members[0]], xs), strict=True):
                 out[i] = y
-
-
-__all__ = ["Joined", "Route", "routes", "sizes_of", "unshard"]

@@ -145,6 +145,3 @@ def _grid(title: str, down: list[str], across: list[str], cells: Sequence[Sequen
 
 def div(*parts: str) -> str:
     return "\n".join([f'<div class="fshard">{_STYLE}', *parts, "</div>"])
-
-
-__all__ = ["Sizes", "View", "div", "layout", "mesh_grid", "picture", "sizes_of"]

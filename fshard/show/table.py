@@ -332,6 +332,3 @@ def _html_row(node: _Node, depth: int, is_open: bool) -> str:
     inside = "\n".join(_html_row(child, depth + 1, is_open) for child in last.children)
     state = " open" if is_open else ""
     return f'<details{state}><summary class="row">{line}</summary>\n{inside}</details>'
-
-
-__all__ = ["View", "show", "size"]

@@ -93,13 +93,7 @@ SPECS = [
     P(), P("a"), P("b"), P(None, "a"), P("a", "b"), P("b", "a"), P(("a", "b")), P(("b", "a")),
     P(None, ("a", "b")), P(..., "b"),
 ]  # fmt: skip
-SHAPES = [
-    (8, 4),
-    (5, 3),
-    (2, 3),
-    (1, 7),
-    (0, 3),
-]  # even; uneven; one empty part; three empty parts; no elements
+SHAPES = [(8, 4), (5, 3), (2, 3), (1, 7), (0, 3)]  # even; uneven; one empty part; three empty parts; no elements
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int8, torch.uint8,
     torch.int64, torch.complex64,
@@ -212,10 +206,7 @@ def meshes() -> None:
     assert fs.make_mesh(data=2, model=2).ranks == (dist.get_rank(),)
     for axes, why in (
         ({"data": 3}, "3 = 3, not 4\n  fix: choose sizes whose product is 4, or start 3 processes"),
-        (
-            {"data": 4, "model": 2},
-            "4 x 2 = 8, not 4\n  fix: choose sizes whose product is 4, or start 8 processes",
-        ),
+        ({"data": 4, "model": 2}, "4 x 2 = 8, not 4\n  fix: choose sizes whose product is 4, or start 8 processes"),
         ({"data": -1, "model": 3}, "4 % 3 = 1\n  fix: choose sizes whose product is 4, or start 3 processes"),
     ):
         sizes = ", ".join(f"{a}={n}" for a, n in axes.items())
@@ -376,12 +367,7 @@ def compiled_and_eager() -> None:
     mesh = fs.make_mesh(data=2)
     counters = torch._dynamo.utils.counters
     # All kinds by a backend without code generation; one by inductor, which takes long to compile C++.
-    for kind, backend in (
-        ("data", "aot_eager"),
-        ("tensor", "aot_eager"),
-        ("full", "aot_eager"),
-        ("full", "inductor"),
-    ):
+    for kind, backend in (("data", "aot_eager"), ("tensor", "aot_eager"), ("full", "aot_eager"), ("full", "inductor")):
         torch._dynamo.reset()
         counters.clear()
         with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):

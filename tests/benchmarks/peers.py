@@ -61,10 +61,7 @@ TARGETS = [
     ("4", "tensor", "tensor compiled", "dtensor compiled", "time", 0.83),
     ("5", "one", "one", "floor", "time", 1.02),
 ]  # fmt: skip
-ON_CUDA = [
-    ("7", "one", "one", "floor", "time", 1.05),
-    ("7", "one", "one compiled", "floor compiled", "time", 1.03),
-]
+ON_CUDA = [("7", "one", "one", "floor", "time", 1.05), ("7", "one", "one compiled", "floor compiled", "time", 1.03)]
 WARMUP = 3  # steps of each that are not counted
 LOSSES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # the largest relative difference of two loss curves
 

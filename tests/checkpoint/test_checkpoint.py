@@ -119,13 +119,7 @@ def test_train_state_with_scalars_restores_on_another_mesh(tmp_path: Path) -> No
     values = {"step": 25, "lr": 0.1, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "big": 2**70,
               "yes": True,
               "name": "é\n\"x\"\ud800", "empty": ""}  # fmt: skip
-    state = {
-        "params": placed,
-        "opt": (placed, fs.device_put(3, P(), mesh)),
-        "key": fs.key(7),
-        "none": None,
-        **values,
-    }
+    state = {"params": placed, "opt": (placed, fs.device_put(3, P(), mesh)), "key": fs.key(7), "none": None, **values}
     assert checkpoint.save(tmp_path, state, step=25) == tmp_path / "step_000025"
     like = {
         **state,
@@ -421,8 +415,4 @@ def test_process_and_simulated_meshes_write_and_read_the_same_files(
         assert result["plain"] == "nothing was raised"
     complete = {"simulated", "cut", "big", "process", "plain"}
     assert {d.name for d in tmp_path.iterdir()} == complete
-    assert checkpoint.restore(tmp_path / "plain", {"x": torch.zeros(3, dtype=torch.int64)})["x"].tolist() == [
-        0,
-        1,
-        2,
-    ]
+    assert checkpoint.restore(tmp_path / "plain", {"x": torch.zeros(3, dtype=torch.int64)})["x"].tolist() == [0, 1, 2]

@@ -64,12 +64,7 @@ def test_read_chunk_reads_only_overlapping_blocks(tmp_path: Path, monkeypatch: p
 
 def test_leaves_of_many_blocks_restore_with_other_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "BLOCK_BYTES", 64)
-    want = {
-        "a": torch.randn(50, 9),
-        "b": torch.randn(2, 60),
-        "c": torch.randn(1000),
-        "d": torch.randn(3, 4, 40),
-    }
+    want = {"a": torch.randn(50, 9), "b": torch.randn(2, 60), "c": torch.randn(1000), "d": torch.randn(3, 4, 40)}
     checkpoint.save(tmp_path / "c", fs.device_put(want, P("data"), fs.make_mesh(data=3)))
     for spec in (P(None, "data"), P("data"), P()):
         specs = {**dict.fromkeys(want, spec), "c": P("data")}
@@ -367,11 +362,7 @@ def test_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path: Path)
     def state(n: int) -> dict[str, Any]:
         return {"w": fs.device_put(torch.full((4,), float(n)), P("data"), mesh), "n": n}
 
-    for case, step, options in [
-        ("new step", 2, {}),
-        ("overwrite", 1, {"overwrite": True}),
-        ("keep", 2, {"keep": 1}),
-    ]:
+    for case, step, options in [("new step", 2, {}), ("overwrite", 1, {"overwrite": True}), ("keep", 2, {"keep": 1})]:
         restored = []
         for n in itertools.count():
             out = tmp_path / case / str(n)

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 import fshard as fs
-from tests.lib.compile_cases import (
-    KINDS,
-    compiled_and_eager,
-    train,
-    uneven,
-    uneven_compiled,
-)
+from tests.lib.compile_cases import KINDS, compiled_and_eager, train, uneven, uneven_compiled
 from tests.lib.processes import Pool
 
 

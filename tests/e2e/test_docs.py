@@ -256,10 +256,7 @@ GIVEN = {
     "fshard.schedule.scan.scan": LOCAL_MLP + SCANNED,
     "fshard.schedule.remat.remat": LOCAL_MLP + 'h = x\nblock = lambda p, h: torch.relu(h @ p["up"]) @ p["down"]',
 }
-MESHES = {
-    "fshard.collectives.ppermute": fs.make_mesh(stage=4),
-    "fshard.verify.verify": fs.make_mesh(data=2, model=2),
-}
+MESHES = {"fshard.collectives.ppermute": fs.make_mesh(stage=4), "fshard.verify.verify": fs.make_mesh(data=2, model=2)}
 
 
 def documented() -> dict[str, tuple[Any, doctest.DocTest]]:

@@ -88,10 +88,7 @@ def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ("data=1", "data=2,model=2 fsdp sequence"),
-        pytest.param("model=4", "data=4 fsdp", marks=pytest.mark.slow),
-    ],
+    [("data=1", "data=2,model=2 fsdp sequence"), pytest.param("model=4", "data=4 fsdp", marks=pytest.mark.slow)],
 )
 def test_a_run_resumes_on_another_mesh(before, after, text, one_with_dropout, tmp_path):
     flags = MESHES.get(before, "--mesh data=1").split()

@@ -101,12 +101,7 @@ def test_values_are_the_same_on_every_mesh_and_for_every_spec(name):
                 mesh = fs.make_mesh(**axes)
                 for spec in placements(len(shape), axes):
                     placed = fs.materialize({"w": described}, spec, mesh, key=fs.key(7))["w"]
-                    assert (placed.shape, placed.dtype, placed.spec, placed.mesh) == (
-                        shape,
-                        dtype,
-                        spec,
-                        mesh,
-                    )
+                    assert (placed.shape, placed.dtype, placed.spec, placed.mesh) == (shape, dtype, spec, mesh)
                     for rank, shard in zip(mesh.ranks, placed.shards, strict=True):
                         same_bits(shard, expected[placed.box(rank)])
 
@@ -225,11 +220,7 @@ def test_tensors_in_the_tree_are_placed_with_their_values_and_dtype():
 
 
 def test_a_tree_of_any_shape_and_prefix_specs():
-    tree = {
-        "h": [{"up": fs.init.normal((4, 4)), "b": fs.init.zeros(4)}, None],
-        "e": {},
-        "w": (fs.init.ones(4),),
-    }
+    tree = {"h": [{"up": fs.init.normal((4, 4)), "b": fs.init.zeros(4)}, None], "e": {}, "w": (fs.init.ones(4),)}
     placed = fs.materialize(tree, {"h": P("a"), "e": P(), "w": P()}, fs.make_mesh(a=2), key=fs.key(0))
     assert repr(placed) == "{'h': [{'up': f32[4@a, 4], 'b': f32[4@a]}, None], 'e': {}, 'w': (f32[4],)}"
     assert fs.materialize({}, P(), ONE, key=fs.key(0)) == {}
@@ -260,11 +251,7 @@ def test_default_dtype_is_that_of_torch():
         (torch.tensor([1.0, 2.0]), "f32[2]", "fs.key(0)"),
         (torch.tensor([1, 2, 3]), "i64[3]", "fs.key(0)"),
         (torch.tensor(3), "i64[]", "fs.key(0)"),
-        (
-            fs.split(fs.key(0), 3),
-            "i64[3, 2]",
-            "pass one of these keys, keys[0], or map over them with torch.vmap",
-        ),
+        (fs.split(fs.key(0), 3), "i64[3, 2]", "pass one of these keys, keys[0], or map over them with torch.vmap"),
         (42, "42", "fs.key(42)"),
         (-1, "-1", "fs.key(0)"),
         (None, "None", "fs.key(0)"),
@@ -277,12 +264,7 @@ def test_error_text_of_an_invalid_key(key, got, fix):
 
 
 def test_error_text_of_leaves_that_cannot_be_placed():
-    tree = {
-        "a": fs.init.normal((4,)),
-        "b": 3.0,
-        "c": fs.device_put(torch.zeros(2), P(), ONE),
-        "d": fs.init.zeros(2),
-    }
+    tree = {"a": fs.init.normal((4,)), "b": 3.0, "c": fs.device_put(torch.zeros(2), P(), ONE), "d": fs.init.zeros(2)}
     specs = {"a": P(None, "one"), "b": P(), "c": P(), "d": P("two")}
     assert error_text(tree, specs, ONE, key=fs.key(0)) == (
         "4 problems\n"

@@ -282,11 +282,7 @@ def test_more_tokens_than_positions_are_refused(model):
 
 @pytest.mark.parametrize(
     ("model", "width", "heads"),
-    [
-        ("gpt2", "n_embd", "n_head"),
-        ("gptj", "n_embd", "n_head"),
-        ("gpt_neox", "hidden_size", "num_attention_heads"),
-    ],
+    [("gpt2", "n_embd", "n_head"), ("gptj", "n_embd", "n_head"), ("gpt_neox", "hidden_size", "num_attention_heads")],
 )
 def test_heads_that_do_not_divide_the_width_are_refused(model, width, heads):
     with pytest.raises(fs.ShardingError) as e:

@@ -225,12 +225,7 @@ def test_embedding_under_vmap_and_jvp():
     def run(table, tables):
         jvp = torch.func.jvp(lambda t: f(ids, t), (table,), (2 * table,))[1]
         grads = torch.func.vmap(torch.func.grad(lambda t, i: f(i, t).square().sum()), (None, 0))(table, ids)
-        return (
-            torch.func.vmap(f, (0, None))(ids, table),
-            torch.func.vmap(f, (None, 0))(ids, tables),
-            jvp,
-            grads,
-        )
+        return (torch.func.vmap(f, (0, None))(ids, table), torch.func.vmap(f, (None, 0))(ids, tables), jvp, grads)
 
     got = on({"m": 4}, run, (table, tables), (P("m"), P(None, "m")), (P(), P(), P(), P(None, "m")))
     y = F.embedding(ids, table)
@@ -351,10 +346,7 @@ def test_dropout_under_transforms():
     keys = fs.split(KEY, 4)
     want = torch.stack([nn.dropout(r, 0.5, key=k) for r, k in zip(x, keys, strict=True)])
     close(torch.func.vmap(lambda r, k: nn.dropout(r, 0.5, key=k))(x, keys), want)
-    close(
-        torch.func.jvp(lambda x: nn.dropout(x, 0.5, key=KEY), (x,), (2 * x,))[1],
-        2 * nn.dropout(x, 0.5, key=KEY),
-    )
+    close(torch.func.jvp(lambda x: nn.dropout(x, 0.5, key=KEY), (x,), (2 * x,))[1], 2 * nn.dropout(x, 0.5, key=KEY))
 
 
 # --- cross entropy ------------------------------------------------------------------------------------------
@@ -751,21 +743,9 @@ def test_error_texts_of_local_parts():
     with pytest.raises(ShardingError, match="this rank holds 4 of the vocabulary, its part is 3"):
         our_loss("2", rand(6, 8), ints(8, 6), None, 6)
     with pytest.raises(ShardingError, match="the mesh has no axis 'x'"):
-        on(
-            {"m": 2},
-            lambda i, t: nn.embedding(i, t, axis="x", size=4),
-            (ints(4, 3), rand(4, 2)),
-            (P(), P()),
-            P(),
-        )
+        on({"m": 2}, lambda i, t: nn.embedding(i, t, axis="x", size=4), (ints(4, 3), rand(4, 2)), (P(), P()), P())
     with pytest.raises(ShardingError, match="dropout: x is not this rank's part"):
-        on(
-            {"m": 2},
-            lambda x: nn.dropout(x, 0.5, key=KEY, spec=P("m"), shape=(4, 3)),
-            (rand(6, 3),),
-            (P("m"),),
-            P("m"),
-        )
+        on({"m": 2}, lambda x: nn.dropout(x, 0.5, key=KEY, spec=P("m"), shape=(4, 3)), (rand(6, 3),), (P("m"),), P("m"))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -182,8 +182,7 @@ def test_masks_equal_param_groups_of_torch(make):
     prefix = {"w": True, "odd": [True, False], "scale": False, "none": None, "empty": False}
     assert_same(train(make(0.01, weight_decay=0.3, mask=prefix), params)[0], got)
     assert_same(
-        train(make(0.01, weight_decay=0.3, mask=False), params)[0],
-        train(make(0.01, weight_decay=0.0), params)[0],
+        train(make(0.01, weight_decay=0.3, mask=False), params)[0], train(make(0.01, weight_decay=0.0), params)[0]
     )
 
 
@@ -307,13 +306,7 @@ def test_a_schedule_sets_the_learning_rate(name):
 # --- meshes -------------------------------------------------------------------------------------------------
 
 MESHES = [{"data": 1}, {"model": 2}, {"data": 2, "model": 2}, {"data": 3}, {"model": 5}]
-SPECS = {
-    "w": fs.column("model"),
-    "odd": [fs.row("model"), P()],
-    "scale": P(),
-    "none": None,
-    "empty": fs.row("model"),
-}
+SPECS = {"w": fs.column("model"), "odd": [fs.row("model"), P()], "scale": P(), "none": None, "empty": fs.row("model")}
 OPTIMIZERS = {
     "sgd": lambda specs: optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
     "dampened": lambda specs: optim.sgd(0.05, momentum=0.9, dampening=0.5),

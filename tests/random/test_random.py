@@ -94,11 +94,7 @@ def test_any_box_equals_that_part_of_the_whole_bitwise(draw, tile_blocks, monkey
 def test_large_parts_are_bitwise_equal_for_any_number_of_threads(draw):
     shape = (151, 1031)  # more than 2^15 blocks: two tiles on one thread, two threads on one tile
     full = DRAWS[draw](KEY, shape, whole(shape))
-    for box in [
-        (slice(1, 150), slice(0, 1031)),
-        (slice(0, 151), slice(3, 515)),
-        (slice(7, 140), slice(514, 1031)),
-    ]:
+    for box in [(slice(1, 150), slice(0, 1031)), (slice(0, 151), slice(3, 515)), (slice(7, 140), slice(514, 1031))]:
         assert torch.equal(DRAWS[draw](KEY, shape, box), full[box])
     threads = torch.get_num_threads()
     try:
@@ -173,10 +169,7 @@ def test_keys_are_int64_tensors_of_two_words():
             lambda: fs.key(2**64),
             f"key: cannot make a key of {2**64}\n  needed  an int, 0 <= n < 2^64\n  fix: fs.key(0)",
         ),
-        (
-            lambda: R.normal(3, (2,)),
-            "random.normal: not a key\n  got  3    needed  i64[2]\n  fix: fs.key(3)",
-        ),
+        (lambda: R.normal(3, (2,)), "random.normal: not a key\n  got  3    needed  i64[2]\n  fix: fs.key(3)"),
         (
             lambda: R.bits(torch.zeros(2), (2,)),
             "random.bits: not a key\n  got  f32[2]    needed  i64[2]\n  fix: fs.key(0)",

@@ -22,11 +22,7 @@ def gpt(layers):
             "qkv": fs.init.normal((64, 192), std=0.02),
         }
 
-    return {
-        "wte": fs.init.normal((50, 64)),
-        "h": [block() for _ in range(layers)],
-        "head": fs.init.zeros((64, 50)),
-    }
+    return {"wte": fs.init.normal((50, 64)), "h": [block() for _ in range(layers)], "head": fs.init.zeros((64, 50))}
 
 
 SPECS = {"wte": P("model"), "h": fs.column("model"), "head": fs.column(("data", "model"))}
@@ -108,12 +104,7 @@ def test_bytes_per_device_are_those_of_its_parts():
         "c": [fs.init.zeros((4, 9, 2))],
         "d": fs.init.zeros(7),
     }
-    specs = {
-        "a": P("model", "data"),
-        "b": P(("model", "data")),
-        "c": P(None, ("data", "model")),
-        "d": P("data"),
-    }
+    specs = {"a": P("model", "data"), "b": P(("model", "data")), "c": P(None, ("data", "model")), "d": P("data")}
     mesh = fs.make_mesh(data=3, model=2)
     placed = fs.tree.leaves(fs.materialize(tree, specs, mesh, key=fs.key(0)))
     for leaves in ([placed[0]], [placed[1]], [placed[2]], [placed[1], placed[3]], placed):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard._torch_compat import without_modes
+from fshard._torch_compat import schema_of, without_modes
 
 from .distributions import MAX_RANDINT_RANGE
 from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, map_nested, view, write
@@ -25,7 +25,7 @@ class AtenCall:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node_of: Callable[[Tensor], Node]
     ) -> None:
         self.func, self.args, self.kwargs, self.node_of = func, args, kwargs, node_of
-        self.full_name = func._schema.name.split("::")[-1]
+        self.full_name = schema_of(func).name.split("::")[-1]
         self.name = self.full_name.rstrip("_") if self.full_name[0] != "_" else self.full_name
         self.inplace = self.full_name.endswith("_") and not self.full_name.endswith("__")
 
@@ -34,7 +34,7 @@ class AtenCall:
         """The arguments by their names in the schema, with defaults."""
         return {
             a.name: self.args[i] if i < len(self.args) else self.kwargs.get(a.name, a.default_value)
-            for i, a in enumerate(self.func._schema.arguments)
+            for i, a in enumerate(schema_of(self.func).arguments)
         }
 
     def call(self) -> Call:
@@ -176,7 +176,7 @@ def _bernoulli(p: Node | float, shape: Shape, dtype: torch.dtype) -> Node:
 
 
 def _binary(func: Any, a: Node, b: Node, shape: Shape, dtype: torch.dtype) -> Op:
-    name = func._schema.name.split("::")[-1]
+    name = schema_of(func).name.split("::")[-1]
     return Op(shape, dtype, Call(name, func, (InputSlot(0), InputSlot(1)), {}, (a, b)), 0)
 
 

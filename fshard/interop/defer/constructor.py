@@ -266,6 +266,3 @@ def _eager(constructor: Callable[[], nn.Module], seed: int) -> tuple[Apply, Tree
     }
     _release(module, places, None)
     return Apply(module), tree
-
-
-__all__ = ["Recorded", "Reference", "defer"]

@@ -65,6 +65,3 @@ def draw_box(
         case _:
             raise AssertionError(distribution)
     return x.to(dtype)
-
-
-__all__ = ["MAX_RANDINT_RANGE", "draw_box"]

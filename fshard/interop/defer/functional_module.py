@@ -323,6 +323,3 @@ def _equal(x: Tensor, y: Tensor) -> bool:
     if x is y or x.is_meta or isinstance(x, FakeTensor):
         return True
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN equals NaN
-
-
-__all__ = ["Apply", "Leaves", "Place", "leaves_at", "places_of"]

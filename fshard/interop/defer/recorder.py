@@ -24,6 +24,7 @@ from fshard._torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     replace_trunc_normal,
+    schema_of,
     storage_id,
     without_modes,
 )
@@ -225,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         targets = _targets(func, args, kwargs)
         if targets:
             return self._record_write(op, targets, is_draw)
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(func).returns):
             return self._run_view(op, tensors[0])
         return self._record_new(op, is_draw)
 
@@ -251,7 +252,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pairs = zip(flat((op.args, op.kwargs)), flat((call.args, call.kwargs)), strict=False)
         slots = {id(x): y.index for x, y in pairs if isinstance(y, InputSlot)}
         results = tensors_in(out := _run(op))
-        aliased = [r.alias_info is not None for r in op.func._schema.returns]
+        aliased = [r.alias_info is not None for r in schema_of(op.func).returns]
         for i, (x, is_target) in enumerate(zip(results, aliased, strict=False)):  # batch norm returns new tensors too
             if not is_target:
                 self._new(x, Op(tuple(x.shape), x.dtype, call, i))
@@ -263,7 +264,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned[0] if isinstance(out, Tensor) else type(out)(returned) if results else out
 
     def _record_new(self, op: AtenCall, is_draw: bool) -> Any:
-        if not any("Tensor" in str(r.type) for r in op.func._schema.returns):
+        if not any("Tensor" in str(r.type) for r in schema_of(op.func).returns):
             return self._run_on_values(op)
         try:
             out = _run(op)
@@ -324,10 +325,10 @@ def _no_key(draw: Draw) -> Tensor:
 
 def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to, by its schema."""
-    if func._schema.name == "aten::native_batch_norm":  # its schema does not declare the running statistics
+    if schema_of(func).name == "aten::native_batch_norm":  # its schema does not declare the running statistics
         return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
     targets: list[Tensor] = []
-    for i, a in enumerate(func._schema.arguments):
+    for i, a in enumerate(schema_of(func).arguments):
         if a.alias_info is not None and a.alias_info.is_write:
             targets += tensors_in(args[i] if i < len(args) else kwargs.get(a.name))
     return targets
@@ -419,6 +420,3 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         finally:
             replace_trunc_normal(trunc_normal)
             torch.utils.swap_tensors = swap_tensors
-
-
-__all__ = ["EAGER", "Recorder", "recording", "recording_error"]

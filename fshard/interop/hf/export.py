@@ -26,17 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import (
-    Ranks,
-    StrPath,
-    assign_writers,
-    bytes_of,
-    local_part,
-    summary,
-    sync,
-    write_errors,
-    write_file,
-)
+from fshard._io import Ranks, StrPath, assign_writers, bytes_of, local_part, summary, sync, write_errors, write_file
 from fshard.errors import ShardingError, fail
 from fshard.spec import Box
 
@@ -232,6 +222,3 @@ def _discard(final: Path, is_new: bool) -> None:
         _remove_temporary_folders(final)
         if is_new:
             final.rmdir()
-
-
-__all__ = ["write"]

@@ -125,6 +125,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise fail(f"{path}: is not a JSON object", f"it is a {type(value).__name__}", fix="copy it again")
     return value
-
-
-__all__ = ["CONFIG", "INDEX", "PICKLES", "SINGLE", "WeightHeaders", "config_of", "read_json", "unsupported_dtype"]

@@ -149,6 +149,3 @@ def output_files(
         header = encode_header({t.name: (t.dtype, t.shape) for t in group}, metadata)
         files.append(OutputFile(name, header, tuple(group)))
     return files
-
-
-__all__ = ["OutputFile", "OutputTensor", "Source", "check_described", "output_files", "output_tensors"]

@@ -288,6 +288,3 @@ def _split_row(sizes: Sequence[int], i: int, start: int, stop: int) -> Iterator[
     base = i * math.prod(sizes[1:])
     for r in _split(sizes[1:], start - base, stop - base):
         yield _Range(r.start + base, r.stop + base, ((i, i + 1), *r.ends))
-
-
-__all__ = ["FileRegion", "Pattern", "identity", "missing_parts"]

@@ -246,6 +246,3 @@ def _leaf_from_file(
                    got=f"{copy.dtype_name}{list(copy.shape)}",
                    expected=f"{entry.dtype_name}{list(entry.shape)}")  # fmt: skip
     return Deferred(leaf.shape, entry.dtype, FromFile(entry, pattern, copy)), pattern
-
-
-__all__ = ["FileTensor", "FromFile", "read", "tensors", "with_dot"]

@@ -25,17 +25,7 @@ from fshard.interop.hf import export
 from fshard.interop.hf.folder import INDEX, SINGLE, config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import full_box
-from tests.lib.folder_cases import (
-    KEY,
-    MESHES,
-    SPECS,
-    as_theirs,
-    described,
-    refusal,
-    same,
-    theirs,
-    values,
-)
+from tests.lib.folder_cases import KEY, MESHES, SPECS, as_theirs, described, refusal, same, theirs, values
 from tests.lib.processes import Pool
 
 CPU = torch.device("cpu")
