@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard import tree
 from fshard._torch_compat import schema_of, without_modes
 
 from .distributions import MAX_RANDINT_RANGE
-from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, map_nested, view, write
+from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, view, write
 from .replay import is_pointwise
 from .strided_view import Shape, broadcast_view, row_major_strides, strided_view
 
@@ -50,7 +51,7 @@ class AtenCall:
                 inputs.append(self.node_of(x))
             return slots[id(x)]
 
-        args, kwargs = map_nested(self.args, replace), map_nested(self.kwargs, replace)
+        args, kwargs = tree.map(replace, self.args), tree.map(replace, self.kwargs)
         kwargs.pop("pin_memory", None)
         return Call(self.full_name, self.func, args, kwargs, tuple(inputs))
 

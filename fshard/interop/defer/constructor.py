@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fshard import tree as trees
 from fshard._callsite import user_frame
 from fshard._comm import in_region
 from fshard.errors import ShardingError, fail, raise_all
@@ -110,25 +112,23 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
             on_meta[id(x)] = nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
     errors: list[ShardingError] = []
 
-    def replace(x: Any, path: str) -> Any:
-        if isinstance(x, Tensor):
-            if id(x) in on_meta:
-                return on_meta[id(x)]
-            if recorder is None or not recorder.is_recorded(x):
-                return x
-            if not draws(recorder.node(x)):
-                return recorder.value(x, path)
-            fix = f"register_buffer({path.rpartition('.')[2]!r}, ..., persistent=False)"
-            errors.append(fail(f"defer: {path}: is drawn, and neither a parameter nor a buffer", fix=fix))
+    def replace(name: str, path: trees.Path, x: Any) -> Any:
+        if not isinstance(x, Tensor) or id(x) in on_meta:
+            return on_meta.get(id(x), x)
+        if recorder is None or not recorder.is_recorded(x):
             return x
-        if type(x) in (list, tuple):
-            return type(x)(replace(y, f"{path}[{i}]") for i, y in enumerate(x))
-        return {k: replace(y, f"{path}[{k!r}]") for k, y in x.items()} if type(x) is dict else x
+        label = trees.show(name, path)
+        if not draws(recorder.node(x)):
+            return recorder.value(x, label)
+        fix = f"register_buffer({label.rpartition('.')[2]!r}, ..., persistent=False)"
+        errors.append(fail(f"defer: {label}: is drawn, and neither a parameter nor a buffer", fix=fix))
+        return x
 
     for prefix, part in module.named_modules():
         for key, x in list(vars(part).items()):
             if key not in _MODULE_ATTRIBUTES and tensors_in(x):
-                part.__dict__[key] = replace(x, f"{prefix}.{key}" if prefix else key)
+                name = f"{prefix}.{key}" if prefix else key
+                part.__dict__[key] = trees.map_with_path(functools.partial(replace, name), x)
     raise_all(errors)
     for place in places:  # a shared module's places come once for each of its names
         x = place.holder[place.key]

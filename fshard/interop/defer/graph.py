@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fshard import tree
 
 from .strided_view import Shape, StridedView
 
@@ -108,7 +110,7 @@ class Call:
         if before != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
         try:
-            out = self.func(*map_nested(self.args, fill), **map_nested(self.kwargs, fill))
+            out = self.func(*tree.map(fill, self.args), **tree.map(fill, self.kwargs))
         finally:
             if before != self.default_dtype:
                 torch.set_default_dtype(before)
@@ -123,29 +125,9 @@ class Op(Node):
     output: int
 
 
-def map_nested(x: Any, f: Callable[[Any], Any]) -> Any:
-    """Return nested lists, tuples and dicts with every leaf mapped. A named tuple becomes a tuple."""
-    if isinstance(x, (list, tuple)):
-        return type(x)(map_nested(y, f) for y in x) if type(x) in (list, tuple) else tuple(map_nested(y, f) for y in x)
-    if isinstance(x, dict):
-        return {k: map_nested(y, f) for k, y in x.items()}
-    return f(x)
-
-
-def flat(x: Any) -> Iterator[Any]:
-    """Yield the leaves of nested lists, tuples and dicts."""
-    if isinstance(x, (list, tuple)):
-        for y in x:
-            yield from flat(y)
-    elif isinstance(x, dict):
-        yield from flat(list(x.values()))
-    else:
-        yield x
-
-
 def tensors_in(x: Any) -> list[Tensor]:
-    """Return the tensors among the leaves of nested lists, tuples and dicts."""
-    return [y for y in flat(x) if isinstance(y, Tensor)]
+    """Return the tensors among the leaves of a tree."""
+    return [y for y in tree.leaves(x) if isinstance(y, Tensor)]
 
 
 # --- questions about a graph ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fshard import tree
 from fshard._callsite import quote, site
 from fshard._torch_compat import (
     FakeTensor,
@@ -45,8 +46,6 @@ from .graph import (
     cast,
     constant,
     draws,
-    flat,
-    map_nested,
     reshape,
     tensors_in,
     topological_order,
@@ -249,7 +248,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_draw:
             raise _no_distribution(op)
         call = op.call()
-        pairs = zip(flat((op.args, op.kwargs)), flat((call.args, call.kwargs)), strict=False)
+        pairs = zip(tree.leaves((op.args, op.kwargs)), tree.leaves((call.args, call.kwargs)), strict=False)
         slots = {id(x): y.index for x, y in pairs if isinstance(y, InputSlot)}
         results = tensors_in(out := _run(op))
         aliased = [r.alias_info is not None for r in schema_of(op.func).returns]
@@ -294,7 +293,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = {id(x): self.value(x, what) for x in tensors_in((op.args, op.kwargs))}
         replace = lambda x: values[id(x)] if isinstance(x, Tensor) else x  # noqa: E731
         with without_modes():
-            return op.func(*map_nested(op.args, replace), **map_nested(op.kwargs, replace))
+            return op.func(*tree.map(replace, op.args), **tree.map(replace, op.kwargs))
 
 
 class _ValueNeededError(Exception):
