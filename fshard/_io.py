@@ -1,7 +1,7 @@
-"""Files that all ranks of a mesh write together: bytes of tensors, files on the disk, and agreement between ranks.
+"""Files that all ranks of a mesh write together.
 
-Each different part of a leaf is written by one of the ranks that hold it (`assign_writers`). A rank that fails makes
-every rank raise the same error (`Ranks`).
+`assign_writers` chooses one rank for each different part of a leaf. If a rank fails, `Ranks` raises the same error on
+every rank.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ StrPath = str | os.PathLike[str]
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order: its own where it is contiguous on the CPU, a copy elsewhere."""
+    """Return the bytes of a tensor in row-major order: its memory if it is contiguous on the CPU, else a copy."""
     x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = x.as_strided((x.numel(),), (1,))  # one element counts as contiguous whatever its strides
+    flat = x.as_strided((x.numel(),), (1,))  # torch takes one element as contiguous with any strides
     return flat.view(torch.uint8).numpy().data
 
 
@@ -61,7 +61,7 @@ def cannot_read(path: Path, e: OSError, fix: str = "") -> ShardingError:
 
 @contextlib.contextmanager
 def write_errors(verb: str, path: Path, state: str) -> Iterator[None]:
-    """Turn an OSError into a ShardingError that names the file; `state` says what is on the disk then."""
+    """Turn an OSError into a ShardingError that names the file; `state` describes the disk after the failure."""
     try:
         yield
     except OSError as e:
@@ -73,9 +73,9 @@ def write_errors(verb: str, path: Path, state: str) -> Iterator[None]:
 
 
 class Ranks:
-    """The processes that save, restore or write together: one alone, or one for each rank.
+    """The processes that save, restore or write together: one process alone, or one for each rank.
 
-    `verb` begins the errors. Raises ShardingError inside `shard_map`.
+    Errors begin with `verb`. Raises ShardingError inside `shard_map`.
     """
 
     def __init__(self, verb: str, *, alone: bool) -> None:
@@ -86,7 +86,7 @@ class Ranks:
 
     @classmethod
     def of(cls, verb: str, leaves: Iterable[Any]) -> Ranks:
-        """Return the processes that hold the leaves; plain tensors are the same on all of them.
+        """Return the processes that hold the leaves.
 
         Raises ShardingError if some leaves are on a process mesh and some on a simulated one.
         """
@@ -101,9 +101,9 @@ class Ranks:
         return self.alone or rank == self.rank
 
     def run(self, job: Callable[[], T]) -> list[T]:
-        """Run `job` in every process and return the results of all, by rank.
+        """Run `job` in every process and return all results, by rank.
 
-        If any rank raises an Exception, every rank raises ShardingError with the texts of all of them.
+        If any rank raises an Exception, every rank raises ShardingError with the messages of all.
         """
         if self.alone:
             return [job()]
@@ -147,7 +147,7 @@ class Ranks:
 
 
 def summary(leaf: Any) -> str:
-    """Describe a leaf in one line, which is equal on two ranks if and only if they may write the leaf together."""
+    """Describe a leaf in one line: if two ranks have equal lines, they may write the leaf together."""
     if isinstance(leaf, Sharded):
         return f"{leaf!r} on {leaf.mesh!r}"
     if isinstance(leaf, Tensor):
@@ -159,10 +159,7 @@ def summary(leaf: Any) -> str:
 
 
 def writable(leaf: Any, dtypes: Collection[torch.dtype], supported: str = "a tensor") -> Sharded | Tensor:
-    """Return the leaf if it has values, of one of `dtypes`.
-
-    Raises ShardingError otherwise, with a text to stand after the path of the leaf.
-    """
+    """Return the leaf if it has values of one of `dtypes`. Raises ShardingError, without the leaf's path, otherwise."""
     if isinstance(leaf, Deferred):
         raise fail("is only described, and has no values", fix="fs.materialize it")
     if not isinstance(leaf, (Sharded, Tensor)):
@@ -180,8 +177,8 @@ def writable(leaf: Any, dtypes: Collection[torch.dtype], supported: str = "a ten
 def assign_writers(leaves: Iterable[Sharded | Tensor]) -> list[list[tuple[Box, int]]]:
     """Return the different boxes of each leaf, without empty ones, each with the rank that writes it.
 
-    Of the ranks that hold a box it is the one with the fewest bytes so far, so that all write about as much; every rank
-    computes the same. Rank 0 writes plain tensors, which are the same on every rank, and leaves without elements.
+    It is the rank with the fewest bytes so far among those that hold the box, so that all ranks write about as much.
+    Every rank computes the same result. Rank 0 writes plain tensors and leaves without elements.
     """
     nbytes: Counter[int] = Counter()
     holders: dict[Any, list[tuple[Box, list[int]]]] = {}

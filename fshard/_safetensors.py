@@ -4,10 +4,9 @@
     header            JSON: name -> {"dtype": "F32", "shape": [2, 3], "data_offsets": [start, stop]}
     tensors           row-major, end to end, in the order of their offsets
 
-The package `safetensors` cannot do this. It writes no header for tensors that several processes write later. Its errors
-name at most one damaged tensor, and none that stands twice. Its slices go through a memory map: for an eighth of the
-columns of a 128 MiB tensor (16 MiB) it reads 128 MiB from a cold disk, where `preadv` at the offsets in the header asks
-for 16 MiB. Source of the format: https://github.com/huggingface/safetensors.
+The package `safetensors` cannot write a header alone, for tensors that several processes write later. Its errors name
+at most one damaged tensor, and no duplicate name. It slices a memory map: for an eighth of the columns of a 128 MiB
+tensor it reads 128 MiB from a cold disk, and `preadv` at the offsets in the header reads 16 MiB. Source of the format: https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """A tensor in a file: `dtype` is None where torch has none called `dtype_name`; `start` is its first byte.
+    """A tensor in a file: `start` is its first byte, `dtype` is None if torch has no dtype for `dtype_name`.
 
-    `file_size` and `file_mtime` (ns) are those of the file when its header was read. `file` is absolute: the values are
-    read later, perhaps from another working directory.
+    `file_size` and `file_mtime` (ns) are of the time when the header was read. `file` is absolute: the values may be
+    read later from another working directory.
     """
 
     file: Path
@@ -57,9 +56,9 @@ class HeaderEntry:
 def encode_header(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the bytes before the first tensor of a file that holds `tensors`, name -> (dtype, shape), in that order.
+    """Return the bytes before the first tensor of a file with `tensors`, name -> (dtype, shape), in that order.
 
-    They are padded to a multiple of 8, so that tensors whose dtypes become no wider are aligned.
+    They are padded to a multiple of 8: tensors are aligned if the dtypes go from the widest to the narrowest.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
@@ -72,9 +71,9 @@ def encode_header(
 
 
 def read_header(path: Path) -> tuple[list[HeaderEntry], list[ShardingError]]:
-    """Read the tensors that a file holds, and an error for each that is cut short, out of place or of another size.
+    """Read a header: the tensors of the file, and an error for each that is cut short, out of place or of another size.
 
-    No byte after the header is read. Raises ShardingError where the header itself cannot be read.
+    Raises ShardingError if the header itself cannot be read.
     """
     try:
         with open(path, "rb", buffering=0) as f:

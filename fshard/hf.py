@@ -27,9 +27,8 @@ from .interop.hf import CONFIG, FileTensor, config_of, read, write
 def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
     """Return the config and the described parameters of a folder, by the model file of its `model_type`.
 
-    The leaves are `Deferred`, with a place in a file as their source: `materialize` reads, on every rank, the bytes of
-    its own part. With `specs`, a tree (or a prefix) or a function from the config to one, and a `mesh`, leaves and
-    specs are also checked against each other, before anything is read.
+    The leaves are `Deferred`: `materialize` reads, on every rank, the bytes of its own part. With `specs`, a tree (or a
+    prefix) or a function from the config to one, and a `mesh`, every leaf is checked against its spec.
 
     >>> cfg, params = hf.load("my-gpt2", lambda cfg: gpt2.specs(cfg, model="model"), mesh)
     >>> params["ln_f"]["w"]
@@ -69,7 +68,7 @@ def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequenc
 
 
 def save(path: StrPath, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `from_pretrained` reads; every rank writes its own bytes, and none needs the whole.
+    """Write a folder that `from_pretrained` reads; every rank writes its own bytes.
 
     `cfg` is the `Config` of a model in `fs.models`, or, for a module's leaves by their dotted names, the contents of
     config.json. Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank.
@@ -88,12 +87,10 @@ def save(path: StrPath, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10*
 
 
 def by_name(path: tree.Path) -> FileTensor:
-    """Return the tensor with the name of the leaf."""
     return FileTensor(tree.dotted(path))
 
 
 def model_of(kind: object) -> ModuleType | None:
-    """Return the model file of a `model_type`, or None."""
     return getattr(models, str(kind)) if kind in models.__all__ else None
 
 

@@ -1,20 +1,18 @@
 """Checkpoints: a whole train state saved from one mesh and restored, bitwise, on any other.
 
-    checkpoint.save("out", state, step=25, keep=3)                      # out/step_000025; three stay
+    checkpoint.save("out", state, step=25, keep=3)                      # out/step_000025; the three newest stay
     step = checkpoint.latest("out")                                     # 25, or None
     state = checkpoint.restore("out", like, specs=specs, mesh=mesh, step=step)
 
-A tree may hold `Sharded` leaves, plain tensors (a key: the same on every rank) and Python ints, floats, bools
-and strings. The ranks write in parallel, each part of a leaf once; a rank reads the slices it needs and no
-others, whatever mesh, specs or number of processes the checkpoint was saved with. Simulated and process
-meshes write the same files, byte by byte.
+A tree has `Sharded` leaves, plain tensors (a key: the same on every rank) and Python ints, floats, bools and strings.
+The ranks write in parallel, each part of a leaf once. A rank reads only the slices that it needs, for any mesh, specs
+and number of processes at saving. Simulated and process meshes write the same files, byte by byte.
 
-A checkpoint appears all at once, so that a kill at any instant leaves the last one as it was (`commit`). It
-is a directory of safetensors files and a JSON manifest (`manifest` has the layout); nothing is ever pickled
-or unpickled, and every byte that is read is checked (`parts`).
+A checkpoint is a directory of safetensors files (`parts`) and a JSON manifest (`manifest`). It appears all at once: a
+kill at any time leaves the last one unchanged (`commit`). Nothing is pickled, and every byte that is read is checked.
 
-On a process mesh every rank must call `save` and `restore`, on a directory that all of them share. One
-program at a time may save into a directory.
+On a process mesh every rank must call `save` and `restore`, on a shared directory. One program at a time may save into
+a directory.
 """
 
 from __future__ import annotations

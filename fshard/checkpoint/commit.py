@@ -1,4 +1,4 @@
-"""The directories of checkpoints: one appears all at once, so that a kill leaves the last one complete.
+"""Directories of checkpoints: one appears all at once, so that a kill leaves the last one complete.
 
     out/step_000025/                  complete: it appeared by one rename
     out/.step_000050.tmp-9f2c81d0/    an unfinished save: never read, removed by the next save
@@ -27,12 +27,10 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def directory_of(path: StrPath, step: int | None) -> Path:
-    """Return `out`, or with a step `out/step_000025`."""
     return Path(path) if step is None else Path(path) / f"step_{step:06d}"
 
 
 def steps(directory: Path) -> list[int]:
-    """Return the steps that have a complete checkpoint, in order."""
     if not directory.is_dir():
         return []
     names = [_STEP.fullmatch(d.name) for d in directory.iterdir()]
@@ -44,7 +42,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def check_complete(directory: Path) -> None:
-    """Raise ShardingError, with the nearest checkpoints, unless `directory` is one."""
+    """Raise ShardingError unless `directory` is a complete checkpoint; its message names the checkpoints nearby."""
     if is_complete(directory):
         return
     known, fix = steps(directory), "give the directory that fs.checkpoint.save wrote"
@@ -137,7 +135,7 @@ def _remove_unfinished(final: Path) -> None:
 
 
 def _remove_unused_parts(final: Path) -> None:
-    """Remove the part files that the manifest does not name: they were replaced, or never published."""
+    """Remove the part files that are not in the manifest: they were replaced, or never published."""
     if not is_complete(final):
         return
     try:

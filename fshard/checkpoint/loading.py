@@ -1,4 +1,4 @@
-"""Restoring a checkpoint: every rank reads the slices that it needs, after all have agreed that the checkpoint fits."""
+"""Restore a checkpoint: all ranks check that it has the leaves of `like`, then each reads the slices that it needs."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ def restore(
 ) -> Any:
     """Return a new tree with the structure of `like` and the values of the checkpoint.
 
-    A `Sharded` leaf of `like` gives its shape, dtype, spec and mesh; a `Deferred` one its shape and dtype,
-    and needs `specs` and `mesh`. A tensor becomes a tensor on its device (from meta, on the CPU), a
-    Python value one of its type; their values do not matter. Every process reads just the slices it will
-    hold. A leaf that was saved at two paths is one leaf again, if both are placed alike.
+    The values in `like` are ignored. Used are the shape, dtype, spec and mesh of a `Sharded` leaf; the shape and dtype
+    of a `Deferred` one, which needs `specs` and `mesh`; the shape, dtype and device of a tensor (the CPU for meta); the
+    type of a Python value. A leaf that was saved at two paths is one leaf again if both have the same placement.
 
     Args:
         specs: the placement of the leaves, a prefix of `like`. Without it each `Sharded` leaf keeps its own.
@@ -57,9 +56,8 @@ def restore(
     >>> restore("out", init(), specs=specs, mesh=fs.make_mesh(model=2), step=25, at="params")
     {'up': f32[64, 256@model], 'down': f32[256@model, 64]}
 
-    Raises ShardingError, before anything is loaded, listing every leaf that is missing, extra, or of another
-    shape or dtype, and every file that is missing, cut short or damaged; and where data that was read is
-    damaged.
+    Raises ShardingError, before anything is loaded, listing every leaf that is missing, extra, or of another shape or
+    dtype, and every file that is missing, cut short or damaged; and later if the data in a file is damaged.
     """
     meshes = [mesh, *(x.mesh for x in tree.leaves(like) if isinstance(x, Sharded))]
     ranks = Ranks("restore", alone=not any(m is not None and m.kind == "process" for m in meshes))
@@ -84,7 +82,7 @@ def restore(
 class Target:
     """A leaf to restore: a Python value if `value_type` is set, a tensor on `device` if `mesh` is None.
 
-    `parts` has its different boxes in this process. `same_as` is the path of another target, if both are one leaf.
+    `parts`: the tensor of each different box in this process. `same_as`: the path of the target that is the same leaf.
     """
 
     shape: tuple[int, ...] = ()
@@ -124,7 +122,7 @@ class Target:
 
 
 def _targets(like: Any, specs: Any, mesh: Mesh | None, at: str) -> tuple[dict[str, Target], list[ShardingError]]:
-    """Return the leaves to restore by their dotted paths in the checkpoint, and an error for each that cannot be."""
+    """Return the leaves to restore by dotted path in the checkpoint, and an error for each that cannot be restored."""
     leaves = tree.leaves_with_path(like)
     flat = [None] * len(leaves) if specs is None else tree.broadcast(specs, like, name="specs", leaf=is_spec)
     targets: dict[str, Target] = {}
@@ -164,7 +162,7 @@ def _target(label: str, leaf: Any, spec: P | None, mesh: Mesh | None) -> Target:
 def _plan(targets: Mapping[str, Target], directory: Path, manifest: Manifest, at: str) -> Reads:
     """Allocate the targets, and return the slices that fill them, by file in the order of their bytes.
 
-    Raises ShardingError where the leaves differ from those of the manifest, and for files that are damaged.
+    Raises ShardingError if the leaves differ from those of the manifest, and for files that are damaged.
     """
     _check_leaves(targets, directory, manifest.leaves, at)
     reads: Reads = {}

@@ -1,11 +1,10 @@
-"""The manifest of a checkpoint: one JSON file with the leaves and the place of their bytes.
+"""Manifest of a checkpoint: one JSON file with the leaves and the positions of their bytes.
 
-    step_000025/manifest.json             every leaf: shape, dtype, and the place of each of its chunks
+    step_000025/manifest.json             every leaf: shape, dtype, and the position of each of its chunks
                 part-00000.safetensors    the chunks that rank 0 wrote
                 part-00003.safetensors    the chunks that rank 3 wrote
 
-`manifest.json` is one object. Its first line holds `format`, `version` and the blake2b of all that follows
-it. Then
+`manifest.json` is one object. Its first line has `format`, `version` and the blake2b of the rest of the file:
 
     "step": 25 or null
     "files": {"part-00000.safetensors": {"bytes": 1208, "header_bytes": 184, "header_crc32": 1163250126}}
@@ -16,8 +15,7 @@ it. Then
         "params.head": {"same_as": "params.up"},            two paths of one leaf
         "cursor":      {"type": "int", "value": 1200}}      a Python value; floats as text, by `repr`
 
-The chunks of a leaf fill it and do not overlap; `parts` checks their bytes. Nothing is pickled. A file in the manifest
-is the plain name of a part file, so that none is outside the directory.
+The chunks of a leaf fill it and do not overlap. A file is named without a directory, so that none is outside.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read and check `manifest.json`. Raises ShardingError where it is damaged or of another version."""
+    """Read and check `manifest.json`. Raises ShardingError if it is damaged or of another version."""
     path = directory / MANIFEST
     try:
         first, _, body = path.read_bytes().partition(b"\n")

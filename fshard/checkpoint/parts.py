@@ -1,9 +1,8 @@
 """Part files: the chunks that one rank writes, and slices of them that any rank reads and checks.
 
-A chunk is a box of a leaf, contiguous, at byte `start` of its file. It has a CRC-32 for each block of at most 1 MiB, so
-that a rank that needs a slice reads and checks the blocks that the slice overlaps, and no others. The manifest has the
-CRC-32 of the header too: every byte of a file is checked. The files are plain safetensors, for any tool to read;
-complex numbers have a last dim of 2 there.
+A chunk is a box of a leaf, contiguous, at byte `start` of its file. It has a CRC-32 for each block of at most 1 MiB: a
+rank reads and checks only the blocks that overlap the slices it needs. The manifest has the CRC-32 of the header. The
+files are plain safetensors; complex numbers have a last dim of 2 in them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a leaf, and the place and checksums of its bytes."""
+    """A box of a leaf, and the position and checksums of its bytes."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -86,7 +85,6 @@ def _block_layout(shape: Sequence[int], itemsize: int) -> tuple[int, int]:
 
 
 def block_count(shape: Sequence[int], itemsize: int) -> int:
-    """Return the number of `blocks`."""
     if 0 in shape:
         return 0
     dim, rows = _block_layout(shape, itemsize)
@@ -112,7 +110,7 @@ def part_name(rank: int, generation: int) -> str:
 
 
 def write_part(path: Path, pieces: Sequence[Piece]) -> tuple[PartFile, list[tuple[str, Chunk]]]:
-    """Write a safetensors file, with one piece at a time in host memory, and return (leaf, chunk) for each."""
+    """Write a safetensors file, one piece at a time in host memory, and return (path, chunk) for each piece."""
     pieces = sorted(pieces, key=lambda p: (-p.values.dtype.itemsize, str(p)))  # widest first: each tensor is aligned
     table = {}
     for p in pieces:
@@ -165,8 +163,7 @@ def check_part(path: Path, part: PartFile) -> list[ShardingError]:
 def read_chunk(f: io.BufferedReader, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tensor]]) -> None:
     """Copy boxes of a chunk into tensors: `wanted` has pairs of a box of the chunk and its destination.
 
-    A block is read once, and only if a box overlaps it. Raises ShardingError, naming leaf and file, where the checksum
-    of a block differs.
+    A block is read once, and only if a box overlaps it. Raises ShardingError if the checksum of a block differs.
     """
     dtype = wanted[0][1].dtype
     buffer = torch.empty(min(BLOCK_BYTES, math.prod(chunk.shape) * dtype.itemsize), dtype=torch.uint8)
@@ -189,6 +186,6 @@ def read_chunk(f: io.BufferedReader, leaf: str, chunk: Chunk, wanted: Sequence[t
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return the box that two boxes share; None if they share no element."""
+    """Return the intersection of two boxes; None if it is empty."""
     box = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
     return box if all(s.start < s.stop for s in box) else None

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: every rank writes its own part file, then rank 0 writes the manifest and publishes."""
+"""Save a checkpoint: every rank writes its own part file, then rank 0 writes the manifest and publishes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def save(
 ) -> Path:
     """Save a tree of leaves, and return the directory of the checkpoint.
 
-    Each different part of a leaf is written once, by one of the ranks that hold it, and flushed to the disk; when all
-    are, the checkpoint appears under its name, by one rename. If any rank fails, every rank raises and nothing appears.
-    A leaf at two paths of the tree is written once.
+    Each different part of a leaf is written once, by one of the ranks that hold it, also if the leaf has two paths.
+    After all parts are flushed to the disk, one rename makes the checkpoint visible. If any rank fails, every rank
+    raises, and no checkpoint appears.
 
     Args:
         step: save to `path/step_000025` instead of `path` itself.
-        keep: then remove the oldest other steps in `path`, so that this many are left.
-        overwrite: replace a complete checkpoint of that name, as atomically.
+        keep: afterwards remove the oldest other steps in `path`, so that this many are left.
+        overwrite: replace a complete checkpoint of that name, by one rename too.
 
     >>> save("out", {"params": params, "key": fs.key(0), "step": 25}, step=25)
     PosixPath('out/step_000025')
 
-    Raises ShardingError for leaves that cannot be saved, where a checkpoint of that name exists, where the
-    ranks hold different leaves, and where a file cannot be written.
+    Raises ShardingError for leaves that cannot be saved, if a checkpoint of that name exists, if the ranks have
+    different leaves, and if a file cannot be written.
     """
     if step is not None and (type(step) is not int or step < 0):
         raise fail(f"save: step={step!r} is not a step", fix="an integer of 0 or more")

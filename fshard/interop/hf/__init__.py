@@ -4,16 +4,5 @@ from .export import write
 from .folder import CONFIG, INDEX, PICKLES, SINGLE, WeightHeaders, config_of, read_json
 from .weights import FileTensor, read, tensors
 
-__all__ = [
-    "CONFIG",
-    "INDEX",
-    "PICKLES",
-    "SINGLE",
-    "FileTensor",
-    "WeightHeaders",
-    "config_of",
-    "read",
-    "read_json",
-    "tensors",
-    "write",
-]
+__all__ = ["CONFIG", "INDEX", "PICKLES", "SINGLE", "FileTensor", "WeightHeaders", "config_of", "read", "read_json",
+           "tensors", "write"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Write Hugging Face folders by slices: every rank writes just the bytes of its own parts, and nothing is gathered.
+"""Write Hugging Face folders by slices: every rank writes the bytes of its own parts, and nothing is gathered.
 
 1. Every rank computes the same layout of files.
 2. Rank 0 creates the files, each of its final size with its header, in a temporary folder `.saving-9f2c81d0` inside the
@@ -6,8 +6,8 @@
 3. Every rank writes its bytes into them and flushes them to the disk.
 4. Rank 0 renames config.json, then the weights.
 
-A reader finds the old weights until one rename, and the new ones after it, never some of each: if both have shards of
-the same names, the index names the new ones in the temporary folder while they are renamed.
+A reader finds the old weights until one rename, and the new ones after it, never some of each. If old and new shards
+have the same names, the index refers to the new ones in the temporary folder while they are renamed.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ def write(
 ) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads: config.json and model.safetensors, or shards of it with an index.
 
-    Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank. Each different part is written
-    once, by one of the ranks that hold it, in chunks of some MiB. A leaf at two paths is written under the name of the
-    first. Weights in the folder are replaced, all at once; files of other names stay. On a process mesh every rank
-    calls this, on a folder that all of them share.
+    Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank. Each different part is written once,
+    by one of the ranks that hold it. A leaf at two paths is written under the name of the first. Weights in the folder
+    are replaced all at once; files of other names stay. On a process mesh every rank calls this, on a shared folder.
 
     Args:
-        theirs: path of a leaf -> the tensor in the file that the leaf is, or is part of.
+        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part.
         config: the contents of config.json.
         prefix: put before every name: `"transformer."` for a base model written as part of one with a head.
-        max_shard_bytes: begin another file where the tensors of one would be more.
+        max_shard_bytes: the most bytes of tensors in one file, unless a single tensor has more.
         metadata: of the files; `{"format": "pt"}` if left out.
         described: the tree that the config describes; leaves that are missing, extra or of another shape are errors.
 
@@ -65,7 +64,7 @@ def write(
     ['config.json', 'model.safetensors']
 
     Raises ShardingError, on every rank, listing every leaf that cannot be written and every tensor of which a part is
-    missing; if the ranks hold different leaves; if one cannot write. Then the folder is unchanged.
+    missing; if the ranks have different leaves; if one cannot write. The folder is then unchanged.
     """
     leaves = tree.leaves_with_path(tree_)
     ranks = Ranks.of("write", [leaf for _, leaf in leaves])
@@ -121,7 +120,7 @@ def _create_files(final: Path, files: Sequence[OutputFile], config: str) -> str:
 
 
 def _write_index(path: Path, files: Sequence[OutputFile], folder: str = "") -> None:
-    """Write the index of the files in a folder relative to that of the index."""
+    """Write an index of files in `folder`, a path relative to the index."""
     value = {
         "metadata": {"total_size": sum(t.nbytes for file in files for t in file.tensors)},
         "weight_map": {t.name: folder + file.name for file in files for t in file.tensors},
@@ -178,7 +177,7 @@ def _publish(final: Path, temporary: Path, files: Sequence[OutputFile]) -> None:
         names = [file.name for file in files]
         sync(temporary)
         shared_names = len(files) > 1 and not _indexed_files(final).isdisjoint(names)
-        if shared_names:  # the old index needs its shards until it is replaced: the new ones get a second name first
+        if shared_names:  # the old index needs the old shards until it is replaced: hard links are renamed over them
             (temporary / "links").mkdir()
             for name in names:
                 os.link(temporary / name, temporary / "links" / name)
@@ -209,7 +208,7 @@ def _indexed_files(folder: Path) -> set[str]:
 
 
 def _remove_temporary_folders(final: Path) -> None:
-    """Remove those of killed saves, except one that the index names: that save was killed while it renamed shards."""
+    """Remove the temporary folders of killed saves, except one that the index refers to."""
     needed = {Path(name).parent.name for name in _indexed_files(final)}
     for d in final.iterdir():
         if d.name.startswith(_TEMPORARY) and d.name not in needed:

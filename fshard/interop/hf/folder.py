@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder by their headers, with everything that is wrong with them.
+"""Headers of a Hugging Face folder: its tensors, and every error in its files.
 
 config.json                           sizes and rates
 model.safetensors                     every tensor; or
@@ -24,7 +24,7 @@ _SAVED = "give a folder that save_pretrained wrote"
 class WeightHeaders:
     """The tensors of a folder, or of one file, by name, with the errors in their headers.
 
-    `complete` is False if the header of a file could not be read: then a name that is not in `tensors` may be in it.
+    `complete` is False if the header of a file could not be read: `tensors` then lacks those of that file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -24,7 +24,7 @@ from .weights import FileTensor, with_dot
 
 @dataclass(frozen=True)
 class Source:
-    """A leaf that is the whole of a tensor in the file, or a part of it; `label` is the leaf's path."""
+    """A leaf that is a tensor in the file, or a part of one; `label` is the leaf's path."""
 
     label: str
     leaf: Sharded | Tensor
@@ -33,7 +33,7 @@ class Source:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor in the file, and the leaves that it is made of."""
+    """A tensor in the file, and the leaves that are its parts."""
 
     name: str
     dtype: torch.dtype
@@ -130,7 +130,7 @@ def check_described(leaves: Sequence[tuple[tree.Path, Any]], described: Sequence
 def output_files(
     tensors: Sequence[OutputTensor], max_shard_bytes: int, metadata: Mapping[str, str]
 ) -> list[OutputFile]:
-    """Divide the tensors, in order, into files with at most `max_shard_bytes` of them each, or one tensor."""
+    """Divide the tensors, in order, into files with at most `max_shard_bytes` of tensors each, or with one tensor."""
     if not tensors:
         raise fail("write: there are no leaves", fix="give the parameters")
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:

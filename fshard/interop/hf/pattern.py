@@ -1,9 +1,9 @@
-"""Patterns: the dims of a tensor in a file as the dims of a leaf, and the place in the file of each part of the leaf.
+"""Patterns: the dims of a tensor in a file as the dims of a leaf, and the offsets in the file of a box of the leaf.
 
 `Pattern("(h three k) d -> d three h k")`: the dims in the file on the left, those of the leaf on the right. Names in
-parentheses are one dim, the first of them the slowest. Every name stands once on each side. A size that does not follow
-from the leaf's shape is written after the name, `(two=2 f) d -> d f`. A name on the left alone needs an index, with
-`at={"two": 0}`: the leaf is that part of the tensor. A 1 on the left is a dim of size 1 that the leaf does not have.
+parentheses are one dim, the first of them the slowest. Every name appears once on each side. A size that does not
+follow from the leaf's shape is written after the name, `(two=2 f) d -> d f`. A name on the left alone needs an index,
+with `at={"two": 0}`: the leaf is that part of the tensor. A 1 on the left is a dim of size 1 that the leaf lacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fshard.spec import Box, box_shape
 
 Group = tuple[str, ...]  # the names in one dim
 
-_MAX_RUNS = 1 << 16  # in one chunk: a list of their offsets takes memory too
+_MAX_RUNS = 1 << 16  # in one chunk: the list of their offsets takes memory too
 _TOKEN = re.compile(r"\s*(?:([()])|([A-Za-z_]\w*)(?:=(\d+))?(?!\w)|(1)(?!\w)|(->))")
 
 
@@ -91,10 +91,7 @@ class Pattern:
         return tuple((name, index, _parse(self.text).sizes[name]) for name, index in sorted((self.at or {}).items()))
 
     def regions(self, shape: Sequence[int], box: Box) -> Iterator[FileRegion]:
-        """Split a box of a leaf of `shape` into regions that are boxes among the named dims; most often one.
-
-        They fill the box and do not overlap. An empty box has none.
-        """
+        """Split a box of a leaf of `shape` into regions, most often one, that are boxes of the named dims."""
         if 0 in box_shape(box):
             return
         sizes, parsed, at = self._sizes(shape), _parse(self.text), self.at or {}
@@ -120,11 +117,10 @@ class Pattern:
 
 @dataclass(frozen=True)
 class FileRegion:
-    """A part of a box of a leaf, and its place in the tensor in the file, counted in elements.
+    """A part of a box of a leaf, and its position in the tensor in the file, counted in elements.
 
-    `box`: slices of the leaf's box. `split_shape`: shape with one dim for each name, and `order`: these dims as they
-    follow each other in the file. `offset`: the first element in the file. `strides`: the distance there between
-    neighbours along each dim, in that order.
+    `box`: slices of the leaf's box. `split_shape`: its shape with one dim for each name. `order`: these dims in the
+    order of the file. `offset`: the first element in the file. `strides`: those in the file, in that order.
     """
 
     box: Box
@@ -140,8 +136,8 @@ class FileRegion:
     def chunks(self, max_elements: int) -> Iterator[tuple[Box, list[int], int]]:
         """Split the region into chunks of at most `max_elements`, in the order of the file.
 
-        Each is a box of `view_of(x)`, the offsets in the file of its runs, and the length of each run. The runs of a
-        chunk, one after the other, are its elements in order. No run touches the one before it.
+        Each is a box of `view_of(x)`, the offsets in the file of its contiguous runs, and the length of each run. The
+        runs of a chunk, one after the other, are its elements in order.
         """
         sizes = [self.split_shape[i] for i in self.order]
         max_elements = min(max_elements, _MAX_RUNS * self._runs(sizes)[0])

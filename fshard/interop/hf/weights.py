@@ -45,7 +45,7 @@ class FileTensor:
 class FromFile:
     """An initializer that reads its box from a file. Shown as `stored(model.safetensors: h.0.ln_1.weight)`.
 
-    `copy` is a tensor that must have the same values: if it does not, the program that saved it had not tied the two.
+    `copy` is a tensor that must have the same values, since the config ties the two.
     """
 
     def __init__(self, entry: HeaderEntry, pattern: Pattern, copy: HeaderEntry | None = None) -> None:
@@ -56,7 +56,7 @@ class FromFile:
         return f"stored({self.entry.file.name}: {self.entry.name})"
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Read the box of the leaf, rounded to `dtype` chunk by chunk. No other byte of the tensor is read.
+        """Read the box of the leaf, rounded to `dtype`. No other byte of the tensor is read.
 
         Raises ShardingError if the file cannot be read, or has changed since its header was read.
         """
@@ -87,7 +87,7 @@ class FromFile:
 
     def _read(self, fd: int, values: Tensor, offsets: Sequence[int], run: int) -> None:
         """Fill a contiguous tensor from the runs of `run` elements at `offsets` of the tensor in the file."""
-        buffer, size = bytes_of(values), run * values.itemsize  # its own bytes: it is contiguous and on the CPU
+        buffer, size = bytes_of(values), run * values.itemsize  # no copy: it is contiguous and on the CPU
         for i, offset in enumerate(offsets):
             rest, position = buffer[i * size : (i + 1) * size], self.entry.start + offset * values.itemsize
             end = position + size
@@ -128,7 +128,7 @@ def tensors(path: StrPath) -> dict[str, Deferred]:
     >>> tensors("my-gpt2")["transformer.ln_f.weight"]
     f32[16] = stored(model.safetensors: transformer.ln_f.weight)
 
-    Raises ShardingError listing every tensor that is cut short or out of place, or whose dtype torch does not have.
+    Raises ShardingError listing every tensor that is cut short, out of place or of an unsupported dtype.
     """
     headers = WeightHeaders(Path(path))
     entries = headers.tensors.values()
@@ -143,24 +143,24 @@ def read(
 ) -> Any:  # fmt: skip
     """Return the tree `described` with its values in a folder: leaves of the same shapes, which `materialize` reads.
 
-    They have the dtypes of the file. Only the headers are read here. A leaf at two paths of `described`, a tie, is one
-    leaf again, read under the first of its names that the folder has.
+    The dtypes are those of the file. Only the headers are read here. A leaf at two paths of `described`, a tie, is one
+    leaf again, read under the first of its names that is in the folder.
 
     Args:
         folder: its path, or its headers if they have been read already.
-        theirs: path of a leaf -> the tensor in the file that the leaf is, or is part of.
-        prefix: `"transformer."`: names are looked up unchanged, without it, and with it; for a base model saved without
-            its head, or the reverse.
-        ignored: the ends of names of tensors that need not be used.
-        copies: another name -> the tensor that it is tied to. If a file has both, both are read and compared.
+        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part.
+        prefix: names are looked up unchanged, without this prefix (`"transformer."`), and with it: for a base model
+            saved without its head, or the reverse.
+        ignored: suffixes of the names of tensors that may be unused.
+        copies: another name -> the tensor that it is tied to. If the folder has both, both are read and compared.
 
     >>> weights = read("my-gpt2", {"w": fs.init.ones(16)}, lambda path: FileTensor("ln_f.weight"),
     ...                prefix="transformer.", ignored=("weight", "bias"))
     >>> fs.materialize(weights, P("model"), mesh, key=fs.key(0))
     {'w': f32[16@model]}
 
-    Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of no
-    dtype of torch, cut short or out of place in its file, or in an index and not in its file.
+    Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of an
+    unsupported dtype, cut short or out of place in its file, or in an index and not in its file.
     """
     headers = folder if isinstance(folder, WeightHeaders) else WeightHeaders(Path(folder))
     errors = list(headers.errors)
