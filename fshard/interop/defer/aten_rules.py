@@ -1,4 +1,4 @@
-"""Rules for aten operations: which allocate, which overwrite, which draw and from which distribution."""
+"""Rules for aten operations: the values of tensors that they allocate, overwrite or draw."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AtenCall:
         }
 
     def call(self) -> Call:
-        """Return the call with nodes in place of tensors. It runs on the device of its tensors, or on the CPU."""
+        """Return the call with nodes in place of tensors."""
         slots: dict[int, InputSlot] = {}
         inputs: list[Node] = []
 
@@ -84,7 +84,7 @@ def _full(shape: Shape, dtype: torch.dtype, value: Any) -> Full:
 
 
 def _concatenated(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
-    """Return `cat` or `stack` as writes to slices, so that a box needs only the parts that it has elements of."""
+    """Return `cat` or `stack` as writes to slices, so that a box needs only the parts that overlap it."""
     dim, start, stacked = op.arguments["dim"] % len(shape), 0, op.name == "stack"
     out: Node = Full(shape, dtype, 0)
     strides = row_major_strides(shape)
@@ -116,13 +116,13 @@ def overwriting_value(op: AtenCall, target: Tensor) -> Node | None:
 
 
 def fold_constant(node: Op) -> Node:
-    """Return one number for an elementwise operation on inputs that are each one number; else the node itself."""
+    """Return a `Full` for an elementwise operation on `Full` inputs; else the node itself."""
     call = node.call
     numbers = [n for n in call.inputs if isinstance(n, Full)]
     if not numbers or len(numbers) < len(call.inputs) or not is_pointwise(node) or node.dtype.is_complex:
         return node
     with without_modes(), torch.no_grad():
-        # Tensors of one element, with as many dims: numbers and tensors without dims promote differently.
+        # One element with the same number of dims: dtypes are promoted differently for tensors without dims.
         out = call.run([torch.full((1,) * len(n.shape), n.value, dtype=n.dtype) for n in numbers])[node.output]
     return Full(node.shape, node.dtype, out.to(node.dtype).item())
 
@@ -182,12 +182,13 @@ def _binary(func: Any, a: Node, b: Node, shape: Shape, dtype: torch.dtype) -> Op
 
 
 def _integers(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
-    """Return randint(low, high), random_(from, to), random_(to) or random_(): up to the dtype's largest integer."""
+    """Return randint(low, high), random_(from, to), random_(to) or random_(), up to the dtype's largest integer."""
     args = op.arguments
     low = args.get("low", args.get("from", 0)) or 0
     high = args.get("high", args.get("to"))
     if high is None and dtype.is_floating_point:
-        high = 2 ** (1 - round(math.log2(torch.finfo(dtype).eps))) + 1  # up to it, every integer is a value
+        # The integers below it are all values of the dtype.
+        high = 2 ** (1 - round(math.log2(torch.finfo(dtype).eps))) + 1
     elif high is None:
         high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
     return Draw(shape, dtype, "randint", (low, high)) if 0 < high - low <= MAX_RANDINT_RANGE else None

@@ -45,19 +45,19 @@ def defer(
 ) -> tuple[Apply, Tree]:
     """Run a constructor without allocating its parameters: return a pure function and a tree of their descriptions.
 
-    All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, with
-    draws by its key: the same values on every mesh, from the constructor's distributions (but not the numbers of
-    `torch.manual_seed`; its `generator=` is ignored). An operation that needs a whole tensor (a QR) computes it in
-    full, one leaf at a time, and keeps the part: `apply.whole` has the bytes of each such leaf.
+    All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, and
+    draws from the constructor's distributions by its own key: the values are the same on every mesh, and not those of
+    `torch.manual_seed` or a `generator=`. An operation that needs a whole tensor (a QR) computes it in full, one leaf
+    at a time, and keeps the part: `apply.whole` has the bytes of each such leaf.
 
     The tree is `{"params": {name: Deferred}, "buffers": {name: Deferred}}`. A tied leaf is in it once, by its first
-    name. Copies of a drawn leaf (`nn.TransformerEncoder` copies its layer) are equal. Python's and numpy's random
-    numbers are drawn once, when the constructor is recorded.
+    name. Copies of a drawn leaf (`nn.TransformerEncoder` copies its layer) are equal. Random numbers of Python and
+    numpy are drawn once, by this call.
 
     Args:
         budget: the most bytes that may be computed in full for one leaf.
-        reference: a seed: build eagerly under `torch.manual_seed(reference)` instead, and slice. The leaves are then
-            bitwise those of the constructor, on every mesh, and use its memory.
+        reference: a seed. The module is built eagerly under `torch.manual_seed(reference)`, and its leaves are
+            sliced: they are bitwise those of the constructor, on every mesh, and take as much memory.
 
     >>> apply, tree = defer(lambda: torch.nn.Embedding(1000, 64, padding_idx=0))
     >>> tree
@@ -65,8 +65,8 @@ def defer(
     >>> materialize(tree["params"], row("model"), make_mesh(model=4), key=key(0))
     {'weight': f32[1000@model, 64]}
 
-    Raises ShardingError for an operation that cannot be recorded, naming the line of the constructor, and one that
-    lists every leaf that needs more than `budget`.
+    Raises ShardingError for an operation that cannot be recorded, naming the line of the constructor, and for leaves
+    that need more than `budget`, listing all.
     """
     if in_region():
         raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
@@ -130,7 +130,7 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
                 name = f"{prefix}.{key}" if prefix else key
                 part.__dict__[key] = trees.map_with_path(functools.partial(replace, name), x)
     raise_all(errors)
-    for place in places:  # a shared module's places come once for each of its names
+    for place in places:  # a shared module has the same places under each of its names
         x = place.holder[place.key]
         place.holder[place.key] = on_meta.get(id(x), x)
 
@@ -140,11 +140,11 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """Initializer that replays a recorded value, of several steps or of the draws of other leaves, on any box."""
+    """Initializer that replays a recorded value on any box."""
 
     node: Node
     sources: Mapping[int, Source]  # by the id of a draw
-    owners: tuple[str, ...] = ()  # the leaves whose keys the draws use, where they are not this leaf alone
+    owners: tuple[str, ...] = ()  # the leaves whose keys the draws use; empty if it is this leaf alone
     name: str = ""
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -237,7 +237,7 @@ _INITIALIZERS: dict[str, Callable[..., Initializer]] = {
 
 
 def _plain_initializer(node: Node) -> Initializer | None:
-    """Return the initializer of `fs.init` with the values of a node. None: there is none."""
+    """Return the initializer of `fs.init` with the values of a node, or None."""
     match node:
         case graph.Full() if not node.dtype.is_complex:
             return Full(node.value)
@@ -255,7 +255,6 @@ def _plain_initializer(node: Node) -> Initializer | None:
 
 
 def _eager(constructor: Callable[[], nn.Module], seed: int) -> tuple[Apply, Tree]:
-    """Build the module under a seed, and describe its leaves by their tensors."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         module = _construct(constructor)

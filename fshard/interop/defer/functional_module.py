@@ -34,17 +34,17 @@ class Apply:
     `forward` makes to the module (an attribute, an entry of a list or dict, a hook) are undone after each call. Calls
     that run at the same time, as those of simulated ranks do, each use a copy of the module, which shares its tensors.
 
-    A float buffer is invariant over the mesh, as a parameter is, and goes through `unshard` (or `pvary`) like them:
+    A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
 
         apply(fs.unshard(params, specs, "data"), fs.unshard(buffers, P(), "data"), x)
 
     A buffer that `forward` updates is returned by `with_buffers`; a plain call, which would lose it, is an error. A
     buffer that is not persistent is a cache (the frequencies of dynamic rope) and no state: a plain call may lose it.
 
-    Dropout draws from torch's generator, which a region refuses: use `.eval()`, or rates of 0 and train mode.
-    `torch.utils.checkpoint` fails under torch.func, and elsewhere would recompute with the skeleton's own tensors: a
-    module with Hugging Face's `gradient_checkpointing` switched on is refused; `fs.remat` does the same for a call. An
-    autograd.Function of the module's own needs a `setup_context`, or torch.func refuses it (as Bloom's GeLU).
+    Dropout draws from torch's generator, which is an error in a region: use `.eval()`, or rates of 0. Hugging Face's
+    `gradient_checkpointing` is an error: `torch.utils.checkpoint` fails under torch.func, and elsewhere would recompute
+    with the skeleton's own tensors; use `fs.remat`. An autograd.Function in the module needs a `setup_context`, or
+    torch.func refuses it (as Bloom's GeLU).
 
     Args:
         ties: tied name -> the name of the leaf it uses, beyond the ties of `module` itself.
@@ -55,7 +55,7 @@ class Apply:
     >>> apply({"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, {}, torch.ones(1, 2))
     tensor([[2., 2., 2.]])
 
-    `frozen` names the leaves whose `requires_grad` the constructor switched off: differentiate the others.
+    `frozen` has the names of the parameters with `requires_grad=False`: differentiate the others.
 
     Raises ShardingError listing every name that is missing or unexpected and every leaf with a wrong number of dims.
     """
@@ -86,9 +86,9 @@ class Apply:
     ) -> tuple[Any, dict[str, Tensor]]:
         """Return the result of `forward` and the buffers after it; the arguments are not changed.
 
-        On a mesh each rank updates the buffers by its own batch, so they vary. A batch norm in train mode normalizes by
-        the statistics of the rank's own examples: there the mesh does change the answer, as `verify` reports, and as in
-        torch's DistributedDataParallel. For one value on all ranks take their mean, and of counters, which are equal on
+        On a mesh each rank updates the buffers by its own batch, so they vary. A batch norm in train mode uses the
+        statistics of the rank's own batch: here the mesh does change the answer, as in torch's DistributedDataParallel,
+        and `verify` reports it. To have one value on all ranks, take the mean, and for counters, which are equal on
         every rank, the maximum:
 
             fs.tree.map(lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data"), new)
@@ -116,11 +116,11 @@ class Apply:
     def _call(
         self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Tensor], list[str]]:
-        """Return the result of forward, the buffers after it, and the names of those it changed."""
+        """Return the result of forward, the buffers after it, and the names of the buffers that it changed."""
         self._check(params, buffers)
         copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
         leaves: dict[str, Named] = {"params": params, "buffers": copies}
-        if torch.compiler.is_dynamo_compiling():  # it traces one thread, and knows functional_call
+        if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call
             named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
@@ -130,7 +130,7 @@ class Apply:
             p.holder[p.key] = leaves[p.kind][p.leaf]
         try:
             out = mine.module(*args, **kwargs)
-        except Exception as e:  # the copy's state is unknown: it is not used again
+        except Exception as e:  # the state of the copy is unknown, so the copy is not used again
             self._explain(e, params, buffers, (args, kwargs))
             raise
         after = dict(copies)
@@ -164,10 +164,9 @@ class Apply:
                         "call it inside shard_map, where leaves are tensors"  # fmt: skip
                     errors.append(fail(f"{self!r}: {kind}[{name!r}] is a {type(x).__name__}, not a tensor", fix=fix))
                 elif name in expected and x.ndim != expected[name].ndim:
-                    facts = {"argument": describe(x.dtype, x.shape), "module": describe(x.dtype, expected[name].shape)}
-                    errors.append(
-                        fail(f"{self!r}: {kind}[{name!r}] has {x.ndim} dims, not {expected[name].ndim}", **facts)
-                    )
+                    what = f"{self!r}: {kind}[{name!r}] has {x.ndim} dims, not {expected[name].ndim}"
+                    errors.append(fail(what, argument=describe(x.dtype, x.shape),
+                                       module=describe(x.dtype, expected[name].shape)))  # fmt: skip
         raise_all(sorted(errors, key=str))
 
     def _explain(self, e: Exception, params: Named, buffers: Named, arguments: Any) -> None:
@@ -222,7 +221,7 @@ class Place:
 
 
 def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[Place]:
-    """Return the places of all parameters and buffers. Those of one tensor use one leaf, by the first name."""
+    """Return the places of all parameters and buffers. Places of one tensor use one leaf, by the first name."""
     ties = ties or {}
     first: dict[int, str] = {}
     places = []
@@ -238,7 +237,6 @@ def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[
 
 
 def leaves_at(places: Sequence[Place]) -> Leaves:
-    """Return the tensor of each leaf."""
     leaves: Leaves = {"params": {}, "buffers": {}}
     for p in places:
         leaves[p.kind].setdefault(p.leaf, p.holder[p.key])
@@ -258,7 +256,6 @@ class _ModuleCopy:
         self._contents = [(x, copy.copy(x)) for x in containers if x]
 
     def restore(self) -> None:
-        """Undo the changes of a call."""
         if any(map(len, self._empty)):
             for x in self._empty:
                 x.clear()

@@ -87,7 +87,7 @@ class Write(Node):
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """Placeholder in a call's arguments for its input of this index."""
+    """Placeholder in a call's arguments for the input at `index`."""
 
     index: int
 
@@ -101,25 +101,25 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[Node, ...]
-    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # when recorded: it decides promotion
+    default_dtype: torch.dtype = field(
+        default_factory=torch.get_default_dtype
+    )  # of the recording: it decides promotion
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of the result, then the inputs, which the operation may have written to."""
         fill = lambda x: tensors[x.index] if isinstance(x, InputSlot) else x  # noqa: E731
         before = torch.get_default_dtype()
-        if before != self.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
+        torch.set_default_dtype(self.default_dtype)
         try:
             out = self.func(*tree.map(fill, self.args), **tree.map(fill, self.kwargs))
         finally:
-            if before != self.default_dtype:
-                torch.set_default_dtype(before)
+            torch.set_default_dtype(before)
         return [*tensors_in(out), *tensors]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Op(Node):
-    """Tensor number `output` of what a call's `run` returns."""
+    """Tensor number `output` in the list that a call's `run` returns."""
 
     call: Call
     output: int
@@ -181,7 +181,6 @@ def step_name(node: Node) -> str:
 
 
 def view(node: Node, region: StridedView) -> Node:
-    """Return the value of a strided view."""
     if region.is_identity:
         return node
     if isinstance(node, Full):
@@ -194,7 +193,6 @@ def view(node: Node, region: StridedView) -> Node:
 
 
 def reshape(node: Node, shape: Shape) -> Node:
-    """Return the value in another shape."""
     if shape == node.shape:
         return node
     if isinstance(node, Reshape):
@@ -205,14 +203,12 @@ def reshape(node: Node, shape: Shape) -> Node:
 
 
 def constant(x: Tensor) -> Node:
-    """Return a tensor's value as a node."""
     if x.numel() == 1 and not x.dtype.is_complex:
         return Full(tuple(x.shape), x.dtype, x.item())
     return Constant(tuple(x.shape), x.dtype, x)
 
 
 def cast(node: Node, dtype: torch.dtype) -> Node:
-    """Return the value in a dtype."""
     if node.dtype == dtype:
         return node
     if isinstance(node, Full):
@@ -221,7 +217,7 @@ def cast(node: Node, dtype: torch.dtype) -> Node:
 
 
 def write(base: Node, region: StridedView, value: Node) -> Node:
-    """Return the base after `value` was written to a region. Values that were overwritten in full are dropped."""
+    """Return the base with `value` written to a region, without earlier writes that are overwritten in full."""
     if region.covers:
         return view(value, region.inverse())
     while isinstance(base, Write) and base.region == region:

@@ -1,7 +1,7 @@
 """Record a constructor: its operations run on fake tensors, and a graph of their values is built.
 
-Each storage has one current value. A tensor is found in it by its sizes, strides and offset, so that views, detached
-parameters and `param.data = x` need no bookkeeping. A write through a view replaces the storage's value.
+Each storage has one current value. A tensor is a part of it, by sizes, strides and offset, so that views, detached
+parameters and `param.data = x` need no records. A write through a view replaces the storage's value.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RecordedStorage:
     offset: int
 
     def region_of(self, x: Tensor) -> tuple[Shape, StridedView] | None:
-        """Return a shape of the value, and the tensor as a strided view of it. None: it is not one."""
+        """Return a shape of the value, and the tensor as a strided view of that shape, or None."""
         shape, strides, offset = tuple(x.shape), x.stride(), int(x.storage_offset()) - self.offset
         base = self.value.shape
         if x.dtype != self.value.dtype or offset < 0:
@@ -129,7 +129,7 @@ class RecordedStorage:
         self.value = Op(old.shape, old.dtype, call, 0)
 
     def _alias(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Return a function from the whole value to a copy of it, and the part of this copy that `x` is."""
+        """Return a function from the whole value to (a copy of it, the view of this copy with the place of `x`)."""
         dtype, shape, strides = x.dtype, tuple(x.shape), x.stride()
         base_dtype, base_shape, base_strides = self.value.dtype, self.value.shape, self.strides
         offset = int(x.storage_offset()) - self.offset * base_dtype.itemsize // dtype.itemsize
@@ -142,7 +142,7 @@ class RecordedStorage:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations. Tensors that it has not made are literals: operations on literals alone run as they are."""
+    """Records operations. Tensors made outside are literals: operations on literals alone run and are not recorded."""
 
     def __init__(self, budget: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- values of tensors ------------------------------------------------------------------------------------
 
     def is_recorded(self, x: Tensor) -> bool:
-        """Return whether the tensor's value is a node of the graph; that of a literal is in its memory."""
+        """Return whether the tensor's value is a node of the graph; False for a literal."""
         return self._storage_of(x) is not None
 
     def _storage_of(self, x: Tensor) -> RecordedStorage | None:
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages[storage_id(x)] = storage
 
     def value(self, x: Tensor, what: str) -> Tensor:
-        """Compute a tensor's value now. Raises ShardingError if draws or memory of torch.empty decide it."""
+        """Compute a tensor's value now. Raises ShardingError if it depends on draws or on memory of torch.empty."""
         node = self.node(x)
         if draws(node):
             raise recording_error(f"{what} needs numbers that are drawn only when a leaf is placed, by its key",
@@ -213,9 +213,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with without_modes():
                 return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
-            kwargs["generator"] = None  # keys decide
+            kwargs["generator"] = None  # draws are by key
         if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("cpu")  # the mesh decides
+            kwargs["device"] = torch.device("cpu")  # the mesh decides the device
         op = AtenCall(func, args, kwargs, self.node)
         if torch.Tag.inplace_view in func.tags:
             is_set = op.name == "set" and not all(isinstance(x, FakeTensor) for x in tensors)
@@ -279,7 +279,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = op.call()
             for i, x in enumerate(results):
                 self._new(x, Op(tuple(x.shape), x.dtype, call, i))
-        elif is_draw or not self.is_recorded(results[0]):  # else its argument, or an undeclared view of it
+        elif is_draw or not self.is_recorded(results[0]):  # else the result is an argument, or a view of one
             x = results[0]
             value = (drawn_value if is_draw else new_value)(op, tuple(x.shape), x.dtype)
             if value is None:
@@ -288,7 +288,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _run_on_values(self, op: AtenCall) -> Any:
-        """Run an operation whose result the constructor looks at, if no draw decides it."""
+        """Run an operation whose result the constructor reads, on values that do not depend on draws."""
         what = {"_local_scalar_dense": ".item()", "equal": "torch.equal()"}.get(op.name, f"{op.name}()")
         values = {id(x): self.value(x, what) for x in tensors_in((op.args, op.kwargs))}
         replace = lambda x: values[id(x)] if isinstance(x, Tensor) else x  # noqa: E731
@@ -305,7 +305,7 @@ def _run(op: AtenCall) -> Any:
     try:
         return op.func(*op.args, **op.kwargs)
     except RuntimeError as e:
-        cause = getattr(e, "func", None)  # FakeTensorMode says which operation it has no result for
+        cause = getattr(e, "func", None)  # set by FakeTensorMode: the operation that has no fake result
         if cause is None:
             raise
         if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(cause.tags):
@@ -324,7 +324,7 @@ def _no_key(draw: Draw) -> Tensor:
 
 def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to, by its schema."""
-    if schema_of(func).name == "aten::native_batch_norm":  # its schema does not declare the running statistics
+    if schema_of(func).name == "aten::native_batch_norm":  # the running statistics are not in its schema
         return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
     targets: list[Tensor] = []
     for i, a in enumerate(schema_of(func).arguments):
@@ -337,7 +337,7 @@ def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
 
 
 class MemoryAccess(TorchFunctionMode):
-    """Gives `numpy`, `data_ptr` and `deepcopy` of recorded tensors a meaning, or an error."""
+    """Applies the rules for `numpy`, `data_ptr` and `deepcopy` to recorded tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ def _data_ptr(recorder: Recorder, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _deepcopy(recorder: Recorder, x: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Copy by operations: `Tensor.__deepcopy__` copies a storage without one."""
+    """Copy by operations, which are recorded: `Tensor.__deepcopy__` copies a storage without one."""
     if id(x) not in memo:
         with torch.no_grad():
             out = x.detach().clone(memory_format=torch.preserve_format)
@@ -388,7 +388,7 @@ _patch_lock = threading.RLock()  # one recording at a time patches torch; a cons
 def _patched(recorder: Recorder) -> Iterator[None]:
     """Replace two functions of torch, for this recorder's tensors alone.
 
-    torch's truncated normal rejects and draws again, so it looks at numbers: here it is one draw, by inverse CDF.
+    torch's truncated normal rejects draws by their values: here it is one draw, by inverse CDF.
     `module.half()` calls torch's `swap_tensors`, which fake tensors do not support: exchanging their data is enough.
     """
 

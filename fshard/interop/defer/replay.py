@@ -1,8 +1,8 @@
-"""Compute a box of a recorded value: only the elements that the box needs, each with the bits it has in the whole.
+"""Compute a box of a recorded value, bitwise equal to that box of the whole value.
 
-Operations of `POINTWISE` give an element the same bits at any position in memory (a test shows it for each), so they
-run on the box alone, as do draws, views, casts and writes. Every other operation is computed in full, once for each
-leaf, on the CPU, and the box is cut out.
+Operations of `POINTWISE` compute an element with the same bits at any position in memory (a test shows it for each), so
+they run on the box alone, as do draws, views, casts and writes. Every other operation is computed in full, once for
+each leaf, on the CPU, and the box is cut out.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _CHUNK = 1 << 20  # most elements that are computed at a time
 def is_pointwise(node: Op) -> bool:
     """Return whether each element has the same bits at any position in memory."""
     name = node.call.name.rstrip("_")
-    if name in ("add", "sub", "rsub"):  # alpha: a vector multiplies and adds without rounding between
+    if name in ("add", "sub", "rsub"):  # with alpha, vector instructions do not round the product
         return node.call.kwargs.get("alpha", 1) == 1 and len(node.call.args) <= 2
-    if name == "rsqrt":  # a 16-bit result is rounded once in a vector, and twice at its end
+    if name == "rsqrt":  # a 16-bit result is rounded once in a vector, twice in the remainder
         return node.dtype.itemsize >= 4
     return name in POINTWISE
 
@@ -62,7 +62,7 @@ def is_local(node: Node) -> bool:
 
 
 def bytes_in_full(root: Node) -> int:
-    """Return the bytes that are computed in full for any box of the root, without views and ranges."""
+    """Return the bytes that are computed in full for any box of the root, except views and ranges."""
     heads = [n for node in topological_order(root) if not is_local(node) for n in (node, *inputs(node))]
     nodes = [n for n in topological_order(*heads) if not isinstance(n, (View, Reshape, Full))]
     if all(isinstance(n, Cast) or (isinstance(n, Op) and n.call.name in ("arange", "linspace")) for n in nodes):
@@ -99,7 +99,7 @@ class Replay:
             return out
 
     def evaluate(self, node: Node, box: Box) -> Tensor:
-        """Return a box of a value. Nothing else refers to the tensor's elements, so the caller may overwrite them."""
+        """Return a box of a value, in memory that the caller may overwrite."""
         if id(node) not in self._shared or isinstance(node, (Full, Constant)):
             return self._compute(node, box)
         if id(node) in self._partial:
@@ -139,7 +139,7 @@ class Replay:
                 return self._write(node, box)
             case Op() if is_pointwise(node):
                 parts = [self.evaluate(n, _broadcast(n.shape, box)) for n in node.call.inputs]
-                # In place, the first argument has the shape of the result and is ours to overwrite.
+                # An operation in place overwrites its first argument, which has the shape of the result.
                 return node.call.run(parts)[node.output]
             case Op():
                 return self._on_cpu._run_in_full(node.call)[node.output][box].to(self.device, copy=True)
@@ -151,7 +151,7 @@ class Replay:
         return self._results[id(call)]
 
     def _reshape(self, node: Reshape, box: Box) -> Tensor:
-        """Evaluate the rows of the source that have elements of the box, and cut the box out."""
+        """Evaluate the rows of the source that overlap the box, and cut the box out."""
         strides = row_major_strides(node.shape)
         first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
         last = sum((s.stop - 1) * stride for s, stride in zip(box, strides, strict=True))
@@ -164,9 +164,9 @@ class Replay:
         return flat.as_strided(box_shape(box), strides, flat.storage_offset() + first - rows.start * row)
 
     def _write(self, node: Write, box: Box) -> Tensor:
-        """Evaluate the base, then each write in turn, where its region has elements of the box.
+        """Evaluate the base, then each write whose region overlaps the box.
 
-        A loop, since a constructor that fills 256 experts one by one makes a chain of as many writes.
+        This is a loop, not a recursion: a constructor that fills 256 experts one by one makes a chain of 256 writes.
         """
         writes: list[Write] = []
         base: Node = node
@@ -174,7 +174,7 @@ class Replay:
         while isinstance(base, Write) and (base is node or (id(base), bounds) not in self._cached):
             writes.append(base)
             base = base.source
-        # Integers have no NaN to mark memory of torch.empty: a mask has the elements that no write has reached.
+        # Integers have no NaN to mark memory of torch.empty: a mask marks the elements that are not written yet.
         missing = None
         if isinstance(base, Uninitialized) and not _has_nan(base.dtype):
             missing = torch.ones(box_shape(box), dtype=torch.bool, device=self.device)

@@ -1,4 +1,4 @@
-"""Strided views: a strided range of each dim of a base, with dims permuted, added and dropped.
+"""Strided views: a strided range of each dim of a base, with dims permuted, added and removed.
 
 torch describes every view by sizes, strides and an offset into a storage. `strided_view` turns these into ranges of the
 base's dims, so that a box of the view can be found in the base, and a box of the base in the view.
@@ -20,10 +20,9 @@ Range = tuple[int, int, int]  # (start, step, length)
 
 @dataclass(frozen=True)
 class StridedView:
-    """Range of each dim of a base of shape `base`, and for each dim of the view the base dim that it runs along.
+    """Range of each dim of a base of shape `base`, and the base dim of each dim of the view.
 
-    A base dim that no view dim runs along has a range of length 1. A view dim of size 1, or one that repeats elements
-    (stride 0), runs along None.
+    A base dim without a view dim has a range of length 1. A view dim of size 1 or stride 0 has None.
     """
 
     base: Shape
@@ -49,7 +48,7 @@ class StridedView:
         return StridedView(self.shape, tuple((0, 1, n) for n in self.shape), dims, self.base)
 
     def in_base(self, box: Box) -> tuple[Box, tuple[slice, ...]]:
-        """Return the smallest base box that has the elements of a box of the view, and the steps to take in it."""
+        """Return the smallest base box that has the elements of a box of the view, and their slices in it."""
         ranges = list(self.ranges)
         for d, s in zip(self.dims, box, strict=True):
             if d is not None:
@@ -59,7 +58,7 @@ class StridedView:
         return hull, tuple(slice(None, None, step) for _, step, _ in ranges)
 
     def in_view(self, box: Box) -> tuple[Box, tuple[slice, ...]] | None:
-        """Return the view's part of a base box: a box of the view, and its slices in that base box. None: no part."""
+        """Return the box of the view that a base box has, and its slices in that base box; None if it is empty."""
         parts, slices = [], []
         for (start, step, length), s in zip(self.ranges, box, strict=True):
             low = min(max(-((start - s.start) // step), 0), length)  # ceil((s.start - start) / step)
@@ -87,9 +86,9 @@ class StridedView:
 def strided_view(
     base: Shape, base_strides: Sequence[int], shape: Shape, strides: Sequence[int], offset: int
 ) -> StridedView | None:
-    """Return the view of these sizes and strides, `offset` elements from the base's first. It has at least one element.
+    """Return the view of these sizes and strides, `offset` elements after the base's first; it is not empty.
 
-    None: two dims of the view run along one dim of the base, or one runs over the end of a base dim.
+    None if two dims of the view use one dim of the base, or one crosses the end of a base dim.
     """
     by_stride = sorted((d for d, n in enumerate(base) if n > 1 and base_strides[d]), key=lambda d: -base_strides[d])
     ranges = [(0, 1, 1)] * len(base)
@@ -105,7 +104,7 @@ def strided_view(
         if n == 1 or stride == 0:
             dims.append(None)
             continue
-        # A base dim of smaller stride would run over its end; one of larger stride takes steps that are too long.
+        # A view dim would cross the end of a base dim of smaller stride; a base dim of larger stride is too coarse.
         d = next((d for d in by_stride if base_strides[d] <= stride), -1)
         if d < 0 or stride % base_strides[d] or ranges[d][2] > 1:
             return None
@@ -129,7 +128,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def refined_shape(numel: int, shape: Sequence[int], strides: Sequence[int]) -> Shape | None:
-    """Return a shape of `numel` elements in which each dim of a view runs along one dim. None: strides do not divide.
+    """Return a shape of `numel` elements in which each view dim uses one dim; None if the strides do not divide.
 
     >>> refined_shape(48, (3, 4), (16, 1))
     (3, 16)
