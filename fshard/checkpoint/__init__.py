@@ -17,10 +17,11 @@ a directory.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fshard._io import StrPath
 
 from . import commit
-from .commit import steps
 from .loading import restore
 from .manifest import Saved, Scalar, read_manifest
 from .saving import save
@@ -37,6 +38,15 @@ def inspect(path: StrPath, *, step: int | None = None) -> dict[str, Saved | Scal
     directory = commit.directory_of(path, step)
     commit.check_complete(directory)
     return dict(read_manifest(directory).leaves)
+
+
+def steps(path: StrPath) -> list[int]:
+    """Return the steps of the complete checkpoints in a directory, in order; `[]` if there is none.
+
+    >>> steps("out")
+    [25, 50]
+    """
+    return commit.steps(Path(path))
 
 
 def latest(path: StrPath) -> int | None:

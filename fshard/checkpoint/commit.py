@@ -30,13 +30,7 @@ def directory_of(path: StrPath, step: int | None) -> Path:
     return Path(path) if step is None else Path(path) / f"step_{step:06d}"
 
 
-def steps(path: StrPath) -> list[int]:
-    """Return the steps of the complete checkpoints in a directory, in order; `[]` if there is none.
-
-    >>> steps("out")
-    [25, 50]
-    """
-    directory = Path(path)
+def steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     names = [_STEP.fullmatch(d.name) for d in directory.iterdir()]
