@@ -40,7 +40,7 @@ from .transformer import (
     split_qkv,
 )
 
-# By their names in Hugging Face, where the last two differ only in the digits of a constant.
+# By name in Hugging Face, whose gelu_new and gelu_fast differ only in the digits of a constant.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 
@@ -237,9 +237,9 @@ def config(folder: str | Path) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
     raw = config_of(folder)
     theta = raw.get("rotary_emb_base") or _ROPE["rope_theta"]
-    found = rope.parameters(raw, theta=theta, partial=raw.get("rotary_pct") or _ROPE["partial_rotary_factor"])
+    rotary = rope.parameters(raw, theta=theta, partial=raw.get("rotary_pct") or _ROPE["partial_rotary_factor"])
     # `rope.parameters` leaves out a partial_rotary_factor of 1, and the default of a Config is another one.
-    return read_config(folder, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **found})
+    return read_config(folder, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **rotary})
 
 
 def load(path: str | Path) -> tuple[Config, Any]:

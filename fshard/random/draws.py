@@ -94,7 +94,7 @@ class _Runs(NamedTuple):
         return self.base & 3 if all(n == 1 or stride % 4 == 0 for n, stride in self.outer) else None
 
     def blocks(self, length: int) -> int:
-        """Number of blocks that hold the words of `length` elements of any run, from a multiple of four on."""
+        """Number of blocks with the words of `length` elements of any run; the first index is a multiple of four."""
         offset = self.offset()
         return ((3 if offset is None else offset) + length + 3) >> 2
 
