@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import init as _init
 from . import tree
 from ._comm import checker, common_device
 from .collectives import psum, pvary
 from .errors import fail
-from .init import Deferred
-from .optim.optimizers import Optimizer
-from .sharded import Sharded, from_callback
+from .optim.optimizers import Optimizer, scalar_like
 from .spec import P, is_spec
 
 
@@ -94,7 +91,7 @@ class LossScale:
 
     def init(self, params: Any = None) -> Any:
         """Initial state: of the same kind (tensor, Deferred, Sharded), device and mesh as the leaves of `params`."""
-        return {"scale": _scalar(self.initial, params, torch.float32), "good": _scalar(0, params, torch.int64)}
+        return {"scale": scalar_like(params, self.initial, torch.float32), "good": scalar_like(params, 0, torch.int64)}
 
     def specs(self) -> Any:
         return {"scale": P(), "good": P()}
@@ -163,15 +160,6 @@ class LossScale:
 
         return Optimizer(init, update, lambda param_specs: {"scale": self.specs(), "opt": optimizer.specs(param_specs)},
                          f"guarded {optimizer.name}")  # fmt: skip
-
-
-def _scalar(value: float, params: Any, dtype: torch.dtype) -> Any:
-    leaves = tree.leaves(params)
-    if any(isinstance(x, Deferred) for x in leaves):
-        return _init.full((), value, dtype=dtype)
-    if leaves and isinstance(leaves[0], Sharded):
-        return from_callback((), P(), leaves[0].mesh, lambda box: torch.tensor(value, dtype=dtype))
-    return torch.tensor(value, dtype=dtype, device=leaves[0].device if leaves else None)
 
 
 def _as_constant(x: Tensor) -> Tensor:

@@ -53,4 +53,4 @@ __all__ = [
     "xavier_uniform",
     "zero_row",
     "zeros",
-]  # fmt: skip
+]

@@ -1,7 +1,7 @@
 """Initializers: each describes a leaf as a `Deferred`, without storage until it is materialized.
 
 Fans are those of `[in, out]` matrices used as `x @ w`: fan_in is the size of dim -2 (times any dims before it),
-fan_out that of dim -1; `in_dim` and `out_dim` say otherwise, e.g. `in_dim=1, out_dim=0` for a torch.nn.Linear weight.
+fan_out that of dim -1; `in_dim` and `out_dim` choose other dims: `in_dim=1, out_dim=0` for a torch.nn.Linear weight.
 Every element depends on the key and its global index alone, so every device fills only its own part.
 """
 
@@ -211,7 +211,7 @@ def zero_row(leaf: Deferred, row: int) -> Deferred:
     Raises ShardingError where dim 0 has no such index.
     """
     if not leaf.ndim or not 0 <= row < leaf.shape[0]:
-        raise fail(f"zero_row: {list(leaf.shape)} has no row {row}", fix="an index of dim 0, from 0 on")
+        raise fail(f"zero_row: {list(leaf.shape)} has no row {row}", fix="an index of dim 0, counted from 0")
     return Deferred(leaf.shape, leaf.dtype, ZeroRow(leaf.init, row))
 
 

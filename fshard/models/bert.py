@@ -20,12 +20,20 @@ from fshard import nn, tree
 from fshard._comm import Axis
 from fshard.collectives import all_gather
 from fshard.errors import fail, raise_all
-from fshard.init import Deferred
 from fshard.interop.hf import FileTensor, WeightHeaders, read, write
 from fshard.spec import P
 
 from .hf_files import file_tensor, read_config, weight_and_bias
-from .transformer import ONE_DEVICE, Layout, apply_blocks, flat_linear, fold_name, project_heads
+from .transformer import (
+    ONE_DEVICE,
+    Layout,
+    apply_blocks,
+    flat_linear,
+    fold_name,
+    linear_params,
+    norm_params,
+    project_heads,
+)
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu, "gelu_python": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu, "gelu_pytorch_tanh": nn.gelu,
@@ -77,33 +85,29 @@ class Config:
 
 def init(cfg: Config) -> Any:
     """The described parameters: matrices and embeddings N(0, initializer_range^2), norms 1, biases and padding 0."""
-    d, h, f = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size
-
-    def normal(*shape: int) -> Deferred:
-        return initial.normal(shape, std=cfg.initializer_range)
-
-    def norm() -> Any:
-        return {"w": initial.ones(d), "b": initial.zeros(d)}
-
-    def dense(*shape: int, split: int = 1) -> Any:
-        return {"w": normal(*shape), "b": initial.zeros(shape[split:])}
+    d, h, f, std = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size, cfg.initializer_range
+    k = d // h
 
     def block() -> Any:
         return {
-            "q": dense(d, h, d // h), "k": dense(d, h, d // h), "v": dense(d, h, d // h),
-            "proj": dense(h, d // h, d, split=2), "ln_1": norm(),
-            "up": dense(d, f), "down": dense(f, d), "ln_2": norm(),
-        }  # fmt: skip
+            **{name: linear_params((d,), (h, k), std) for name in ("q", "k", "v")},
+            "proj": linear_params((h, k), (d,), std),
+            "ln_1": norm_params(d),
+            "up": linear_params((d,), (f,), std),
+            "down": linear_params((f,), (d,), std),
+            "ln_2": norm_params(d),
+        }
 
-    word, pad = normal(cfg.vocab_size, d), cfg.pad_token_id
+    word, pad = initial.normal((cfg.vocab_size, d), std=std), cfg.pad_token_id
     return _with_heads(cfg, {
         "word": word if pad is None else initial.zero_row(word, pad),
-        "position": normal(cfg.max_position_embeddings, d),
-        "type": normal(cfg.type_vocab_size, d),
-        "ln": norm(),
+        "position": initial.normal((cfg.max_position_embeddings, d), std=std),
+        "type": initial.normal((cfg.type_vocab_size, d), std=std),
+        "ln": norm_params(d),
         "h": [block() for _ in range(cfg.num_hidden_layers)],
-        "mlm": {"dense": dense(d, d), "ln": norm(), "b": initial.zeros(cfg.vocab_size)},
-        "pooler": dense(d, d), "nsp": dense(d, 2),
+        "mlm": {"dense": linear_params((d,), (d,), std), "ln": norm_params(d), "b": initial.zeros(cfg.vocab_size)},
+        "pooler": linear_params((d,), (d,), std),
+        "nsp": linear_params((d,), (2,), std),
     })  # fmt: skip
 
 

@@ -158,6 +158,3 @@ def global_batch(verb: str, n: int, axis: Axis, *, word: str) -> int:
     if axis and not region(verb).comm.has_values:
         return n * axis_size(axis)
     return global_size(verb, n, axis, word=word) if axis else n
-
-
-__all__ = ["Cache", "KeyValues", "Step", "Tokens", "append_to_cache", "argmax", "generate", "global_batch"]

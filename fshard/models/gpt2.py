@@ -23,7 +23,17 @@ from fshard.spec import P
 
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import file_tensor, read_config, weight_and_bias
-from .transformer import ONE_DEVICE, Layout, apply_blocks, causal_attention, generate_by, split_qkv
+from .transformer import (
+    ONE_DEVICE,
+    Layout,
+    apply_blocks,
+    causal_attention,
+    generate_of,
+    linear_params,
+    loss_of,
+    norm_params,
+    split_qkv,
+)
 
 
 @dataclass(frozen=True)
@@ -53,24 +63,21 @@ def init(cfg: Config) -> Any:
     d, h, k, f = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.n_inner or 4 * cfg.n_embd
     std, residual = cfg.initializer_range, cfg.initializer_range / math.sqrt(2 * cfg.n_layer)
 
-    def norm() -> Any:
-        return {"w": initial.ones(d), "b": initial.zeros(d)}
-
     def block() -> Any:
         return {
-            "ln_1": norm(),
-            "qkv": {"w": initial.normal((d, 3, h, k), std=std), "b": initial.zeros((3, h, k))},
-            "proj": {"w": initial.normal((h, k, d), std=residual), "b": initial.zeros(d)},
-            "ln_2": norm(),
-            "up": {"w": initial.normal((d, f), std=std), "b": initial.zeros(f)},
-            "down": {"w": initial.normal((f, d), std=residual), "b": initial.zeros(d)},
+            "ln_1": norm_params(d),
+            "qkv": linear_params((d,), (3, h, k), std),
+            "proj": linear_params((h, k), (d,), residual),
+            "ln_2": norm_params(d),
+            "up": linear_params((d,), (f,), std),
+            "down": linear_params((f,), (d,), residual),
         }
 
     return {
         "wte": initial.normal((cfg.vocab_size, d), std=std),
         "wpe": initial.normal((cfg.n_positions, d), std=std),
         "h": [block() for _ in range(cfg.n_layer)],
-        "ln_f": norm(),
+        "ln_f": norm_params(d),
     }
 
 
@@ -111,10 +118,8 @@ def apply(
     x = x + layout.time_slice(top["wpe"][tokens.positions], tokens.positions.ndim - 1)
     x = layout.dropout(x, cfg.embd_pdrop, key, "embd", t)
 
-    def block(p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None) -> tuple[Tensor, KeyValues | None]:
-        return _block(cfg, p, x, layout, key, tokens, cached)
-
-    x, blocks = apply_blocks(block, params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
+    x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, cached),
+                             params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
                              cache=cache)  # fmt: skip
     x = layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon)
     logits = layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
@@ -140,23 +145,8 @@ def _block(
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), cached
 
 
-def loss(
-    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
-    logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-    return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
-
-
-def generate(
-    cfg: Config, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
-    mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
-    key: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map` only."""
-    return generate_by(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
-                       temperature=temperature, key=key)  # fmt: skip
+loss = loss_of(apply)
+generate = generate_of(apply)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------

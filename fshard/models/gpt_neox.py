@@ -32,12 +32,15 @@ from .transformer import (
     apply_blocks,
     causal_attention,
     flat_linear,
-    generate_by,
+    generate_of,
+    linear_params,
+    loss_of,
+    norm_params,
     rope_angles,
     split_qkv,
 )
 
-# By their names in Hugging Face, where the last two differ only in the digits of a constant.
+# By name in Hugging Face, whose gelu_new and gelu_fast differ only in the digits of a constant.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 
@@ -82,28 +85,21 @@ def init(cfg: Config) -> Any:
     d, h, f, v = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size, cfg.vocab_size
     k, std = d // h, cfg.initializer_range
 
-    def norm() -> Any:
-        return {"w": initial.ones(d), "b": initial.zeros(d)}
-
-    def linear(shape: tuple[int, ...], bias: tuple[int, ...] | None) -> Any:
-        w = {"w": initial.normal(shape, std=std)}
-        return w if bias is None else {**w, "b": initial.zeros(bias)}
-
     def block() -> Any:
         return {
-            "ln_1": norm(),
-            "qkv": linear((d, 3, h, k), (3, h, k) if cfg.attention_bias else None),
-            "proj": linear((h, k, d), (d,) if cfg.attention_bias else None),
-            "ln_2": norm(),
-            "up": linear((d, f), (f,)),
-            "down": linear((f, d), (d,)),
+            "ln_1": norm_params(d),
+            "qkv": linear_params((d,), (3, h, k), std, bias=cfg.attention_bias),
+            "proj": linear_params((h, k), (d,), std, bias=cfg.attention_bias),
+            "ln_2": norm_params(d),
+            "up": linear_params((d,), (f,), std),
+            "down": linear_params((f,), (d,), std),
         }
 
-    head = {} if cfg.tie_word_embeddings else {"head": {"w": initial.normal((d, v), std=std)}}
+    head = {} if cfg.tie_word_embeddings else {"head": linear_params((d,), (v,), std, bias=False)}
     return {
         "wte": initial.normal((v, d), std=std),
         "h": [block() for _ in range(cfg.num_hidden_layers)],
-        "ln_f": norm(),
+        "ln_f": norm_params(d),
         **head,
     }
 
@@ -144,10 +140,8 @@ def apply(
     angles = rope_angles(cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads, cfg.max_position_embeddings,
                          tokens=tokens, layout=layout, dtype=x.dtype)  # fmt: skip
 
-    def block(p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None) -> tuple[Tensor, KeyValues | None]:
-        return _block(cfg, p, x, layout, key, tokens, angles, cached)
-
-    x, blocks = apply_blocks(block, params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
+    x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached),
+                             params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
                              cache=cache)  # fmt: skip
     x = layout.enter(layout.layer_norm(x, top["ln_f"], cfg.layer_norm_eps), t)
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
@@ -206,23 +200,8 @@ def _add_bias(x: Tensor, p: Any, layout: Layout) -> Tensor:
     return x + layout.replicated(p["b"]) if "b" in p else x
 
 
-def loss(
-    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
-    logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-    return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
-
-
-def generate(
-    cfg: Config, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
-    mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
-    key: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map` only."""
-    return generate_by(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
-                       temperature=temperature, key=key)  # fmt: skip
+loss = loss_of(apply)
+generate = generate_of(apply)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -258,9 +237,9 @@ def config(folder: str | Path) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
     raw = config_of(folder)
     theta = raw.get("rotary_emb_base") or _ROPE["rope_theta"]
-    found = rope.parameters(raw, theta=theta, partial=raw.get("rotary_pct") or _ROPE["partial_rotary_factor"])
+    rotary = rope.parameters(raw, theta=theta, partial=raw.get("rotary_pct") or _ROPE["partial_rotary_factor"])
     # `rope.parameters` leaves out a partial_rotary_factor of 1, and the default of a Config is another one.
-    return read_config(folder, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **found})
+    return read_config(folder, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **rotary})
 
 
 def load(path: str | Path) -> tuple[Config, Any]:

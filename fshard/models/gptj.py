@@ -24,7 +24,17 @@ from fshard.spec import P
 
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import file_tensor, read_config, weight_and_bias
-from .transformer import ONE_DEVICE, Layout, apply_blocks, causal_attention, generate_by, project_heads
+from .transformer import (
+    ONE_DEVICE,
+    Layout,
+    apply_blocks,
+    causal_attention,
+    generate_of,
+    linear_params,
+    loss_of,
+    norm_params,
+    project_heads,
+)
 
 
 @dataclass(frozen=True)
@@ -60,26 +70,22 @@ def init(cfg: Config) -> Any:
     d, h, k, v = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.vocab_size
     f, std = cfg.n_inner or 4 * d, cfg.initializer_range
 
-    def norm() -> Any:
-        return {"w": initial.ones(d), "b": initial.zeros(d)}
-
     def block() -> Any:
         return {
-            "ln_1": norm(),
-            "q": {"w": initial.normal((d, h, k), std=std)},
-            "k": {"w": initial.normal((d, h, k), std=std)},
-            "v": {"w": initial.normal((d, h, k), std=std)},
-            "proj": {"w": initial.normal((h, k, d), std=std)},
-            "up": {"w": initial.normal((d, f), std=std), "b": initial.zeros(f)},
-            "down": {"w": initial.normal((f, d), std=std), "b": initial.zeros(d)},
+            "ln_1": norm_params(d),
+            "q": linear_params((d,), (h, k), std, bias=False),
+            "k": linear_params((d,), (h, k), std, bias=False),
+            "v": linear_params((d,), (h, k), std, bias=False),
+            "proj": linear_params((h, k), (d,), std, bias=False),
+            "up": linear_params((d,), (f,), std),
+            "down": linear_params((f,), (d,), std),
         }
 
-    head = {"b": initial.zeros(v)}
     return {
         "wte": initial.normal((v, d), std=std),
         "h": [block() for _ in range(cfg.n_layer)],
-        "ln_f": norm(),
-        "head": head if cfg.tie_word_embeddings else {"w": initial.normal((d, v), std=std), **head},
+        "ln_f": norm_params(d),
+        "head": {"b": initial.zeros(v)} if cfg.tie_word_embeddings else linear_params((d,), (v,), std),
     }
 
 
@@ -124,10 +130,8 @@ def apply(
     rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
     angles = rope.angles(tokens.positions, rates, dtype=x.dtype)
 
-    def block(p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None) -> tuple[Tensor, KeyValues | None]:
-        return _block(cfg, p, x, layout, key, tokens, angles, cached)
-
-    x, blocks = apply_blocks(block, params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
+    x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached),
+                             params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
                              cache=cache)  # fmt: skip
     x = layout.enter(layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon), t)
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
@@ -161,23 +165,8 @@ def _block(
     return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", t), cached
 
 
-def loss(
-    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
-    logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-    return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
-
-
-def generate(
-    cfg: Config, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
-    mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
-    key: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map` only."""
-    return generate_by(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
-                       temperature=temperature, key=key)  # fmt: skip
+loss = loss_of(apply)
+generate = generate_of(apply)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------

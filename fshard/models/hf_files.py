@@ -73,6 +73,3 @@ def file_tensor(
         return top[tree.dotted(path)]
     inner = block[tree.dotted(path[2:])]
     return replace(inner, name=f"{blocks}.{path[1]}.{inner.name}")
-
-
-__all__ = ["file_tensor", "read_config", "weight_and_bias"]

@@ -32,7 +32,9 @@ from .transformer import (
     apply_blocks,
     causal_attention,
     flat_linear,
-    generate_by,
+    generate_of,
+    linear_params,
+    loss_of,
     project_heads,
     rope_angles,
 )
@@ -98,24 +100,20 @@ def init(cfg: Config) -> Any:
     d, f, g, k, std = cfg.hidden_size, cfg.intermediate_size, cfg.groups, cfg.width, cfg.initializer_range
     r = cfg.num_attention_heads // g
 
-    def linear(inputs: tuple[int, ...], outputs: tuple[int, ...], bias: bool) -> Any:
-        w = {"w": initial.normal((*inputs, *outputs), std=std)}
-        return {**w, "b": initial.zeros(outputs)} if bias else w
-
     def block() -> Any:
         return {
             "norm_1": {"w": initial.ones(d)},
-            "q": linear((d,), (g, r, k), cfg.attention_bias),
-            "k": linear((d,), (g, k), cfg.attention_bias),
-            "v": linear((d,), (g, k), cfg.attention_bias),
-            "proj": linear((g, r, k), (d,), cfg.attention_bias),
+            "q": linear_params((d,), (g, r, k), std, bias=cfg.attention_bias),
+            "k": linear_params((d,), (g, k), std, bias=cfg.attention_bias),
+            "v": linear_params((d,), (g, k), std, bias=cfg.attention_bias),
+            "proj": linear_params((g, r, k), (d,), std, bias=cfg.attention_bias),
             "norm_2": {"w": initial.ones(d)},
-            "gate": linear((d,), (f,), cfg.mlp_bias),
-            "up": linear((d,), (f,), cfg.mlp_bias),
-            "down": linear((f,), (d,), cfg.mlp_bias),
+            "gate": linear_params((d,), (f,), std, bias=cfg.mlp_bias),
+            "up": linear_params((d,), (f,), std, bias=cfg.mlp_bias),
+            "down": linear_params((f,), (d,), std, bias=cfg.mlp_bias),
         }
 
-    head = {} if cfg.tie_word_embeddings else {"head": {"w": initial.normal((d, cfg.vocab_size), std=std)}}
+    head = {} if cfg.tie_word_embeddings else {"head": linear_params((d,), (cfg.vocab_size,), std, bias=False)}
     return {
         "wte": initial.normal((cfg.vocab_size, d), std=std),
         "h": [block() for _ in range(cfg.num_hidden_layers)],
@@ -170,10 +168,8 @@ def apply(
     angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
                          dtype=x.dtype)  # fmt: skip
 
-    def block(p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None) -> tuple[Tensor, KeyValues | None]:
-        return _block(cfg, p, x, layout, key, tokens, angles, cached)
-
-    x, blocks = apply_blocks(block, params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
+    x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached),
+                             params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
                              cache=cache)  # fmt: skip
     x = layout.enter(_norm(cfg, x, top["norm_f"], layout), t)
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
@@ -203,23 +199,8 @@ def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
     return nn.rms_norm(x, layout.replicated(p["w"]), eps=cfg.rms_norm_eps)
 
 
-def loss(
-    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
-    logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-    return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
-
-
-def generate(
-    cfg: Config, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
-    mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
-    key: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map` only."""
-    return generate_by(apply, cfg, params, ids, layout=layout, specs=specs, new=new, mask=mask, eos=eos, pad=pad,
-                       temperature=temperature, key=key)  # fmt: skip
+loss = loss_of(apply)
+generate = generate_of(apply)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------

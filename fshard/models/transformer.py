@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis, live_axes, region
 from fshard._ops import Gather, Vary
@@ -26,7 +27,8 @@ from fshard.schedule.scan import scan
 from fshard.schedule.unshard import unshard
 from fshard.spec import P, any_on_host, names_of
 
-from .decoding import Cache, KeyValues, Tokens, append_to_cache, generate, global_batch
+from . import decoding
+from .decoding import Cache, KeyValues, Tokens, append_to_cache, global_batch
 
 # A block: its unsharded parameters, x [B, T, D], its key and its cached keys and values -> x and the updated ones.
 Block = Callable[[Any, Tensor, Tensor | None, KeyValues | None], tuple[Tensor, KeyValues | None]]
@@ -142,6 +144,19 @@ def fold_name(key: Tensor | None, name: str | int) -> Tensor | None:
     return None if key is None else fold_in(key, name)
 
 
+def norm_params(width: int) -> dict[str, Any]:
+    """Described parameters of a layer norm."""
+    return {"w": initial.ones(width), "b": initial.zeros(width)}
+
+
+def linear_params(
+    inputs: tuple[int, ...], outputs: tuple[int, ...], std: float, *, bias: bool = True
+) -> dict[str, Any]:
+    """Described parameters of a linear layer: w [inputs.., outputs..] from N(0, std^2) and, with `bias`, zeros."""
+    w = {"w": initial.normal((*inputs, *outputs), std=std)}
+    return {**w, "b": initial.zeros(outputs)} if bias else w
+
+
 def flat_linear(x: Tensor, p: Any) -> Tensor:
     """x @ w + b with all output dims flattened: [B, T, D], w [D, F..], b [F..] if there is one -> [B, T, F]."""
     return nn.linear(x, p["w"].flatten(1), p["b"].flatten() if "b" in p else None)
@@ -220,19 +235,35 @@ def apply_blocks(
     return (out, []) if cache is None else out
 
 
-def generate_by(
-    apply: Callable[..., Any], cfg: Any, params: Any, ids: Tensor, *, layout: Layout, specs: Any = None, **options: Any
-) -> Tensor:
-    """`decoding.generate` by a model's `apply`; `options` are those of `decoding.generate`."""
-    layout = replace(layout, sequence=False)  # one token has no sequence to split
+def loss_of(apply: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Make the `loss` of a decoder from its `apply`."""
 
-    def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
-        return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
+    def loss(
+        cfg: Any, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+        key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
+        logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+        return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
 
-    return generate(step, ids, size=cfg.vocab_size, data=layout.data, model=layout.model, **options)
+    return loss
 
 
-__all__ = [
-    "ONE_DEVICE", "Block", "Layout", "apply_blocks", "causal_attention", "flat_linear", "fold_name", "generate_by",
-    "project_heads", "rope_angles", "split_qkv",
-]  # fmt: skip
+def generate_of(apply: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Make the `generate` of a decoder from its `apply`."""
+
+    def generate(
+        cfg: Any, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
+        mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
+        key: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map`."""
+        layout = replace(layout, sequence=False)  # one token has no sequence to split
+
+        def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
+            return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
+
+        return decoding.generate(step, ids, new=new, size=cfg.vocab_size, data=layout.data, model=layout.model,
+                                 mask=mask, eos=eos, pad=pad, temperature=temperature, key=key)  # fmt: skip
+
+    return generate

@@ -101,8 +101,8 @@ def attention(
     same weights: `spec` and `shape` are those of the global weights, [B, H, T, S], as in `dropout`. Heads may be split
     over an axis, without communication.
 
-    Without dropout this is torch's fused kernel. On a CPU that has neither jvp nor second derivatives; torch's other
-    implementation has: `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. Source: Vaswani et al., 2017.
+    Without dropout this is torch's fused kernel. On a CPU the kernel has neither jvp nor second derivatives; torch's
+    plain formula has both: `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. Source: Vaswani et al., 2017.
 
     >>> nn.attention(q, k, v, causal=True, rate=0.1, key=key, spec=P("data", "model"))
     """

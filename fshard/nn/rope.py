@@ -141,9 +141,9 @@ def _proportional(
 
 def _dynamic(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
     """Scale the base with sequences longer than `longest`. Source: bloc97 and emozilla, 2023, "NTK-aware"."""
-    factor, power = p["factor"], r / (r - 2) if r > 2 else math.inf
     if r == 2:
         raise fail("rope: dynamic needs more than one pair of dims", R=r)
+    factor, power = p["factor"], r / (r - 2)
 
     def scaled_base(length: Any) -> Any:
         return p["rope_theta"] * (factor * length / longest - (factor - 1)) ** power
@@ -157,7 +157,7 @@ def _dynamic(p: Parameters, r: int, longest: int, length: Any, device: torch.dev
 
 
 def _longrope(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
-    """Divide each pair's frequency by a factor, which is another for sequences longer than in training.
+    """Divide each pair's frequency by its short factor, or its long factor for sequences longer than in training.
 
     Source: Ding et al., 2024, "LongRoPE".
     """
@@ -191,7 +191,7 @@ def _yarn(p: Parameters, r: int, longest: int, length: Any, device: torch.device
         factor = factor / _temperature(stretch, all_dims) if top and all_dims else factor
 
     def pair(turns: float) -> float:
-        """Index of the pair that makes so many turns in the original length."""
+        """Index of the pair that makes `turns` full turns within the original length."""
         return (r * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(base))
 
     low, high = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)

@@ -36,7 +36,7 @@ from fshard.grad import is_differentiated
 Columns = list[list[Tensor]]  # parameters, gradients, then each kind of moment: one list each, leaves in one order
 GRADS = 1  # the column of gradients, which are only read
 
-# Elements of gradient that are scaled, or made contiguous, at a time. On a CPU: for each thread, whose cache they fit.
+# Elements of gradient that are scaled, or made contiguous, at a time; on a CPU per thread, so that they fit its cache.
 _PIECE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 
 _GROUP_BYTES = 1 << 28  # bytes that are copied to the device of the parameters at a time

@@ -2,7 +2,7 @@
 
     state         = opt.init(params)                    of tensors, `Deferred` or `Sharded`, as `params` are
     params, state = opt.update(grads, state, params)    inside shard_map on local leaves, or on plain tensors
-    state_specs   = opt.specs(param_specs)              moments have the specs of their parameters; prefixes stay so
+    state_specs   = opt.specs(param_specs)              moments have the specs of their parameters, or their prefix
 
 `update` never changes its arguments, except leaves that were donated to shard_map: those are overwritten, compiled or
 not, and take no memory but that of one leaf at a time, or less. Every element is computed alike wherever it is stored,
@@ -148,7 +148,7 @@ def _optimizer(
     """
 
     def init(params: Any) -> Any:
-        return {"count": _scalar(params, torch.int64), **{k: tree.map(_zeros, params) for k in moments}}
+        return {"count": scalar_like(params, 0, torch.int64), **{k: tree.map(_zeros, params) for k in moments}}
 
     def specs(param_specs: Any) -> Any:
         return {"count": P(), **dict.fromkeys(moments, param_specs)}
@@ -260,7 +260,7 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
         scales = {a: pvary(scale, a) if a else scale for a in axes}
         return [scales[a] for a in axes], {"norm": norm.to(torch.float32)}
 
-    return Transform(lambda params: {"norm": _scalar(params, torch.float32)}, update,
+    return Transform(lambda params: {"norm": scalar_like(params, 0, torch.float32)}, update,
                      lambda param_specs: {"norm": P()}, "clip_by_global_norm", factors)  # fmt: skip
 
 
@@ -278,14 +278,14 @@ def _zeros(x: Any) -> Any:
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
-def _scalar(params: Any, dtype: torch.dtype) -> Any:
-    """0-d zero of the same kind (tensor, Deferred, Sharded) and on the same device as the leaves."""
+def scalar_like(params: Any, value: float, dtype: torch.dtype) -> Any:
+    """0-d leaf of the same kind (tensor, Deferred, Sharded), device and mesh as the leaves of `params`."""
     leaves = tree.leaves(params)
     if any(isinstance(x, Deferred) for x in leaves):
-        return _init.zeros((), dtype=dtype)
+        return _init.full((), value, dtype=dtype)
     if leaves and isinstance(leaves[0], Sharded):
-        return from_callback((), P(), leaves[0].mesh, lambda box: torch.zeros((), dtype=dtype))
-    return torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None)
+        return from_callback((), P(), leaves[0].mesh, lambda box: torch.tensor(value, dtype=dtype))
+    return torch.tensor(value, dtype=dtype, device=leaves[0].device if leaves else None)
 
 
 def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:

@@ -94,7 +94,7 @@ class _Runs(NamedTuple):
         return self.base & 3 if all(n == 1 or stride % 4 == 0 for n, stride in self.outer) else None
 
     def blocks(self, length: int) -> int:
-        """Number of blocks that hold the words of `length` elements of any run, from a multiple of four on."""
+        """Number of blocks with the words of `length` elements of any run; the first index is a multiple of four."""
         offset = self.offset()
         return ((3 if offset is None else offset) + length + 3) >> 2
 
@@ -222,12 +222,31 @@ def _inverse_cdf(lo: float, hi: float, mean: float, std: float) -> Callable[[Ten
     return of_words
 
 
+def _normal(mean: float, std: float, dtype: torch.dtype) -> _Distribution:
+    return _floating(_inverse_cdf(-1.0, 1.0, mean, std), dtype)
+
+
+def _trunc_normal(mean: float, std: float, a: float, b: float, dtype: torch.dtype) -> _Distribution:
+    lo, hi = (math.erf((x - mean) / (std * math.sqrt(2))) if std > 0 else 0.0 for x in (a, b))
+    if not hi - lo > 1e-9:  # too few float64 values between lo and hi to draw from
+        raise fail("random.trunc_normal: [a, b] has almost no probability", mean=mean, std=std,
+                   a=a, b=b, fix="std > 0 and a < b, which are values, not multiples of std")  # fmt: skip
+    return _floating(_inverse_cdf(lo, hi, mean, std), dtype, a, b)
+
+
+def _uniform(low: float, high: float, dtype: torch.dtype) -> _Distribution:
+    if not low < high:
+        raise fail("random.uniform: [low, high) is empty", low=low, high=high, fix="low < high")
+    scale, last = (high - low) * 2.0**-32, math.nextafter(high, -math.inf)
+    return _floating(lambda w: w.mul_(scale).add_(low), dtype, low, last)
+
+
 def normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     """`normal` for an explicit box of the global shape, without a mesh; initializers use the three `_box` functions."""
-    return _draw("normal", key, shape, box, _floating(_inverse_cdf(-1.0, 1.0, mean, std), dtype), device)
+    return _draw("normal", key, shape, box, _normal(mean, std, dtype), device)
 
 
 def trunc_normal_box(
@@ -235,12 +254,7 @@ def trunc_normal_box(
     b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     """`trunc_normal` for an explicit box of the global shape."""
-    lo, hi = (math.erf((x - mean) / (std * math.sqrt(2))) if std > 0 else 0.0 for x in (a, b))
-    if not hi - lo > 1e-9:  # too few float64 values between lo and hi to draw from
-        raise fail("random.trunc_normal: [a, b] has almost no probability", mean=mean, std=std,
-                   a=a, b=b, fix="std > 0 and a < b, which are values, not multiples of std")  # fmt: skip
-    distribution = _floating(_inverse_cdf(lo, hi, mean, std), dtype, a, b)
-    return _draw("trunc_normal", key, shape, box, distribution, device)
+    return _draw("trunc_normal", key, shape, box, _trunc_normal(mean, std, a, b, dtype), device)
 
 
 def uniform_box(
@@ -248,42 +262,30 @@ def uniform_box(
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     """`uniform` for an explicit box of the global shape."""
-    if not low < high:
-        raise fail("random.uniform: [low, high) is empty", low=low, high=high, fix="low < high")
-    scale, last = (high - low) * 2.0**-32, math.nextafter(high, -math.inf)
-    distribution = _floating(lambda w: w.mul_(scale).add_(low), dtype, low, last)
-    return _draw("uniform", key, shape, box, distribution, device)
+    return _draw("uniform", key, shape, box, _uniform(low, high, dtype), device)
 
 
 # --- draws ------------------------------------------------------------------------------------------------
 
 
 def _draw_local(
-    verb: str, key: Tensor, shape: Sequence[int], spec: P, device: torch.device | None,
-    draw: Callable[[Box, torch.device | None], Tensor],
-) -> Tensor:  # fmt: skip
-    """Draw this rank's part by `spec` with `draw`; in a checked call, give it the type of the spec."""
-    box, device = _local_box(verb, shape, spec, device)
-    types = checker()
-    if types is None:
-        return draw(box, device)
-    with types.paused():
-        out = draw(box, device)
-    types.set_draw_type(out, f"random.{verb}", key, spec.axes)
-    return out
-
-
-def _local_box(
-    verb: str, shape: Sequence[int], spec: P, device: torch.device | None
-) -> tuple[Box, torch.device | None]:
-    """Return this rank's box and the device to draw it on, by default that of the region."""
+    verb: str, key: Tensor, shape: Sequence[int], spec: P, distribution: _Distribution, device: torch.device | None
+) -> Tensor:
+    """Draw this rank's part by `spec`, by default on the region's device; in a checked call, with the spec's type."""
     if device is None and in_region():
         device = current_region().device
-    if not spec.axes:
-        return full_box(shape), device
-    region = current_region(f"random.{verb} with spec={spec}")
-    raise_all(spec_errors(f"random.{verb}", tuple(shape), spec, region.sizes))
-    return local_box(shape, spec, region.sizes, region.coords), device
+    box = full_box(shape)
+    if spec.axes:
+        region = current_region(f"random.{verb} with spec={spec}")
+        raise_all(spec_errors(f"random.{verb}", tuple(shape), spec, region.sizes))
+        box = local_box(shape, spec, region.sizes, region.coords)
+    types = checker()
+    if types is None:
+        return _draw(verb, key, shape, box, distribution, device)
+    with types.paused():
+        out = _draw(verb, key, shape, box, distribution, device)
+    types.set_draw_type(out, f"random.{verb}", key, spec.axes)
+    return out
 
 
 def normal(
@@ -295,8 +297,7 @@ def normal(
     >>> normal(key(0), (3,))
     tensor([-0.2558,  1.1776,  0.6302])
     """
-    return _draw_local("normal", key, shape, spec, device, lambda box, dev: normal_box(
-        key, shape, box, mean=mean, std=std, dtype=dtype, device=dev))  # fmt: skip
+    return _draw_local("normal", key, shape, spec, _normal(mean, std, dtype), device)
 
 
 def trunc_normal(
@@ -304,8 +305,7 @@ def trunc_normal(
     a: float = -2.0, b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     """Draw from N(mean, std^2) cut to [a, b]: values, not multiples of std, as in `torch.nn.init.trunc_normal_`."""
-    return _draw_local("trunc_normal", key, shape, spec, device, lambda box, dev: trunc_normal_box(
-        key, shape, box, mean=mean, std=std, a=a, b=b, dtype=dtype, device=dev))  # fmt: skip
+    return _draw_local("trunc_normal", key, shape, spec, _trunc_normal(mean, std, a, b, dtype), device)
 
 
 def uniform(
@@ -313,8 +313,7 @@ def uniform(
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     """Draw from U[low, high): never `high`, also where the dtype would round to it."""
-    return _draw_local("uniform", key, shape, spec, device, lambda box, dev: uniform_box(
-        key, shape, box, low=low, high=high, dtype=dtype, device=dev))  # fmt: skip
+    return _draw_local("uniform", key, shape, spec, _uniform(low, high, dtype), device)
 
 
 def bernoulli(
@@ -325,8 +324,7 @@ def bernoulli(
         raise fail("random.bernoulli: p is not a probability", p=p, fix="0 <= p <= 1")
     threshold = round(p * (1 << 32))
     distribution = _Distribution(lambda w: w < threshold, torch.bool)
-    return _draw_local("bernoulli", key, shape, spec, device, lambda box, dev: _draw(
-        "bernoulli", key, shape, box, distribution, dev))  # fmt: skip
+    return _draw_local("bernoulli", key, shape, spec, distribution, device)
 
 
 def randint(
@@ -346,12 +344,10 @@ def randint(
         return w.mul_(n).bitwise_right_shift_(32).add_(low)
 
     distribution = _Distribution(of_words, torch.int64)
-    return _draw_local("randint", key, shape, spec, device, lambda box, dev: _draw(
-        "randint", key, shape, box, distribution, dev))  # fmt: skip
+    return _draw_local("randint", key, shape, spec, distribution, device)
 
 
 def bits(key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, device: torch.device | None = None) -> Tensor:
     """Draw the random words themselves: 32 bits in each int64."""
     distribution = _Distribution(lambda w: w, torch.int64)
-    return _draw_local("bits", key, shape, spec, device, lambda box, dev: _draw(
-        "bits", key, shape, box, distribution, dev))  # fmt: skip
+    return _draw_local("bits", key, shape, spec, distribution, device)

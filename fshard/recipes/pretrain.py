@@ -172,9 +172,8 @@ def main(argv: list[str] | None = None) -> float:
     text, held_out = tokens(args.text)
     train_batch = batches(text, args.context, args.batch, fs.fold_in(key, "data"), mesh)
     if args.verify:
-        rows = (
-            args.batch if args.compile else min(args.batch, 2 * mesh.axes["data"])
-        )  # with the shape of training: it is compiled once
+        # A compiled step gets the shape of training, so that it is compiled once.
+        rows = args.batch if args.compile else min(args.batch, 2 * mesh.axes["data"])
         batch = batches(text, args.context, rows, fs.fold_in(key, "data"), mesh)(begin)
         policy = fs.Policy(compute=torch.float32)  # rounding to half precision would hide small mistakes
         try:
