@@ -66,7 +66,7 @@ def validate(tree_: Any, described: Any = None, *, allow_inf: str | Sequence[str
     - Every element is written: none is NaN, which `defer` leaves where a constructor writes nothing, and none is
       infinite. Every integer is a value, so an integer that was never written cannot be recognized.
     - It is as `described`: nothing is missing or extra, shapes and dtypes agree (but for a cast from one floating
-      dtype to another), leaves that are one object there are one object here, and others are not.
+      dtype to another), leaves that are one object in the description are one object in the tree, and others are not.
     - Its replicas are equal in every bit.
 
     On a process mesh every rank must call it: one exchange for the whole tree, after which all raise the same.

@@ -201,8 +201,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             strict = [o for o in varying if differentiable_dtype(o.tensor) or _is_strict(op, o)]
             if strict:
                 raise messages.invariant_mixed_with_varying(self, op.name, axis, invariant[0], strict[0], operands)
-            mix = IndexMix(axis, op.name, _callsite.site(), invariant[0].info, varying[0].info)
-            self.index_mixes.append(mix)
+            if site := _callsite.site():
+                self.index_mixes.append(IndexMix(axis, op.name, site, invariant[0].info, varying[0].info))
         return join(types)
 
     def _set_result_info(
