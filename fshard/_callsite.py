@@ -1,7 +1,7 @@
 """The line of the user's code that is executing: its place and its source.
 
 A check deep inside torch finds the frame of the user's code, and the columns of the expression that the frame executes.
-Source is read only when it is shown; where there is none, the text is empty.
+Source is read only when it is shown; the text is empty if it is not found.
 """
 
 from __future__ import annotations

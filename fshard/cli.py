@@ -118,7 +118,7 @@ def inspect(
 
 
 def read(path: str | Path, *, raw: bool = False) -> Contents:
-    """Describe the leaves at `path`; only headers are read. Raises ShardingError if nothing there can be read."""
+    """Describe the leaves at `path`; only headers are read. Raises ShardingError if it cannot be read."""
     path = Path(path)
     if not path.exists():
         raise fail(f"{path}: there is no such file or folder", fix=_PATHS)

@@ -84,19 +84,14 @@ def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     >>> reshard(device_put(torch.zeros(4, 6), P("data"), mesh), P(None, "model"))
     f32[4, 6@model]
     """
-
-    def move(path: tree.Path, x: Sharded, spec: P) -> Sharded:
-        return _move(x, spec, mesh or x.mesh)
-
     for path, leaf in tree.leaves_with_path(tree_):
         if not isinstance(leaf, Sharded):
             raise fail(f"reshard: {tree.show('tree', path)} is a {type(leaf).__name__}, not a placed leaf",
                        fix="fs.device_put places tensors, fs.materialize described leaves")  # fmt: skip
-        target = mesh or leaf.mesh
-        if target.kind != leaf.mesh.kind:
-            raise fail(f"reshard: from {leaf.mesh!r} to {target!r}, a mesh of another kind",
+        if mesh is not None and mesh.kind != leaf.mesh.kind:
+            raise fail(f"reshard: from {leaf.mesh!r} to {mesh!r}, a mesh of another kind",
                        fix="fs.device_put(fs.device_get(tree), specs, mesh)")  # fmt: skip
-    return place_tree("reshard", tree_, specs, mesh, (Sharded,), move)
+    return place_tree("reshard", tree_, specs, mesh, (Sharded,), lambda _, x, spec: _move(x, spec, mesh or x.mesh))
 
 
 def _move(x: Sharded, spec: P, mesh: Mesh) -> Sharded:

@@ -143,7 +143,7 @@ class ShardMapped:
             dry_run(self, args)  # in a compiled program the checker sees no operation
             plan.checked, checked = True, False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
-        # Drop every reference to donated storage that is held here, so that the function can free it.
+        # Drop the references that this frame has to donated storage, so that the function can free it.
         for x in donated_leaves(self._name, plan, args, leaves):
             x.donate_to(self._name)
 
@@ -183,9 +183,9 @@ class ShardMapped:
         return plan
 
     def _take_scratch(self) -> list[dict[Any, Any]]:
-        """Return each rank's scratch from the call before; empty ones if it failed, was checked, or is still running.
+        """Return each rank's dict of buffers from the call before, to use them again.
 
-        It holds buffers that a rank uses again in the next call.
+        The dicts are empty if that call failed, was checked, or has not ended.
         """
         with contextlib.suppress(IndexError):  # an atomic pop: of two calls at once, one finds it
             return self._scratch.pop()

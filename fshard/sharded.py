@@ -94,10 +94,8 @@ class Sharded:
         if self.mesh.kind == "abstract":
             raise fail(f"item: {self!r} is on an abstract mesh, where leaves have no values")
         if self.mesh.kind == "process" and self.spec.axes:
-            raise fail(
-                f"item: {self!r} is split, and its element is on one rank only",
-                fix="fs.device_get(x).item() on every rank",
-            )
+            raise fail(f"item: {self!r} is split, and its element is on one rank only",
+                       fix="fs.device_get(x).item() on every rank")  # fmt: skip
         return next(x for x in self.shards if x.numel()).item()
 
     def __float__(self) -> float:
@@ -121,12 +119,9 @@ class Sharded:
 
 def make_sharded(placement: Placement, shards: tuple[Tensor, ...]) -> Sharded:
     """Return a leaf without checking that its shards fit its placement: `Sharded(...)` at half the cost."""
-    leaf = _new(Sharded)
+    leaf = Sharded.__new__(Sharded)
     leaf.placement, leaf._shards = placement, shards
     return leaf
-
-
-_new = Sharded.__new__
 
 
 def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
@@ -275,7 +270,6 @@ def place_tree(
 
     Without a mesh, each leaf is `Sharded` and stays on its own mesh.
     """
-    _, treedef = tree.flatten(tree_)
     leaves = tree.leaves_with_path(tree_)
     leaf_specs = tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
     errors: list[ShardingError] = []
@@ -283,11 +277,7 @@ def place_tree(
     for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
         label = f"{verb}: {tree.show('tree', path)}"
         twin, twin_spec = first.setdefault(id(leaf), (path, spec))
-        if (
-            isinstance(leaf, (Deferred, Sharded, Tensor))
-            and twin_spec != spec
-            and not same_placement(twin_spec, spec, leaf.ndim)
-        ):
+        if isinstance(leaf, (Deferred, Sharded, Tensor)) and not same_placement(twin_spec, spec, leaf.ndim):
             errors.append(fail(f"{label}: is tied to {tree.show('tree', twin)}, which has another spec",
                                fix="give both one spec, or untie them", spec=spec, other=twin_spec))  # fmt: skip
         if not isinstance(leaf, kinds):
@@ -307,4 +297,4 @@ def place_tree(
         if id(leaf) not in placed:
             placed[id(leaf)] = place(path, leaf, spec)
         out.append(placed[id(leaf)])
-    return tree.unflatten(treedef, out)
+    return tree.unflatten(tree.structure(tree_), out)

@@ -162,7 +162,7 @@ def _broadcast(
     if expected is None or not matching or list(children) != list(expected):
         missing = [k for k in expected or () if k not in children]
         extra = [k for k in children if k not in (expected or ())]
-        why = "the tree has one leaf there" if expected is None else f"missing {missing}    extra {extra}"
+        why = "the tree has a leaf at this path" if expected is None else f"missing {missing}    extra {extra}"
         raise fail(f"{show(name, path)}: not a prefix of the tree it describes", why,
                    fix=f"give every key a {kind}, or one {kind} for the whole subtree",
                    got=type(prefix).__name__, expected=type(tree).__name__)  # fmt: skip

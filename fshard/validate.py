@@ -66,7 +66,7 @@ def validate(tree_: Any, described: Any = None, *, allow_inf: str | Sequence[str
     - Every element is written: none is NaN, which `defer` leaves where a constructor writes nothing, and none is
       infinite. Every integer is a value, so an integer that was never written cannot be recognized.
     - It is as `described`: nothing is missing or extra, shapes and dtypes agree (but for a cast from one floating
-      dtype to another), leaves that are one object there are one object here, and others are not.
+      dtype to another), leaves that are one object in the description are one object in the tree, and others are not.
     - Its replicas are equal in every bit.
 
     On a process mesh every rank must call it: one exchange for the whole tree, after which all raise the same.
@@ -92,8 +92,9 @@ def validate(tree_: Any, described: Any = None, *, allow_inf: str | Sequence[str
     processes = _process_mesh(by_path.values())
     leaves = _unique_leaves(by_path, expected or {}, globs, processes)
     mine = _Report({tree.show("tree", leaf.path): repr(leaf) for leaf in leaves})
-    of_the_tree = (*_description_errors(by_path, expected), *_unused_glob_errors(globs, by_path))
-    mine.errors += [(len(leaves), str(e)) for e in of_the_tree]
+    unused_globs = [fail(f"validate: allow_inf={glob!r} matches no leaf", fix="remove or correct it")
+                    for glob in globs if not any(_matches_glob(path, glob) for path in by_path)]  # fmt: skip
+    mine.errors += [(len(leaves), str(e)) for e in (*_description_errors(by_path, expected), *unused_globs)]
     for i, leaf in enumerate(leaves):
         error = leaf.no_values_error()
         if error is None:
@@ -320,11 +321,6 @@ def _unique_leaves(
 
 def _matches_glob(path: tree.Path, glob: str) -> bool:
     return matches(tree.dotted(path).split(".") if path else [], glob.split("."))
-
-
-def _unused_glob_errors(globs: Sequence[str], by_path: Mapping[tree.Path, Any]) -> list[ShardingError]:
-    return [fail(f"validate: allow_inf={glob!r} matches no leaf", fix="remove or correct it")
-            for glob in globs if not any(_matches_glob(path, glob) for path in by_path)]  # fmt: skip
 
 
 def _description_errors(

@@ -184,7 +184,7 @@ def test_error_text_of_a_prefix_deeper_than_the_tree():
     assert error_text({"w": {"deep": P()}}, {"w": 1}) == (
         "specs['w']: not a prefix of the tree it describes\n"
         "  got  dict    expected  int\n"
-        "  the tree has one leaf there\n"
+        "  the tree has a leaf at this path\n"
         "  fix: give every key a P, or one P for the whole subtree"
     )
 
@@ -203,4 +203,4 @@ def test_error_text_of_a_leaf_that_is_not_a_spec():
 
 
 def test_missing_spec_of_a_leaf_is_an_error():
-    assert "the tree has one leaf there" in error_text({"w": None}, {"w": 1})
+    assert "the tree has a leaf at this path" in error_text({"w": None}, {"w": 1})

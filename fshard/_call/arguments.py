@@ -62,7 +62,7 @@ def make_plan(
 ) -> CallPlan:
     """Check arguments against the specs. Raises ShardingError listing every leaf that does not fit."""
     leaves, treedef = tree.flatten(args)
-    leaf_specs = _broadcast_in_specs(name, in_specs, args, len(leaves))
+    leaf_specs = tree.broadcast(in_specs, args, name=f"{name}: in_specs", leaf=lambda s: s is None or is_spec(s))
     errors: list[ShardingError] = []
     specs = []
     for (path, leaf), spec in zip(tree.leaves_with_path(args), leaf_specs, strict=True):
@@ -87,12 +87,6 @@ def make_plan(
     kept = [i for i in tensors if i not in set(donated)]
     names = _argument_names(f, args)
     return CallPlan(treedef, call_signature(leaves), specs, names, slices, uneven, donated, kept)
-
-
-def _broadcast_in_specs(name: str, in_specs: Any, args: tuple[Any, ...], n: int) -> list[P | None]:
-    if in_specs is None:
-        return [None] * n
-    return tree.broadcast(in_specs, args, name=f"{name}: in_specs", leaf=lambda s: s is None or is_spec(s))
 
 
 def _placement_errors(label: str, leaf: Sharded | Tensor | Deferred, spec: P, mesh: Mesh) -> list[ShardingError]:

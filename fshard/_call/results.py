@@ -103,7 +103,7 @@ def _type_of(x: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _without_sizes(types: ResultTypes) -> Any:
-    """Return what must be equal on every rank: everything but the sizes of the dims."""
+    """Return the part that must be equal on every rank: all but the sizes of the dims."""
     return types.structure, [(text, len(shape)) for text, shape in types.leaves]
 
 
@@ -123,9 +123,9 @@ def join_results(
 ) -> tuple[Any, OutputPlan]:  # fmt: skip
     """Join the results of this process's ranks by `out_specs`, and return the plan for results of the same types.
 
-    `rank_types` are those of all ranks (see `exchange_result_types`), `plan` is that of the call before. A tensor is
-    copied where its storage is in `used`, that of an argument that was not donated, or is that of another result: a
-    later call may be given one of them to overwrite.
+    `rank_types` are those of all ranks (see `exchange_result_types`), `plan` is that of the call before. `used` has the
+    storages of the arguments that were not donated. A result in one of them, or in the storage of another result, is
+    copied, since a later call may overwrite either of the two.
     """
     if plan is None or not plan.fits(results):
         plan = _plan_outputs(name, mesh, out_specs, results, rank_types)

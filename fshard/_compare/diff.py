@@ -194,14 +194,12 @@ def _mesh_factors(axes: Sequence[str], sizes: dict[str, int]) -> dict[float, str
     factors = {0.0: "the value, or its gradient, is missing"}
     for group in (g for k in range(len(axes)) for g in itertools.combinations(axes, k + 1)):
         n, name = math.prod(sizes[a] for a in group), " x ".join(group)
+        square = f"the square of {n}, the size of {name}"
         for factor, cause in (
             (n, f"{n} is the size of {name}: a psum of a value that is already a total, or where a mean was meant"),
             (1 / n, f"1/{n}, the size of {name}: a psum is missing, or a mean is taken of a total"),
-            (n * n, f"{n * n} is the square of {n}, the size of {name}: one sum too many, twice or inside a square"),
-            (
-                1 / n**2,
-                f"1/{n * n}, the square of {n}, the size of {name}: one mean too many, twice or inside a square",
-            ),
+            (n * n, f"{n * n} is {square}: one sum too many, twice or inside a square"),
+            (1 / n**2, f"1/{n * n}, {square}: one mean too many, twice or inside a square"),
             (n**0.5, f"the square root of {n}, the size of {name}: a norm counts replicated values on every rank"),
         ):
             factors.setdefault(factor, cause)

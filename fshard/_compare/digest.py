@@ -87,16 +87,13 @@ def _as_words(x: Tensor) -> Tensor:
 
 
 def digest_and_value(x: Tensor) -> Tensor:
-    """Return the digest, and the value of a 0-d leaf in 64 bits, which an error can show: int64 [3]."""
-    return torch.cat([digest(x), _value(x)])
-
-
-def _value(x: Tensor) -> Tensor:
-    """Return the bits of a 0-d leaf, 0 for any other: int64 [1]."""
+    """Return the digest, and the value of a 0-d leaf in 64 bits (0 for others), which an error can show: int64 [3]."""
     if x.ndim or x.is_complex():
-        return torch.zeros(1, dtype=torch.int64, device=x.device)
-    x = x.detach().reshape(1)
-    return x.to(torch.float64).view(torch.int64) if x.is_floating_point() else x.to(torch.int64)
+        value = torch.zeros(1, dtype=torch.int64, device=x.device)
+    else:
+        value = x.detach().reshape(1)
+        value = value.to(torch.float64).view(torch.int64) if x.is_floating_point() else value.to(torch.int64)
+    return torch.cat([digest(x), value])
 
 
 def format_digest(words: tuple[int, int, int], x: Tensor | None = None) -> str:

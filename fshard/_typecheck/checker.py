@@ -54,7 +54,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._table = TypeTable()
         self._roots = 0
         self._paused = False
-        # (operation, line, number of times it ran before) -> (its Python numbers, axes of the invariant result, line)
+        # (operation, line, axes of the invariant result, run) -> its Python numbers. Runs are counted for each set of
+        # axes: where a leaf is split unevenly, ranks may run a line a different number of times for results that vary.
         self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._runs: Counter[tuple[Any, ...]] = Counter()
 
@@ -200,8 +201,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             strict = [o for o in varying if differentiable_dtype(o.tensor) or _is_strict(op, o)]
             if strict:
                 raise messages.invariant_mixed_with_varying(self, op.name, axis, invariant[0], strict[0], operands)
-            mix = IndexMix(axis, op.name, _callsite.site(), invariant[0].info, varying[0].info)
-            self.index_mixes.append(mix)
+            if site := _callsite.site():
+                self.index_mixes.append(IndexMix(axis, op.name, site, invariant[0].info, varying[0].info))
         return join(types)
 
     def _set_result_info(
@@ -232,15 +233,15 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._record_numbers(op.name, numbers, new.invariant)
 
     def _record_numbers(self, op: str, numbers: tuple[Any, ...], invariant: frozenset[str]) -> None:
-        site = _callsite.site()
-        self._runs[op, site] += 1
-        self.numbers[op, site, self._runs[op, site]] = (numbers, invariant, site)
+        place = (op, _callsite.site(), tuple(sorted(invariant)))
+        self._runs[place] += 1
+        self.numbers[*place, self._runs[place]] = numbers
 
     def numbers_to_compare(self) -> dict[Any, Any]:
         """Return the recorded numbers as plain data that can be sent to other processes."""
         return {
-            (op, str(site), site.lasti if site else 0, run): (numbers, sorted(invariant), str(site))
-            for (op, site, run), (numbers, invariant, _) in self.numbers.items()
+            (op, str(site), site.lasti if site else 0, invariant, run): numbers
+            for (op, site, invariant, run), numbers in self.numbers.items()
         }
 
     def digest(self) -> str:
@@ -303,14 +304,15 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
             if coord[axis] or n == 1:
                 continue
             group = [rank for rank, c in enumerate(coords) if {**c, axis: 0} == coord]
-            for place, (numbers, invariant, site) in by_rank[first].items():
+            for place, numbers in by_rank[first].items():
+                op, site, *_, invariant, _ = place
                 # Ranks that ran a line a different number of times cannot be matched run by run.
                 if axis not in invariant or len({runs[rank][place[:-1]] for rank in group}) > 1:
                     continue
-                values = [by_rank[rank].get(place, (numbers,))[0] for rank in group]
+                values = [by_rank[rank][place] for rank in group]
                 if any(repr(value) != repr(numbers) for value in values):
                     rows = [(f"{axis}={i}", value) for i, value in enumerate(values)]
-                    raise messages.number_differs(place[0], site, axis, rows)
+                    raise messages.number_differs(op, site, axis, rows)
 
 
 def _is_strict(op: Operation, o: Operand) -> bool:

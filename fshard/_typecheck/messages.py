@@ -95,7 +95,7 @@ def invariant_mixed_with_varying(
     scene = Scene(checker, operands)
     if invariant.info.type.random or varying.info.type.random:
         return _random_draw_mixed(scene, axis, op, invariant, varying)
-    mixes = [m for m in checker.index_mixes if m.axis == axis and m.site is not None]
+    mixes = [m for m in checker.index_mixes if m.axis == axis]
     if mixes and in_backward():  # the mistake is in the forward pass
         return indexed_by_varying(checker, mixes[0])
     is_bias = op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and invariant.tensor is operands[0].tensor)
@@ -229,7 +229,7 @@ def _index_notes(checker: Checker, axes: Sequence[str]) -> list[str]:
     """Return the likely causes of a gradient that varies: lines that indexed an invariant operand."""
     lines = [f"{m.op} at {m.site}: {m.invariant.name or 'a value'} is invariant over {m.axis!r}, "
              f"{m.indices.name or 'an integer'} varies over it"
-             for m in checker.index_mixes if m.axis in axes and m.site is not None]  # fmt: skip
+             for m in checker.index_mixes if m.axis in axes]  # fmt: skip
     return list(dict.fromkeys(lines))[:3]
 
 
@@ -251,7 +251,7 @@ def gradient_has_wrong_type(
     checker: Checker, name: str, leaf: Operand, grad: Operand, axes: Sequence[str]
 ) -> ShardingError:
     """Word the error of a gradient that has another type than its parameter."""
-    mixes = {m.site: m for m in checker.index_mixes if m.axis in axes and m.site is not None}
+    mixes = {m.site: m for m in checker.index_mixes if m.axis in axes}
     if len(mixes) == 1:
         return indexed_by_varying(checker, next(iter(mixes.values())))
     parameter, n, over = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes), _over(axes)

@@ -96,9 +96,7 @@ def operation(func: Any) -> Operation:
     writes = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     out_variant = bool(writes) and all(a.kwarg_only for _, a in writes)
     aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
-    on_lists = (
-        name.startswith(("_foreach_", "_fused_")) and bool(arguments) and "List[Tensor]" in str(arguments[0].type)
-    )
+    on_lists = name.startswith(("_foreach_", "_fused_")) and "List[Tensor]" in str(arguments[0].type)
     lists_written = [a for _, a in writes if "List[Tensor]" in str(a.type) and a.name not in _SHARED_SCALARS]
     return Operation(
         func,

@@ -134,7 +134,7 @@ def _parse(text: str) -> tuple[str, Any]:
 
 
 def _without_comment(line: bytes) -> bytes:
-    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # the statement may go on
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # the statement may continue on the next line
         for token in tokenize.generate_tokens(iter([line.decode()]).__next__):
             if token.type == tokenize.COMMENT:
                 return line.decode()[: token.start[1]].rstrip().encode()

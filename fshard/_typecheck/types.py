@@ -52,7 +52,7 @@ class IndexMix(NamedTuple):
 
     axis: str
     op: str
-    site: Site | None
+    site: Site
     invariant: TensorInfo
     indices: TensorInfo
 

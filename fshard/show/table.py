@@ -113,7 +113,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
 
 
 def _spec_errors(where: str, shape: tuple[int, ...], spec: P | None, sizes: Sizes) -> list[ShardingError]:
-    """Errors of a leaf's spec; without a mesh any axis is valid, and only the number of dims is checked."""
+    """Return the errors of a leaf's spec; without a mesh any axis is valid, and only the number of dims is checked."""
     if spec is None or sizes:
         return [] if spec is None else spec_errors(where, shape, spec, sizes)
     try:
@@ -162,9 +162,8 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
         return None
     if optree.tree_is_leaf(tree_):
         leaf = next(leaves)
-        return _Node(
-            name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.has_bytes, leaf.local, leaf.host, (leaf.type, leaf.init)
-        )
+        key = (leaf.type, leaf.init)
+        return _Node(name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.has_bytes, leaf.local, leaf.host, key)
     values, _, entries, _ = optree.tree_flatten_one_level(tree_)
     made = {e: _node(str(e), v, leaves, fold) for e, v in zip(entries, values, strict=True)}
     order = list(tree_) if isinstance(tree_, dict) else list(entries)  # dicts in their own order: optree sorts keys

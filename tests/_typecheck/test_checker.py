@@ -214,6 +214,19 @@ def test_offset_in_a_transfer_buffer_may_differ_between_ranks():
     assert float(step(a, b)) == 2 * 8 + 6
 
 
+def test_ranks_may_run_a_line_for_different_leaves_that_are_split_unevenly():
+    """The optimizer slices leaves that end inside a vector register: `a` on the first rank, `d` on the second."""
+    opt = fs.optim.sgd(0.1)
+    specs = {"a": P("model"), "b": P(), "c": P(), "d": P("model")}
+    params = {name: torch.ones(n) for name, n in (("a", 33), ("b", 20), ("c", 40), ("d", 31))}
+
+    def step(params, grads):
+        return opt.update(grads, opt.init(params), params)[0]
+
+    out = mapped(step, (specs, specs), specs, check="always")(params, params)
+    assert all(torch.equal(fs.device_get(out[name]), params[name] - 0.1) for name in params)
+
+
 # --- full texts of errors -------------------------------------------------------------------------------------
 
 
@@ -251,7 +264,8 @@ def test_printed_fix_makes_the_program_correct(name):
 
 def test_fix_of_a_line_that_cannot_be_rewritten_is_a_call_before_it():
     def several_lines(x, w):
-        return torch.add(torch.tanh(x)[0, 0], w)
+        return torch.add(torch.tanh(x)[0, 0],
+                         w)  # fmt: skip
 
     def augmented_assignment(x, w):
         total = w * 2
