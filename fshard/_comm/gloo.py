@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fshard._torch_compat import foreach_copy_
 
 from .functional import call_distributed
+from .packing import pack, unpack
 
 _LARGE = 1 << 16  # bytes from which a message of its own costs less than two copies
 _TAGS = range(1 << 20, (1 << 20) + 4096)  # more than there are pending transfers
@@ -79,7 +79,7 @@ class PendingMessages:
         """Wait until all is sent and received. Raises ShardingError if a rank has failed or left."""
         self._wait_for_works()
         for x, targets in self._packed:
-            copy_all(targets, _split(x, targets))
+            foreach_copy_(targets, unpack(x, targets))
 
     def _wait_for_works(self) -> None:
         while self._works:
@@ -104,9 +104,7 @@ def pack_messages(xs: Sequence[Tensor], *, contiguous: bool = True) -> list[Tens
     """Return the messages for some tensors: each large tensor itself, and the small ones end to end."""
     out = []
     for indices in _messages(xs):
-        x = xs[indices[0]]
-        if len(indices) > 1:
-            x = torch.cat([xs[i].reshape(-1) for i in indices])
+        x = pack([xs[i] for i in indices])
         out.append(x.resolve_conj().resolve_neg().contiguous() if contiguous else x)
     return out
 
@@ -115,17 +113,6 @@ def unpack_messages(messages: Sequence[Tensor], like: Sequence[Tensor]) -> list[
     """Undo `pack_messages`: views of the shapes of `like`."""
     out = [x.new_empty(x.shape) if x.nbytes == 0 else x for x in like]
     for indices, message in zip(_messages(like), messages, strict=True):
-        for i, x in zip(indices, _split(message, [like[i] for i in indices]), strict=True):
+        for i, x in zip(indices, unpack(message, [like[i] for i in indices]), strict=True):
             out[i] = x
     return out
-
-
-def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = [x] if len(like) == 1 else x.split_with_sizes([t.numel() for t in like])
-    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
-
-
-def copy_all(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Copy each tensor to its target; both lists may be empty."""
-    if targets:
-        foreach_copy_(list(targets), list(xs))

@@ -11,6 +11,8 @@ in `collectives`.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -70,10 +72,7 @@ class Comm(Protocol):
 
 def size_of(axes: Axes, sizes: Mapping[str, int]) -> int:
     """Number of ranks over the flattened `axes`."""
-    n = 1
-    for a in axes:
-        n *= sizes[a]
-    return n
+    return math.prod([sizes[a] for a in axes])  # a list: dynamo refuses a generator here
 
 
 def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
@@ -82,3 +81,9 @@ def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) ->
     for a in axes:
         at = at * sizes[a] + coords[a]
     return at
+
+
+def ranks_over(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) -> list[int]:
+    """Ranks over the flattened `axes`, in their order, which have these coordinates on the other axes."""
+    positions = itertools.product(*[range(sizes[a]) for a in axes])
+    return [index_of(tuple(sizes), sizes, {**coords, **dict(zip(axes, at, strict=True))}) for at in positions]
