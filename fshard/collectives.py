@@ -1,4 +1,4 @@
-"""The collectives: every byte that moves between ranks moves in one of these calls.
+"""The collectives: functions that move tensors between ranks.
 
 Each takes a tensor or a tree (one transfer per dtype for a tree) and a mesh axis, a tuple of axes (major first), or
 `None`, which does nothing. Shapes are local. Types, per axis: a value *varies* (V) over an axis or is *invariant*

@@ -21,8 +21,8 @@ _ops = functional_collectives
 class FunctionalGroup:
     """The `n` ranks over some axes, with this one at `me`; the verbs are those of `Comm`.
 
-    `name` is that of the process group. Where its ranks stand in another order than the axes, `order` has the rank in
-    the group of each position over the axes.
+    `name` is that of the process group. If its ranks are in another order than those over the axes, `order` is the rank
+    in the group of each position over the axes.
     """
 
     def __init__(self, name: str, n: int, me: int, order: list[int] | None) -> None:

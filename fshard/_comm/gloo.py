@@ -49,7 +49,7 @@ class PendingMessages:
             sequence_number = next(connections.sequence_numbers)
         self._tag = _TAGS[sequence_number % len(_TAGS)]  # messages of one tag arrive in the order they were sent
         self._works: list[tuple[Any, Tensor]] = []  # with the tensor that each one reads or writes
-        self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and what they hold
+        self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
         while connections.abandoned:
             connections.abandoned.pop()._wait_for_works()
         n, me = connections.size, connections.rank
@@ -87,14 +87,14 @@ class PendingMessages:
             self._works.pop()
 
     def __del__(self) -> None:
-        # After an error nobody may wait for a transfer. Its messages must be received all the same, or all later ones
-        # on the connection are blocked. Not here, but at the next start: ranks delete objects at different times.
+        # After an error a transfer may be dropped before the wait. Its messages must still be received, or they block
+        # all later ones on the connection: at the next start, because ranks delete objects at different times.
         if self._works:
             self._connections.abandoned.append(self)
 
 
 def _messages(xs: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the tensors of each message: large ones are alone. By sizes alone, so that all ranks agree."""
+    """Return the indices of the tensors of each message, large ones alone; the sizes decide, equal on all ranks."""
     large = [[i] for i, x in enumerate(xs) if x.nbytes >= _LARGE]
     small = [i for i, x in enumerate(xs) if 0 < x.nbytes < _LARGE]
     return [*large, small] if small else large

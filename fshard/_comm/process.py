@@ -52,7 +52,7 @@ class ProcessComm:
                     self._connections[axes] = GlooConnections(backend, group.rank(), group.size())
 
     def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
-        """The ranks over the axes, which may be in any order, and how a tensor moves between them."""
+        """Return the ranks over the axes, which may be in any order, in the form that sends tensors of this device."""
         peers = self.direct and x.device.type == "cpu" and bool(self._connections)
         if peers and axes in self._peers:
             return self._peers[axes]
@@ -75,7 +75,7 @@ class ProcessComm:
         return torch.compiler.is_dynamo_compiling()
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
-        """Compare digests. A rank that has left is waited for until the timeout."""
+        """Compare digests of `what`. If a rank has left the program, the others wait until the timeout."""
         digest = hashlib.blake2b(what.encode(), digest_size=32).digest()
         call = digest + what.encode()[: _CALL_BYTES - 32].ljust(_CALL_BYTES - 32)
         mine = torch.tensor(list(call), dtype=torch.uint8, device=device)
@@ -120,13 +120,13 @@ class ProcessComm:
 
 
 def _timeout() -> Any:
-    """The timeout the job was started with, which groups made later do not inherit."""
+    """Timeout that the job was started with, which groups made later do not inherit."""
     assert dist.group.WORLD is not None
     return timeout_of(backend_of(dist.group.WORLD, "cuda" if dist.get_backend() == "nccl" else "cpu"))
 
 
 def _gloo_backend(group: dist.ProcessGroup) -> Any:
-    """The backend of gloo, or `None`: called directly, since the dispatcher between would cost as much again."""
+    """Return the gloo backend of a group, or `None`; calls through the dispatcher would take twice as long."""
     try:
         backend = backend_of(group, "cpu")
     except RuntimeError:  # a group of nccl alone

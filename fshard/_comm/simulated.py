@@ -84,7 +84,7 @@ class _Rendezvous:
             self._stop_if_deadlocked()
 
     def end(self, failure: BaseException) -> None:
-        """Record the first failure and wake everyone."""
+        """Record the first failure and wake all ranks."""
         with self.changed:
             if self.failure is None:
                 self.failure = failure
@@ -160,7 +160,7 @@ class SimulatedComm:
 
         return self._collective("permute", x, axes, combine, tuple(pairs))
 
-    # All is moved at the start, and other ranks see copies: a rank that has waited may write to its arguments.
+    # All tensors are copied at the start, so that a rank that has waited may write to its arguments.
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("all_gather", xs, axes)

@@ -48,7 +48,7 @@ class Map:
         raise NotImplementedError
 
     def batched(self, which: Sequence[bool]) -> Map:
-        """Return the map for arguments of which those marked in `which` have a batch dim in front."""
+        """Return the map for arguments with a batch dim in front of each one that is marked in `which`."""
         return self
 
     def only(self, which: Sequence[int]) -> Map:

@@ -42,7 +42,7 @@ def scan(
     `prefetch` blocks are gathered while one computes, forward and backward; at most `prefetch + 1` gathered blocks
     exist at a time; gradients are summed over the ranks while the blocks before compute theirs. Leaves whose specs lack
     the axis (data parallel) are used without a copy, and their gradients summed. Leaves in host memory
-    (`P(..., memory="host")`) are copied to the device one block earlier still, and freed there after use.
+    (`P(..., memory="host")`) are copied to the device one block before their gather, and freed there after use.
 
     Args:
         params: a list of one tree for each block, or one tree whose leaves are stacked, [blocks, ...].
