@@ -39,7 +39,7 @@ def gather_layout(
     me = index_of(axes, current.sizes, current.coords)
     local = [x.shape[d] for x, d in zip(xs, dims, strict=True)]
     if any(s is None for s in sizes) and current.uneven:
-        sizes = _exchange_sizes(verb, axes, local, "pass size= (for unshard: shapes=)")
+        sizes = _exchange_sizes(verb, axes, local, "pass size= (for unshard: shapes=)", current.device)
     known = [n * size_of(axes, current.sizes) if s is None else s for n, s in zip(local, sizes, strict=True)]
     for n, size in zip(local, known, strict=True):
         if part_lengths(size, ns)[me] != n:
@@ -49,16 +49,16 @@ def gather_layout(
     return tuple(zip(dims, known, strict=True))
 
 
-def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], fix: str) -> list[int]:
+def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], fix: str, device: torch.device) -> list[int]:
     """Return the sums over the ranks of local sizes, by a transfer."""
-    current = region(verb)
-    if current.comm.static_sizes:
-        program = "a compiled program" if current.comm.has_values else "an abstract mesh"
+    comm = region(verb).comm
+    if comm.static_sizes:
+        program = "a compiled program" if comm.has_values else "an abstract mesh"
         raise fail(f"{verb}: sizes that the axis does not divide must be known to {program}", fix=fix)
     types = checker()
     # Tensors made inside a transform of torch.func would be wrapped, and could not be sent.
     with contextlib.nullcontext() if types is None else types.paused(), without_functorch():
-        gathered = current.comm.all_gather(torch.tensor(local, dtype=torch.int64, device=current.device), axes)
+        gathered = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
         return [int(n) for n in gathered.sum(0).tolist()]
 
 
@@ -72,7 +72,7 @@ def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     axes = live_axes(current.comm, known_axes(verb, current, axis))
     if not axes or not current.uneven:
         return n * size_of(axes, current.sizes)
-    return _exchange_sizes(verb, axes, [n], f"pass {word}")[0]
+    return _exchange_sizes(verb, axes, [n], f"pass {word}", current.device)[0]
 
 
 def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, int]:
