@@ -1,4 +1,4 @@
-"""The collectives: every byte that moves between ranks moves in one of these calls.
+"""The collectives: functions that move tensors between ranks.
 
 Each takes a tensor or a tree (one transfer per dtype for a tree) and a mesh axis, a tuple of axes (major first), or
 `None`, which does nothing. Shapes are local. Types, per axis: a value *varies* (V) over an axis or is *invariant*
@@ -105,7 +105,7 @@ def all_gather(
 
     def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         dims = [dim_of("all_gather", t, dim) for t in xs]
-        layout = gather_layout("all_gather", comm, axes, xs, dims, [size] * len(xs))
+        layout = gather_layout("all_gather", axes, xs, dims, [size] * len(xs))
         return apply_map((GatherInvariant if to == "invariant" else Gather)(comm, axes, layout), xs)
 
     return _on_leaves("all_gather", x, axis, gather)
@@ -148,7 +148,7 @@ def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None 
         gathered = [dim_of("all_to_all", t, concat) for t in xs]
         if any(d == dim_of("all_to_all", t, split) for t, d in zip(xs, gathered, strict=True)):
             raise fail(f"all_to_all: split and concat are both dim {split}", fix="name two different dims")
-        layout = gather_layout("all_to_all", comm, axes, xs, gathered, [size] * len(xs))
+        layout = gather_layout("all_to_all", axes, xs, gathered, [size] * len(xs))
         return apply_map(AllToAll(comm, axes, split_layout("all_to_all", axes, xs, split), layout), xs)
 
     return _on_leaves("all_to_all", x, axis, exchange)

@@ -130,7 +130,7 @@ def _needs_torch_func(inputs: Sequence[Tensor]) -> bool:
 
 
 def _has_tangent(x: Tensor) -> bool:
-    """Return whether a tensor has a tangent; an open dual level does not say so: a simulated mesh always has one."""
+    """Return whether a tensor has a tangent; that a dual level is open proves nothing: a simulated mesh opens one."""
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
@@ -156,7 +156,7 @@ def _grad_by_autograd(
 
 
 def _depends_on_others(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Return whether the graph of some results has other leaves than `inputs`: a walk of half a microsecond a node."""
+    """Return whether the graph of some results has other leaves than `inputs`: half a microsecond for each node."""
     known = {id(x) for x in inputs}
     differentiable = [x for x in results if x.requires_grad]
     if any(x.grad_fn is None and id(x) not in known for x in differentiable):

@@ -1,7 +1,7 @@
 """Communication: the protocol that moves tensors between ranks, its three implementations, and the region of a call.
 
 `protocol` is the interface for the rest of fshard. `process` implements it over torch.distributed, `simulated` with
-threads, and `abstract` with shapes alone. Nothing outside this package asks which of them it has.
+threads, and `abstract` with shapes alone. Nothing outside this package depends on which of the three a mesh uses.
 """
 
 from fshard._torch_compat import is_view

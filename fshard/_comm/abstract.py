@@ -67,12 +67,12 @@ class AbstractComm:
 
 
 def fake_tensors() -> FakeTensorMode:
-    """Return a context in which tensors have shapes and no values; real tensors may meet them."""
+    """Return a context in which new tensors have shapes and no values; operations may mix them with real tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def run_on_meta(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], xs: Sequence[Tensor]) -> list[Tensor]:
-    """Run a function of fake tensors on meta tensors, in a tenth of the time: new fake tensors of the same shapes."""
+    """Return fake tensors of the shapes of `run(xs)`; it runs on meta tensors, ten times faster than on fake ones."""
     with without_modes():
         out = run([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in xs])
     return [x.new_empty(y.shape, dtype=y.dtype) for x, y in zip(xs, out, strict=True)]

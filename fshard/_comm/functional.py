@@ -12,7 +12,7 @@ from torch import Tensor
 from fshard._torch_compat import foreach_copy_, functional_collectives
 from fshard.errors import fail
 
-from .packing import pack, pad, unpack
+from .packing import flatten, pack, pad, unpack
 from .protocol import PendingTransfer
 
 _ops = functional_collectives
@@ -21,8 +21,8 @@ _ops = functional_collectives
 class FunctionalGroup:
     """The `n` ranks over some axes, with this one at `me`; the verbs are those of `Comm`.
 
-    `name` is that of the process group. Where its ranks stand in another order than the axes, `order` has the rank in
-    the group of each position over the axes.
+    `name` is that of the process group. If its ranks are in another order than those over the axes, `order` is the rank
+    in the group of each position over the axes.
     """
 
     def __init__(self, name: str, n: int, me: int, order: list[int] | None) -> None:
@@ -64,7 +64,7 @@ class FunctionalGroup:
     def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> PendingTransfer:
         rows = [[parts[r] for parts in into] for r in range(self.n)]
         width = max(sum(t.numel() for t in row) for row in rows)
-        started = _start(_ops.all_gather_into_tensor, pad(_flatten(xs), 0, width), self.n, self.name)
+        started = _start(_ops.all_gather_into_tensor, pad(flatten(xs), 0, width), self.n, self.name)
 
         def wait() -> list[Tensor]:
             gathered = _wait(started).view(self.n, width)
@@ -75,7 +75,7 @@ class FunctionalGroup:
         return wait
 
     def scatter(self, xs: Sequence[Sequence[Tensor]]) -> PendingTransfer:
-        flats = [_flatten([row[r] for row in xs]) for r in range(self.n)]
+        flats = [flatten([row[r] for row in xs]) for r in range(self.n)]
         width = max(len(flat) for flat in flats)
         started = self._start_reduce_scatter(torch.stack([pad(flat, 0, width) for flat in flats]))
         out = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (row[self.me] for row in xs)]
@@ -128,12 +128,6 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
 
 
-def _flatten(xs: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in xs])
-
-
 def _copy_from_flat(targets: Sequence[Tensor], flat: Tensor) -> None:
     """Copy to each target its part of a flat tensor, which may be longer."""
-    sizes = [t.numel() for t in targets]
-    parts = flat[: sum(sizes)].split_with_sizes(sizes)
-    foreach_copy_(list(targets), [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
+    foreach_copy_(list(targets), unpack(flat[: sum(t.numel() for t in targets)], targets))

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fshard._torch_compat import foreach_copy_
 
 from .functional import call_distributed
+from .packing import pack, unpack
 
 _LARGE = 1 << 16  # bytes from which a message of its own costs less than two copies
 _TAGS = range(1 << 20, (1 << 20) + 4096)  # more than there are pending transfers
@@ -49,7 +49,7 @@ class PendingMessages:
             sequence_number = next(connections.sequence_numbers)
         self._tag = _TAGS[sequence_number % len(_TAGS)]  # messages of one tag arrive in the order they were sent
         self._works: list[tuple[Any, Tensor]] = []  # with the tensor that each one reads or writes
-        self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and what they hold
+        self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
         while connections.abandoned:
             connections.abandoned.pop()._wait_for_works()
         n, me = connections.size, connections.rank
@@ -79,7 +79,7 @@ class PendingMessages:
         """Wait until all is sent and received. Raises ShardingError if a rank has failed or left."""
         self._wait_for_works()
         for x, targets in self._packed:
-            copy_all(targets, _split(x, targets))
+            foreach_copy_(targets, unpack(x, targets))
 
     def _wait_for_works(self) -> None:
         while self._works:
@@ -87,14 +87,14 @@ class PendingMessages:
             self._works.pop()
 
     def __del__(self) -> None:
-        # After an error nobody may wait for a transfer. Its messages must be received all the same, or all later ones
-        # on the connection are blocked. Not here, but at the next start: ranks delete objects at different times.
+        # After an error a transfer may be dropped before the wait. Its messages must still be received, or they block
+        # all later ones on the connection: at the next start, because ranks delete objects at different times.
         if self._works:
             self._connections.abandoned.append(self)
 
 
 def _messages(xs: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the tensors of each message: large ones are alone. By sizes alone, so that all ranks agree."""
+    """Return the indices of the tensors of each message, large ones alone; the sizes decide, equal on all ranks."""
     large = [[i] for i, x in enumerate(xs) if x.nbytes >= _LARGE]
     small = [i for i, x in enumerate(xs) if 0 < x.nbytes < _LARGE]
     return [*large, small] if small else large
@@ -104,9 +104,7 @@ def pack_messages(xs: Sequence[Tensor], *, contiguous: bool = True) -> list[Tens
     """Return the messages for some tensors: each large tensor itself, and the small ones end to end."""
     out = []
     for indices in _messages(xs):
-        x = xs[indices[0]]
-        if len(indices) > 1:
-            x = torch.cat([xs[i].reshape(-1) for i in indices])
+        x = pack([xs[i] for i in indices])
         out.append(x.resolve_conj().resolve_neg().contiguous() if contiguous else x)
     return out
 
@@ -115,17 +113,6 @@ def unpack_messages(messages: Sequence[Tensor], like: Sequence[Tensor]) -> list[
     """Undo `pack_messages`: views of the shapes of `like`."""
     out = [x.new_empty(x.shape) if x.nbytes == 0 else x for x in like]
     for indices, message in zip(_messages(like), messages, strict=True):
-        for i, x in zip(indices, _split(message, [like[i] for i in indices]), strict=True):
+        for i, x in zip(indices, unpack(message, [like[i] for i in indices]), strict=True):
             out[i] = x
     return out
-
-
-def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = [x] if len(like) == 1 else x.split_with_sizes([t.numel() for t in like])
-    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
-
-
-def copy_all(targets: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Copy each tensor to its target; both lists may be empty."""
-    if targets:
-        foreach_copy_(list(targets), list(xs))

@@ -27,7 +27,7 @@ def memory_device(spec: P, device: torch.device) -> torch.device:
 
 
 def to_spec_memory(x: Tensor, spec: P, device: torch.device, *, copy: bool = False) -> Tensor:
-    """Copy a part of a leaf to the memory of its spec; beside a CUDA device page-locked, so that copies can queue."""
+    """Copy a part of a leaf to the memory of its spec: page-locked host memory on CUDA, so that copies can queue."""
     memory = memory_device(spec, device)
     if memory == device or device.type != "cuda":
         return x.to(memory, copy=copy)
@@ -62,7 +62,7 @@ def to_device(x: Any) -> Any:
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Queue a copy to the device before later work there; a tensor on the device is returned itself."""
+    """Queue a copy to the device before its later work; a tensor on the device is returned itself."""
     return x.to(device, non_blocking=True)
 
 
@@ -101,7 +101,7 @@ def start_copy_to_device(
 
 
 def start_copy_to_host(x: Tensor) -> Tensor:
-    """Queue a copy to host memory, to be read after `wait_for_copies_to_host`; a tensor there is returned itself."""
+    """Queue a copy to host memory, complete after `wait_for_copies_to_host`; a host tensor is returned itself."""
     if not x.is_cuda or isinstance(x, FakeTensor) or torch.compiler.is_compiling():
         return x.to(HOST)
     return torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True).copy_(x, non_blocking=True)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .gloo import GlooConnections, PendingMessages, copy_all, pack_messages, unpack_messages
+from fshard._torch_compat import foreach_copy_
+
+from .gloo import GlooConnections, PendingMessages, pack_messages, unpack_messages
 from .packing import reduce_in_order
 from .protocol import PendingTransfer
 
@@ -43,7 +45,7 @@ class PeerGroup:
     def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> PendingTransfer:
         incoming = {r: [parts[r] for parts in into] for r in self.others}
         messages = self._exchange(dict.fromkeys(self.others, xs), incoming)
-        copy_all([parts[self.me] for parts in into], xs)
+        foreach_copy_([parts[self.me] for parts in into], list(xs))
 
         def wait() -> list[Tensor]:
             messages.wait()
@@ -67,8 +69,9 @@ class PeerGroup:
             reduced = unpack_messages(totals, xs)
             if fresh:
                 return reduced
-            packed = [i for i, (x, y) in enumerate(zip(xs, reduced, strict=True)) if x.data_ptr() != y.data_ptr()]
-            copy_all([xs[i] for i in packed], [reduced[i] for i in packed])
+            for x, y in zip(xs, reduced, strict=True):
+                if x.data_ptr() != y.data_ptr():
+                    x.copy_(y)
             return list(xs)
 
         if n == 2 or sum(x.nbytes for x in flats) <= _WHOLE:

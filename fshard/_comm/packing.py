@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 
+def flatten(xs: Sequence[Tensor]) -> Tensor:
+    """Copy tensors of one dtype end to end, [n]."""
+    return torch.cat([x.reshape(-1) for x in xs])
+
+
 def pack(xs: Sequence[Tensor]) -> Tensor:
     """Join tensors of one dtype end to end, [n]; one tensor is returned itself."""
-    return xs[0] if len(xs) == 1 else torch.cat([x.reshape(-1) for x in xs])
+    return xs[0] if len(xs) == 1 else flatten(xs)
 
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Undo `pack`: views of the shapes of `like`."""
-    if len(like) == 1:
-        return [flat]
-    parts = torch.split(flat, [x.numel() for x in like])
+    parts = [flat] if len(like) == 1 else flat.split_with_sizes([x.numel() for x in like])
     return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 

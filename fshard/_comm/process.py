@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from fshard.errors import fail
 from .functional import FunctionalGroup
 from .gloo import GlooConnections
 from .p2p import PeerGroup
-from .protocol import Axes, PendingTransfer, index_of, size_of
+from .protocol import Axes, PendingTransfer, index_of, ranks_over, size_of
 from .record import note, reduction
 
 _CALL_BYTES = 160  # of a rank's description of its call: a digest of 32 bytes, and the beginning of the text
@@ -45,20 +44,15 @@ class ProcessComm:
             for axes in itertools.combinations(self._axes, k):
                 group = dist.group.WORLD
                 if len(axes) < len(self._axes):
-                    group = dist.new_group(self._members(axes), timeout=_timeout(), use_local_synchronization=True)
+                    members = ranks_over(axes, self.sizes, self.coords)
+                    group = dist.new_group(members, timeout=_timeout(), use_local_synchronization=True)
                 assert group is not None
                 self._group_names[axes] = group.group_name
                 if (backend := _gloo_backend(group)) is not None:
                     self._connections[axes] = GlooConnections(backend, group.rank(), group.size())
 
-    def _members(self, axes: Axes) -> list[int]:
-        """Ranks of the world that share my coordinates on every other axis, in order."""
-        ranges = [range(n) if a in axes else [self.coords[a]] for a, n in self.sizes.items()]
-        steps = [math.prod(list(self.sizes.values())[i + 1 :]) for i in range(len(self.sizes))]
-        return [sum(c * s for c, s in zip(coords, steps, strict=True)) for coords in itertools.product(*ranges)]
-
     def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
-        """The ranks over the axes, which may be in any order, and how a tensor moves between them."""
+        """Return the ranks over the axes, which may be in any order, in the form that sends tensors of this device."""
         peers = self.direct and x.device.type == "cpu" and bool(self._connections)
         if peers and axes in self._peers:
             return self._peers[axes]
@@ -67,8 +61,7 @@ class ProcessComm:
         n, me = size_of(axes, self.sizes), index_of(axes, self.sizes, self.coords)
         order = None
         if axes != sorted_axes:  # dynamo traces this: no tensors
-            coords = itertools.product(*[range(self.sizes[a]) for a in axes])
-            order = [index_of(sorted_axes, self.sizes, dict(zip(axes, at, strict=True))) for at in coords]
+            order = ranks_over(axes, {a: self.sizes[a] for a in sorted_axes}, {})
         if not peers:
             return FunctionalGroup(self._group_names[sorted_axes], n, me, order)
         return self._peers.setdefault(axes, PeerGroup(self._connections[sorted_axes], order or range(n), me))
@@ -82,7 +75,7 @@ class ProcessComm:
         return torch.compiler.is_dynamo_compiling()
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
-        """Compare digests. A rank that has left is waited for until the timeout."""
+        """Compare digests of `what`. If a rank has left the program, the others wait until the timeout."""
         digest = hashlib.blake2b(what.encode(), digest_size=32).digest()
         call = digest + what.encode()[: _CALL_BYTES - 32].ljust(_CALL_BYTES - 32)
         mine = torch.tensor(list(call), dtype=torch.uint8, device=device)
@@ -127,13 +120,13 @@ class ProcessComm:
 
 
 def _timeout() -> Any:
-    """The timeout the job was started with, which groups made later do not inherit."""
+    """Timeout that the job was started with, which groups made later do not inherit."""
     assert dist.group.WORLD is not None
     return timeout_of(backend_of(dist.group.WORLD, "cuda" if dist.get_backend() == "nccl" else "cpu"))
 
 
 def _gloo_backend(group: dist.ProcessGroup) -> Any:
-    """The backend of gloo, or `None`: called directly, since the dispatcher between would cost as much again."""
+    """Return the gloo backend of a group, or `None`; calls through the dispatcher would take twice as long."""
     try:
         backend = backend_of(group, "cpu")
     except RuntimeError:  # a group of nccl alone

@@ -1,8 +1,7 @@
 """The protocol that moves tensors between ranks.
 
 `ProcessComm`, in `process`, is one rank of `torch.distributed`; `SimulatedComm`, in `simulated`, a thread of this
-process; `AbstractComm`, in `abstract`, moves nothing and returns the right shapes. Nothing outside this package asks
-which of them it has.
+process; `AbstractComm`, in `abstract`, moves nothing and returns the right shapes.
 
 Five verbs move one tensor of equal shape on every rank, and block. Three start a transfer of several tensors of one
 dtype, whose parts may differ in size, and return a `PendingTransfer`. Dims, and trees of several dtypes, are handled
@@ -11,6 +10,8 @@ in `collectives`.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -53,10 +54,10 @@ class Comm(Protocol):
         """Send row j to rank j, and receive row i from rank i: [n, *S] -> [n, *S]."""
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        """Send to the rank b of a pair (me, b), and receive from a of (a, me), or zeros: [*S] -> [*S]."""
+        """Send to rank b for a pair (me, b), and receive from rank a for (a, me); without one, zeros: [*S] -> [*S]."""
 
-    # Every rank starts the same transfers in the same order, and waits for them in the same order, which may be another
-    # one. Until it has waited, it must not write to the arguments of a transfer.
+    # All ranks start the same transfers in one order, and wait for them in one order, which may differ from that of the
+    # starts. Until a rank has waited for a transfer, it must not write to its arguments.
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         """Start to copy rank r's xs[i] to into[i][r], which may be a strided view. The result is empty."""
@@ -70,10 +71,7 @@ class Comm(Protocol):
 
 def size_of(axes: Axes, sizes: Mapping[str, int]) -> int:
     """Number of ranks over the flattened `axes`."""
-    n = 1
-    for a in axes:
-        n *= sizes[a]
-    return n
+    return math.prod([sizes[a] for a in axes])  # a list: dynamo refuses a generator here
 
 
 def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
@@ -82,3 +80,9 @@ def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) ->
     for a in axes:
         at = at * sizes[a] + coords[a]
     return at
+
+
+def ranks_over(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) -> list[int]:
+    """Ranks over the flattened `axes`, in their order, which have these coordinates on the other axes."""
+    positions = itertools.product(*[range(sizes[a]) for a in axes])
+    return [index_of(tuple(sizes), sizes, {**coords, **dict(zip(axes, at, strict=True))}) for at in positions]

@@ -28,9 +28,9 @@ class Region:
     rank: int
     device: torch.device
     uneven: bool = False  # some size does not divide: gathers of unknown size exchange sizes first
-    donated: frozenset[int] = frozenset()  # `storage_key` of what the call may overwrite
+    donated: frozenset[int] = frozenset()  # `storage_key` of each tensor that the call may overwrite
     checker: Any = None  # the `Checker` of a call that is checked
-    scratch: dict[Any, Any] = field(default_factory=dict)  # what a rank keeps from one call to the next
+    scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -99,14 +99,14 @@ def live_axes(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def storage_key(x: Tensor) -> int:
-    """Return a number that tensors share if they share memory; empty tensors share none."""
+    """Return a number that is equal for tensors that share memory, and different for others and for empty tensors."""
     storage = x.untyped_storage()
     return (storage.data_ptr() if storage.device.type != "meta" else 0) or storage_id(x)
 
 
 @contextlib.contextmanager
 def mark_donated(xs: Sequence[Tensor]) -> Iterator[None]:
-    """Give tensors an attribute `donated` while a compiled program runs, which cannot ask for a `storage_key`."""
+    """Set an attribute `donated` on tensors while a compiled program runs, which cannot compute a `storage_key`."""
     for x in xs:
         x.donated = True  # type: ignore[attr-defined]
     try:

@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from fshard._torch_compat import foreach_copy_, set_jvp_nesting
 from fshard.errors import fail
 
-from .packing import pack, reduce_in_order, unpack
-from .protocol import Axes, Comm, PendingTransfer, index_of
+from .packing import flatten, pack, reduce_in_order, unpack
+from .protocol import Axes, Comm, PendingTransfer, index_of, ranks_over
 from .record import note, reduction
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class _Rendezvous:
             self._stop_if_deadlocked()
 
     def end(self, failure: BaseException) -> None:
-        """Record the first failure and wake everyone."""
+        """Record the first failure and wake all ranks."""
         with self.changed:
             if self.failure is None:
                 self.failure = failure
@@ -128,10 +128,8 @@ class SimulatedComm:
         return out
 
     def _exchange(self, signature: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        group, axes = [], signature[1]
-        for at in itertools.product(*(range(self.sizes[a]) for a in axes)):
-            group.append(index_of(tuple(self.sizes), self.sizes, {**self.coords, **dict(zip(axes, at, strict=True))}))
-        return self._rendezvous.exchange(self._rank, tuple(group), x, signature, combine)
+        group = tuple(ranks_over(signature[1], self.sizes, self.coords))
+        return self._rendezvous.exchange(self._rank, group, x, signature, combine)
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # every exchange compares what its ranks call
@@ -162,28 +160,28 @@ class SimulatedComm:
 
         return self._collective("permute", x, axes, combine, tuple(pairs))
 
-    # All is moved at the start, and other ranks see copies: a rank that has waited may write to its arguments.
+    # All tensors are copied at the start, so that a rank that has waited may write to its arguments.
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("all_gather", xs, axes)
         shapes = [tuple(t.shape) for parts in into for t in parts]
         shape = shapes[0] if len(xs) == 1 else (sum(parts[0].numel() for parts in into),)
-        mine = torch.cat([x.reshape(-1) for x in xs])
+        mine = flatten(xs)
         signature = ("all_gather", axes, shape, mine.dtype, shapes)
         for r, flat in enumerate(self._exchange(signature, mine, lambda flats: [flats] * len(flats))):
             targets = [parts[r] for parts in into]
-            foreach_copy_(targets, _parts(flat, targets))
+            foreach_copy_(targets, unpack(flat, targets))
         return list
 
     def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
         note("reduce_scatter", [x for row in xs for x in row], axes)
-        flats = [torch.cat([row[r].reshape(-1) for row in xs]) for r in range(len(xs[0]))]
+        flats = [flatten([row[r] for row in xs]) for r in range(len(xs[0]))]
         shapes = [tuple(t.shape) for row in xs for t in row]
         signature = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, shapes)
         combine = lambda rows: [reduce_in_order(row, "sum") for row in zip(*rows, strict=True)]  # noqa: E731
         total = self._exchange(signature, flats, combine)
         me = index_of(axes, self.sizes, self.coords)
-        mine = _parts(total, [row[me] for row in xs])
+        mine = unpack(total, [row[me] for row in xs])
         return lambda: mine
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
@@ -191,11 +189,6 @@ class SimulatedComm:
         if not fresh:
             foreach_copy_(list(xs), reduced)
         return lambda: reduced if fresh else list(xs)
-
-
-def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split_with_sizes([t.numel() for t in like])
-    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 def simulate(sizes: Mapping[str, int], pool: ThreadPoolExecutor, f: Callable[[Comm, int], T]) -> list[T]:

@@ -44,7 +44,7 @@ _functions: dict[tuple[int, bool], Any] = {}
 
 
 def _function(arity: int, compiling: bool) -> Any:
-    """Return the Function of `arity` tensors, made once: functools.cache is not kept by dynamo."""
+    """Return the Function of `arity` tensors, made once; dynamo does not keep the results of functools.cache."""
     if (arity, compiling) not in _functions:
         _functions[arity, compiling] = _make_function(arity, compiling)
     return _functions[arity, compiling]

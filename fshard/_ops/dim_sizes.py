@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fshard._comm import Axis, Comm, checker, index_of, known_axes, live_axes, region, size_of
+from fshard._comm import Axis, checker, index_of, known_axes, live_axes, region, size_of
 from fshard._torch_compat import without_functorch
 from fshard.errors import fail
 from fshard.spec import names_of, part_lengths, part_range
@@ -31,15 +31,16 @@ def split_layout(verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: in
 
 
 def gather_layout(
-    verb: str, comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None]
+    verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the (dim, global size) of each gathered dim; exchange the sizes that are not given, if they can differ."""
-    ns = [comm.sizes[a] for a in axes]
-    me = index_of(axes, comm.sizes, comm.coords)
+    """Return the (dim, global size) of each gathered dim; exchange sizes that are `None`, if they can differ."""
+    current = region(verb)
+    ns = [current.sizes[a] for a in axes]
+    me = index_of(axes, current.sizes, current.coords)
     local = [x.shape[d] for x, d in zip(xs, dims, strict=True)]
-    if any(s is None for s in sizes) and region(verb).uneven:
-        sizes = _exchange_sizes(verb, comm, axes, local, region(verb).device)
-    known = [n * size_of(axes, comm.sizes) if s is None else s for n, s in zip(local, sizes, strict=True)]
+    if any(s is None for s in sizes) and current.uneven:
+        sizes = _exchange_sizes(verb, axes, local, "pass size= (for unshard: shapes=)", current.device)
+    known = [n * size_of(axes, current.sizes) if s is None else s for n, s in zip(local, sizes, strict=True)]
     for n, size in zip(local, known, strict=True):
         if part_lengths(size, ns)[me] != n:
             raise fail(f"{verb}: the part of rank {me} has the wrong size for a dim of global size {size}",
@@ -48,13 +49,12 @@ def gather_layout(
     return tuple(zip(dims, known, strict=True))
 
 
-def _exchange_sizes(
-    verb: str, comm: Comm, axes: tuple[str, ...], local: Sequence[int], device: torch.device
-) -> list[int]:
+def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], fix: str, device: torch.device) -> list[int]:
     """Return the sums over the ranks of local sizes, by a transfer."""
+    comm = region(verb).comm
     if comm.static_sizes:
-        raise fail(f"{verb}: sizes that the axis does not divide must be known to {_static_program(comm)}",
-                   fix="pass size= (for unshard: shapes=)")  # fmt: skip
+        program = "a compiled program" if comm.has_values else "an abstract mesh"
+        raise fail(f"{verb}: sizes that the axis does not divide must be known to {program}", fix=fix)
     types = checker()
     # Tensors made inside a transform of torch.func would be wrapped, and could not be sent.
     with contextlib.nullcontext() if types is None else types.paused(), without_functorch():
@@ -62,24 +62,17 @@ def _exchange_sizes(
         return [int(n) for n in gathered.sum(0).tolist()]
 
 
-def _static_program(comm: Comm) -> str:
-    """Name of a program whose ranks cannot exchange sizes, for an error."""
-    return "a compiled program" if comm.has_values else "an abstract mesh"
-
-
 def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     """Return the global size of a dim that `axis` splits and of which this rank has `n`.
 
-    If no argument of the region is uneven, that is a product. Otherwise the ranks exchange their sizes, except in a
-    compiled program: its error names `word` as the argument to pass.
+    If no argument of the region is uneven, that is a product. Otherwise the ranks exchange their sizes, which a
+    compiled program and an abstract mesh cannot do: the error names `word` as the argument to pass.
     """
     current = region(verb)
     axes = live_axes(current.comm, known_axes(verb, current, axis))
     if not axes or not current.uneven:
         return n * size_of(axes, current.sizes)
-    if current.comm.static_sizes:
-        raise fail(f"{verb}: {_static_program(current.comm)} must know the size of an uneven dim", fix=f"pass {word}")
-    return _exchange_sizes(verb, current.comm, axes, [n], current.device)[0]
+    return _exchange_sizes(verb, axes, [n], f"pass {word}", current.device)[0]
 
 
 def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, int]:

@@ -48,7 +48,7 @@ class Map:
         raise NotImplementedError
 
     def batched(self, which: Sequence[bool]) -> Map:
-        """Return the map for arguments of which those marked in `which` have a batch dim in front."""
+        """Return the map for arguments with a batch dim in front of each one that is marked in `which`."""
         return self
 
     def only(self, which: Sequence[int]) -> Map:
@@ -59,10 +59,9 @@ class Map:
         """Sizes of the arguments, in a form that is equal on every rank."""
         return [list(x.shape) for x in xs]
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Size of each axis."""
-        return tuple(self.comm.sizes[a] for a in self.axes)
+    def pieces(self, size: int) -> list[int]:
+        """Length of each rank's part of a dim of this size."""
+        return part_lengths(size, [self.comm.sizes[a] for a in self.axes])
 
     @property
     def n(self) -> int:
@@ -122,24 +121,24 @@ class Vary(Map):
         return Sum(self.comm, self.axes, self.divisor)
 
 
+def _shifted(layout: Layout, which: Sequence[bool]) -> Layout:
+    return tuple((dim + batched, size) for (dim, size), batched in zip(layout, which, strict=True))
+
+
 @dataclass(frozen=True)
 class _DimMap(Map):
-    """A map that joins or splits one dim of each tensor, as given by `layout`."""
+    """A map that joins or splits one dim of each tensor, listed in `layout`."""
 
     layout: Layout = ()
 
     def batched(self, which: Sequence[bool]) -> Map:
-        return replace(self, layout=tuple((d + b, n) for (d, n), b in zip(self.layout, which, strict=True)))
+        return replace(self, layout=_shifted(self.layout, which))
 
     def only(self, which: Sequence[int]) -> Map:
         return replace(self, layout=tuple(self.layout[i] for i in which))
 
     def extent(self, xs: Sequence[Tensor]) -> Any:
         return self.layout
-
-    def pieces(self, size: int) -> list[int]:
-        """Length of each rank's part of a dim of this size."""
-        return part_lengths(size, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -252,18 +251,14 @@ class AllToAll(Map):
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         stacks = []
         for x, (s_dim, s_size), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
-            stacks.append(
-                split_padded(
-                    pad(x, c_dim, part_lengths(c_size, self.sizes)[0]), s_dim, part_lengths(s_size, self.sizes)
-                )
-            )
+            stacks.append(split_padded(pad(x, c_dim, self.pieces(c_size)[0]), s_dim, self.pieces(s_size)))
         rows = [s.reshape(self.n, -1) for s in stacks]
         received = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(received, [r.shape[1] for r in rows], dim=1)
         out = []
         for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
-            whole = join_padded(part.reshape(s.shape), c_dim, part_lengths(c_size, self.sizes))
-            out.append(whole.narrow(s_dim, 0, part_lengths(s_size, self.sizes)[self.index]))
+            whole = join_padded(part.reshape(s.shape), c_dim, self.pieces(c_size))
+            out.append(whole.narrow(s_dim, 0, self.pieces(s_size)[self.index]))
         return out
 
     @property
@@ -274,10 +269,7 @@ class AllToAll(Map):
         return replace(self, split=tuple(self.split[i] for i in which), concat=tuple(self.concat[i] for i in which))
 
     def batched(self, which: Sequence[bool]) -> Map:
-        def shift(layout: Layout) -> Layout:
-            return tuple((d + b, n) for (d, n), b in zip(layout, which, strict=True))
-
-        return replace(self, split=shift(self.split), concat=shift(self.concat))
+        return replace(self, split=_shifted(self.split, which), concat=_shifted(self.concat, which))
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,6 @@ class Bucket:
     cast: Precision | None
     host: bool  # whether the leaves are in host memory
 
-    @property
-    def copied(self) -> bool:
-        """Return whether the block computes with a copy of the leaves."""
-        return self.cast is not None or self.host
-
 
 class BufferSlice(NamedTuple):
     """Part of a buffer for one whole leaf: first byte, dtype, shape."""
@@ -72,7 +67,7 @@ def plan_buckets(
         xs, gather, cast = [leaves[i] for i in which], None, Precision.of(leaves[which[0]], dtype, reduce_dtype)
         if axes:
             joined = [leaf_routes[i].gathers[0] for i in which]
-            layout = gather_layout("scan", region.comm, axes, xs, [j.dim for j in joined], [j.size for j in joined])
+            layout = gather_layout("scan", axes, xs, [j.dim for j in joined], [j.size for j in joined])
             gather = Gather(region.comm, axes, layout)
         computed = xs[0].dtype if cast is None else cast.computed
         for k, (i, x) in enumerate(zip(which, xs, strict=True)):
@@ -197,7 +192,7 @@ def start_gather(
             run_map(_GatherInto(gather.comm, gather.axes, gather.layout, tuple(into), tuple(ys)), xs)
         elif bucket.gather is not None:
             pending.append(bucket.gather.start(xs, into))
-        elif not bucket.copied or buffer is None or virtual or types is not None:
+        elif buffer is None or virtual or types is not None or not (bucket.cast or bucket.host):
             ys = [copy_to_device(x, region.device) for x in xs] if bucket.host else xs
             ys = ys if bucket.cast is None else [y.to(bucket.cast.computed) for y in ys]
         elif bucket.cast is None:

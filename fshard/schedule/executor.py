@@ -70,9 +70,6 @@ class FlatTree:
         differentiated = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
         return FlatTree([t.detach() for t in tensors], rest, differentiated)
 
-    def without_tensors(self) -> FlatTree:
-        return replace(self, tensors=[])
-
     def take_grads(self, grads: Iterator[Tensor | None]) -> list[Tensor | None]:
         """Return an entry for each tensor: the next gradient if it is differentiated."""
         return [next(grads) if d else None for d in self.differentiated]
@@ -88,19 +85,6 @@ class BlockGraph:
     inputs: list[Tensor]
     outputs: list[GradientEdge | None]  # None for a result without a gradient
     discarded: DiscardedTensors | None = None  # to be recomputed before backward
-
-
-@dataclass
-class PendingReduce:
-    """A sum of gradients over the ranks, and the positions in `grads` of its results."""
-
-    grads: list[Tensor | None]
-    leaves: list[int]
-    wait: PendingTransfer
-
-    def finish(self) -> None:
-        for leaf, grad in zip(self.leaves, self.wait(), strict=True):
-            self.grads[leaf] = grad
 
 
 class Executor:
@@ -154,7 +138,7 @@ class Executor:
                 x = y
                 outs.append(out)
         # Results refer to their graph, and the graph to this executor, which must not refer to the results.
-        self.results = [flat.without_tensors() for flat in (x, *outs)]
+        self.results = [replace(flat, tensors=[]) for flat in (x, *outs)]
         return [t for flat in (x, *outs) for t in flat.tensors]
 
     def _run_and_discard(
@@ -168,9 +152,9 @@ class Executor:
                     graph, y, out = self._run_block(i, weights, x, True)
                 return replace(graph, discarded=discarded), y, out
             except (UnderHooksError, RuntimeError) as e:
-                # torch.func refuses saved tensor hooks by a RuntimeError, no subclass. Another error of this class is
-                # raised again by the second run.
-                if type(e) not in (UnderHooksError, RuntimeError):
+                # torch.func raises a plain RuntimeError. Do not run a block again after an error of its own: its
+                # transfers would wait for ranks that had no error.
+                if not isinstance(e, UnderHooksError) and "saved tensor hooks" not in str(e):
                     raise
                 self.discards = False
         _, y, out = self._run_block(i, weights, x, False)
@@ -217,7 +201,7 @@ class Executor:
         dx, *douts = [[next(remaining) for _ in flat.differentiated] for flat in self.results]
         param_grads: list[list[Tensor | None]] = [[None] * len(p.tensors) for p in self.params]
         each_grads: list[list[Tensor | None]] = [[None] * len(e.tensors) for e in self.each]
-        pending: deque[list[PendingReduce]] = deque()
+        pending: deque[Callable[[], None]] = deque()
         first = min((i for i, x in enumerate(self.block_inputs) if x is not None), default=self.n)
         with self._reserved_buffers(), transposing(self.origin) if self.origin else contextlib.nullcontext():
             for i in range(self.n - 1, -1, -1):
@@ -239,9 +223,9 @@ class Executor:
                 pending.append(self._start_reduces(i, dp, shapes, param_grads[i], others))
                 del dp, dy, others
                 while len(pending) > self.schedule.prefetch:
-                    _finish(pending.popleft())
+                    pending.popleft()()
             while pending:
-                _finish(pending.popleft())
+                pending.popleft()()
             if any(bucket.host for plan in self.plans for bucket in plan.buckets):
                 wait_for_copies_to_host(self.region.device)
         pairs = [(self.x, dx), *zip(self.params, param_grads, strict=True), *zip(self.each, each_grads, strict=True)]
@@ -261,9 +245,13 @@ class Executor:
     def _start_reduces(
         self, i: int, dp: list[Tensor | None], shapes: Sequence[torch.Size], grads: list[Tensor | None],
         others: Sequence[Tensor | None],
-    ) -> list[PendingReduce]:  # fmt: skip
-        """Start to sum the gradients `dp` of a block over the ranks, into `grads`; do not overwrite `others`."""
-        params, pending = self.params[i], []
+    ) -> Callable[[], None]:  # fmt: skip
+        """Start to sum the gradients `dp` of a block over the ranks, without overwriting `others`.
+
+        The returned function waits, and writes the sums into `grads`.
+        """
+        params = self.params[i]
+        pending: list[tuple[list[int], PendingTransfer]] = []
         used = {storage_key(t) for t in others if t is not None}
         for leaf, differentiated in enumerate(params.differentiated):
             if differentiated and dp[leaf] is None:  # this rank did not use the leaf, but another may have
@@ -278,8 +266,14 @@ class Executor:
             writable = [make_writable(grads[leaf], used) for leaf in leaves]  # type: ignore[arg-type]
             for leaf in leaves:
                 grads[leaf] = None
-            pending.append(PendingReduce(grads, leaves, start_reduce(bucket, chosen, writable)))
-        return pending
+            pending.append((leaves, start_reduce(bucket, chosen, writable)))
+
+        def finish() -> None:
+            for leaves, wait in pending:
+                for leaf, grad in zip(leaves, wait(), strict=True):
+                    grads[leaf] = grad
+
+        return finish
 
     # --- weights ---
 
@@ -320,11 +314,6 @@ class Executor:
         buffer_pool(self.region).reserve(self.buffers)
         yield
         buffer_pool(self.region).release(self.buffers)
-
-
-def _finish(reduces: Sequence[PendingReduce]) -> None:
-    for reduce in reduces:
-        reduce.finish()
 
 
 def _input_grads(graph: BlockGraph, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

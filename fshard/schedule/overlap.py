@@ -56,7 +56,7 @@ class _Overlapped(torch.autograd.Function):
             h = _Leaf.apply(torch.empty(0, requires_grad=True), mapped)  # type: ignore[no-untyped-call]
             leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
             y = f(h, *leaves)
-        # Gradient edges instead of tensors: the graph has saved what it needs, and the other tensors are freed.
+        # Gradient edges instead of tensors: tensors that the graph has not saved are freed.
         ctx.y, ctx.h = get_gradient_edge(y), get_gradient_edge(h)
         ctx.weights = [get_gradient_edge(w) if w.requires_grad else None for w in leaves]
         return y.detach()

@@ -66,7 +66,7 @@ def _as_tuple(f: Callable[..., Any], result: Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class _Body:
-    """A function of tensors, in an object: dynamo lets no bare callable be kept between forward and backward."""
+    """A function of tensors, in an object, because dynamo cannot keep a bare callable between forward and backward."""
 
     f: Callable[..., tuple[Tensor, ...]]
 

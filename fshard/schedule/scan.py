@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def scan(
     `prefetch` blocks are gathered while one computes, forward and backward; at most `prefetch + 1` gathered blocks
     exist at a time; gradients are summed over the ranks while the blocks before compute theirs. Leaves whose specs lack
     the axis (data parallel) are used without a copy, and their gradients summed. Leaves in host memory
-    (`P(..., memory="host")`) are copied to the device one block earlier still, and freed there after use.
+    (`P(..., memory="host")`) are copied to the device one block before their gather, and freed there after use.
 
     Args:
         params: a list of one tree for each block, or one tree whose leaves are stacked, [blocks, ...].
@@ -75,9 +76,10 @@ def scan(
         return (x, []) if has_aux else x
     live = axis and live_axes(region("scan").comm, known_axes("scan", region(), axis))
     host = not live and any_on_host(specs)
-    split = _check_pair if has_aux else _without_output
+    split = _check_pair if has_aux else lambda x: (x, None)
     plans = None
-    if (live or host or offload) and not _transformed():
+    # Neither a compiler nor a transform of torch.func can trace a schedule.
+    if (live or host or offload) and not (torch.compiler.is_dynamo_compiling() or in_transform()):
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
         check_captured("scan", block)
@@ -164,13 +166,8 @@ def _unstack(params: Any, specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
                    specs=[s for s, dims in zip(flat, parts, strict=True) if dims[0]])  # fmt: skip
     rest = [P(*(axes or None for axes in dims[1:]), memory=s.memory) for s, dims in zip(flat, parts, strict=True)]
     rows = zip(*(x.unbind(0) for x in leaves), strict=True)
-    known = None if shapes is None else tree.map(lambda s: _Shape(tuple(s.shape[1:])), shapes)
+    known = None if shapes is None else tree.map(lambda s: SimpleNamespace(shape=s.shape[1:]), shapes)
     return [tree.unflatten(treedef, row) for row in rows], [tree.unflatten(treedef, rest)] * n, [known] * n
-
-
-@dataclass(frozen=True)
-class _Shape:
-    shape: tuple[int, ...]
 
 
 def _check_pair(result: Any) -> tuple[Any, Any]:
@@ -178,15 +175,6 @@ def _check_pair(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise fail(f"scan: has_aux=True, and the block returned a {type(result).__name__}", fix="return (x, out)")
     return result
-
-
-def _without_output(x: Any) -> tuple[Any, None]:
-    return x, None
-
-
-def _transformed() -> bool:
-    """Return whether a compiler or a transform of torch.func is active, which cannot trace a schedule."""
-    return torch.compiler.is_dynamo_compiling() or in_transform()
 
 
 def _plain_loop(

@@ -14,8 +14,7 @@ from fshard._comm import HOST, Axis, Region, copy_to_device, known_axes, live_ax
 from fshard._ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
 from fshard.collectives import by_dtype
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.spec import P, part_range
-from fshard.spec import is_spec as _is_spec
+from fshard.spec import P, is_spec, part_range
 
 
 def unshard(
@@ -44,7 +43,7 @@ def unshard(
     """
     current = region("unshard")
     leaves, treedef = tree.flatten(params)
-    flat = tree.broadcast(specs, params, name="specs", leaf=_is_spec)
+    flat = tree.broadcast(specs, params, name="specs", leaf=is_spec)
     leaf_routes = routes("unshard", current, leaves, flat, axis, sizes_of("unshard", len(leaves), shapes))
     casts = [Precision.of(x, dtype, reduce_dtype) for x in leaves]
     out = [copy_to_device(x, current.device) if r.host else x for x, r in zip(leaves, leaf_routes, strict=True)]
@@ -146,6 +145,6 @@ def _gather_leaves(
         for group in by_dtype([out[i] for i in leaves]):
             members = [leaves[g] for g in group]
             xs, joins = [out[i] for i in members], [first[i] for i in members]
-            layout = gather_layout("unshard", region.comm, axes, xs, [j.dim for j in joins], [j.size for j in joins])
+            layout = gather_layout("unshard", axes, xs, [j.dim for j in joins], [j.size for j in joins])
             for i, y in zip(members, _apply(Gather(region.comm, axes, layout), casts[members[0]], xs), strict=True):
                 out[i] = y

@@ -130,6 +130,23 @@ def test_saved_tensor_modified_in_place_is_an_error() -> None:
             step(modified, how, fs.make_mesh(data=2, model=1))
 
 
+def test_error_of_a_block_is_raised_by_its_first_run() -> None:
+    """A second run would start transfers again, with ranks that had no error and wait for others."""
+    runs: list[int] = []
+
+    def failing(p: Any, x: Tensor) -> Tensor:
+        rank = int(fs.axis_index("data"))
+        y = block(p, x)
+        if rank == 1:
+            runs.append(rank)
+            raise RuntimeError("an error of the block")
+        return y
+
+    with pytest.raises(RuntimeError, match="an error of the block"):
+        step(failing, {"remat": True}, fs.make_mesh(data=2, model=1))
+    assert runs == [1]
+
+
 def test_recomputation_runs_under_the_autocast_of_forward() -> None:
     mesh = fs.make_mesh(data=2, model=1)
 
