@@ -12,6 +12,7 @@ import fshard as fs
 from fshard import P, ShardingError
 from fshard import _comm as comm
 from tests.corpus import refused
+from tests.lib.assertions import error_text
 
 MESH = fs.make_mesh(data=2, model=2)
 BOTH = {"data", "model"}
@@ -37,9 +38,7 @@ def types(f, specs, *args):
 
 
 def error_of(f, ins, out, *args, **options):
-    with pytest.raises(ShardingError) as e:
-        mapped(f, ins, out, check="always", **options)(*args)
-    return str(e.value)
+    return error_text(mapped(f, ins, out, check="always", **options), *args)
 
 
 X, W = torch.randn(4, 8), torch.randn(8, 4)
