@@ -131,24 +131,24 @@ SIZES_FIX = (
         ({"a": -1, "b": -1}, "a=-1, b=-1"),
     ],
 )
-def test_message_of_sizes_that_are_not_positive_integers(axes, shown):
+def test_error_text_of_sizes_that_are_not_positive_integers(axes, shown):
     assert error_text(fs.make_mesh, **axes) == f"make_mesh({shown}): not the sizes of a mesh" + SIZES_FIX
 
 
-def test_message_of_inferred_size_without_a_world_size():
+def test_error_text_of_inferred_size_without_a_world_size():
     assert error_text(fs.make_mesh, kind="simulated", data=-1, model=2) == (
         "make_mesh(data=-1, model=2): a simulated mesh has no world size to infer 'data' from\n"
         "  fix: state how many ranks it has: data=2"
     )
 
 
-def test_message_of_unknown_kind():
+def test_error_text_of_unknown_kind():
     assert error_text(fs.make_mesh, kind="real", data=2).startswith(
         "make_mesh: no kind of mesh is called 'real'\n  fix: kind="
     )
 
 
-def test_message_of_process_mesh_outside_a_launch(monkeypatch):
+def test_error_text_of_process_mesh_outside_a_launch(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert error_text(fs.make_mesh, kind="process", device="cpu", data=2) == (

@@ -250,7 +250,10 @@ def test_printed_fix_makes_the_program_correct(name):
 
 def test_fix_of_a_line_that_cannot_be_rewritten_is_a_call_before_it():
     def several_lines(x, w):
-        return torch.add(torch.tanh(x)[0, 0], w)
+        return torch.add(
+            torch.tanh(x)[0, 0],  # a comment keeps this expression on several lines
+            w,
+        )
 
     def augmented_assignment(x, w):
         total = w * 2

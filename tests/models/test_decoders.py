@@ -241,7 +241,7 @@ STREAM, NORMS = 4 * 6 * 8 * 24, 4 * 4 * 24  # bytes of [B, T, D], and of the gra
         ("gpt_neox", {"hidden_dropout": 0.1}, {("all_reduce", STREAM): 2}),
     ],
 )
-def test_a_block_with_parallel_residual_sends_its_stream_once_each_way(model, options, want):
+def test_transfers_added_by_one_block(model, options, want):
     assert dict(transfers(model, 2, **options) - transfers(model, 1, **options)) == want
 
 

@@ -764,7 +764,7 @@ def line_of(text):
     return next(i for i, line in enumerate(lines, 1) if text in line)
 
 
-def test_text_of_reading_a_draw():
+def test_error_text_of_reading_a_draw():
     assert error_text(defer, ReadsDraw) == (
         "defer: .item() needs numbers that are drawn only when a leaf is placed, by its key\n"
         f"  test_defer.py:{line_of('self.scale = self.w.std()')} in __init__\n"
@@ -778,7 +778,7 @@ def draws_multinomial():
     return torch.multinomial(torch.ones(3), 2)
 
 
-def test_text_of_a_draw_without_a_rule():
+def test_error_text_of_a_draw_without_a_rule():
     assert error_text(defer, draws_multinomial) == (
         "defer: there is no rule for the draws of aten.multinomial.default\n"
         f"  test_defer.py:{line_of('return torch.multinomial')} in draws_multinomial\n"
@@ -817,7 +817,7 @@ def test_unrecordable_operation_is_an_error_with_its_line(constructor, start_of_
         assert "^" in text
 
 
-def test_text_of_leaves_beyond_the_budget():
+def test_error_text_of_leaves_beyond_the_budget():
     def both():
         module = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(32, 64, bias=False)])
         for part in module:
@@ -839,14 +839,14 @@ class DrawnAttribute(nn.Module):
         self.noise = torch.randn(3)
 
 
-def test_text_of_a_drawn_attribute_that_is_not_a_leaf():
+def test_error_text_of_a_drawn_attribute_that_is_not_a_leaf():
     assert error_text(defer, DrawnAttribute) == (
         "defer: noise: is drawn, and neither a parameter nor a buffer\n"
         "  fix: register_buffer('noise', ..., persistent=False)"
     )
 
 
-def test_text_of_integers_that_were_never_written():
+def test_error_text_of_integers_that_were_never_written():
     class Ints(nn.Module):
         def __init__(self):
             super().__init__()
@@ -858,7 +858,7 @@ def test_text_of_integers_that_were_never_written():
     )
 
 
-def test_text_of_a_copy_under_another_name():
+def test_error_text_of_a_copy_under_another_name():
     _, tree = deferred("weight_norm")
     name = "parametrizations.weight.original1"
     assert error_text(values_on_one_device, {"v": tree["params"][name]}) == (

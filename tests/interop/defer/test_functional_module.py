@@ -282,7 +282,7 @@ def test_hooks_added_in_forward_are_removed():
     assert result == [3, 3, 3]
 
 
-def test_text_of_a_module_that_cannot_be_copied():
+def test_error_text_of_a_module_that_cannot_be_copied():
     class Fixed(nn.Module):
         def __deepcopy__(self, memo):
             raise TypeError("this object cannot be copied")
@@ -521,7 +521,7 @@ def test_frozen_names_parameters_without_gradient():
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
-def test_text_lists_every_leaf_that_does_not_fit():
+def test_error_lists_every_leaf_that_does_not_fit():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
     module[1].weight = module[0].weight
     _, buffers = leaves(module)
@@ -556,7 +556,7 @@ def test_note_names_leaves_that_are_not_whole():
     ]
 
 
-def test_text_names_buffers_that_were_not_unsharded():
+def test_error_names_buffers_that_were_not_unsharded():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
