@@ -1,11 +1,11 @@
-"""What the documentation shows is what happens: every block of the README, every example of every docstring.
+"""Every block of the README and of the pages in docs/ runs, and so does every example of every docstring.
 
-README: the ```python blocks run in order, in one namespace; a ```text block right after one is exactly what
-it prints (`...` stands for any text).
+Pages: the ```python blocks run in order, in one namespace. A ```text block right after one is exactly its output
+(`...` stands for any text).
 
-Docstrings: every `>>>` example runs, as in a session that has `torch`, `np`, `fs`, the public names and those
-of its own module, a simulated `mesh` of data=2, model=4, and what GIVEN says. One that calls a verb of a
-region runs inside one, on every rank, and shows rank 0. One that shows no result shows none on purpose.
+Docstrings: every `>>>` example runs, as in a session that has `torch`, `np`, `fs`, the public names and those of its
+own module, a simulated `mesh` of data=2, model=4, and the names of SETUP. An example that calls a collective runs
+inside a region, on every rank, and shows the output of rank 0. An example without output is not compared.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ import torch
 import fshard as fs
 from fshard._comm import region
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ("install", "test")  # the blocks that CI and a newcomer copy; each after its <!-- marker -->
 
 
-# --- README -------------------------------------------------------------------------------------------------
+# --- pages --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def run_blocks(text: str, name: str) -> list[str]:
-    """Run the python blocks; what each printed. Raises AssertionError where a text block says otherwise."""
+    """Run the python blocks and return the output of each. Raises AssertionError if a text block differs from it."""
     namespace: dict[str, Any] = {"__name__": name}
     printed: list[str] = []
     before = ""
@@ -99,10 +101,21 @@ def matches(want: str, got: str) -> bool:
     return doctest.OutputChecker().check_output(strip(want), strip(got), doctest.ELLIPSIS)
 
 
-def test_readme_runs_and_prints_what_it_says() -> None:
-    text = README.read_text()
-    printed = run_blocks(text, "README.md")
-    assert len(printed) == sum(line.startswith("```python") for line in text.splitlines()) > 0
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs_and_prints_what_it_shows(page: Path) -> None:
+    text = page.read_text()
+    printed = run_blocks(text, page.name)
+    assert len(printed) == sum(line.startswith("```python") for line in text.splitlines())
+
+
+def test_links_of_the_readme_exist() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README.read_text())
+    assert len(links) > 5
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 170
 
 
 def test_readme_names_one_command_to_install_and_one_to_test() -> None:
@@ -138,7 +151,7 @@ free
 """
 
 
-def test_blocks_are_read_as_they_are_meant() -> None:
+def test_blocks_have_a_language_a_marker_and_a_line() -> None:
     assert [(b.language, b.marker, b.line, b.follows) for b in blocks(TEXT)] == [
         ("sh", "<!-- test -->", 4, False),
         ("python", "", 8, True),
@@ -221,8 +234,8 @@ x = y = torch.ones(8, 8)
 loss_fn = lambda p, x, y: (x @ p["up"] @ p["down"] - y).square().mean()
 """
 
-# What a docstring's example supposes, by the name of what it documents.
-GIVEN = {
+# Code that runs before the examples of a docstring, by the name of the documented object.
+SETUP = {
     "fshard.checkpoint.inspect": SAVED,
     "fshard.checkpoint.latest": SAVED,
     "fshard.checkpoint.loading.restore": SAVED,
@@ -265,17 +278,18 @@ def documented() -> dict[str, tuple[Any, doctest.DocTest]]:
     finder = doctest.DocTestFinder()
     names = [m.name for m in pkgutil.walk_packages(fs.__path__, "fshard.") if not m.name.endswith("__main__")]
     for name in ("fshard", *names):
-        held = importlib.import_module(name)
-        found |= {t.name: (held, t) for t in finder.find(held, name) if t.examples}
+        module = importlib.import_module(name)
+        found |= {t.name: (module, t) for t in finder.find(module, name) if t.examples}
     return found
 
 
 DOCUMENTED = documented()
 
 
-def namespace(held: Any) -> dict[str, Any]:
+def namespace(module: Any) -> dict[str, Any]:
     names: dict[str, Any] = {key: getattr(fs, key) for key in fs.__all__}
-    names |= vars(held) | {"torch": torch, "np": np, "fs": fs, "P": fs.P}
+    package = importlib.import_module(module.__name__.rpartition(".")[0] or module.__name__)
+    names |= vars(package) | vars(module) | {"torch": torch, "np": np, "fs": fs, "P": fs.P}
     return {key: value for key, value in names.items() if not key.startswith("__")}
 
 
@@ -297,14 +311,14 @@ def compiled(source: str) -> tuple[CodeType, CodeType]:
 
 
 def session(name: str, mesh: fs.Mesh) -> list[str]:
-    """Type a docstring's examples in, one after the other; what each shows."""
-    held, test = DOCUMENTED[name]
+    """Run the examples of a docstring in order; return the output of each."""
+    module, test = DOCUMENTED[name]
     screen = io.StringIO()
     # Ranks are threads, and sys.stdout is all of theirs: so each session has a print of its own.
-    names = namespace(held) | {"mesh": mesh, "print": functools.partial(print, file=screen)}
-    for code in compiled(GIVEN.get(name, "")):
+    names = namespace(module) | {"mesh": mesh, "print": functools.partial(print, file=screen)}
+    for code in compiled(SETUP.get(name, "")):
         exec(code, names)
-    shown = []
+    outputs = []
     for example in test.examples:
         screen.seek(0)
         screen.truncate()
@@ -312,44 +326,44 @@ def session(name: str, mesh: fs.Mesh) -> list[str]:
         try:
             exec(statements, names)
             value = eval(expression, names)
-            shown.append(screen.getvalue() + ("" if value is None else repr(value)))
+            outputs.append(screen.getvalue() + ("" if value is None else repr(value)))
         except fs.ShardingError as e:
             if example.exc_msg is None:
                 raise
-            shown.append(f"{type(e).__name__}: {e}")
-    return shown
+            outputs.append(f"{type(e).__name__}: {e}")
+    return outputs
 
 
 def session_in_a_region(name: str, mesh: fs.Mesh) -> list[str]:
-    shown: dict[int, list[str]] = {}
+    outputs: dict[int, list[str]] = {}
 
     def on_each_rank() -> None:
-        shown[region().rank] = session(name, mesh)
+        outputs[region().rank] = session(name, mesh)
 
     fs.shard_map(on_each_rank, mesh=mesh, out_specs=fs.P())()
-    return shown[0]
+    return outputs[0]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_docstring_examples_show_what_they_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstring_example_has_the_output_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mesh = MESHES.get(name) or fs.make_mesh(data=2, model=4)
     try:
-        shown = session(name, mesh)
+        outputs = session(name, mesh)
     except fs.ShardingError as e:
         if "called outside shard_map" not in str(e):
             raise
-        shown = session_in_a_region(name, mesh)
-    for example, got in zip(DOCUMENTED[name][1].examples, shown, strict=True):
+        outputs = session_in_a_region(name, mesh)
+    for example, got in zip(DOCUMENTED[name][1].examples, outputs, strict=True):
         want = example.exc_msg or example.want
         assert not want.strip() or matches(want, got), f"{name}: >>> {example.source}shows\n{got}\nand not\n{want}"
 
 
-def test_what_is_given_is_given_to_an_example() -> None:
-    assert not (set(GIVEN) | set(MESHES)) - set(DOCUMENTED)
+def test_every_setup_belongs_to_an_example() -> None:
+    assert not (set(SETUP) | set(MESHES)) - set(DOCUMENTED)
 
 
-def test_a_docstring_that_is_wrong_is_found() -> None:
+def test_wrong_docstring_example_fails() -> None:
     test = doctest.DocTestParser().get_doctest(">>> psum(1 + axis_index('data'), 'data')\n4", {}, "wrong", None, 0)
     DOCUMENTED["wrong"] = fs.collectives, test
     try:
