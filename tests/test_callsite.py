@@ -155,7 +155,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("file", "users"), FILES)
-def test_user_code_is_told_from_libraries_by_its_file(file: str, users: bool) -> None:
+def test_user_code_is_distinguished_from_libraries_by_its_file(file: str, users: bool) -> None:
     names: dict[str, Any] = {"user_frame": _callsite.user_frame}
     exec(compile("import sys\ndef g(): return user_frame(), sys._getframe()", file, "exec"), names)
     frame, own = names["g"]()

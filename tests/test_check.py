@@ -12,6 +12,7 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError
+from tests.lib.assertions import error_text
 
 SPECS = {"up": fs.column("model"), "down": fs.row("model")}
 
@@ -37,12 +38,6 @@ INS, OUT = (SPECS, P("data")), (SPECS, P())
 
 def mapped(f=step, mesh=None, ins=INS, out=OUT, **options):
     return fs.shard_map(f, mesh=mesh or fs.make_mesh(data=2, model=2), in_specs=ins, out_specs=out, **options)
-
-
-def error_text(f, *args):
-    with pytest.raises(ShardingError) as e:
-        fs.check(f, *args)
-    return str(e.value)
 
 
 def test_check_takes_deferred_arguments_and_an_abstract_mesh():
@@ -104,7 +99,7 @@ def test_error_text_names_the_line_of_a_wrong_program():
         return fs.psum(x @ p["up"] @ p["down"], "model")
 
     line = inspect.getsourcelines(wrong)[1] + 2
-    text = error_text(mapped(wrong, out=P("data")), init(), fs.init.zeros((8, 16)))
+    text = error_text(fs.check, mapped(wrong, out=P("data")), init(), fs.init.zeros((8, 16)))
     assert text == (
         f"test_check.py:{line} in wrong: "
         "matmul of an operand that is invariant (I) over 'model' with one that varies (V) over it\n"
@@ -122,7 +117,7 @@ def test_error_text_of_a_program_that_needs_values():
     def branches(x):
         return x * 2 if float(x.sum()) > 0 else x
 
-    text = error_text(mapped(branches, ins=(P(),), out=P()), torch.ones(3))
+    text = error_text(fs.check, mapped(branches, ins=(P(),), out=P()), torch.ones(3))
     line = inspect.getsourcelines(branches)[1] + 1
     where = f"test_check.py:{line} in branches"
     assert text.startswith(f"{where}: an abstract mesh has no data, and this operation needs the value of a tensor: ")
@@ -134,7 +129,7 @@ def test_sizes_that_ranks_would_exchange_must_be_passed():
         return fs.all_gather(x, "data", to="invariant")
 
     f = mapped(gather, ins=(P("data"),), out=P())
-    assert "must be known to an abstract mesh" in error_text(f, torch.ones(3))
+    assert "must be known to an abstract mesh" in error_text(fs.check, f, torch.ones(3))
     f = mapped(lambda x: fs.all_gather(x, "data", size=3, to="invariant"), ins=(P("data"),), out=P())
     assert fs.check(f, torch.ones(3)).result.shape == (3,)
 
@@ -204,14 +199,13 @@ def test_verify_on_an_abstract_mesh_is_an_error():
 
 
 def test_calling_with_deferred_leaves_is_an_error():
-    with pytest.raises(ShardingError) as e:
-        mapped()(init(), torch.ones(4, 16))
-    assert "step: args[0]['down']: is only described" in str(e.value)
-    assert "fix: fs.materialize it, or fs.check(f, ...), which needs no values" in str(e.value)
+    text = error_text(mapped(), init(), torch.ones(4, 16))
+    assert "step: args[0]['down']: is only described" in text
+    assert "fix: fs.materialize it, or fs.check(f, ...), which needs no values" in text
 
 
 def test_plain_function_is_an_error():
-    assert error_text(torch.sum, torch.ones(1)).endswith("fix: check what fs.shard_map returns")
+    assert error_text(fs.check, torch.sum, torch.ones(1)).endswith("fix: check what fs.shard_map returns")
 
 
 def test_dropout_and_the_optimizer_run_without_data():

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
+from tests.lib.assertions import error_text
 
 SIZES = [
     {"a": 1},
@@ -112,12 +113,6 @@ def test_mesh_cannot_be_pickled_or_copied():
         assert str(caught.value) == message
 
 
-def message_of(**kwargs):
-    with pytest.raises(ShardingError) as caught:
-        fs.make_mesh(**kwargs)
-    return str(caught.value)
-
-
 SIZES_FIX = (
     "\n  fix: name at least one axis, each with a size of 1 or more, e.g. data=2, model=4; "
     "in a process mesh one may be -1"
@@ -136,25 +131,27 @@ SIZES_FIX = (
         ({"a": -1, "b": -1}, "a=-1, b=-1"),
     ],
 )
-def test_message_of_sizes_that_are_not_positive_integers(axes, shown):
-    assert message_of(**axes) == f"make_mesh({shown}): not the sizes of a mesh" + SIZES_FIX
+def test_error_text_of_sizes_that_are_not_positive_integers(axes, shown):
+    assert error_text(fs.make_mesh, **axes) == f"make_mesh({shown}): not the sizes of a mesh" + SIZES_FIX
 
 
-def test_message_of_inferred_size_without_a_world_size():
-    assert message_of(kind="simulated", data=-1, model=2) == (
+def test_error_text_of_inferred_size_without_a_world_size():
+    assert error_text(fs.make_mesh, kind="simulated", data=-1, model=2) == (
         "make_mesh(data=-1, model=2): a simulated mesh has no world size to infer 'data' from\n"
         "  fix: state how many ranks it has: data=2"
     )
 
 
-def test_message_of_unknown_kind():
-    assert message_of(kind="real", data=2).startswith("make_mesh: no kind of mesh is called 'real'\n  fix: kind=")
+def test_error_text_of_unknown_kind():
+    assert error_text(fs.make_mesh, kind="real", data=2).startswith(
+        "make_mesh: no kind of mesh is called 'real'\n  fix: kind="
+    )
 
 
-def test_message_of_process_mesh_outside_a_launch(monkeypatch):
+def test_error_text_of_process_mesh_outside_a_launch(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert message_of(kind="process", device="cpu", data=2) == (
+    assert error_text(fs.make_mesh, kind="process", device="cpu", data=2) == (
         "make_mesh(data=2, kind='process'): this process was not launched as a rank\n"
         "  fix: start it with torchrun --nproc-per-node N, or use kind='simulated'"
     )

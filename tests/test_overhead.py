@@ -9,46 +9,23 @@ import gc
 import sys
 import threading
 import weakref
-from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
 from fshard._comm import recording, region
+from tests.lib.assertions import error_text
+from tests.lib.operations import Operations
 
 ONE = fs.make_mesh(kind="simulated", a=1, b=1)
 TWO = fs.make_mesh(kind="simulated", a=2)
 MESHES = pytest.mark.parametrize("mesh", [ONE, TWO], ids=repr)
 
 
-class Operations(TorchDispatchMode):
-    """The number of runs of each operation, and the sizes of the storages that they allocated."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts, self.made = Counter(), {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        inputs = {x.untyped_storage()._cdata for x in fs.tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        self.counts[str(func)] += 1
-        for x in fs.tree.leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in inputs:
-                self.made[len(self.made)] = x.untyped_storage().nbytes()
-        return out
-
-
 def state(n, mesh, spec=P(), shape=(4, 4)):  # noqa: B008
     return fs.device_put([torch.full(shape, float(i + 1)) for i in range(n)], spec, mesh)
-
-
-def error_text(f, *args):
-    with pytest.raises(ShardingError) as caught:
-        f(*args)
-    return str(caught.value)
 
 
 # --- a mesh of one rank ------------------------------------------------------------------------------------
@@ -87,7 +64,7 @@ def test_mesh_of_one_rank_runs_exactly_the_operations_of_the_plain_function():
         with Operations() as mapped, recording() as moved:
             got = f(*args)
         assert mapped.counts == plain.counts
-        assert sorted(mapped.made.values()) == sorted(plain.made.values())
+        assert sorted(mapped.allocated) == sorted(plain.allocated)
         assert not moved
         torch.testing.assert_close(fs.device_get(got), want, rtol=0, atol=0)
 
@@ -119,7 +96,7 @@ def test_plain_tensor_is_only_viewed_on_a_mesh_of_one_rank():
     f = fs.shard_map(lambda x: (x + 1,), mesh=ONE, in_specs=P("a"), out_specs=P("a"))
     with torch.no_grad(), Operations() as ran:
         f(x)
-    assert ran.counts == {"aten.detach.default": 1, "aten.add.Tensor": 1}
+    assert ran.counts == {torch.ops.aten.detach.default: 1, torch.ops.aten.add.Tensor: 1}
 
 
 def test_only_results_that_share_storage_are_copied():
@@ -128,7 +105,7 @@ def test_only_results_that_share_storage_are_copied():
     for _ in range(3):
         with Operations() as ran:
             *out, small = f(big, small)
-        assert ran.counts["aten.clone.default"] == 3  # x is not donated; two results share y with a third
+        assert ran.counts[torch.ops.aten.clone.default] == 3  # x is not donated; two results share y with a third
         assert [x.shards[0].numel() for x in out] == [16, 16, 4]
 
 
@@ -300,13 +277,13 @@ def test_donated_adamw_step_allocates_no_second_copy_of_parameters_or_state(mesh
         before = [s.data_ptr() for x in fs.tree.leaves((params, moments)) if x.ndim for s in x.shards]
         with Operations() as outside:
             grads = dict(zip(params, [state(1, mesh, x.spec, shape)[0] for x in params.values()], strict=True))
-            outside.made.clear()
+            outside.allocated.clear()
             params, moments = f(params, moments, grads)
         after = [s.data_ptr() for x in fs.tree.leaves((params, moments)) if x.ndim for s in x.shards]
         assert after == before
-        assert sum(outside.made.values()) < 256  # at most the counts
+        assert sum(a.nbytes for a in outside.allocated) < 256  # at most the counts
     for ops in made:
-        assert max(ops.made.values()) <= 64  # the new counts
+        assert ops.largest <= 64  # the new counts
 
 
 # --- scratch: what a rank keeps from call to call -------------------------------------------------------------

@@ -9,15 +9,10 @@ import torch
 
 import fshard as fs
 from fshard import P, Sharded, ShardingError
+from tests.lib.assertions import error_text
 
 TWO = fs.make_mesh(a=2)
 FOUR = fs.make_mesh(a=2, b=2)
-
-
-def error_text(f, *args, **kwargs):
-    with pytest.raises(ShardingError) as caught:
-        f(*args, **kwargs)
-    return str(caught.value)
 
 
 def put(x, spec=P("a"), mesh=TWO):  # noqa: B008

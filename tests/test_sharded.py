@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard import P, Sharded, ShardingError
+from fshard import P, Sharded
 from fshard.spec import box_shape, local_box
+from tests.lib.assertions import error_text
+from tests.lib.operations import Operations
 
 MESHES = [
     {"a": 1},
@@ -51,12 +52,6 @@ def numbered(*shape, dtype=torch.float32):
     if dtype == torch.bool:
         return (torch.arange(n) % 3 == 0).view(shape)
     return (torch.arange(n) % 251).to(dtype).view(shape)
-
-
-def error_text(f, *args, **kwargs):
-    with pytest.raises(ShardingError) as caught:
-        f(*args, **kwargs)
-    return str(caught.value)
 
 
 def check_placed(leaf, expected, spec, mesh):
@@ -301,19 +296,9 @@ def test_reshard_between_any_two_meshes(data, shape, from_axes, to_axes):
     check_placed(fs.reshard(fs.reshard(leaf, after, target), before, source), x, before, source)
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor returned by an operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in fs.tree.leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return out
+def largest(seen):
+    """Return the number of elements of the largest result of an operation."""
+    return max(shape.numel() for shape in seen.shapes)
 
 
 @pytest.mark.parametrize(
@@ -325,17 +310,17 @@ def test_reshard_allocates_no_more_than_the_parts_of_a_device(before, after):
     mesh, other = fs.make_mesh(a=4, b=2), fs.make_mesh(a=2, b=2)
     leaf = fs.device_put(numbered(64, 64), before, mesh)
     for target in (mesh, other):
-        with Largest() as seen:
+        with Operations() as seen:
             moved = fs.reshard(leaf, after, target)
-        assert 0 < seen.numel <= max(s.numel() for s in (*leaf.shards, *moved.shards)) < leaf.numel()
+        assert 0 < largest(seen) <= max(s.numel() for s in (*leaf.shards, *moved.shards)) < leaf.numel()
 
 
 def test_placing_allocates_only_parts():
     x = numbered(64, 64)
-    with Largest() as seen:
+    with Operations() as seen:
         fs.from_callback((64, 64), P("a"), fs.make_mesh(a=8), lambda box: torch.zeros(box_shape(box)))
         fs.materialize(fs.init.ones((64, 64)), P(None, "a"), fs.make_mesh(a=8), key=fs.key(0))
-    assert seen.numel == x.numel() // 8
+    assert largest(seen) == x.numel() // 8
 
 
 def test_reshard_takes_prefix_specs_and_empty_trees():

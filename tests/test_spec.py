@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
 from fshard.spec import (
     box_shape,
     describe,
@@ -25,6 +25,7 @@ from fshard.spec import (
     same_placement,
     spec_errors,
 )
+from tests.lib.assertions import error_text
 
 # --- P -----------------------------------------------------------------------------------------------------
 
@@ -125,12 +126,6 @@ def test_row_column_and_replicated():
     assert names_of(None) == ()
     assert names_of("ab") == ("ab",)
     assert names_of(("a", "b")) == ("a", "b")
-
-
-def error_text(f, *args, **kwargs):
-    with pytest.raises(ShardingError) as caught:
-        f(*args, **kwargs)
-    return str(caught.value)
 
 
 def test_error_text_of_a_repeated_axis():

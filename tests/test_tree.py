@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard import P, ShardingError, tree
+from fshard import P, tree
 from fshard.spec import is_spec
+from tests.lib.assertions import error_text
 
 
 class Pair(NamedTuple):
@@ -156,14 +157,8 @@ def test_prefix_of_dict_with_keys_of_several_types():
     assert prefix({2: P("two"), "a": P("a")}, t) == [P("two") if x == "x" else P("a") for x in tree.leaves(t)]
 
 
-def error_text(specs, t, **kwargs):
-    with pytest.raises(ShardingError) as caught:
-        prefix(specs, t, **kwargs)
-    return str(caught.value)
-
-
 def test_error_text_of_missing_and_extra_keys():
-    assert error_text({"h": {"a": P(), "c": P()}}, {"h": {"a": 1, "b": 2}}) == (
+    assert error_text(prefix, {"h": {"a": P(), "c": P()}}, {"h": {"a": 1, "b": 2}}) == (
         "specs['h']: not a prefix of the tree it describes\n"
         "  got  dict    expected  dict\n"
         "  missing ['b']    extra ['c']\n"
@@ -172,7 +167,7 @@ def test_error_text_of_missing_and_extra_keys():
 
 
 def test_error_text_of_another_length():
-    assert error_text([P()], [1, 2]) == (
+    assert error_text(prefix, [P()], [1, 2]) == (
         "specs: not a prefix of the tree it describes\n"
         "  got  list    expected  list\n"
         "  missing [1]    extra []\n"
@@ -181,7 +176,7 @@ def test_error_text_of_another_length():
 
 
 def test_error_text_of_a_prefix_deeper_than_the_tree():
-    assert error_text({"w": {"deep": P()}}, {"w": 1}) == (
+    assert error_text(prefix, {"w": {"deep": P()}}, {"w": 1}) == (
         "specs['w']: not a prefix of the tree it describes\n"
         "  got  dict    expected  int\n"
         "  the tree has a leaf at this path\n"
@@ -190,17 +185,17 @@ def test_error_text_of_a_prefix_deeper_than_the_tree():
 
 
 def test_error_text_of_another_container():
-    assert "got  list    expected  dict" in error_text({"w": [P()]}, {"w": {"a": 1}})
-    assert "got  Pair    expected  tuple" not in (error_text({"w": {"a": P()}}, {"w": Pair(1, 2)}))
-    assert "got  dict    expected  Pair" in error_text({"w": {"a": P()}}, {"w": Pair(1, 2)})
+    assert "got  list    expected  dict" in error_text(prefix, {"w": [P()]}, {"w": {"a": 1}})
+    assert "got  Pair    expected  tuple" not in (error_text(prefix, {"w": {"a": P()}}, {"w": Pair(1, 2)}))
+    assert "got  dict    expected  Pair" in error_text(prefix, {"w": {"a": P()}}, {"w": Pair(1, 2)})
 
 
 def test_error_text_of_a_leaf_that_is_not_a_spec():
-    assert error_text({"w": [P(), "model"]}, {"w": [1, 2]}) == (
+    assert error_text(prefix, {"w": [P(), "model"]}, {"w": [1, 2]}) == (
         "specs['w'][1]: 'model' is a str, not a P\n  fix: use a P"
     )
-    assert error_text(3, 1, kind="policy") == "specs: 3 is a int, not a policy\n  fix: use a policy"
+    assert error_text(prefix, 3, 1, kind="policy") == "specs: 3 is a int, not a policy\n  fix: use a policy"
 
 
 def test_missing_spec_of_a_leaf_is_an_error():
-    assert "the tree has a leaf at this path" in error_text({"w": None}, {"w": 1})
+    assert "the tree has a leaf at this path" in error_text(prefix, {"w": None}, {"w": 1})

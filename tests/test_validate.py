@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError
 from fshard._compare.digest import digest
 from fshard.validate import Validated, validate
+from tests.lib.assertions import error_text
+from tests.lib.operations import Operations
 from tests.lib.processes import Pool
 
 NAN, INF = float("nan"), float("inf")
@@ -37,12 +38,6 @@ def placed(axes: dict[str, int], kind: str = "simulated") -> Any:
     w = P(first, tuple(rest) or None)
     specs = {"h": [{"w": w, "b": P()}] * 2, "ids": P(first), "empty": P(), "t": P()}
     return fs.materialize(described(), specs, fs.make_mesh(kind=kind, **axes), key=fs.key(0))
-
-
-def error_text(tree: Any, like: Any = None, **options: Any) -> str:
-    with pytest.raises(ShardingError) as e:
-        validate(tree, like, **options)
-    return str(e.value)
 
 
 def text(block: str) -> str:
@@ -122,7 +117,7 @@ def test_nonfinite_elements_are_counted_once_and_the_first_is_named():
             if i in range(box[0].start, box[0].stop) and j in range(box[1].start, box[1].stop):
                 params["h"][1]["w"].shards[rank][i - box[0].start, j - box[1].start] = INF if i == 2 else NAN
         params["h"][0]["b"].shards[rank][1] = NAN  # the same elements on every replica
-    assert error_text(params) == text("""
+    assert error_text(validate, params) == text("""
         2 problems
         validate: tree['h'][0]['b'] is not finite in 1 of 3 elements
           leaf  f32[3]    mesh  data=2, model=3
@@ -135,7 +130,7 @@ def test_nonfinite_elements_are_counted_once_and_the_first_is_named():
           fix: write every element in the constructor, or repair the file it was read from
                correct what made it; or, if infinities are meant here: allow_inf='h.*.w'
     """)
-    assert "leaf  f32[3]    described as  zeros    mesh" in error_text(params, described())
+    assert "leaf  f32[3]    described as  zeros    mesh" in error_text(validate, params, described())
 
 
 @pytest.mark.parametrize(
@@ -147,14 +142,14 @@ def test_nan_is_found_in_every_floating_dtype(dtype):
     for at in itertools.product(range(2), range(3)):
         x = torch.ones(2, 3)
         x[at] = NAN
-        assert f"1 NaN, the first at {list(at)}, as in" in error_text({"x": x.to(dtype)})
-        assert f"1 NaN, the first at {[at[1], at[0]]}, as in" in error_text({"x": x.to(dtype).T})
+        assert f"1 NaN, the first at {list(at)}, as in" in error_text(validate, {"x": x.to(dtype)})
+        assert f"1 NaN, the first at {[at[1], at[0]]}, as in" in error_text(validate, {"x": x.to(dtype).T})
     assert validate({"x": torch.ones(2, 3).to(dtype)}).finite == 1
 
 
 def test_nan_and_infinity_are_found_in_both_parts_of_a_complex_number():
-    assert "1 infinite, the first at [1]" in error_text(torch.tensor([1, complex(0, INF)]))
-    message = error_text(torch.tensor([complex(INF, NAN), 1]))
+    assert "1 infinite, the first at [1]" in error_text(validate, torch.tensor([1, complex(0, INF)]))
+    message = error_text(validate, torch.tensor([complex(INF, NAN), 1]))
     assert "1 NaN" in message
     assert "infinite" not in message
 
@@ -165,47 +160,37 @@ def test_large_leaves_are_read_in_chunks(monkeypatch):
         x = torch.zeros(5, 6)
         x.view(-1)[at] = x.view(-1)[29] = NAN
         n = 1 + (at != 29)
-        assert f"{n} NaN, the first at {[at // 6, at % 6]}, as in" in error_text(x)
-        assert f"{n} NaN, the first at {min([at % 6, at // 6], [5, 4])}, as in" in error_text(x.T)
-    largest = 0
-
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **kwargs or {})
-            if isinstance(out, Tensor) and out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
-                largest = max(largest, out.untyped_storage().nbytes())
-            return out
-
+        assert f"{n} NaN, the first at {[at // 6, at % 6]}, as in" in error_text(validate, x)
+        assert f"{n} NaN, the first at {min([at % 6, at // 6], [5, 4])}, as in" in error_text(validate, x.T)
     x = torch.zeros(100, 30)
-    with Largest():
+    with Operations() as seen:
         validate({"x": x, "y": x.T})
-    assert 0 < largest <= 64  # bytes
+    assert 0 < seen.largest <= 64
 
 
 def test_infinities_are_allowed_by_glob_and_nan_is_not():
     mask = torch.full((3, 3), -INF).triu(1)
     tree = {"h": [{"mask": mask}, {"mask": mask.clone()}], "w": torch.ones(2)}
-    assert "if infinities are meant here: allow_inf='h.*.mask'" in error_text(tree)
+    assert "if infinities are meant here: allow_inf='h.*.mask'" in error_text(validate, tree)
     assert validate(tree, allow_inf="**.mask").infinite == ("h.0.mask", "h.1.mask")
     assert validate(tree, allow_inf=["h.0.*", "h.1.mask"]).finite == 1
-    assert "tree['h'][0]" in error_text(tree, allow_inf="h.1.mask")
+    assert "tree['h'][0]" in error_text(validate, tree, allow_inf="h.1.mask")
     assert validate(mask, allow_inf="**").infinite == ("",)
     mask[2, 0] = NAN  # as if a constructor wrote half of it
-    assert error_text(tree, allow_inf="**.mask") == text("""
+    assert error_text(validate, tree, allow_inf="**.mask") == text("""
         validate: tree['h'][0]['mask'] is not finite in 1 of 9 elements
           leaf  f32[3, 3]
           1 NaN, the first at [2, 0], as in memory that was never written
           fix: write every element in the constructor, or repair the file it was read from
     """)
-    assert error_text({"w": torch.ones(2)}, allow_inf=["**", "*.mask"]) == text("""
+    assert error_text(validate, {"w": torch.ones(2)}, allow_inf=["**", "*.mask"]) == text("""
         validate: allow_inf='*.mask' matches no leaf
           fix: remove or correct it
     """)
 
 
 def test_error_text_of_nonfinite_numbers():
-    assert error_text({"lr": NAN, "x": -INF, "n": 10**400}) == text("""
+    assert error_text(validate, {"lr": NAN, "x": -INF, "n": 10**400}) == text("""
         2 problems
         validate: tree['lr'] is nan
           fix: give it a finite value
@@ -228,7 +213,7 @@ def test_error_texts_of_leaves_without_values():
     wrong = fs.Sharded((4,), P("data"), mesh, [torch.ones(2), torch.ones(3)])
     tree = [fs.init.ones(2), torch.empty(3, device="meta"), abstract, gone, freed, P(), wrong,
             torch.nn.UninitializedParameter(), fs.device_put(torch.ones(3), P(), mesh)]  # fmt: skip
-    assert error_text(tree) == text("""
+    assert error_text(validate, tree) == text("""
         8 problems
         validate: tree[0] is only described
           leaf  f32[2] = ones
@@ -255,11 +240,11 @@ def test_error_texts_of_leaves_without_values():
     """)
     with torch._subclasses.FakeTensorMode():
         fake = torch.ones(2)
-    assert "validate: tree is on the meta device" in error_text(fake)
+    assert "validate: tree is on the meta device" in error_text(validate, fake)
 
 
 def test_sparse_tensor_is_an_error():
-    message = error_text({"w": torch.eye(3).to_sparse()})
+    message = error_text(validate, {"w": torch.eye(3).to_sparse()})
     assert message.startswith("validate: tree['w'] is torch.sparse_coo, and a leaf must be strided\n")
 
 
@@ -283,7 +268,7 @@ def test_error_texts_of_missing_extra_and_mismatched_leaves():
     params["h"].append({"w": torch.ones(2)})
     params["ids"] = torch.ones(4)
     params["empty"] = torch.ones(3, 0)
-    assert error_text(params, described()) == text("""
+    assert error_text(validate, params, described()) == text("""
         4 problems
         validate: tree['t'] is missing
           described  f32[] = ones
@@ -304,19 +289,19 @@ def test_error_texts_of_lost_and_new_ties():
     assert validate(tied, like).ties == 2
     copies = {**tied, "d": fs.reshard({"d": tied["d"]}, P())["d"]}
     copies["d"] = fs.device_put(torch.ones(2, 2), P(), fs.make_mesh(data=2))
-    assert error_text(copies, like) == text("""
+    assert error_text(validate, copies, like) == text("""
         validate: tree['d'] is another leaf than tree['a'], and is described as tied to it
           two leaves, even of equal values, are updated and saved separately
           fix: put one object at both paths: tree['d'] = tree['a']
     """)
-    assert error_text({**tied, "c": tied["a"]}, like) == text("""
+    assert error_text(validate, {**tied, "c": tied["a"]}, like) == text("""
         validate: tree['c'] is one leaf with tree['a'], and is described as another
           an update of one of them changes both
           fix: place a copy of it
     """)
     plain = torch.ones(2, 2)
     assert validate(dict.fromkeys("ab", plain), {"a": w, "b": w}).ties == 1
-    assert "is another leaf" in error_text({"a": plain, "b": plain.clone()}, {"a": w, "b": w})
+    assert "is another leaf" in error_text(validate, {"a": plain, "b": plain.clone()}, {"a": w, "b": w})
 
 
 # --- replicas -----------------------------------------------------------------------------------------------
@@ -331,7 +316,7 @@ def test_replica_that_differs_in_one_bit_is_named_on_every_mesh(axes):
         params = placed(axes)
         bits = x(params).shards[rank].view(-1).view(torch.int32)
         bits[-1] ^= 1 << 31 if name == "['h'][0]['b']" else 1  # 0.0 becomes -0.0, and 1 the next number
-        message = error_text(params)
+        message = error_text(validate, params)
         assert message.startswith(f"validate: tree{name} is not one value: it differs between ranks of "), message
         assert message.count("validate:") == 1
     assert validate(sound).leaves == 7
@@ -342,7 +327,7 @@ def test_error_text_shows_replicas_by_rank():
     params["t"].shards[4].add_(0.5)
     params["ids"].shards[5].zero_()  # split over data, replicated over model
     zero, ids = digest_text(torch.zeros(2, dtype=torch.int64)), digest_text(torch.tensor([2, 3]))
-    assert error_text(params) == text(f"""
+    assert error_text(validate, params) == text(f"""
         2 problems
         validate: tree['ids'] is not one value: it differs between ranks of 'model'
           leaf  i64[4@data]    mesh  data=2, model=3
@@ -372,10 +357,10 @@ def on_ranks() -> list[str]:
         params["key"] = fs.key(1)
         params["ids"].donate_to("step")
     params["step"] = rank
-    messages.append(error_text(params))
+    messages.append(error_text(validate, params))
     del params["step"]
-    messages.append(error_text(params))
-    messages.append(error_text({"a": torch.ones(2)} if rank else {"a": torch.ones(2), "b": fs.init.ones(1)}))
+    messages.append(error_text(validate, params))
+    messages.append(error_text(validate, {"a": torch.ones(2)} if rank else {"a": torch.ones(2), "b": fs.init.ones(1)}))
     return messages
 
 

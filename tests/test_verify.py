@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
+from tests.lib.assertions import error_text
 
 
 @pytest.fixture
@@ -17,12 +18,6 @@ def mesh():
 def mapped(mesh, f, in_specs, out_specs, **options):
     """Wrap `f` with check="never": the checker would find most of these mistakes before values are compared."""
     return fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check="never", **options)
-
-
-def error_text(f, *args, **options):
-    with pytest.raises(ShardingError) as e:
-        fs.verify(f, *args, **options)
-    return str(e.value)
 
 
 def test_correct_program_passes_and_report_names_the_meshes(mesh):
@@ -46,7 +41,9 @@ def test_second_psum_is_reported_as_a_factor_of_n(mesh):
     def f(p, x):
         return {"w": p + 1, "loss": fs.psum(fs.psum((p * x).sum(), "data"), "data")}
 
-    text = error_text(mapped(mesh, f, (P(), P("data")), {"w": P(), "loss": P()}), torch.ones(()), torch.ones(8))
+    text = error_text(
+        fs.verify, mapped(mesh, f, (P(), P("data")), {"w": P(), "loss": P()}), torch.ones(()), torch.ones(8)
+    )
     assert text == (
         "verify: result['loss'] of f changes with the mesh: collapsing 'data' gives another answer\n"
         "  largest error 8, of 16 against 8\n"
@@ -57,7 +54,7 @@ def test_second_psum_is_reported_as_a_factor_of_n(mesh):
 
 def test_pmean_instead_of_psum_is_reported_as_a_factor_of_1_over_n(mesh):
     f = mapped(mesh, lambda x: fs.pmean(x.sum(), "model"), (P("model"),), P())
-    text = error_text(f, torch.ones(8))
+    text = error_text(fs.verify, f, torch.ones(8))
     assert "collapsing 'model'" in text
     assert "every value is 0.25 times what it should be" in text
     assert "1/4, the size of model: a psum is missing, or a mean is taken of a total" in text
@@ -70,7 +67,9 @@ def test_gradients_without_psum_are_reported(mesh):
         return fs.grad(lambda p: fs.psum((p * x).square().sum(), "data"))(p)
 
     f = mapped(mesh, step, (P(), P("data")), P())
-    assert "result of step changes with the mesh: collapsing 'data'" in error_text(f, torch.ones(3), torch.randn(4, 3))
+    assert "result of step changes with the mesh: collapsing 'data'" in error_text(
+        fs.verify, f, torch.ones(3), torch.randn(4, 3)
+    )
     fs.verify(mapped(mesh, step_with_pvary, (P(), P("data")), P()), torch.ones(3), torch.randn(4, 3))
 
 
@@ -80,7 +79,7 @@ def step_with_pvary(p, x):
 
 def test_every_axis_that_changes_a_leaf_is_named(mesh):
     f = mapped(mesh, lambda: torch.ones(()) * fs.axis_size("data") * fs.axis_size("model"), (), P())
-    text = error_text(f)
+    text = error_text(fs.verify, f)
     assert "collapsing 'data' gives" in text
     assert "collapsing 'model' gives" in text
     assert "every value is 4 times" in text
@@ -98,19 +97,19 @@ def test_every_axis_that_changes_a_leaf_is_named(mesh):
     ],
 )
 def test_differences_of_shape_dtype_tree_and_finiteness(mesh, f, text):
-    assert text in error_text(mapped(mesh, f, (), P()))
+    assert text in error_text(fs.verify, mapped(mesh, f, (), P()))
 
 
 def test_rtol_atol_and_bitwise(mesh):
     f = mapped(mesh, lambda: torch.ones(2) + 1e-6 * (fs.axis_size("data") - 1), (), P())
     fs.verify(f)
-    assert "2 of 2 elements differ" in error_text(f, bitwise=True)
-    assert "largest error" in error_text(f, rtol=1e-8, atol=0.0)
+    assert "2 of 2 elements differ" in error_text(fs.verify, f, bitwise=True)
+    assert "largest error" in error_text(fs.verify, f, rtol=1e-8, atol=0.0)
     fs.verify(f, rtol=0.0, atol=1e-5)
 
 
 def test_plain_function_is_an_error(mesh):
-    assert error_text(torch.sum, torch.ones(1)).endswith("fix: verify what fs.shard_map returns")
+    assert error_text(fs.verify, torch.sum, torch.ones(1)).endswith("fix: verify what fs.shard_map returns")
 
 
 def test_a_mesh_of_one_rank_has_nothing_to_collapse():
@@ -143,7 +142,7 @@ def test_many_leaves_are_sorted_by_ratio_then_error_and_the_rest_named(mesh):
         bent = {f"z{i}": fs.psum(torch.tanh(x * i).sum(0).square(), "data") for i in range(1, 5)}
         return {"right": total, **bent, **out}
 
-    assert error_text(mapped(mesh, f, (P("data"),), P()), torch.arange(1, 9.0).view(4, 2) / 8) == (
+    assert error_text(fs.verify, mapped(mesh, f, (P("data"),), P()), torch.arange(1, 9.0).view(4, 2) / 8) == (
         "verify: 7 of 8 leaves of f change with the mesh: collapsing 'data' gives another answer\n"
         "  result['w1']\n"
         "    largest error 2.5, of 5 against 2.5, at [1]\n"
@@ -168,7 +167,7 @@ def test_many_leaves_are_sorted_by_ratio_then_error_and_the_rest_named(mesh):
 
 
 def test_axes_with_the_same_description_share_a_paragraph(mesh):
-    text = error_text(mapped(mesh, lambda: torch.full((2,), float("nan")), (), P()))
+    text = error_text(fs.verify, mapped(mesh, lambda: torch.full((2,), float("nan")), (), P()))
     assert text == (
         "verify: result of <lambda> changes with the mesh: collapsing 'data' or 'model' gives another answer\n"
         "  2 of 2 elements are not finite numbers: nan against nan, at [0]"
@@ -198,29 +197,33 @@ def size(a):
     ],
 )  # fmt: skip
 def test_likely_causes_by_the_errors(mesh, f, lines):
-    text = error_text(mapped(mesh, f, (P(),), P()), torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+    text = error_text(
+        fs.verify, mapped(mesh, f, (P(),), P()), torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    )
     for line in lines:
         assert line in text
 
 
 def test_scalar_ratio_is_reported_only_if_it_is_a_factor_of_the_mesh(mesh):
-    assert "times" not in error_text(mapped(mesh, lambda: torch.ones(()) * (1 + 0.3 * (size("data") > 1)), (), P()))
+    assert "times" not in error_text(
+        fs.verify, mapped(mesh, lambda: torch.ones(()) * (1 + 0.3 * (size("data") > 1)), (), P())
+    )
 
 
 def test_error_text_of_a_program_that_raises_on_a_smaller_mesh(mesh):
     f = mapped(mesh, lambda x: x if size("model") > 1 else {}["k"], (P(),), P())
     text = "verify: <lambda> runs on data=2, model=4, and raises on data=2, model=1\n  KeyError: 'k'"
-    assert error_text(f, torch.ones(1)) == text
+    assert error_text(fs.verify, f, torch.ones(1)) == text
 
 
 def test_error_text_of_a_program_that_is_not_deterministic(mesh):
-    text = error_text(mapped(mesh, lambda x: fs.psum(x + torch.rand(8), "data"), (P(),), P()), torch.ones(8))
+    text = error_text(fs.verify, mapped(mesh, lambda x: fs.psum(x + torch.rand(8), "data"), (P(),), P()), torch.ones(8))
     assert text.startswith("verify: result of <lambda>: another run on the same mesh gives another answer\n  fix: draw")
 
 
 def test_leaf_that_differs_only_when_all_axes_are_collapsed(mesh):
     f = mapped(mesh, lambda: torch.ones(3) * (1 + (size("data") * size("model") > 1)), (), P())
-    assert "collapsing 'data' and 'model' gives" in error_text(f)
+    assert "collapsing 'data' and 'model' gives" in error_text(fs.verify, f)
 
 
 # --- arguments and results ----------------------------------------------------------------------------------------
@@ -241,12 +244,12 @@ def test_arguments_may_be_uneven_tied_keys_numbers_and_none(mesh):
 
 def test_equal_infinities_are_equal(mesh):
     f = mapped(mesh, lambda x: x.log() * size("data"), (P("data"),), P("data"))
-    assert "every value is 2 times" in error_text(f, torch.tensor([0.0, 2.0, 3.0, 4.0]))
+    assert "every value is 2 times" in error_text(fs.verify, f, torch.tensor([0.0, 2.0, 3.0, 4.0]))
     fs.verify(mapped(mesh, lambda x: x.log(), (P("data"),), P("data")), torch.tensor([0.0, 1.0, 2.0, 3.0]))
     f = mapped(mesh, lambda x: x / (size("data") == 1), (P(),), P())
-    assert "2 of 2 elements are not finite numbers: inf against 1, at [0]" in error_text(f, torch.ones(2))
+    assert "2 of 2 elements are not finite numbers: inf against 1, at [0]" in error_text(fs.verify, f, torch.ones(2))
     f = mapped(mesh, lambda x: x / (size("data") > 1), (P(),), P())
-    assert "2 of 2 elements are not finite numbers: 1 against inf, at [0]" in error_text(f, torch.ones(2))
+    assert "2 of 2 elements are not finite numbers: 1 against inf, at [0]" in error_text(fs.verify, f, torch.ones(2))
 
 
 # --- noise --------------------------------------------------------------------------------------------------------
@@ -269,12 +272,14 @@ def test_noise_is_distinguished_from_small_wrong_values(mesh):
     assert verified.noise == ("result['zero']",)
     assert repr(verified).endswith("; only noise: result['zero'])")
     assert verified.error < 1e-5
-    text = error_text(mapped(mesh, cancelling_sums(lambda: size("data")), (P("data"),), P()), x)
+    text = error_text(fs.verify, mapped(mesh, cancelling_sums(lambda: size("data")), (P("data"),), P()), x)
     assert text.startswith("verify: result['tiny'] of f changes with the mesh: collapsing 'data'")
     assert "every value is 2 times" in text
     exact = mapped(mesh, cancelling_sums(lambda: 1), (P("data"),), P())
-    assert "result['zero']" in error_text(exact, x, atol=0.0)  # noise is measured only for the default tolerance
-    assert "result['zero']" in error_text(exact, x, bitwise=True)
+    assert "result['zero']" in error_text(
+        fs.verify, exact, x, atol=0.0
+    )  # noise is measured only for the default tolerance
+    assert "result['zero']" in error_text(fs.verify, exact, x, bitwise=True)
 
 
 def test_first_adam_step_of_a_zero_gradient_is_noise(mesh):
@@ -289,7 +294,7 @@ def test_first_adam_step_of_a_zero_gradient_is_noise(mesh):
         return mapped(mesh, f, (P("data"),), P())
 
     assert fs.verify(step(0.0), x).noise == ("result['g']", "result['step']")
-    assert "result['g']" in error_text(step(1e-2), x)
+    assert "result['g']" in error_text(fs.verify, step(1e-2), x)
 
 
 def test_default_tolerance_depends_on_the_dtype(mesh):
@@ -300,7 +305,7 @@ def test_default_tolerance_depends_on_the_dtype(mesh):
                                   (torch.float64, 2**-48, 2**-41)):  # fmt: skip
         assert fs.verify(f, x.to(dtype), w.to(dtype)).error < error
         off = mapped(mesh, lambda x: x * (1 + (size("data") - 1) * mistake), (P(),), P())  # noqa: B023
-        assert "every value is" in error_text(off, x.to(dtype))
+        assert "every value is" in error_text(fs.verify, off, x.to(dtype))
 
 
 # --- real ranks ---------------------------------------------------------------------------------------------------
@@ -311,7 +316,7 @@ def verify_on_ranks():
     x = fs.device_put(torch.arange(7.0), P("data"), mesh)
     right = mapped(mesh, lambda x: fs.psum(x.sum(), "data"), (P("data"),), P(), donate=0)
     wrong = mapped(mesh, lambda x: x.sum(), (P("data"),), P())
-    return repr(fs.verify(right, x)), fs.device_get(x).tolist(), error_text(wrong, x)
+    return repr(fs.verify(right, x)), fs.device_get(x).tolist(), error_text(fs.verify, wrong, x)
 
 
 @pytest.mark.process
@@ -329,7 +334,7 @@ def test_error_text_of_replicas_that_differ(mesh):
     def f(x):
         return {"x": x, "n": torch.ones(2) + (fs.axis_index("model") == 1)}
 
-    text = error_text(mapped(mesh, f, (P("data"),), {"x": P("data"), "n": P()}), torch.ones(4))
+    text = error_text(fs.verify, mapped(mesh, f, (P("data"),), {"x": P("data"), "n": P()}), torch.ones(4))
     assert text == (
         "verify: f: result['n'] is not one value: it differs between ranks of 'model'\n"
         "  spec  P()\n"
@@ -344,4 +349,6 @@ def test_replicas_may_differ_by_rounding(mesh):
         return x.sum() * (1 + 1e-7 * fs.axis_index("model"))
 
     fs.verify(mapped(mesh, f, (P(),), P()), torch.ones(4))
-    assert "of f changes with the mesh" in error_text(mapped(mesh, f, (P(),), P()), torch.ones(4), bitwise=True)
+    assert "of f changes with the mesh" in error_text(
+        fs.verify, mapped(mesh, f, (P(),), P()), torch.ones(4), bitwise=True
+    )

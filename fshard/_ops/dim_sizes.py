@@ -49,7 +49,9 @@ def gather_layout(
     return tuple(zip(dims, known, strict=True))
 
 
-def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], fix: str, device: torch.device) -> list[int]:
+def _exchange_sizes(
+    verb: str, axes: tuple[str, ...], local: Sequence[int], fix: str, device: torch.device
+) -> list[int]:
     """Return the sums over the ranks of local sizes, by a transfer."""
     comm = region(verb).comm
     if comm.static_sizes:

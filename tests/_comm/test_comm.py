@@ -18,6 +18,7 @@ import fshard as fs
 from fshard import P, ShardingError
 from fshard._comm import in_region, region
 from fshard._torch_compat import set_jvp_nesting
+from tests.lib.assertions import error_text
 
 LIMIT = 10.0  # seconds, far above the time of a test that does not hang
 
@@ -179,15 +180,14 @@ def test_interrupt_of_the_caller_ends_every_rank():
 
 def text(mesh, f, *args):
     start = time.monotonic()
-    with pytest.raises(ShardingError) as caught:
-        on_ranks(mesh, f, *args)
+    text = error_text(on_ranks, mesh, f, *args)
     assert time.monotonic() - start < LIMIT
     still_works(mesh)
-    return str(caught.value)
+    return text
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_message_of_rank_that_returns_while_others_wait(first):
+def test_error_text_of_rank_that_returns_while_others_wait(first):
     def f(x):
         if rank_of() == 1:
             time.sleep(0 if first else 0.02)
@@ -203,7 +203,7 @@ def test_message_of_rank_that_returns_while_others_wait(first):
     )
 
 
-def test_message_of_deadlock_across_axes():
+def test_error_text_of_deadlock_across_axes():
     def f(x):
         x, crossed = fs.pvary(x, ("a", "b")), rank_of() in (0, 3)
         return fs.psum(fs.all_gather(x, "a"), "b") if crossed else fs.all_gather(fs.psum(x, "b"), "a")
@@ -265,7 +265,7 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_message_of_ranks_that_call_different_collectives(name):
+def test_error_text_of_ranks_that_call_different_collectives(name):
     f, calls = DISAGREEMENTS[name]
     message = text(fs.make_mesh(a=2), lambda x: f(fs.pvary(x, "a")), torch.ones(4)).splitlines()
     assert message[0] == "the ranks disagree on a collective"
@@ -467,11 +467,11 @@ def test_no_region_is_bound_after_a_failure(n):
     assert mesh.run(lambda comm, rank: in_region()) == [False] * n
 
 
-@pytest.mark.parametrize("verb", ["psum", "pmean", "pvary", "pmax", "all_gather", "psum_scatter", "pslice"])
-def test_message_of_verb_outside_a_region(verb):
-    with pytest.raises(ShardingError) as caught:
-        getattr(fs, verb)(torch.ones(2), "a")
-    assert str(caught.value) == (
+@pytest.mark.parametrize("verb", ["psum", "pmean", "pvary", "pmax", "all_gather", "psum_scatter", "pslice",
+                                  "axis_index", "axis_size"])  # fmt: skip
+def test_error_text_of_collective_outside_a_region(verb):
+    args = () if verb in ("axis_index", "axis_size") else (torch.ones(2),)
+    assert error_text(getattr(fs, verb), *args, "a") == (
         f"{verb}: called outside shard_map, where no mesh axis is bound\n"
         "  fix: call it inside a function wrapped by fs.shard_map(f, mesh=..., ...)"
     )

@@ -153,7 +153,7 @@ def test_sums_are_in_rank_order_and_half_precision_is_rounded_once(size):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_values_of_blocking_verbs(kind):
+def test_values_of_blocking_collectives(kind):
     sizes, axes = {"a": 2, "b": 2}, ("b", "a")
 
     def f(comm: Any, rank: int) -> None:

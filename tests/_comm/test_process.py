@@ -21,6 +21,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
+from tests.lib.assertions import assert_same, error_text
 from tests.lib.collective_cases import (
     EVERY_DTYPE,
     check_all,
@@ -32,13 +33,7 @@ from tests.lib.compile_cases import meshes_made_again
 from tests.lib.processes import Pool, RanksError
 
 pytestmark = pytest.mark.process
-
-
-def same_leaves(got: Any, want: Any, *, rtol: float = 0.0) -> None:
-    """Assert that every leaf is equal: bitwise with NaN equal, or to `rtol` if sums are in another order."""
-    assert fs.tree.structure(got) == fs.tree.structure(want)
-    for (path, a), b in zip(fs.tree.leaves_with_path(got), fs.tree.leaves(want), strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, p=path: f"{p}: {m}")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # of sums in another order
 
 
 # --- the opening example ------------------------------------------------------------------------------------
@@ -81,10 +76,10 @@ def test_opening_example_equals_the_simulated_mesh(ranks: Pool) -> None:
     assert not torch.equal(one[0]["up"], one[-1][0]["up"])  # it is trained
     for axes in ({"data": 2, "model": 2}, {"data": 4, "model": 1}, {"model": 4, "data": 1}):
         want = opening_example(fs.make_mesh(kind="simulated", **axes))
-        same_leaves(want, one, rtol=1e-5)
+        assert_same(want, one, **CLOSE)
         for got in ranks(4, opening_example_on_ranks, axes):
-            same_leaves(got[0], want[0])  # initial values: bitwise
-            same_leaves(got, want, rtol=1e-5)
+            assert_same(got[0], want[0])  # initial values: bitwise
+            assert_same(got, want, **CLOSE)
 
 
 # --- device_put, reshard, device_get ------------------------------------------------------------------------------
@@ -191,8 +186,8 @@ def test_materialize_gives_the_bits_of_the_simulated_mesh(ranks: Pool) -> None:
     simulated = placed(fs.make_mesh(a=2, b=2, kind="simulated"))
     one = fs.materialize(described(), P(), fs.make_mesh(a=1), key=fs.key(7))
     for rank, (whole, shards) in enumerate(ranks(4, placed_on_ranks)):
-        same_leaves(whole, fs.device_get([one, one]))
-        same_leaves(shards, fs.tree.map(lambda x, r=rank: x.shards[r], simulated))
+        assert_same(whole, fs.device_get([one, one]))
+        assert_same(shards, fs.tree.map(lambda x, r=rank: x.shards[r], simulated))
 
 
 # --- meshes and groups --------------------------------------------------------------------------------------
@@ -210,9 +205,10 @@ def meshes() -> None:
         ({"data": -1, "model": 3}, "4 % 3 = 1\n  fix: choose sizes whose product is 4, or start 3 processes"),
     ):
         sizes = ", ".join(f"{a}={n}" for a, n in axes.items())
-        with pytest.raises(fs.ShardingError) as e:
-            fs.make_mesh(**axes)
-        assert str(e.value) == f"make_mesh({sizes}): the axes do not make up the world size\n  world  4\n  {why}"
+        assert (
+            error_text(fs.make_mesh, **axes)
+            == f"make_mesh({sizes}): the axes do not make up the world size\n  world  4\n  {why}"
+        )
     for axes in ({"data": -1, "model": -1}, {"data": 0}, {}, {"data": -2}):
         with pytest.raises(fs.ShardingError, match="not the sizes of a mesh"):
             fs.make_mesh(**axes)
@@ -306,7 +302,7 @@ def test_training_with_uneven_dims_equals_other_meshes(ranks: Pool) -> None:
     for history in (want, *ranks(4, uneven_on_ranks)):
         assert [h[1][2].tolist() for h in history] == counts
         for (params, rest), (params_1, rest_1) in zip(history, one, strict=True):
-            same_leaves([params, rest[:2], rest[3]], [params_1, rest_1[:2], rest_1[3]], rtol=1e-5)
+            assert_same([params, rest[:2], rest[3]], [params_1, rest_1[:2], rest_1[3]], **CLOSE)
 
 
 def bad_results() -> None:
@@ -374,7 +370,7 @@ def compiled_and_eager() -> None:
             got = train(mesh, kind, compile=True)
         assert counters["stats"]["unique_graphs"] == 1, (kind, dict(counters["stats"]))
         assert not counters["graph_break"], kind
-        same_leaves(got, train(mesh, kind, compile=False), rtol=1e-5)
+        assert_same(got, train(mesh, kind, compile=False), **CLOSE)
 
 
 def test_compiled_steps_equal_eager_steps_and_compile_once(ranks: Pool) -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
 from fshard._compare import check_replicas
 from fshard._compare.digest import digest
+from tests.lib.assertions import error_text
+from tests.lib.operations import Operations
 from tests.lib.processes import Pool
 
 CHUNK = 1 << 15  # words of 4 bytes
@@ -92,22 +93,11 @@ def test_digest_is_the_documented_sums():
 
 
 def test_digest_allocates_at_most_one_chunk():
-    largest = 0
-
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **kwargs or {})
-            if isinstance(out, Tensor):
-                largest = max(largest, out.untyped_storage().nbytes() * (out.untyped_storage().data_ptr() != whole))
-            return out
-
     x = torch.zeros(1000, 1000)
-    whole = x.untyped_storage().data_ptr()
     for view in (x, x.T, x[:, 1:], x.view(torch.complex64).conj()):
-        with Largest():
+        with Operations() as seen:
             digest(view)
-    assert 0 < largest <= 1 << 20
+        assert 0 < seen.largest <= 1 << 20
 
 
 # --- different tensors --------------------------------------------------------------------------------------
@@ -196,12 +186,6 @@ def run(axes: dict[str, int], f: Any, specs: Any, kind: str = "simulated") -> An
     return fs.shard_map(checked, mesh=fs.make_mesh(kind=kind, **axes), in_specs=(), out_specs=P())()
 
 
-def error_text(axes: dict[str, int], f: Any, specs: Any, kind: str = "simulated") -> str:
-    with pytest.raises(ShardingError) as e:
-        run(axes, f, specs, kind)
-    return str(e.value)
-
-
 def at(*axes: str) -> int:
     return int(fs.axis_index(axes))
 
@@ -213,7 +197,7 @@ CAUSE = (
 
 
 def test_error_shows_scalars_by_rank():
-    text = error_text({"data": 4, "model": 2}, lambda: {"loss": torch.tensor(1.5 + at("data") % 2), "n": 3}, P())
+    text = error_text(run, {"data": 4, "model": 2}, lambda: {"loss": torch.tensor(1.5 + at("data") % 2), "n": 3}, P())
     assert text == (
         "step: result['loss'] differs between ranks of 'data', over which its spec says it is one value\n"
         "  leaf  f32[]    spec  P()    mesh  data=4, model=2\n"
@@ -226,7 +210,7 @@ def test_error_names_every_axis_and_the_coordinates_of_the_difference():
     def f() -> Any:
         return {"a": torch.ones(3), "w": [torch.ones(2, 4), torch.ones(2, 4) * (at("data", "model") == 5)]}
 
-    text = error_text({"data": 2, "model": 4}, f, {"a": P(), "w": P()})
+    text = error_text(run, {"data": 2, "model": 4}, f, {"a": P(), "w": P()})
     same, other = (f"{words(torch.ones(2, 4) * k)[0] & 0xFFFFFFFF:08x}" for k in (0, 1))
     assert text == (
         "step: result['w'][1] differs between ranks of 'data' and 'model', over which its spec says it is one value\n"
@@ -241,23 +225,23 @@ def test_values_may_differ_over_axes_in_the_spec():
     parts = lambda: torch.tensor([float(at("model"))])  # noqa: E731
     run({"data": 2, "model": 3}, parts, P("model"))
     run({"data": 2, "model": 3}, lambda: (parts(), torch.ones(2)), (P("model"), P()))
-    assert "ranks of 'model', over" in error_text({"data": 2, "model": 3}, parts, P("data"))
+    assert "ranks of 'model', over" in error_text(run, {"data": 2, "model": 3}, parts, P("data"))
     assert "ranks of 'data', over" in error_text(
-        {"data": 2, "model": 3}, lambda: torch.tensor([at("data")]), P("model")
+        run, {"data": 2, "model": 3}, lambda: torch.tensor([at("data")]), P("model")
     )
     three = {"a": 2, "b": 2, "c": 2}
-    text = error_text(three, lambda: torch.tensor(at("b") * at("c")), P())
+    text = error_text(run, three, lambda: torch.tensor(at("b") * at("c")), P())
     assert "'b' and 'c'" in text
     assert "b=0: 0    b=1: 1    (at a=0, c=1)" in text
     assert "c=0: 0    c=1: 1    (at a=0, b=1)" in text
 
 
 def test_error_lists_other_leaves_and_truncates_long_lists():
-    text = error_text({"data": 10}, lambda: [torch.tensor(at("data") % 7)] * 8, P())
+    text = error_text(run, {"data": 10}, lambda: [torch.tensor(at("data") % 7)] * 8, P())
     assert "result[0] differs" in text
     assert "  data=0,7: 0    data=1,8: 1    data=2,9: 2    data=3: 3    data=4: 4    data=5: 5    and 1 more\n" in text
     assert "so do result[1], result[2], result[3], result[4], and 3 more\n" in text
-    text = error_text({"data": 10}, lambda: (torch.tensor(at("data") == 9), torch.tensor(at("data"))), P())
+    text = error_text(run, {"data": 10}, lambda: (torch.tensor(at("data") == 9), torch.tensor(at("data"))), P())
     assert "data=0,1,2,3,4,5,6,7, and 1 more: False    data=9: True" in text
     assert "so does result[1]\n" in text
 
@@ -275,7 +259,7 @@ def test_error_lists_other_leaves_and_truncates_long_lists():
     ],
 )  # fmt: skip
 def test_error_shows_values_with_enough_digits_to_differ(value, shown):
-    assert shown in error_text({"data": 2}, lambda: value(at("data")), P())
+    assert shown in error_text(run, {"data": 2}, lambda: value(at("data")), P())
 
 
 def test_check_replicas_costs_one_all_gather_of_24_bytes_per_leaf():
@@ -296,7 +280,7 @@ def test_check_replicas_costs_one_all_gather_of_24_bytes_per_leaf():
 def on_ranks() -> str:
     run({"data": 2, "model": 2}, lambda: {"w": torch.ones(5, 2), "x": torch.ones(2) * at("model")},
         {"w": P(), "x": P("model")}, "process")  # fmt: skip
-    return error_text({"model": 2, "data": 2}, rank_dependent_results, {"w": P(), "x": P("model")}, "process")
+    return error_text(run, {"model": 2, "data": 2}, rank_dependent_results, {"w": P(), "x": P("model")}, "process")
 
 
 def rank_dependent_results() -> Any:
@@ -305,6 +289,6 @@ def rank_dependent_results() -> Any:
 
 @pytest.mark.process
 def test_every_process_raises_the_same_error(ranks: Pool) -> None:
-    want = error_text({"model": 2, "data": 2}, rank_dependent_results, {"w": P(), "x": P("model")})
+    want = error_text(run, {"model": 2, "data": 2}, rank_dependent_results, {"w": P(), "x": P("model")})
     assert "result['w'] differs between ranks of 'data'" in want
     assert ranks(4, on_ranks) == [want] * 4

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError, checkpoint
-from fshard._io import bytes_of
 from fshard.checkpoint import parts
 from fshard.checkpoint.manifest import read_manifest
+from tests.lib.assertions import assert_same, error_text
 from tests.lib.processes import Pool
 
 MESHES: list[dict[str, int]] = [{"data": 1}, {"data": 4}, {"data": 2, "model": 3}, {"model": 8, "data": 1}]
@@ -66,17 +66,6 @@ def place(tree: dict[str, Tensor], mesh: fs.Mesh, choice: int) -> dict[str, fs.S
     return fs.device_put(tree, specs, mesh)
 
 
-def bits(x: Any) -> bytes:
-    x = fs.device_get(x)
-    return bytes(bytes_of(x)) + repr((x.shape, x.dtype)).encode()
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a.keys() == b.keys()
-    for k in a:
-        assert bits(a[k]) == bits(b[k]), k
-
-
 @pytest.mark.parametrize("to", MESHES, ids=str)
 @pytest.mark.parametrize("saved_on", MESHES, ids=str)
 def test_restore_is_bitwise_equal_on_every_mesh(saved_on: dict[str, int], to: dict[str, int], tmp_path: Path) -> None:
@@ -85,7 +74,7 @@ def test_restore_is_bitwise_equal_on_every_mesh(saved_on: dict[str, int], to: di
     for choice in range(3):
         like = place({k: torch.zeros_like(x) for k, x in want.items()}, fs.make_mesh(**to), choice)
         got = checkpoint.restore(tmp_path / "c", like)
-        same(got, want)
+        assert_same(got, want)
         for k, x in got.items():
             assert (x.spec, x.mesh) == (like[k].spec, like[k].mesh)
             assert [s.shape for s in x.shards] == [s.shape for s in like[k].shards]
@@ -107,7 +96,7 @@ def test_like_may_be_deferred_sharded_tensors_or_meta(tmp_path: Path) -> None:
     ]
     for like, specs, on in likes:
         got = checkpoint.restore(tmp_path / "c", like, specs=specs, mesh=on)
-        same(got, want)
+        assert_same(got, want)
     assert isinstance(got["w"], Tensor)
     assert got["w"] is not want["w"]
 
@@ -138,9 +127,9 @@ def test_train_state_with_scalars_restores_on_another_mesh(tmp_path: Path) -> No
     for tree in (got["params"], got["opt"][0]):
         for i in range(2):
             assert tree["h"][i]["up"].mesh == other
-            assert bits(tree["h"][i]["up"]) == bits(placed["h"][i]["up"])
+            assert_same(tree["h"][i]["up"], placed["h"][i]["up"])
     up = checkpoint.restore(tmp_path, params["h"][1], specs=P("model"), mesh=other, step=25, at="params.h.1")["up"]
-    assert bits(up) == bits(placed["h"][1]["up"])
+    assert_same(up, placed["h"][1]["up"])
     assert checkpoint.restore(tmp_path, 0, step=25, at="step") == 25
     listed = checkpoint.inspect(tmp_path, step=25)
     assert listed["big"] == 2**70
@@ -198,7 +187,7 @@ def test_views_conjugates_and_parameters_are_saved_by_value(tmp_path: Path) -> N
     want["grad"] = torch.nn.Parameter(torch.randn(3))
     checkpoint.save(tmp_path / "c", want)
     got = checkpoint.restore(tmp_path / "c", want)
-    same(got, {k: v.detach().clone() for k, v in want.items()})
+    assert_same(got, {k: v.detach().clone() for k, v in want.items()})
     assert not any(v.requires_grad for v in got.values())
 
 
@@ -216,18 +205,18 @@ def test_tied_leaf_is_stored_once_and_restored_as_one_leaf(tmp_path: Path) -> No
     assert got["head"] is got["wte"]
     assert got["t"] is got["u"]
     want = {"head": w, "wte": w, "t": t, "u": t}
-    same(got, want)
+    assert_same(got, want)
     got = checkpoint.restore(at, separate, specs={"head": P(), "wte": P(None, "data"), "t": P(), "u": P()})
     assert got["head"] is not got["wte"]
-    same(got, want)
-    assert bits(checkpoint.restore(at, w, at="wte")) == bits(w)
+    assert_same(got, want)
+    assert_same(checkpoint.restore(at, w, at="wte"), w)
 
 
 def test_leaf_repeated_in_like_does_not_tie_leaves_saved_separately(tmp_path: Path) -> None:
     a, b = torch.randn(4), torch.randn(4)
     checkpoint.save(tmp_path / "c", {"a": a, "b": b})
     like = fs.init.zeros((4,))
-    same(
+    assert_same(
         checkpoint.restore(tmp_path / "c", {"a": like, "b": like}, specs=P(), mesh=fs.make_mesh(data=2)),
         {"a": a, "b": b},
     )
@@ -247,10 +236,8 @@ def test_restore_error_lists_all_differences_from_like(tmp_path: Path) -> None:
     down = fs.init.zeros((6, 4), dtype=torch.bfloat16)
     like = {"params": {"up": fs.init.zeros((4, 8)), "down": down, "new": fs.init.zeros((2,))},
             "step": True, "lr": torch.zeros(())}  # fmt: skip
-    with pytest.raises(ShardingError) as e:
-        checkpoint.restore(at, like, specs=P(), mesh=mesh)
     assert (
-        str(e.value)
+        error_text(checkpoint.restore, at, like, specs=P(), mesh=mesh)
         == f"""\
 restore: {at} does not hold the leaves of `like`
   differs  lr  saved as float, like says f32[]
@@ -263,22 +250,16 @@ restore: {at} does not hold the leaves of `like`
     )
 
 
-def error(f: Callable[[], object]) -> str:
-    with pytest.raises(ShardingError) as e:
-        f()
-    return str(e.value)
-
-
 def test_restore_refuses_unsupported_like_before_reading(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=2)
     like = {"a": fs.init.zeros((4,)), "b": torch.zeros(3), "c": None, "d": object()}
-    text = error(lambda: checkpoint.restore(tmp_path, like))
+    text = error_text(checkpoint.restore, tmp_path, like)
     assert text.startswith("2 problems\nrestore: like['a']: has no spec or no mesh\n  leaf  f32[4]\n  fix: give specs=")
     assert "like['d']: cannot restore a object" in text
-    text = error(lambda: checkpoint.restore(tmp_path, {"a": like["a"], "b": like["b"]}, specs=P("model"), mesh=mesh))
+    text = error_text(checkpoint.restore, tmp_path, {"a": like["a"], "b": like["b"]}, specs=P("model"), mesh=mesh)
     assert "restore: like['a']: the mesh has no axis 'model'" in text
     assert "restore: like['b']: a Tensor in `like` cannot be split over a mesh\n  spec  P('model')" in text
-    assert "another leaf has the name 'x.y'" in error(lambda: checkpoint.restore(tmp_path, {"x.y": 1, "x": {"y": 2}}))
+    assert "another leaf has the name 'x.y'" in error_text(checkpoint.restore, tmp_path, {"x.y": 1, "x": {"y": 2}})
 
 
 def test_save_refuses_unsupported_leaves_and_arguments(tmp_path: Path) -> None:
@@ -292,21 +273,21 @@ def test_save_refuses_unsupported_leaves_and_arguments(tmp_path: Path) -> None:
         "x.y": 2,
         "q": torch.zeros(2).to(torch.float8_e4m3fnuz),
     }
-    text = error(lambda: checkpoint.save(tmp_path / "c", tree))
+    text = error_text(checkpoint.save, tmp_path / "c", tree)
     for part in ["4 problems", "tree['d']: is only described, and has no values\n  fix: fs.materialize it",
                   "tree['o']: cannot write a object",
                   "tree['x.y']: another leaf has the name 'x.y'",
                   "tree['q']: cannot write torch.float8_e4m3fnuz"]:  # fmt: skip
         assert part in text
     abstract = fs.materialize(fs.init.ones(2), P(), fs.make_mesh(kind="abstract", data=2), key=fs.key(0))
-    assert error(lambda: checkpoint.save(tmp_path / "c", {"a": abstract})) == (
+    assert error_text(checkpoint.save, tmp_path / "c", {"a": abstract}) == (
         "save: tree['a']: is on an abstract mesh, where leaves have no values\n  fix: use another mesh"
     )
-    assert "was donated to" in error(lambda: checkpoint.save(tmp_path / "c", {"x": x}))
+    assert "was donated to" in error_text(checkpoint.save, tmp_path / "c", {"x": x})
     for bad in ({"step": -1}, {"step": 2.0}, {"keep": 2}, {"keep": 0, "step": 1}):
-        assert text != error(lambda bad=bad: checkpoint.save(tmp_path / "c", {"x": 1}, **bad))
+        assert text != error_text(lambda bad=bad: checkpoint.save(tmp_path / "c", {"x": 1}, **bad))
     inside = fs.shard_map(lambda x: checkpoint.save(tmp_path / "c", x) and x, mesh=mesh, out_specs=P("data"))
-    assert "save: called inside shard_map" in error(lambda: inside(torch.zeros(4)))
+    assert "save: called inside shard_map" in error_text(inside, torch.zeros(4))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -397,7 +378,7 @@ def test_process_and_simulated_meshes_write_and_read_the_same_files(
         assert f.read_bytes() == (simulated / f.name).read_bytes(), f.name
     for specs in (P(), P("model"), P(("model", "data"))):
         like = _state(fs.make_mesh(data=2, model=3), specs)
-        same(checkpoint.restore(process, like)["params"], want["params"])
+        assert_same(checkpoint.restore(process, like)["params"], want["params"])
 
     for result in results:
         assert all(result["same"])

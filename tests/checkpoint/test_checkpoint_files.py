@@ -20,7 +20,7 @@ import fshard as fs
 from fshard import P, ShardingError, _io, checkpoint
 from fshard.checkpoint import manifest, parts
 from fshard.spec import full_box
-from tests.checkpoint.test_checkpoint import error, same
+from tests.lib.assertions import assert_same, error_text
 
 # --- blocks -------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ def test_leaves_of_many_blocks_restore_with_other_specs(tmp_path: Path, monkeypa
     checkpoint.save(tmp_path / "c", fs.device_put(want, P("data"), fs.make_mesh(data=3)))
     for spec in (P(None, "data"), P("data"), P()):
         specs = {**dict.fromkeys(want, spec), "c": P("data")}
-        same(checkpoint.restore(tmp_path / "c", fs.device_put(want, specs, fs.make_mesh(data=7))), want)
+        assert_same(checkpoint.restore(tmp_path / "c", fs.device_put(want, specs, fs.make_mesh(data=7))), want)
 
 
 # --- damage -------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_errors_of_damaged_files_name_file_and_leaf(tmp_path: Path) -> None:
     one.write_bytes(good[:-1])
     two.unlink()
     assert (
-        error(lambda: checkpoint.restore(at, state))
+        error_text(checkpoint.restore, at, state)
         == f"""\
 2 problems
 {one}: is cut short
@@ -111,12 +111,12 @@ def test_errors_of_damaged_files_name_file_and_leaf(tmp_path: Path) -> None:
     )
     two.write_bytes(other)
     one.write_bytes(good + b"x")
-    assert f"{one}: is too long" in error(lambda: checkpoint.restore(at, state))
+    assert f"{one}: is too long" in error_text(checkpoint.restore, at, state)
     one.write_bytes(b"9" + good[1:])
-    assert f"{one}: the header is damaged" in error(lambda: checkpoint.restore(at, state))
+    assert f"{one}: the header is damaged" in error_text(checkpoint.restore, at, state)
     start = manifest.read_manifest(at).leaves["a"].chunks[0].start
     one.write_bytes(good[:start] + b"\xff" + good[start + 1 :])
-    text = error(lambda: checkpoint.restore(at, state))
+    text = error_text(checkpoint.restore, at, state)
     assert text.startswith("a: the data is damaged\n  expected  crc32 ")
     assert f"in {one}, bytes {start} to {start + 24}" in text
     assert checkpoint.restore(at, 0, at="n") == 3  # the files that this reads are not damaged
@@ -166,7 +166,7 @@ def test_malformed_manifest_is_refused(change: Callable[[dict[str, Any]], object
     rewritten(at, lambda m: None)
     checkpoint.restore(at, state)
     rewritten(at, change)
-    assert f"{at / 'manifest.json'} is malformed" in error(lambda: checkpoint.restore(at, state))
+    assert f"{at / 'manifest.json'} is malformed" in error_text(checkpoint.restore, at, state)
 
 
 def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -181,15 +181,15 @@ def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
         ("out", None, "it holds the steps [5]\n  fix: step=5"),
         ("out", 6, "it does not exist\n  fix: the steps here are [5]"),
     ]:
-        text = error(lambda path=path, step=step: checkpoint.restore(tmp_path / path, {"x": 1}, step=step))
+        text = error_text(lambda path=path, step=step: checkpoint.restore(tmp_path / path, {"x": 1}, step=step))
         assert "is not a checkpoint of fshard" in text
         assert words in text
     rewritten(at, lambda m: m.update(version=2))
     (at / "manifest.json").write_bytes((at / "manifest.json").read_bytes().replace(b'"version": 1', b'"version": 2', 1))
-    assert "expected  1    got  2" in error(lambda: checkpoint.restore(at, state))
+    assert "expected  1    got  2" in error_text(checkpoint.restore, at, state)
     for text in (b"", b"{}", b"[]\n", b'{"format": "other", "version": 1, "blake2b": ""}', b"[" * 100_000):
         (at / "manifest.json").write_bytes(text)
-        assert "is not a manifest of fshard, or is damaged" in error(lambda: checkpoint.inspect(at))
+        assert "is not a manifest of fshard, or is damaged" in error_text(checkpoint.inspect, at)
 
 
 class Malicious:
@@ -210,15 +210,15 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     calls: list[Any] = []
     for owner, name in [(pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")]:
         monkeypatch.setattr(owner, name, lambda *a, **k: calls.append(a))
-    same(
+    assert_same(
         {k: v for k, v in checkpoint.restore(at, state).items() if k != "n"},
         {k: v for k, v in state.items() if k != "n"},
     )
     for name in ("part-00000.safetensors", "part-00001.safetensors", "manifest.json"):
         (at / name).write_bytes(bad)
-        error(lambda: checkpoint.restore(at, state))
+        error_text(checkpoint.restore, at, state)
     (at / "manifest.json").unlink()
-    assert "its .metadata is a pickle, which is never opened" in error(lambda: checkpoint.restore(at, state))
+    assert "its .metadata is a pickle, which is never opened" in error_text(checkpoint.restore, at, state)
     assert not calls
     assert not Malicious.ran
 
@@ -247,18 +247,18 @@ def test_overwrite_is_explicit_and_removes_old_files(tmp_path: Path) -> None:
     mesh = fs.make_mesh(data=4)
     first = {"x": fs.device_put(torch.arange(8), P("data"), mesh)}
     at = checkpoint.save(tmp_path / "c", first)
-    assert error(lambda: checkpoint.save(at, first)) == (
+    assert error_text(checkpoint.save, at, first) == (
         f"save: {at} exists\n  fix: overwrite=True, another step, or another directory"
     )
     for i in range(3):
         new = {"x": torch.arange(8) + i}
         checkpoint.save(at, new, overwrite=True)
-        same(checkpoint.restore(at, first), new)
+        assert_same(checkpoint.restore(at, first), new)
         assert len(list(at.iterdir())) == 2
         assert list(tmp_path.iterdir()) == [at]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("keep")
-    assert "exists, and is not a checkpoint" in error(lambda: checkpoint.save(tmp_path / "mine", first, overwrite=True))
+    assert "exists, and is not a checkpoint" in error_text(checkpoint.save, tmp_path / "mine", first, overwrite=True)
     assert (tmp_path / "mine" / "notes").read_text() == "keep"
     (tmp_path / "empty").mkdir()
     checkpoint.save(tmp_path / "empty", first)
@@ -277,11 +277,11 @@ def test_full_disk_leaves_the_last_checkpoint_unchanged(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, function, full)
-    text = error(lambda: checkpoint.save(at, state, overwrite=True))
+    text = error_text(checkpoint.save, at, state, overwrite=True)
     assert text.startswith("save: ")
     assert "No space left on device" in text
     if function != "replace":  # a new checkpoint replaces no file
-        assert "No space left on device" in error(lambda: checkpoint.save(tmp_path / "new", state))
+        assert "No space left on device" in error_text(checkpoint.save, tmp_path / "new", state)
         assert list(tmp_path.iterdir()) == [at]
     assert {f.name: f.read_bytes() for f in at.iterdir()} == before
 
@@ -373,7 +373,7 @@ def test_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path: Path)
             for known in checkpoint.steps(out):  # every visible one is complete
                 got = checkpoint.restore(out, state(0), step=known)
                 assert got["n"] in ((1, 2) if case == "overwrite" else (known,))
-                same({"w": got["w"]}, {"w": state(got["n"])["w"]})
+                assert_same({"w": got["w"]}, {"w": state(got["n"])["w"]})
             restored.append(got["n"])
             checkpoint.save(out, state(1), step=9)  # removes unfinished saves
             assert all(d.name.startswith("step_") for d in out.iterdir())

@@ -217,7 +217,7 @@ def test_paths_are_detected(text: str, is_path: bool) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_prediction_comes_right_before_its_reveal(path: Path) -> None:
+def test_a_prediction_is_directly_before_the_cell_that_reveals_it(path: Path) -> None:
     cells = read(path).cells
     asking = [i for i, cell in enumerate(cells) if "**Predict:**" in cell.source]
     assert len(asking) >= 6

@@ -9,7 +9,6 @@ import tracemalloc
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P
@@ -17,6 +16,7 @@ from fshard.models import llama
 from fshard.random import draws as R  # noqa: N812
 from fshard.spec import box_shape, local_box
 from tests.benchmarks import init as benchmark
+from tests.lib.operations import Operations
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -49,19 +49,9 @@ def runs(shape, box):
     return [(at[a], b - a) for a, b in itertools.pairwise(cuts)] if at else []
 
 
-class Operations(TorchDispatchMode):
-    """Count operations, and collect the sizes in bytes of the storages they make."""
-
-    def __init__(self):
-        super().__init__()
-        self.count, self.made = 0, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.count += 1
-            self.made |= {x.untyped_storage().nbytes() for x in fs.tree.leaves(out)}
-        return out
+def number_of(seen):
+    """Return the number of operations that are not views."""
+    return sum(n for operation, n in seen.counts.items() if not operation.is_view)
 
 
 # --- words --------------------------------------------------------------------------------------------------
@@ -123,7 +113,9 @@ def test_scratch_memory_does_not_grow_with_the_part(spec, dtype):
             box = local_box(shape, SPECS[spec], {"n": 2}, {"n": 0})
             with Operations() as seen:
                 made = fill(leaf, box)
-            assert max(seen.made - {made.untyped_storage().nbytes()}) <= 1.25 * MIB  # 5 int64 rows of 2^15 blocks
+            assert (
+                max({a.nbytes for a in seen.allocated} - {made.untyped_storage().nbytes()}) <= 1.25 * MIB
+            )  # 5 int64 rows of 2^15 blocks
     finally:
         torch.set_num_threads(threads)
 
@@ -132,7 +124,7 @@ def test_scratch_memory_does_not_grow_with_the_part(spec, dtype):
 def test_a_constant_takes_one_operation_and_no_words(make, words):
     with Operations() as seen:
         made = fill(make((256, 256)), (slice(0, 256), slice(0, 32)))
-    assert (seen.count, seen.made, words) == (1, {made.nbytes}, [])
+    assert (number_of(seen), seen.allocated, words) == (1, [(made.numel(), made.nbytes)], [])
 
 
 def test_a_small_leaf_takes_the_same_few_operations_for_every_spec():
@@ -141,7 +133,7 @@ def test_a_small_leaf_takes_the_same_few_operations_for_every_spec():
         for name in ("row", "column"):
             with Operations() as seen:
                 fill(fs.init.normal((64, 64)), local_box((64, 64), SPECS[name], {"n": n}, {"n": n // 2}))
-            counts[n, name] = seen.count
+            counts[n, name] = number_of(seen)
     assert len(set(counts.values())) == 1, counts
     assert counts[1, "row"] < 120
 

@@ -15,6 +15,7 @@ import fshard as fs
 from fshard import P
 from fshard._comm import index_of, recording, region
 from fshard.spec import part_lengths, part_range
+from tests.lib.assertions import assert_same
 
 
 @dataclass(frozen=True)
@@ -191,27 +192,24 @@ def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
     def run(f: Callable[..., Any], out: Any, *args: Any, specs: Any = (spec,)) -> Any:
         return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)(*args))
 
-    def same(a: Tensor, b: Tensor) -> None:
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-    same(run(lambda x: fs.psum(x, axis), P(), whole), parts.sum(0))
-    same(run(lambda x: fs.pmean(x, axis), P(), whole), parts.mean(0))
-    same(run(lambda x: fs.pmax(x, axis), P(), whole), parts.amax(0))
-    same(run(lambda x: fs.pmin(x, axis), P(), whole), parts.amin(0))
-    same(run(lambda x: fs.all_gather(x, axis, to="invariant"), P(), whole), whole)
-    same(run(lambda x: fs.psum_scatter(fs.pvary(x, axis), axis), spec, whole, specs=(P(),)), whole * n)
-    same(run(lambda x: fs.pslice(x, axis), spec, whole, specs=(P(),)), whole)
-    same(run(lambda x: fs.pslice(x, axis, 1), P(None, axis), whole, specs=(P(),)), whole)
+    assert_same(run(lambda x: fs.psum(x, axis), P(), whole), parts.sum(0))
+    assert_same(run(lambda x: fs.pmean(x, axis), P(), whole), parts.mean(0))
+    assert_same(run(lambda x: fs.pmax(x, axis), P(), whole), parts.amax(0))
+    assert_same(run(lambda x: fs.pmin(x, axis), P(), whole), parts.amin(0))
+    assert_same(run(lambda x: fs.all_gather(x, axis, to="invariant"), P(), whole), whole)
+    assert_same(run(lambda x: fs.psum_scatter(fs.pvary(x, axis), axis), spec, whole, specs=(P(),)), whole * n)
+    assert_same(run(lambda x: fs.pslice(x, axis), spec, whole, specs=(P(),)), whole)
+    assert_same(run(lambda x: fs.pslice(x, axis, 1), P(None, axis), whole, specs=(P(),)), whole)
     wide = torch.arange(float(2 * n * 3 * n)).view(2 * n, 3 * n)
-    same(run(lambda x: fs.all_to_all(x, axis, split=1, concat=0), P(None, axis), wide), wide)
+    assert_same(run(lambda x: fs.all_to_all(x, axis, split=1, concat=0), P(None, axis), wide), wide)
     rotated = run(lambda x: fs.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]), spec, whole)
-    same(rotated, parts.roll(1, 0).reshape(whole.shape))
+    assert_same(rotated, parts.roll(1, 0).reshape(whole.shape))
     uneven = torch.arange(10.0).view(5, 2)
-    same(run(lambda x: fs.all_gather(x, axis, to="invariant"), P(), uneven), uneven)
-    same(run(lambda x: fs.psum_scatter(fs.pvary(x, axis), axis), spec, uneven, specs=(P(),)), uneven * n)
-    same(run(lambda x: fs.all_to_all(x, axis, split=1, concat=0), P(None, axis), uneven), uneven)
+    assert_same(run(lambda x: fs.all_gather(x, axis, to="invariant"), P(), uneven), uneven)
+    assert_same(run(lambda x: fs.psum_scatter(fs.pvary(x, axis), axis), spec, uneven, specs=(P(),)), uneven * n)
+    assert_same(run(lambda x: fs.all_to_all(x, axis, split=1, concat=0), P(None, axis), uneven), uneven)
     index = fs.shard_map(lambda: fs.axis_index(axis)[None], mesh=mesh, out_specs=spec)()
-    same(fs.device_get(index), torch.arange(n))
+    assert_same(fs.device_get(index), torch.arange(n))
     assert sum(part_lengths(5, sizes)) == 5
 
 
@@ -233,11 +231,6 @@ def _summed(xs: list[Tensor]) -> Tensor:
     for x in xs[1:]:
         total = total | x if x.dtype == torch.bool else total + x
     return total
-
-
-def _same(got: Tensor, want: Tensor, what: str) -> None:
-    assert got.dtype == want.dtype, what
-    torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda m: f"{what}: {m}")
 
 
 def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ...], dtypes: Any = EVERY_DTYPE) -> None:
@@ -265,7 +258,7 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
         def wait() -> None:
             assert pending() == []
             for i in range(len(parts)):
-                _same(buffers[i], want[i], f"gather {i} of {dtype}")
+                assert_same(buffers[i], want[i], f"gather {i} of {dtype}")
 
         return wait
 
@@ -286,7 +279,7 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
             got = pending()
             for i, y in enumerate(got):
                 assert y.is_contiguous()
-                _same(y, _summed([rank_parts[i][me] for rank_parts in all_parts]), f"scatter {i} of {dtype}")
+                assert_same(y, _summed([rank_parts[i][me] for rank_parts in all_parts]), f"scatter {i} of {dtype}")
             for y in got:  # nothing else may use these tensors
                 y.fill_(1)
             assert len(got) == len(parts)
@@ -303,13 +296,13 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
             assert len(got) == len(xs)
             for i, (x, y) in enumerate(zip(xs, got, strict=True)):
                 assert (y is x) != fresh
-                _same(
+                assert_same(
                     y,
                     _summed([_small_numbers(whole[i], dtype, r, salt + i) for r in range(n)]),
                     f"reduce {i} of {dtype}",
                 )
                 if fresh:
-                    _same(x, before[i], "the argument")
+                    assert_same(x, before[i], "the argument")
                     assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
 
         return wait
@@ -329,7 +322,7 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
         ]
         for k in (2, 1, 0):
             waits[k]()
-            _same(rows[k], (torch.arange(n) + 10.0 * k)[:, None].expand(n, 4), "transfers of one size")
+            assert_same(rows[k], (torch.arange(n) + 10.0 * k)[:, None].expand(n, 4), "transfers of one size")
         nothing = torch.zeros(0)
         comm.gather([nothing], [[nothing] * n], axes)()
         assert comm.scatter([[nothing] * n], axes)()[0].shape == (0,)

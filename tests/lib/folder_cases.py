@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
 from fshard.interop.hf.weights import FileTensor
 
 KEY = fs.key(0)
@@ -64,18 +62,6 @@ def as_theirs(ours: dict[str, Tensor]) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def same(got: Any, want: Any) -> None:
-    got = fs.device_get(got)
-    assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].dtype == want[name].dtype, name
-        assert torch.equal(bits(got[name]), bits(want[name])), name
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().reshape(-1).view(torch.uint8)
-
-
 def sharded_file(folder: Path, ours: dict[str, Tensor], count: int = 2) -> Path:
     """Write a folder with an index, as `save_pretrained` does."""
     folder.mkdir()
@@ -92,9 +78,3 @@ def single_file(folder: Path, ours: dict[str, Tensor]) -> Path:
     folder.mkdir()
     save_file(as_theirs(ours), folder / "model.safetensors")
     return folder
-
-
-def refusal(f: Callable[[], object]) -> str:
-    with pytest.raises(ShardingError) as e:
-        f()
-    return str(e.value)

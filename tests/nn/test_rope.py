@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
 from fshard.nn import rope
+from tests.lib.assertions import assert_same, error_text
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -58,10 +59,6 @@ def theirs(parameters, **kwargs):
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = their_config(parameters, **kwargs)
     return config, modeling.LlamaRotaryEmbedding(config)
-
-
-def assert_same(got, want):
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
@@ -200,19 +197,18 @@ rope: short_factor must have one entry for each pair of dims
 
 @pytest.mark.parametrize(("parameters", "width", "text"), REFUSED)
 def test_error_texts_of_frequencies(parameters, width, text):
-    with pytest.raises(ShardingError) as e:
-        rope.frequencies(parameters, width, 16)
-    assert str(e.value) == text
+    assert error_text(rope.frequencies, parameters, width, 16) == text
 
 
 def test_error_texts_of_parameters_and_rotate():
-    with pytest.raises(ShardingError) as e:
-        rope.parameters({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}})
-    assert str(e.value) == ("rope: parameters that differ between layers\n  rope_parameters  ['full_attention']\n"
-                            "  fix: one set of parameters for all layers")  # fmt: skip
-    with pytest.raises(ShardingError) as e:
-        rope.rotate(torch.zeros(1, 1, 3, 4), torch.zeros(3, 4), torch.zeros(3, 4))
-    assert str(e.value) == "rope: cannot rotate 8 dims of a head of 4\n  x  [1, 1, 3, 4]    cos  [3, 4]"
+    assert error_text(rope.parameters, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}) == (
+        "rope: parameters that differ between layers\n  rope_parameters  ['full_attention']\n"
+        "  fix: one set of parameters for all layers"
+    )
+    assert (
+        error_text(rope.rotate, torch.zeros(1, 1, 3, 4), torch.zeros(3, 4), torch.zeros(3, 4))
+        == "rope: cannot rotate 8 dims of a head of 4\n  x  [1, 1, 3, 4]    cos  [3, 4]"
+    )
 
 
 def test_default_frequencies_are_those_of_the_paper():

@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler
 import fshard as fs
 from fshard import P, ShardingError, init, optim, tree
 from fshard.optim import fused
+from tests.lib.assertions import assert_same, error_text
 
 STEPS = 20
 
@@ -58,15 +59,6 @@ def train_torch(make, params, steps=STEPS, *, schedule=None, clip=None):
         if own and opt.state[own[0]].get(k) is not None
     }
     return tree.unflatten(treedef, [p.detach() for p in own]), states, norms
-
-
-def assert_same(got, want, **tolerance):
-    """Compare leaf by leaf: bitwise, or within a tolerance."""
-    assert tree.structure(got) == tree.structure(want)
-    for (path, a), b in zip(tree.leaves_with_path(got), tree.leaves(want), strict=True):
-        torch.testing.assert_close(
-            a, b, **(tolerance or {"rtol": 0, "atol": 0}), equal_nan=True, msg=lambda m, p=path: f"{p}: {m}"
-        )
 
 
 # A sum of a few float32 terms, rounded in another order, over 20 steps: some tens of roundings of 6e-8.
@@ -688,36 +680,30 @@ def test_real_ranks_train_like_one_device(ranks):
 # --- errors -------------------------------------------------------------------------------------------------
 
 
-def text(f, *args, **kwargs):
-    with pytest.raises(ShardingError) as caught:
-        f(*args, **kwargs)
-    return str(caught.value)
-
-
 def test_error_texts_of_options():
-    assert text(optim.sgd, -0.1) == "sgd: lr=-0.1\n  fix: 0 or more"
-    assert text(optim.adamw, math.nan) == "adamw: lr=nan\n  fix: 0 or more"
-    assert text(optim.adamw, 0.1, weight_decay=-1) == "adamw: weight_decay=-1\n  fix: 0 or more"
-    assert text(optim.adamw, 0.1, b2=1.0) == "adamw: b1=0.9, b2=1.0\n  fix: less than 1"
-    assert text(optim.sgd, 0.1, nesterov=True) == (
+    assert error_text(optim.sgd, -0.1) == "sgd: lr=-0.1\n  fix: 0 or more"
+    assert error_text(optim.adamw, math.nan) == "adamw: lr=nan\n  fix: 0 or more"
+    assert error_text(optim.adamw, 0.1, weight_decay=-1) == "adamw: weight_decay=-1\n  fix: 0 or more"
+    assert error_text(optim.adamw, 0.1, b2=1.0) == "adamw: b1=0.9, b2=1.0\n  fix: less than 1"
+    assert error_text(optim.sgd, 0.1, nesterov=True) == (
         "sgd: nesterov needs a momentum and no dampening\n  momentum  0.0    dampening  0.0\n"
         "  fix: momentum=0.9, dampening=0.0"
     )
-    assert text(optim.clip_by_global_norm, -1.0, P()) == "clip_by_global_norm: max_norm=-1.0\n  fix: 0 or more"
-    assert text(optim.cosine, 1.0, -5) == "cosine: steps=-5\n  fix: 0 or more"
+    assert error_text(optim.clip_by_global_norm, -1.0, P()) == "clip_by_global_norm: max_norm=-1.0\n  fix: 0 or more"
+    assert error_text(optim.cosine, 1.0, -5) == "cosine: steps=-5\n  fix: 0 or more"
 
 
 def test_error_texts_of_chains():
     clip, step = optim.clip_by_global_norm(1.0, P()), optim.adamw(0.1)
     fix = "\n  fix: transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))"
-    assert text(optim.chain, step, clip) == "chain: step 0 is Optimizer(adamw), not a Transform" + fix
-    assert text(optim.chain, clip) == "chain: step 0 is Transform(clip_by_global_norm), not an Optimizer" + fix
-    assert text(optim.chain, clip, step, step) == "chain: step 1 is Optimizer(adamw), not a Transform" + fix
-    assert text(optim.chain) == "chain: no steps" + fix
-    assert text(optim.chain, clip, optim.adamw).startswith("chain: step 1 is <function adamw at ")
+    assert error_text(optim.chain, step, clip) == "chain: step 0 is Optimizer(adamw), not a Transform" + fix
+    assert error_text(optim.chain, clip) == "chain: step 0 is Transform(clip_by_global_norm), not an Optimizer" + fix
+    assert error_text(optim.chain, clip, step, step) == "chain: step 1 is Optimizer(adamw), not a Transform" + fix
+    assert error_text(optim.chain) == "chain: no steps" + fix
+    assert error_text(optim.chain, clip, optim.adamw).startswith("chain: step 1 is <function adamw at ")
     opt = optim.chain(clip, step)
     assert repr(opt) == "Optimizer(chain(clip_by_global_norm, adamw))"
-    assert text(opt.update, {}, step.init({}), {}) == (
+    assert error_text(opt.update, {}, step.init({}), {}) == (
         "chain(clip_by_global_norm, adamw): the state is not its state\n  fix: state = opt.init(params)"
     )
 
@@ -726,25 +712,25 @@ def test_error_texts_of_gradients_and_states_of_another_tree():
     opt = optim.adamw(0.1)
     params = {"a": torch.ones(2, 3), "b": [torch.ones(2)]}
     state = opt.init(params)
-    assert text(opt.update, {"a": torch.ones(2, 3), "c": torch.ones(2)}, state, params) == (
+    assert error_text(opt.update, {"a": torch.ones(2, 3), "c": torch.ones(2)}, state, params) == (
         "adamw: grads: not a tree like params\n  missing  ['b'][0]\n  extra    ['c']\n"
         "  fix: gradients and state of exactly these params, in the same containers"
     )
     wrong = {"a": torch.ones(3, 2), "b": [torch.ones(2).half()]}
-    assert text(opt.update, wrong, state, params) == (
+    assert error_text(opt.update, wrong, state, params) == (
         "2 problems\n"
         "adamw: grads['a']: is f32[3, 2], its parameter f32[2, 3]\n  fix: give it that shape and dtype\n"
         "adamw: grads['b'][0]: is f16[2], its parameter f32[2]\n  fix: give it that shape and dtype"
     )
-    assert "adamw: state['m']: not a tree like params" in text(
+    assert "adamw: state['m']: not a tree like params" in error_text(
         opt.update, {"a": params["a"]}, state, {"a": params["a"]}
     )
-    assert text(opt.update, params, optim.sgd(0.1).init(params), params) == (
+    assert error_text(opt.update, params, optim.sgd(0.1).init(params), params) == (
         "adamw: the state is not its state\n  got  ['count']    expected  ['count', 'm', 'v']\n"
         "  fix: state = opt.init(params)"
     )
     ids = {"ids": torch.arange(3)}
-    assert text(optim.sgd(0.1).update, ids, {"count": torch.tensor(0)}, ids) == (
+    assert error_text(optim.sgd(0.1).update, ids, {"count": torch.tensor(0)}, ids) == (
         "sgd: params['ids']: i64[3] is not floating\n  fix: keep it in another tree"
     )
 
@@ -752,10 +738,12 @@ def test_error_texts_of_gradients_and_states_of_another_tree():
 def test_error_texts_of_masks_and_specs_of_another_tree():
     params = {"a": torch.ones(2), "b": torch.ones(2)}
     bad = optim.adamw(0.1, mask={"a": 1, "b": True})
-    assert text(bad.update, params, bad.init(params), params) == (
+    assert error_text(bad.update, params, bad.init(params), params) == (
         "adamw: mask['a']: not a bool\n  fix: True where a leaf decays, False elsewhere"
     )
     short = optim.adamw(0.1, mask={"a": True})
-    assert text(short.update, params, short.init(params), params).startswith("adamw: mask: not a prefix of the tree")
-    assert text(optim.global_norm, params, {"a": P()}).startswith("specs: not a prefix of the tree it describes")
-    assert "called outside shard_map" in text(optim.global_norm, params, P("data"))
+    assert error_text(short.update, params, short.init(params), params).startswith(
+        "adamw: mask: not a prefix of the tree"
+    )
+    assert error_text(optim.global_norm, params, {"a": P()}).startswith("specs: not a prefix of the tree it describes")
+    assert "called outside shard_map" in error_text(optim.global_norm, params, P("data"))

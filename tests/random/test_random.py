@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fshard as fs
 from fshard import P, ShardingError
 from fshard.random import draws as R  # noqa: N812
+from tests.lib.assertions import assert_same, error_text
 
 KEY = fs.key(0)
 M = 0xFFFFFFFF
@@ -215,9 +216,7 @@ def test_keys_are_int64_tensors_of_two_words():
     ],
 )
 def test_error_texts(call, text):
-    with pytest.raises(ShardingError) as caught:
-        call()
-    assert str(caught.value) == text
+    assert error_text(call) == text
 
 
 @pytest.mark.gpu
@@ -249,17 +248,13 @@ def step(key, number):
     )
 
 
-def equal(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def test_vmap_over_keys():
     keys = fs.split(KEY, 3)
     mapped = torch.vmap(lambda k: step(k, 7))(keys)
     for i, k in enumerate(keys):
-        assert equal(step(k, 7), [x[i] for x in mapped])
+        assert_same(step(k, 7), tuple(x[i] for x in mapped))
     wide = torch.tensor([-1, 1 << 40])  # only the low 32 bits of a key's words count
-    assert equal([torch.vmap(fs.split)(wide[None])[0]], [fs.split(wide)])
+    assert_same([torch.vmap(fs.split)(wide[None])[0]], [fs.split(wide)])
     numbers = torch.arange(3)
     assert torch.equal(torch.vmap(lambda n: fs.fold_in(KEY, n))(numbers)[2], fs.fold_in(KEY, 2))
 
@@ -273,9 +268,9 @@ def test_fake_tensors():
 
 def test_compiled_draws_have_the_same_bits_and_compile_once():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert equal(compiled(KEY, torch.tensor(3)), step(KEY, 3))
+    assert_same(compiled(KEY, torch.tensor(3)), step(KEY, 3))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert equal(compiled(fs.key(9), torch.tensor(4)), step(fs.key(9), 4))
+        assert_same(compiled(fs.key(9), torch.tensor(4)), step(fs.key(9), 4))
 
 
 # --- distributions

@@ -24,7 +24,8 @@ from fshard._ops import dim_sizes as sizes
 from fshard.models import gpt2
 from fshard.optim import fused
 from fshard.schedule import buckets, executor
-from tests.lib.live import LiveBytes
+from tests.lib.assertions import assert_same
+from tests.lib.operations import Operations
 
 DEVICE = torch.device("meta")
 CFG = gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=4, n_head=4)
@@ -85,12 +86,6 @@ def train(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, **how: Any)
     return history
 
 
-def equal(got: Any, want: Any) -> None:
-    assert fs.tree.structure(got) == fs.tree.structure(want)
-    for (path, a), b in zip(fs.tree.leaves_with_path(got), fs.tree.leaves(want), strict=True):
-        assert torch.equal(a, b), path
-
-
 # --- values ---
 
 
@@ -101,14 +96,14 @@ def test_training_with_host_leaves_has_the_numbers_of_device_leaves(kind: str, r
     want = train(mesh, kind, False, False, remat=remat)
     assert not torch.equal(want[0][0]["params"]["wte"], want[-1][0]["params"]["wte"])
     for params, state in IN_HOST_MEMORY:
-        equal(train(mesh, kind, params, state, remat=remat), want)
+        assert_same(train(mesh, kind, params, state, remat=remat), want)
 
 
 @pytest.mark.parametrize("kind", ["one", "full"])
 def test_mixed_precision_with_host_leaves(kind: str) -> None:
     mesh = fs.make_mesh(data=1 if kind == "one" else 2, model=1)
     how = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    equal(train(mesh, kind, True, True, **how), train(mesh, kind, False, False, **how))
+    assert_same(train(mesh, kind, True, True, **how), train(mesh, kind, False, False, **how))
 
 
 # --- the memory of each tensor ---
@@ -258,9 +253,9 @@ def test_scan_with_host_leaves_has_a_buffer_for_each_prefetched_block() -> None:
             return fs.scan(lambda w, x: torch.tanh(x @ w), p, x, specs=specs, axis="data", **how).sum()
 
         def f(p: Any, x: Tensor) -> Any:
-            with LiveBytes() as live:
+            with Operations() as seen:
                 fs.value_and_grad(loss_fn)(p, x)
-            return live.peak
+            return seen.peak
 
         p = fs.materialize(described, specs, mesh, key=fs.key(0))
         mapped = fs.shard_map(f, mesh=mesh, out_specs=P(), check="never")
@@ -279,7 +274,7 @@ def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> N
     blocks, d, rows = 10, 8, 2048
     described = [fs.init.normal((d, d), std=0.3) for _ in range(blocks)]
 
-    def grads(mesh: fs.Mesh, offload: bool, count: LiveBytes | None = None, check: str = "never") -> Any:
+    def grads(mesh: fs.Mesh, offload: bool, count: Operations | None = None, check: str = "never") -> Any:
         def loss_fn(p: Any, x: Any) -> Tensor:
             def block(w: Tensor, x: Any) -> Any:
                 return {"x": torch.tanh(x["x"] @ w), "ids": x["ids"]}
@@ -299,13 +294,13 @@ def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> N
 
     mesh = fs.make_mesh(data=2)
     want = fs.device_get(grads(mesh, False))
-    equal(fs.device_get(grads(mesh, True)), want)
-    equal(fs.device_get(grads(mesh, True, check="always")), want)
+    assert_same(fs.device_get(grads(mesh, True)), want)
+    assert_same(fs.device_get(grads(mesh, True, check="always")), want)
 
     def peak(mesh: fs.Mesh, offload: bool, device: torch.device | None = None) -> int:
-        live = LiveBytes(device)
-        grads(mesh, offload, live)
-        return live.peak
+        seen = Operations(device)
+        grads(mesh, offload, seen)
+        return seen.peak
 
     mesh = fs.make_mesh(data=1)
     base = peak(mesh, False)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P, ShardingError
 from fshard._comm import recording
 from fshard.schedule.recompute import DiscardedTensors
+from tests.lib.operations import Operations
 
 D, BLOCKS, ROWS = 8, 3, 4
 SPECS = [{"up": P("data", "model"), "down": P("model", "data")}] * BLOCKS
@@ -82,22 +82,19 @@ def test_remat_has_the_numbers_of_the_loop_without_remat(body: Any, release: boo
 
 def test_recomputation_skips_unneeded_products_but_no_transfer() -> None:
     """Count products and transfers: another rank may wait for a transfer whose result this rank does not need."""
-    products: Counter[str] = Counter()
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            products[str(func)] += 1
-            return func(*args, **(kwargs or {}))
+    runs: list[Operations] = []
 
     def without_transfers(p: Any, x: Tensor) -> Tensor:
-        with Products():
+        seen = Operations()
+        runs.append(seen)
+        with seen:
             return x + torch.tanh(x @ p["up"]).cos() @ p["down"]
 
     mesh = fs.make_mesh(data=2, model=2)
     for how, products_of_blocks in (({}, 2), ({"remat": True}, 3)):
-        products.clear()
+        runs.clear()
         step(without_transfers, how, mesh)
-        assert products["aten.mm.default"] == mesh.size * BLOCKS * products_of_blocks
+        assert sum(seen.counts[torch.ops.aten.mm.default] for seen in runs) == mesh.size * BLOCKS * products_of_blocks
     sums = ("all_reduce", ("model",), "forward"), ("all_reduce", ("model",), "backward")
     # The first x has no gradient, and so one sum fewer.
     for how, backward in (({}, BLOCKS - 1), ({"remat": True}, 2 * BLOCKS - 1)):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from tests.lib.live import LiveBytes
+from tests.lib.assertions import assert_same
+from tests.lib.operations import Operations
 
 D, F, BLOCKS, BATCH = 6, 10, 4, 12
 
@@ -88,14 +89,11 @@ def scanned(tree: Any, specs: Any, **how: Any) -> Any:
     return lambda params, x: fs.scan(block, params, x, specs=specs, axis="data", shapes=tree, **how)
 
 
-def assert_same(got: Any, want: Any, *, tolerance: float | None = None) -> None:
-    """Compare leaf by leaf: bitwise, or within a tolerance relative to each leaf's largest entry."""
+def assert_close(got: Any, want: Any, tolerance: float) -> None:
+    """Compare leaf by leaf, within a tolerance relative to each leaf's largest entry."""
     for (path, a), b in zip(fs.tree.leaves_with_path(got), fs.tree.leaves(want), strict=True):
-        a, b = fs.device_get(a), fs.device_get(b) if isinstance(b, fs.Sharded) else b
-        if tolerance is None:
-            assert torch.equal(a, b), fs.tree.show("result", path)
-        else:
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()), msg=f"{path}")
+        a, b = fs.device_get([a, b])
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()), msg=f"{path}")
 
 
 def place(mesh: fs.Mesh, tree: Any, specs: Any) -> Any:
@@ -116,7 +114,7 @@ def test_every_schedule_has_the_numbers_of_the_plain_loop_and_of_one_device(axes
     whole = [{k: v.requires_grad_() for k, v in p.items()} for p in fs.device_get(params)]
     loss = dense(whole, x).square().mean()
     grads = torch.autograd.grad(loss, fs.tree.leaves(whole))
-    assert_same(want, [loss.detach(), *grads], tolerance=2e-6)
+    assert_close(want, [loss.detach(), *grads], 2e-6)
     for how in SCHEDULES if axes == {"data": 2, "model": 2} else FEW:
         step = step_of(scanned(tree, specs, **how), mesh, specs)
         assert_same(step(params, x), want)
@@ -204,7 +202,7 @@ def test_mixed_precision_equals_the_plain_loop_and_approximates_one_device(kind:
         # one, each block adds two products that were rounded where one device rounds one: 8 roundings of 2^-9 in all.
         tolerance = 2 * 2**-9 if mesh.axes["model"] == 1 else 10 * 2**-9
         tolerance = 1e-6 if mesh.axes["model"] == 1 and summed else tolerance
-        assert_same(want[1], [torch.stack(gs).mean(0) for gs in zip(*ones, strict=True)], tolerance=tolerance)
+        assert_close(want[1], [torch.stack(gs).mean(0) for gs in zip(*ones, strict=True)], tolerance)
         for schedule in FEW:
             looped = scanned(tree, specs, **schedule, **how)
             assert_same(step_of(lambda p, x, f=looped: f(p, x.bfloat16()).float(), mesh, specs)(params, x), want)
@@ -437,9 +435,9 @@ def peak(blocks: int, rows: int, d: int, **how: Any) -> int:
     specs = specs_for("sharded", tree)
 
     def step(p: Any, x: Tensor) -> Any:
-        with LiveBytes() as live:
+        with Operations() as seen:
             out = fs.grad(lambda p: fs.pmean(scanned(tree, specs, **how)(p, x).square().mean(), "data"))(p)
-        most[int(fs.axis_index("data"))] = live.peak
+        most[int(fs.axis_index("data"))] = seen.peak
         return out
 
     f = fs.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check="never")

@@ -16,21 +16,16 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
 from fshard.interop.defer import graph
 from fshard.interop.defer.constructor import Recorded, defer
 from fshard.interop.defer.replay import POINTWISE, Replay
 from fshard.spec import full_box
+from tests.lib.assertions import assert_same, error_text
 
 CPU = torch.device("cpu")
 ONE = fs.make_mesh(one=1)
 MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}]
-
-
-def same_bits(a, b, where=""):
-    assert (a.dtype, a.shape) == (b.dtype, b.shape), where
-    as_bytes = lambda x: x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)  # noqa: E731
-    assert torch.equal(as_bytes(a), as_bytes(b)), where
 
 
 def values_on_one_device(tree, n=7):
@@ -62,7 +57,7 @@ def check_same_on_meshes(tree, values, meshes=MESHES, most=2):
             placed = fs.materialize(tree, specs, mesh, key=fs.key(7))
             for (path, leaf), expected in zip(fs.tree.leaves_with_path(placed), fs.tree.leaves(values), strict=True):
                 for rank, shard in zip(mesh.ranks, leaf.shards, strict=True):
-                    same_bits(shard, expected[leaf.box(rank)], f"{path} {leaf.spec} on {axes}, rank {rank}")
+                    assert_same(shard, expected[leaf.box(rank)], f"{path} {leaf.spec} on {axes}, rank {rank}")
 
 
 def is_drawn(leaf):
@@ -83,7 +78,7 @@ def check_distribution(tree, values, eager, leaves=1000):
             ours, x = values[kind][name], x.detach()
             assert (ours.dtype, ours.shape) == (x.dtype, x.shape), name
             if not is_drawn(tree[kind][name]):
-                same_bits(ours, x, name)
+                assert_same(ours, x, name)
                 continue
             assert torch.isfinite(ours).all(), name
             if x.ndim > 1:  # padding rows
@@ -251,11 +246,11 @@ def test_leaf_of_one_draw_equals_the_initializer():
     _, tree = defer(lambda: nn.Linear(64, 256))
     assert repr(tree["params"]["bias"]) == "f32[256] = uniform(low=-0.125, high=0.125)"
     like = {"params": {"bias": fs.init.uniform(256, low=-0.125, high=0.125)}}
-    same_bits(values_on_one_device(tree)["params"]["bias"], values_on_one_device(like)["params"]["bias"])
+    assert_same(values_on_one_device(tree)["params"]["bias"], values_on_one_device(like)["params"]["bias"])
     _, tree = defer(lambda: filled(lambda w: w.normal_(0, 0.02)).to(torch.bfloat16))
     assert repr(tree["params"]["w"]) == "bf16[30, 21] = normal(std=0.02)"
     like = fs.init.normal((30, 21), std=0.02, dtype=torch.bfloat16)
-    same_bits(values_on_one_device(tree["params"])["w"], values_on_one_device({"w": like})["w"])
+    assert_same(values_on_one_device(tree["params"])["w"], values_on_one_device({"w": like})["w"])
 
 
 def test_repr_of_a_leaf_lists_its_steps():
@@ -274,7 +269,7 @@ def test_copied_layers_are_equal_and_separately_built_layers_differ():
     values = values_on_one_device(deferred("TransformerEncoder")[1])["params"]
     for name, x in values.items():
         if name.startswith("layers.0."):
-            same_bits(x, values[name.replace("layers.0.", "layers.1.")])
+            assert_same(x, values[name.replace("layers.0.", "layers.1.")])
     values = values_on_one_device(defer(lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))[1])["params"]
     assert not torch.equal(values["0.weight"], values["1.weight"])
 
@@ -286,7 +281,7 @@ def test_copied_layers_are_equal_at_any_path_of_the_tree():
         values_on_one_device({"encoders": [{"x": tree}, {"x": tree["params"]}]})["encoders"],
     )
     for values in (alone, deep[0]["x"]["params"], deep[1]["x"]):
-        same_bits(values["layers.0.linear1.weight"], values["layers.1.linear1.weight"])
+        assert_same(values["layers.0.linear1.weight"], values["layers.1.linear1.weight"])
 
 
 def test_adding_a_leaf_changes_no_other_leaf():
@@ -294,7 +289,7 @@ def test_adding_a_leaf_changes_no_other_leaf():
     values = values_on_one_device(trees)
     assert not torch.equal(values["a"]["params"]["0.weight"], values["b"]["params"]["0.weight"])
     more = defer(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))[1]
-    same_bits(values_on_one_device({"a": more})["a"]["params"]["0.weight"], values["a"]["params"]["0.weight"])
+    assert_same(values_on_one_device({"a": more})["a"]["params"]["0.weight"], values["a"]["params"]["0.weight"])
 
 
 def test_tied_parameters_are_one_leaf():
@@ -326,7 +321,7 @@ def test_module_under_two_names_is_recorded_once():
     params = values_on_one_device(tree)["params"]
     x = torch.ones(2, 3)
     linear = functools.partial(nn.functional.linear, weight=params["a.weight"], bias=params["a.bias"])
-    same_bits(apply(params, {}, x), linear(linear(x)))
+    assert_same(apply(params, {}, x), linear(linear(x)))
 
 
 def test_buffers_are_recorded_persistent_or_not():
@@ -460,8 +455,8 @@ def test_views_and_writes_equal_eager():
     check_same_on_meshes(tree, values)
     module = apply.module
     assert (module.steps, module.total, module.array.tolist()) == (eager.steps, eager.total, [0, 1, 2, 3])
-    same_bits(module.plain[0], eager.plain[0])
-    same_bits(module.plain[1]["one"], eager.plain[1]["one"])
+    assert_same(module.plain[0], eager.plain[0])
+    assert_same(module.plain[1]["one"], eager.plain[1]["one"])
 
 
 def random_program(steps):
@@ -533,7 +528,7 @@ def test_random_program_of_views_and_writes_equals_eager(start):
         tree = defer(random_program(steps))[1]
         values = values_on_one_device(tree)
         for name, x in random_program(steps)().named_buffers():
-            same_bits(values["buffers"][name], x, f"program {steps}: {name}")
+            assert_same(values["buffers"][name], x, f"program {steps}: {name}")
         check_same_on_meshes(tree, values, [{"a": 3}, {"a": 2, "b": 2}], most=1)
 
 
@@ -564,7 +559,7 @@ def test_apply_equals_the_module():
     values, x = values_on_one_device(tree), torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
     eager = nn.LSTM(3, 4, batch_first=True)
     eager.load_state_dict(values["params"])
-    same_bits(apply(values["params"], values["buffers"], x)[0], eager(x)[0])
+    assert_same(apply(values["params"], values["buffers"], x)[0], eager(x)[0])
 
 
 def test_default_dtype_of_the_constructor_is_recorded():
@@ -623,7 +618,7 @@ def test_large_boxes_are_filled_in_chunks():
     leaf = defer(lambda: filled(lambda w: w.normal_().mul_(0.5), big))[1]["params"]["w"].to(torch.bfloat16)
     full = leaf.init.fill(fs.key(0), leaf.shape, full_box(big), torch.bfloat16, CPU)
     part = leaf.init.fill(fs.key(0), leaf.shape, (slice(1000, 1100), slice(7, 900)), torch.bfloat16, CPU)
-    same_bits(part, full[1000:1100, 7:900])
+    assert_same(part, full[1000:1100, 7:900])
 
 
 def test_uninitialized_memory_is_nan():
@@ -643,7 +638,7 @@ def test_reference_equals_eager_construction_bitwise():
     values = values_on_one_device(tree)
     check_same_on_meshes(tree, values)
     for name, x in [*eager.named_parameters(), *eager.named_buffers()]:
-        same_bits({**values["params"], **values["buffers"]}[name], x.detach())
+        assert_same({**values["params"], **values["buffers"]}[name], x.detach())
     assert all(x.is_meta for x in apply.module.parameters())
 
 
@@ -678,7 +673,7 @@ def test_optimizers_casts_and_show_accept_the_tree():
     half = fs.tree.map(lambda x: x.to(torch.bfloat16), tree)
     values = values_on_one_device(half)["params"]
     assert values["layers.1.linear1.weight"].dtype == torch.bfloat16
-    same_bits(
+    assert_same(
         values["layers.1.linear1.weight"], values_on_one_device(tree)["params"]["layers.0.linear1.weight"].bfloat16()
     )
     specs = fs.tree.map(lambda x: P("a") if x.ndim else P(), tree)
@@ -688,7 +683,7 @@ def test_optimizers_casts_and_show_accept_the_tree():
 def test_device_argument_of_the_constructor_is_ignored():
     expected = values_on_one_device(defer(lambda: nn.Linear(4, 4))[1])
     for build in (lambda: nn.Linear(4, 4, device="meta"), lambda: nn.Linear(4, 4, device="cuda")):
-        fs.tree.map(same_bits, values_on_one_device(defer(build)[1]), expected)
+        assert_same(values_on_one_device(defer(build)[1]), expected)
 
 
 # --- pointwise operations ------------------------------------------------------------------------------------
@@ -735,13 +730,13 @@ def test_pointwise_result_has_the_same_bits_at_any_position(name):
             full = f(x, y, mask)
             for cut in (slice(0, 1), slice(1, 2), slice(3, 4), slice(1, 9), slice(5, 36), slice(13, 1037),
                         slice(1030, 1037), slice(2, 900, 3), slice(1, None, 7)):  # fmt: skip
-                same_bits(f(x[cut], y[cut], mask[cut]), full[cut], f"{name} {dtype} {cut}")
+                assert_same(f(x[cut], y[cut], mask[cut]), full[cut], f"{name} {dtype} {cut}")
                 packed = f(x[cut].clone(), y[cut].clone(), mask[cut].clone())
-                same_bits(packed, full[cut], f"{name} {dtype} {cut} packed")
+                assert_same(packed, full[cut], f"{name} {dtype} {cut} packed")
                 if full.shape == f(x, y[:1], mask).shape:  # one broadcast number, and as many copies
                     one = f(x[cut], y[:1].expand(x[cut].shape).clone(), mask[cut])
-                    same_bits(one, f(x, y[:1], mask)[cut], f"{name} {dtype} {cut} broadcast")
-                    same_bits(x[cut].to(torch.bfloat16), x.to(torch.bfloat16)[cut], f"{dtype} to bf16")
+                    assert_same(one, f(x, y[:1], mask)[cut], f"{name} {dtype} {cut} broadcast")
+                    assert_same(x[cut].to(torch.bfloat16), x.to(torch.bfloat16)[cut], f"{dtype} to bf16")
 
 
 def test_add_with_alpha_is_computed_in_full():
@@ -752,12 +747,6 @@ def test_add_with_alpha_is_computed_in_full():
 
 
 # --- errors ---------------------------------------------------------------------------------------------------
-
-
-def error_of(constructor, **kwargs):
-    with pytest.raises(ShardingError) as caught:
-        defer(constructor, **kwargs)
-    return str(caught.value)
 
 
 class ReadsDraw(nn.Module):
@@ -771,12 +760,12 @@ EAGER = "fs.defer(constructor, reference=0), which builds it eagerly"
 
 
 def line_of(text):
-    lines = inspect.getsource(inspect.getmodule(error_of)).split("\n")
+    lines = inspect.getsource(inspect.getmodule(line_of)).split("\n")
     return next(i for i, line in enumerate(lines, 1) if text in line)
 
 
-def test_text_of_reading_a_draw():
-    assert error_of(ReadsDraw) == (
+def test_error_text_of_reading_a_draw():
+    assert error_text(defer, ReadsDraw) == (
         "defer: .item() needs numbers that are drawn only when a leaf is placed, by its key\n"
         f"  test_defer.py:{line_of('self.scale = self.w.std()')} in __init__\n"
         "    self.scale = self.w.std().item()\n"
@@ -789,8 +778,8 @@ def draws_multinomial():
     return torch.multinomial(torch.ones(3), 2)
 
 
-def test_text_of_a_draw_without_a_rule():
-    assert error_of(draws_multinomial) == (
+def test_error_text_of_a_draw_without_a_rule():
+    assert error_text(defer, draws_multinomial) == (
         "defer: there is no rule for the draws of aten.multinomial.default\n"
         f"  test_defer.py:{line_of('return torch.multinomial')} in draws_multinomial\n"
         "    return torch.multinomial(torch.ones(3), 2)\n"
@@ -821,21 +810,21 @@ def test_text_of_a_draw_without_a_rule():
     ],
 )
 def test_unrecordable_operation_is_an_error_with_its_line(constructor, start_of_text):
-    text = error_of(constructor)
+    text = error_text(defer, constructor)
     assert text.startswith(f"defer: {start_of_text}")
     if "constructor returned" not in start_of_text:
         assert "test_defer.py" in text
         assert "^" in text
 
 
-def test_text_of_leaves_beyond_the_budget():
+def test_error_text_of_leaves_beyond_the_budget():
     def both():
         module = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(32, 64, bias=False)])
         for part in module:
             nn.init.orthogonal_(part.weight)
         return module
 
-    text = error_of(both, budget=1000)
+    text = error_text(defer, both, budget=1000)
     assert text.startswith(
         "2 problems\ndefer: 0.weight: f32[64, 64] is computed in full, beyond budget=\n  operations  diag"
     )
@@ -850,33 +839,29 @@ class DrawnAttribute(nn.Module):
         self.noise = torch.randn(3)
 
 
-def test_text_of_a_drawn_attribute_that_is_not_a_leaf():
-    assert error_of(DrawnAttribute) == (
+def test_error_text_of_a_drawn_attribute_that_is_not_a_leaf():
+    assert error_text(defer, DrawnAttribute) == (
         "defer: noise: is drawn, and neither a parameter nor a buffer\n"
         "  fix: register_buffer('noise', ..., persistent=False)"
     )
 
 
-def test_text_of_integers_that_were_never_written():
+def test_error_text_of_integers_that_were_never_written():
     class Ints(nn.Module):
         def __init__(self):
             super().__init__()
             self.register_buffer("i", torch.empty(3, dtype=torch.long))
 
-    with pytest.raises(ShardingError) as caught:
-        values_on_one_device(defer(Ints)[1])
-    assert str(caught.value) == (
+    assert error_text(values_on_one_device, defer(Ints)[1]) == (
         "i: memory of torch.empty is used before it is written\n  shape  [3]    dtype  torch.int64\n"
         "  integers have no NaN to mark it with\n  fix: torch.zeros in the constructor"
     )
 
 
-def test_text_of_a_copy_under_another_name():
+def test_error_text_of_a_copy_under_another_name():
     _, tree = deferred("weight_norm")
     name = "parametrizations.weight.original1"
-    with pytest.raises(ShardingError) as caught:
-        values_on_one_device({"v": tree["params"][name]})
-    assert str(caught.value) == (
+    assert error_text(values_on_one_device, {"v": tree["params"][name]}) == (
         "materialize: tree['v']: is made of the draws of other leaves, found by its name\n"
         "  draws  parametrizations.weight.original0\n"
         f"  'v' does not end with '{name}'\n"

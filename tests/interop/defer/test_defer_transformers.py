@@ -20,10 +20,10 @@ from tests.interop.defer.test_defer import (
     check_same_on_meshes,
     construct_eagerly,
     is_drawn,
-    same_bits,
     values_on_one_device,
     without_warnings,
 )
+from tests.lib.assertions import assert_same
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 hf = pytest.importorskip("transformers")
@@ -138,7 +138,7 @@ def test_dtype_of_the_constructor_is_recorded(name):
     check_distribution(tree, values, eager)
     for n, x in values_on_one_device(deferred(name)[1])["params"].items():
         if is_drawn(deferred(name)[1]["params"][n]):
-            same_bits(values["params"][n], x.bfloat16())
+            assert_same(values["params"][n], x.bfloat16())
 
 
 def test_auto_class_equals_its_model():

@@ -25,7 +25,8 @@ from fshard.interop.hf import export
 from fshard.interop.hf.folder import INDEX, SINGLE, config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import full_box
-from tests.lib.folder_cases import KEY, MESHES, SPECS, as_theirs, described, refusal, same, theirs, values
+from tests.lib.assertions import assert_same, error_text
+from tests.lib.folder_cases import KEY, MESHES, SPECS, as_theirs, described, theirs, values
 from tests.lib.processes import Pool
 
 CPU = torch.device("cpu")
@@ -52,14 +53,14 @@ def test_every_mesh_writes_the_same_files_and_reads_them_back(tmp_path: Path, ma
         assert files(tmp_path / str(i)) == want
     for sizes, specs in itertools.product(MESHES, SPECS):
         mesh = fs.make_mesh(**sizes)
-        same(fs.materialize(read(tmp_path / "0", described(), theirs), specs, mesh, key=KEY), ours)
+        assert_same(fs.materialize(read(tmp_path / "0", described(), theirs), specs, mesh, key=KEY), ours)
 
 
 def test_package_safetensors_reads_the_files(tmp_path: Path) -> None:
     ours = placed(values(), SPECS[2], data=2, model=2)
     export.write(tmp_path / "one", ours, theirs, config=CONFIG, metadata={"format": "pt", "by": "me"})
     assert sorted(files(tmp_path / "one")) == ["config.json", "model.safetensors"]
-    same(load_file(tmp_path / "one" / "model.safetensors"), as_theirs(values()))
+    assert_same(load_file(tmp_path / "one" / "model.safetensors"), as_theirs(values()))
     export.write(tmp_path / "some", ours, theirs, config=CONFIG, max_shard_bytes=5000)
     index = json.loads((tmp_path / "some" / "model.safetensors.index.json").read_text())
     names = sorted(set(index["weight_map"].values()))
@@ -71,7 +72,7 @@ def test_package_safetensors_reads_the_files(tmp_path: Path) -> None:
         assert set(of_file) == {n for n, f in index["weight_map"].items() if f == name}
         assert sum(x.nbytes for x in of_file.values()) <= 5000 or len(of_file) == 1
         loaded |= of_file
-    same(loaded, as_theirs(values()))
+    assert_same(loaded, as_theirs(values()))
 
 
 def test_tensors_are_aligned_and_large_ones_have_files_of_their_own(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_each_part_is_written_once_and_in_small_chunks(tmp_path: Path, monkeypat
     export.write(tmp_path, placed(values(), SPECS[1], data=2, model=2), theirs, config=CONFIG)
     assert sum(b - a for a, b in written) == sum(x.nbytes for x in values().values())
     assert all(b == c for (_, b), (c, _) in itertools.pairwise(sorted(written)))
-    same(load_file(tmp_path / "model.safetensors"), as_theirs(values()))
+    assert_same(load_file(tmp_path / "model.safetensors"), as_theirs(values()))
 
 
 def test_tied_leaf_is_written_once_under_its_first_name(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_strided_conjugate_and_empty_leaves_are_written_by_value(tmp_path: Path)
            "conj": torch.complex(x, x + 1).conj()}  # fmt: skip
     export.write(tmp_path, leaves, lambda path: FileTensor(path[0]), config={})
     want = {n: y.detach().resolve_conj().contiguous() for n, y in leaves.items()}
-    same(load_file(tmp_path / "model.safetensors"), want)
+    assert_same(load_file(tmp_path / "model.safetensors"), want)
 
 
 # max_shard_bytes of the old folders and of those written over them.
@@ -220,9 +221,8 @@ def test_error_lists_all_unsupported_leaves_before_a_file_is_created(tmp_path: P
               "number": 3, "described": fs.init.ones(3),
               "abstract": fs.materialize(fs.init.ones(2), P(), abstract, key=KEY),
               "c128": torch.ones(2, dtype=torch.complex128), "p.x": x + 6}  # fmt: skip
-    text = refusal(lambda: export.write(tmp_path / "no", leaves,
-                                        lambda p: FileTensor(*names.get(p[0], (p[0],))), config={},
-                                        prefix="p."))  # fmt: skip
+    name_of = lambda p: FileTensor(*names.get(p[0], (p[0],)))  # noqa: E731
+    text = error_text(export.write, tmp_path / "no", leaves, name_of, config={}, prefix="p.")
     assert (
         text
         == f"""\
@@ -271,7 +271,7 @@ write: config= is not JSON
 )  # fmt: skip
 def test_invalid_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     valid: dict[str, Any] = {"tree_": {"x": torch.ones(1)}, "theirs": lambda _: FileTensor("x"), "config": {}}
-    assert refusal(lambda: export.write(tmp_path / "no", **(valid | arguments))) == message
+    assert error_text(export.write, tmp_path / "no", **valid | arguments) == message
     assert not any(tmp_path.iterdir())
 
 
@@ -279,7 +279,7 @@ def test_donated_leaf_and_call_inside_shard_map_are_refused(tmp_path: Path) -> N
     mesh = fs.make_mesh(data=2)
     leaf = fs.device_put(torch.ones(2), P(), mesh)
     leaf.donate_to("step")
-    text = refusal(lambda: export.write(tmp_path / "no", {"x": leaf}, lambda _: FileTensor("x"), config={}))
+    text = error_text(export.write, tmp_path / "no", {"x": leaf}, lambda _: FileTensor("x"), config={})
     assert text.startswith("write: tree['x']: f32[2] was donated to step, which may have overwritten it\n")
 
     @fs.shard_map(mesh=mesh, in_specs=(P(),), out_specs=P(), check="never")
@@ -288,7 +288,7 @@ def test_donated_leaf_and_call_inside_shard_map_are_refused(tmp_path: Path) -> N
         return x
 
     want = "write: called inside shard_map, where every leaf is a local part\n  fix: call it outside"
-    assert want in refusal(lambda: inside(torch.ones(2)))
+    assert want in error_text(inside, torch.ones(2))
 
 
 @pytest.mark.parametrize("call", ["fsync", "pwrite", "mkdir"])
@@ -302,7 +302,7 @@ def test_full_disk_leaves_the_folder_unchanged(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, call, full)
     for target in (folder, new):
-        text = refusal(lambda target=target: save(target, "three shards", 2.0))
+        text = error_text(lambda target=target: save(target, "three shards", 2.0))
         assert text.startswith(f"write: cannot write {target}")
         assert text.endswith(
             "\n  No space left on device\n  the weights in the folder are unchanged\n"
@@ -320,7 +320,7 @@ def test_file_system_without_links_leaves_the_folder_unchanged(tmp_path: Path, m
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "link", none)
-    assert "Operation not supported" in refusal(lambda: save(tmp_path / "folder", "two shards", 2.0))
+    assert "Operation not supported" in error_text(save, tmp_path / "folder", "two shards", 2.0)
     assert files(tmp_path / "folder") == before
 
 
@@ -359,7 +359,7 @@ def test_round_trip_with_from_pretrained_and_save_pretrained(tmp_path: Path, max
     export.write(tmp_path / "ours", params, gpt2_theirs, config=config_of(tmp_path / "theirs"),
                  max_shard_bytes=20_000 if max_bytes == "20KB" else 10**9)  # fmt: skip
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
-    same(dict(again.state_dict()), dict(model.state_dict()))
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
     assert again.lm_head.weight is again.transformer.wte.weight
     base = transformers.GPT2Model.from_pretrained(tmp_path / "ours")
     base.save_pretrained(tmp_path / "base")

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
 from fshard.interop.hf import tensors
 from fshard.models import bert, gpt2, gpt_neox, gptj, llama
+from tests.lib.assertions import error_text
 
 CASES = {
     "gpt2": (gpt2, gpt2.Config(5, 8, 12, 1, 3)),
@@ -30,12 +31,6 @@ def params_of(model, cfg):
     return fs.device_get(fs.materialize(model.init(cfg), P(), fs.make_mesh(data=1), key=fs.key(0)))
 
 
-def refusal(f, *args) -> str:
-    with pytest.raises(ShardingError) as e:
-        f(*args)
-    return str(e.value)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_weights_of_another_config_are_not_written(name, tmp_path):
     """`from_pretrained` would initialize missing weights at random, or refuse the shapes, when training is over."""
@@ -46,7 +41,7 @@ def test_weights_of_another_config_are_not_written(name, tmp_path):
     wrong = {**params, top: torch.ones(6, width), "more": torch.ones(2)}
     lost = {"llama": "norm_f", "bert": "ln"}.get(name, "ln_f")
     del wrong[lost]
-    text = refusal(model.save, tmp_path / "new", cfg, wrong)
+    text = error_text(model.save, tmp_path / "new", cfg, wrong)
     assert f"write: tree['{lost}']['w'] is missing" in text
     assert "write: tree['more'] is not in the model of the config" in text
     assert re.search(rf"write: tree\['{top}'\] has another shape than the config says\n +got +\[6, {width}\] +"
@@ -67,16 +62,16 @@ def test_config_values_of_the_wrong_kind_are_named(name, key, value, tmp_path):
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, key: value}))
-    assert refusal(model.config, tmp_path) == (
+    assert error_text(model.config, tmp_path) == (
         f"{path}: has values of the wrong kind\n  {key}: {value!r}\n  fix: copy it again")  # fmt: skip
 
 
 def test_zero_heads_and_unknown_rope_parameters_are_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gpt2", "n_head": 0}))
-    assert refusal(gpt2.config, tmp_path).startswith(f"{path}: describes no model\n  ZeroDivisionError: ")
+    assert error_text(gpt2.config, tmp_path).startswith(f"{path}: describes no model\n  ZeroDivisionError: ")
     path.write_text(json.dumps({"model_type": "llama", "rope_parameters": "default"}))
-    assert refusal(llama.config, tmp_path).startswith("rope: 'default' is not a dict of parameters\n")
+    assert error_text(llama.config, tmp_path).startswith("rope: 'default' is not a dict of parameters\n")
 
 
 def test_config_accepts_null_for_optional_values_and_ints_for_floats(tmp_path):
@@ -99,7 +94,7 @@ def test_relative_folder_is_read_after_a_change_of_directory(tmp_path, monkeypat
 
 def test_path_that_is_neither_file_nor_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert refusal(tensors, tmp_path / "pipe").startswith(
+    assert error_text(tensors, tmp_path / "pipe").startswith(
         f"{tmp_path / 'pipe'}: is neither a file nor a folder\n")  # fmt: skip
 
 
@@ -127,6 +122,10 @@ def test_tied_head_in_the_file_must_equal_the_embedding(name, head, embedding, t
     other = weights[embedding].clone()
     other[-1] += 1
     save_file({**weights, head: other}, tmp_path / "model.safetensors")
-    assert f"{head!r} is not equal to {embedding!r}\n  the config ties them: they would be one leaf" in refusal(placed)
+    assert f"{head!r} is not equal to {embedding!r}\n  the config ties them: they would be one leaf" in error_text(
+        placed
+    )
     save_file({**weights, head: other[1:].clone()}, tmp_path / "model.safetensors")
-    assert f"{head!r} is tied to {embedding!r} by the config, and is another tensor\n" in refusal(model.load, tmp_path)
+    assert f"{head!r} is tied to {embedding!r} by the config, and is another tensor\n" in error_text(
+        model.load, tmp_path
+    )

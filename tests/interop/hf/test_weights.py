@@ -21,6 +21,7 @@ from fshard.interop.hf import export, weights
 from fshard.interop.hf.folder import config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import Box, box_shape, full_box
+from tests.lib.assertions import assert_same, error_text
 from tests.lib.folder_cases import (
     HEADS,
     HIDDEN,
@@ -32,10 +33,7 @@ from tests.lib.folder_cases import (
     WIDTH,
     K,
     as_theirs,
-    bits,
     described,
-    refusal,
-    same,
     sharded_file,
     single_file,
     theirs,
@@ -55,7 +53,7 @@ def single(tmp_path: Path) -> Path:
 def test_leaves_equal_the_file_bitwise_on_every_mesh(tmp_path: Path, specs: Any, sizes: dict[str, int]) -> None:
     mesh = fs.make_mesh(**sizes)
     for folder in (single_file(tmp_path / "single", values()), sharded_file(tmp_path / "sharded", values())):
-        same(fs.materialize(read(folder, described(), theirs), specs, mesh, key=KEY), values())
+        assert_same(fs.materialize(read(folder, described(), theirs), specs, mesh, key=KEY), values())
 
 
 def test_leaves_have_the_dtype_of_the_file_unless_dtype_is_set(tmp_path: Path) -> None:
@@ -63,9 +61,9 @@ def test_leaves_have_the_dtype_of_the_file_unless_dtype_is_set(tmp_path: Path) -
     leaves = read(single_file(tmp_path / "single", ours), described(), theirs)
     assert all(x.dtype == torch.bfloat16 for x in leaves.values())
     mesh = fs.make_mesh(data=2, model=2)
-    same(fs.materialize(leaves, SPECS[2], mesh, key=KEY), ours)
+    assert_same(fs.materialize(leaves, SPECS[2], mesh, key=KEY), ours)
     wide = fs.materialize(leaves, SPECS[2], mesh, key=KEY, dtype=torch.float64)
-    same(wide, {name: x.double() for name, x in ours.items()})
+    assert_same(wide, {name: x.double() for name, x in ours.items()})
 
 
 def test_integer_leaves_ignore_the_dtype_argument(tmp_path: Path) -> None:
@@ -73,7 +71,7 @@ def test_integer_leaves_ignore_the_dtype_argument(tmp_path: Path) -> None:
     like = {"i": fs.init.arange(6), "x": fs.init.arange(6, start=0.0)}
     leaves = read(tmp_path, like, lambda path: FileTensor(path[0]))
     got = fs.materialize(leaves, P("data"), fs.make_mesh(data=4), key=KEY, dtype=torch.float16)
-    same(got, {"i": torch.arange(6), "x": torch.arange(6).half()})
+    assert_same(got, {"i": torch.arange(6), "x": torch.arange(6).half()})
 
 
 def test_leaf_shows_its_file_and_tensor(tmp_path: Path) -> None:
@@ -86,7 +84,7 @@ def test_leaf_shows_its_file_and_tensor(tmp_path: Path) -> None:
     one = tensors(tmp_path / "sharded" / "model-00001-of-00002.safetensors")
     assert one.keys() == {n for n, x in tensors_.items() if "00001" in repr(x)}
     mesh = fs.make_mesh(model=2)
-    same(fs.materialize(tensors_, P(), mesh, key=KEY), as_theirs(values()))
+    assert_same(fs.materialize(tensors_, P(), mesh, key=KEY), as_theirs(values()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -96,9 +94,9 @@ def test_every_dtype_is_written_and_read_back_bitwise(tmp_path: Path, dtype: tor
     export.write(tmp_path, {"x": x}, lambda _: FileTensor("x", "o i -> i o"), config={})
     like = {"x": fs.Deferred((6, 5), dtype, fs.init.zeros(1).init)}
     leaves = read(tmp_path, like, lambda _: FileTensor("x", "o i -> i o"))
-    same(fs.materialize(leaves, P("data", "model"), fs.make_mesh(data=2, model=2), key=KEY), {"x": x})
+    assert_same(fs.materialize(leaves, P("data", "model"), fs.make_mesh(data=2, model=2), key=KEY), {"x": x})
     if dtype != torch.float8_e8m0fnu:  # safetensors.torch has none in older versions
-        assert torch.equal(bits(load_file(tmp_path / "model.safetensors")["x"]), bits(x.T))
+        assert_same(load_file(tmp_path / "model.safetensors"), {"x": x.T})
 
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -185,7 +183,7 @@ def test_names_are_found_with_and_without_their_prefix(tmp_path: Path, prefix: s
         called = {"x": FileTensor(name), "head": FileTensor("head")}
         leaves = read(tmp_path, dict.fromkeys(("x",), fs.init.ones(3)) | {"head": fs.init.zeros(3)},
                       lambda path, called=called: called[path[0]], prefix=prefix)  # fmt: skip
-        same(fs.materialize(leaves, P(), fs.make_mesh(data=1), key=KEY), {"x": x, "head": x + 1})
+        assert_same(fs.materialize(leaves, P(), fs.make_mesh(data=1), key=KEY), {"x": x, "head": x + 1})
 
 
 @pytest.mark.parametrize("names", [["emb"], ["head"], ["emb", "head"]])
@@ -204,7 +202,7 @@ def test_single_file_is_preferred_to_an_index_as_in_from_pretrained(tmp_path: Pa
     ours = values()
     folder = sharded_file(tmp_path / "both", {n: x + 1 for n, x in ours.items()})
     save_file(as_theirs(ours), folder / "model.safetensors")
-    same(fs.materialize(read(folder, described(), theirs), P(), fs.make_mesh(data=1), key=KEY), ours)
+    assert_same(fs.materialize(read(folder, described(), theirs), P(), fs.make_mesh(data=1), key=KEY), ours)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------
@@ -218,7 +216,7 @@ def test_error_lists_all_tensors_that_do_not_fit_the_model(tmp_path: Path) -> No
     save_file(tensors_, tmp_path / "model.safetensors")
     like = described() | {"list": [1]}
     del like["up"]
-    text = refusal(lambda: read(tmp_path, like, lambda path: THEIRS.get(path[0], FileTensor("a")), ignored=(".bias",)))
+    text = error_text(read, tmp_path, like, lambda path: THEIRS.get(path[0], FileTensor("a")), ignored=(".bias",))
     f = tmp_path
     assert (
         text
@@ -243,8 +241,9 @@ params['list'][0]: is a int
 
 
 def test_error_of_unfitting_pattern_names_the_leaf(single: Path) -> None:
-    text = refusal(lambda: read(single, {"x": fs.init.zeros((4, 2))}, lambda _: FileTensor("m.scale", "a -> a"),
-                                ignored=("",)))  # fmt: skip
+    text = error_text(
+        read, single, {"x": fs.init.zeros((4, 2))}, lambda _: FileTensor("m.scale", "a -> a"), ignored=("",)
+    )
     assert text == ("params['x']: Pattern: [4, 2] has 2 dims, the right side has 1\n  a -> a\n"
                     "  fix: one name, or one (group), for each dim of the leaf")  # fmt: skip
 
@@ -267,7 +266,7 @@ def test_error_lists_all_damaged_tensors_of_a_file(tmp_path: Path) -> None:
     n = 8 + len(json.dumps(header))
     listed = ", ".join(DTYPES)
     assert (
-        refusal(lambda: tensors(tmp_path))
+        error_text(tensors, tmp_path)
         == f"""\
 6 problems
 {f}: 'b' is out of place
@@ -294,12 +293,12 @@ def test_error_of_truncated_file_names_only_the_missing_tensors(single: Path) ->
     size = file.stat().st_size
     last = max(tensors(single).values(), key=lambda x: x.init.entry.start)  # type: ignore[attr-defined]
     os.truncate(file, size - 1)
-    assert refusal(lambda: read(single, described(), theirs)) == (
+    assert error_text(read, single, described(), theirs) == (
         f"{file}: {last.init.entry.name!r} is cut short\n"  # type: ignore[attr-defined]
         f"  it ends at byte {size}, the file has {size - 1}\n  fix: copy the file again"
     )
     os.truncate(file, size + 2)
-    assert refusal(lambda: read(single, described(), theirs)) == (
+    assert error_text(read, single, described(), theirs) == (
         f"{file}: is too long\n  its last tensor ends at byte {size}, the file has {size + 2}\n  fix: copy it again"
     )
 
@@ -331,8 +330,8 @@ def test_unreadable_header_is_refused(tmp_path: Path, header: Any, length: int |
     want = f"{f}: the header is damaged\n  {why}\n  fix: copy it again" if why else (
         f"{f}: is not safetensors, or is cut short\n  its first 8 bytes announce a header of {promised} bytes, "
         f"the file has {f.stat().st_size}\n  fix: copy it again")  # fmt: skip
-    assert refusal(lambda: tensors(tmp_path)) == want
-    assert refusal(lambda: read(tmp_path, described(), theirs)) == want  # and nothing about missing tensors
+    assert error_text(tensors, tmp_path) == want
+    assert error_text(read, tmp_path, described(), theirs) == want  # and nothing about missing tensors
 
 
 def test_index_must_agree_with_its_files(tmp_path: Path) -> None:
@@ -344,7 +343,7 @@ def test_index_must_agree_with_its_files(tmp_path: Path) -> None:
     (folder / "model-00003-of-00003.safetensors").unlink()
     lost = ", ".join(n for n, f in table["weight_map"].items() if "00003-of" in f)
     assert (
-        refusal(lambda: read(folder, described(), theirs))
+        error_text(read, folder, described(), theirs)
         == f"""\
 3 problems
 {folder}/model-00001-of-00003.safetensors: 'm.scale' is not in it
@@ -355,12 +354,12 @@ def test_index_must_agree_with_its_files(tmp_path: Path) -> None:
   for {lost}"""
     )
     index.write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
-    assert refusal(lambda: tensors(folder)) == f"{index}: '../x.safetensors' is outside the folder\n  for x"
+    assert error_text(tensors, folder) == f"{index}: '../x.safetensors' is outside the folder\n  for x"
     index.write_text("{}")
     why = "has no weight_map, from names of tensors to names of files"
-    assert refusal(lambda: tensors(folder)) == f"{index}: {why}\n  fix: copy it again"
+    assert error_text(tensors, folder) == f"{index}: {why}\n  fix: copy it again"
     index.write_text("[1]")
-    assert refusal(lambda: tensors(folder)) == f"{index}: is not a JSON object\n  it is a list\n  fix: copy it again"
+    assert error_text(tensors, folder) == f"{index}: is not a JSON object\n  it is a list\n  fix: copy it again"
 
 
 def test_tensor_missing_from_the_index_is_reported_as_extra(tmp_path: Path) -> None:
@@ -370,7 +369,7 @@ def test_tensor_missing_from_the_index_is_reported_as_extra(tmp_path: Path) -> N
              for n in as_theirs(values())}  # fmt: skip
     save_file(as_theirs(values()), folder / "model-00002-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
-    text = refusal(lambda: read(folder, described(), theirs))
+    text = error_text(read, folder, described(), theirs)
     assert text == f"{folder}: 'other' is not part of this model\n  f32[2]"
     leaves = read(folder, described(), theirs, ignored=("other",))
     assert repr(leaves["emb"]) == "f32[13, 20] = stored(model-00001-of-00002.safetensors: m.emb.weight)"
@@ -382,27 +381,27 @@ def test_pickles_and_folders_without_weights_are_refused(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{}")
     wrote = "fix: give a folder that save_pretrained wrote"
     neither = "has neither model.safetensors nor model.safetensors.index.json"
-    assert refusal(lambda: tensors(tmp_path)) == f"{tmp_path}: {neither}\n  it holds no safetensors\n  {wrote}"
+    assert error_text(tensors, tmp_path) == f"{tmp_path}: {neither}\n  it holds no safetensors\n  {wrote}"
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     want = f"{tmp_path}: pickles are refused\n  it has pytorch_model.bin; {runs}\n  {convert}"
-    assert refusal(lambda: tensors(tmp_path)) == want
+    assert error_text(tensors, tmp_path) == want
     one = tmp_path / "pytorch_model.bin"
     want = f"{one}: pickles are refused\n  it has pytorch_model.bin; {runs}\n  {convert}"
-    assert refusal(lambda: read(one, {}, theirs)) == want
+    assert error_text(read, one, {}, theirs) == want
     (tmp_path / "adapter.safetensors").write_bytes(b"x")
     want = f"{tmp_path}: {neither}\n  it holds adapter.safetensors\n  fix: give one of these files"
-    assert refusal(lambda: tensors(tmp_path)) == want
+    assert error_text(tensors, tmp_path) == want
     gone = tmp_path / "gone"
-    assert refusal(lambda: tensors(gone)) == f"{gone}: there is no such folder\n  {wrote}"
+    assert error_text(tensors, gone) == f"{gone}: there is no such folder\n  {wrote}"
 
 
 def test_config_json_is_read_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     want = f"{file}: there is no such file\n  fix: give a folder that save_pretrained wrote"
-    assert refusal(lambda: config_of(tmp_path)) == want
+    assert error_text(config_of, tmp_path) == want
     file.write_text("{")
     why = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
-    assert refusal(lambda: config_of(tmp_path)) == f"{file}: is not JSON\n  {why}\n  fix: copy it again"
+    assert error_text(config_of, tmp_path) == f"{file}: is not JSON\n  {why}\n  fix: copy it again"
     file.write_text('{"model_type": "gpt2"}')
     assert config_of(tmp_path) == {"model_type": "gpt2"}
 
@@ -425,7 +424,7 @@ def test_file_that_changed_after_its_header_was_read_is_refused(single: Path, ch
     why = {"shorter": f"it ends before byte {size}", "longer": f"{size} bytes then, {size + 1} now",
            "padded": f"{size} bytes then, {size + 1} now",
            "other": f"{size} bytes then, {size} now"}  # fmt: skip
-    text = refusal(lambda: fs.materialize({"x": leaf}, P(), fs.make_mesh(data=1), key=KEY))
+    text = error_text(fs.materialize, {"x": leaf}, P(), fs.make_mesh(data=1), key=KEY)
     assert text == (f"{file}: cannot be read\n  No such file or directory" if change == "gone" else
                     f"{file}: has changed since its header was read\n  {why[change]}\n  in {leaf.init.entry.name!r}\n"
                     "  fix: read the folder again, when nothing writes to it")  # fmt: skip
