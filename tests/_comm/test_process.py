@@ -252,6 +252,7 @@ def pending_transfers(n: int) -> None:
     check_values(mesh, ("x",))
 
 
+@pytest.mark.slow
 def test_collectives_over_every_set_of_axes_in_every_order(ranks: Pool) -> None:
     ranks(4, groups, timeout=120)  # some 200 first calls, and each is checked
     ranks(4, single_axis)
@@ -373,6 +374,7 @@ def compiled_and_eager() -> None:
         assert_same(got, train(mesh, kind, compile=False), **CLOSE)
 
 
+@pytest.mark.slow
 def test_compiled_steps_equal_eager_steps_and_compile_once(ranks: Pool) -> None:
     ranks(2, compiled_and_eager, timeout=150)
     assert ranks(2, meshes_made_again, timeout=60) == [[[6.0, 10.0, 14.0]] * 3] * 2
@@ -440,6 +442,7 @@ def start_ranks(script: Path, how: str) -> list[tuple[int, str, float]]:
     return [(started[r].returncode, logs[r].read_text(), ended[r] - first) for r in range(2)]
 
 
+@pytest.mark.slow
 def test_end_of_one_rank_ends_the_others_without_an_agent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -454,6 +457,7 @@ def test_end_of_one_rank_ends_the_others_without_an_agent(tmp_path: Path) -> Non
         assert "ArithmeticError" not in waits
 
 
+@pytest.mark.slow
 def test_exception_of_one_rank_ends_a_job_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -651,6 +651,7 @@ def test_second_derivatives_of_row_blocks_by_plain_autograd(monkeypatch):
 # --- compiled -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_compiled_program_of_all_layers_equals_the_eager_one():
     p = {
         "wte": rand(11, 8, dtype=torch.float32),

@@ -565,6 +565,7 @@ def mark(x):
     return x
 
 
+@pytest.mark.slow
 # torch's own compiler uses what torch itself calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:.*profiler.*")
 def test_a_compiled_step_overwrites_donated_leaves_without_copies(small_pieces):
