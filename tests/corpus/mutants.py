@@ -266,7 +266,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> I
         stack.enter_context(mock.patch.object(_UNSHARD, "_apply", unshard_apply))
         # Run the plain loop, which calls the patched functions; schedules compute the same numbers.
         stack.enter_context(mock.patch.object(_TRANSFORMER, "apply_then_compute", apply_then_compute))
-        stack.enter_context(mock.patch.object(_SCAN, "_transformed", return_value=True))
+        stack.enter_context(mock.patch.object(_SCAN, "in_transform", return_value=True))
         stack.enter_context(mock.patch.object(remat, "_Body", body))
         stack.enter_context(mock.patch.multiple(fs.random, **draws))
         yield count
