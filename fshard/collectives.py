@@ -4,8 +4,8 @@ Each takes a tensor or a tree (one transfer per dtype for a tree) and a mesh axi
 `None`, which does nothing. Shapes are local. Types, per axis: a value *varies* (V) over an axis or is *invariant*
 (I): the same on each of its ranks, one logical computation. Legend: [n@axis] is a dim split over the axis.
 
-Each is a linear map of `_ops.linear_maps`, whose transpose is its backward pass, applied to the leaves of a tree. To
-add one: write the map and its transpose there, and the function here.
+Each but `pmax` and `pmin` (`_ops.minmax`) is a linear map of `_ops.linear_maps`, whose transpose is its backward pass,
+applied to the leaves of a tree. To add one: write the map and its transpose there, and the function here.
 """
 
 from __future__ import annotations
