@@ -81,7 +81,7 @@ def sgd(
         lr: a number, or a schedule: a function of the count of steps taken.
         mask: the leaves that decay (all of them if None): a tree of bools, a prefix of one, or a function of the
             parameters. A function should read `ndim`, not sizes: it gets local shapes.
-        dampening: has no fused kernel; with it, donated leaves are not reused.
+        dampening: has no fused kernel, so each leaf is computed anew and then copied to a donated one.
 
     >>> opt = sgd(0.5)
     >>> opt.update(torch.tensor(2.0), opt.init(torch.tensor(1.0)), torch.tensor(1.0))
