@@ -5,6 +5,7 @@ threads, and `abstract` with shapes alone. Nothing outside this package depends 
 """
 
 from fshard._torch_compat import is_view
+from fshard.spec import Axis
 
 from .abstract import AbstractComm, fake_tensors, run_on_meta
 from .host_memory import (
@@ -22,10 +23,9 @@ from .host_memory import (
 )
 from .packing import join_padded, pack, pad, split_padded, unpack
 from .process import ProcessComm
-from .protocol import Axes, Comm, PendingTransfer, index_of, size_of
+from .protocol import Comm, PendingTransfer, index_of, size_of
 from .record import Transfer, is_observed, recording, transfer_count, transposing
 from .region import (
-    Axis,
     Region,
     bind,
     checker,
@@ -40,7 +40,7 @@ from .region import (
 from .simulated import simulate
 
 __all__ = [
-    "HOST", "AbstractComm", "Axes", "Axis", "Comm", "PendingTransfer", "ProcessComm", "Region", "Transfer", "bind",
+    "HOST", "AbstractComm", "Axis", "Comm", "PendingTransfer", "ProcessComm", "Region", "Transfer", "bind",
     "checker", "common_device", "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of", "is_observed",
     "is_view", "join_padded", "known_axes", "live_axes", "mark_donated", "memory_device", "pack", "pad", "recording",
     "refuse_nesting", "region", "run_on_meta", "simulate", "size_of", "split_padded", "start_copy_to_device",

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from fshard._torch_compat import storage_id
 from fshard.errors import fail
-from fshard.spec import format_axes, names_of
+from fshard.spec import Axis, format_axes, names_of
 
 from .protocol import Comm
-
-Axis = str | tuple[str, ...] | None
 
 
 @dataclass
