@@ -1,0 +1,33 @@
+"""Correct programs of many kinds pass the types and verify, and compute what one device computes."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.corpus import correct
+from tests.corpus.correct.program import Program
+
+MODULES = [m.name for m in pkgutil.iter_modules(correct.__path__) if m.name not in ("program", "test_correct")]
+PROGRAMS: list[Program] = [
+    p for name in MODULES for p in importlib.import_module(f"{correct.__name__}.{name}").PROGRAMS
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_correct_program(program: Program):
+    f = program.mapped()
+    result = fs.device_get(f(*program.args))
+    torch.testing.assert_close(result, program.dense(*program.args))
+    fs.check(f, *program.args)
+    if program.meshes is None:
+        fs.verify(f, *program.args)
+
+
+def test_names_are_unique():
+    names = [str(program) for program in PROGRAMS]
+    assert len(set(names)) == len(names)

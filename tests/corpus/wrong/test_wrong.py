@@ -1,0 +1,40 @@
+"""Wrong programs of many kinds are caught: by the types, at the line of the mistake, or else by verify."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import fshard as fs
+from tests.corpus import wrong
+from tests.corpus.wrong.program import WrongProgram
+from tests.lib.assertions import error_text
+
+MODULES = [m.name for m in pkgutil.iter_modules(wrong.__path__) if m.name not in ("program", "test_wrong")]
+PROGRAMS: list[WrongProgram] = [
+    p for name in MODULES for p in importlib.import_module(f"{wrong.__name__}.{name}").PROGRAMS
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_correct_program_passes_the_types_and_verify(program: WrongProgram):
+    fs.verify(program.mapped(program.correct), *program.args)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_wrong_program_is_caught(program: WrongProgram):
+    if program.caught_by == "types":
+        text = error_text(program.mapped(program.wrong), *program.args)
+        errors = [line for line in text.splitlines() if line.startswith(f"{program.line} in ")]
+        assert errors, text
+        assert f"'{program.axis}'" in text
+    else:
+        program.mapped(program.wrong)(*program.args)  # its types are right
+    if program.caught_by is not None:
+        text = error_text(fs.verify, program.mapped(program.wrong, check="never"), *program.args)
+        assert f"'{program.axis}'" in text
+    else:
+        assert program.out_of_reach
+        fs.verify(program.mapped(program.wrong), *program.args)
