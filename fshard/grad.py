@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import tree
-from ._comm import checker
 from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped
 from .errors import ShardingError, fail
@@ -52,7 +51,6 @@ def value_and_grad(
         _check_differentiable(name, numbers, args)
 
         compiling = torch.compiler.is_dynamo_compiling()
-        types = None if compiling else checker()
         aux_rest: list[Any] = []  # aux without its tensors: torch.func returns only tensors
 
         def of_leaves(*flat: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -62,8 +60,6 @@ def value_and_grad(
             out = f(*full, **kwargs)
             loss, aux = out if has_aux else (out, None)
             _check_loss(name, loss)
-            if types is not None:
-                types.check_loss(name, loss, leaves)
             tensors, aux_rest[:] = split_tensors(aux)
             return loss, tensors
 
@@ -79,9 +75,6 @@ def value_and_grad(
             flat_grads, (loss, tensors) = _grad_by_autograd(of_leaves, leaves)
             if any(x.requires_grad for x in constant):
                 raise _modified(name, args, {id(x) for x in constant})
-        if types is not None:
-            for x, gradient in zip(leaves, flat_grads, strict=True):
-                types.check_gradient(name, x, gradient)
         grads = tree.unflatten(treedef, flat_grads)
         aux = fill_tensors(aux_rest, tensors)
         return (loss, aux) if has_aux else loss, grads[0] if isinstance(argnums, int) else grads

@@ -98,7 +98,7 @@ class LossScale:
 
     def scale(self, loss: Tensor, state: Any) -> Tensor:
         """Multiply the loss by the scale, before differentiating it. Half precision losses become float32."""
-        return loss * _as_constant(state["scale"]).to(loss.device)
+        return loss * state["scale"].detach().to(loss.device)
 
     def unscale(self, grads: Any, state: Any, specs: Any) -> tuple[Any, Tensor]:
         """Return the gradients of the unscaled loss, each in its dtype, and whether all of them are finite.
@@ -108,7 +108,7 @@ class LossScale:
         `specs` are those of the parameters, or a prefix. With no axes in them, this works outside `shard_map` too.
         """
         leaves, treedef = tree.flatten(grads)
-        inverse = _as_constant(state["scale"]).double().reciprocal()
+        inverse = state["scale"].detach().double().reciprocal()
         inverses = {device: inverse.to(device) for device in {g.device for g in leaves}}
         # Half precision is widened: the inverse of the scale may be too small for it.
         wide = [g if g.dtype.itemsize >= 4 else g.float() for g in leaves]
@@ -160,15 +160,6 @@ class LossScale:
 
         return Optimizer(init, update, lambda param_specs: {"scale": self.specs(), "opt": optimizer.specs(param_specs)},
                          f"guarded {optimizer.name}")  # fmt: skip
-
-
-def _as_constant(x: Tensor) -> Tensor:
-    """Detach a value that is the same on every rank, so that it may be used with operands of any type."""
-    x = x.detach()
-    types = None if torch.compiler.is_dynamo_compiling() else checker()
-    if types is not None:
-        types.mark_constant(x)
-    return x
 
 
 def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:

@@ -7,10 +7,11 @@ no result. Over each axis of more than one rank a tensor is one of
     I   invariant: one logical value, the same on every rank of the axis
     -   free: made in the region from nothing (zeros, arange), or from Python numbers; mixes with either
 
-The result of an operation is V if any operand is, else I if any operand is. Where one operand is I and another V, the
-gradient of the first needs a sum over ranks, which only `pvary` takes: without `pvary` that is an error. Operands
-without a gradient, such as integers, bools and values cast from them, mix with either. Random draws do not: a mask must
-vary over exactly the axes of the tensor that it is applied to.
+The result of an operation is V if any operand is, else I if any operand is. Where one operand is I and another V, and a
+gradient can flow to the first, that gradient needs a sum over ranks, which only `pvary` takes: without `pvary` that is
+an error. Where nothing is differentiated (an optimizer, evaluation, a frozen or detached operand, an integer) the result
+varies, and the checker remembers the line: an error at the results names it. Random draws do not mix: a mask must vary
+over exactly the axes of the tensor that it is applied to.
 
 Source: the per-axis types are those of JAX's shard_map (varying manual axes).
 """
@@ -30,15 +31,16 @@ from torch import Tensor
 
 from fshard import _callsite
 from fshard._ops import differentiable_dtype
-from fshard._torch_compat import TorchDispatchMode, unwrapped
+from fshard._torch_compat import TorchDispatchMode, in_backward, storage_id, unwrapped, without_torch_function
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.spec import P
 
 from . import messages
+from .differentiated import Differentiated, leaves_of
 from .op_schema import Operation, operation
 from .type_table import TypeTable
-from .types import NONE, IndexMix, Operand, TensorInfo, Type, join
+from .types import NONE, Mixture, Operand, TensorInfo, Type, join
 
 
 class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -50,7 +52,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.axes, self.sizes = frozenset(axes), sizes
         self.arguments: list[TensorInfo] = []
-        self.index_mixes: list[IndexMix] = []
+        self.mixtures: dict[tuple[_callsite.Site, str], Mixture] = {}  # the first of each line and axis
+        self.differentiated = Differentiated(self.check_loss, self.check_gradients)
+        self._argument_storages: set[int] = set()
         self._table = TypeTable()
         self._roots = 0
         self._paused = False
@@ -58,6 +62,15 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # axes: where a leaf is split unevenly, ranks may run a line a different number of times for results that vary.
         self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._runs: Counter[tuple[Any, ...]] = Counter()
+
+    def __enter__(self) -> Checker:
+        self.differentiated.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.differentiated.__exit__(*exception)
 
     # --- types of tensors that no operation made ---
 
@@ -67,18 +80,19 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _set_info(
         self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: _callsite.Site | None = None,
-        alias: bool = False,
+        alias: bool = False, mixtures: tuple[Mixture, ...] = (),
     ) -> None:  # fmt: skip
         """Type a tensor as a new root; an `alias` shares memory with a tensor of another type."""
         self._roots += 1
         x, site = unwrapped(x), None if name else site or _callsite.site()
-        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()))
+        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), mixtures)
         self._table.set(x, info, alias=alias)
 
     def set_argument_type(self, x: Tensor, varying: frozenset[str], name: str) -> None:
         """Type an argument of the region, which varies over the axes that its spec names."""
         self._set_info(x, Type(varying & self.axes, self.axes - varying, differentiable_dtype(x)), name=name)
         self.arguments.append(self.info(x))
+        self._argument_storages.add(storage_id(x))
 
     def set_integer_type(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
         """Type an integer computed outside of torch, from the tensors `of`, or from the rank's index on some axes."""
@@ -89,11 +103,6 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Type a random draw, which varies over the axes of its spec and those of its key."""
         varying = (frozenset(spec_axes) & self.axes) | self.info(key).type.varying
         self._set_info(x, Type(varying, self.axes - varying, random=True), op=op)
-
-    def mark_constant(self, x: Tensor) -> None:
-        """Let a tensor that is no longer differentiated mix with every type."""
-        info = self.info(x)
-        self._table.set(unwrapped(x), info._replace(type=Type(info.type.varying)), alias=True)
 
     def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """Return the positions of tensors, those of one type together."""
@@ -121,7 +130,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         infos = [self.info(x) for x in xs]
         for x, info in zip(xs, infos, strict=True):
             wrong = info.type.invariant & axes if m.takes == "V" else info.type.varying & axes
-            if wrong:
+            if wrong and (m.verb != "pvary" or m.origin is not None):
                 raise messages.collective_of_wrong_type(self, m, Operand(x, info), sorted(wrong))
             if m.takes == "I" and info.type.differentiable:  # the ranks may have picked different parts by a number
                 self._record_numbers(m.verb, (x.storage_offset() - info.start,), info.type.invariant)
@@ -133,8 +142,20 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             varying = t.varying | axes if m.gives == "V" else t.varying - axes
             invariant = t.invariant - axes if m.gives == "V" else t.invariant | axes
             new = t._replace(varying=varying, invariant=invariant, random=False)
-            self._set_info(y, new, op=op, site=m.origin, alias=not m.moves)
+            mixtures = tuple(mixture for mixture in info.mixtures if mixture.axis in varying)
+            self._set_info(y, new, op=op, site=m.origin, alias=not m.moves, mixtures=mixtures)
         return out
+
+    def check_pvary(self, m: Any, xs: Sequence[Tensor]) -> None:
+        """Raise for a pvary of tensors that vary already, if their gradients would be summed.
+
+        For a frozen tensor it does nothing, so that one function can serve a trained model and a frozen one.
+        """
+        for x in xs:
+            info = self.info(x)
+            if wrong := info.type.varying & frozenset(m.axes):
+                if self.differentiated(x):
+                    raise messages.collective_of_wrong_type(self, m, Operand(unwrapped(x), info), sorted(wrong))
 
     # --- operations ---
 
@@ -145,74 +166,118 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
-        if func.namespace == "higher_order":
-            return self._run_higher_order(func, args, kwargs)
-        op = operation(func)
-        if op.on_lists:
-            return self._run_on_lists(op, args, kwargs)
+        with without_torch_function():
+            if func.namespace == "higher_order":
+                return self._run_higher_order(func, args, kwargs)
+            op = operation(func)
+            return (self._run_on_lists if op.on_lists else self._run_operation)(op, args, kwargs)
+
+    def _run_operation(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
         if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
-        new = self._result_type(op, operands)
-        written = [(x, self.info(x).type) for x in op.written(args, kwargs)]
-        out = func(*args, **kwargs)
-        invariant_part = join([new, *(old for _, old in written)]) if written else new
+        new, mixtures = self._result_type(op, operands)
+        written = [Operand(x, self.info(x)) for x in op.written(args, kwargs)]
+        self._check_written(op, new, mixtures, written)
+        out = op.func(*args, **kwargs)
+        invariant_part = join([new, *(o.info.type for o in written)]) if written else new
         self._record_numbers_of_call(op, invariant_part, args, kwargs)
-        for x, old in written:
-            self._table.write(x, old, new, overwrites=op.overwrites)
-        self._set_result_info(op, new, operands, out, {id(x) for x, _ in written})
+        for o in written:
+            self._table.write(o.tensor, o.info.type, new, mixtures, overwrites=op.overwrites)
+        self._set_result_info(op, new, mixtures, operands, out, {id(o.tensor) for o in written})
         return out
 
     def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that takes functions (torch.cond, flex_attention), typed by its operands alone."""
         op = Operation(func, str(func))
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
-        new = self._result_type(op, operands)
+        new, mixtures = self._result_type(op, operands)
         with self.paused():
             out = func(*args, **kwargs)
-        self._set_result_info(op, new, operands, out, set())
+        self._set_result_info(op, new, mixtures, operands, out, set())
         return out
 
     def _run_on_lists(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on lists: a tensor mixes only with those at its position in the other lists."""
         rows = []
         for row in op.rows(args, kwargs):
-            read = row[op.lists_written :] if op.overwrites else row
-            rows.append((row, self._result_type(op, [Operand(x, self.info(x)) for x in read])))
+            read = [Operand(x, self.info(x)) for x in (row[op.lists_written :] if op.overwrites else row)]
+            new, mixtures = self._result_type(op, read)
+            written = [Operand(x, self.info(x)) for x in row[: op.lists_written]]
+            self._check_written(op, new, mixtures, written)
+            rows.append((written, new, mixtures))
         out = op.func(*args, **kwargs)
-        self._record_numbers_of_call(op, join([new for _, new in rows]), args, kwargs)
-        for i, (row, new) in enumerate(rows):
-            for x in row[: op.lists_written]:
-                self._table.write(x, self.info(x).type, new, overwrites=op.overwrites)
+        self._record_numbers_of_call(op, join([new for _, new, _ in rows]), args, kwargs)
+        for i, (written, new, mixtures) in enumerate(rows):
+            for o in written:
+                self._table.write(o.tensor, o.info.type, new, mixtures, overwrites=op.overwrites)
             if isinstance(out, (list, tuple)) and i < len(out):
-                self._set_result_info(op, new, [], out[i], set())
+                self._set_result_info(op, new, mixtures, [], out[i], set())
         return out
 
-    def _result_type(self, op: Operation, operands: Sequence[Operand]) -> Type:
-        """Return the type of an operation's results; raise where an invariant operand mixes with a varying one."""
+    def _result_type(self, op: Operation, operands: Sequence[Operand]) -> tuple[Type, tuple[Mixture, ...]]:
+        """Return the type of an operation's results, and the mixtures by which they vary.
+
+        Raises ShardingError where an operand that is invariant must not meet a varying one.
+        """
         if op.constant:
-            return Type()
+            return Type(), ()
         types = [o.info.type for o in operands]
+        mixtures = {m.axis: m for o in reversed(operands) for m in o.info.mixtures}
         for axis in sorted(NONE.union(*(t.varying for t in types))):
-            invariant = [o for o in operands if axis in o.info.type.invariant and _is_strict(op, o)]
-            if not invariant:
-                continue
-            varying = [o for o in operands if axis in o.info.type.varying]
-            strict = [o for o in varying if differentiable_dtype(o.tensor) or _is_strict(op, o)]
-            if strict:
-                raise messages.invariant_mixed_with_varying(self, op.name, axis, invariant[0], strict[0], operands)
-            if site := _callsite.site():
-                self.index_mixes.append(IndexMix(axis, op.name, site, invariant[0].info, varying[0].info))
-        return join(types)
+            invariant = [o for o in operands if axis in o.info.type.invariant]
+            if invariant:
+                varying = [o for o in operands if axis in o.info.type.varying]
+                mixture = self._mix(op, axis, invariant, varying, operands)
+                if mixture is not None and not op.compares:
+                    mixtures.setdefault(axis, mixture)
+        return join(types), tuple(mixtures.values())
+
+    def _mix(
+        self, op: Operation, axis: str, invariant: Sequence[Operand], varying: Sequence[Operand],
+        operands: Sequence[Operand],
+    ) -> Mixture | None:  # fmt: skip
+        """Return the mixture of operands that are invariant over an axis with some that vary; raise if it is wrong."""
+        differentiated = [] if op.compares else [
+            o for o in invariant if differentiable_dtype(o.tensor) and self.differentiated(o.tensor)
+        ]  # fmt: skip
+        drawn = [o for o in varying if _is_draw(op, o)]
+        strict = [*differentiated, *(o for o in invariant if _is_draw(op, o))]
+        if not strict and drawn and not op.compares:
+            strict = [o for o in invariant if o.info.type.differentiable]
+        others = drawn or [o for o in varying if differentiable_dtype(o.tensor)]
+        if strict and others:
+            raise messages.invariant_mixed_with_varying(self, op.name, axis, strict[0], others[0], operands)
+        site = _callsite.site()
+        if site is None:
+            return None
+        o, other = (differentiated or invariant)[0], varying[0]
+        known = self.mixtures.get((site, axis))
+        rows = known.rows if known else messages.rows_of(self, operands, (o, other))
+        mixture = Mixture(axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, rows, bool(differentiated))
+        if known is None or (mixture.differentiated and not known.differentiated):
+            self.mixtures[site, axis] = mixture
+        return mixture
+
+    def _check_written(
+        self, op: Operation, new: Type, mixtures: tuple[Mixture, ...], written: Sequence[Operand]
+    ) -> None:
+        """Raise where an operation writes values that vary over an axis into an argument that does not."""
+        for o in written:
+            axes = o.info.type.invariant & new.varying
+            if axes and storage_id(o.tensor) in self._argument_storages:
+                raise messages.argument_overwritten(self, op.name, o, new, mixtures, sorted(axes))
 
     def _set_result_info(
-        self, op: Operation, new: Type, operands: Sequence[Operand], out: Any, written: set[int]
-    ) -> None:
+        self, op: Operation, new: Type, mixtures: tuple[Mixture, ...], operands: Sequence[Operand], out: Any,
+        written: set[int],
+    ) -> None:  # fmt: skip
         if isinstance(out, (list, tuple)):
             for x in out:
-                self._set_result_info(op, new, operands, x, written)
+                self._set_result_info(op, new, mixtures, operands, x, written)
         if not isinstance(out, Tensor) or id(out) in written:
             return
+        self.differentiated.follow(operands, out)
         differentiable = new.differentiable and differentiable_dtype(out)
         # A value computed from a draw stays random until it has a gradient; an integer is a number like any other.
         random = new.random and not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
@@ -223,7 +288,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 info = info._replace(start=int(out.storage_offset()))
             self._table.set(out, info, alias=True)
         else:
-            self._set_info(out, type, op=op.name)
+            self._set_info(out, type, op=op.name, mixtures=mixtures)
 
     def _record_numbers_of_call(self, op: Operation, new: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the Python numbers of an invariant result: they must be the same on every rank."""
@@ -250,23 +315,29 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- losses, gradients, results ---
 
-    def check_loss(self, name: str, x: Tensor, leaves: Sequence[Tensor]) -> None:
-        """Raise if a loss varies over an axis over which a parameter is invariant."""
-        loss = Operand(unwrapped(x), self.info(x))
-        for leaf in leaves:
-            parameter = Operand(unwrapped(leaf), self.info(leaf))
-            axes = loss.info.type.varying & parameter.info.type.invariant
-            if axes:
-                raise messages.loss_varies(self, name, loss, parameter, sorted(axes))
+    def check_loss(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> None:
+        """Raise if a loss varies over an axis over which a tensor that it is differentiated by is invariant."""
+        if in_backward():  # a recomputation there differentiates a product with its gradient, and no loss
+            return
+        for x in outputs:
+            loss = Operand(unwrapped(x), self.info(x))
+            for leaf in (leaves_of(x) if inputs is None else inputs) if loss.info.type.varying else ():
+                parameter = Operand(unwrapped(leaf), self.info(leaf))
+                axes = loss.info.type.varying & parameter.info.type.invariant
+                if axes:
+                    raise messages.loss_varies(self, x, loss, parameter, sorted(axes))
 
-    def check_gradient(self, name: str, x: Tensor, grad: Tensor) -> None:
-        """Raise unless a gradient varies over exactly the axes of its parameter; then give it the parameter's type."""
-        parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
-        want, have = parameter.info.type, gradient.info.type
-        wrong = (have.varying & want.invariant) | (have.invariant & want.varying)
-        if wrong:
-            raise messages.gradient_has_wrong_type(self, name, parameter, gradient, sorted(wrong))
-        self._table.set(gradient.tensor, gradient.info._replace(type=want), alias=True)
+    def check_gradients(self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Raise unless gradients vary over exactly the axes of their parameters; then give them the same types."""
+        for x, grad in zip(inputs, grads, strict=True):
+            if grad is None:
+                continue
+            parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
+            want, have = parameter.info.type, gradient.info.type
+            wrong = (have.varying & want.invariant) | (have.invariant & want.varying)
+            if wrong:
+                raise messages.gradient_has_wrong_type(self, parameter, gradient, sorted(wrong))
+            self._table.set(gradient.tensor, gradient.info._replace(type=want), alias=True)
 
     def result_errors(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
         """Return the errors of results, each with its path, that do not fit their specs: one for each line and axes."""
@@ -315,10 +386,7 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
                     raise messages.number_differs(op, site, axis, rows)
 
 
-def _is_strict(op: Operation, o: Operand) -> bool:
-    """Return whether an operand must not mix with another type here: it has a gradient, or is a random draw."""
-    t = o.info.type
-    if not t.random:
-        return t.differentiable and not op.compares
+def _is_draw(op: Operation, o: Operand) -> bool:
+    """Return whether an operand is a random draw that an operation applies to the others."""
     # A drawn integer used as an index (a sampled token) may pick from any operand.
-    return differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
+    return o.info.type.random and (differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fshard import _callsite
-from fshard._torch_compat import in_backward, unwrapped
+from fshard._torch_compat import unwrapped
 from fshard.errors import ShardingError, fail
 from fshard.spec import P
 
 from .suggestion import executing, qualified_name
-from .types import IndexMix, Operand, show_type
+from .types import Mixture, Operand, Type, show_type
 
 if TYPE_CHECKING:
     from .checker import Checker
@@ -95,9 +94,6 @@ def invariant_mixed_with_varying(
     scene = Scene(checker, operands)
     if invariant.info.type.random or varying.info.type.random:
         return _random_draw_mixed(scene, axis, op, invariant, varying)
-    mixes = [m for m in checker.index_mixes if m.axis == axis]
-    if mixes and in_backward():  # the mistake is in the forward pass
-        return indexed_by_varying(checker, mixes[0])
     is_bias = op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and invariant.tensor is operands[0].tensor)
     if is_bias and scene.expression and scene.expression.is_summed():
         n, name = checker.sizes[axis], scene.name(invariant)
@@ -111,21 +107,10 @@ def invariant_mixed_with_varying(
 
 def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> tuple[list[str], str]:
     n, axes = scene.checker.sizes[axis], _quoted(sorted(invariant.info.type.invariant & varying.info.type.varying))
-    one, many, added = scene.name(invariant), scene.name(varying), op in ("add", "sub")
-    if not _differentiating():  # an optimizer step, say
-        if not varying.info.type.differentiable:
-            return [f"{many} was computed from numbers that differ between ranks: {one} would get {n} different values",
-                    ], f"use the same number on every rank of {axis!r}"  # fmt: skip
-        if added and invariant.info.name and not varying.info.name:
-            return [f"{many} differs between the {n} ranks of {axis!r}, and {one} does not: its copies would diverge",
-                    ], scene.line_with("psum", varying, axes)  # fmt: skip
-        same_shape = invariant.tensor.shape == varying.tensor.shape
-        if added and varying.info.name and not invariant.info.name and same_shape:
-            return [f"{many} is a different part on each of the {n} ranks of {axis!r}, and {one} is the same on all",
-                    ], f"look for a superfluous psum or pmean where {one} was computed"  # fmt: skip
+    one, many = scene.name(invariant), scene.name(varying)
     notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
     fix = scene.line_with("pvary", invariant, axes)
-    if added and varying.info.op in _GIVES_PARTIAL_SUM:
+    if op in ("add", "sub") and varying.info.op in _GIVES_PARTIAL_SUM:
         return notes, f"{scene.line_with('psum', varying, axes)}\n  or, if {many} is not part of a sum:  {fix}"
     return notes, fix + _fix_of_whole_tree(scene, axis, axes, invariant)
 
@@ -159,7 +144,31 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
     return _error(scene.site, what, rows, why, *drawn, fix=fix)
 
 
-def indexed_by_varying(checker: Checker, m: IndexMix) -> ShardingError:
+def rows_of(checker: Checker, operands: Sequence[Operand], shown: Sequence[Operand]) -> tuple[tuple[str, str], ...]:
+    """Return the name and the type of some of the operands of the operation that is executing."""
+    scene = Scene(checker, operands)
+    return tuple(scene.row(o) for o in shown)
+
+
+def argument_overwritten(
+    checker: Checker, op: str, x: Operand, new: Type, mixtures: Sequence[Mixture], axes: Sequence[str]
+) -> ShardingError:
+    """Word the error of an operation that writes values that vary over `axes` into an argument that does not."""
+    scene = Scene(checker, [x])
+    name, n = scene.name(x), math.prod(checker.sizes[a] for a in axes)
+    what = f"{op} in place writes values that vary over {_over(axes)} into {name}, which is the same on each of its ranks"
+    earlier = [f"they vary since {m.site}: {m.op} of {m.rows[0][0]} with {m.rows[1][0]}"
+               for m in mixtures if m.axis in axes and m.site != scene.site]  # fmt: skip
+    return _error(scene.site, what, [scene.row(x, name)], *earlier, f"the {n} copies of {name} would drift apart",
+                  fix=_fix_of_update(axes))  # fmt: skip
+
+
+def _fix_of_update(axes: Sequence[str]) -> str:
+    return (f"if each rank computed its own gradient or statistic:  fs.pmean(..., {_quoted(axes)}) of a mean of equal "
+            f"counts, fs.psum of a sum, before this line")  # fmt: skip
+
+
+def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
     """Word the error of an invariant operand with a gradient that was indexed by an integer that varies."""
     name, n, axes = m.invariant.name or "the operand", checker.sizes[m.axis], _quoted([m.axis])
     what = f"{m.op} of a value that is invariant over {m.axis!r}, by an integer or bool that varies over it"
@@ -227,33 +236,37 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
 
 def _index_notes(checker: Checker, axes: Sequence[str]) -> list[str]:
     """Return the likely causes of a gradient that varies: lines that indexed an invariant operand."""
-    lines = [f"{m.op} at {m.site}: {m.invariant.name or 'a value'} is invariant over {m.axis!r}, "
-             f"{m.indices.name or 'an integer'} varies over it"
-             for m in checker.index_mixes if m.axis in axes]  # fmt: skip
-    return list(dict.fromkeys(lines))[:3]
+    return [f"{m.op} at {m.site}: {m.rows[0][0]} is invariant over {m.axis!r}, {m.rows[1][0]} varies over it"
+            for m in _index_mixtures(checker, axes)][:3]  # fmt: skip
+
+
+def _index_mixtures(checker: Checker, axes: Sequence[str]) -> list[Mixture]:
+    return [m for m in checker.mixtures.values() if m.axis in axes and m.differentiated]
 
 
 # --- losses, gradients, results -------------------------------------------------------------------------------
 
 
-def loss_varies(checker: Checker, name: str, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
-    """Word the error of a loss that varies over `axes`, over which a parameter is invariant."""
+def loss_varies(checker: Checker, x: Tensor, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
+    """Word the error of a loss that varies over `axes`, over which a tensor that it is differentiated by does not."""
     parameter, n = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes)
-    return _error(loss.info.site or _callsite.site(), f"value_and_grad({name}): the loss varies over {_over(axes)}",
-                  [("loss", show_type(loss)), (parameter, show_type(leaf))],
-                  f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient",
-                  fix=f"return fs.pmean(loss, {_quoted(axes)}) of a mean, fs.psum of a sum: one loss for all ranks;\n"
-                      f"       but if {_over(axes)} splits what the loss sums, a psum is missing before this",
-                  )  # fmt: skip
+    rows = [("loss", show_type(loss, x.shape)), (parameter, show_type(leaf))]
+    if x.ndim < loss.tensor.ndim:
+        why = f"each of the {n} ranks has examples of its own, and {parameter} has one gradient for each example of all"
+        fix = f"fs.pvary({parameter}, {_quoted(axes)}) before torch.func.vmap, and not inside it"
+    else:
+        why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
+        fix = (f"return fs.pmean(loss, {_quoted(axes)}) of a mean, fs.psum of a sum: one loss for all ranks;\n"
+               f"       but if {_over(axes)} splits what the loss sums, a psum is missing before this")  # fmt: skip
+    what = f"the loss that is differentiated varies over {_over(axes)}"
+    return _error(loss.info.site or _callsite.site(), what, rows, why, fix=fix)
 
 
-def gradient_has_wrong_type(
-    checker: Checker, name: str, leaf: Operand, grad: Operand, axes: Sequence[str]
-) -> ShardingError:
+def gradient_has_wrong_type(checker: Checker, leaf: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
     """Word the error of a gradient that has another type than its parameter."""
-    mixes = {m.site: m for m in checker.index_mixes if m.axis in axes}
-    if len(mixes) == 1:
-        return indexed_by_varying(checker, next(iter(mixes.values())))
+    mixtures = {m.site: m for m in _index_mixtures(checker, axes)}
+    if len(mixtures) == 1:
+        return indexed_by_varying(checker, next(iter(mixtures.values())))
     parameter, n, over = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes), _over(axes)
     rows = [(parameter, show_type(leaf)), ("gradient", show_type(grad))]
     if grad.info.type.varying & set(axes):
@@ -266,7 +279,7 @@ def gradient_has_wrong_type(
         state, opposite = f"is the same on every rank of {over}", "is not"
         why = f"the {n} ranks of {over} have different values of {parameter}"
         fix = f"look for a superfluous psum or pmean over {over} in the loss"
-    what = f"value_and_grad({name}): the gradient of {parameter} {state}, and {parameter} {opposite}"
+    what = f"the gradient of {parameter} {state}, and {parameter} {opposite}"
     return _error(_callsite.site(), what, rows, *_index_notes(checker, axes), why, fix=fix)
 
 
@@ -311,18 +324,6 @@ def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -
 def _reason_for_pvary(n: int, axis: str, use: str) -> list[str]:
     return [f"each of the {n} ranks of {axis!r} {use}, so the gradient is a sum over the ranks;",
             "pvary changes no value, and its transpose takes that sum"]  # fmt: skip
-
-
-def _differentiating() -> bool:
-    """Return whether a gradient is being taken: a backward pass runs, or a transform is on the stack."""
-    if in_backward():
-        return True
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(("eager_transforms.py", "fshard/grad.py")):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _error(

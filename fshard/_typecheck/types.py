@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,6 +33,7 @@ class TensorInfo(NamedTuple):
     op: str = ""  # the operation that made the tensor
     site: Site | None = None  # the user's line that made it
     start: int = 0  # storage offset of the root
+    mixtures: tuple[Mixture, ...] = ()  # by which it came to vary, at most one for each axis
 
 
 FREE = TensorInfo(Type(), 0)
@@ -44,17 +46,22 @@ class Operand(NamedTuple):
     info: TensorInfo
 
 
-class IndexMix(NamedTuple):
-    """A use of an integer or bool that varies over `axis` with an invariant operand: an error only if differentiated.
+@dataclass(frozen=True)
+class Mixture:
+    """An operation of an operand that is invariant over `axis` with one that varies over it, which was no error yet.
 
-    The forward pass records these uses, because only the backward pass shows that the gradient is wrong.
+    No gradient flows to the invariant operand, or the other one is an index, where only the backward pass shows that
+    the gradient is wrong.
     """
 
     axis: str
     op: str
     site: Site
     invariant: TensorInfo
-    indices: TensorInfo
+    shape: tuple[int, ...]  # of the invariant operand
+    varying: TensorInfo
+    rows: tuple[tuple[str, str], ...]  # name and type of both, as the user's code has them
+    differentiated: bool  # a gradient can flow to the invariant operand
 
 
 def join(types: Sequence[Type], result: Tensor | None = None) -> Type:

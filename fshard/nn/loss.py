@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, checker, in_region, region
+from fshard._comm import Axis, in_region, region
 from fshard._ops import local_range
 from fshard._torch_compat import in_transform
 from fshard.collectives import pmax, psum, pvary
@@ -66,9 +66,7 @@ def cross_entropy(
                    logits=_describe(logits), weight=_describe(weight))  # fmt: skip
     wide = torch.promote_types(logits.dtype, torch.float32)
     if weight is not None:
-        weight, types = weight.detach().to(wide), checker()
-        if types is not None:  # a constant without a gradient may be used with logits of any type
-            types.mark_constant(weight)
+        weight = weight.detach().to(wide)
     plain = torch.compiler.is_dynamo_compiling() or logits.numel() <= _PLAIN_UP_TO
     if plain and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
         rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1).long()
