@@ -9,9 +9,9 @@ no result. Over each axis of more than one rank a tensor is one of
 
 The result of an operation is V if any operand is, else I if any operand is. Where one operand is I and another V, and a
 gradient can flow to the first, that gradient needs a sum over ranks, which only `pvary` takes: without `pvary` that is
-an error. Where nothing is differentiated (an optimizer, evaluation, a frozen or detached operand, an integer) the result
-varies, and the checker remembers the line: an error at the results names it. Random draws do not mix: a mask must vary
-over exactly the axes of the tensor that it is applied to.
+an error. Where nothing is differentiated (an optimizer, evaluation, a frozen or detached operand) the result varies,
+and the checker remembers the line: an error at the results names it. Random draws do not mix: a mask must vary over
+exactly the axes of the tensor that it is applied to.
 
 Source: the per-axis types are those of JAX's shard_map (varying manual axes).
 """
@@ -40,7 +40,7 @@ from . import messages
 from .differentiated import Differentiated, leaves_of
 from .op_schema import Operation, operation
 from .type_table import TypeTable
-from .types import NONE, Mixture, Operand, TensorInfo, Type, join
+from .types import NO_HISTORY, NONE, History, Mixture, Operand, Partial, Reduction, TensorInfo, Type, join
 
 
 class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,12 +80,12 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _set_info(
         self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: _callsite.Site | None = None,
-        alias: bool = False, mixtures: tuple[Mixture, ...] = (),
+        alias: bool = False, history: History = NO_HISTORY,
     ) -> None:  # fmt: skip
         """Type a tensor as a new root; an `alias` shares memory with a tensor of another type."""
         self._roots += 1
         x, site = unwrapped(x), None if name else site or _callsite.site()
-        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), mixtures)
+        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), history)
         self._table.set(x, info, alias=alias)
 
     def set_argument_type(self, x: Tensor, varying: frozenset[str], name: str) -> None:
@@ -142,8 +142,12 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             varying = t.varying | axes if m.gives == "V" else t.varying - axes
             invariant = t.invariant - axes if m.gives == "V" else t.invariant | axes
             new = t._replace(varying=varying, invariant=invariant, random=False)
-            mixtures = tuple(mixture for mixture in info.mixtures if mixture.axis in varying)
-            self._set_info(y, new, op=op, site=m.origin, alias=not m.moves, mixtures=mixtures)
+            reductions = tuple(x for x in info.history.reductions if x.axis in invariant)
+            if m.gives == "I" and m.origin is None:
+                reductions += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
+            mixtures = tuple(x for x in info.history.mixtures if x.axis in varying)
+            history = History(mixtures, reductions, info.history.partial if varying else None)
+            self._set_info(y, new, op=op, site=m.origin, alias=not m.moves, history=history)
         return out
 
     def check_pvary(self, m: Any, xs: Sequence[Tensor]) -> None:
@@ -153,9 +157,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         for x in xs:
             info = self.info(x)
-            if wrong := info.type.varying & frozenset(m.axes):
-                if self.differentiated(x):
-                    raise messages.collective_of_wrong_type(self, m, Operand(unwrapped(x), info), sorted(wrong))
+            wrong = info.type.varying & frozenset(m.axes)
+            if wrong and self.differentiated(x):
+                raise messages.collective_of_wrong_type(self, m, Operand(unwrapped(x), info), sorted(wrong))
 
     # --- operations ---
 
@@ -176,25 +180,25 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
         if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
-        new, mixtures = self._result_type(op, operands)
+        new, history = self._result_type(op, operands)
         written = [Operand(x, self.info(x)) for x in op.written(args, kwargs)]
-        self._check_written(op, new, mixtures, written)
+        self._check_written(op, new, history, written)
         out = op.func(*args, **kwargs)
         invariant_part = join([new, *(o.info.type for o in written)]) if written else new
         self._record_numbers_of_call(op, invariant_part, args, kwargs)
         for o in written:
-            self._table.write(o.tensor, o.info.type, new, mixtures, overwrites=op.overwrites)
-        self._set_result_info(op, new, mixtures, operands, out, {id(o.tensor) for o in written})
+            self._table.write(o.tensor, o.info.type, new, history, overwrites=op.overwrites)
+        self._set_result_info(op, new, history, operands, out, {id(o.tensor) for o in written})
         return out
 
     def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that takes functions (torch.cond, flex_attention), typed by its operands alone."""
         op = Operation(func, str(func))
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
-        new, mixtures = self._result_type(op, operands)
+        new, history = self._result_type(op, operands)
         with self.paused():
             out = func(*args, **kwargs)
-        self._set_result_info(op, new, mixtures, operands, out, set())
+        self._set_result_info(op, new, history, operands, out, set())
         return out
 
     def _run_on_lists(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,40 +206,48 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rows = []
         for row in op.rows(args, kwargs):
             read = [Operand(x, self.info(x)) for x in (row[op.lists_written :] if op.overwrites else row)]
-            new, mixtures = self._result_type(op, read)
+            new, history = self._result_type(op, read)
             written = [Operand(x, self.info(x)) for x in row[: op.lists_written]]
-            self._check_written(op, new, mixtures, written)
-            rows.append((written, new, mixtures))
+            self._check_written(op, new, history, written)
+            rows.append((written, new, history))
         out = op.func(*args, **kwargs)
         self._record_numbers_of_call(op, join([new for _, new, _ in rows]), args, kwargs)
-        for i, (written, new, mixtures) in enumerate(rows):
+        for i, (written, new, history) in enumerate(rows):
             for o in written:
-                self._table.write(o.tensor, o.info.type, new, mixtures, overwrites=op.overwrites)
+                self._table.write(o.tensor, o.info.type, new, history, overwrites=op.overwrites)
             if isinstance(out, (list, tuple)) and i < len(out):
-                self._set_result_info(op, new, mixtures, [], out[i], set())
+                self._set_result_info(op, new, history, [], out[i], set())
         return out
 
-    def _result_type(self, op: Operation, operands: Sequence[Operand]) -> tuple[Type, tuple[Mixture, ...]]:
-        """Return the type of an operation's results, and the mixtures by which they vary.
+    def _result_type(self, op: Operation, operands: Sequence[Operand]) -> tuple[Type, History]:
+        """Return the type of an operation's results, and the lines that explain it.
 
         Raises ShardingError where an operand that is invariant must not meet a varying one.
         """
         if op.constant:
-            return Type(), ()
+            return Type(), NO_HISTORY
         types = [o.info.type for o in operands]
-        mixtures = {m.axis: m for o in reversed(operands) for m in o.info.mixtures}
+        mixtures = {m.axis: m for o in reversed(operands) for m in o.info.history.mixtures}
         for axis in sorted(NONE.union(*(t.varying for t in types))):
             invariant = [o for o in operands if axis in o.info.type.invariant]
             if invariant:
                 varying = [o for o in operands if axis in o.info.type.varying]
-                mixture = self._mix(op, axis, invariant, varying, operands)
-                if mixture is not None and not op.compares:
-                    mixtures.setdefault(axis, mixture)
-        return join(types), tuple(mixtures.values())
+                mixture = self._mix(op, axis, invariant, varying, operands, mixtures.get(axis))
+                if mixture is not None and (axis not in mixtures or mixture.invariant.name):
+                    mixtures[axis] = mixture
+        new = join(types)
+        reductions = {r.axis: r for o in operands for r in o.info.history.reductions if r.axis in new.invariant}
+        partials = {o.info.history.partial for o in operands if o.info.history.partial is not None}
+        partial = Partial(op.completed_by, _callsite.site()) if op.completed_by and new.varying else None
+        if partial is None and len(partials) == 1:
+            partial = partials.pop()
+        if not mixtures and not reductions and partial is None:
+            return new, NO_HISTORY
+        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partial)
 
     def _mix(
         self, op: Operation, axis: str, invariant: Sequence[Operand], varying: Sequence[Operand],
-        operands: Sequence[Operand],
+        operands: Sequence[Operand], earlier: Mixture | None,
     ) -> Mixture | None:  # fmt: skip
         """Return the mixture of operands that are invariant over an axis with some that vary; raise if it is wrong."""
         differentiated = [] if op.compares else [
@@ -253,28 +265,27 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         o, other = (differentiated or invariant)[0], varying[0]
         known = self.mixtures.get((site, axis))
-        rows = known.rows if known else messages.rows_of(self, operands, (o, other))
-        mixture = Mixture(axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, rows, bool(differentiated))
+        text = known.text if known else messages.mixture_text(self, operands, o, other)
+        mixture = Mixture(
+            axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, text, bool(differentiated), earlier
+        )
         if known is None or (mixture.differentiated and not known.differentiated):
             self.mixtures[site, axis] = mixture
         return mixture
 
-    def _check_written(
-        self, op: Operation, new: Type, mixtures: tuple[Mixture, ...], written: Sequence[Operand]
-    ) -> None:
+    def _check_written(self, op: Operation, new: Type, history: History, written: Sequence[Operand]) -> None:
         """Raise where an operation writes values that vary over an axis into an argument that does not."""
         for o in written:
             axes = o.info.type.invariant & new.varying
             if axes and storage_id(o.tensor) in self._argument_storages:
-                raise messages.argument_overwritten(self, op.name, o, new, mixtures, sorted(axes))
+                raise messages.argument_overwritten(self, op.name, o, history.mixtures, sorted(axes))
 
     def _set_result_info(
-        self, op: Operation, new: Type, mixtures: tuple[Mixture, ...], operands: Sequence[Operand], out: Any,
-        written: set[int],
-    ) -> None:  # fmt: skip
+        self, op: Operation, new: Type, history: History, operands: Sequence[Operand], out: Any, written: set[int]
+    ) -> None:
         if isinstance(out, (list, tuple)):
             for x in out:
-                self._set_result_info(op, new, mixtures, operands, x, written)
+                self._set_result_info(op, new, history, operands, x, written)
         if not isinstance(out, Tensor) or id(out) in written:
             return
         self.differentiated.follow(operands, out)
@@ -288,7 +299,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 info = info._replace(start=int(out.storage_offset()))
             self._table.set(out, info, alias=True)
         else:
-            self._set_info(out, type, op=op.name, mixtures=mixtures)
+            self._set_info(out, type, op=op.name, history=history)
 
     def _record_numbers_of_call(self, op: Operation, new: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the Python numbers of an invariant result: they must be the same on every rank."""
@@ -346,8 +357,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             info, axes = self.info(x), set(spec.axes)
             extra, missing = tuple(sorted(info.type.varying - axes)), tuple(sorted(info.type.invariant & axes))
             if extra or missing:
-                key = (info.site, extra, () if extra else missing)
-                groups.setdefault(key, []).append((path, Operand(unwrapped(x), info), spec))
+                result = Operand(unwrapped(x), info)
+                update = messages.update_of(result, extra)
+                key = (update.site if update else info.site, extra, () if extra else missing)
+                groups.setdefault(key, []).append((path, result, spec))
         return [messages.results_have_wrong_type(self, name, group, *key[1:]) for key, group in groups.items()]
 
 

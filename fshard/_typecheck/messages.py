@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,14 +14,22 @@ from fshard._torch_compat import unwrapped
 from fshard.errors import ShardingError, fail
 from fshard.spec import P
 
-from .suggestion import executing, qualified_name
-from .types import Mixture, Operand, Type, show_type
+from .suggestion import executing, qualified_name, wrapped
+from .types import Mixture, MixtureText, Operand, Reduction, show_type
 
 if TYPE_CHECKING:
     from .checker import Checker
 
 _SHOWN_RESULTS = 4
 _GIVES_PARTIAL_SUM = ("matmul", "sum", "dot")  # of a dim that is split
+_IS_SUM = "each rank has a part of a sum"
+_IS_MEAN = "each rank has the mean over its own examples, of equal counts"
+_WHOLE = {
+    "pmean": _IS_MEAN,
+    "psum": _IS_SUM,
+    "pmax": "the result is the largest value of all ranks",
+    "pmin": "the result is the smallest value of all ranks",
+}
 _EQUAL = "the value is the same on each of the {n} ranks already: "
 _WRONG_COLLECTIVE = {
     "psum": _EQUAL + "the sum would count it {n} times",
@@ -73,6 +81,14 @@ class Scene:
         text = show_type(o, tensor.shape if isinstance(tensor, Tensor) else None)
         return name, text if path is None or path.replace("'", '"') == name.replace("'", '"') else f"{text}    {path}"
 
+    def is_batched(self, o: Operand, other: Operand) -> bool:
+        """Return whether an operand has a dim in front that the user's code does not see, and another has none."""
+        nodes = self.node(o), self.node(other)
+        values = [self.expression.value(node) if self.expression and node else None for node in nodes]
+        hidden = [x.tensor.ndim - value.ndim if isinstance(value, Tensor) else 0
+                  for x, value in zip((o, other), values, strict=True)]  # fmt: skip
+        return hidden[0] == 0 < hidden[1]
+
     def line_with(self, verb: str, o: Operand, axes: str) -> str:
         """Return the line with a call around an operand; else the call, and that it belongs before the line."""
         node = self.node(o)
@@ -80,6 +96,10 @@ class Scene:
             line = self.expression.replaced(node, self.call(verb, self.expression.source(node), axes))
             if line:
                 return line
+        return self.call_before(verb, o, axes)
+
+    def call_before(self, verb: str, o: Operand, axes: str) -> str:
+        """Return the advice to call a function on an operand before the line."""
         which = "invariant operand" if verb == "pvary" else "varying operand"
         return f"apply {self.call(verb, self.known_name(o) or '...', axes)} to the {which} before this line"
 
@@ -108,11 +128,25 @@ def invariant_mixed_with_varying(
 def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> tuple[list[str], str]:
     n, axes = scene.checker.sizes[axis], _quoted(sorted(invariant.info.type.invariant & varying.info.type.varying))
     one, many = scene.name(invariant), scene.name(varying)
+    if scene.is_batched(invariant, varying):
+        notes = [f"each of the {n} ranks of {axis!r} has examples of its own, with a gradient for each of them"]
+        return notes, f"{scene.call('pvary', one, axes)} before torch.func.vmap, and not inside it"
     notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
-    fix = scene.line_with("pvary", invariant, axes)
+    choices = [Fix(scene.line_with("pvary", invariant, axes))]
     if op in ("add", "sub") and varying.info.op in _GIVES_PARTIAL_SUM:
-        return notes, f"{scene.line_with('psum', varying, axes)}\n  or, if {many} is not part of a sum:  {fix}"
-    return notes, fix + _fix_of_whole_tree(scene, axis, axes, invariant)
+        choices = [Fix(scene.line_with("psum", varying, axes), f"{many} is a part of a sum"),
+                   Fix(choices[0].text, "it is not")]  # fmt: skip
+    for o, other in ((invariant, varying), (varying, invariant)):  # each varies over an axis of the other's
+        others = sorted(o.info.type.varying & other.info.type.invariant)
+        choices += [_reduced_over_another_axis(r, others) for r in o.info.history.reductions
+                    if others and r.axis in other.info.type.varying]  # fmt: skip
+    return notes, _choices(choices) + _fix_of_whole_tree(scene, axis, axes, invariant)
+
+
+def _reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
+    """Return the fix of an earlier reduction that was meant to be over other axes."""
+    line = wrapped(r.site, lambda source: source.replace(_quoted([r.axis]), _quoted(axes), 1))
+    return Fix(line or f"name {_over(axes)} there", f"the {r.verb} there is to be over {_over(axes)}", r.site)
 
 
 def _fix_of_whole_tree(scene: Scene, axis: str, axes: str, leaf: Operand) -> str:
@@ -144,36 +178,55 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
     return _error(scene.site, what, rows, why, *drawn, fix=fix)
 
 
-def rows_of(checker: Checker, operands: Sequence[Operand], shown: Sequence[Operand]) -> tuple[tuple[str, str], ...]:
-    """Return the name and the type of some of the operands of the operation that is executing."""
+def mixture_text(checker: Checker, operands: Sequence[Operand], invariant: Operand, varying: Operand) -> MixtureText:
+    """Return the texts of the operation that is executing, for an error that comes later."""
     scene = Scene(checker, operands)
-    return tuple(scene.row(o) for o in shown)
+    axes = _quoted(sorted(invariant.info.type.invariant & varying.info.type.varying))
+    rows = scene.row(invariant), scene.row(varying)
+    return MixtureText(rows, scene.line_with("pvary", invariant, axes),
+                       *(scene.line_with(verb, varying, axes) for verb in ("pmean", "psum")))  # fmt: skip
+
+
+def update_of(x: Operand, axes: Sequence[str]) -> Mixture | None:
+    """Return the mixture that made of an argument a value, of the same shape, that varies over one of the axes."""
+    shape = tuple(x.tensor.shape)
+    return next((m for m in x.info.history.mixtures if m.axis in axes and m.invariant.name and m.shape == shape), None)
 
 
 def argument_overwritten(
-    checker: Checker, op: str, x: Operand, new: Type, mixtures: Sequence[Mixture], axes: Sequence[str]
+    checker: Checker, op: str, x: Operand, mixtures: Sequence[Mixture], axes: Sequence[str]
 ) -> ShardingError:
     """Word the error of an operation that writes values that vary over `axes` into an argument that does not."""
     scene = Scene(checker, [x])
     name, n = scene.name(x), math.prod(checker.sizes[a] for a in axes)
-    what = f"{op} in place writes values that vary over {_over(axes)} into {name}, which is the same on each of its ranks"
-    earlier = [f"they vary since {m.site}: {m.op} of {m.rows[0][0]} with {m.rows[1][0]}"
+    what = f"{op} in place writes values that vary over {_over(axes)} into {name}, which does not"
+    earlier = [f"they vary since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                for m in mixtures if m.axis in axes and m.site != scene.site]  # fmt: skip
+    fix = _choices([Fix(f"{scene.call('pmean', '...', _quoted(axes))} before this line", _IS_MEAN),
+                    Fix(f"{scene.call('psum', '...', _quoted(axes))} before this line", _IS_SUM)])  # fmt: skip
     return _error(scene.site, what, [scene.row(x, name)], *earlier, f"the {n} copies of {name} would drift apart",
-                  fix=_fix_of_update(axes))  # fmt: skip
+                  fix=fix)  # fmt: skip
 
 
-def _fix_of_update(axes: Sequence[str]) -> str:
-    return (f"if each rank computed its own gradient or statistic:  fs.pmean(..., {_quoted(axes)}) of a mean of equal "
-            f"counts, fs.psum of a sum, before this line")  # fmt: skip
+def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[str, str]]) -> ShardingError:
+    """Word the error of an argument's new value, which varies over an axis over which the argument does not."""
+    name, n = m.text.rows[0][0], checker.sizes[m.axis]
+    cause = m.earlier or m
+    if cause.varying.type.differentiable:
+        fix = _choices([Fix(m.text.pmean, _IS_MEAN), Fix(m.text.psum, _IS_SUM)])
+    else:
+        fix = f"use the same number on every rank of {m.axis!r} at {cause.site}"
+    why = f"{name} is one value, and the {n} ranks of {m.axis!r} would make {n} different values of it"
+    what = f"{m.op} of an operand that is invariant (I) over {m.axis!r} with one that varies (V): {what}"
+    return _error(m.site, what, [*m.text.rows, *rows], why, fix=fix)
 
 
 def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
     """Word the error of an invariant operand with a gradient that was indexed by an integer that varies."""
-    name, n, axes = m.invariant.name or "the operand", checker.sizes[m.axis], _quoted([m.axis])
+    name, n = m.text.rows[0][0], checker.sizes[m.axis]
     what = f"{m.op} of a value that is invariant over {m.axis!r}, by an integer or bool that varies over it"
     notes = _reason_for_pvary(n, m.axis, f"picks its own elements of {name}")
-    return _error(m.site, what, [], *notes, fix=f"index fs.pvary({m.invariant.name or '...'}, {axes})")
+    return _error(m.site, what, m.text.rows, *notes, fix=m.text.pvary)
 
 
 def draw_from_torch_generator(op: str) -> ShardingError:
@@ -212,6 +265,9 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         state = f"does not vary over {_over(axes)}" if m.takes == "V" else f"varies over {_over(axes)} already"
         return _error(m.origin, f"the gradient of this collective's result {state}", [("gradient", show_type(x))],
                       *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}")  # fmt: skip
+    update = update_of(x, axes)
+    if verb in ("pvary", "pslice") and update is not None:
+        return copies_differ(checker, update, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
     args: list[str] = []
     other_axes = [a for a in m.axes if a not in axes]
 
@@ -221,22 +277,31 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
 
     line = scene.expression.without_call(narrowed) if scene.expression else None
     if verb == "pslice":
-        fix = "leave the pslice out, if this is the rank's part already"
+        drop = "leave the pslice out, if this is the rank's part already"
     elif not line or verb == "ppermute" or len(args) > 2:  # the call has more effects than its collective
-        fix = f"leave the {verb} over {_over(axes)} out"
+        drop = f"leave the {verb} over {_over(axes)} out"
     else:
-        fix = "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line
+        drop = "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line
+    meant = sorted(x.info.type.varying if m.takes == "V" else x.info.type.invariant)
+    choices = []
+    if not other_axes and meant and scene.expression and len(axes) == 1:
+        moved = scene.expression.with_text(_quoted(axes), _quoted(meant))
+        state = "varies" if m.takes == "V" else "does not"
+        choices += [Fix(moved, f"{_over(meant)} is meant, over which the value {state}")] if moved else []
+        choices += [_reduced_over_another_axis(r, meant) for r in x.info.history.reductions
+                    if m.takes == "V" and r.axis in axes]  # fmt: skip
+    choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
     name = scene.known_name(x) or (args[0] if args else scene.name(x))
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
     it = "it" if len(axes) == 1 else "them"
     state = f"does not vary over {it}" if m.takes == "V" else f"varies over {it} already"
     what = f"{verb} over {_over(axes)} of a value that {state}"
-    return _error(scene.site, what, [scene.row(x, name)], *made, why, fix=fix)
+    return _error(scene.site, what, [scene.row(x, name)], *made, why, fix=_choices(choices))
 
 
 def _index_notes(checker: Checker, axes: Sequence[str]) -> list[str]:
     """Return the likely causes of a gradient that varies: lines that indexed an invariant operand."""
-    return [f"{m.op} at {m.site}: {m.rows[0][0]} is invariant over {m.axis!r}, {m.rows[1][0]} varies over it"
+    return [f"{m.op} at {m.site}: {m.text.rows[0][0]} is invariant over {m.axis!r}, {m.text.rows[1][0]} varies over it"
             for m in _index_mixtures(checker, axes)][:3]  # fmt: skip
 
 
@@ -256,8 +321,7 @@ def loss_varies(checker: Checker, x: Tensor, loss: Operand, leaf: Operand, axes:
         fix = f"fs.pvary({parameter}, {_quoted(axes)}) before torch.func.vmap, and not inside it"
     else:
         why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
-        fix = (f"return fs.pmean(loss, {_quoted(axes)}) of a mean, fs.psum of a sum: one loss for all ranks;\n"
-               f"       but if {_over(axes)} splits what the loss sums, a psum is missing before this")  # fmt: skip
+        fix = _fix_of_partial(loss, axes)
     what = f"the loss that is differentiated varies over {_over(axes)}"
     return _error(loss.info.site or _callsite.site(), what, rows, why, fix=fix)
 
@@ -296,26 +360,39 @@ def results_have_wrong_type(
         table.append(("...", f"and {len(rows) - _SHOWN_RESULTS} more"))
     if extra:
         what = f"{subject} {vary} over {over}, which {'their out specs do' if many else 'its out spec does'} not name"
+        update = update_of(x, extra)
+        if update is not None:
+            return copies_differ(checker, update, what, table)
+        notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
+                 for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         why, fix = _reason_and_fix_of_varying_result(x, n, axes)
-    else:
-        named = "their out specs name" if many else "its out spec names"
-        what = f"{subject} {are} invariant over {over}, which {named}"
-        why = f"the result would be {n} equal copies, and would have another size on another mesh"
-        fix = f"leave {over} out of the out spec, or take this rank's part: fs.pslice(..., {_quoted(axes)})"
+        return _error(x.info.site or name, what, table, why, *notes, fix=fix)
+    named = "their out specs name" if many else "its out spec names"
+    what = f"{subject} {are} invariant over {over}, which {named}"
+    why = f"the result would be {n} equal copies, and would have another size on another mesh"
+    fix = f"leave {over} out of the out spec, or take this rank's part: fs.pslice(..., {_quoted(axes)})"
     return _error(x.info.site or name, what, table, why, fix=fix)
 
 
 def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -> tuple[str, str]:
     if x.info.op == "all_gather":
+        line = wrapped(x.info.site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
         return "all_gather gives every rank the whole value, and types it as varying", \
-            'fs.all_gather(..., to="invariant"), where the result is used as one value'  # fmt: skip
+            line or 'fs.all_gather(..., to="invariant")'  # fmt: skip
     why = f"the {n} ranks would return different values, and the out spec declares one value"
-    or_spec = f", or name {_over(axes)} in its out spec" if x.tensor.ndim else ""
-    if x.info.op in _GIVES_PARTIAL_SUM:
-        return why, f"fs.psum(..., {_quoted(axes)}), if each rank has a part of the sum{or_spec}"
-    if x.info.op == "mean":
-        return why, f"fs.pmean(..., {_quoted(axes)}), if the ranks have means of equal counts{or_spec}"
-    return why, f"look for a missing sum or gather over {_over(axes)}{or_spec}"
+    return why, _fix_of_partial(x, axes)
+
+
+def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
+    """Return the fixes of a value that varies over `axes` and must not."""
+    partial = x.info.history.partial
+    site = partial.site if partial else x.info.site
+    elsewhere = site if site and x.info.site and site.line != x.info.site.line else None
+    choices = [Fix(_wrapped(site, verb, axes), _WHOLE[verb], elsewhere)
+               for verb in ([partial.verb] if partial else ["pmean", "psum"])]  # fmt: skip
+    if x.tensor.ndim:
+        choices.append(Fix(f"name {_over(axes)} in its out spec", "each rank has its part of the result"))
+    return _choices(choices)
 
 
 # --- parts of a message ---------------------------------------------------------------------------------------
@@ -334,6 +411,31 @@ def _error(
     width = max([len(name) for name, _ in rows], default=0)
     facts = [*("  " + x for x in line.splitlines()), *(f"{name:<{width}}  {text}" for name, text in rows)]
     return fail(f"{site}: {what}" if site else what, *facts, *notes, fix=fix)
+
+
+def _wrapped(site: _callsite.Site | None, verb: str, axes: Sequence[str]) -> str:
+    """Return a line with a call around the expression that is at a place."""
+    name = qualified_name(_callsite.user_frame(), verb)
+    line = wrapped(site, lambda source: f"{name}({source}, {_quoted(axes)})")
+    return line or f"{name}(..., {_quoted(axes)})"
+
+
+class Fix(NamedTuple):
+    """A line of code that makes a program right, or an advice."""
+
+    text: str
+    condition: str = ""  # if there are several, the one under which it is right
+    site: _callsite.Site | None = None  # if it is not that of the error
+
+
+def _choices(fixes: Sequence[Fix]) -> str:
+    """Return the fixes of an error, one on each line."""
+    lines = []
+    for x in fixes:
+        place, condition = f"at {x.site}" if x.site else "", f"if {x.condition}" if x.condition else ""
+        when = ", ".join(filter(None, (place, condition)))
+        lines.append(f"{when}:  {x.text}" if when else x.text)
+    return "\n  or, ".join(lines)
 
 
 def _quoted(axes: Sequence[str]) -> str:

@@ -27,6 +27,10 @@ _USER_NAMES = {
     "mm": "matmul", "bmm": "matmul", "addmm": "matmul", "baddbmm": "matmul", "t": "transpose",
     "native_layer_norm": "layer_norm",
 }  # fmt: skip
+_COMPLETED_BY = {  # the collective that makes a result whole where an axis splits a dim that the operation reduces
+    "sum": "psum", "matmul": "psum", "dot": "psum", "mv": "psum", "mean": "pmean", "amax": "pmax", "amin": "pmin",
+    "max": "pmax", "min": "pmin", "count_nonzero": "psum", "mse_loss": "pmean", "nll_loss_forward": "pmean",
+}  # fmt: skip
 _SHAPES = {"size", "stride", "shape", "split_sizes"}
 _SHARED_SCALARS = {"lr", "state_steps", "grad_scale", "found_inf"}  # of a fused step: no gradients, used by every row
 
@@ -43,6 +47,7 @@ class Operation:
     constant: bool = False  # the result has no values of the arguments
     compares: bool = False
     pointwise: bool = False
+    completed_by: str | None = None
     view: bool = False  # the result has the values of the first argument, or some of them
     copies: bool = False  # a `view` in memory of its own
     overwrites: bool = False  # does not read the arguments that it writes
@@ -103,6 +108,7 @@ def operation(func: Any) -> Operation:
         _user_name(name),
         constant=name in _CONSTANT,
         compares=name in _COMPARES,
+        completed_by=_COMPLETED_BY.get(_user_name(name)),
         pointwise=torch.Tag.pointwise in func.tags,
         copies=name in ("clone", "_to_copy", "contiguous"),
         view=name in _SAME_VALUES or any(not a.is_write for a in aliases),

@@ -94,6 +94,11 @@ class Expression:
         new = rebuild([self.source(arg) for arg in self.node.args])
         return self.replaced(self.node, new if isinstance(_parse(new)[1], _ATOMS) else f"({new})")
 
+    def with_text(self, old: str, new: str) -> str | None:
+        """Return the line with `new` for the only `old` in the expression."""
+        source = self.source(self.node)
+        return self.replaced(self.node, source.replace(old, new)) if source.count(old) == 1 else None
+
     def is_summed(self) -> bool:
         """Return whether the expression is the first argument of psum or psum_scatter."""
         return re.search(r"\bpsum(_scatter)?[\s(]*$", self._preceding) is not None
@@ -122,6 +127,27 @@ def executing(frame: FrameType | None) -> Expression | None:
         return None if frame is None else Expression(frame)
     except (LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def wrapped(site: Site | None, rebuild: Callable[[str], str]) -> str | None:
+    """Return the line of an expression with `rebuild(its source)` in its place; `None` where that cannot be written."""
+    if site is None:
+        return None
+    first, last, start, end = site.columns
+    lines = text_of(site.file).encode().splitlines()
+    if first is None or first != last or start is None or end is None or first > len(lines):
+        return None
+    line = _without_comment(lines[first - 1])
+    source = line[start:end].decode()
+    try:
+        with _parsing:
+            ast.parse(f"({source})", mode="eval")
+    except SyntaxError:  # an augmented assignment
+        return None
+    before, after = line[:start].decode(), line[end:].decode()
+    if re.search(r"(?<![\w)\]])\($", before) and after.startswith(")"):
+        before, after = before[:-1], after[1:]
+    return f"{before}{rebuild(source)}{after}".strip()
 
 
 def _parse(text: str) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard._torch_compat import storage_id, unwrapped
 
-from .types import FREE, Mixture, TensorInfo, Type, join
+from .types import FREE, NO_HISTORY, History, TensorInfo, Type, join
 
 
 class _Write(NamedTuple):
@@ -60,9 +60,7 @@ class TypeTable:
             elif first.type != info.type:  # parts of one buffer have several types: the leaves of one transfer, say
                 self._by_storage[key] = storage, FREE
 
-    def write(
-        self, x: Tensor, old: Type, new: Type, mixtures: tuple[Mixture, ...] = (), *, overwrites: bool
-    ) -> None:
+    def write(self, x: Tensor, old: Type, new: Type, history: History = NO_HISTORY, *, overwrites: bool) -> None:
         """Record that an in-place operation wrote values of type `new` to `x`, and so to all tensors that share bytes.
 
         `overwrites` says that the operation does not read the old values.
@@ -73,7 +71,7 @@ class TypeTable:
         key = storage_id(x)
         others = [w for w in self._writes.get(key, ())
                   if _alive(w.storage) and not (replaces_all and low <= w.low and w.high <= high)]  # fmt: skip
-        self._by_tensor[x] = (self._by_tensor.get(x) or self.get(x))._replace(type=written, mixtures=mixtures)
+        self._by_tensor[x] = (self._by_tensor.get(x) or self.get(x))._replace(type=written, history=history)
         self._writes[key] = [*others, _Write(_weak_storage(x), low, high, written)]
 
 

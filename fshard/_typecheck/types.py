@@ -24,26 +24,30 @@ class Type(NamedTuple):
     random: bool = False  # a random draw, or computed from draws alone
 
 
-class TensorInfo(NamedTuple):
-    """The type of one tensor, and its origin."""
+class History(NamedTuple):
+    """The lines by which a value came to have its type, for errors that are found later."""
 
-    type: Type
-    root: int  # the same for a tensor and its views
-    name: str | None = None  # path among the region's arguments
-    op: str = ""  # the operation that made the tensor
-    site: Site | None = None  # the user's line that made it
-    start: int = 0  # storage offset of the root
-    mixtures: tuple[Mixture, ...] = ()  # by which it came to vary, at most one for each axis
+    mixtures: tuple[Mixture, ...] = ()  # made it vary: at most one for each axis
+    reductions: tuple[Reduction, ...] = ()  # made it invariant: at most one for each axis
+    partial: Partial | None = None  # the last sum or mean, if one alone, that a value that varies was computed from
 
 
-FREE = TensorInfo(Type(), 0)
+NO_HISTORY = History()
 
 
-class Operand(NamedTuple):
-    """A plain tensor that an operation reads, and its facts."""
+class Reduction(NamedTuple):
+    """A collective whose result is invariant over `axis`."""
 
-    tensor: Tensor
-    info: TensorInfo
+    axis: str
+    verb: str
+    site: Site | None
+
+
+class Partial(NamedTuple):
+    """An operation that reduced a dim of a value that varies: where an axis splits that dim, the result is partial."""
+
+    verb: str  # the collective that makes it whole
+    site: Site | None
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,40 @@ class Mixture:
     invariant: TensorInfo
     shape: tuple[int, ...]  # of the invariant operand
     varying: TensorInfo
-    rows: tuple[tuple[str, str], ...]  # name and type of both, as the user's code has them
+    text: MixtureText
     differentiated: bool  # a gradient can flow to the invariant operand
+    earlier: Mixture | None  # by which the varying operand came to vary
+
+
+class MixtureText(NamedTuple):
+    """The operands of a mixture as the user's code has them, and the line with a collective around one of them."""
+
+    rows: tuple[tuple[str, str], tuple[str, str]]  # name and type of the invariant operand, and of the varying one
+    pvary: str
+    pmean: str
+    psum: str
+
+
+class TensorInfo(NamedTuple):
+    """The type of one tensor, and its origin."""
+
+    type: Type
+    root: int  # the same for a tensor and its views
+    name: str | None = None  # path among the region's arguments
+    op: str = ""  # the operation that made the tensor
+    site: Site | None = None  # the user's line that made it
+    start: int = 0  # storage offset of the root
+    history: History = NO_HISTORY
+
+
+FREE = TensorInfo(Type(), 0)
+
+
+class Operand(NamedTuple):
+    """A plain tensor that an operation reads, and its facts."""
+
+    tensor: Tensor
+    info: TensorInfo
 
 
 def join(types: Sequence[Type], result: Tensor | None = None) -> Type:
