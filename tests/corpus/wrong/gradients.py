@@ -141,22 +141,6 @@ def step_in_place_by_mean_of_gradients(w: Tensor, x: Tensor, y: Tensor) -> Tenso
     return w
 
 
-def torch_optimizer_on_local_gradient(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    leaf = w.detach().clone().requires_grad_()
-    optimizer = torch.optim.SGD([leaf], lr=RATE, foreach=False)
-    leaf.grad = fs.grad(lambda w: error(w, x, y))(fs.pvary(w, "data"))
-    optimizer.step()  # BUG
-    return leaf.detach()
-
-
-def torch_optimizer_on_mean_of_gradients(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    leaf = w.detach().clone().requires_grad_()
-    optimizer = torch.optim.SGD([leaf], lr=RATE, foreach=False)
-    leaf.grad = fs.pmean(fs.grad(lambda w: error(w, x, y))(fs.pvary(w, "data")), "data")
-    optimizer.step()
-    return leaf.detach()
-
-
 # --- one reduction too many, one too few, or the wrong one ----------------------------------------------------
 
 
@@ -370,10 +354,6 @@ PROGRAMS = [
     WrongProgram(step_by_local_gradient, step_by_mean_of_gradients, DATA2, SPLIT, P(), TREE, "types", "data"),
     WrongProgram(
         step_in_place_by_local_gradient, step_in_place_by_mean_of_gradients, DATA2, SPLIT, P(), LINEAR, "types", "data"
-    ),
-    WrongProgram(
-        torch_optimizer_on_local_gradient, torch_optimizer_on_mean_of_gradients, DATA2, SPLIT, P(), LINEAR, "types",
-        "data",
     ),
     WrongProgram(gradient_averaged_again, gradient_of_the_mean, DATA2, SPLIT, P(), LINEAR, "types", "data"),
     WrongProgram(sum_of_local_means, mean_of_local_means, DATA2, SPLIT, P(), LINEAR, "verify", "data"),
