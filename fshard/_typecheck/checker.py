@@ -146,7 +146,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if m.gives == "I" and m.origin is None:
                 reductions += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
             mixtures = tuple(x for x in info.history.mixtures if x.axis in varying)
-            history = History(mixtures, reductions, info.history.partial if varying else None)
+            history = History(mixtures, reductions, info.history.partials if varying else ())
             self._set_info(y, new, op=op, site=m.origin, alias=not m.moves, history=history)
         return out
 
@@ -180,9 +180,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
         if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
-        new, history = self._result_type(op, operands)
+        new, history = self._result_type(op, operands, args, kwargs)
         written = [Operand(x, self.info(x)) for x in op.written(args, kwargs)]
-        self._check_written(op, new, history, written)
+        self._check_written(op, new, history, written, operands)
         out = op.func(*args, **kwargs)
         invariant_part = join([new, *(o.info.type for o in written)]) if written else new
         self._record_numbers_of_call(op, invariant_part, args, kwargs)
@@ -195,7 +195,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator that takes functions (torch.cond, flex_attention), typed by its operands alone."""
         op = Operation(func, str(func))
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
-        new, history = self._result_type(op, operands)
+        new, history = self._result_type(op, operands, args, kwargs)
         with self.paused():
             out = func(*args, **kwargs)
         self._set_result_info(op, new, history, operands, out, set())
@@ -206,9 +206,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rows = []
         for row in op.rows(args, kwargs):
             read = [Operand(x, self.info(x)) for x in (row[op.lists_written :] if op.overwrites else row)]
-            new, history = self._result_type(op, read)
+            new, history = self._result_type(op, read, args, kwargs)
             written = [Operand(x, self.info(x)) for x in row[: op.lists_written]]
-            self._check_written(op, new, history, written)
+            self._check_written(op, new, history, written, read)
             rows.append((written, new, history))
         out = op.func(*args, **kwargs)
         self._record_numbers_of_call(op, join([new for _, new, _ in rows]), args, kwargs)
@@ -219,7 +219,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._set_result_info(op, new, history, [], out[i], set())
         return out
 
-    def _result_type(self, op: Operation, operands: Sequence[Operand]) -> tuple[Type, History]:
+    def _result_type(
+        self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Type, History]:
         """Return the type of an operation's results, and the lines that explain it.
 
         Raises ShardingError where an operand that is invariant must not meet a varying one.
@@ -237,13 +239,21 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     mixtures[axis] = mixture
         new = join(types)
         reductions = {r.axis: r for o in operands for r in o.info.history.reductions if r.axis in new.invariant}
-        partials = {o.info.history.partial for o in operands if o.info.history.partial is not None}
-        partial = Partial(op.completed_by, _callsite.site()) if op.completed_by and new.varying else None
-        if partial is None and len(partials) == 1:
-            partial = partials.pop()
-        if not mixtures and not reductions and partial is None:
+        partials = self._partials(op, operands, args, kwargs) if new.varying and not in_backward() else ()
+        if not mixtures and not reductions and not partials:
             return new, NO_HISTORY
-        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partial)
+        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials)
+
+    def _partials(
+        self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Partial, ...]:
+        """Return the last two reductions of a dim on the way to the result of an operation, the last one first."""
+        partials = dict.fromkeys(p for o in operands for p in o.info.history.partials)
+        if op.completed_by:
+            dim, ndim = op.reduced_dim(args, kwargs), operands[0].tensor.ndim
+            to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
+            partials = {Partial(op.name, op.completed_by, _callsite.site(), dim, to_scalar): None, **partials}
+        return tuple(partials)[:2]
 
     def _mix(
         self, op: Operation, axis: str, invariant: Sequence[Operand], varying: Sequence[Operand],
@@ -273,12 +283,15 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.mixtures[site, axis] = mixture
         return mixture
 
-    def _check_written(self, op: Operation, new: Type, history: History, written: Sequence[Operand]) -> None:
+    def _check_written(
+        self, op: Operation, new: Type, history: History, written: Sequence[Operand], operands: Sequence[Operand]
+    ) -> None:
         """Raise where an operation writes values that vary over an axis into an argument that does not."""
         for o in written:
             axes = o.info.type.invariant & new.varying
             if axes and storage_id(o.tensor) in self._argument_storages:
-                raise messages.argument_overwritten(self, op.name, o, history.mixtures, sorted(axes))
+                varying = next(x for x in operands if axes & x.info.type.varying)
+                raise messages.argument_overwritten(self, op.name, o, varying, operands, history, sorted(axes))
 
     def _set_result_info(
         self, op: Operation, new: Type, history: History, operands: Sequence[Operand], out: Any, written: set[int]
@@ -338,8 +351,11 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if axes:
                     raise messages.loss_varies(self, x, loss, parameter, sorted(axes))
 
-    def check_gradients(self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    def check_gradients(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> None:
         """Raise unless gradients vary over exactly the axes of their parameters; then give them the same types."""
+        reductions = tuple(r for x in outputs for r in self.info(x).history.reductions)
         for x, grad in zip(inputs, grads, strict=True):
             if grad is None:
                 continue
@@ -348,7 +364,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             wrong = (have.varying & want.invariant) | (have.invariant & want.varying)
             if wrong:
                 raise messages.gradient_has_wrong_type(self, parameter, gradient, sorted(wrong))
-            self._table.set(gradient.tensor, gradient.info._replace(type=want), alias=True)
+            history = gradient.info.history._replace(reductions=reductions)
+            self._table.set(gradient.tensor, gradient.info._replace(type=want, history=history), alias=True)
 
     def result_errors(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
         """Return the errors of results, each with its path, that do not fit their specs: one for each line and axes."""

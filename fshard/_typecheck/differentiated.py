@@ -20,7 +20,7 @@ from fshard._torch_compat import in_transform, level_of, transform_level, unwrap
 from .types import Operand
 
 CheckLoss = Callable[[Sequence[Tensor], Sequence[Tensor] | None], None]  # of the inputs; None: of all leaves
-CheckGradients = Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]
+CheckGradients = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]], None]
 
 
 class Differentiated(TorchFunctionMode):
@@ -74,13 +74,13 @@ class Differentiated(TorchFunctionMode):
 
     def _grad(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         create_graph = args[1] if len(args) > 1 else kwargs.get("create_graph", False)
-        xs = list(_tensors(inputs))
+        ys, xs = list(_tensors(outputs)), list(_tensors(inputs))
         if grad_outputs is None:
-            self._check_loss(list(_tensors(outputs)), xs)
+            self._check_loss(ys, xs)
         with self._backward_pass(create_graph):
             grads = torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
         if grad_outputs is None:
-            self._check_gradients(xs, list(grads.values() if isinstance(grads, dict) else grads))
+            self._check_gradients(ys, xs, list(grads.values() if isinstance(grads, dict) else grads))
         return grads
 
     def _backward(

@@ -14,8 +14,8 @@ from fshard._torch_compat import unwrapped
 from fshard.errors import ShardingError, fail
 from fshard.spec import P
 
-from .suggestion import executing, qualified_name, wrapped
-from .types import Mixture, MixtureText, Operand, Reduction, show_type
+from .suggestion import executing, qualified_name, rewritten, with_first_operand
+from .types import History, Mixture, MixtureText, Operand, Partial, Reduction, show_type
 
 if TYPE_CHECKING:
     from .checker import Checker
@@ -52,6 +52,11 @@ class Scene:
         self.checker, self.frame, self.site = checker, _callsite.user_frame(), _callsite.site()
         self.expression = executing(self.frame)
         self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
+
+    @property
+    def line(self) -> int:
+        """Line number, from 1; 0 if there is none."""
+        return self.site.line if self.site else 0
 
     def call(self, verb: str, *args: str) -> str:
         """Return the source of a call, as the user's imports spell it: `fs.pvary(x, "data")`."""
@@ -136,6 +141,10 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
     if op in ("add", "sub") and varying.info.op in _GIVES_PARTIAL_SUM:
         choices = [Fix(scene.line_with("psum", varying, axes), f"{many} is a part of a sum"),
                    Fix(choices[0].text, "it is not")]  # fmt: skip
+    elif op in ("add", "sub") and any(r.axis == axis for r in invariant.info.history.reductions):
+        partials = varying.info.history.partials[:1]
+        choices = [*(_fix_of_reduction(p, [axis], p.site if p.site and p.site.line != scene.line else None)
+                     for p in partials), Fix(choices[0].text, f"each rank is to keep its own {many}")]  # fmt: skip
     for o, other in ((invariant, varying), (varying, invariant)):  # each varies over an axis of the other's
         others = sorted(o.info.type.varying & other.info.type.invariant)
         choices += [_reduced_over_another_axis(r, others) for r in o.info.history.reductions
@@ -145,7 +154,7 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
 
 def _reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
     """Return the fix of an earlier reduction that was meant to be over other axes."""
-    line = wrapped(r.site, lambda source: source.replace(_quoted([r.axis]), _quoted(axes), 1))
+    line = rewritten(r.site, lambda source: source.replace(_quoted([r.axis]), _quoted(axes), 1))
     return Fix(line or f"name {_over(axes)} there", f"the {r.verb} there is to be over {_over(axes)}", r.site)
 
 
@@ -194,18 +203,19 @@ def update_of(x: Operand, axes: Sequence[str]) -> Mixture | None:
 
 
 def argument_overwritten(
-    checker: Checker, op: str, x: Operand, mixtures: Sequence[Mixture], axes: Sequence[str]
-) -> ShardingError:
+    checker: Checker, op: str, x: Operand, varying: Operand, operands: Sequence[Operand], history: History,
+    axes: Sequence[str],
+) -> ShardingError:  # fmt: skip
     """Word the error of an operation that writes values that vary over `axes` into an argument that does not."""
-    scene = Scene(checker, [x])
-    name, n = scene.name(x), math.prod(checker.sizes[a] for a in axes)
+    scene = Scene(checker, operands)
+    name, n, over = scene.name(x), math.prod(checker.sizes[a] for a in axes), _quoted(axes)
     what = f"{op} in place writes values that vary over {_over(axes)} into {name}, which does not"
     earlier = [f"they vary since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
-               for m in mixtures if m.axis in axes and m.site != scene.site]  # fmt: skip
-    fix = _choices([Fix(f"{scene.call('pmean', '...', _quoted(axes))} before this line", _IS_MEAN),
-                    Fix(f"{scene.call('psum', '...', _quoted(axes))} before this line", _IS_SUM)])  # fmt: skip
-    return _error(scene.site, what, [scene.row(x, name)], *earlier, f"the {n} copies of {name} would drift apart",
-                  fix=fix)  # fmt: skip
+               for m in history.mixtures if m.axis in axes and m.site != scene.site]  # fmt: skip
+    return _error(scene.site, what, [scene.row(x, name), scene.row(varying)], *earlier,
+                  f"the {n} copies of {name} would drift apart",
+                  fix=_choices([Fix(scene.line_with("pmean", varying, over), _IS_MEAN),
+                                Fix(scene.line_with("psum", varying, over), _IS_SUM)]))  # fmt: skip
 
 
 def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[str, str]]) -> ShardingError:
@@ -213,7 +223,11 @@ def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[
     name, n = m.text.rows[0][0], checker.sizes[m.axis]
     cause = m.earlier or m
     if cause.varying.type.differentiable:
-        fix = _choices([Fix(m.text.pmean, _IS_MEAN), Fix(m.text.psum, _IS_SUM)])
+        fix = _choices([
+            Fix(m.text.pmean, _IS_MEAN), Fix(m.text.psum, _IS_SUM),
+            *(_reduced_over_another_axis(r, [m.axis]) for r in m.varying.history.reductions
+              if r.axis in m.invariant.type.varying),
+        ])  # fmt: skip
     else:
         fix = f"use the same number on every rank of {m.axis!r} at {cause.site}"
     why = f"{name} is one value, and the {n} ranks of {m.axis!r} would make {n} different values of it"
@@ -290,6 +304,10 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         choices += [Fix(moved, f"{_over(meant)} is meant, over which the value {state}")] if moved else []
         choices += [_reduced_over_another_axis(r, meant) for r in x.info.history.reductions
                     if m.takes == "V" and r.axis in axes]  # fmt: skip
+    for r in x.info.history.reductions if verb == "pmean" else ():
+        if r.verb == "psum" and r.axis in axes:
+            line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
+            choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
     name = scene.known_name(x) or (args[0] if args else scene.name(x))
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
@@ -376,7 +394,7 @@ def results_have_wrong_type(
 
 def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -> tuple[str, str]:
     if x.info.op == "all_gather":
-        line = wrapped(x.info.site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
+        line = rewritten(x.info.site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
         return "all_gather gives every rank the whole value, and types it as varying", \
             line or 'fs.all_gather(..., to="invariant")'  # fmt: skip
     why = f"the {n} ranks would return different values, and the out spec declares one value"
@@ -385,14 +403,26 @@ def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -
 
 def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
     """Return the fixes of a value that varies over `axes` and must not."""
-    partial = x.info.history.partial
-    site = partial.site if partial else x.info.site
-    elsewhere = site if site and x.info.site and site.line != x.info.site.line else None
-    choices = [Fix(_wrapped(site, verb, axes), _WHOLE[verb], elsewhere)
-               for verb in ([partial.verb] if partial else ["pmean", "psum"])]  # fmt: skip
+    here, partials = x.info.site, x.info.history.partials
+    if partials and partials[0].to_scalar and partials[-1].verb != "all_gather":
+        partials = partials[:1]
+    fixes = [_fix_of_reduction(p, axes, p.site if p.site and here and p.site.line != here.line else None)
+             for p in partials]  # fmt: skip
+    if not partials:
+        fixes = [Fix(_call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
     if x.tensor.ndim:
-        choices.append(Fix(f"name {_over(axes)} in its out spec", "each rank has its part of the result"))
-    return _choices(choices)
+        fixes.append(Fix(f"name {_over(axes)} in its out spec", "each rank has its part of the result"))
+    return _choices(fixes)
+
+
+def _fix_of_reduction(p: Partial, axes: Sequence[str], site: _callsite.Site | None) -> Fix:
+    """Return the fix of an operation that reduced a dim of which each rank has a part."""
+    if p.verb != "all_gather":
+        return Fix(_call_at(p.site, p.verb, axes), _WHOLE[p.verb], site)
+    name = qualified_name(_callsite.user_frame(), "all_gather")
+    arguments = f'{_quoted(axes)}, {-1 if p.dim is None else p.dim}, to="invariant"'
+    line = rewritten(p.site, lambda source: with_first_operand(source, lambda x: f"{name}({x}, {arguments})"))
+    return Fix(line or f"{name}(..., {arguments}) before this line", f"{_over(axes)} splits what {p.op} reduces", site)
 
 
 # --- parts of a message ---------------------------------------------------------------------------------------
@@ -413,10 +443,10 @@ def _error(
     return fail(f"{site}: {what}" if site else what, *facts, *notes, fix=fix)
 
 
-def _wrapped(site: _callsite.Site | None, verb: str, axes: Sequence[str]) -> str:
+def _call_at(site: _callsite.Site | None, verb: str, axes: Sequence[str]) -> str:
     """Return a line with a call around the expression that is at a place."""
     name = qualified_name(_callsite.user_frame(), verb)
-    line = wrapped(site, lambda source: f"{name}({source}, {_quoted(axes)})")
+    line = rewritten(site, lambda source: f"{name}({source}, {_quoted(axes)})")
     return line or f"{name}(..., {_quoted(axes)})"
 
 

@@ -129,7 +129,7 @@ def executing(frame: FrameType | None) -> Expression | None:
         return None
 
 
-def wrapped(site: Site | None, rebuild: Callable[[str], str]) -> str | None:
+def rewritten(site: Site | None, rebuild: Callable[[str], str | None]) -> str | None:
     """Return the line of an expression with `rebuild(its source)` in its place; `None` where that cannot be written."""
     if site is None:
         return None
@@ -138,16 +138,36 @@ def wrapped(site: Site | None, rebuild: Callable[[str], str]) -> str | None:
     if first is None or first != last or start is None or end is None or first > len(lines):
         return None
     line = _without_comment(lines[first - 1])
-    source = line[start:end].decode()
+    before, source, after = line[:start].decode(), line[start:end].decode(), line[end:].decode()
     try:
-        with _parsing:
-            ast.parse(f"({source})", mode="eval")
+        _parse_expression(source)
     except SyntaxError:  # an augmented assignment
         return None
-    before, after = line[:start].decode(), line[end:].decode()
     if re.search(r"(?<![\w)\]])\($", before) and after.startswith(")"):
         before, after = before[:-1], after[1:]
-    return f"{before}{rebuild(source)}{after}".strip()
+    new = rebuild(source)
+    return None if new is None else f"{before}{new}{after}".strip()
+
+
+def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None:
+    """Return a call with `rebuild(its first operand)`: `x` in `x.sum(0)` and in `torch.sum(x, 0)`."""
+    node = _parse_expression(source)
+    if not isinstance(node, ast.Call):
+        return None
+    is_function = isinstance(node.func, ast.Name) or (
+        isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) in ("torch", "F", "torch.nn.functional")
+    )
+    operand = (node.args[0] if node.args else None) if is_function else node.func.value  # type: ignore[attr-defined]
+    if operand is None:
+        return None
+    text = f"({source})".encode()  # columns count bytes of the text that was parsed
+    start, end = operand.col_offset, operand.end_col_offset
+    return (text[1:start] + rebuild(text[start:end].decode()).encode() + text[end:-1]).decode()
+
+
+def _parse_expression(source: str) -> Any:
+    with _parsing:
+        return ast.parse(f"({source})", mode="eval").body
 
 
 def _parse(text: str) -> tuple[str, Any]:

@@ -29,7 +29,7 @@ class History(NamedTuple):
 
     mixtures: tuple[Mixture, ...] = ()  # made it vary: at most one for each axis
     reductions: tuple[Reduction, ...] = ()  # made it invariant: at most one for each axis
-    partial: Partial | None = None  # the last sum or mean, if one alone, that a value that varies was computed from
+    partials: tuple[Partial, ...] = ()  # the last two reductions of a dim that a value that varies was computed from
 
 
 NO_HISTORY = History()
@@ -44,10 +44,16 @@ class Reduction(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """An operation that reduced a dim of a value that varies: where an axis splits that dim, the result is partial."""
+    """An operation that reduced dims of a value that varies: where an axis splits them, each rank has a partial result.
 
-    verb: str  # the collective that makes it whole
+    `verb` is the collective that completes the result, or "all_gather" if only the whole operand gives it.
+    """
+
+    op: str
+    verb: str
     site: Site | None
+    dim: int | None  # that is reduced; None for all
+    to_scalar: bool
 
 
 @dataclass(frozen=True)
