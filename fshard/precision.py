@@ -98,7 +98,8 @@ class LossScale:
 
     def scale(self, loss: Tensor, state: Any) -> Tensor:
         """Multiply the loss by the scale, before differentiating it. Half precision losses become float32."""
-        return loss * state["scale"].detach().to(loss.device)
+        scale: Tensor = state["scale"]
+        return loss * scale.detach().to(loss.device)
 
     def unscale(self, grads: Any, state: Any, specs: Any) -> tuple[Any, Tensor]:
         """Return the gradients of the unscaled loss, each in its dtype, and whether all of them are finite.

@@ -54,6 +54,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.arguments: list[TensorInfo] = []
         self.mixtures: dict[tuple[_callsite.Site, str], Mixture] = {}  # the first of each line and axis
         self.differentiated = Differentiated(self.check_loss, self.check_gradients)
+        self.pvaried: set[_callsite.Site | None] = set()  # lines
         self._argument_storages: set[int] = set()
         self._table = TypeTable()
         self._roots = 0
@@ -64,13 +65,13 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._runs: Counter[tuple[Any, ...]] = Counter()
 
     def __enter__(self) -> Checker:
-        self.differentiated.__enter__()
-        super().__enter__()
+        self.differentiated.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self.differentiated.__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self.differentiated.__exit__(*exception)  # type: ignore[no-untyped-call]
 
     # --- types of tensors that no operation made ---
 
@@ -160,6 +161,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             wrong = info.type.varying & frozenset(m.axes)
             if wrong and self.differentiated(x):
                 raise messages.collective_of_wrong_type(self, m, Operand(unwrapped(x), info), sorted(wrong))
+        self.pvaried.add(_callsite.site())
 
     # --- operations ---
 
@@ -275,7 +277,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         o, other = (differentiated or invariant)[0], varying[0]
         known = self.mixtures.get((site, axis))
-        text = known.text if known else messages.mixture_text(self, operands, o, other)
+        text = known.text if known else messages.mixture_text(self, op.name, operands, o, other)
         mixture = Mixture(
             axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, text, bool(differentiated), earlier
         )

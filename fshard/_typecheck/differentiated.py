@@ -32,7 +32,7 @@ class Differentiated(TorchFunctionMode):
     """
 
     def __init__(self, check_loss: CheckLoss, check_gradients: CheckGradients) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._check_loss, self._check_gradients = check_loss, check_gradients
         self._lowest = 0  # level
         # By id, with the tensors themselves: an id can be used again as soon as its tensor is freed.

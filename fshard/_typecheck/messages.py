@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 _SHOWN_RESULTS = 4
 _GIVES_PARTIAL_SUM = ("matmul", "sum", "dot")  # of a dim that is split
 _IS_SUM = "each rank has a part of a sum"
-_IS_MEAN = "each rank has the mean over its own examples, of equal counts"
+_IS_MEAN = "each rank has the mean over an equal count"
 _WHOLE = {
     "pmean": _IS_MEAN,
     "psum": _IS_SUM,
@@ -48,9 +50,12 @@ _WRONG_COLLECTIVE = {
 class Scene:
     """The user's line that is executing, and the names that it has for operands; these are in the operator's order."""
 
-    def __init__(self, checker: Checker, operands: Sequence[Operand] = ()) -> None:
-        self.checker, self.frame, self.site = checker, _callsite.user_frame(), _callsite.site()
-        self.expression = executing(self.frame)
+    def __init__(
+        self, checker: Checker, operands: Sequence[Operand] = (), op: str = "", frame: FrameType | None = None
+    ) -> None:
+        self.checker, self._op = checker, op
+        self.frame = frame or _callsite.user_frame()
+        self.site, self.expression = _callsite.site(self.frame), executing(self.frame)
         self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
 
     @property
@@ -68,7 +73,7 @@ class Scene:
         def is_operand(x: object) -> bool:
             return isinstance(x, Tensor) and (unwrapped(x) is o.tensor or self.checker.info(x).root == o.info.root > 0)
 
-        return self.expression and self.expression.find(is_operand, self._positions.get(id(o.tensor), -1))
+        return self.expression and self.expression.find(is_operand, self._positions.get(id(o.tensor), -1), self._op)
 
     def known_name(self, o: Operand) -> str | None:
         """Return the source text of an operand, or its path among the arguments."""
@@ -94,6 +99,11 @@ class Scene:
                   for x, value in zip((o, other), values, strict=True)]  # fmt: skip
         return hidden[0] == 0 < hidden[1]
 
+    def without_pvary(self, o: Operand) -> str | None:
+        """Return the line without the pvary that made an operand; `None` if it stands elsewhere."""
+        node = self.node(o) if o.info.op == "pvary" else None
+        return self.expression.unwrapped(node) if self.expression and node else None
+
     def line_with(self, verb: str, o: Operand, axes: str) -> str:
         """Return the line with a call around an operand; else the call, and that it belongs before the line."""
         node = self.node(o)
@@ -116,7 +126,7 @@ def invariant_mixed_with_varying(
     checker: Checker, op: str, axis: str, invariant: Operand, varying: Operand, operands: Sequence[Operand]
 ) -> ShardingError:
     """Word the error of an operation with one operand that is invariant over an axis and one that varies over it."""
-    scene = Scene(checker, operands)
+    scene = Scene(checker, operands, op)
     if invariant.info.type.random or varying.info.type.random:
         return _random_draw_mixed(scene, axis, op, invariant, varying)
     is_bias = op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and invariant.tensor is operands[0].tensor)
@@ -135,7 +145,7 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
     one, many = scene.name(invariant), scene.name(varying)
     if scene.is_batched(invariant, varying):
         notes = [f"each of the {n} ranks of {axis!r} has examples of its own, with a gradient for each of them"]
-        return notes, f"{scene.call('pvary', one, axes)} before torch.func.vmap, and not inside it"
+        return notes, _fix_before_vmap(scene.checker, invariant, axes)
     notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
     choices = [Fix(scene.line_with("pvary", invariant, axes))]
     if op in ("add", "sub") and varying.info.op in _GIVES_PARTIAL_SUM:
@@ -145,11 +155,29 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
         partials = varying.info.history.partials[:1]
         choices = [*(_fix_of_reduction(p, [axis], p.site if p.site and p.site.line != scene.line else None)
                      for p in partials), Fix(choices[0].text, f"each rank is to keep its own {many}")]  # fmt: skip
+    if line := scene.without_pvary(varying):
+        choices = [Fix(choices[0].text, f"each rank is to use {one} in its own way"),
+                   Fix(line, "both operands are the same on every rank")]  # fmt: skip
     for o, other in ((invariant, varying), (varying, invariant)):  # each varies over an axis of the other's
         others = sorted(o.info.type.varying & other.info.type.invariant)
         choices += [_reduced_over_another_axis(r, others) for r in o.info.history.reductions
                     if others and r.axis in other.info.type.varying]  # fmt: skip
     return notes, _choices(choices) + _fix_of_whole_tree(scene, axis, axes, invariant)
+
+
+def _fix_before_vmap(checker: Checker, leaf: Operand, axes: str) -> str:
+    """Return the fix of per-example gradients of a leaf: a pvary in the arguments of the call of torch.func.vmap."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith("_functorch/vmap.py"):
+        frame = frame.f_back
+    frame = frame and _callsite.user_frame(frame)
+    scene = Scene(checker, frame=frame)
+    node = scene.node(leaf)
+    line = scene.expression and node and scene.expression.replaced(
+        node, scene.call("pvary", scene.expression.source(node), axes)
+    )  # fmt: skip
+    advice = f"{scene.call('pvary', leaf.info.name or '...', axes)} before torch.func.vmap, and not inside it"
+    return _choices([Fix(line, "", scene.site) if line else Fix(advice)])
 
 
 def _reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
@@ -172,28 +200,37 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
     draw, other = (invariant, varying) if invariant.info.type.random else (varying, invariant)
     n, name = scene.checker.sizes[axis], scene.known_name(draw) or "the draw"
     rows = [scene.row(draw, name), scene.row(other, scene.known_name(other) or "the other operand")]
+    known = scene.known_name(other)
     if draw is invariant:
         what = f"{op} of a random draw that is the same on every rank of {axis!r} with a varying operand"
         why = f"the {n} ranks hold different parts, and would all use the same random numbers"
-        shared = scene.call("pvary", name, _quoted([axis]))
-        fix = (f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random takes the global shape);\n"
-               f"       or, if all ranks are to use the same numbers, {shared}")  # fmt: skip
+        fixes = [
+            Fix(f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random takes the global shape)",
+                "each rank is to have numbers of its own"),
+            Fix(scene.line_with("pvary", draw, _quoted([axis])), "all ranks are to use the same numbers"),
+        ]  # fmt: skip
     else:
         what = f"{op} of a random draw that differs between the ranks of {axis!r} with an invariant operand"
         why = f"the {n} ranks hold the same value, and each would change it by its own random numbers"
-        fix = f"draw with a spec that does not name {axis!r}, by a key without fold_in of axis_index({axis!r})"
+        fixes = [
+            Fix(f"draw with a spec that does not name {axis!r}, by a key without fold_in of axis_index({axis!r})",
+                f"{known or 'the other operand'} is to stay the same on every rank"),
+            Fix(scene.line_with("pvary", other, _quoted([axis])), "each rank is to have its own random value"),
+        ]  # fmt: skip
     site = draw.info.site
     drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
-    return _error(scene.site, what, rows, why, *drawn, fix=fix)
+    return _error(scene.site, what, rows, why, *drawn, fix=_choices(fixes))
 
 
-def mixture_text(checker: Checker, operands: Sequence[Operand], invariant: Operand, varying: Operand) -> MixtureText:
+def mixture_text(
+    checker: Checker, op: str, operands: Sequence[Operand], invariant: Operand, varying: Operand
+) -> MixtureText:
     """Return the texts of the operation that is executing, for an error that comes later."""
-    scene = Scene(checker, operands)
+    scene = Scene(checker, operands, op)
     axes = _quoted(sorted(invariant.info.type.invariant & varying.info.type.varying))
     rows = scene.row(invariant), scene.row(varying)
-    return MixtureText(rows, scene.line_with("pvary", invariant, axes),
-                       *(scene.line_with(verb, varying, axes) for verb in ("pmean", "psum")))  # fmt: skip
+    reduced = [scene.line_with(verb, varying, axes) for verb in ("pmean", "psum")]
+    return MixtureText(rows, scene.line_with("pvary", invariant, axes), *reduced, scene.without_pvary(varying))
 
 
 def update_of(x: Operand, axes: Sequence[str]) -> Mixture | None:
@@ -207,7 +244,7 @@ def argument_overwritten(
     axes: Sequence[str],
 ) -> ShardingError:  # fmt: skip
     """Word the error of an operation that writes values that vary over `axes` into an argument that does not."""
-    scene = Scene(checker, operands)
+    scene = Scene(checker, operands, op)
     name, n, over = scene.name(x), math.prod(checker.sizes[a] for a in axes), _quoted(axes)
     what = f"{op} in place writes values that vary over {_over(axes)} into {name}, which does not"
     earlier = [f"they vary since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
@@ -263,9 +300,12 @@ def number_differs(
     rows = [(rank, ", ".join(map(repr, values))) for rank, values in numbers]
     return _error(site, f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks",
                   rows, "types do not cover Python numbers: the result is typed as invariant and is not",
-                  fix=f"use the same number on every rank of {axis!r}; or, if the ranks are to differ, use a tensor\n"
-                      "       (fs.axis_index is one) and fs.pvary of the other operand; or take parts with fs.pslice",
-                  )  # fmt: skip
+                  fix=_choices([
+                      Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value"),
+                      Fix("use a tensor (fs.axis_index is one), and fs.pvary of the other operand",
+                          "the ranks are to differ"),
+                      Fix(f'fs.pslice(x, "{axis}")', "the number picks the part of each rank"),
+                  ]))  # fmt: skip
 
 
 # --- collectives ----------------------------------------------------------------------------------------------
@@ -308,6 +348,10 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         if r.verb == "psum" and r.axis in axes:
             line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
+    if verb == "pvary" and scene.site in checker.pvaried:
+        x_name = args[0] if args else scene.name(x)
+        drop = f"{x_name} = {scene.call(verb, x_name, _quoted(axes))} before the loop, and {x_name} alone in it"
+        why = f"{why}\nat an earlier run of this line the value did not vary over {_over(axes)}"
     choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
     name = scene.known_name(x) or (args[0] if args else scene.name(x))
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
@@ -336,7 +380,7 @@ def loss_varies(checker: Checker, x: Tensor, loss: Operand, leaf: Operand, axes:
     rows = [("loss", show_type(loss, x.shape)), (parameter, show_type(leaf))]
     if x.ndim < loss.tensor.ndim:
         why = f"each of the {n} ranks has examples of its own, and {parameter} has one gradient for each example of all"
-        fix = f"fs.pvary({parameter}, {_quoted(axes)}) before torch.func.vmap, and not inside it"
+        fix = _fix_before_vmap(checker, leaf, _quoted(axes))
     else:
         why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
         fix = _fix_of_partial(loss, axes)
@@ -384,6 +428,16 @@ def results_have_wrong_type(
         notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         why, fix = _reason_and_fix_of_varying_result(x, n, axes)
+        fix = "\n  or, ".join(
+            [
+                fix,
+                *(
+                    _choices([Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)])
+                    for m in x.info.history.mixtures
+                    if m.axis in extra and m.text.without_pvary
+                ),
+            ]
+        )
         return _error(x.info.site or name, what, table, why, *notes, fix=fix)
     named = "their out specs name" if many else "its out spec names"
     what = f"{subject} {are} invariant over {over}, which {named}"
@@ -462,7 +516,10 @@ def _choices(fixes: Sequence[Fix]) -> str:
     """Return the fixes of an error, one on each line."""
     lines = []
     for x in fixes:
-        place, condition = f"at {x.site}" if x.site else "", f"if {x.condition}" if x.condition else ""
+        place, condition = (
+            f"at {str(x.site).partition(' in ')[0]}" if x.site else "",
+            f"if {x.condition}" if x.condition else "",
+        )
         when = ", ".join(filter(None, (place, condition)))
         lines.append(f"{when}:  {x.text}" if when else x.text)
     return "\n  or, ".join(lines)

@@ -76,12 +76,13 @@ class Mixture:
 
 
 class MixtureText(NamedTuple):
-    """The operands of a mixture as the user's code has them, and the line with a collective around one of them."""
+    """The operands of a mixture as the user's code has them, and the line with other collectives."""
 
     rows: tuple[tuple[str, str], tuple[str, str]]  # name and type of the invariant operand, and of the varying one
     pvary: str
     pmean: str
     psum: str
+    without_pvary: str | None
 
 
 class TensorInfo(NamedTuple):
