@@ -237,7 +237,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if invariant:
                 varying = [o for o in operands if axis in o.info.type.varying]
                 mixture = self._mix(op, axis, invariant, varying, operands, mixtures.get(axis))
-                if mixture is not None and (axis not in mixtures or mixture.invariant.name):
+                if mixture is not None and (axis not in mixtures or mixture.is_update):
                     mixtures[axis] = mixture
         new = join(types)
         reductions = {r.axis: r for o in operands for r in o.info.history.reductions if r.axis in new.invariant}
@@ -250,7 +250,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Partial, ...]:
         """Return the last two reductions of a dim on the way to the result of an operation, the last one first."""
-        partials = dict.fromkeys(p for o in operands for p in o.info.history.partials)
+        histories = {o.info.history.partials for o in operands} - {()}
+        partials = dict.fromkeys(
+            histories.pop() if len(histories) == 1 else ()
+        )  # of a sum of several, none is the last
         if op.completed_by:
             dim, ndim = op.reduced_dim(args, kwargs), operands[0].tensor.ndim
             to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
@@ -278,9 +281,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         o, other = (differentiated or invariant)[0], varying[0]
         known = self.mixtures.get((site, axis))
         text = known.text if known else messages.mixture_text(self, op.name, operands, o, other)
-        mixture = Mixture(
-            axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, text, bool(differentiated), earlier
-        )
+        is_update = op.pointwise and bool(o.info.name) and all(y.tensor.numel() <= o.tensor.numel() for y in operands)
+        mixture = Mixture(axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, text, bool(differentiated),
+                          is_update, earlier)  # fmt: skip
         if known is None or (mixture.differentiated and not known.differentiated):
             self.mixtures[site, axis] = mixture
         return mixture

@@ -234,9 +234,9 @@ def mixture_text(
 
 
 def update_of(x: Operand, axes: Sequence[str]) -> Mixture | None:
-    """Return the mixture that made of an argument a value, of the same shape, that varies over one of the axes."""
-    shape = tuple(x.tensor.shape)
-    return next((m for m in x.info.history.mixtures if m.axis in axes and m.invariant.name and m.shape == shape), None)
+    """Return the mixture that made a value, which varies over one of the axes, of an argument of its shape."""
+    mixtures = [m for m in x.info.history.mixtures if m.axis in axes and m.is_update]
+    return next((m for m in mixtures if m.shape == tuple(x.tensor.shape)), None)
 
 
 def argument_overwritten(
@@ -258,15 +258,16 @@ def argument_overwritten(
 def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[str, str]]) -> ShardingError:
     """Word the error of an argument's new value, which varies over an axis over which the argument does not."""
     name, n = m.text.rows[0][0], checker.sizes[m.axis]
-    cause = m.earlier or m
-    if cause.varying.type.differentiable:
-        fix = _choices([
-            Fix(m.text.pmean, _IS_MEAN), Fix(m.text.psum, _IS_SUM),
-            *(_reduced_over_another_axis(r, [m.axis]) for r in m.varying.history.reductions
-              if r.axis in m.invariant.type.varying),
-        ])  # fmt: skip
+    cause = (m.earlier or m).varying
+    if cause.type.differentiable or cause.history.partials:
+        fixes = [Fix(getattr(m.text, verb), _WHOLE[verb]) for verb in ("pmean", "psum")]
+        if cause.history.partials and cause.history.partials[0].verb == "psum":
+            fixes.reverse()
+        fixes += [_reduced_over_another_axis(r, [m.axis]) for r in m.varying.history.reductions
+                  if r.axis in m.invariant.type.varying]  # fmt: skip
+        fix = _choices(fixes)
     else:
-        fix = f"use the same number on every rank of {m.axis!r} at {cause.site}"
+        fix = f"use the same number on every rank of {m.axis!r}"
     why = f"{name} is one value, and the {n} ranks of {m.axis!r} would make {n} different values of it"
     what = f"{m.op} of an operand that is invariant (I) over {m.axis!r} with one that varies (V): {what}"
     return _error(m.site, what, [*m.text.rows, *rows], why, fix=fix)
@@ -296,7 +297,10 @@ def number_differs(
         rows = [(rank, f"from element {offsets[0]}") for rank, offsets in numbers]
         return _error(site, f"{op} of a different part, on each rank of {axis!r}, of an invariant value", rows,
                       "types do not cover Python numbers: a part picked by a number is typed as the same on all ranks",
-                      fix=f'fs.pslice(x, "{axis}") takes the part of each rank')  # fmt: skip
+                      fix=_choices([
+                          Fix(f'fs.pslice(x, "{axis}")', "it picks the part of each rank"),
+                          Fix("pick the same part on every rank", "the result is to be one value"),
+                      ]))  # fmt: skip
     rows = [(rank, ", ".join(map(repr, values))) for rank, values in numbers]
     return _error(site, f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks",
                   rows, "types do not cover Python numbers: the result is typed as invariant and is not",
@@ -319,7 +323,7 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         state = f"does not vary over {_over(axes)}" if m.takes == "V" else f"varies over {_over(axes)} already"
         return _error(m.origin, f"the gradient of this collective's result {state}", [("gradient", show_type(x))],
                       *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}")  # fmt: skip
-    update = update_of(x, axes)
+    update = next((m for m in x.info.history.mixtures if m.axis in axes and m.is_update), None)
     if verb in ("pvary", "pslice") and update is not None:
         return copies_differ(checker, update, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
     args: list[str] = []
@@ -442,7 +446,11 @@ def results_have_wrong_type(
     named = "their out specs name" if many else "its out spec names"
     what = f"{subject} {are} invariant over {over}, which {named}"
     why = f"the result would be {n} equal copies, and would have another size on another mesh"
-    fix = f"leave {over} out of the out spec, or take this rank's part: fs.pslice(..., {_quoted(axes)})"
+    dim = next((d for d, names in enumerate(rows[0][2].parts(x.tensor.ndim)) if set(names) & set(axes)), 0)
+    fix = _choices([
+        Fix(f"leave {over} out of the out spec", "the result is one value"),
+        Fix(_call_at(x.info.site, "pslice", axes, *([str(dim)] if dim else [])), "each rank is to return its part"),
+    ])  # fmt: skip
     return _error(x.info.site or name, what, table, why, fix=fix)
 
 
@@ -497,11 +505,11 @@ def _error(
     return fail(f"{site}: {what}" if site else what, *facts, *notes, fix=fix)
 
 
-def _call_at(site: _callsite.Site | None, verb: str, axes: Sequence[str]) -> str:
+def _call_at(site: _callsite.Site | None, verb: str, axes: Sequence[str], *more: str) -> str:
     """Return a line with a call around the expression that is at a place."""
     name = qualified_name(_callsite.user_frame(), verb)
-    line = rewritten(site, lambda source: f"{name}({source}, {_quoted(axes)})")
-    return line or f"{name}(..., {_quoted(axes)})"
+    arguments = ", ".join((_quoted(axes), *more))
+    return rewritten(site, lambda source: f"{name}({source}, {arguments})") or f"{name}(..., {arguments})"
 
 
 class Fix(NamedTuple):

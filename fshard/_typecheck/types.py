@@ -72,6 +72,7 @@ class Mixture:
     varying: TensorInfo
     text: MixtureText
     differentiated: bool  # a gradient can flow to the invariant operand
+    is_update: bool  # the result has the shape of the invariant operand, which is an argument
     earlier: Mixture | None  # by which the varying operand came to vary
 
 

@@ -17,6 +17,7 @@ class Option(NamedTuple):
     number: int
     condition: str  # "" where the message names no alternative
     line: str  # "" to delete it
+    is_new: bool = False  # the line is inserted before line `number`
 
 
 def options(message: str) -> list[Option]:
@@ -30,11 +31,13 @@ def options(message: str) -> list[Option]:
     for line in [*lines[first : first + 1], *(x for x in lines[first + 1 : first + 5] if x.startswith("  or, "))]:
         text = line.removeprefix("  fix: ").removeprefix("  or, ")
         condition, _, code = text.rpartition(":  ")
+        before_line = code.endswith(", before its first use")
+        code = code.removesuffix(", before its first use")
         at = re.match(r"at ([\w.-]+\.py):(\d+)", condition) or place
         if code == "delete this line":
             found.append(Option(at[1], int(at[2]), condition, ""))
         elif _is_code(code):
-            found.append(Option(at[1], int(at[2]), condition, code))
+            found.append(Option(at[1], int(at[2]), condition, code, before_line))
     return found
 
 
@@ -54,7 +57,8 @@ def applied(source: str, option: Option) -> str | None:
     old = lines[option.number - 1]
     comment = re.search(r"  # BUG.*$", old)
     indent = old[: len(old) - len(old.lstrip())]
-    lines[option.number - 1] = f"{indent}{option.line or 'pass'}{comment[0] if comment else ''}"
+    new_line = f"{indent}{option.line or 'pass'}"
+    lines[option.number - 1] = f"{new_line}\n{old}" if option.is_new else f"{new_line}{comment[0] if comment else ''}"
     new = "\n".join(lines)
     try:
         compile(new, "", "exec")
