@@ -229,8 +229,9 @@ def mixture_text(
     scene = Scene(checker, operands, op)
     axes = _quoted(sorted(invariant.info.type.invariant & varying.info.type.varying))
     rows = scene.row(invariant), scene.row(varying)
-    reduced = [scene.line_with(verb, varying, axes) for verb in ("pmean", "psum")]
-    return MixtureText(rows, scene.line_with("pvary", invariant, axes), *reduced, scene.without_pvary(varying))
+    lines = {"pvary": scene.line_with("pvary", invariant, axes)}
+    lines |= {verb: scene.line_with(verb, varying, axes) for verb in ("pmean", "psum")}
+    return MixtureText(rows, **lines, without_pvary=scene.without_pvary(varying))
 
 
 def update_of(x: Operand, axes: Sequence[str]) -> Mixture | None:
@@ -258,11 +259,10 @@ def argument_overwritten(
 def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[str, str]]) -> ShardingError:
     """Word the error of an argument's new value, which varies over an axis over which the argument does not."""
     name, n = m.text.rows[0][0], checker.sizes[m.axis]
-    cause = (m.earlier or m).varying
+    cause, partials = (m.earlier or m).varying, m.varying.history.partials
     if cause.type.differentiable or cause.history.partials:
-        fixes = [Fix(getattr(m.text, verb), _WHOLE[verb]) for verb in ("pmean", "psum")]
-        if cause.history.partials and cause.history.partials[0].verb == "psum":
-            fixes.reverse()
+        fixes = [_fix_of_reduction(p, [m.axis], p.site if p.site and p.site.line != m.site.line else None)
+                 for p in partials] or [Fix(m.text.pmean, _IS_MEAN), Fix(m.text.psum, _IS_SUM)]  # fmt: skip
         fixes += [_reduced_over_another_axis(r, [m.axis]) for r in m.varying.history.reductions
                   if r.axis in m.invariant.type.varying]  # fmt: skip
         fix = _choices(fixes)
@@ -356,6 +356,8 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         x_name = args[0] if args else scene.name(x)
         drop = f"{x_name} = {scene.call(verb, x_name, _quoted(axes))} before the loop, and {x_name} alone in it"
         why = f"{why}\nat an earlier run of this line the value did not vary over {_over(axes)}"
+    if x.info.type.random:
+        choices.append(Fix(f"name {_over(axes)} in the spec of the draw", "each rank is to draw its own part"))
     choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
     name = scene.known_name(x) or (args[0] if args else scene.name(x))
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
@@ -466,14 +468,15 @@ def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -
 def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
     """Return the fixes of a value that varies over `axes` and must not."""
     here, partials = x.info.site, x.info.history.partials
-    if partials and partials[0].to_scalar and partials[-1].verb != "all_gather":
-        partials = partials[:1]
+    if partials and partials[0].to_scalar:  # a product before it has most likely not lost the dim that is split
+        partials = (partials[0], *(p for p in partials[1:] if p.op != "matmul"))
     fixes = [_fix_of_reduction(p, axes, p.site if p.site and here and p.site.line != here.line else None)
              for p in partials]  # fmt: skip
     if not partials:
         fixes = [Fix(_call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
     if x.tensor.ndim:
-        fixes.append(Fix(f"name {_over(axes)} in its out spec", "each rank has its part of the result"))
+        fixes += [Fix(f"name {_over(axes)} in its out spec", "each rank is to return its part"),
+                  Fix(_call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some of its rows")]  # fmt: skip
     return _choices(fixes)
 
 
