@@ -33,7 +33,10 @@ def synchronized_batch_norm(p: dict[str, Tensor], running: dict[str, Tensor], x:
 
     (value, (mean, variance)), grads = fs.value_and_grad(loss, has_aux=True)(p)
     count = x.shape[0] * x.shape[2] * fs.axis_size("data")
-    new = {"mean": 0.9 * running["mean"] + 0.1 * mean, "var": 0.9 * running["var"] + 0.1 * variance * count / (count - 1)}
+    new = {
+        "mean": 0.9 * running["mean"] + 0.1 * mean,
+        "var": 0.9 * running["var"] + 0.1 * variance * count / (count - 1),
+    }
     return value, grads, new
 
 
