@@ -60,7 +60,7 @@ def dense_sigmoid_loss_by_ring(p: Params, image: Tensor, text: Tensor) -> Tensor
 
 
 def cached_contrastive_gradient(p: Params, image: Tensor, text: Tensor) -> Any:
-    """GradCache: embeddings without a graph, gradients of the loss by them, then by the parameters (Gao et al., 2021)."""
+    """GradCache: gradients of the loss by embeddings without a graph, then by the parameters (Gao et al., 2021)."""
     local = {name: w.detach().requires_grad_() for name, w in fs.pvary(p, "data").items()}
     with torch.no_grad():
         embedded = towers(local, image, text)

@@ -57,7 +57,7 @@ def dense_ensemble_prediction(p: Params, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_of_a_grid(w: Tensor, rates: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # rates [M@member]
-    """Train from one start with each learning rate; take the weights of the lowest loss, from the rank that has them."""
+    """Train from one start with each learning rate; take the weights of the lowest loss, of any rank."""
     start, x, y = fs.pvary((w, x, y), "member")
     error = lambda w: (x @ w - y).square().mean()  # noqa: E731
 

@@ -5,8 +5,6 @@ Legend: A [M, K], B [K, N], rows of a table [N@x]; [M@row, K@col] is a matrix in
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Legend: N items; [N@x] is a dim split over an axis.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 

@@ -105,8 +105,7 @@ def dense_quantum_circuit_energy(angles: Tensor, state: Tensor) -> Tensor:
     kron = lambda a, b, c: torch.kron(torch.kron(a, b.to(a)), c.to(a))  # noqa: E731
     one = one.to(state.dtype)
     rotation = kron(*(torch.matrix_exp(-0.5j * angle * y) for angle in angles))
-    phase = kron(torch.diag(x.new_tensor([1, 0])), one, one) + kron(torch.diag(x.new_tensor([0, 1])),
-                                                                     torch.diag(x.new_tensor([1, 1j])), one)  # fmt: skip
+    phase = torch.diag(x.new_tensor([1, 1, 1, 1, 1, 1, 1j, 1j]))
     psi = phase @ rotation @ state.flatten()
     observable = (kron(z, one, one) + 0.5 * kron(one, z, one) + 0.25 * kron(one, one, z)
                   + 0.5 * kron(one, one, x) + 0.5 * kron(one, x, one))  # fmt: skip
@@ -147,6 +146,7 @@ PROGRAMS = [
     Program(complex_least_squares, {"x": 3}, (P(), ROWS, ROWS), P(),
             (cnormal("w", 3), cnormal("x", 5, 3), cnormal("y", 5)), dense_complex_least_squares),
     Program(fs.value_and_grad(quantum_circuit_energy, (0, 1)), {"x": 2}, (P(), ROWS), (P(), (P(), ROWS)),
-            (torch.tensor([0.3, 1.1, -0.7], dtype=torch.float64), STATE), dense_grad(dense_quantum_circuit_energy, (0, 1))),
+            (torch.tensor([0.3, 1.1, -0.7], dtype=torch.float64), STATE),
+            dense_grad(dense_quantum_circuit_energy, (0, 1))),
     Program(cross_spectrum, {"x": 3}, (ROWS,), ROWS, (normal("signals", 3, 12),), dense_cross_spectrum),
 ]  # fmt: skip
