@@ -6,7 +6,7 @@ Legend: B batch, D width, C classes, R rank, T length, V vocabulary; [n@axis] is
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch.func import grad_and_value
 
 import fshard as fs
