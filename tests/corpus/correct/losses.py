@@ -185,40 +185,32 @@ def dense_angular_margin(p, x, labels):
 
 
 def connectionist_temporal(w, frames, targets, lengths, target_lengths):
-    """CTC loss of frames [B@data, T, D], with lengths of frames and targets that differ by row."""
+    """CTC loss of frames [B@data, T, D], with lengths of frames and of targets that differ by row."""
+    extended = F.pad(targets[:, :, None], (1, 0)).flatten(1)  # a blank before each label and one at the end
+    extended = F.pad(extended, (0, 1))  # [B@data, S]
+    may_skip = (extended != 0) & (extended != F.pad(extended, (2, 0))[:, :-2])
 
     def loss(w):
-        logp = torch.log_softmax(frames @ fs.pvary(w, "data"), -1).transpose(0, 1)
-        losses = F.ctc_loss(logp, targets, lengths, target_lengths, reduction="none")
-        return fs.pmean((losses / target_lengths).mean(), "data")
+        logp = torch.log_softmax(frames @ fs.pvary(w, "data"), -1)
+        emit = logp.gather(2, extended[:, None].expand(-1, frames.shape[1], -1))  # [B@data, T, S]
+        alpha = torch.where(torch.arange(extended.shape[1]) < 2, emit[:, 0], -1e5)
+        for t in range(1, frames.shape[1]):
+            before = F.pad(alpha, (2, 0), value=-1e5)
+            skipped = torch.where(may_skip, before[:, :-2], -1e5)
+            new = torch.logsumexp(torch.stack([alpha, before[:, 1:-1], skipped]), 0) + emit[:, t]
+            alpha = torch.where((t < lengths)[:, None], new, alpha)
+        ends = alpha.gather(1, 2 * target_lengths[:, None] - torch.arange(2))
+        return fs.pmean((-torch.logsumexp(ends, 1) / target_lengths).mean(), "data")
 
     return fs.value_and_grad(loss)(w)
 
 
 def dense_connectionist_temporal(w, frames, targets, lengths, target_lengths):
-    """The forward recursion over the extended label, row by row."""
+    def loss(w):
+        logp = torch.log_softmax(frames @ w, -1).transpose(0, 1)
+        return F.ctc_loss(logp, targets, lengths, target_lengths)
 
-    def one(logp, target):
-        labels = [0]
-        for label in target:
-            labels += [label, 0]
-        alpha = [logp[0, labels[0]], logp[0, labels[1]]] + [torch.tensor(-math.inf)] * (len(labels) - 2)
-        for frame in logp[1:]:
-            new = []
-            for s, label in enumerate(labels):
-                terms = alpha[max(0, s - 1) : s + 1]
-                if s > 1 and label and label != labels[s - 2]:
-                    terms = [alpha[s - 2], *terms]
-                terms = [t for t in terms if t > -math.inf]
-                new.append(torch.logsumexp(torch.stack(terms), 0) + frame[label] if terms else torch.tensor(-math.inf))
-            alpha = new
-        return -torch.logaddexp(alpha[-1], alpha[-2])
-
-    w = w.clone().requires_grad_()
-    logp = torch.log_softmax(frames @ w, -1)
-    rows = zip(logp, targets, lengths.tolist(), target_lengths.tolist(), strict=True)
-    loss = torch.stack([one(row[:n], target[:k].tolist()) / k for row, target, n, k in rows]).mean()
-    return loss.detach(), torch.autograd.grad(loss, w)[0]
+    return dense_value_and_grad(loss, w)
 
 
 def graph_convolution(w, nodes, sources, targets):
@@ -280,7 +272,7 @@ def dense_graph_attention(p, nodes, sources, targets):
                                       F.leaky_relu(h[i] @ p["left"] + h[j] @ p["right"], 0.2))  # fmt: skip
         rows = sorted(set(targets.tolist()))
         mixed = torch.softmax(scores[rows], -1) @ h
-        return torch.tanh(mixed).square().sum() / nodes.numel()
+        return torch.tanh(mixed).square().sum() / h.numel()
 
     return dense_value_and_grad(loss, p)
 
