@@ -292,5 +292,7 @@ PROGRAMS = [
         (normal("w", 6), normal("clients", 4, 5, 6), normal("goals", 4, 5), torch.tensor([5.0, 2.0, 1.0, 4.0])),
         dense_federated_averaging,
     ),
-    Program(gradient_noise_scale, DATA, (P(), BATCH, BATCH), P(), (normal("w", 6, 6), X, Y), dense_gradient_noise_scale),
+    Program(
+        gradient_noise_scale, DATA, (P(), BATCH, BATCH), P(), (normal("w", 6, 6), X, Y), dense_gradient_noise_scale
+    ),
 ]  # fmt: skip
