@@ -105,7 +105,7 @@ def neural_ode(p, z, goal, step):
 
     def loss(p):
         p, x = fs.pvary(p, "data"), z
-        for _ in range(3):
+        for _ in range(2):
             k1 = field(p, x)
             k2 = field(p, x + step / 2 * k1)
             k3 = field(p, x + step / 2 * k2)
@@ -121,7 +121,7 @@ def dense_neural_ode(p, z, goal, step):
 
     def loss(p):
         x = z
-        for _ in range(3):
+        for _ in range(2):
             k, total = torch.zeros_like(x), torch.zeros_like(x)
             for c, w in zip(tableau, weights, strict=True):
                 k = field(p, x + c * step * k)
@@ -135,7 +135,7 @@ def dense_neural_ode(p, z, goal, step):
 def adjoint_of_euler(p, z, goal, step):
     """The adjoint state by hand: local vjps backward in time, and one psum of the parameters' gradient at the end."""
     local, path = fs.pvary(p, "data"), [z]
-    for _ in range(4):
+    for _ in range(3):
         path.append(path[-1] + step * field(local, path[-1]))
     adjoint = 2 * (path[-1] - goal) / (len(z) * fs.axis_size("data"))
     total = fs.tree.map(torch.zeros_like, local)
@@ -148,7 +148,7 @@ def adjoint_of_euler(p, z, goal, step):
 
 def dense_adjoint_of_euler(p, z, goal, step):
     def loss(p, z):
-        for _ in range(4):
+        for _ in range(3):
             z = z + step * field(p, z)
         return (z - goal).square().sum(-1).mean()
 
