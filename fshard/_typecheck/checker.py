@@ -101,9 +101,14 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._set_info(x, join([Type(frozenset(varies) & self.axes), *operands], x), op=op)
 
     def set_draw_type(self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str]) -> None:
-        """Type a random draw, which varies over the axes of its spec and those of its key."""
+        """Type a random draw, which varies over the axes of its spec and those of its key.
+
+        Over the axes of its spec, ranks have parts of one draw. Over other axes its numbers are the same on each rank,
+        or by a key that varies they have nothing to do with each other.
+        """
         varying = (frozenset(spec_axes) & self.axes) | self.info(key).type.varying
-        self._set_info(x, Type(varying, self.axes - varying, random=True), op=op)
+        drawn = (self.axes - set(spec_axes)) | self.info(key).type.varying
+        self._set_info(x, Type(varying, self.axes - varying, drawn=drawn), op=op)
 
     def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """Return the positions of tensors, those of one type together."""
@@ -142,12 +147,13 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             t = info.type
             varying = t.varying | axes if m.gives == "V" else t.varying - axes
             invariant = t.invariant - axes if m.gives == "V" else t.invariant | axes
-            new = t._replace(varying=varying, invariant=invariant, random=False)
+            new = t._replace(varying=varying, invariant=invariant, drawn=NONE)
             reductions = tuple(x for x in info.history.reductions if x.axis in invariant)
             if m.gives == "I" and m.origin is None:
                 reductions += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
             mixtures = tuple(x for x in info.history.mixtures if x.axis in varying)
-            history = History(mixtures, reductions, info.history.partials if varying else ())
+            copies = info.history.copies | axes if m.verb == "pvary" else info.history.copies - axes
+            history = History(mixtures, reductions, info.history.partials if varying else (), copies)
             self._set_info(y, new, op=op, site=m.origin, alias=not m.moves, history=history)
         return out
 
@@ -242,9 +248,11 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         new = join(types)
         reductions = {r.axis: r for o in operands for r in o.info.history.reductions if r.axis in new.invariant}
         partials = self._partials(op, operands, args, kwargs) if new.varying and not in_backward() else ()
-        if not mixtures and not reductions and not partials:
+        copies = frozenset(a for a in new.varying if all(a in o.info.history.copies for o in operands
+                                                         if a in o.info.type.varying))  # fmt: skip
+        if not (mixtures or reductions or partials or copies):
             return new, NO_HISTORY
-        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials)
+        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies)
 
     def _partials(
         self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,7 +265,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if op.completed_by:
             dim, ndim = op.reduced_dim(args, kwargs), operands[0].tensor.ndim
             to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
-            partials = {Partial(op.name, op.completed_by, _callsite.site(), dim, to_scalar): None, **partials}
+            reduced = operands[-2:] if op.name == "matmul" else operands[:1]  # before them, a matrix to add
+            axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
+            partials = {Partial(op.name, op.completed_by, _callsite.site(), axes, dim, to_scalar): None, **partials}
         return tuple(partials)[:2]
 
     def _mix(
@@ -268,8 +278,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         differentiated = [] if op.compares else [
             o for o in invariant if differentiable_dtype(o.tensor) and self.differentiated(o.tensor)
         ]  # fmt: skip
-        drawn = [o for o in varying if _is_draw(op, o)]
-        strict = [*differentiated, *(o for o in invariant if _is_draw(op, o))]
+        drawn = [o for o in varying if _is_draw(op, o, axis)]
+        strict = [*differentiated, *(o for o in invariant if _is_draw(op, o, axis))]
         if not strict and drawn and not op.compares:
             strict = [o for o in invariant if o.info.type.differentiable]
         others = drawn or [o for o in varying if differentiable_dtype(o.tensor)]
@@ -308,9 +318,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.differentiated.follow(operands, out)
         differentiable = new.differentiable and differentiable_dtype(out)
-        # A value computed from a draw stays random until it has a gradient; an integer is a number like any other.
-        random = new.random and not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
-        type = new._replace(differentiable=differentiable, random=random)
+        # A value computed from a draw stays drawn until it has a gradient; an integer is a number like any other.
+        is_draw = not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
+        type = new._replace(differentiable=differentiable, drawn=new.drawn if is_draw else NONE)
         if op.view and operands:
             info = operands[0].info._replace(type=type)
             if op.copies:
@@ -421,7 +431,8 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
                     raise messages.number_differs(op, site, axis, rows)
 
 
-def _is_draw(op: Operation, o: Operand) -> bool:
-    """Return whether an operand is a random draw that an operation applies to the others."""
-    # A drawn integer used as an index (a sampled token) may pick from any operand.
-    return o.info.type.random and (differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise)
+def _is_draw(op: Operation, o: Operand, axis: str) -> bool:
+    """Return whether an operand is a random draw that an operation applies to the elements of the others."""
+    # A drawn integer used as an index (a sampled token) may pick from any operand, and a matrix may be random.
+    applies = (differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool) and op.name != "matmul"
+    return axis in o.info.type.drawn and (applies or op.pointwise)

@@ -17,13 +17,12 @@ from fshard.errors import ShardingError, fail
 from fshard.spec import P
 
 from .suggestion import executing, qualified_name, rewritten, with_first_operand
-from .types import History, Mixture, MixtureText, Operand, Partial, Reduction, show_type
+from .types import History, Mixture, MixtureText, Operand, Partial, Reduction, TensorInfo, show_type
 
 if TYPE_CHECKING:
     from .checker import Checker
 
 _SHOWN_RESULTS = 4
-_GIVES_PARTIAL_SUM = ("matmul", "sum", "dot")  # of a dim that is split
 _IS_SUM = "each rank has a part of a sum"
 _IS_MEAN = "each rank has the mean over an equal count"
 _WHOLE = {
@@ -127,7 +126,7 @@ def invariant_mixed_with_varying(
 ) -> ShardingError:
     """Word the error of an operation with one operand that is invariant over an axis and one that varies over it."""
     scene = Scene(checker, operands, op)
-    if invariant.info.type.random or varying.info.type.random:
+    if axis in invariant.info.type.drawn | varying.info.type.drawn:
         return _random_draw_mixed(scene, axis, op, invariant, varying)
     is_bias = op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and invariant.tensor is operands[0].tensor)
     if is_bias and scene.expression and scene.expression.is_summed():
@@ -148,13 +147,10 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
         return notes, _fix_before_vmap(scene.checker, invariant, axes)
     notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
     choices = [Fix(scene.line_with("pvary", invariant, axes))]
-    if op in ("add", "sub") and varying.info.op in _GIVES_PARTIAL_SUM:
-        choices = [Fix(scene.line_with("psum", varying, axes), f"{many} is a part of a sum"),
-                   Fix(choices[0].text, "it is not")]  # fmt: skip
-    elif op in ("add", "sub") and any(r.axis == axis for r in invariant.info.history.reductions):
-        partials = varying.info.history.partials[:1]
-        choices = [*(_fix_of_reduction(p, [axis], p.site if p.site and p.site.line != scene.line else None)
-                     for p in partials), Fix(choices[0].text, f"each rank is to keep its own {many}")]  # fmt: skip
+    partials = _fixes_of_partials(varying.info, [axis], scene.line) if op in ("add", "sub") else []
+    reduced = any(r.axis == axis for r in invariant.info.history.reductions)
+    if partials and (reduced or partials[0].site is None):
+        choices = [*partials[:1], Fix(choices[0].text, f"each rank is to keep its own {many}")]
     if line := scene.without_pvary(varying):
         choices = [Fix(choices[0].text, f"each rank is to use {one} in its own way"),
                    Fix(line, "both operands are the same on every rank")]  # fmt: skip
@@ -197,7 +193,7 @@ def _fix_of_whole_tree(scene: Scene, axis: str, axes: str, leaf: Operand) -> str
 
 
 def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> ShardingError:
-    draw, other = (invariant, varying) if invariant.info.type.random else (varying, invariant)
+    draw, other = (invariant, varying) if axis in invariant.info.type.drawn else (varying, invariant)
     n, name = scene.checker.sizes[axis], scene.known_name(draw) or "the draw"
     rows = [scene.row(draw, name), scene.row(other, scene.known_name(other) or "the other operand")]
     known = scene.known_name(other)
@@ -259,10 +255,10 @@ def argument_overwritten(
 def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[str, str]]) -> ShardingError:
     """Word the error of an argument's new value, which varies over an axis over which the argument does not."""
     name, n = m.text.rows[0][0], checker.sizes[m.axis]
-    cause, partials = (m.earlier or m).varying, m.varying.history.partials
+    cause = (m.earlier or m).varying
     if cause.type.differentiable or cause.history.partials:
-        fixes = [_fix_of_reduction(p, [m.axis], p.site if p.site and p.site.line != m.site.line else None)
-                 for p in partials] or [Fix(m.text.pmean, _IS_MEAN), Fix(m.text.psum, _IS_SUM)]  # fmt: skip
+        fixes = _fixes_of_partials(m.varying, [m.axis], m.site.line)
+        fixes = fixes or [Fix(m.text.pmean, _IS_MEAN), Fix(m.text.psum, _IS_SUM)]
         fixes += [_reduced_over_another_axis(r, [m.axis]) for r in m.varying.history.reductions
                   if r.axis in m.invariant.type.varying]  # fmt: skip
         fix = _choices(fixes)
@@ -356,7 +352,7 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         x_name = args[0] if args else scene.name(x)
         drop = f"{x_name} = {scene.call(verb, x_name, _quoted(axes))} before the loop, and {x_name} alone in it"
         why = f"{why}\nat an earlier run of this line the value did not vary over {_over(axes)}"
-    if x.info.type.random:
+    if set(axes) & x.info.type.drawn:
         choices.append(Fix(f"name {_over(axes)} in the spec of the draw", "each rank is to draw its own part"))
     choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
     name = scene.known_name(x) or (args[0] if args else scene.name(x))
@@ -467,17 +463,20 @@ def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -
 
 def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
     """Return the fixes of a value that varies over `axes` and must not."""
-    here, partials = x.info.site, x.info.history.partials
-    if partials and partials[0].to_scalar:  # a product before it has most likely not lost the dim that is split
-        partials = (partials[0], *(p for p in partials[1:] if p.op != "matmul"))
-    fixes = [_fix_of_reduction(p, axes, p.site if p.site and here and p.site.line != here.line else None)
-             for p in partials]  # fmt: skip
-    if not partials:
+    here = x.info.site
+    fixes = _fixes_of_partials(x.info, axes, here.line if here else 0)
+    if not fixes:
         fixes = [Fix(_call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
     if x.tensor.ndim:
         fixes += [Fix(f"name {_over(axes)} in its out spec", "each rank is to return its part"),
                   Fix(_call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some of its rows")]  # fmt: skip
     return _choices(fixes)
+
+
+def _fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:
+    """Return the fixes of operations that reduced a dim on the way to a value, if the axes may split it."""
+    partials = [p for p in x.history.partials if p.axes & set(axes)]
+    return [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
 
 
 def _fix_of_reduction(p: Partial, axes: Sequence[str], site: _callsite.Site | None) -> Fix:

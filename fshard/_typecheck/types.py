@@ -21,7 +21,7 @@ class Type(NamedTuple):
     varying: frozenset[str] = NONE
     invariant: frozenset[str] = NONE
     differentiable: bool = False  # may have a gradient: a float computed from a float argument
-    random: bool = False  # a random draw, or computed from draws alone
+    drawn: frozenset[str] = NONE  # axes of a random draw whose numbers are no part of one draw of all ranks
 
 
 class History(NamedTuple):
@@ -30,6 +30,7 @@ class History(NamedTuple):
     mixtures: tuple[Mixture, ...] = ()  # made it vary: at most one for each axis
     reductions: tuple[Reduction, ...] = ()  # made it invariant: at most one for each axis
     partials: tuple[Partial, ...] = ()  # the last two reductions of a dim that a value that varies was computed from
+    copies: frozenset[str] = NONE  # axes over which a value varies by pvary alone: each rank has a copy of one value
 
 
 NO_HISTORY = History()
@@ -52,6 +53,7 @@ class Partial(NamedTuple):
     op: str
     verb: str
     site: Site | None
+    axes: frozenset[str]  # those that may split the dims
     dim: int | None  # that is reduced; None for all
     to_scalar: bool
 
@@ -117,7 +119,7 @@ def join(types: Sequence[Type], result: Tensor | None = None) -> Type:
     varying = NONE.union(*(t.varying for t in typed))
     invariant = NONE.union(*(t.invariant for t in typed)) - varying
     differentiable = can_differentiate and any(t.differentiable for t in typed)
-    return Type(varying, invariant, differentiable, any(t.random for t in typed))
+    return Type(varying, invariant, differentiable, NONE.union(*(t.drawn for t in typed)))
 
 
 def show_type(o: Operand, shape: Sequence[int] | None = None) -> str:

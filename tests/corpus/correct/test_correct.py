@@ -19,7 +19,7 @@ PROGRAMS: list[Program] = [
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.f.__module__.rpartition(chr(46))[2]}-{p}")
 def test_correct_program(program: Program):
     f = program.mapped()
     result = fs.device_get(f(*program.args))
