@@ -162,7 +162,7 @@ def test_many_leaves_are_sorted_by_ratio_then_error_and_the_rest_named(mesh):
         "  and 3 more: result['z3'], result['z2'], result['z1']\n"
         "  usual causes: a nonlinearity or a statistic of one rank's part; a mean of unequal counts; positions, "
         "targets or\n"
-        "  masks counted from 0 on each rank; a pvary or psum that is missing"
+        "  masks counted from 0 on each rank; a gradient that is not summed, for want of a pvary"
     )
 
 
