@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import tree
@@ -31,9 +33,10 @@ from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
 from .sharded import Sharded, device_put
-from .spec import format_axes
+from .spec import format_axes, part_lengths
 
 Sizes = dict[str, int]
+Earlier = tuple[str, Tensor] | None  # the argument that a leaf is a new value of, by its name
 
 
 @dataclass(frozen=True)
@@ -44,34 +47,38 @@ class Verified:
     leaves: int
     error: float  # relative to the largest value of its leaf
     noise: tuple[str, ...] = ()  # leaves that differ by more, but not by more than another rounding changes them
+    examples: str = ""  # the other examples that were compared too
 
     def __repr__(self) -> str:
         if len(self.meshes) == 1:
             return f"verified: nothing, as {self.meshes[0]} has no axis to collapse"
         count = f"{self.leaves} leaves" if self.leaves != 1 else "1 leaf"
         noise = f"; only noise: {join_limited(self.noise, 3)}" if self.noise else ""
-        meshes = "; ".join(self.meshes)
+        meshes = "; ".join(self.meshes) + (f"; and {self.examples}" if self.examples else "")
         return f"verified: {count} the same on {meshes} (largest relative error {self.error:.0e}{noise})"
 
 
 def verify(
     f: ShardMapped, *args: Any, meshes: Sequence[Mapping[str, int]] | None = None, rtol: Any = None, atol: Any = None,
-    bitwise: bool = False,
+    bitwise: bool = False, examples: int | Sequence[int] = (),
 ) -> Verified:  # fmt: skip
-    """Run `f` on its mesh and on others, by default with each axis collapsed to size 1, and with all; compare the results.
+    """Run `f` on its mesh and on others, with each axis in turn collapsed to size 1, and with all; compare the results.
 
     Arguments are copied to every mesh, so donated ones stay valid. Every process simulates the other meshes, where `f`
     is not compiled. Where something differs, further runs with other roundings measure the noise: so the precision that
     a leaf was computed in sets what is allowed, whatever its dtype.
 
     Args:
-        meshes: sizes of axes for each mesh to compare with, where not every axis can be collapsed by itself; an axis
+        meshes: sizes of axes of the meshes to compare with instead, where an axis cannot be collapsed by itself; one
             that is left out keeps its size. `[{"rows": 1, "cols": 1}]` for two axes that must be equal.
         rtol: allowed error relative to each value, by default 1000 eps of the leaf's dtype, 4 eps of half precision: a
             number, or a prefix tree of the results, with None for the default.
         atol: allowed absolute error, in the same form; by default 100 (or 2) eps of the largest value of the leaf, or 4
             times the noise in it, whichever is larger. It is the whole of it where given.
         bitwise: allow no difference.
+        examples: positions of arguments that hold examples along dim 0, split over the ranks. All meshes are then
+            compared a second time, with the examples in another order and one fewer (or, where a rank has only one,
+            almost twice as many), so that the ranks have unequal numbers of them.
 
     >>> total = shard_map(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
     >>> verify(total, torch.ones(8))
@@ -87,23 +94,50 @@ def verify(
     if f.mesh.kind == "abstract":
         raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
                    fix="fs.check it; or verify it on a simulated mesh")  # fmt: skip
+    others = _collapsed(f.mesh.axes) if meshes is None else _other_sizes(f.mesh.axes, meshes)
+    runs = [(f._name, args)]
+    positions = (examples,) if isinstance(examples, int) else tuple(examples)
+    if positions:
+        label, other_args = _other_examples(f, args, positions)
+        runs.append((f"{f._name}, {label},", other_args))
+    outcomes = [_compare_meshes(f, label, a, others, rtol, atol, bitwise) for label, a in runs]
+    return Verified(
+        tuple(map(format_axes, [f.mesh.axes, *others])),
+        outcomes[0][0],
+        max(error for _, error, _ in outcomes),
+        tuple(dict.fromkeys(name for *_, noise in outcomes for name in noise)),
+        label if positions else "",
+    )
+
+
+def _compare_meshes(
+    f: ShardMapped, name: str, args: tuple[Any, ...], others: Sequence[Sizes], rtol: Any, atol: Any, bitwise: bool
+) -> tuple[int, float, list[str]]:
+    """Return the number of leaves, the largest error, and the leaves that are noise. Raises if leaves differ."""
     axes = f.mesh.axes
-    others = _collapsed(axes) if meshes is None else _other_sizes(axes, meshes)
     full_args = device_get(args)
-    results = f(*_place_copies(args, full_args, f.mesh))
+    try:
+        results = f(*_place_copies(args, full_args, f.mesh))
+    except Exception as e:
+        if name == f._name:
+            raise
+        raise fail(f"verify: {name} raises", f"{type(e).__name__}: {e}",
+                   fix="leave examples= out, if the function always has equally many on each rank") from e  # fmt: skip
     got = device_get(results)
-    tolerances = [*_tolerances(got, rtol, atol, bitwise), Tolerance()]  # the last one, and the last name, of the tree
-    mismatched_replicas = replica_errors(f"verify: {f._name}", results, tolerances)
+    earlier = [*_earlier_values(full_args, got), None]  # the last one of each list is that of the tree
+    tolerances = [*_tolerances(got, earlier, rtol, atol, bitwise), Tolerance()]
+    mismatched_replicas = replica_errors(f"verify: {name}", results, tolerances)
     names = [*(tree.show("result", path) for path, _ in tree.leaves_with_path(got)), "the tree of results"]
     differences: list[Difference] = []
     worst = 0.0
-    for sizes in others:
-        # Simulated ranks cannot be compiled, and the program was checked on its own mesh.
-        other = f.on(make_mesh(kind="simulated", device=f.mesh.device, **sizes), check="never", compile=False)
+    # Simulated ranks cannot be compiled, and the program was checked on its own mesh.
+    meshes = [make_mesh(kind="simulated", device=f.mesh.device, **sizes) for sizes in others]
+    functions = [f.on(mesh, check="never", compile=False) for mesh in meshes]
+    for other, sizes in zip(functions, others, strict=True):
         try:
             want = _run(other, args, full_args)
         except Exception as e:
-            raise fail(f"verify: {f._name} runs on {format_axes(axes)}, and raises on {format_axes(sizes)}",
+            raise fail(f"verify: {name} runs on {format_axes(axes)}, and raises on {format_axes(sizes)}",
                        f"{type(e).__name__}: {e}") from e  # fmt: skip
         more, error = compare(got, want, {a: (n, sizes[a]) for a, n in axes.items() if sizes[a] != n}, tolerances)
         differences, worst = differences + more, max(worst, error)
@@ -111,27 +145,57 @@ def verify(
     if any(f.mesh.gather_objects(bool(differences))):
         rerun = [*tree.leaves(_run(f, args, full_args)), None]
         noise = [0.0] * len(names)
-        if any(t.measures_noise for t in tolerances):
-            noise = _measure_noise(other, args, full_args, noise)
+        if any(t.measures_noise for t in tolerances[:-1]):
+            noise = _measure_noise(min(functions, key=lambda g: g.mesh.size), args, full_args, noise)
             # The mesh of `f` adds roundings of the parts: a leaf that is wrong by 1000 times the noise stays wrong.
             if any(f.mesh.gather_objects(any(d.is_near(tolerances[d.leaf], noise[d.leaf]) for d in differences))):
                 noise = _measure_noise(f, args, full_args, noise)
         real = [d for d in differences if d.exceeds(tolerances[d.leaf], noise[d.leaf])]
         only_noise = [names[i] for i in sorted({d.leaf for d in differences} - {d.leaf for d in real})]
         not_repeated = {d.leaf for d in differences if d.changed_in(rerun[d.leaf], tolerances[d.leaf])}
-        facts = zip(
-            tolerances, noise, [*_earlier_values(full_args, got), None], [*tree.leaves(results), None], strict=True
-        )
+        facts = zip(tolerances, noise, earlier, [*tree.leaves(results), None], strict=True)
         evidence = [Evidence(t, e, before, functools.partial(sum_over_ranks, x)) for t, e, before, x in facts]
-        text = describe_differences(f._name, real, names, evidence)
+        text = describe_differences(name, real, names, evidence)
         if not_repeated:
             changed = join_limited([names[i] for i in sorted(not_repeated)], 3)
-            text = str(fail(f"verify: {changed} of {f._name}: another run on the same mesh gives another answer",
+            text = str(fail(f"verify: {changed} of {name}: another run on the same mesh gives another answer",
                             fix="draw with fs.random and a key, not with torch's own generator"))  # fmt: skip
         if first_text := next(filter(None, f.mesh.gather_objects(text)), ""):
             raise ShardingError(first_text)
     raise_all(mismatched_replicas)
-    return Verified(tuple(map(format_axes, [axes, *others])), len(names) - 1, worst, tuple(only_noise))
+    return len(names) - 1, worst, only_noise
+
+
+def _other_examples(f: ShardMapped, args: tuple[Any, ...], positions: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
+    """Return the arguments with other examples at those positions, and a label that says with which."""
+    leaves, treedef = tree.flatten(args)
+    paths = [path for path, _ in tree.leaves_with_path(args)]
+    at = dict.fromkeys(range(len(args))[i] if -len(args) <= i < len(args) else i for i in positions)
+    split = {}  # leaf -> sizes of the axes that its dim 0 is split over
+    for i, (x, spec) in enumerate(zip(leaves, f._find_plan(leaves, treedef, args).specs, strict=True)):
+        if isinstance(x, (Tensor, Sharded)) and x.ndim and paths[i][0] in at and spec.parts(x.ndim)[0]:
+            split[i] = [f.mesh.axes[a] for a in spec.parts(x.ndim)[0]]
+    if without := [i for i in at if i not in {paths[j][0] for j in split}]:
+        raise fail(f"verify: examples={without[0]}: no tensor of args[{without[0]}] is split along dim 0",
+                   fix="name the positions of arguments that hold examples, counted from 0")  # fmt: skip
+    counts = {leaves[i].shape[0]: tree.show("args", paths[i]) for i in split}
+    if len(counts) > 1:
+        raise fail("verify: examples: the arguments have different numbers of them",
+                   *(f"{name} has {n}" for n, name in counts.items()),
+                   fix="name only those that hold examples")  # fmt: skip
+    n = min(counts)
+    unequal = (m for m in (n - 1, 2 * n - 1) if all(_is_unequal(m, sizes) for sizes in split.values()))
+    m = next(unequal, n)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0)).repeat(2)[:m]
+    for i in split:
+        full = device_get(leaves[i])[order]
+        leaves[i] = device_put(full, leaves[i].spec, f.mesh) if isinstance(leaves[i], Sharded) else full
+    return f"with {m} examples instead of {n}, in another order", tree.unflatten(treedef, leaves)
+
+
+def _is_unequal(n: int, sizes: Sequence[int]) -> bool:
+    """Return whether some ranks have more of n examples than others, and each has one."""
+    return 0 < min(part_lengths(n, sizes)) < max(part_lengths(n, sizes))
 
 
 def _collapsed(axes: Sizes) -> list[Sizes]:
@@ -157,24 +221,29 @@ def _other_sizes(axes: Sizes, meshes: Sequence[Mapping[str, int]]) -> list[Sizes
     return [{**axes, **sizes} for sizes in meshes]
 
 
-def _tolerances(got: Any, rtol: Any, atol: Any, bitwise: bool) -> list[Tolerance]:
+def _tolerances(got: Any, earlier: Sequence[Earlier], rtol: Any, atol: Any, bitwise: bool) -> list[Tolerance]:
     """Return the tolerance of each leaf, from prefix trees. Raises ShardingError for prefixes that do not fit."""
 
     def each(name: str, prefix: Any) -> list[float | None]:
         is_number = lambda x: x is None or (isinstance(x, (int, float)) and x >= 0)  # noqa: E731
         return tree.broadcast(prefix, got, name=f"verify: {name}", leaf=is_number, kind="number of 0 or more")
 
-    return [Tolerance(r, a, bitwise) for r, a in zip(each("rtol", rtol), each("atol", atol), strict=True)]
+    changes = [
+        max_finite_magnitude(widen(x) - widen(old[1])) if old is not None else math.inf
+        for x, old in zip(tree.leaves(got), earlier, strict=False)
+    ]
+    rows = zip(each("rtol", rtol), each("atol", atol), changes, strict=True)
+    return [Tolerance(r, a, bitwise, change) for r, a, change in rows]
 
 
-def _earlier_values(args: Any, results: Any) -> list[tuple[str, Tensor] | None]:
+def _earlier_values(args: Any, results: Any) -> list[Earlier]:
     """Return, for each leaf of the results, the argument of the same shape and dtype whose path ends most alike.
 
     A program that updates parameters returns them at such a path: `args[0]['up']` and `result[0]['up']`.
     """
     floats = [(path, x) for path, x in tree.leaves_with_path(args) if isinstance(x, Tensor) and x.is_floating_point()]
 
-    def find(path: tree.Path, y: Any) -> tuple[str, Tensor] | None:
+    def find(path: tree.Path, y: Any) -> Earlier:
         same = [(p, x) for p, x in floats if isinstance(y, Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)]
         best = max(same, key=lambda row: _common_end(path, row[0]), default=None)
         return (tree.show("args", best[0]), best[1]) if best and (not path or _common_end(path, best[0])) else None

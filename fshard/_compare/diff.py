@@ -38,6 +38,9 @@ from fshard.spec import describe
 # d is the largest of a few draws, and 4 d is allowed. A wrong leaf is missed only where its error is less than 4 times
 # what rounding changes: where it is noise. A second psum or a missing one is an error of 50 % or more, and 4 d of a
 # gradient in bfloat16 is some 5 %.
+#
+# A leaf that updates an argument, w - lr g, hides an error of its change if lr g is small. So of such a leaf only 1 %
+# of the largest change is allowed, and some eps of an element, by which the last sum rounds.
 _NO_RATIO = "no constant ratio"
 _USUAL = (
     "usual causes: a nonlinearity or a statistic of one rank's part; a mean of unequal counts; positions, targets or\n"
@@ -56,6 +59,7 @@ class Tolerance:
     rtol: float | None = None
     atol: float | None = None
     bitwise: bool = False
+    change: float = math.inf  # the largest change of the leaf from the argument that it is a new value of
 
     @property
     def measures_noise(self) -> bool:
@@ -68,10 +72,13 @@ class Tolerance:
             return x != y
         if not (dtype.is_floating_point or dtype.is_complex):  # rounded to an integer: a step is all or nothing
             return (x != y) & ((widen(x) - widen(y)).abs() > noise)
-        x, y, (rtol, floor) = widen(x), widen(y), _defaults(dtype)
-        atol = max(floor * max_finite_magnitude(y), 4 * noise) if self.atol is None else self.atol
+        x, y, (rtol, floor, ulps) = widen(x), widen(y), _defaults(dtype)
+        atol = floor * max_finite_magnitude(y) if self.atol is None else self.atol
+        allowed = (rtol if self.rtol is None else self.rtol) * y.abs() + atol
+        if self.rtol is None and self.atol is None:
+            allowed = torch.minimum(allowed, ulps * y.abs() + 0.01 * self.change)
         difference = (x - y).abs()
-        near = difference <= (rtol if self.rtol is None else self.rtol) * y.abs() + atol
+        near = difference <= (allowed + 4 * noise if self.atol is None else allowed)
         return (x != y) & ~(near & torch.isfinite(difference))
 
     def differs(self, x: Tensor, y: Tensor) -> bool:
@@ -123,7 +130,7 @@ def compare(
             )
         elif not torch.equal(a, b):
             error = _relative_error(a, b)
-            near = tolerances[i].measures_noise and error <= _defaults(a.dtype)[1]
+            near = tolerances[i].measures_noise and tolerances[i].change == math.inf and error <= _defaults(a.dtype)[1]
             if not near and bool(tolerances[i].mask(a, b).any()):
                 differences.append(Difference(i, sizes, x=a, y=b))
             elif math.isfinite(error):
@@ -135,10 +142,10 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _defaults(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the default rtol, and the default atol for a largest value of 1."""
+def _defaults(dtype: torch.dtype) -> tuple[float, float, float]:
+    """Return the default rtol, the default atol for a largest value of 1, and the rtol of one sum."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
-    return (1000 * eps, 100 * eps) if eps < 1e-6 else (4 * eps, 2 * eps)
+    return (1000 * eps, 100 * eps, 4 * eps) if eps < 1e-6 else (4 * eps, 2 * eps, 4 * eps)
 
 
 def max_finite_magnitude(x: Tensor) -> float:
@@ -193,7 +200,7 @@ class Evidence:
     tolerance: Tolerance
     noise: float = 0.0
     before: tuple[str, Tensor] | None = None  # the argument that the leaf is a new value of, by its name
-    sums: Callable[[Iterable[str]], Tensor | None] = lambda _: None  # sums of the replicas on the ranks of axes
+    sums: Callable[[Iterable[str]], tuple[Tensor, int] | None] = lambda _: None  # of the replicas on the ranks of axes
 
 
 def _explain(d: Difference, evidence: Evidence) -> tuple[_SortKey, list[str]]:
@@ -233,18 +240,24 @@ def _explain(d: Difference, evidence: Evidence) -> tuple[_SortKey, list[str]]:
         if ratio is not None and ratio >= 0:
             lines.append(f"its change from {name} is {ratio:.4g} times what it should be")
             return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
-    missing = _missing_sum(y, d.sizes, evidence.sums(d.sizes), equal)
+    missing = _missing_sum(y, d.sizes, evidence, equal)
     return order, [*lines, missing or f"{_NO_RATIO}{_format_box(wrong)}"]
 
 
-def _missing_sum(y: Tensor, sizes: dict[str, tuple[int, int]], sums: Tensor | None, equal: _Equal) -> str:
+def _missing_sum(y: Tensor, axes: Iterable[str], evidence: Evidence, equal: _Equal) -> str:
     """Return the cause of an error that a sum, or a mean, of the values of the ranks would mend; `""` if none would."""
-    axes, n = " and ".join(map(repr, sizes)), math.prod(n for n, _ in sizes.values())
-    if sums is None:
+    found = evidence.sums(axes)
+    if found is None:
         return ""
-    if equal(sums, y):
-        return f"the sum of the values on the ranks of {axes} is right: a psum is missing, or for a gradient a pvary"
-    return f"the mean of the values on the ranks of {axes} is right: a pmean is missing" if equal(sums / n, y) else ""
+    (total, n), ranks = found, f"on the ranks of {' and '.join(map(repr, axes))} is right"
+    missing = "a psum is missing, or for a gradient a pvary"
+    if equal(total, y):
+        return f"the sum of the values {ranks}: {missing}"
+    if equal(total / n, y):
+        return f"the mean of the values {ranks}: a pmean is missing"
+    if evidence.before is not None and equal(total - (n - 1) * widen(evidence.before[1]), y):
+        return f"the sum of the changes from {evidence.before[0]} {ranks}: {missing}"
+    return ""
 
 
 def _mesh_factors(sizes: dict[str, tuple[int, int]]) -> dict[float, str]:

@@ -5,6 +5,7 @@ Ranks that are threads compare values side by side, within a tolerance. Any rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,10 +44,10 @@ def replica_errors(name: str, results: Any, tolerances: Tolerance | Sequence[Tol
     return errors
 
 
-def sum_over_ranks(x: Any, axes: Iterable[str]) -> Tensor | None:
-    """Return the full leaf, summed over the ranks of those axes that its spec does not name, in double precision.
+def sum_over_ranks(x: Any, axes: Iterable[str]) -> tuple[Tensor, int] | None:
+    """Return the full leaf, summed over the ranks of those axes that its spec does not name, and their number.
 
-    None where there is nothing to sum: no such axis, or a mesh that is not simulated.
+    The sum is in double precision. None where there is nothing to sum: no such axis, or a mesh that is not simulated.
     """
     over = [a for a in axes if a not in x.spec.axes] if isinstance(x, Sharded) and x.mesh.kind == "simulated" else []
     if not over:
@@ -55,7 +56,7 @@ def sum_over_ranks(x: Any, axes: Iterable[str]) -> Tensor | None:
     for rank, part in zip(x.mesh.ranks, x.shards, strict=True):
         if not any(at for a, at in x.mesh.coords(rank).items() if a not in over and a not in x.spec.axes):
             total[x.box(rank)] += widen(part.detach().cpu())
-    return total
+    return total, math.prod(x.mesh.axes[a] for a in over)
 
 
 @dataclass(frozen=True)

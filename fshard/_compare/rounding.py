@@ -13,8 +13,8 @@ from torch import Tensor
 from fshard._torch_compat import TorchDispatchMode, schema_of
 
 # The last bits are replaced by a hash of the bits above them. So equal values stay equal, the order stays, and a value
-# that has been replaced stays as it is where it is copied, gathered, compared or the largest: only operations that round
-# make new bits. Numbers with few bits, such as 0, 1, a count, a power of 2, infinity or NaN, are exact most times and
+# with such bits keeps them where it is copied, gathered, compared or the largest: only operations that round make new
+# ones. Numbers with few bits, such as 0, 1, a count, a power of 2, infinity or NaN, are exact most times and
 # stay, so no value becomes infinite or NaN.
 #
 # Of each dtype: the bits of the fraction, how many of them are replaced, and integers of its size. An operation sums
