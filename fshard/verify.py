@@ -33,7 +33,9 @@ from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
 from .sharded import Sharded, device_put
-from .spec import format_axes, part_lengths
+from .spec import format_axes
+
+ORDERS = 3  # in which examples are compared, besides the one that is passed
 
 Sizes = dict[str, int]
 Earlier = tuple[str, Tensor] | None  # the argument that a leaf is a new value of, by its name
@@ -47,14 +49,14 @@ class Verified:
     leaves: int
     error: float  # relative to the largest value of its leaf
     noise: tuple[str, ...] = ()  # leaves that differ by more, but not by more than another rounding changes them
-    examples: str = ""  # the other examples that were compared too
+    orders: int = 1  # of the examples
 
     def __repr__(self) -> str:
         if len(self.meshes) == 1:
             return f"verified: nothing, as {self.meshes[0]} has no axis to collapse"
         count = f"{self.leaves} leaves" if self.leaves != 1 else "1 leaf"
         noise = f"; only noise: {join_limited(self.noise, 3)}" if self.noise else ""
-        meshes = "; ".join(self.meshes) + (f"; and {self.examples}" if self.examples else "")
+        meshes = "; ".join(self.meshes) + (f"; in {self.orders} orders of the examples" if self.orders > 1 else "")
         return f"verified: {count} the same on {meshes} (largest relative error {self.error:.0e}{noise})"
 
 
@@ -76,9 +78,9 @@ def verify(
         atol: allowed absolute error, in the same form; by default 100 (or 2) eps of the largest value of the leaf, or 4
             times the noise in it, whichever is larger. It is the whole of it where given.
         bitwise: allow no difference.
-        examples: positions of arguments that hold examples along dim 0, split over the ranks. All meshes are then
-            compared a second time, with the examples in another order and one fewer (or, where a rank has only one,
-            almost twice as many), so that the ranks have unequal numbers of them.
+        examples: positions of arguments that hold examples, split over the ranks along dim 0. All meshes are then
+            compared with the examples in three other orders too: on each rank there are then other numbers of examples
+            that a mask keeps, or that meet a condition. Pass 7 examples instead of 8 for ranks of unequal size.
 
     >>> total = shard_map(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
     >>> verify(total, torch.ones(8))
@@ -96,17 +98,16 @@ def verify(
                    fix="fs.check it; or verify it on a simulated mesh")  # fmt: skip
     others = _collapsed(f.mesh.axes) if meshes is None else _other_sizes(f.mesh.axes, meshes)
     runs = [(f._name, args)]
-    positions = (examples,) if isinstance(examples, int) else tuple(examples)
-    if positions:
-        label, other_args = _other_examples(f, args, positions)
-        runs.append((f"{f._name}, {label},", other_args))
-    outcomes = [_compare_meshes(f, label, a, others, rtol, atol, bitwise) for label, a in runs]
+    if examples != ():
+        positions = [examples] if isinstance(examples, int) else list(examples)
+        runs += [(f"{f._name}, with the examples in another order,", a) for a in _in_other_orders(f, args, positions)]
+    outcomes = [_compare_meshes(f, name, a, others, rtol, atol, bitwise) for name, a in runs]
     return Verified(
         tuple(map(format_axes, [f.mesh.axes, *others])),
         outcomes[0][0],
         max(error for _, error, _ in outcomes),
         tuple(dict.fromkeys(name for *_, noise in outcomes for name in noise)),
-        label if positions else "",
+        len(runs),
     )
 
 
@@ -116,13 +117,7 @@ def _compare_meshes(
     """Return the number of leaves, the largest error, and the leaves that are noise. Raises if leaves differ."""
     axes = f.mesh.axes
     full_args = device_get(args)
-    try:
-        results = f(*_place_copies(args, full_args, f.mesh))
-    except Exception as e:
-        if name == f._name:
-            raise
-        raise fail(f"verify: {name} raises", f"{type(e).__name__}: {e}",
-                   fix="leave examples= out, if the function always has equally many on each rank") from e  # fmt: skip
+    results = f(*_place_copies(args, full_args, f.mesh))
     got = device_get(results)
     earlier = [*_earlier_values(full_args, got), None]  # the last one of each list is that of the tree
     tolerances = [*_tolerances(got, earlier, rtol, atol, bitwise), Tolerance()]
@@ -166,36 +161,29 @@ def _compare_meshes(
     return len(names) - 1, worst, only_noise
 
 
-def _other_examples(f: ShardMapped, args: tuple[Any, ...], positions: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
-    """Return the arguments with other examples at those positions, and a label that says with which."""
+def _in_other_orders(f: ShardMapped, args: tuple[Any, ...], positions: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Return the arguments with the examples at those positions in other orders, the same for all of them."""
     leaves, treedef = tree.flatten(args)
-    paths = [path for path, _ in tree.leaves_with_path(args)]
-    at = dict.fromkeys(range(len(args))[i] if -len(args) <= i < len(args) else i for i in positions)
-    split = {}  # leaf -> sizes of the axes that its dim 0 is split over
-    for i, (x, spec) in enumerate(zip(leaves, f._find_plan(leaves, treedef, args).specs, strict=True)):
-        if isinstance(x, (Tensor, Sharded)) and x.ndim and paths[i][0] in at and spec.parts(x.ndim)[0]:
-            split[i] = [f.mesh.axes[a] for a in spec.parts(x.ndim)[0]]
-    if without := [i for i in at if i not in {paths[j][0] for j in split}]:
-        raise fail(f"verify: examples={without[0]}: no tensor of args[{without[0]}] is split along dim 0",
-                   fix="name the positions of arguments that hold examples, counted from 0")  # fmt: skip
-    counts = {leaves[i].shape[0]: tree.show("args", paths[i]) for i in split}
-    if len(counts) > 1:
-        raise fail("verify: examples: the arguments have different numbers of them",
-                   *(f"{name} has {n}" for n, name in counts.items()),
-                   fix="name only those that hold examples")  # fmt: skip
-    n = min(counts)
-    unequal = (m for m in (n - 1, 2 * n - 1) if all(_is_unequal(m, sizes) for sizes in split.values()))
-    m = next(unequal, n)
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(0)).repeat(2)[:m]
-    for i in split:
-        full = device_get(leaves[i])[order]
-        leaves[i] = device_put(full, leaves[i].spec, f.mesh) if isinstance(leaves[i], Sharded) else full
-    return f"with {m} examples instead of {n}, in another order", tree.unflatten(treedef, leaves)
-
-
-def _is_unequal(n: int, sizes: Sequence[int]) -> bool:
-    """Return whether some ranks have more of n examples than others, and each has one."""
-    return 0 < min(part_lengths(n, sizes)) < max(part_lengths(n, sizes))
+    specs = f._find_plan(leaves, treedef, args).specs
+    split: dict[int, list[int]] = {i: [] for i in positions}  # leaves of each argument whose dim 0 is split
+    for i, ((path, x), spec) in enumerate(zip(tree.leaves_with_path(args), specs, strict=True)):
+        if path[0] in split and isinstance(x, (Tensor, Sharded)) and x.ndim and spec.parts(x.ndim)[0]:
+            split[path[0]].append(i)
+    which = [i for row in split.values() for i in row]
+    counts = {leaves[i].shape[0] for i in which}
+    if len(counts) != 1 or not all(split.values()):
+        rows = [f"args[{i}] has {sorted({leaves[j].shape[0] for j in row})}" for i, row in split.items()]
+        raise fail(f"verify: examples={positions!r}: those arguments do not hold one number of examples",
+                   "lengths of dim 0 where it is split", *rows,
+                   fix="name the positions of the arguments that hold examples, counted from 0")  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    out = []
+    for _ in range(ORDERS):
+        order, new = torch.randperm(*counts, generator=generator), list(leaves)
+        for i, full in zip(which, device_get([leaves[i] for i in which]), strict=True):
+            new[i] = device_put(full[order], leaves[i].spec, f.mesh) if isinstance(leaves[i], Sharded) else full[order]
+        out.append(tree.unflatten(treedef, new))
+    return out
 
 
 def _collapsed(axes: Sizes) -> list[Sizes]:

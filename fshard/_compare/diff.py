@@ -97,9 +97,14 @@ class Difference:
     y: Tensor | None = None
 
     @property
+    def collapses(self) -> bool:
+        return all(size == 1 for _, size in self.sizes.values())
+
+    @property
     def axes(self) -> str:
         """The axes, as errors name them."""
-        return " and ".join(f"{a!r}" if k == 1 else f"{a!r} from {n} to {k}" for a, (n, k) in self.sizes.items())
+        changes = "" if self.collapses else " from {} to {}"
+        return " and ".join(f"{axis!r}" + changes.format(*sizes) for axis, sizes in self.sizes.items())
 
     def exceeds(self, tolerance: Tolerance, noise: float) -> bool:
         return self.x is None or self.y is None or bool(tolerance.mask(self.x, self.y, noise).any())
@@ -172,10 +177,10 @@ def describe_differences(
     for d in differences:
         if len(d.sizes) == 1 or d.leaf not in single:
             order, lines = _explain(d, evidence[d.leaf])
-            axes_of.setdefault((order, d.leaf, tuple(lines)), []).append(d)
+            axes_of.setdefault((order, d.leaf, tuple(lines), d.collapses), []).append(d)
     paragraphs: dict[str, list[tuple[str, Sequence[str]]]] = {}
-    for (_, leaf, lines), same in sorted(axes_of.items(), key=lambda item: item[0]):
-        verb = "collapsing" if all(k == 1 for d in same for _, k in d.sizes.values()) else "changing"
+    for (_, leaf, lines, collapses), same in sorted(axes_of.items(), key=lambda item: item[0]):
+        verb = "collapsing" if collapses else "changing"
         paragraphs.setdefault(f"{verb} {' or '.join(d.axes for d in same)}", []).append((names[leaf], lines))
     texts = []
     for axes_text, leaves in sorted(paragraphs.items()):
@@ -262,13 +267,16 @@ def _missing_sum(y: Tensor, axes: Iterable[str], evidence: Evidence, equal: _Equ
 
 def _mesh_factors(sizes: dict[str, tuple[int, int]]) -> dict[float, str]:
     """Return the factors that a change of sizes can introduce, each with its usual cause."""
-    factors = {0.0: "the value, or its gradient, is missing"}
+    ratios: dict[Fraction, list[str]] = {}
     for group in (g for k in range(len(sizes)) for g in itertools.combinations(sizes, k + 1)):
         n = Fraction(math.prod(sizes[a][0] for a in group), math.prod(sizes[a][1] for a in group))
+        what = "size" if all(sizes[a][1] == 1 for a in group) else "ratio of the sizes"
+        ratios.setdefault(n, []).append(f"the {what} of {' x '.join(group)}")
+    factors = {0.0: "the value, or its gradient, is missing"}
+    for n, of in ratios.items():
         if n == 1:
             continue
-        name = " x ".join(group)
-        size = f"the size of {name}" if all(sizes[a][1] == 1 for a in group) else f"the ratio of the sizes of {name}"
+        size = " or ".join(of)
         square = f"the square of {n}, {size}"
         for factor, cause in (
             (n, f"{n} is {size}: a psum of a value that is already a total, or where a mean was meant"),
