@@ -352,6 +352,8 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         x_name = args[0] if args else scene.name(x)
         drop = f"{x_name} = {scene.call(verb, x_name, _quoted(axes))} before the loop, and {x_name} alone in it"
         why = f"{why}\nat an earlier run of this line the value did not vary over {_over(axes)}"
+    if verb == "pvary" and scene.expression and scene.expression.is_call_of("unshard"):
+        drop = f"name {_over(axes)} in the spec that unshard has of {x.info.name or 'this leaf'}"
     if set(axes) & x.info.type.drawn:
         choices.append(Fix(f"name {_over(axes)} in the spec of the draw", "each rank is to draw its own part"))
     choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
@@ -469,7 +471,7 @@ def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
         fixes = [Fix(_call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
     if x.tensor.ndim:
         fixes += [Fix(f"name {_over(axes)} in its out spec", "each rank is to return its part"),
-                  Fix(_call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some of its rows")]  # fmt: skip
+                  Fix(_call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some rows")]  # fmt: skip
     return _choices(fixes)
 
 

@@ -118,6 +118,11 @@ class Expression:
             return None
         return self.replaced(node, self.source(node.args[0]))
 
+    def is_call_of(self, name: str) -> bool:
+        """Return whether the expression is a call of a function of this name."""
+        func = getattr(self.node, "func", None)
+        return name in (getattr(func, "id", None), getattr(func, "attr", None))
+
     def is_summed(self) -> bool:
         """Return whether the expression is the first argument of psum or psum_scatter."""
         return re.search(r"\bpsum(_scatter)?[\s(]*$", self._preceding) is not None
