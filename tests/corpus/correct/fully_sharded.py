@@ -211,6 +211,6 @@ PROGRAMS = [
             (normal("p", 2), *WORKERS, torch.tensor([1.0, 2, 3, 5])), dense_local_sgd),
     Program(gossip_averaging, {"data": 2}, (DATA, DATA, DATA), DATA,
             (normal("w", 4, 2), WORKERS[0][:, 0], WORKERS[1][:, 0]), dense_gossip_averaging),
-    Program(evaluation_of_split_weights, {"data": 4}, (DATA, DATA, DATA), P(),
+    Program(evaluation_of_split_weights, {"data": 2}, (DATA, DATA, DATA), P(),
             (MLP, X[:7], torch.tensor([0, 1, 2, 3, 0, 1, 2])), dense_evaluation_of_split_weights),
 ]  # fmt: skip
