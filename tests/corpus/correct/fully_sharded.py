@@ -173,7 +173,7 @@ def dense_gossip_averaging(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def evaluation_of_split_weights(p: Params, x: Tensor, labels: Tensor) -> Any:
     """Accuracy and mean loss of gathered weights: sums and counts of rows, as the last rank has fewer."""
     with torch.no_grad():
-        p = fs.all_gather(p, "data", to="invariant")
+        p = {name: fs.all_gather(w, "data", size=len(MLP[name]), to="invariant") for name, w in p.items()}
         logits = torch.tanh(x @ p["up"] + p["bias"]) @ p["down"]
         nll = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(-1) == labels).sum()
@@ -211,6 +211,6 @@ PROGRAMS = [
             (normal("p", 2), *WORKERS, torch.tensor([1.0, 2, 3, 5])), dense_local_sgd),
     Program(gossip_averaging, {"data": 2}, (DATA, DATA, DATA), DATA,
             (normal("w", 4, 2), WORKERS[0][:, 0], WORKERS[1][:, 0]), dense_gossip_averaging),
-    Program(evaluation_of_split_weights, {"data": 2}, (DATA, DATA, DATA), P(),
+    Program(evaluation_of_split_weights, {"data": 4}, (DATA, DATA, DATA), P(),
             (MLP, X[:7], torch.tensor([0, 1, 2, 3, 0, 1, 2])), dense_evaluation_of_split_weights),
 ]  # fmt: skip

@@ -106,21 +106,18 @@ def dense_split_rows_power_iteration(a: Tensor, v: Tensor) -> tuple[Tensor, Tens
     return values[-1], vectors[:, -1] * vectors[0, -1].sign()
 
 
-def conjugate_gradient(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:  # a [N@x, N], b [N@x]
+def conjugate_gradient(a: Tensor, b: Tensor) -> Tensor:  # a [N@x, N], b [N@x]
     """Solve a x = b with split vectors: a gather for each product, a sum for each dot product."""
     x, r, p = torch.zeros_like(b), b, b
     rr = fs.psum(r @ r, "x")
-    for _ in range(6):
+    for step in range(6):
+        if step:
+            rr, before = fs.psum(r @ r, "x"), rr
+            p = r + (rr / before) * p
         ap = a @ fs.all_gather(p, "x")
         alpha = rr / fs.psum(p @ ap, "x")
         x, r = x + alpha * p, r - alpha * ap
-        rr, before = fs.psum(r @ r, "x"), rr
-        p = r + (rr / before) * p
-    return x, rr
-
-
-def dense_conjugate_gradient(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.linalg.solve(a, b), torch.zeros((), dtype=b.dtype)
+    return x
 
 
 def differentiated_ridge_regression(w: Tensor, x: Tensor, y: Tensor) -> Tensor:  # w [D, F], x [N@x, D], y [N@x]
@@ -178,8 +175,8 @@ PROGRAMS = [
     Program(tall_skinny_qr, {"x": 4}, (ROWS,), (ROWS, P()), (TALL,), dense_qr),
     Program(split_rows_power_iteration, {"x": 2}, (ROWS, P()), P(), (DOMINATED, normal("v", 6).double()),
             dense_split_rows_power_iteration),
-    Program(conjugate_gradient, {"x": 3}, (ROWS, ROWS), (ROWS, P()), (positive("a", 6), normal("b", 6).double()),
-            dense_conjugate_gradient),
+    Program(conjugate_gradient, {"x": 3}, (ROWS, ROWS), ROWS, (positive("a", 6), normal("b", 6).double()),
+            torch.linalg.solve),
     Program(fs.value_and_grad(differentiated_ridge_regression), {"x": 2}, (P(), ROWS, ROWS), P(),
             (normal("w", 3, 4).double(), normal("x", 8, 3).double(), normal("y", 8).double()),
             dense_grad(dense_differentiated_ridge_regression)),
