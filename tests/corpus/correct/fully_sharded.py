@@ -173,7 +173,7 @@ def dense_gossip_averaging(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def evaluation_of_split_weights(p: Params, x: Tensor, labels: Tensor) -> Any:
     """Accuracy and mean loss of gathered weights: sums and counts of rows, as the last rank has fewer."""
     with torch.no_grad():
-        p = fs.all_gather(p, "data", to="invariant")
+        p = {name: fs.all_gather(w, "data", size=len(MLP[name]), to="invariant") for name, w in p.items()}
         logits = torch.tanh(x @ p["up"] + p["bias"]) @ p["down"]
         nll = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(-1) == labels).sum()
