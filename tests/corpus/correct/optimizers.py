@@ -418,7 +418,7 @@ PROGRAMS = [
         lion, MODEL, (SPECS, *STEP, P()), (SPECS, SPECS), (PARAMS, MOMENT, X, Y, RATE, torch.tensor(0.01)), dense_lion
     ),
     Program(
-        adafactor, MODEL, (fs.column("model"), P("data"), P("data", "model")), fs.column("model"),
+        adafactor, BOTH, (fs.column("model"), P("data"), P("data", "model")), fs.column("model"),
         (PARAMS["up"], X, normal("targets", 8, 8)), dense_adafactor,
     ),
     Program(
@@ -447,7 +447,7 @@ PROGRAMS = [
         dense_in_place_adam,
     ),
     Program(torch_optimizer_on_shards, MODEL, STEP[:3], SPECS, (PARAMS, X, Y), dense_torch_optimizer),
-    Program(accumulated_gradient, MODEL, STEP, SPECS, (PARAMS, X, Y, RATE), dense_sgd),
+    Program(accumulated_gradient, BOTH, STEP, SPECS, (PARAMS, X, Y, RATE), dense_sgd),
     Program(
         zero_one, {"data": 2}, (P(), P("data"), *BATCH, P()), (P(), P("data")),
         (normal("w", 6, 6), normal("m", 6, 6), X, Y, RATE), dense_zero_one,
