@@ -147,10 +147,12 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
         return notes, _fix_before_vmap(scene.checker, invariant, axes)
     notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
     choices = [Fix(scene.line_with("pvary", invariant, axes))]
-    partials = _fixes_of_partials(varying.info, [axis], scene.line) if op in ("add", "sub") else []
+    partials = _fixes_of_partials(varying.info, [axis], scene.line)
     reduced = any(r.axis == axis for r in invariant.info.history.reductions)
-    if partials and (reduced or partials[0].site is None):
+    if op in ("add", "sub") and partials and (reduced or partials[0].site is None):
         choices = [*partials[:1], Fix(choices[0].text, f"each rank is to keep its own {many}")]
+    elif partials and varying.info.op in ("mean", "sum"):
+        choices = [Fix(choices[0].text, f"each rank is to use {one} in its own way"), *partials[:1]]
     if line := scene.without_pvary(varying):
         choices = [Fix(choices[0].text, f"each rank is to use {one} in its own way"),
                    Fix(line, "both operands are the same on every rank")]  # fmt: skip
@@ -277,6 +279,15 @@ def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
     return _error(m.site, what, m.text.rows, *notes, fix=m.text.pvary)
 
 
+def mixed_inside_a_function(checker: Checker, m: Mixture) -> ShardingError:
+    """Word the error of a mixture that only the gradient shows: inside an autograd.Function nothing is differentiated."""
+    name, n = m.text.rows[0][0], checker.sizes[m.axis]
+    call = f"fs.pvary({m.invariant.name or name}, {_quoted([m.axis])})"
+    what = f"{m.op} of an operand that is invariant (I) over {m.axis!r} with one that varies (V) over it"
+    notes = _reason_for_pvary(n, m.axis, f"uses {name} with its own values")
+    return _error(m.site, what, m.text.rows, *notes, fix=f"pass {call} to the function that this line is in")
+
+
 def draw_from_torch_generator(op: str) -> ShardingError:
     """Word the error of a draw from torch's own generator."""
     return _error(_callsite.site(), f"{op} draws from torch's own generator", [],
@@ -397,6 +408,11 @@ def gradient_has_wrong_type(checker: Checker, leaf: Operand, grad: Operand, axes
     mixtures = {m.site: m for m in _index_mixtures(checker, axes)}
     if len(mixtures) == 1:
         return indexed_by_varying(checker, next(iter(mixtures.values())))
+    mixture = next(
+        (m for m in checker.mixtures.values() if m.axis in axes and m.invariant.root == leaf.info.root), None
+    )
+    if mixture is not None:
+        return mixed_inside_a_function(checker, mixture)
     parameter, n, over = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes), _over(axes)
     rows = [(parameter, show_type(leaf)), ("gradient", show_type(grad))]
     if grad.info.type.varying & set(axes):

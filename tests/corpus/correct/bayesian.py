@@ -256,7 +256,7 @@ def random_features_drawn_inside(x, y, key):
     k1, k2 = fs.split(key)
     frequencies = fs.random.normal(k1, (x.shape[1], 6), dtype=x.dtype)
     phase = fs.random.uniform(k2, (6,), high=2 * math.pi, dtype=x.dtype)
-    z = torch.cos(x @ frequencies + phase)
+    z = torch.cos(x @ frequencies + fs.pvary(phase, "data"))
     a, b = fs.psum((z.T @ z, z.T @ y), "data")
     return torch.linalg.solve(a + 0.1 * torch.eye(6), b)
 

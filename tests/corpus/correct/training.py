@@ -120,7 +120,7 @@ def metrics_beside_the_loss(p, x, labels, weights):
     def loss(p):
         logits = logits_of(fs.pvary(p, "data"), x)
         right = (logits.argmax(-1) == labels) * weights[labels]
-        drift = (logits - p["v"].mean(0)).square().sum(-1)  # not differentiated: p["v"] without pvary
+        drift = (logits - p["v"].detach().mean(0)).square().sum(-1)  # a metric: p["v"] without pvary
         metrics = fs.psum({"right": right.sum(), "drift": drift.sum(), "n": weights[labels].sum()}, "data")
         return fs.pmean(F.cross_entropy(logits, labels), "data"), metrics
 
