@@ -195,7 +195,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         invariant_part = join([new, *(o.info.type for o in written)]) if written else new
         self._record_numbers_of_call(op, invariant_part, args, kwargs)
         for o in written:
-            self._table.write(o.tensor, o.info.type, new, history, overwrites=op.overwrites)
+            self._set_written_info(op, o, new, history)
         self._set_result_info(op, new, history, operands, out, {id(o.tensor) for o in written})
         return out
 
@@ -222,7 +222,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record_numbers_of_call(op, join([new for _, new, _ in rows]), args, kwargs)
         for i, (written, new, history) in enumerate(rows):
             for o in written:
-                self._table.write(o.tensor, o.info.type, new, history, overwrites=op.overwrites)
+                self._set_written_info(op, o, new, history)
             if isinstance(out, (list, tuple)) and i < len(out):
                 self._set_result_info(op, new, history, [], out[i], set())
         return out
@@ -307,6 +307,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if axes and storage_id(o.tensor) in self._argument_storages:
                 varying = next(x for x in operands if axes & x.info.type.varying)
                 raise messages.argument_overwritten(self, op.name, o, varying, operands, history, sorted(axes))
+
+    def _set_written_info(self, op: Operation, o: Operand, new: Type, history: History) -> None:
+        info = TensorInfo(new, o.info.root, op=op.name, site=_callsite.site(), history=history)
+        self._table.write(o.tensor, info, overwrites=op.overwrites)
 
     def _set_result_info(
         self, op: Operation, new: Type, history: History, operands: Sequence[Operand], out: Any, written: set[int]

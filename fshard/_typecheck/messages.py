@@ -280,7 +280,7 @@ def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
 
 
 def mixed_inside_a_function(checker: Checker, m: Mixture) -> ShardingError:
-    """Word the error of a mixture that only the gradient shows: inside an autograd.Function nothing is differentiated."""
+    """Word the error of a mixture in an autograd.Function, where nothing is differentiated: the gradient shows it."""
     name, n = m.text.rows[0][0], checker.sizes[m.axis]
     call = f"fs.pvary({m.invariant.name or name}, {_quoted([m.axis])})"
     what = f"{m.op} of an operand that is invariant (I) over {m.axis!r} with one that varies (V) over it"

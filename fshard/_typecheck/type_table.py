@@ -11,16 +11,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard._torch_compat import storage_id, unwrapped
 
-from .types import FREE, NO_HISTORY, History, TensorInfo, Type, join
+from .types import FREE, TensorInfo, join
 
 
 class _Write(NamedTuple):
-    """A range of bytes of a storage that an in-place operation wrote, and the type of the written values."""
+    """A range of bytes of a storage that an in-place operation wrote, and the facts about the written values."""
 
     storage: StorageWeakRef
     low: int
     high: int
-    type: Type
+    info: TensorInfo
 
 
 class TypeTable:
@@ -45,7 +45,9 @@ class TypeTable:
             low, high = _byte_range(x)
             overlapping = [w for w in self._writes[key] if _alive(w.storage) and w.low < high and low < w.high]
             if overlapping:
-                info = info._replace(type=join([info.type, *(w.type for w in overlapping)], x))
+                last = overlapping[-1].info
+                type = join([info.type, *(w.info.type for w in overlapping)], x)
+                info = info._replace(type=type, op=last.op, site=last.site, history=last.history)
         return info
 
     def set(self, x: Tensor, info: TensorInfo, *, alias: bool = False) -> None:
@@ -60,19 +62,20 @@ class TypeTable:
             elif first.type != info.type:  # parts of one buffer have several types: the leaves of one transfer, say
                 self._by_storage[key] = storage, FREE
 
-    def write(self, x: Tensor, old: Type, new: Type, history: History = NO_HISTORY, *, overwrites: bool) -> None:
-        """Record that an in-place operation wrote values of type `new` to `x`, and so to all tensors that share bytes.
+    def write(self, x: Tensor, new: TensorInfo, *, overwrites: bool) -> None:
+        """Record that an in-place operation wrote values like `new` to `x`, and so to all tensors that share bytes.
 
         `overwrites` says that the operation does not read the old values.
         """
         low, high = _byte_range(x)
         replaces_all = overwrites and high - low == x.numel() * x.element_size()
-        written = new if replaces_all else join([old, new], x)
-        key = storage_id(x)
+        old, key = self.get(x), storage_id(x)
+        type = new.type if replaces_all else join([old.type, new.type], x)
         others = [w for w in self._writes.get(key, ())
                   if _alive(w.storage) and not (replaces_all and low <= w.low and w.high <= high)]  # fmt: skip
-        self._by_tensor[x] = (self._by_tensor.get(x) or self.get(x))._replace(type=written, history=history)
-        self._writes[key] = [*others, _Write(_weak_storage(x), low, high, written)]
+        info = old._replace(type=type, op=new.op, site=new.site, history=new.history)
+        self._by_tensor[x] = info
+        self._writes[key] = [*others, _Write(_weak_storage(x), low, high, info)]
 
 
 def _weak_storage(x: Tensor) -> StorageWeakRef:
