@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -28,11 +29,28 @@ def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingErro
 
 
 def raise_all(errors: Sequence[ShardingError]) -> None:
-    """Raise every collected error as one, so that a user sees all failing leaves at once; nothing if there is none."""
+    """Raise every collected error as one, so that a user sees all failing leaves at once; nothing if there is none.
+
+    Errors that differ only in an index, as those of the blocks of a model do, are told once.
+    """
     if len(errors) == 1:
         raise errors[0]
-    if errors:
-        raise ShardingError(f"{len(errors)} problems\n" + "\n".join(str(e) for e in errors))
+    groups: dict[str, list[str]] = {}
+    for e in errors:
+        groups.setdefault(_INDEX.sub("*", str(e)), []).append(str(e))
+    texts = [_told_once(group) for group in groups.values()]
+    if texts:
+        raise ShardingError(texts[0] if len(texts) == 1 else f"{len(texts)} problems\n" + "\n".join(texts))
+
+
+_INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]])")  # of a block: `['blocks'][3]['up']`, `h.3.attn.weight`
+
+
+def _told_once(errors: Sequence[str]) -> str:
+    """Return the first of errors that differ in an index, and the words of the others' first lines that differ."""
+    first, *others = [e.partition("\n")[0].split() for e in errors]
+    names = [" ".join(a for a, b in zip(words, first, strict=False) if a != b).rstrip(":,") for words in others]
+    return errors[0] if not others else f"{errors[0]}\n  the same for {join_limited(names, 3)}"
 
 
 def join_limited(items: Sequence[str], limit: int, separator: str = ", ") -> str:

@@ -148,15 +148,11 @@ class LossScale:
             grads, finite = self.unscale(grads, state["scale"], specs)
             old = (params, state["opt"])
             take = _value_now(finite)
-            if take is None:
+            if take is None or checker() is not None:  # only the first call is checked: check the step, taken or not
                 new = optimizer.update(grads, *reversed(tree.map(torch.clone, old)))
                 new = tree.map(lambda n, o: torch.where(finite.to(o.device), n, o), new, old)
-            elif take:
-                new = optimizer.update(grads, *reversed(old))
             else:
-                new = old
-                if checker() is not None:  # only the first call of a signature is checked: check the step in it too
-                    optimizer.update(grads, *reversed(tree.map(torch.clone, old)))
+                new = optimizer.update(grads, *reversed(old)) if take else old
             return new[0], {"scale": self.adjust(state["scale"], finite), "opt": new[1]}
 
         return Optimizer(init, update, lambda param_specs: {"scale": self.specs(), "opt": optimizer.specs(param_specs)},

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from fshard import _torch_compat as compat
 
@@ -63,6 +64,32 @@ def test_unwrapped():
 def test_in_transform():
     assert not compat.in_transform()
     assert under_grad(lambda _: compat.in_transform())
+
+
+def test_transform_level():
+    assert compat.transform_level() == 0
+    assert under_grad(lambda _: compat.transform_level()) == 1
+    assert under_grad(lambda _: under_vmap(lambda _: compat.transform_level())) == 2
+
+
+def test_level_of():
+    assert compat.level_of(torch.ones(2)) == 0
+    assert under_grad(lambda x: (compat.level_of(x), under_vmap(compat.level_of))) == (1, 2)
+    assert compat.level_of(under_grad(lambda x: x)) < 0  # its transform has ended
+
+
+def test_unwrapped_once():
+    inner = under_grad(lambda x: under_vmap(compat.unwrapped_once))
+    assert inner.shape == (2, 3)
+
+
+def test_without_torch_function():
+    class Raises(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    with Raises(), compat.without_torch_function():
+        torch.ones(2).sin()
 
 
 def test_without_functorch():
