@@ -21,7 +21,8 @@ import torch
 
 PACKAGE = __name__.partition(".")[0]
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-EXAMPLES = tuple(os.path.join(HERE, name, "") for name in ("models", "recipes"))  # files to copy: a user's code
+MODELS = os.path.join(HERE, "models", "")
+EXAMPLES = (MODELS, os.path.join(HERE, "recipes", ""))  # files to copy: a user's code
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 STANDARD_LIBRARY = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
 INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/](\w+)")
@@ -40,6 +41,14 @@ def user_frame(start: FrameType | None = None) -> FrameType | None:
     while frame is not None and not is_users[frame.f_code.co_filename]:
         frame = frame.f_back
     return frame
+
+
+def caller_of_models(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that called into fshard.models, if `frame` is one of theirs: a mistake is in its arguments."""
+    caller = frame
+    while caller is not None and caller.f_code.co_filename.startswith(MODELS):
+        caller = user_frame(caller.f_back)
+    return caller or frame
 
 
 class _IsUsersFile(dict[str, bool]):

@@ -53,7 +53,7 @@ class Scene:
         self, checker: Checker, operands: Sequence[Operand] = (), op: str = "", frame: FrameType | None = None
     ) -> None:
         self.checker, self._op = checker, op
-        self.frame = frame or _callsite.user_frame()
+        self.frame = _callsite.caller_of_models(frame or _callsite.user_frame())
         self.site, self.expression = _callsite.site(self.frame), executing(self.frame)
         self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
 
@@ -347,9 +347,10 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         drop = f"leave the {verb} over {_over(axes)} out"
     else:
         drop = "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line
+    called = scene.expression.called() if scene.expression else None
     meant = sorted(x.info.type.varying if m.takes == "V" else x.info.type.invariant)
     choices = []
-    if not other_axes and meant and scene.expression and len(axes) == 1:
+    if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb:
         moved = scene.expression.with_text(_quoted(axes), _quoted(meant))
         state = "varies" if m.takes == "V" else "does not"
         choices += [Fix(moved, f"{_over(meant)} is meant, over which the value {state}")] if moved else []
@@ -363,8 +364,8 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         x_name = args[0] if args else scene.name(x)
         drop = f"{x_name} = {scene.call(verb, x_name, _quoted(axes))} before the loop, and {x_name} alone in it"
         why = f"{why}\nat an earlier run of this line the value did not vary over {_over(axes)}"
-    if verb == "pvary" and scene.expression and scene.expression.is_call_of("unshard"):
-        drop = f"name {_over(axes)} in the spec that unshard has of {x.info.name or 'this leaf'}"
+    if verb == "pvary" and called not in (None, verb):
+        drop = f"pass {called} the spec of {x.info.name or 'each leaf'}, which names {_over(axes)}"
     if set(axes) & x.info.type.drawn:
         choices.append(Fix(f"name {_over(axes)} in the spec of the draw", "each rank is to draw its own part"))
     choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))

@@ -118,10 +118,10 @@ class Expression:
             return None
         return self.replaced(node, self.source(node.args[0]))
 
-    def is_call_of(self, name: str) -> bool:
-        """Return whether the expression is a call of a function of this name."""
+    def called(self) -> str | None:
+        """Return the name of the function that the expression calls; `None` if it is no call."""
         func = getattr(self.node, "func", None)
-        return name in (getattr(func, "id", None), getattr(func, "attr", None))
+        return getattr(func, "id", None) or getattr(func, "attr", None)
 
     def is_summed(self) -> bool:
         """Return whether the expression is the first argument of psum or psum_scatter."""
