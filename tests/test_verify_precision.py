@@ -145,6 +145,16 @@ def activations_quantized_to_int8(parts: Parts) -> Any:
     return step, (SPECS, P("data")), (P(), P("data")), (params(), normal("x", 8, 16))
 
 
+def sum_of_parts_that_cancel_in_bfloat16(parts: Parts) -> Any:
+    """Each part is rounded to bfloat16 and is 2000 times as large as the sum: one rank has no such rounding."""
+
+    def total(x: Tensor) -> Tensor:
+        return fs.psum(x.sum(0).bfloat16(), "data").float()
+
+    x = normal("large", 1, 16) * 1000
+    return total, (P("data"),), P(), (torch.cat([x, normal("small", 1, 16) - x]),)
+
+
 def gpt2_in_bfloat16(parts: Parts) -> Any:
     """The gradient of the key's bias is 0: all of it is noise, of bfloat16 though it is float32."""
     gpt2 = fs.models.gpt2
@@ -166,7 +176,7 @@ def gpt2_in_bfloat16(parts: Parts) -> Any:
 PROGRAMS = [
     autocast, autocast_float16_with_loss_scale, parameters_cast_to_bfloat16, unshard_in_bfloat16_and_reduce_in_float32,
     bfloat16_states_of_adam, float64_with_one_step_in_float32, activations_cast_to_float8,
-    activations_quantized_to_int8, gpt2_in_bfloat16,
+    activations_quantized_to_int8, sum_of_parts_that_cancel_in_bfloat16, gpt2_in_bfloat16,
 ]  # fmt: skip
 
 
