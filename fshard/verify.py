@@ -143,7 +143,9 @@ def _compare_meshes(
         if any(t.measures_noise for t in tolerances[:-1]):
             noise = _measure_noise(min(functions, key=lambda g: g.mesh.size), args, full_args, noise)
             # The mesh of `f` adds roundings of parts, which may be larger than their sum, but hardly 10000 times.
-            if any(f.mesh.gather_objects(any(d.is_near(tolerances[d.leaf], noise[d.leaf]) for d in differences))):
+            if not any(
+                f.mesh.gather_objects(any(d.is_certain(tolerances[d.leaf], noise[d.leaf]) for d in differences))
+            ):
                 noise = _measure_noise(f, args, full_args, noise)
         real = [d for d in differences if d.exceeds(tolerances[d.leaf], noise[d.leaf])]
         only_noise = [names[i] for i in sorted({d.leaf for d in differences} - {d.leaf for d in real})]

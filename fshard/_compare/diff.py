@@ -35,10 +35,10 @@ from fshard.spec import describe
 #   was computed in bfloat16 changes by 2^-8, a parameter that such a gradient was added to by 2^-8 of the step, and a
 #   value that stayed in float32 by 2^-23.
 #
-# d is the largest change between three runs, and 4 d is allowed. (In 120 steps of random arguments, in six forms of half
-# precision, two meshes differed by up to 1.0 d, and by 0.17 d in the median.) A wrong leaf is missed only where its error
-# is less than 4 times what rounding changes: where it is noise. A second psum or a missing one is an error of 50 % or
-# more; 4 d of a gradient in bfloat16 is some 5 %.
+# d is the largest change between three runs, and 4 d is allowed. (In 120 steps with random arguments, in six forms of
+# half precision, two meshes differed by up to 1.0 d, and by 0.17 d in the median.) A wrong leaf is missed only where
+# its error is less than 4 times what rounding changes: where it is noise. A second psum or a missing one is an error of
+# 50 % or more; 4 d of a gradient in bfloat16 is some 5 %.
 #
 # Integers have no tolerance, but a number that was rounded to an integer may differ by d.
 #
@@ -112,9 +112,9 @@ class Difference:
     def exceeds(self, tolerance: Tolerance, noise: float) -> bool:
         return self.x is None or self.y is None or bool(tolerance.mask(self.x, self.y, noise).any())
 
-    def is_near(self, tolerance: Tolerance, noise: float) -> bool:
-        """Return whether a larger noise, up to 10000 times, could explain the difference."""
-        return self.exceeds(tolerance, noise) and (not noise or not self.exceeds(tolerance, 1e4 * noise))
+    def is_certain(self, tolerance: Tolerance, noise: float) -> bool:
+        """Return whether not even a noise 10000 times as large could explain the difference."""
+        return self.x is None or (noise > 0 and self.exceeds(tolerance, 1e4 * noise))
 
     def changed_in(self, rerun: Any, tolerance: Tolerance) -> bool:
         """Return whether another run on the same mesh gave another value."""
