@@ -250,3 +250,27 @@ def test_other_rounding_reaches_forward_backward_and_in_place_operations():
         torch._foreach_mul_([copy], 1.1)
     assert torch.equal(x, copy)
     assert torch.equal(x, reround(x, 0))
+
+
+def test_other_rounding_under_transforms():
+    """Zeros of forward mode have no memory; operations of `vmap` are seen as one."""
+    x = normal("x", 4, 3)
+    hessian_product = lambda v: torch.func.jvp(torch.func.grad(lambda y: (y**3).sum()), (v,), (v,))[1]  # noqa: E731
+    want = 6 * x * x
+    with OtherRounding(0):
+        got = torch.func.vmap(hessian_product)(x)
+    torch.testing.assert_close(got, want)
+    assert not torch.equal(got, want)
+
+
+def test_error_text_where_noise_is_not_known():
+    """A program that refuses other roundings is compared without, and says so."""
+
+    def f(x: Tensor) -> Tensor:
+        assert x[0] == 0.1
+        return x * fs.axis_size("data")
+
+    f = fs.shard_map(f, mesh=MESH, in_specs=(P(),), out_specs=P())
+    text = error_text(fs.verify, f, torch.tensor([0.1, 2.0]))
+    assert "every value is 2 times what it should be" in text
+    assert "\n  noise is not known: with other roundings it raises AssertionError: " in text
