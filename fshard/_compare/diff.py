@@ -244,10 +244,11 @@ def _explain(d: Difference, evidence: Evidence) -> tuple[_SortKey, list[str]]:
         return order, [*lines, "every value should be 0"]
     if evidence.before is not None:
         name, old = evidence.before[0], widen(evidence.before[1])
-        ratio = _constant_ratio(x - old, y - old, wrong, factors, lambda a, b: equal(a + old, b + old))
-        if ratio is not None and ratio >= 0:
-            lines.append(f"its change from {name} is {ratio:.4g} times what it should be")
-            return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
+        for mask in (torch.ones_like(wrong), wrong):
+            ratio = _constant_ratio(x - old, y - old, mask, factors, lambda a, b: equal(a + old, b + old))
+            if ratio is not None and ratio >= 0:
+                lines.append(f"its change from {name} is {ratio:.4g} times what it should be")
+                return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
     missing = _missing_sum(y, d.sizes, evidence, equal)
     return order, [*lines, missing or f"{_NO_RATIO}{_format_box(wrong)}"]
 
