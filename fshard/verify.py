@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -139,18 +138,23 @@ def _compare_meshes(
     only_noise: list[str] = []
     if any(f.mesh.gather_objects(bool(differences))):
         rerun = [*tree.leaves(_run(f, args, full_args)), None]
-        noise = [0.0] * len(names)
+        noise, refusal = [0.0] * len(names), ""
         if any(t.measures_noise for t in tolerances[:-1]):
-            noise = _measure_noise(min(functions, key=lambda g: g.mesh.size), args, full_args, noise)
-            # The mesh of `f` adds roundings of the parts: a leaf that is wrong by 1000 times the noise stays wrong.
-            if any(f.mesh.gather_objects(any(d.is_near(tolerances[d.leaf], noise[d.leaf]) for d in differences))):
-                noise = _measure_noise(f, args, full_args, noise)
+            smallest = min(functions, key=lambda g: g.mesh.size)
+            noise, refusal = _measure_noise(smallest, args, full_args, noise)
+            # The mesh of `f` adds roundings of parts, which may be larger than their sum, but hardly 10000 times.
+            if not any(
+                f.mesh.gather_objects(any(d.is_certain(tolerances[d.leaf], noise[d.leaf]) for d in differences))
+            ):
+                noise, more_refusal = _measure_noise(f, args, full_args, noise)
+                refusal = refusal or more_refusal
         real = [d for d in differences if d.exceeds(tolerances[d.leaf], noise[d.leaf])]
         only_noise = [names[i] for i in sorted({d.leaf for d in differences} - {d.leaf for d in real})]
         not_repeated = {d.leaf for d in differences if d.changed_in(rerun[d.leaf], tolerances[d.leaf])}
         facts = zip(tolerances, noise, earlier, [*tree.leaves(results), None], strict=True)
         evidence = [Evidence(t, e, before, functools.partial(sum_over_ranks, x)) for t, e, before, x in facts]
         text = describe_differences(name, real, names, evidence)
+        text += refusal if text else ""
         if not_repeated:
             changed = join_limited([names[i] for i in sorted(not_repeated)], 3)
             text = str(fail(f"verify: {changed} of {name}: another run on the same mesh gives another answer",
@@ -261,18 +265,24 @@ def _place_copies(args: tuple[Any, ...], full_args: tuple[Any, ...], mesh: Mesh)
     return tree.map(copy, args, full_args)
 
 
-def _measure_noise(f: ShardMapped, args: Any, full_args: Any, least: Sequence[float]) -> list[float]:
-    """Return the largest change of each leaf between runs with other roundings, or `least` where that is larger."""
-    noise, runs = list(least), []
+def _measure_noise(f: ShardMapped, args: Any, full_args: Any, least: Sequence[float]) -> tuple[list[float], str]:
+    """Return the largest change of each leaf between runs with other roundings, or `least` where that is larger.
+
+    A program may refuse such arguments; its error is returned too.
+    """
+    noise, runs, refusal = list(least), [], ""
     for key in range(3):
-        with contextlib.suppress(Exception), force_eager:  # a program may refuse such arguments
-            out = _run(_with_other_rounding(f, key), args, tree.map(functools.partial(reround, key=key), full_args))
-            runs.append(tree.leaves(out))
+        try:
+            with force_eager:
+                rounded = tree.map(functools.partial(reround, key=key), full_args)
+                runs.append(tree.leaves(_run(_with_other_rounding(f, key), args, rounded)))
+        except Exception as e:
+            refusal = f"\n  noise is not known: with other roundings it raises {type(e).__name__}: {e}"
     for i, values in enumerate(zip(*runs, strict=False)):
         for a, b in itertools.combinations(values, 2):
             if i < len(noise) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
                 noise[i] = max(noise[i], max_finite_magnitude(widen(a) - widen(b)))
-    return noise
+    return noise, refusal
 
 
 def _with_other_rounding(f: ShardMapped, key: int) -> ShardMapped:

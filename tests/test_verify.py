@@ -343,12 +343,18 @@ def test_other_orders_of_examples_show_a_mean_of_means_whose_counts_are_equal(me
 
 
 def test_examples_of_trees_and_placed_arguments_are_ordered_alike(mesh):
-    """A difference of equal leaves stays 0 only if both are ordered in the same way."""
     x = torch.arange(8.0)
     batch = {"a": fs.device_put(x, P("data"), mesh), "b": x, "scale": torch.tensor(2.0), "name": "text"}
     specs = {"a": P("data"), "b": P("data"), "scale": P(), "name": P()}
-    f = mapped(mesh, lambda b: ((b["a"] - b["b"]) * b["scale"], b["b"]), (specs,), P("data"))
-    assert fs.verify(f, batch, examples=0, bitwise=True).orders == 4
+    seen = set()
+
+    def f(batch):
+        assert torch.equal(batch["a"], batch["b"])
+        seen.add(tuple(batch["a"].tolist()))
+        return batch["b"] * batch["scale"]
+
+    assert fs.verify(mapped(mesh, f, (specs,), P("data")), batch, examples=0, bitwise=True).orders == 4
+    assert len({part for part in seen if len(part) == 8}) == 4
     assert fs.device_get(batch["a"]).tolist() == x.tolist()
 
 
@@ -368,7 +374,7 @@ def update(lr, line):
 
     def step(params, x):
         grads = fs.grad(lambda p: fs.psum((p["w"] * x).square().sum(), "data"))(params)
-        return {"w": params["w"] - lr * line(grads["w"])}
+        return {"v": params["v"], "w": params["w"] - lr * line(grads["w"])}
 
     return step
 
@@ -387,11 +393,12 @@ def update(lr, line):
 def test_change_of_a_leaf_that_updates_an_argument(mesh, lr, line, lines):
     w, x = torch.linspace(1, 2, 5), torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
     f = mapped(mesh, update(lr, line), (P(), P("data")), P())
-    text = error_text(fs.verify, f, {"w": w}, x)
+    params = {"v": 2 * w, "w": w}
+    text = error_text(fs.verify, f, params, x)
     for expected in lines:
         assert expected in text
     right = mapped(mesh, update(lr, lambda g: fs.psum(g, "data")), (P(), P("data")), P())
-    assert fs.verify(right, {"w": w}, x).error < 1e-6
+    assert fs.verify(right, params, x).error < 1e-6
 
 
 def test_missing_sum_is_named_only_where_the_sum_is_right(mesh):
@@ -470,6 +477,8 @@ def verify_on_ranks():
     x = fs.device_put(torch.arange(7.0), P("data"), mesh)
     right = mapped(mesh, lambda x: fs.psum(x.sum(), "data"), (P("data"),), P(), donate=0)
     wrong = mapped(mesh, lambda x: x.sum(), (P("data"),), P())
+    half = mapped(mesh, lambda x: fs.psum((x / 3).sum(0).bfloat16(), "data").float() / 7, (P("data"),), P())
+    assert fs.verify(half, torch.arange(99.0).sin().view(9, 11)).noise == ("result",)
     return repr(fs.verify(right, x)), fs.device_get(x).tolist(), error_text(fs.verify, wrong, x)
 
 

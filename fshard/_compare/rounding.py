@@ -77,7 +77,7 @@ class OtherRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         view, written = _effects(func)
         changed = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
         for x in _tensors(changed if written else () if view else (out,)):
-            if _is_float(x) and x.numel() and not x.is_conj() and x.untyped_storage().data_ptr():
+            if _is_float(x) and not x.is_conj():
                 _reround_(x, self.key)
         return out
 
@@ -85,9 +85,11 @@ class OtherRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @functools.cache
 def _effects(func: Any) -> tuple[bool, list[tuple[int, str]]]:
     """Return if an operation returns a view or computes nothing, and the positions and names of what it writes."""
-    if func.namespace not in ("aten", "prims"):  # a transfer; the sums of one are operations of their own
+    if func.namespace not in ("aten", "prims"):  # a transfer; its sums are operations of their own
         return True, []
     schema = schema_of(func)
+    if schema.name == "aten::_efficientzerotensor":  # zeros without memory, of forward-mode differentiation
+        return True, []
     written = [
         (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     ]
