@@ -13,6 +13,7 @@ from torch import Tensor
 from . import tree
 from ._call import (
     CallPlan,
+    Program,
     RankResult,
     broadcast_out_specs,
     call_signature,
@@ -23,6 +24,7 @@ from ._call import (
     force_eager,
     join_results,
     make_plan,
+    read_program,
     slice_inputs,
     storage_pointers,
 )
@@ -36,6 +38,8 @@ from .sharded import Sharded, abstract_sharded, local_parts
 from .spec import spec_errors
 
 Check = Literal["first", "always", "never", "values"]
+
+_MOST_PROGRAMS = 32  # a program that differs at every call, by a string that it reads, is not checked at every call
 
 
 @overload
@@ -124,6 +128,7 @@ class ShardMapped:
         self._body = torch.compile(f, fullgraph=True) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[CallPlan] = []
+        self._program: Program | None = None  # as the last call found it
         self._scratch: list[list[dict[Any, Any]]] = []  # at most one entry: that of the last call that has ended
 
     def on(self, mesh: Mesh, *, check: Check | None = None, compile: bool | None = None) -> ShardMapped:
@@ -138,10 +143,11 @@ class ShardMapped:
         leaves, treedef = tree.flatten(args)
         plan = self._find_plan(leaves, treedef, args)
         parts = local_parts(leaves, len(self.mesh.ranks))
-        checked = bool(self._live) and (self._check == "always" or (self._check != "never" and not plan.checked))
+        checked = self._must_check(plan)
         if checked and self._compiled:
             dry_run(self, args)  # in a compiled program the checker sees no operation
-            plan.checked, checked = True, False
+            self._note_checked(plan)
+            checked = False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
         # Drop the references that this frame has to donated storage, so that the function can free it.
         for x in donated_leaves(self._name, plan, args, leaves):
@@ -164,10 +170,24 @@ class ShardMapped:
         if checked and self.mesh.kind == "simulated":
             same_numbers(self.mesh, [run.checker for run in runs if run.checker is not None])
             raise_all(replica_errors(self._name, joined, Tolerance(None, None, False)))
-        plan.checked = True
-        if not checked:
+        if checked:
+            self._note_checked(plan)
+        else:
             self._scratch[:] = [scratch]
         return joined
+
+    def _must_check(self, plan: CallPlan) -> bool:
+        """Return whether to check a call: one of a signature or of a program that no call has checked yet."""
+        if not self._live or self._check in ("never", "always"):
+            return self._check == "always" and bool(self._live)
+        if self._program is None or not self._program.is_current():
+            # Processes must check the same calls: a flag may change on one of them only, code does not.
+            self._program = read_program(self._f, flags=self.mesh.kind != "process", before=self._program)
+        return self._program.facts not in plan.checked and len(plan.checked) < _MOST_PROGRAMS
+
+    def _note_checked(self, plan: CallPlan) -> None:
+        if self._program is not None:
+            plan.checked.append(self._program.facts)
 
     def _find_plan(self, leaves: list[Any], treedef: Any, args: tuple[Any, ...]) -> CallPlan:
         """Return the plan of this signature, made at the first call that has it."""

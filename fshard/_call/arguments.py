@@ -6,9 +6,11 @@ signature only compare the structure and the placements.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class CallPlan:
     uneven: bool  # some leaf has parts of different sizes
     donated: list[int]  # leaves of arguments that the call may overwrite
     kept: list[int]  # all other leaves that are tensors inside
-    checked: bool = False
+    checked: list[tuple[Any, ...]] = field(default_factory=list)  # facts of each program that calls have checked
     rank_types: list[ResultTypes] | None = None  # of every rank of a process mesh
     output: OutputPlan | None = None  # of the last results
 
@@ -54,6 +56,10 @@ def _leaf_signature(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, tracked, is_wrapped(leaf)
     if isinstance(leaf, Deferred):
         return leaf.shape, leaf.dtype
+    if isinstance(leaf, functools.partial):
+        return functools.partial, _leaf_signature(leaf.func)
+    if isinstance(leaf, (FunctionType, MethodType)):
+        return leaf.__code__ if isinstance(leaf, FunctionType) else leaf.__func__
     return (type(leaf), leaf) if isinstance(leaf, (bool, str)) else type(leaf)  # programs branch on bools and strings
 
 
