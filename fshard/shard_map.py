@@ -15,6 +15,7 @@ from ._call import (
     CallPlan,
     Program,
     RankResult,
+    argument_names,
     broadcast_out_specs,
     call_signature,
     donated_leaves,
@@ -29,7 +30,7 @@ from ._call import (
     storage_pointers,
 )
 from ._comm import Comm, Region, bind, mark_donated
-from ._compare import Tolerance, check_replicas, replica_errors
+from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._ops import make_functions
 from ._typecheck import Checker, same_numbers
 from .errors import fail, raise_all
@@ -141,9 +142,12 @@ class ShardMapped:
 
     def __call__(self, *args: Any) -> Any:
         leaves, treedef = tree.flatten(args)
-        plan = self._find_plan(leaves, treedef, args)
-        parts = local_parts(leaves, len(self.mesh.ranks))
+        plan = self._find_plan(leaves, treedef)
         checked = self._must_check(plan)
+        if checked:  # before the plan, whose errors are the same on every rank if the arguments are
+            self._compare_arguments(args)
+        plan = plan or self._make_plan(leaves, args)
+        parts = local_parts(leaves, len(self.mesh.ranks))
         if checked and self._compiled:
             dry_run(self, args)  # in a compiled program the checker sees no operation
             self._note_checked(plan)
@@ -176,26 +180,33 @@ class ShardMapped:
             self._scratch[:] = [scratch]
         return joined
 
-    def _must_check(self, plan: CallPlan) -> bool:
+    def _must_check(self, plan: CallPlan | None) -> bool:
         """Return whether to check a call: one of a signature or of a program that no call has checked yet."""
         if not self._live or self._check in ("never", "always"):
             return self._check == "always" and bool(self._live)
         if self._program is None or not self._program.is_current():
             # Processes must check the same calls: a flag may change on one of them only, code does not.
             self._program = read_program(self._f, flags=self.mesh.kind != "process", before=self._program)
-        return self._program.facts not in plan.checked and len(plan.checked) < _MOST_PROGRAMS
+        return plan is None or (self._program.facts not in plan.checked and len(plan.checked) < _MOST_PROGRAMS)
 
     def _note_checked(self, plan: CallPlan) -> None:
         if self._program is not None:
             plan.checked.append(self._program.facts)
 
-    def _find_plan(self, leaves: list[Any], treedef: Any, args: tuple[Any, ...]) -> CallPlan:
-        """Return the plan of this signature, made at the first call that has it."""
+    def _compare_arguments(self, args: tuple[Any, ...]) -> None:
+        """Raise for arguments that processes have passed different values of."""
+        check_same_arguments(self._name, self.mesh, argument_names(self._f, args), tree.leaves(args))
+
+    def _find_plan(self, leaves: list[Any], treedef: Any) -> CallPlan | None:
+        """Return the plan of this signature; None before the first call that has it."""
         signature = call_signature(leaves)
         for plan in self._plans:
             if plan.treedef == treedef and plan.signature == signature:
                 plan.signature = signature  # the next call often has the same objects, which compare faster
                 return plan
+        return None
+
+    def _make_plan(self, leaves: list[Any], args: tuple[Any, ...]) -> CallPlan:
         if self._compiled:
             make_functions(max(256, 2 * len(leaves)))
         plan = make_plan(self._name, self._f, self.mesh, self._in_specs, self._donate, args)

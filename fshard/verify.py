@@ -67,6 +67,7 @@ def verify(
     collapsed = [{**axes, a: 1} for a, n in axes.items() if n > 1]
     if len(collapsed) > 1:
         collapsed.append(dict.fromkeys(axes, 1))
+    f._compare_arguments(args)
     full_args = device_get(args)
     results = f(*_place_copies(args, full_args, f.mesh))
     mismatched_replicas = replica_errors(f"verify: {f._name}", results, tolerance)

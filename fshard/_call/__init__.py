@@ -1,6 +1,6 @@
 """Parts of one `shard_map` call: plans of its arguments and results, the code to check, the context of its ranks."""
 
-from .arguments import CallPlan, call_signature, donated_leaves, make_plan, slice_inputs
+from .arguments import CallPlan, argument_names, call_signature, donated_leaves, make_plan, slice_inputs
 from .context import explain_missing_values, force_eager
 from .program import Program, read_program
 from .results import (
@@ -16,6 +16,7 @@ __all__ = [
     "CallPlan",
     "Program",
     "RankResult",
+    "argument_names",
     "broadcast_out_specs",
     "call_signature",
     "donated_leaves",

@@ -91,7 +91,7 @@ def make_plan(
     uneven = any(not is_even(tuple(leaves[i].shape), specs[i], mesh.axes) for i in tensors)
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
-    names = _argument_names(f, args)
+    names = argument_names(f, args)
     return CallPlan(treedef, call_signature(leaves), specs, names, slices, uneven, donated, kept)
 
 
@@ -133,7 +133,7 @@ def _donated_positions(name: str, donate: Sequence[int], args: tuple[Any, ...]) 
     return positions
 
 
-def _argument_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+def argument_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     """Return each leaf as `f` would write it, by the names of its parameters: `params['up']`."""
     try:
         bound = inspect.signature(f).bind(*args)

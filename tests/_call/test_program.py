@@ -214,7 +214,17 @@ def test_a_call_is_checked_again_after_a_change_of(name, define):
         assert fs.device_get(step(P0, X)).item() == 1.5
     exec(change, vars(cells))
     assert "varies" in error_text(step, P0, X)
-    assert "varies" in error_text(step, P0, X)  # a call that failed has checked nothing
+
+
+def test_a_call_that_failed_has_checked_nothing(define):
+    cells = define(HEAD + HELPER)
+    step = mapped(cells.loss)
+    step(P0, X)
+    exec(f"def enter(p): return {BAD}", vars(cells))
+    for _ in range(2):
+        assert "varies" in error_text(step, P0, X)
+    exec(HELPER, vars(cells))
+    assert fs.device_get(step(P0, X)).item() == 1.5
 
 
 def test_a_call_is_checked_again_after_a_reload(define, tmp_path):
