@@ -81,7 +81,9 @@ def _argument(x: Any) -> _Argument | None:
         if x.is_meta or x.layout != torch.strided or is_wrapped(x):  # refused later, on every rank
             return _Argument(text, text, _FIX_TENSOR)
         first, second, value = digest_and_value(x.detach().cpu()).tolist()  # digests of two kinds of device differ
-        return _Argument(f"{text}  {format_digest((first, second, value), x)}", (text, first, second), _FIX_TENSOR)
+        return _Argument(
+            f"{text}  {format_digest((first >> 32, second, value), x)}", (text, first, second), _FIX_TENSOR
+        )
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype.hasobject is False:
         digest = hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).hexdigest()
         text = f"{x.dtype}{list(x.shape)}"
