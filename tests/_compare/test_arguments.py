@@ -144,7 +144,7 @@ def test_error_texts() -> None:
 
 def on_ranks() -> dict[str, str]:
     """Return the text of the error of each program, "passed" for none."""
-    mesh, rank = fs.make_mesh(data=2), dist.get_rank()
+    mesh, rank = fs.make_mesh(data=2, model=2), dist.get_rank()
     torch.manual_seed(rank)  # as processes that seed nothing
     outcomes = {}
 
@@ -177,26 +177,43 @@ def on_ranks() -> dict[str, str]:
     note("key", fs.materialize, fs.init.normal(3), P(), mesh, key=fs.key(rank))
     note("captured number", step(lambda w, x: fs.grad(lambda w: fs.pmean((x * fs.pvary(w, "data")).mean(), "data"))(w)
                                  * (1 + rank), spec=(P(), P("data"))), torch.ones(1), x)  # fmt: skip
+    for compiled in (False, True):  # what is compiled does not matter here: only when a call is checked
+        enter = lambda w: fs.pvary(w, "data")  # noqa: E731
+
+        def gradient(w: Any, x: Any) -> Any:
+            return fs.grad(lambda w: fs.pmean((x * enter(w)).mean(), "data"))(w)  # noqa: B023
+
+        with mock.patch.object(torch, "compile", lambda f, **_: f):
+            f = step(gradient, (P(), P("data")), compile=compiled)
+        kind = "compiled" if compiled else "eager"
+        note(f"{kind}, unseeded", f, torch.ones(1), unseeded)
+        note(f"{kind}, same", f, torch.ones(1), x)
+        enter = torch.clone
+        note(f"{kind}, helper changed", f, torch.ones(1), x)
     return outcomes
 
 
 @pytest.mark.process
 def test_every_process_names_the_argument_that_differs(ranks: Pool) -> None:
-    first, second = ranks(2, on_ranks)
-    assert second == first
+    first, *others = ranks(4, on_ranks)
+    assert others == [first] * 3
     of_x = "x differs between rank 0 and rank 1\n  rank 0  f32[8]  digest"
     for check in ("first", "always", "values"):
         assert first[f"unseeded, {check}"].startswith(f"total: {of_x}")
     assert first["number"].startswith("total: n differs between rank 0 and rank 1\n  rank 0  0.0\n  rank 1  0.1\n")
     assert first["shape"].startswith("total: x differs between rank 0 and rank 1\n  rank 0  f32[8]  digest")
-    assert first["tree"].startswith("<lambda>: t['y'] differs between rank 0 and rank 1\n  rank 0  nothing\n")
+    assert first["tree"].startswith("<lambda>: t['y'] differs between rank 0 and rank 1\n  rank 0      nothing\n")
     assert first["one rank's argument does not fit"].startswith("total: x differs between rank 0 and rank 1\n")
     assert first["verified"].startswith(f"total: {of_x}")
     assert (
         "materialize: the key differs between rank 0 and rank 1\n  rank 0  [0, 0]    rank 1  [1, 0]\n" in first["key"]
     )
     assert "a number that differs between its ranks" in first["captured number"]
-    for name in ("unseeded, never", "logger", "same", "later values are not compared", "same again"):
+    for kind in ("eager", "compiled"):
+        assert first[f"{kind}, unseeded"].startswith(f"gradient: {of_x}")
+        assert "{V: data}" in first[f"{kind}, helper changed"]
+    for name in ("unseeded, never", "logger", "same", "later values are not compared", "same again",
+                 "eager, same", "compiled, same"):  # fmt: skip
         assert first[name] == "passed"
 
 
