@@ -70,7 +70,8 @@ def shard_map(
     """Run `f` on every device of `mesh`, on local tensors, with the mesh axes bound.
 
     A `Sharded` argument is passed as its local part, and must be placed as `in_specs` says. A plain tensor is a global
-    value, the same on every rank, and each rank is passed its part of it. Anything else is passed as it is. Results
+    value, the same on every rank (a checked call compares those of processes, by digests), and each rank is passed its
+    part of it. Anything else is passed as it is. Results
     become `Sharded`, placed as `out_specs` says. Works as a decorator too; `.on(mesh)` is the same function on another
     mesh.
 
@@ -79,8 +80,9 @@ def shard_map(
             `Sharded` leaf as it is placed and plain tensors unsplit.
         out_specs: specs for the result, a prefix tree.
         check: follow what each tensor varies over, and raise at the line that breaks the rules: at the "first" call of
-            each signature, "always" or "never". "values" also compares, at every call and across the ranks, results
-            that are declared replicated. The results are the same for every choice.
+            each signature, and of code that has changed since (docs/the-law.md), "always" or "never". "values" also
+            compares, at every call and across the ranks, results that are declared replicated. The results are the
+            same for every choice.
         compile: run `torch.compile(f, fullgraph=True)`; needs a process mesh, or a mesh of one rank.
         donate: positions of arguments whose storage the call may overwrite; using them afterwards is an error.
 
@@ -89,7 +91,8 @@ def shard_map(
     i64[3@data]
 
     Raises ShardingError for arguments that do not fit `in_specs`, results that do not fit `out_specs`, mixed meshes,
-    donated arguments, and what `check` finds. If a rank raises, its exception is raised here, and the other ranks end.
+    donated arguments, processes that pass different global values, and what `check` finds. If a rank raises, its
+    exception is raised here, and the other ranks end.
     """
     if f is None:
         return functools.partial(

@@ -205,13 +205,12 @@ def test_every_process_names_the_argument_that_differs(ranks: Pool) -> None:
     assert first["tree"].startswith("<lambda>: t['y'] differs between rank 0 and rank 1\n  rank 0      nothing\n")
     assert first["one rank's argument does not fit"].startswith("total: x differs between rank 0 and rank 1\n")
     assert first["verified"].startswith(f"total: {of_x}")
-    assert (
-        "materialize: the key differs between rank 0 and rank 1\n  rank 0  [0, 0]    rank 1  [1, 0]\n" in first["key"]
-    )
+    of_key = "materialize: the key differs between rank 0 and rank 1\n  rank 0  [0, 0]    rank 1  [1, 0]\n"
+    assert first["key"].startswith(of_key)
     assert "a number that differs between its ranks" in first["captured number"]
     for kind in ("eager", "compiled"):
         assert first[f"{kind}, unseeded"].startswith(f"gradient: {of_x}")
-        assert "{V: data}" in first[f"{kind}, helper changed"]
+        assert "mul of an operand that is invariant (I) over 'data'" in first[f"{kind}, helper changed"]
     for name in ("unseeded, never", "logger", "same", "later values are not compared", "same again",
                  "eager, same", "compiled, same"):  # fmt: skip
         assert first[name] == "passed"
