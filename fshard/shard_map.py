@@ -71,9 +71,8 @@ def shard_map(
 
     A `Sharded` argument is passed as its local part, and must be placed as `in_specs` says. A plain tensor is a global
     value, the same on every rank (a checked call compares those of processes, by digests), and each rank is passed its
-    part of it. Anything else is passed as it is. Results
-    become `Sharded`, placed as `out_specs` says. Works as a decorator too; `.on(mesh)` is the same function on another
-    mesh.
+    part of it. Anything else is passed as it is. Results become `Sharded`, placed as `out_specs` says. Works as a
+    decorator too; `.on(mesh)` is the same function on another mesh.
 
     Args:
         in_specs: specs for the tuple of arguments, a prefix tree. `None`, for all or for one argument, takes each
@@ -145,15 +144,17 @@ class ShardMapped:
 
     def __call__(self, *args: Any) -> Any:
         leaves, treedef = tree.flatten(args)
-        plan = self._find_plan(leaves, treedef)
-        checked = self._must_check(plan)
+        plan, facts = self._find_plan(leaves, treedef), self._program_facts()
+        checked = self._must_check(plan, facts)
         if checked:  # before the plan, whose errors are the same on every rank if the arguments are
             self._compare_arguments(args)
         plan = plan or self._make_plan(leaves, args)
         parts = local_parts(leaves, len(self.mesh.ranks))
+        if checked:
+            plan.rank_types = None  # changed code may return other types
         if checked and self._compiled:
             dry_run(self, args)  # in a compiled program the checker sees no operation
-            self._note_checked(plan)
+            plan.note_checked(facts)
             checked = False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
         # Drop the references that this frame has to donated storage, so that the function can free it.
@@ -178,23 +179,26 @@ class ShardMapped:
             same_numbers(self.mesh, [run.checker for run in runs if run.checker is not None])
             raise_all(replica_errors(self._name, joined, Tolerance(None, None, False)))
         if checked:
-            self._note_checked(plan)
+            plan.note_checked(facts)
         else:
             self._scratch[:] = [scratch]
         return joined
 
-    def _must_check(self, plan: CallPlan | None) -> bool:
-        """Return whether to check a call: one of a signature or of a program that no call has checked yet."""
+    def _program_facts(self) -> tuple[Any, ...]:
+        """Return the code and flags that the function may use now; none where they do not decide on a check."""
         if not self._live or self._check in ("never", "always"):
-            return self._check == "always" and bool(self._live)
+            return ()
         if self._program is None or not self._program.is_current():
             # Processes must check the same calls: a flag may change on one of them only, code does not.
             self._program = read_program(self._f, flags=self.mesh.kind != "process", before=self._program)
-        return plan is None or (self._program.facts not in plan.checked and len(plan.checked) < _MOST_PROGRAMS)
+        return self._program.facts
 
-    def _note_checked(self, plan: CallPlan) -> None:
-        if self._program is not None:
-            plan.checked.append(self._program.facts)
+    def _must_check(self, plan: CallPlan | None, facts: tuple[Any, ...]) -> bool:
+        """Return whether to check a call: with "first", one of a signature or of code that no call has checked yet."""
+        if not self._live or self._check == "never":
+            return False
+        known = plan is not None and (facts in plan.checked or len(plan.checked) >= _MOST_PROGRAMS)
+        return self._check == "always" or not known
 
     def _compare_arguments(self, args: tuple[Any, ...]) -> None:
         """Raise for arguments that processes have passed different values of."""

@@ -44,6 +44,10 @@ class CallPlan:
     rank_types: list[ResultTypes] | None = None  # of every rank of a process mesh
     output: OutputPlan | None = None  # of the last results
 
+    def note_checked(self, facts: tuple[Any, ...]) -> None:
+        if facts not in self.checked:
+            self.checked.append(facts)
+
 
 def call_signature(leaves: Sequence[Any]) -> list[Any]:
     """Return, for each leaf, the properties that a plan depends on."""

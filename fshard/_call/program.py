@@ -6,12 +6,14 @@ was run again, a module was reloaded, a flag was set.
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ class Program:
         """Return whether every place still has the same object: some 50 ns for each."""
         try:
             return all(map(operator.is_, map(operator.call, self.places), self.found))
-        except (IndexError, ValueError):  # a list is shorter, or the variable of a closure was deleted
+        except (AttributeError, IndexError, ValueError):  # an attribute, an entry or a variable is gone
             return False
 
 
@@ -103,7 +105,7 @@ class _Reader:
         elif issubclass(kind, ModuleType):
             return _is_own(x) and self._visit_entries(vars(x), vars(x).get, names & vars(x).keys(), names)
         elif issubclass(kind, type):
-            return self._visit_class(x)
+            self._visit_class(x)
         elif base := next((c for c in (dict, list, tuple) if issubclass(kind, c)), None):
             return self._visit_container(x, base, names)
         else:
@@ -111,7 +113,7 @@ class _Reader:
         return True
 
     def _visit_function(self, f: FunctionType) -> None:
-        names = frozenset(_names(f.__code__))
+        names = _names(f.__code__)
         self.facts.append(f.__code__)
         self._keep(f, "__code__", functools.partial(getattr, f, "__code__"))  # a reload may replace it in place
         for default in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
@@ -122,15 +124,18 @@ class _Reader:
         if "__wrapped__" in vars(f):
             self.visit(vars(f)["__wrapped__"], names)
         if is_own_file(f.__code__.co_filename):
-            self._visit_entries(f.__globals__, f.__globals__.get, names & f.__globals__.keys(), names)
+            self._visit_entries(
+                f.__globals__, f.__globals__.get, _global_names(f.__code__) & f.__globals__.keys(), names
+            )
 
-    def _visit_class(self, c: type) -> bool:
+    def _visit_class(self, c: type) -> None:
         """Visit the functions and flags that an own class defines, or inherits from own classes."""
-        own = [base for base in c.__mro__ if _is_own(sys.modules.get(base.__module__))]
+        own = _own_bases(c)
         for base in own:
             defined = [n for n, x in vars(base).items() if type(x) is FunctionType or not n.startswith("__")]
             self._visit_entries(base, vars(base).get, defined, frozenset(defined))
-        return bool(own)
+        if not own:
+            self.facts.append(c)
 
     def _visit_container(self, x: Any, base: Any, names: frozenset[str]) -> bool:
         """Visit the entries of a small container. One that has entries, and none of the program, is data."""
@@ -140,20 +145,31 @@ class _Reader:
         kept = self._visit_entries(x, get, x if base is dict else range(len(x)), names)
         if kept or not len(x):
             self._keep(x, len, functools.partial(base.__len__, x))
-        return kept
+        return kept | self._visit_own_kind(type(x))
 
     def _visit_object(self, x: Any, kind: type, names: frozenset[str]) -> bool:
         """Visit the class of an object, and those of its attributes whose names the class or the referrer uses."""
+        kept = self._visit_own_kind(kind)
+        if kept:
+            functions = [m for base in kind.__mro__ for m in vars(base).values() if type(m) is FunctionType]
+            names = names.union(*(_names(m.__code__) for m in functions))
+            slots = {n: m for c in kind.__mro__ for n, m in vars(c).items() if type(m) is MemberDescriptorType}
+            for name in sorted(names & slots.keys()):
+                with contextlib.suppress(AttributeError):  # of a slot that is not assigned yet
+                    self._visit_entries(x, slots[name].__get__, [x], names)
         try:
             attributes = object.__getattribute__(x, "__dict__")
         except AttributeError:
-            return False
-        if own := self.visit(kind, names):
-            methods = [m for base in kind.__mro__ for m in vars(base).values() if type(m) is FunctionType]
-            names = names.union(*(_names(m.__code__) for m in methods))
-            self._visit_entries(x, attributes.get, names & attributes.keys(), names)
-        hidden = ("training", "_modules") if issubclass(kind, torch.nn.Module) else ("__wrapped__",)
-        return self._visit_entries(x, attributes.get, attributes.keys() & hidden, names) or own
+            return kept
+        used = set(names) if kept else {"__wrapped__"}
+        if issubclass(kind, torch.nn.Module):
+            self.facts.append(kind)
+            used |= {"training", "_modules"}
+        return self._visit_entries(x, attributes.get, used & attributes.keys(), names) | kept
+
+    def _visit_own_kind(self, kind: type) -> bool:
+        """Visit the class of an object if it is the user's own; return whether it is."""
+        return bool(_own_bases(kind)) and self.visit(kind, frozenset())
 
     def _visit_entries(self, owner: Any, get: Callable[[Any], Any], keys: Iterable[Any], names: frozenset[str]) -> bool:
         """Visit what `get` returns for some keys of a namespace or a container; return if any is of the program."""
@@ -168,12 +184,22 @@ class _Reader:
         self.places[id(owner), key] = place, place()
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names and attributes in a function's code, and in that of the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> frozenset[str]:
+    """Return the global names and attributes in a function's code, and in that of the functions inside it."""
+    return frozenset(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: CodeType) -> frozenset[str]:
+    """Return the global names alone."""
+    loaded = frozenset(i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return loaded.union(*(_global_names(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+def _own_bases(c: type) -> list[type]:
+    """Return a class and its bases, those that the user defined."""
+    return [base for base in c.__mro__ if _is_own(sys.modules.get(base.__module__))]
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -132,6 +132,35 @@ CHANGES = {
         f"class Config: pass\ncfg = Config()\ncfg.sums = True\ndef enter(p): return {GOOD} if cfg.sums else {BAD}",
         "cfg.sums = False",
     ),
+    "attribute in a slot": (
+        ("class Config:\n    __slots__ = ('sums', 'other')\ncfg = Config()\ncfg.sums = True\n"
+        f"def enter(p): return {GOOD} if cfg.sums else {BAD}"),
+        "cfg.sums = False",
+    ),
+    "method of a class with slots": (
+        (f"class Model:\n    __slots__ = ()\n    def enter(self, p): return {GOOD}\nmodel = Model()\n"
+        "def enter(p): return model.enter(p)"),
+        f"Model.enter = lambda self, p: {BAD}",
+    ),
+    "method of a named tuple": (
+        (f"import typing\nclass Model(typing.NamedTuple):\n    n: int\n    def enter(self, p): return {GOOD}\n"
+        "model = Model(3)\ndef enter(p): return model.enter(p)"),
+        f"Model.enter = lambda self, p: {BAD}",
+    ),
+    "flag of a frozen dataclass": (
+        ("import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Config:\n    sums: bool = True\n"
+        f"cfg = Config()\ndef enter(p): return {GOOD} if cfg.sums else {BAD}"),
+        "cfg = dataclasses.replace(cfg, sums=False)",
+    ),
+    "class of a library": (
+        ("Kind = torch.nn.Identity\n"
+        f"def enter(p): return Kind()({GOOD} if Kind is torch.nn.Identity else {BAD})"),
+        "Kind = torch.nn.ReLU",
+    ),
+    "module of a library": (
+        f"layer = torch.nn.Identity()\ndef enter(p): return {GOOD} if isinstance(layer, torch.nn.Identity) else {BAD}",
+        "layer = torch.nn.ReLU()",
+    ),
     "bound method": (
         f"class Model:\n    def run(self, p): return {GOOD}\nenter = Model().run",
         f"Model.run.__code__ = (lambda self, p: {BAD}).__code__",
@@ -252,6 +281,13 @@ NO_CHANGES = {
     "nothing": (HELPER, ""),
     "the same cell": (HELPER, HELPER),
     "a function that nothing refers to": (HELPER, "def other(p): return p"),
+    "a global that has the name of an attribute": (
+        f"kind = 'a'\nclass Config: pass\ncfg = Config()\ncfg.kind = 3\ndef enter(p): return {GOOD} if cfg.kind else p",
+        "kind = 'b'",
+    ),
+    "a slot that is not assigned": (
+        f"class Config: __slots__ = ('sums',)\ncfg = Config()\ndef enter(p): return {GOOD} if cfg else cfg.sums", "",
+    ),
     "a number": (f"lr = 0.1\ndef enter(p): return {GOOD} * (1 + 0 * lr)", "lr = 0.2"),
     "a tensor": (f"bias = torch.zeros(1)\ndef enter(p): return {GOOD} + bias", "bias = torch.zeros(1)"),
     "a closure made again": (

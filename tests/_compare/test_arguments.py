@@ -177,17 +177,19 @@ def on_ranks() -> dict[str, str]:
     note("key", fs.materialize, fs.init.normal(3), P(), mesh, key=fs.key(rank))
     note("captured number", step(lambda w, x: fs.grad(lambda w: fs.pmean((x * fs.pvary(w, "data")).mean(), "data"))(w)
                                  * (1 + rank), spec=(P(), P("data"))), torch.ones(1), x)  # fmt: skip
-    for compiled in (False, True):  # what is compiled does not matter here: only when a call is checked
-        enter = lambda w: fs.pvary(w, "data")  # noqa: E731
+    for kind in ("eager", "compiled"):  # what is compiled does not matter here: only when a call is checked
+        enter, total_of = lambda w: fs.pvary(w, "data"), torch.sum
 
         def gradient(w: Any, x: Any) -> Any:
-            return fs.grad(lambda w: fs.pmean((x * enter(w)).mean(), "data"))(w)  # noqa: B023
+            grad = fs.grad(lambda w: fs.pmean((x * enter(w)).mean(), "data"))(w)  # noqa: B023
+            return grad, fs.psum(total_of(x), "data")  # noqa: B023
 
         with mock.patch.object(torch, "compile", lambda f, **_: f):
-            f = step(gradient, (P(), P("data")), compile=compiled)
-        kind = "compiled" if compiled else "eager"
+            f = step(gradient, (P(), P("data")), compile=kind == "compiled")
         note(f"{kind}, unseeded", f, torch.ones(1), unseeded)
         note(f"{kind}, same", f, torch.ones(1), x)
+        total_of = lambda x: x.sum()[None].double()  # noqa: E731
+        note(f"{kind}, another shape", f, torch.ones(1), x)
         enter = torch.clone
         note(f"{kind}, helper changed", f, torch.ones(1), x)
     return outcomes
@@ -212,7 +214,7 @@ def test_every_process_names_the_argument_that_differs(ranks: Pool) -> None:
         assert first[f"{kind}, unseeded"].startswith(f"gradient: {of_x}")
         assert "mul of an operand that is invariant (I) over 'data'" in first[f"{kind}, helper changed"]
     for name in ("unseeded, never", "logger", "same", "later values are not compared", "same again",
-                 "eager, same", "compiled, same"):  # fmt: skip
+                 "eager, same", "compiled, same", "eager, another shape", "compiled, another shape"):  # fmt: skip
         assert first[name] == "passed"
 
 
