@@ -169,6 +169,7 @@ def on_ranks() -> dict[str, str]:
     note("tree", step(lambda t: fs.psum(t["x"].sum(), "data")), {"x": x, "y": x} if rank else {"x": x})
     note("one rank's argument does not fit", step(spec=P(None, "data")), torch.ones(8, *[2] * rank))
     note("logger", step(lambda t: total(t["x"])), {"x": x, "log": object() if rank else None})
+    note("another function", step() if rank else step(lambda x: total(x)), x)  # noqa: PLW0108
     known = step()
     note("same", known, x)
     note("later values are not compared", known, unseeded)
@@ -210,6 +211,11 @@ def test_every_process_names_the_argument_that_differs(ranks: Pool) -> None:
     of_key = "materialize: the key differs between rank 0 and rank 1\n  rank 0  [0, 0]    rank 1  [1, 0]\n"
     assert first["key"].startswith(of_key)
     assert "a number that differs between its ranks" in first["captured number"]
+    assert first["another function"] == (
+        "the ranks call different functions\n"
+        "  rank 0  <lambda>\n  rank 1  total\n  rank 2  total\n  rank 3  total\n"
+        "  fix: every rank must call the same functions in the same order"
+    )
     for kind in ("eager", "compiled"):
         assert first[f"{kind}, unseeded"].startswith(f"gradient: {of_x}")
         assert "mul of an operand that is invariant (I) over 'data'" in first[f"{kind}, helper changed"]
