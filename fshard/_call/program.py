@@ -73,7 +73,7 @@ class _Reader:
     def visit(self, x: Any, names: frozenset[str]) -> bool:
         """Add an object's facts; return whether it is of the program. `names` stand in the code that refers to it."""
         kind = type(x)
-        if x is None or kind in (bool, str):
+        if _is_flag(x):
             if self.flags:
                 self.facts.append(x)
             return self.flags
@@ -142,7 +142,10 @@ class _Reader:
         if len(x) > _MOST_ENTRIES:
             return False
         get = functools.partial(dict.get if base is dict else base.__getitem__, x)
-        kept = self._visit_entries(x, get, x if base is dict else range(len(x)), names)
+        keys = list(x) if base is dict else range(len(x))
+        if base is list:  # strings and bools in a list are more often a log than flags
+            keys = [i for i in keys if not _is_flag(x[i])]
+        kept = self._visit_entries(x, get, keys, names)
         if kept or not len(x):
             self._keep(x, len, functools.partial(base.__len__, x))
         return kept | self._visit_own_kind(type(x))
@@ -200,6 +203,10 @@ def _global_names(code: CodeType) -> frozenset[str]:
 def _own_bases(c: type) -> list[type]:
     """Return a class and its bases, those that the user defined."""
     return [base for base in c.__mro__ if _is_own(sys.modules.get(base.__module__))]
+
+
+def _is_flag(x: Any) -> bool:
+    return x is None or type(x) in (bool, str)
 
 
 def _is_filled(cell: CellType) -> bool:

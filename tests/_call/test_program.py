@@ -288,6 +288,10 @@ NO_CHANGES = {
     "a slot that is not assigned": (
         f"class Config: __slots__ = ('sums',)\ncfg = Config()\ndef enter(p): return {GOOD} if cfg else cfg.sums", "",
     ),
+    "a log": (
+        f"log = []\ndef enter(p):\n    log.append(True)\n    log.append('called')\n    return {GOOD}",
+        "log.append('later')",
+    ),
     "a number": (f"lr = 0.1\ndef enter(p): return {GOOD} * (1 + 0 * lr)", "lr = 0.2"),
     "a tensor": (f"bias = torch.zeros(1)\ndef enter(p): return {GOOD} + bias", "bias = torch.zeros(1)"),
     "a closure made again": (
