@@ -23,6 +23,7 @@ from fshard._callsite import is_own_file
 _MOST_ENTRIES = 64  # of a container that is searched for functions and flags: a larger one is data
 _MOST_FACTS = 1000
 _DEEPEST = 100
+_DEFINITIONS = (FunctionType, BuiltinFunctionType, ModuleType, type)  # of a program in any case
 
 
 @dataclass(frozen=True)
