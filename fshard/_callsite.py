@@ -6,6 +6,7 @@ Source is read only when it is shown; the text is empty if it is not found.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import os
@@ -64,6 +65,12 @@ class _IsUsersFile(dict[str, bool]):
 
 
 _is_users_file = _IsUsersFile()
+
+
+@functools.cache
+def is_own_file(file: str) -> bool:
+    """Return whether a file is the user's own: not of torch, fshard, the standard library or an installed package."""
+    return not (file.startswith((HERE, TORCH, *STANDARD_LIBRARY, *GENERATED)) or INSTALLED.search(file))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ._comm import AbstractComm, Comm, ProcessComm, Transfer, fake_tensors, refuse_nesting, simulate
+from ._comm import AbstractComm, Comm, ProcessComm, Transfer, call_distributed, fake_tensors, refuse_nesting, simulate
 from .errors import fail
 from .spec import format_axes
 
@@ -73,7 +73,7 @@ class Mesh:
         """Return the object of each process of the mesh, by rank; there is one process if the ranks are threads."""
         objects = [mine] * (self.size if self.kind == "process" else 1)
         if len(objects) > 1:
-            dist.all_gather_object(objects, mine)
+            call_distributed(dist.all_gather_object, objects, mine)
         return objects
 
     def __eq__(self, other: object) -> bool:

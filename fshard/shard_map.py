@@ -13,7 +13,9 @@ from torch import Tensor
 from . import tree
 from ._call import (
     CallPlan,
+    Program,
     RankResult,
+    argument_names,
     broadcast_out_specs,
     call_signature,
     donated_leaves,
@@ -23,11 +25,12 @@ from ._call import (
     force_eager,
     join_results,
     make_plan,
+    read_program,
     slice_inputs,
     storage_pointers,
 )
 from ._comm import Comm, Region, bind, mark_donated
-from ._compare import Tolerance, check_replicas, replica_errors
+from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._ops import make_functions
 from ._typecheck import Checker, same_numbers
 from .errors import fail, raise_all
@@ -36,6 +39,8 @@ from .sharded import Sharded, abstract_sharded, local_parts
 from .spec import spec_errors
 
 Check = Literal["first", "always", "never", "values"]
+
+_MOST_PROGRAMS = 32  # a program that differs at every call, by a string that it reads, is not checked at every call
 
 
 @overload
@@ -65,17 +70,18 @@ def shard_map(
     """Run `f` on every device of `mesh`, on local tensors, with the mesh axes bound.
 
     A `Sharded` argument is passed as its local part, and must be placed as `in_specs` says. A plain tensor is a global
-    value, the same on every rank, and each rank is passed its part of it. Anything else is passed as it is. Results
-    become `Sharded`, placed as `out_specs` says. Works as a decorator too; `.on(mesh)` is the same function on another
-    mesh.
+    value, the same on every rank (a checked call compares those of processes, by digests), and each rank is passed its
+    part of it. Anything else is passed as it is. Results become `Sharded`, placed as `out_specs` says. Works as a
+    decorator too; `.on(mesh)` is the same function on another mesh.
 
     Args:
         in_specs: specs for the tuple of arguments, a prefix tree. `None`, for all or for one argument, takes each
             `Sharded` leaf as it is placed and plain tensors unsplit.
         out_specs: specs for the result, a prefix tree.
         check: follow what each tensor varies over, and raise at the line that breaks the rules: at the "first" call of
-            each signature, "always" or "never". "values" also compares, at every call and across the ranks, results
-            that are declared replicated. The results are the same for every choice.
+            each signature, and of code that has changed since (docs/the-law.md), "always" or "never". "values" also
+            compares, at every call and across the ranks, results that are declared replicated. The results are the
+            same for every choice.
         compile: run `torch.compile(f, fullgraph=True)`; needs a process mesh, or a mesh of one rank.
         donate: positions of arguments whose storage the call may overwrite; using them afterwards is an error.
 
@@ -84,7 +90,8 @@ def shard_map(
     i64[3@data]
 
     Raises ShardingError for arguments that do not fit `in_specs`, results that do not fit `out_specs`, mixed meshes,
-    donated arguments, and what `check` finds. If a rank raises, its exception is raised here, and the other ranks end.
+    donated arguments, processes that pass different global values, and what `check` finds. If a rank raises, its
+    exception is raised here, and the other ranks end.
     """
     if f is None:
         return functools.partial(
@@ -124,6 +131,7 @@ class ShardMapped:
         self._body = torch.compile(f, fullgraph=True) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[CallPlan] = []
+        self._program: Program | None = None  # as the last call found it
         self._scratch: list[list[dict[Any, Any]]] = []  # at most one entry: that of the last call that has ended
 
     def on(self, mesh: Mesh, *, check: Check | None = None, compile: bool | None = None) -> ShardMapped:
@@ -136,12 +144,18 @@ class ShardMapped:
 
     def __call__(self, *args: Any) -> Any:
         leaves, treedef = tree.flatten(args)
-        plan = self._find_plan(leaves, treedef, args)
+        plan, facts = self._find_plan(leaves, treedef), self._program_facts()
+        checked = self._must_check(plan, facts)
+        if checked:  # before the plan, whose errors are the same on every rank if the arguments are
+            self._compare_arguments(args)
+        plan = plan or self._make_plan(leaves, args)
         parts = local_parts(leaves, len(self.mesh.ranks))
-        checked = bool(self._live) and (self._check == "always" or (self._check != "never" and not plan.checked))
+        if checked:
+            plan.rank_types = None  # changed code may return other types
         if checked and self._compiled:
             dry_run(self, args)  # in a compiled program the checker sees no operation
-            plan.checked, checked = True, False
+            plan.note_checked(facts)
+            checked = False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
         # Drop the references that this frame has to donated storage, so that the function can free it.
         for x in donated_leaves(self._name, plan, args, leaves):
@@ -164,18 +178,42 @@ class ShardMapped:
         if checked and self.mesh.kind == "simulated":
             same_numbers(self.mesh, [run.checker for run in runs if run.checker is not None])
             raise_all(replica_errors(self._name, joined, Tolerance(None, None, False)))
-        plan.checked = True
-        if not checked:
+        if checked:
+            plan.note_checked(facts)
+        else:
             self._scratch[:] = [scratch]
         return joined
 
-    def _find_plan(self, leaves: list[Any], treedef: Any, args: tuple[Any, ...]) -> CallPlan:
-        """Return the plan of this signature, made at the first call that has it."""
+    def _program_facts(self) -> tuple[Any, ...]:
+        """Return the code and flags that the function may use now; none where they do not decide on a check."""
+        if not self._live or self._check in ("never", "always"):
+            return ()
+        if self._program is None or not self._program.is_current():
+            # Processes must check the same calls: a flag may change on one of them only, code does not.
+            self._program = read_program(self._f, flags=self.mesh.kind != "process", before=self._program)
+        return self._program.facts
+
+    def _must_check(self, plan: CallPlan | None, facts: tuple[Any, ...]) -> bool:
+        """Return whether to check a call: with "first", one of a signature or of code that no call has checked yet."""
+        if not self._live or self._check == "never":
+            return False
+        known = plan is not None and (facts in plan.checked or len(plan.checked) >= _MOST_PROGRAMS)
+        return self._check == "always" or not known
+
+    def _compare_arguments(self, args: tuple[Any, ...]) -> None:
+        """Raise for arguments that processes have passed different values of."""
+        check_same_arguments(self._name, self.mesh, argument_names(self._f, args), tree.leaves(args))
+
+    def _find_plan(self, leaves: list[Any], treedef: Any) -> CallPlan | None:
+        """Return the plan of this signature; None before the first call that has it."""
         signature = call_signature(leaves)
         for plan in self._plans:
             if plan.treedef == treedef and plan.signature == signature:
                 plan.signature = signature  # the next call often has the same objects, which compare faster
                 return plan
+        return None
+
+    def _make_plan(self, leaves: list[Any], args: tuple[Any, ...]) -> CallPlan:
         if self._compiled:
             make_functions(max(256, 2 * len(leaves)))
         plan = make_plan(self._name, self._f, self.mesh, self._in_specs, self._donate, args)

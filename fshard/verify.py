@@ -114,6 +114,7 @@ def _compare_meshes(
     f: ShardMapped, name: str, args: tuple[Any, ...], others: Sequence[Sizes], rtol: Any, atol: Any, bitwise: bool
 ) -> tuple[int, float, list[str]]:
     """Return the number of leaves, the largest error, and the leaves that are noise. Raises if leaves differ."""
+    f._compare_arguments(args)
     axes = f.mesh.axes
     full_args = device_get(args)
     results = f(*_place_copies(args, full_args, f.mesh))

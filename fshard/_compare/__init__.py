@@ -1,5 +1,6 @@
-"""Comparison of values: two answers of one program, and the replicas of one leaf."""
+"""Comparison of values: two answers of one program, replicas of one leaf, arguments of several processes."""
 
+from .arguments import check_same_arguments
 from .diff import Difference, Evidence, Tolerance, compare, describe_differences, max_finite_magnitude, widen
 from .digest import digest_and_value, flat_slice
 from .replicas import check_replicas, compare_digests, format_mismatch, replica_errors, sum_over_ranks
@@ -11,6 +12,7 @@ __all__ = [
     "OtherRounding",
     "Tolerance",
     "check_replicas",
+    "check_same_arguments",
     "compare",
     "compare_digests",
     "describe_differences",

@@ -305,8 +305,6 @@ def test_loss_that_varies_is_an_error_however_it_is_differentiated(name):
 
         return gradient(name, loss, w)
 
-    if name == "recomputed":
-        pytest.skip("remat calls the loss where nothing is differentiated; its gradient is checked by fs.grad")
     text = error_of(step, (P(), ROWS), P(), X[0], X)
     assert text.startswith(f"test_checker.py:{line_of('# the lo' + 'cal loss')} in loss: the loss that is")
 
