@@ -54,7 +54,6 @@ def give_back(threads: Sequence[RankThread]) -> None:
     _idle.extend(threads)
 
 
-def dismiss(threads: Sequence[RankThread]) -> None:
-    """Let threads end after their jobs."""
-    for thread in threads:
-        thread.jobs.put(None)
+def dismiss(thread: RankThread) -> None:
+    """Let a thread end after its job."""
+    thread.jobs.put(None)

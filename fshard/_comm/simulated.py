@@ -10,7 +10,6 @@ import math
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,8 +56,9 @@ class _Run:
         self.running: int | None = None
         self.entered: dict[tuple[int, ...], _Collective] = {}
         self.waiting: dict[int, str] = {}
-        self.finished: list[int] = []
-        self.remaining = n
+        self.returned: list[int] = []
+        self.over: list[int] = []  # ranks that have returned or raised
+        self.interrupted = False
         self.ended = threading.Event()
         self.failure: BaseException | None = None
         self.states = RankStates(n)
@@ -107,7 +107,7 @@ class _Run:
         """Start the turn of the next rank, if any is left."""
         if not self.ready and self.waiting and self.failure is None:
             lines = [f"rank {r}  waits in {call}" for r, call in sorted(self.waiting.items())]
-            lines += [f"rank {r}  has returned" for r in sorted(self.finished)]
+            lines += [f"rank {r}  has returned" for r in sorted(self.returned)]
             self.failure = fail("deadlock: every rank that has not returned waits for another one", *lines,
                                 fix="every rank must call the same collectives in the same order")  # fmt: skip
         if self.failure is not None:
@@ -230,14 +230,16 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
                 for mode in modes():
                     stack.enter_context(mode)
                 results[rank] = f(SimulatedComm(sizes, coords, run), rank)
-            run.finished.append(rank)
+            run.returned.append(rank)
         except Abandoned:
             pass
         except BaseException as e:
             run.failure = run.failure or e
-        run.remaining -= 1
+        run.over.append(rank)
         run.end_turn(rank)
-        if not run.remaining:
+        if run.interrupted:
+            dismiss(threads[rank])
+        if len(run.over) == n:
             run.ended.set()
 
     grid = itertools.product(*(range(k) for k in sizes.values()))
@@ -249,7 +251,8 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
                 job = functools.partial(contextvars.copy_context().run, job)
                 run.wake.append(functools.partial(threads[rank].jobs.put, job))
             run.start_next()
-            run.ended.wait()
+            while not run.ended.wait(_PATIENCE):
+                pass  # Python misses a signal that arrives just before a wait begins
         except BaseException as e:  # an interrupt of the caller
             _interrupt(run, threads, e)
             raise
@@ -262,7 +265,8 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
     return results
 
 
-_ATTEMPTS, _PATIENCE = 10, 0.1  # seconds after each attempt to end the ranks of an interrupted run
+_PATIENCE = 0.1  # seconds: of a wait of the caller, and after each attempt to end the ranks of an interrupted run
+_ATTEMPTS = 10
 
 
 def _interrupt(run: _Run, threads: Sequence[RankThread], e: BaseException) -> None:
@@ -272,26 +276,24 @@ def _interrupt(run: _Run, threads: Sequence[RankThread], e: BaseException) -> No
     """
     positions = [f"rank {rank}  {_position(run, rank, thread)}" for rank, thread in enumerate(threads)]
     e.add_note("\n  ".join(["simulated ranks at the interrupt:", *positions]))
-    run.failure = run.failure or e
-    dismiss(threads)
+    run.failure, run.interrupted = run.failure or e, True
     try:
         for _ in range(_ATTEMPTS):  # the user's code may catch one
             if run.running is not None:  # else the next rank finds the failure at its turn
                 threads[run.running].interrupt()
-            end = time.monotonic() + _PATIENCE
-            for thread in threads:
-                thread.join(max(0, end - time.monotonic()))
-            if not any(thread.is_alive() for thread in threads):
+            if run.ended.wait(_PATIENCE):
                 return
         e.add_note(f"rank {run.running} has not ended yet; its thread ends after the call that it is in")
     finally:
+        for rank in list(run.over):
+            dismiss(threads[rank])
         run.states.abandon()
 
 
 def _position(run: _Run, rank: int, thread: RankThread) -> str:
     if rank in run.waiting:
         return f"waits in {run.waiting[rank]}"
-    if rank in run.finished:
+    if rank in run.returned:
         return "has returned"
     frame = user_frame(sys._current_frames().get(thread.ident or 0)) if rank == run.running else None
     return f"runs {site(frame)}" if frame is not None else "waits for its turn"
@@ -301,10 +303,15 @@ def _modes_of_this_thread() -> Callable[[], list[contextlib.AbstractContextManag
     """Return a function that makes the modes of torch on this thread again, for each rank to enter on its own."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    cache = torch.is_autocast_cache_enabled()
+    device = torch.get_default_device()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return lambda: [
         # Ranks differentiate on their own thread: all would share the engine's device threads.
         torch.autograd.set_multithreading_enabled(False),
         torch.inference_mode(inference),
         torch.set_grad_enabled(grad),
-        *(torch.autocast(device, dtype) for device, dtype in casts),
+        *(torch.autocast(device, dtype, cache_enabled=cache) for device, dtype in casts),
+        *([torch.cuda.stream(stream)] if stream is not None else []),  # and the current device
+        *([device] if device != torch.get_default_device() else []),
     ]
