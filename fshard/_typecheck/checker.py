@@ -31,7 +31,7 @@ from torch import Tensor
 from fshard import _callsite
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import TorchDispatchMode, unwrapped
-from fshard.errors import ShardingError
+from fshard.errors import ShardingError, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import P
 
@@ -248,6 +248,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a hash of the recorded numbers."""
         return hashlib.blake2b(repr(sorted(self.numbers_to_compare().items(), key=repr)).encode()).hexdigest()
 
+    def captured_writes(self) -> dict[int, tuple[Tensor, _callsite.Site | None]]:
+        """Return the tensors from outside the region that it wrote to, each with a line, by `storage_id`."""
+        return self._table.captured
+
     # --- losses, gradients, results ---
 
     def check_loss(self, name: str, x: Tensor, leaves: Sequence[Tensor]) -> None:
@@ -313,6 +317,18 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
                 if any(repr(value) != repr(numbers) for value in values):
                     rows = [(f"{axis}={i}", value) for i, value in enumerate(values)]
                     raise messages.number_differs(op, site, axis, rows)
+
+
+def no_shared_writes(checkers: Sequence[Checker]) -> None:
+    """Raise where several ranks that are threads wrote to one tensor, which was made outside their regions."""
+    writers: dict[int, list[int]] = {}
+    for rank, checker in enumerate(checkers):
+        for key in checker.captured_writes():
+            writers.setdefault(key, []).append(rank)
+    raise_all([
+        messages.shared_write(*checkers[ranks[0]].captured_writes()[key], len(ranks))
+        for key, ranks in writers.items() if len(ranks) > 1
+    ])  # fmt: skip
 
 
 def _is_strict(op: Operation, o: Operand) -> bool:

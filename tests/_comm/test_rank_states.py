@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -288,3 +289,51 @@ def test_default_device_of_the_caller_applies_on_every_rank(n):
     with torch.device("meta"):
         assert fs.make_mesh(m=n, device="cpu").run(lambda comm, rank: torch.empty(1).device.type) == ["meta"] * n
     assert fs.make_mesh(m=n).run(lambda comm, rank: torch.empty(1).device.type) == ["cpu"] * n
+
+
+# --- tensors that the function captures ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["in place", "to a view", "foreach"])
+def test_error_text_of_a_write_to_a_captured_tensor(write):
+    total = torch.zeros(2, 3)
+    functions = {
+        "in place": lambda x: total.add_(1).sum() + x,
+        "to a view": lambda x: total[0].t().add_(1).sum() + x,
+        "foreach": lambda x: torch._foreach_add_([total], 1) or x,
+    }
+    f, one = functions[write], fs.make_mesh(m=1)
+    on_ranks(f, torch.ones(1, 3), check="always", mesh=one)  # a mesh of one rank shares nothing
+    with pytest.raises(fs.ShardingError) as caught:
+        on_ranks(f, torch.ones(N, 3), check="first")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("test_rank_states.py:")
+    assert lines[0].endswith(" in <lambda>: writes to a tensor that was made outside of shard_map")
+    assert lines[1:] == [
+        f"  tensor  {'f32[3]' if write == 'to a view' else 'f32[2, 3]'}",
+        "  the 4 ranks that wrote to it are threads and share it; processes would have one each",
+        (
+            "  fix: pass it as an argument, and return its new value (of a module's buffers: fs.defer(...) and "
+            "apply.with_buffers), or make it inside"
+        ),
+    ]
+
+
+def test_buffers_of_a_captured_module_are_not_updated_by_all_ranks():
+    norm = nn.BatchNorm1d(3)
+    with pytest.raises(fs.ShardingError, match="3 problems"):  # the count of batches, the mean and the variance
+        on_ranks(norm, torch.randn(8 * N, 3), check="first")
+    assert on_ranks(norm.eval(), torch.zeros(N, 3), check="first").shape == (N, 3)
+
+
+def test_writes_to_tensors_of_one_rank_are_accepted():
+    numbers, seen = np.ones(3, dtype=np.float32), torch.zeros(1)
+
+    def f(x):
+        y = torch.from_numpy(numbers.copy())  # no operation that a dispatch mode sees
+        torch.tensor([1.0, 2.0]).add_(1)
+        torch.empty(3).fill_(1)
+        x.add_(y.mul_(2))
+        return seen + x  # reads a captured tensor
+
+    assert on_ranks(f, torch.zeros(N, 3), check="first").tolist() == [[2.0] * 3] * N
