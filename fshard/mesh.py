@@ -50,10 +50,10 @@ class Mesh:
         return {axis: out[axis] for axis in self.axes}
 
     def run(self, f: Callable[[Comm, int], T]) -> list[T]:
-        """Call `f(comm, rank)` for every rank of this process at once, and return the results in the order of `ranks`.
+        """Call `f(comm, rank)` for every rank of this process, and return the results in the order of `ranks`.
 
-        One rank runs in the caller's thread; simulated ranks run on a thread each, with one compute thread each. The
-        one rank of an abstract mesh runs on fake tensors.
+        One rank runs in the caller's thread; simulated ranks run on a thread each, and take turns. The one rank of an
+        abstract mesh runs on fake tensors.
         """
         refuse_nesting()
         if self._comm is not None:
