@@ -31,7 +31,7 @@ from torch import Tensor
 from fshard import _callsite
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import TorchDispatchMode, unwrapped
-from fshard.errors import ShardingError, raise_all
+from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.spec import P
 
@@ -317,18 +317,6 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
                 if any(repr(value) != repr(numbers) for value in values):
                     rows = [(f"{axis}={i}", value) for i, value in enumerate(values)]
                     raise messages.number_differs(op, site, axis, rows)
-
-
-def no_shared_writes(checkers: Sequence[Checker]) -> None:
-    """Raise where several ranks that are threads wrote to one tensor, which was made outside their regions."""
-    writers: dict[int, list[int]] = {}
-    for rank, checker in enumerate(checkers):
-        for key in checker.captured_writes():
-            writers.setdefault(key, []).append(rank)
-    raise_all([
-        messages.shared_write(*checkers[ranks[0]].captured_writes()[key], len(ranks))
-        for key, ranks in writers.items() if len(ranks) > 1
-    ])  # fmt: skip
 
 
 def _is_strict(op: Operation, o: Operand) -> bool:

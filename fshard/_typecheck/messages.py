@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard import _callsite
 from fshard._torch_compat import in_backward, unwrapped
 from fshard.errors import ShardingError, fail
-from fshard.spec import P, describe
+from fshard.spec import P
 
 from .suggestion import executing, qualified_name
 from .types import IndexMix, Operand, show_type
@@ -343,12 +343,3 @@ def _quoted(axes: Sequence[str]) -> str:
 def _over(axes: Sequence[str]) -> str:
     """Return axes in a sentence: `'data' and 'model'`."""
     return " and ".join(map(repr, axes))
-
-
-def shared_write(x: Tensor, site: _callsite.Site | None, ranks: int) -> ShardingError:
-    """Describe a tensor that ranks share, because the function captured it, and that they all wrote to."""
-    return fail(f"{site or 'the function'}: writes to a tensor that was made outside of shard_map",
-                f"the {ranks} ranks that wrote to it are threads and share it; processes would have one each",
-                tensor=describe(x.dtype, x.shape),
-                fix="pass it as an argument, and return its new value (of a module's buffers: fs.defer(...) and "
-                    "apply.with_buffers), or make it inside")  # fmt: skip
