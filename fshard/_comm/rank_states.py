@@ -9,6 +9,7 @@ import contextlib
 import copy
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from fshard._torch_compat import replace_reparametrize_module, set_jvp_nesting
+from fshard.errors import fail
 
 _cuda = torch.backends.cuda
 
@@ -75,16 +77,30 @@ class RankStates:
 
     def separate(self, module: nn.Module, rank: int) -> None:
         """Give each rank attributes of its own for a module and its submodules."""
-        new = [m for m in module.modules() if id(m) not in self._modules]
-        if new:
-            self._modules.update((id(m), (m, m.__dict__, _copy(m.__dict__))) for m in new)
-            self.load(rank)
+        new = {id(m): m for m in module.modules() if id(m) not in self._modules}
+        if not new:
+            return
+        if not _separated.isdisjoint(new):
+            raise fail(f"torch.func.functional_call of {type(module).__name__}: a call of shard_map on another thread "
+                       "is using the module", fix="give each thread its own: copy.deepcopy(module)")  # fmt: skip
+        _separated.update(new)
+        self._modules.update((key, (m, m.__dict__, _copy(m.__dict__))) for key, m in new.items())
+        self.load(rank)
+
+    def end(self) -> None:
+        """Set the state of rank 0 for the time after the run."""
+        self.load(0)
+        self._release()
 
     def abandon(self) -> None:
         """Set the state before the run: the ranks have not ended as they should, and may still write to theirs."""
         _set_settings(self._before)
         for module, _, before in self._modules.values():
             object.__setattr__(module, "__dict__", before)
+        self._release()
+
+    def _release(self) -> None:
+        _separated.difference_update(self._modules)
         self._modules.clear()
 
     @contextlib.contextmanager
@@ -98,9 +114,11 @@ class RankStates:
 
 
 def _copy(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {k: copy.copy(x) if k in _MODULE_ATTRIBUTES else x for k, x in attributes.items()}
+    containers = (dict, OrderedDict, set)  # a scripted module has others, which cannot be copied
+    return {k: copy.copy(x) if k in _MODULE_ATTRIBUTES and type(x) in containers else x for k, x in attributes.items()}
 
 
+_separated: set[int] = set()  # the ids of modules that ranks of some run have attributes of their own for
 _thread = threading.local()  # `rank`: the states and the rank of a thread that runs one
 
 
@@ -146,6 +164,7 @@ class _TorchForRanks:
     def forget_runs(self) -> None:
         """End the runs of the process that forked this one: their threads are not here."""
         self._lock = threading.Lock()
+        _separated.clear()
         if self._runs:
             self._runs = 1
             self.__exit__()

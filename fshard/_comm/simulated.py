@@ -257,7 +257,7 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
             _interrupt(run, threads, e)
             raise
         give_back(threads)
-        run.states.load(0)
+        run.states.end()
         if of_rank != compute_threads:
             torch.set_num_threads(compute_threads)  # of threads to come: a rank has set that, too
     if run.failure is not None:

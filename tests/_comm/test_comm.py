@@ -452,6 +452,19 @@ def test_threads_can_share_a_mesh():
     assert wrong == []
 
 
+def test_thread_that_a_rank_starts_can_use_the_mesh():
+    mesh, totals = fs.make_mesh(a=2), []
+
+    def f(x):
+        thread = threading.Thread(target=lambda: totals.append(still_works(mesh)), daemon=True)
+        thread.start()
+        thread.join(LIMIT)
+        return fs.psum(x, "a")
+
+    on_ranks(mesh, lambda x: f(fs.pvary(x, "a")), torch.ones(1))
+    assert len(totals) == 2
+
+
 def test_jvp_works_in_concurrent_runs_and_after():
     square = lambda x: torch.func.jvp(lambda x: x * x, (x,), (torch.ones_like(x),))[1]  # noqa: E731
     inside, outside = threading.Event(), threading.Event()

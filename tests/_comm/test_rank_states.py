@@ -203,6 +203,33 @@ def test_module_is_as_before_when_a_rank_fails_inside_its_functional_call():
     assert all(before[k] is v for k, v in module.named_parameters())
 
 
+def test_error_text_of_a_module_that_a_run_on_another_thread_is_using():
+    module, inside, leave = nn.Linear(1, 1), threading.Event(), threading.Event()
+    before = dict(module.named_parameters())
+
+    def waits(x):
+        y = functional_call(module, {"weight": torch.zeros(1, 1)}, (x,))
+        inside.set()
+        assert leave.wait(20)
+        return y
+
+    other = threading.Thread(target=on_ranks, args=(waits, torch.ones(N, 1)))
+    other.start()
+    try:
+        assert inside.wait(20)
+        with pytest.raises(fs.ShardingError) as caught:
+            on_ranks(lambda x: functional_call(nn.Sequential(module), {}, (x,)), torch.ones(N, 1))
+    finally:
+        leave.set()
+        other.join()
+    assert str(caught.value) == (
+        "torch.func.functional_call of Sequential: a call of shard_map on another thread is using the module\n"
+        "  fix: give each thread its own: copy.deepcopy(module)"
+    )
+    assert all(before[k] is v for k, v in module.named_parameters())
+    on_ranks(lambda x: functional_call(module, {}, (x,)), torch.ones(N, 1))
+
+
 def test_functional_call_outside_of_ranks_is_torchs_own_while_ranks_run():
     former = nn.utils.stateless._reparametrize_module
     module, seen = nn.Linear(1, 1), []
