@@ -61,13 +61,16 @@ class RankStates:
         self._settings = [self._before] * n
         self._modules: dict[int, tuple[nn.Module, dict[str, Any], dict[str, Any]]] = {}  # its __dict__, and a copy
         self._dicts: list[dict[int, dict[str, Any]]] = [{} for _ in range(n)]  # of each rank
+        self._over = False
 
     def save(self, rank: int) -> None:
         """Store the state at the end of a turn."""
         self._settings[rank] = _settings()
 
     def load(self, rank: int) -> None:
-        """Set the state at the start of a turn."""
+        """Set the state at the start of a turn; none after the run, when a rank ends late."""
+        if self._over:
+            return
         _set_settings(self._settings[rank])
         own = self._dicts[rank]
         for key, (module, original, before) in self._modules.items():
@@ -78,7 +81,7 @@ class RankStates:
     def separate(self, module: nn.Module, rank: int) -> None:
         """Give each rank attributes of its own for a module and its submodules."""
         new = {id(m): m for m in module.modules() if id(m) not in self._modules}
-        if not new:
+        if not new or self._over:
             return
         if not _separated.isdisjoint(new):
             raise fail(f"torch.func.functional_call of {type(module).__name__}: a call of shard_map on another thread "
@@ -102,6 +105,7 @@ class RankStates:
     def _release(self) -> None:
         _separated.difference_update(self._modules)
         self._modules.clear()
+        self._over = True
 
     @contextlib.contextmanager
     def on_thread(self, rank: int) -> Iterator[None]:

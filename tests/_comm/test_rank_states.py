@@ -14,6 +14,7 @@ from torch.func import functional_call
 import fshard as fs
 from fshard import P
 from fshard._comm import region
+from fshard._comm.rank_states import RankStates
 
 N = 4
 mesh = fs.make_mesh(m=N)
@@ -295,6 +296,25 @@ def test_setting_of_a_failed_run_is_not_left_behind():
     with pytest.raises(ZeroDivisionError):
         on_ranks(f, torch.ones(N))
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_rank_that_ends_after_its_run_was_given_up_changes_nothing():
+    module, states = nn.Linear(1, 1), RankStates(2)
+    own = vars(module)
+    torch.set_default_dtype(torch.float64)
+    try:
+        states.save(1)
+        states.separate(module, 0)
+        states.abandon()
+        assert torch.get_default_dtype() == torch.float32
+        assert vars(module) is not own  # rank 0 may still write to that one
+        now = vars(module)
+        states.load(1)
+        states.separate(module, 1)
+        assert torch.get_default_dtype() == torch.float32
+        assert vars(module) is now
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # --- what ranks take from the caller ------------------------------------------------------------------------------
