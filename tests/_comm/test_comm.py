@@ -178,10 +178,6 @@ def interrupt():
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
-def rank_threads():
-    return {t for t in threading.enumerate() if t.name == "fshard-rank"}
-
-
 def test_interrupt_of_the_caller_ends_ranks_that_communicate():
     def f(x):
         for i in range(1 << 40):
@@ -194,9 +190,10 @@ def test_interrupt_of_the_caller_ends_ranks_that_communicate():
 
 
 def test_interrupt_of_the_caller_ends_a_rank_that_computes_and_names_its_line():
-    ended = []
+    ended, threads = [], []
 
     def f(x):
+        threads.append(threading.current_thread())
         if rank_of() == 0:
             return x
         if rank_of() == 1:
@@ -208,10 +205,9 @@ def test_interrupt_of_the_caller_ends_a_rank_that_computes_and_names_its_line():
         finally:
             ended.append(rank_of())
 
-    before = rank_threads()
     e = interrupted(fs.make_mesh(a=4), f, torch.ones(3))
     assert ended == [2]
-    line = f.__code__.co_firstlineno + 7
+    line = f.__code__.co_firstlineno + 8
     notes = re.sub(rf":({line}|{line + 1}) ", ":LINE ", "\n".join(e.__notes__))
     assert notes == (
         "simulated ranks at the interrupt:\n"
@@ -220,7 +216,10 @@ def test_interrupt_of_the_caller_ends_a_rank_that_computes_and_names_its_line():
         "  rank 2  runs test_comm.py:LINE in f\n"
         "  rank 3  waits for its turn"
     )
-    assert len(rank_threads()) <= max(4, len(before))  # those of the interrupted run have ended
+    assert len(threads) == 3
+    for thread in threads:  # a late interrupt must not reach another run
+        thread.join(LIMIT)
+        assert not thread.is_alive()
 
 
 def test_interrupt_of_the_caller_ends_a_rank_that_catches_everything(monkeypatch):
