@@ -75,6 +75,17 @@ def set_jvp_nesting(depth: int) -> int:
     return before
 
 
+def replace_reparametrize_module(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the context manager with which torch.func.functional_call swaps parameters; return the former one.
+
+    It writes to the module, which ranks that are threads share, and no mode or hook sees that.
+    """
+    stateless = torch.nn.utils.stateless
+    former: Callable[..., Any] = stateless._reparametrize_module
+    stateless._reparametrize_module = f
+    return former
+
+
 def in_backward() -> bool:
     """Return whether a backward pass of autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -147,6 +158,7 @@ def timeout_of(backend: Any) -> Any:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "foreach_copy_",
     "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_view", "is_wrapped",
-    "level_of", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level",
-    "unwrapped", "unwrapped_once", "version_of", "without_functorch", "without_modes", "without_torch_function",
+    "level_of", "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id",
+    "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of", "without_functorch", "without_modes",
+    "without_torch_function",
 ]  # fmt: skip

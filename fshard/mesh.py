@@ -7,10 +7,8 @@ import contextlib
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -38,8 +36,6 @@ class Mesh:
         self.size = math.prod(self.axes.values())
         self.ranks = (dist.get_rank(),) if kind == "process" else tuple(range(self.size if kind != "abstract" else 1))
         self.transfers: list[Transfer] = []
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
         self._comm: Comm | None = None  # simulated ranks have one for each run
         if kind == "abstract":
             self._comm = AbstractComm(self.axes, self.transfers)
@@ -54,20 +50,17 @@ class Mesh:
         return {axis: out[axis] for axis in self.axes}
 
     def run(self, f: Callable[[Comm, int], T]) -> list[T]:
-        """Call `f(comm, rank)` for every rank of this process at once, and return the results in the order of `ranks`.
+        """Call `f(comm, rank)` for every rank of this process, and return the results in the order of `ranks`.
 
-        One rank runs in the caller's thread; simulated ranks run on a thread each, with one compute thread each. The
-        one rank of an abstract mesh runs on fake tensors.
+        One rank runs in the caller's thread; simulated ranks run on a thread each, and take turns. The one rank of an
+        abstract mesh runs on fake tensors.
         """
-        refuse_nesting()  # before the lock, which an outer run has
+        refuse_nesting()
         if self._comm is not None:
             fake = self.kind == "abstract"
             with fake_tensors() if fake else contextlib.nullcontext():
                 return [f(self._comm, self.ranks[0])]
-        with self._lock:
-            if self._pool is None:
-                self._pool = _start_rank_threads(self.size)
-            return simulate(self.axes, self._pool, f)
+        return simulate(self.axes, f)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Return the object of each process of the mesh, by rank; there is one process if the ranks are threads."""
@@ -92,22 +85,6 @@ class Mesh:
 
 def _identity(mesh: Mesh) -> tuple[Any, ...]:
     return tuple(mesh.axes.items()), mesh.kind, mesh.device
-
-
-def _start_rank_threads(n: int) -> ThreadPoolExecutor:
-    """Return a pool of n started threads, with one compute thread each; the caller keeps its count."""
-    before = torch.get_num_threads()
-
-    def use_one_compute_thread() -> None:
-        torch.set_num_threads(1)
-        torch.get_num_threads()  # torch fixes a thread's count at its first use: before the caller's is restored
-
-    pool = ThreadPoolExecutor(n, "fshard-rank", initializer=use_one_compute_thread)
-    all_started = threading.Barrier(n)
-    for future in [pool.submit(all_started.wait) for _ in range(n)]:
-        future.result()
-    torch.set_num_threads(before)
-    return pool
 
 
 def make_mesh(*, kind: str | None = None, device: str | torch.device | None = None, **axes: int) -> Mesh:

@@ -32,7 +32,7 @@ from ._call import (
 from ._comm import Comm, Region, bind, mark_donated
 from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._ops import make_functions
-from ._typecheck import Checker, same_numbers
+from ._typecheck import Checker, no_shared_writes, same_numbers
 from .errors import fail, raise_all
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded, abstract_sharded, local_parts
@@ -176,7 +176,9 @@ class ShardMapped:
             self._name, self.mesh, self._out_specs, results, plan.rank_types, used, known
         )
         if checked and self.mesh.kind == "simulated":
-            same_numbers(self.mesh, [run.checker for run in runs if run.checker is not None])
+            checkers = [run.checker for run in runs if run.checker is not None]
+            same_numbers(self.mesh, checkers)
+            no_shared_writes(checkers)
             raise_all(replica_errors(self._name, joined, Tolerance(None, None, False)))
         if checked:
             plan.note_checked(facts)

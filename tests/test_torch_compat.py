@@ -100,6 +100,19 @@ def test_without_functorch():
     assert not under_grad(made)
 
 
+def test_replace_reparametrize_module():
+    module, x, names = torch.nn.Linear(1, 1), torch.ones(1, 1), []
+    former = compat.replace_reparametrize_module(
+        lambda *args, **kwargs: names.append([*args[1]]) or former(*args, **kwargs)
+    )
+    try:
+        assert torch.func.functional_call(module, {"weight": 2 * x, "bias": x[0]}, x).item() == 3
+    finally:
+        compat.replace_reparametrize_module(former)
+    torch.func.functional_call(module, {"bias": x[0]}, x)
+    assert names == [["weight", "bias"]]
+
+
 def test_in_backward():
     seen = []
     x = torch.ones(2, requires_grad=True)

@@ -356,6 +356,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a hash of the recorded numbers."""
         return hashlib.blake2b(repr(sorted(self.numbers_to_compare().items(), key=repr)).encode()).hexdigest()
 
+    def captured_writes(self) -> dict[int, tuple[Tensor, _callsite.Site | None]]:
+        """Return the tensors from outside the region that it wrote to, each with a line, by `storage_id`."""
+        return self._table.captured
+
     # --- losses, gradients, results ---
 
     def check_loss(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> None:

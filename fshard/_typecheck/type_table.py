@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fshard._callsite import Site, site
 from fshard._torch_compat import storage_id, unwrapped
 
 from .types import FREE, TensorInfo, join
@@ -30,6 +31,7 @@ class TypeTable:
         self._by_tensor: Any = WeakTensorKeyDictionary()
         self._by_storage: dict[int, tuple[StorageWeakRef, TensorInfo]] = {}  # of the first tensor in the storage
         self._writes: dict[int, list[_Write]] = {}
+        self.captured: dict[int, tuple[Tensor, Site | None]] = {}  # written tensors from outside the region, and a line
 
     def get(self, x: Tensor) -> TensorInfo:
         """Return the facts of a tensor; of one that no operation made (an nn.Parameter), those of its storage."""
@@ -67,9 +69,13 @@ class TypeTable:
 
         `overwrites` says that the operation does not read the old values.
         """
+        key = storage_id(x)
+        storage, _ = self._by_storage.get(key, (None, FREE))
+        if storage is None or not _alive(storage):  # no argument's, and of no operation's result
+            self.captured.setdefault(key, (x, site()))
         low, high = _byte_range(x)
         replaces_all = overwrites and high - low == x.numel() * x.element_size()
-        old, key = self.get(x), storage_id(x)
+        old = self.get(x)
         type = new.type if replaces_all else join([old.type, new.type], x)
         others = [w for w in self._writes.get(key, ())
                   if _alive(w.storage) and not (replaces_all and low <= w.low and w.high <= high)]  # fmt: skip
