@@ -20,9 +20,10 @@ from . import tree
 from ._comm import checker
 from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped
-from .errors import ShardingError, fail
+from .errors import ShardingError, checked, fail
 
 
+@checked
 def value_and_grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -89,6 +90,7 @@ def value_and_grad(
     return wrapped
 
 
+@checked
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function that computes the gradient of `f`; with `has_aux`, `(grads, aux)`. See `value_and_grad`.
 
@@ -230,6 +232,7 @@ def _modified(name: str, args: Sequence[Any], constant: set[int]) -> ShardingErr
 # --- microbatches ---
 
 
+@checked
 def accumulate(
     f: Callable[..., Any], steps: int, *, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:

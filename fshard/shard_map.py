@@ -30,10 +30,10 @@ from ._comm import Comm, Region, bind, mark_donated
 from ._compare import Tolerance, check_replicas, replica_errors
 from ._ops import make_functions
 from ._typecheck import Checker, same_numbers
-from .errors import fail, raise_all
+from .errors import checked, fail, raise_all
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded, abstract_sharded, local_parts
-from .spec import spec_errors
+from .spec import P, spec_errors
 
 Check = Literal["first", "always", "never", "values"]
 
@@ -52,6 +52,7 @@ def shard_map(
 ) -> Callable[[Callable[..., Any]], ShardMapped]: ...  # fmt: skip
 
 
+@checked
 def shard_map(
     f: Callable[..., Any] | None = None,
     *,
@@ -113,8 +114,8 @@ class ShardMapped:
             raise fail(f"shard_map: compile=True on {mesh!r}",
                        "simulated ranks are threads, and one compiler serves them all",
                        fix="compile on a process mesh or on a mesh of one rank")  # fmt: skip
-        if check not in ("first", "always", "never", "values"):
-            raise fail(f"shard_map: check={check!r}", fix="'first', 'always', 'never' or 'values'")
+        for which, specs in {"in_specs": in_specs, "out_specs": out_specs}.items():
+            tree.check_leaves("shard_map", which, specs, P)
         functools.update_wrapper(self, f)
         self.mesh = mesh
         self._name = getattr(f, "__name__", type(f).__name__)
@@ -126,6 +127,7 @@ class ShardMapped:
         self._plans: list[CallPlan] = []
         self._scratch: list[list[dict[Any, Any]]] = []  # at most one entry: that of the last call that has ended
 
+    @checked
     def on(self, mesh: Mesh, *, check: Check | None = None, compile: bool | None = None) -> ShardMapped:
         """Return the same function on another mesh; checked and compiled as before by default."""
         check, compile = check or self._check, self._compile if compile is None else compile
@@ -134,7 +136,9 @@ class ShardMapped:
     def __repr__(self) -> str:
         return f"shard_map({self._name}, {self.mesh!r})"
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **by_name: Any) -> Any:
+        if by_name:
+            raise fail(f"{self._name}: {', '.join(by_name)} passed by name", fix="pass arguments by position, as in_specs")
         leaves, treedef = tree.flatten(args)
         plan = self._find_plan(leaves, treedef, args)
         parts = local_parts(leaves, len(self.mesh.ranks))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import tree
 from ._comm import is_view, memory_device, to_spec_memory
-from .errors import ShardingError, fail, raise_all
+from .errors import ShardingError, checked, fail, raise_all
 from .init import Deferred
 from .mesh import Mesh
 from .random import check_key, fold_in
@@ -27,6 +27,7 @@ class Placement(NamedTuple):
     mesh: Mesh
 
 
+@checked
 class Sharded:
     """A placed leaf: a global shape, a spec, a mesh, and the local parts of this process.
 
@@ -138,6 +139,7 @@ def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
 # --- making leaves --------------------------------------------------------------------------------------------
 
 
+@checked
 def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch.dtype | None = None) -> Any:
     """Place a described tree: every device fills only its own part of every `Deferred` leaf.
 
@@ -202,6 +204,7 @@ def abstract_sharded(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Me
     return Sharded(shape, spec, mesh, [torch.empty(box_shape(box), dtype=dtype, device="meta")])
 
 
+@checked
 def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
     """Place global tensors, the same on every rank: each device receives a copy of its own part.
 
@@ -223,6 +226,7 @@ def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
     return from_callback(full.shape, spec, mesh, part)
 
 
+@checked
 def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box], Tensor]) -> Sharded:
     """Make a placed leaf from `fn(global slices)`, so that each rank loads only its own data.
 

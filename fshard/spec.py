@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import tree as _tree
-from .errors import ShardingError, fail, raise_all
+from .errors import ShardingError, checked, fail, raise_all
 
 Axis = str | tuple[str, ...] | None
 Box = tuple[slice, ...]
@@ -94,11 +94,13 @@ class P:
         return functools.partial(P, memory=self.memory), self.entries
 
 
+@checked
 def row(axis: str | tuple[str, ...]) -> P:
     """Split dim 0 over `axis`. With `[in, out]` matrices and `x @ w` this splits the inputs."""
     return P(axis)
 
 
+@checked
 def column(axis: str | tuple[str, ...]) -> P:
     """Split the last dim over `axis`. With `[in, out]` matrices and `x @ w` this splits the outputs."""
     return P(..., axis)
@@ -119,10 +121,7 @@ def on_host(specs: Any) -> Any:
     optimizers update a parameter in the memory it is in, and copy a state there if it is in the other. All other code
     inside `shard_map` copies them by `to_device`. On CPUs the two memories are one.
     """
-    wrong = [f"{_tree.show('specs', at)} is a {type(s).__name__}"
-             for at, s in _tree.leaves_with_path(specs) if not is_spec(s)]  # fmt: skip
-    if wrong:
-        raise fail("on_host: not a tree of specs", *wrong, fix="fs.on_host(specs), of P leaves")
+    _tree.check_leaves("on_host", "specs", specs, P)
     return _tree.map(lambda s: P(*s.entries, memory="host"), specs)
 
 
@@ -228,6 +227,7 @@ def spec_errors(label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, i
 # --- spec trees -----------------------------------------------------------------------------------------------
 
 
+@checked
 def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
     """Return a function from a tree to its spec tree, by path globs; the first match wins.
 
@@ -274,6 +274,7 @@ def matches(path: Sequence[str], glob: Sequence[str]) -> bool:
     return bool(path) and fnmatch.fnmatchcase(path[0], glob[0]) and matches(path[1:], glob[1:])
 
 
+@checked
 def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
     """Add `axis` to the best free dim of each leaf of a spec tree: ZeRO-3 / FSDP by spec.
 

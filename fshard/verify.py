@@ -11,7 +11,7 @@ from torch import Tensor
 from . import tree
 from ._compare import Difference, Tolerance, compare, describe_differences, max_finite_magnitude, replica_errors, widen
 from ._ops import differentiable_dtype
-from .errors import ShardingError, fail, join_limited, raise_all
+from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
@@ -37,6 +37,7 @@ class Verified:
         return f"verified: {count} the same on {meshes} (largest relative error {self.error:.0e}{noise})"
 
 
+@checked
 def verify(
     f: ShardMapped, *args: Any, rtol: float | None = None, atol: float | None = None, bitwise: bool = False
 ) -> Verified:
@@ -58,8 +59,6 @@ def verify(
     Raises ShardingError with the leaves that differ, by the axis that changes them: the largest error, the ratio where
     it is constant, the likely cause. NaN equals nothing; another shape, dtype or tree is a difference.
     """
-    if not isinstance(f, ShardMapped):
-        raise fail(f"verify: {f!r} is a {type(f).__name__}", fix="verify what fs.shard_map returns")
     if f.mesh.kind == "abstract":
         raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
                    fix="fs.check it; or verify it on a simulated mesh")  # fmt: skip

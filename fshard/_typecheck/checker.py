@@ -90,6 +90,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         varying = (frozenset(spec_axes) & self.axes) | self.info(key).type.varying
         self._set_info(x, Type(varying, self.axes - varying, random=True), op=op)
 
+    def record_number(self, verb: str, number: Any, axes: Sequence[str]) -> None:
+        """Record a Python number that a collective takes as the same on every rank of these axes."""
+        self._record_numbers(verb, (number,), frozenset(axes) & self.axes)
+
     def mark_constant(self, x: Tensor) -> None:
         """Let a tensor that is no longer differentiated mix with every type."""
         info = self.info(x)
