@@ -35,7 +35,7 @@ from ._ops import (
     minmax,
     split_layout,
 )
-from .errors import ShardingError, checked, fail, raise_all, shown
+from .errors import ShardingError, checked, fail, must_be, raise_all
 
 
 @checked
@@ -111,6 +111,7 @@ def all_gather(
     arguments that the axis does not divide, the ranks first exchange their sizes). Use "invariant" if the result is
     one logical value, "varying" if each rank uses it in its own way.
     """
+
     def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         dims = [dim_of("all_gather", t, dim) for t in xs]
         layout = gather_layout("all_gather", axes, xs, dims, [size] * len(xs))
@@ -250,8 +251,7 @@ def _leaf_errors(verb: str, x: Any, takes_numbers: bool, dims: Mapping[str, int]
             errors += [fail(f"{label}: a {leaf.ndim}-d tensor has no {name} {d}", shape=list(leaf.shape))
                        for name, d in dims.items() if not -leaf.ndim <= d < leaf.ndim]  # fmt: skip
         elif not (takes_numbers and isinstance(leaf, (int, float, complex))):
-            errors.append(fail(f"{label} must be a tensor{' or a number' * takes_numbers}, got {shown(leaf)}",
-                               fix="torch.as_tensor(x)"))  # fmt: skip
+            errors.append(must_be(label, "a Tensor or a number" if takes_numbers else "a Tensor", leaf))
     return errors
 
 

@@ -56,12 +56,31 @@ def join_limited(items: Sequence[str], limit: int, separator: str = ", ") -> str
     return separator.join(items[:limit]) + (f"{separator.rstrip()} and {rest} more" if rest > 0 else "")
 
 
-def shown(x: object) -> str:
-    """Return the repr of an object if it is short, and else its type.
+_FIXES = {
+    "a Mesh": "fs.make_mesh(data=2, model=4)", "a P": "fs.P('data'); fs.P() for a leaf that is not split",
+    "a ShardMapped": "pass what fs.shard_map returns", "a Tensor": "torch.as_tensor(x)", "key": "fs.key(0)",
+}  # fmt: skip
 
-    >>> shown("data"), shown(torch.zeros(3, 4))
-    ("'data'", 'a Tensor')
+
+def must_be(what: str, words: str, x: object, fix: str = "") -> ShardingError:
+    """Return the error of an argument or a leaf `x` that is not of the kind that `words` name.
+
+    >>> print(must_be("device_put: mesh", "a Mesh", "data"))
+    device_put: mesh must be a Mesh, got 'data'
+      fix: fs.make_mesh(data=2, model=4)
     """
+    fix = fix or _FIXES.get(what.rpartition(" ")[2]) or _FIXES.get(words.removesuffix(" or None"), "")
+    return fail(f"{what} must be {words}, got {shown(x)}", fix=fix)
+
+
+def shown(x: object) -> str:
+    """Return the repr of an object if it is short, and else its type; of a function its name.
+
+    >>> shown("data"), shown(torch.zeros(3, 4)), shown(fail)
+    ("'data'", 'a Tensor', 'the function fail')
+    """
+    if isinstance(x, types.FunctionType):
+        return f"the function {x.__name__}"
     text = repr(x)
     return text if len(text) <= 40 and "\n" not in text and " at 0x" not in text else a_type(type(x))
 
@@ -115,17 +134,17 @@ def _checked(f: F, verb: str) -> F:
             return f(*args, **kwargs)
         for x, kind, name in zip(args, by_position, names, strict=False):
             if kind is not None and not kind.accepts(x):
-                raise _wrong_kind(verb, name, x, kind)
+                raise must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
         if len(args) > len(by_position):
             if more is None:
                 raise _too_many(verb, parameters, len(args), len(by_position))
             for x in args[len(by_position) :]:
                 if not kinds[more].accepts(x):
-                    raise _wrong_kind(verb, more, x, kinds[more])
+                    raise must_be(f"{verb}: {more}", kinds[more].words, x)
         for name, x in kwargs.items():
             kind = kinds.get(name, other_kind)
             if kind is not None and not kind.accepts(x):
-                raise _wrong_kind(verb, name, x, kind)
+                raise must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
         return f(*args, **kwargs)
 
     return typing.cast(F, wrapper)
@@ -177,15 +196,6 @@ def _plural(kind: _Kind) -> str:
 
 def _join_or(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
-
-
-_MADE_BY = {"a Mesh": "fs.make_mesh(data=2, model=4)", "a ShardMapped": "pass what fs.shard_map returns",
-            "a P": "fs.P('data'), or fs.P() for a leaf that is not split", "key": "fs.key(0)"}  # fmt: skip
-
-
-def _wrong_kind(verb: str, name: str, x: object, kind: _Kind) -> ShardingError:
-    fix = _MADE_BY.get(name) or _MADE_BY.get(kind.words.removesuffix(" or None"), "")
-    return fail(f"{verb}: {name.rstrip('_')} must be {kind.words}, got {shown(x)}", fix=fix)
 
 
 def _too_many(verb: str, parameters: Sequence[inspect.Parameter], got: int, most: int) -> ShardingError:

@@ -138,7 +138,9 @@ class ShardMapped:
 
     def __call__(self, *args: Any, **by_name: Any) -> Any:
         if by_name:
-            raise fail(f"{self._name}: {', '.join(by_name)} passed by name", fix="pass arguments by position, as in_specs")
+            raise fail(
+                f"{self._name}: {', '.join(by_name)} passed by name", fix="pass arguments by position, as in_specs"
+            )
         leaves, treedef = tree.flatten(args)
         plan = self._find_plan(leaves, treedef, args)
         parts = local_parts(leaves, len(self.mesh.ranks))

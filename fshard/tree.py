@@ -17,7 +17,7 @@ from optree import tree_reduce as reduce
 from optree import tree_structure as structure
 from optree import tree_transpose as transpose
 
-from .errors import a_type, fail, raise_all, shown
+from .errors import a_type, fail, must_be, raise_all
 
 __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path", "map", "map_with_path", "reduce",
            "show", "structure", "transpose", "unflatten"]  # fmt: skip
@@ -175,7 +175,7 @@ def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...])
     if {isinstance(x, kind) for x in leaves(tree)} <= {True}:
         return
     words = " or ".join(map(a_type, kind if isinstance(kind, tuple) else (kind,)))
-    raise_all([fail(f"{verb}: {show(name, path)} must be {words}, got {shown(x)}")
+    raise_all([must_be(f"{verb}: {show(name, path)}", words, x)
                for path, x in leaves_with_path(tree) if not isinstance(x, kind)])  # fmt: skip
 
 

@@ -214,9 +214,11 @@ def test_psum_of_bfloat16_rounds_once():
     [
         (lambda x: fs.psum(x, "b"), "psum: the mesh has no axis 'b'\n  mesh  a=2\n  fix: use one of ['a'], or None"),
         (lambda x: fs.psum(x, ("a", "a")), "psum: an axis is named twice in ('a', 'a')\n  fix: name each axis once"),
-        (lambda x: fs.psum(3.0, "a"), "psum: 3.0 is a float, not a tensor\n  fix: torch.as_tensor(x)"),
-        (lambda x: fs.all_gather(x, "a", 2), "all_gather: a 1-d tensor has no dim 2\n  shape  [1]"),
-        (lambda x: fs.all_gather(x, "a", to="V"), "all_gather: to='V'\n  fix: to='varying' or to='invariant'"),
+        (lambda x: fs.psum("3", "a"), "psum: x must be a Tensor or a number, got '3'"),
+        (lambda x: fs.all_gather({"n": 3}, "a"),
+         "all_gather: x['n'] must be a Tensor, got 3\n  fix: torch.as_tensor(x)"),
+        (lambda x: fs.all_gather(x, "a", 2), "all_gather: x: a 1-d tensor has no dim 2\n  shape  [1]"),
+        (lambda x: fs.all_gather(x, "a", to="V"), "all_gather: to must be 'varying' or 'invariant', got 'V'"),
         (lambda x: fs.all_gather(x, "a", size=5),
          ("all_gather: the part of rank 0 has the wrong size for a dim of global size 5\n"
           "  5 over ('a',) splits into [3, 2]; rank 0 has 1\n"
@@ -227,8 +229,8 @@ def test_psum_of_bfloat16_rounds_once():
          ("ppermute: targets [1, 1] are not distinct positions of axis 'a'\n  positions are 0 to 1\n"
           "  fix: name every source and every target once")),
         (lambda x: fs.pmean(x.long(), "a"),
-         "pmean: the mean of int64 is not int64\n  fix: cast to a floating dtype first"),
-        (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad='x'\n  fix: grad='tied' or grad=None"),
+         "pmean: the mean of int64 is not int64\n  fix: cast x to a floating dtype first"),
+        (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad must be 'tied' or None, got 'x'"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_errors(f, text):

@@ -100,8 +100,8 @@ def test_error_text_of_in_specs_that_are_not_a_prefix():
         "  missing [1]    extra []\n"
         "  fix: give every key a P, or one P for the whole subtree"
     )
-    assert error_text(mapped(lambda x: x, ins=({"w": "a"},)), {"w": torch.ones(2)}) == (
-        "<lambda>: in_specs[0]['w']: 'a' is a str, not a P\n  fix: use a P"
+    assert error_text(mapped, lambda x: x, ins=({"w": "a"},)) == (
+        "shard_map: in_specs[0]['w'] must be a P, got 'a'\n  fix: fs.P('data'); fs.P() for a leaf that is not split"
     )
 
 

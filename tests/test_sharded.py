@@ -250,7 +250,7 @@ def test_error_texts_of_a_wrong_callback():
         "  slices  ['2:4']\n"
         "  fix: return the elements of the slices it is called with: [2]"
     )
-    assert error_text(fs.from_callback, (4,), P("x"), mesh, None) == (
+    assert error_text(fs.from_callback, (4,), P("x"), mesh, last) == (
         "from_callback: the mesh has no axis 'x'\n"
         "  shape  [4]    spec  P('x')    mesh  a=2, b=2\n"
         "  fix: use one of ['a', 'b']"

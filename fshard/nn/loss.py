@@ -55,8 +55,6 @@ def cross_entropy(
     >>> nn.cross_entropy(logits, targets, axis="model", size=50257, over="data")     # [B@data, T, V@model]
     """
     v = logits.shape[-1]
-    if reduction not in ("none", "mean", "sum"):
-        raise fail(f"cross_entropy: reduction={reduction!r}", fix="'none', 'mean' or 'sum'")
     if not 0 <= label_smoothing <= 1:
         raise fail(f"cross_entropy: label_smoothing={label_smoothing}", fix="0 <= label_smoothing <= 1")
     if targets.dtype not in (torch.int64, torch.int32, torch.uint8) or targets.shape != logits.shape[:-1]:

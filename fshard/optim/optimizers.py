@@ -202,7 +202,6 @@ def _optimizer(
 # --- composition --------------------------------------------------------------------------------------------
 
 
-@checked
 def chain(*steps: Transform | Optimizer) -> Optimizer:
     """Apply transforms of gradients one after another, then an optimizer. The state is a tuple of theirs.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.errors import checked, fail, shown
+from fshard.errors import checked, fail, must_be
 
 Schedule = Callable[[Any], Any]  # the count of steps taken, an int or 0-d tensor -> a number or 0-d tensor
 
@@ -21,7 +21,7 @@ def _schedule(f: Callable[[Tensor], Tensor]) -> Schedule:
         if isinstance(count, Tensor):
             return f(count.to(torch.float64))
         if not isinstance(count, (int, float)):
-            raise fail(f"schedule: count must be an int or a Tensor, got {shown(count)}")
+            raise must_be("schedule: count", "an int or a Tensor", count)
         return f(torch.tensor(count, dtype=torch.float64)).item()
 
     return at

@@ -79,7 +79,7 @@ def check_key(verb: str, key: object) -> None:
     """Raise ShardingError, naming `verb`, unless `key` is a key."""
     if isinstance(key, Tensor) and key.dtype == torch.int64 and tuple(key.shape) == (2,):
         return
-    fix = f"fs.key({key})" if isinstance(key, int) and 0 <= key < 1 << 64 else "fs.key(0)"
+    fix = "fs.key(0)"
     if isinstance(key, Tensor) and key.dtype == torch.int64 and key.ndim == 2 and key.shape[1] == 2:
         fix = "pass one of these keys, keys[0], or map over them with torch.vmap"
     got = describe(key.dtype, key.shape) if isinstance(key, Tensor) else repr(key)

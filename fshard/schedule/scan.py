@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import Axis, known_axes, live_axes, region
 from fshard._torch_compat import in_transform
-from fshard.errors import checked, fail, shown
+from fshard.errors import checked, fail, must_be
 from fshard.spec import P, any_on_host, is_spec
 
 from .buckets import BucketPlan, plan_buckets
@@ -147,7 +147,7 @@ def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any,
         if rows is None or is_spec(rows):
             continue
         if not isinstance(rows, (list, tuple)):
-            raise fail(f"scan: {name} must be a list of one tree for each block, as params is, got {shown(rows)}")
+            raise must_be(f"scan: {name}", "a list of one tree for each block, as params is,", rows)
         if len(rows) != n:
             raise fail(f"scan: {name} has {len(rows)} trees for {n} blocks", fix="one for each block, or a prefix")
     prefix = specs is None or is_spec(specs)

@@ -13,7 +13,7 @@ from fshard import tree
 from fshard._comm import HOST, Axis, Region, copy_to_device, known_axes, live_axes, region
 from fshard._ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
 from fshard.collectives import by_dtype
-from fshard.errors import ShardingError, checked, fail, raise_all, shown
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.spec import P, is_spec, part_range, spec_errors
 
 
@@ -130,8 +130,8 @@ def sizes_of(verb: str, n: int, shapes: Any) -> list[tuple[int, ...] | None]:
     if shapes is None:
         return [None] * n
     if not all(hasattr(s, "shape") for s in tree.leaves(shapes)):
-        raise fail(f"{verb}: shapes must be a tree of leaves with a .shape, got {shown(shapes)}",
-                   fix="pass the tree that params were materialized from")  # fmt: skip
+        fix = "pass the tree that params were materialized from"
+        raise must_be(f"{verb}: shapes", "a tree of leaves with a .shape", shapes, fix)
     known: list[tuple[int, ...] | None] = [tuple(s.shape) for s in tree.leaves(shapes)]
     if len(known) != n:
         raise fail(f"{verb}: shapes has another structure than params", f"{len(known)} leaves, not {n}",
