@@ -19,6 +19,7 @@ from ._call import (
     donated_leaves,
     exchange_result_types,
     explain_missing_values,
+    explain_shapes,
     flatten_result,
     force_eager,
     join_results,
@@ -159,7 +160,8 @@ class ShardMapped:
 
         abstract = self.mesh.kind == "abstract"
         nothing = contextlib.nullcontext()
-        with force_eager if checked else nothing, explain_missing_values() if abstract else nothing:
+        missing_values = explain_missing_values() if abstract else nothing
+        with force_eager if checked else nothing, missing_values, explain_shapes(self._name, plan, self.mesh):
             runs = self.mesh.run(rank_main)
         results = [run.result for run in runs]
         used = set().union(*(run.kept for run in runs))

@@ -32,7 +32,9 @@ class Sharded:
     """A placed leaf: a global shape, a spec, a mesh, and the local parts of this process.
 
     `shards` has one local tensor for each of `mesh.ranks`: all of them on a simulated mesh, one on a process mesh.
-    A `Sharded` is not a tensor: compute with it inside `shard_map`, look at it with `device_get` or `item`.
+    A `Sharded` is not a tensor: compute with it inside `shard_map`, look at it with `device_get` or `item`. Operators,
+    indexing, functions of torch and numpy, and attributes of tensors are errors that say so; `==` too, which Python
+    would otherwise answer by identity.
 
     >>> materialize(init.zeros((64, 256)), column("model"), make_mesh(model=4), key=key(0))
     f32[64, 256@model]
@@ -113,6 +115,44 @@ class Sharded:
 
     def __repr__(self) -> str:
         return describe(self.dtype, self.shape, self.spec)
+
+    def __deepcopy__(self, memo: Any) -> Sharded:
+        return Sharded(self.shape, self.spec, self.mesh, [x.clone() for x in self.shards])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol that Python or a library asks for
+            raise AttributeError(name)
+        raise AttributeError(str(_no_tensor(self, f".{name}")))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaf = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, Sharded))
+        raise _no_tensor(leaf, getattr(func, "__name__", "a function of torch"))
+
+    __hash__ = object.__hash__  # a class that defines __eq__ loses it
+
+
+def _no_tensor(leaf: Sharded, operation: str) -> ShardingError:
+    """Return the error of an operation that a tensor has and a placed leaf has not."""
+    value = "x.item() is its value" if leaf.numel() == 1 else "fs.device_get(x) is the full tensor"
+    return fail(f"{operation}: {leaf!r} is a placed leaf and no tensor",
+                fix=f"{value}, x.shards are its local parts; compute inside fs.shard_map; fs.reshard moves it")  # fmt: skip
+
+
+def _refused(operation: str) -> Callable[..., Any]:
+    def refuse(self: Sharded, *_: Any, **__: Any) -> Any:
+        raise _no_tensor(self, operation)
+
+    return refuse
+
+
+_BINARY = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+           "matmul": "@", "and": "&", "or": "|", "xor": "^"}  # fmt: skip
+_OTHERS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "abs": "abs",
+           "invert": "~", "getitem": "[]", "setitem": "[]", "len": "len", "iter": "iteration", "contains": "in",
+           "array": "numpy"}  # fmt: skip
+for _name, _operation in [*_OTHERS.items(), *((f"{side}{n}", op) for n, op in _BINARY.items() for side in ("", "r"))]:
+    setattr(Sharded, f"__{_name}__", _refused(_operation))
 
 
 # --- many at once, for every call of a `shard_map` ------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Parts of one `shard_map` call: plans of its arguments and results, and the context in which its ranks run."""
 
 from .arguments import CallPlan, call_signature, donated_leaves, make_plan, slice_inputs
-from .context import explain_missing_values, force_eager
+from .context import explain_missing_values, explain_shapes, force_eager
 from .results import (
     RankResult,
     broadcast_out_specs,
@@ -19,6 +19,7 @@ __all__ = [
     "donated_leaves",
     "exchange_result_types",
     "explain_missing_values",
+    "explain_shapes",
     "flatten_result",
     "force_eager",
     "join_results",

@@ -177,7 +177,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> I
     def entry(call: Call) -> _CallLog | None:
         return log.setdefault(call, _CallLog()) if log is not None and region().rank == 0 else None
 
-    def on_leaves(verb: str, x: Any, axis: Any, f: Any) -> Any:
+    def on_leaves(verb: str, x: Any, axis: Any, f: Any, **more: Any) -> Any:
         call = current.enter(verb, sys._getframe(1))
         if call == target and change.startswith("axis"):
             count[0] += 1
@@ -185,7 +185,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> I
             axis = name if change.startswith("axis: over") else tuple(a for a in axis if a != name)
         before, current.call = current.call, call
         try:
-            return originals["_on_leaves"](verb, x, axis, f)
+            return originals["_on_leaves"](verb, x, axis, f, **more)
         finally:
             current.call = before
 
