@@ -1,9 +1,11 @@
 """The collectives: functions that move tensors between ranks.
 
 Each takes a tensor or a tree (one transfer per dtype for a tree) and a mesh axis, a tuple of axes (major first), or
-`None`, which does nothing. A Python number is the same on every rank: `psum`, `pmean`, `pmax`, `pmin` and `pvary` of one
-are a number, without a transfer; to the others it is an error. Shapes are local. Types, per axis: a value *varies* (V) over an axis or is *invariant*
+`None`, which does nothing. Shapes are local. Types, per axis: a value *varies* (V) over an axis or is *invariant*
 (I): the same on each of its ranks, one logical computation. Legend: [n@axis] is a dim split over the axis.
+
+A Python number must be the same on every rank. `psum`, `pmean`, `pmax`, `pmin` and `pvary` of one are numbers, without
+a transfer (so `psum(1, axis)` counts the ranks); the others take no numbers.
 
 Each but `pmax` and `pmin` (`_ops.minmax`) is a linear map of `_ops.linear_maps`, whose transpose is its backward pass,
 applied to the leaves of a tree. To add one: write the map and its transpose there, and the function here.
@@ -201,7 +203,7 @@ def axis_index(axis: str | tuple[str, ...]) -> Tensor:
 @checked
 def axis_size(axis: Axis) -> int:
     """Return the number of ranks along an axis, or a tuple of axes; 1 for `None`."""
-    if not axis:
+    if axis is None:
         return 1
     current = region("axis_size")
     return size_of(known_axes("axis_size", current, axis), current.sizes)

@@ -20,7 +20,7 @@ from . import tree
 from ._comm import checker
 from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped
-from .errors import ShardingError, checked, fail
+from .errors import ShardingError, checked, fail, shown
 
 
 @checked
@@ -61,6 +61,9 @@ def value_and_grad(
             for i, arg in zip(numbers, tree.unflatten(treedef, flat), strict=True):
                 full[i] = arg
             out = f(*full, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise fail(f"value_and_grad({name}): has_aux=True, and the result is {shown(out)}",
+                           fix="return (loss, aux)")  # fmt: skip
             loss, aux = out if has_aux else (out, None)
             _check_loss(name, loss)
             if types is not None:

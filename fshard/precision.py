@@ -145,7 +145,6 @@ class LossScale:
         `torch.amp.GradScaler`; then a step costs no memory. Compiled programs, and those under vmap, take the step on
         copies of parameters and state and choose between old and new, leaf by leaf.
         """
-
         tree.check_leaves("guard", "specs", specs, P)
 
         def init(params: Any) -> Any:

@@ -43,6 +43,9 @@ class Sharded:
     __slots__ = ("_donated_to", "_shards", "placement")
 
     def __init__(self, shape: Sequence[int], spec: P, mesh: Mesh, shards: Sequence[Tensor]) -> None:
+        if len(shards) != len(mesh.ranks):
+            raise fail(f"Sharded: {len(shards)} shards, of a mesh with {len(mesh.ranks)} ranks in this process",
+                       fix="one for each rank")  # fmt: skip
         self.placement = Placement(tuple(shape), shards[0].dtype, spec, mesh)
         self._shards = tuple(shards)
 
@@ -135,8 +138,8 @@ class Sharded:
 def _no_tensor(leaf: Sharded, operation: str) -> ShardingError:
     """Return the error of an operation that a tensor has and a placed leaf has not."""
     value = "x.item() is its value" if leaf.numel() == 1 else "fs.device_get(x) is the full tensor"
-    return fail(f"{operation}: {leaf!r} is a placed leaf and no tensor",
-                fix=f"{value}, x.shards are its local parts; compute inside fs.shard_map; fs.reshard moves it")  # fmt: skip
+    fix = f"{value}, x.shards are its local parts; compute inside fs.shard_map; fs.reshard moves it"
+    return fail(f"{operation}: {leaf!r} is a placed leaf and no tensor", fix=fix)
 
 
 def _refused(operation: str) -> Callable[..., Any]:

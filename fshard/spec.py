@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import tree as _tree
-from .errors import ShardingError, checked, fail, raise_all
+from .errors import ShardingError, checked, fail, raise_all, shown
 
 Axis = str | tuple[str, ...] | None
 Box = tuple[slice, ...]
@@ -42,18 +42,18 @@ class P:
     memory: str
 
     def __init__(self, *entries: Axis | EllipsisType, memory: str = "device") -> None:
-        if memory not in ("device", "host"):
+        if not isinstance(memory, str) or memory not in ("device", "host"):
             raise fail(f"P: memory={memory!r}", fix="'device' or 'host'")
         names: list[str] = []
         for entry in entries:
             group = entry if isinstance(entry, tuple) else (entry,)
             if entry is not None and entry is not ... and not all(isinstance(a, str) and a for a in group):
-                raise fail(f"P: {entry!r} names no axis", fix="use None, '...', an axis name or a tuple of names")
+                raise fail(f"P: {shown(entry)} names no axis", fix="use None, '...', an axis name or a tuple of names")
             names += [a for a in group if isinstance(a, str)]
         for name in sorted(set(names)):
             if names.count(name) > 1:
-                shown = ", ".join("..." if e is ... else repr(e) for e in entries)
-                raise fail(f"P({shown}): axis {name!r} is used {names.count(name)} times",
+                written = ", ".join("..." if e is ... else repr(e) for e in entries)
+                raise fail(f"P({written}): axis {name!r} is used {names.count(name)} times",
                            "an axis splits a leaf once", fix=f"name {name!r} for one dim only")  # fmt: skip
         if entries.count(...) > 1:
             raise fail("P: '...' may be used once", fix="keep one '...'")
@@ -87,8 +87,8 @@ class P:
         return hash(("P", self.entries, self.memory))
 
     def __repr__(self) -> str:
-        shown = ["..." if e is ... else repr(e) for e in self.entries]
-        return f"P({', '.join([*shown, *[f'memory={self.memory!r}'] * (self.memory != 'device')])})"
+        entries = ["..." if e is ... else repr(e) for e in self.entries]
+        return f"P({', '.join([*entries, *[f'memory={self.memory!r}'] * (self.memory != 'device')])})"
 
     def __reduce__(self) -> Any:
         return functools.partial(P, memory=self.memory), self.entries

@@ -496,7 +496,7 @@ PARAMS = {"up": torch.ones(6, 8), "down": torch.ones(8, 6), "b": torch.ones(8)}
 PARAM_SPECS = {"up": fs.column("model"), "down": fs.row("model"), "b": P()}
 
 
-def raised(f, *args, specs=(PARAM_SPECS, P("data"))):
+def raised(f, *args, specs=(PARAM_SPECS, P("data"))):  # noqa: B008
     """Return the error of a call, and the notes that are shown after it."""
     with pytest.raises(Exception) as e:  # noqa: PT011
         fs.shard_map(f, mesh=GRID, in_specs=specs, out_specs=P(), check="never")(*args)

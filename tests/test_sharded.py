@@ -380,8 +380,8 @@ OPERATORS = {
     "linear": lambda x: torch.nn.functional.linear(torch.ones(4), x),
 }  # fmt: skip
 OPERATORS_WITH_TENSORS = {
-    "mul": lambda x: torch.ones(4) * x, "matmul": lambda x: torch.ones(4) @ x, "__getitem__": lambda x: torch.ones(4)[x],
-    "eq": lambda x: torch.ones(4) == x,
+    "mul": lambda x: torch.ones(4) * x, "matmul": lambda x: torch.ones(4) @ x, "eq": lambda x: torch.ones(4) == x,
+    "__getitem__": lambda x: torch.ones(4)[x],
 }  # fmt: skip
 
 
@@ -415,7 +415,6 @@ def test_a_leaf_of_one_element_has_a_value():
 def test_placed_leaves_are_keys_leaves_of_trees_and_can_be_copied():
     assert {LEAF: 1, ONE_ELEMENT: 2}[LEAF] == 1
     assert fs.tree.leaves({"x": [LEAF]}) == [LEAF]  # by identity
-    assert LEAF in [LEAF]
     twin = copy.deepcopy({"x": LEAF})["x"]
     assert (twin.placement, twin.mesh) == (LEAF.placement, LEAF.mesh)
     assert torch.equal(fs.device_get(twin), fs.device_get(LEAF))

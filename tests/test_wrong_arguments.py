@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 import re
-import tempfile
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,16 @@ def double(x: Any) -> Any:
 STEP = fs.shard_map(double, mesh=MESH, in_specs=(P("data"),), out_specs=P("data"), check="never")
 
 
+# The spec of a leaf; the directory of a step; a size, shown in the shape that it makes.
+_PARTS = {
+    "params": r"\bparam(eter)?s\b",
+    "specs": r"\bspecs?\b",
+    "step": r"\bstep(_\d+)?\b",
+    "m": r"\bm\b|is not a shape",
+    "n": r"\bn\b|is not a shape",
+}
+
+
 @dataclass(frozen=True)
 class Call:
     """A correct call: a function, its arguments by name, and whether it is made inside a region.
@@ -62,6 +72,10 @@ class Call:
     args: dict[str, Any]
     inside: bool = False
     words: dict[str, str] = field(default_factory=dict)
+
+    def words_for(self, argument: str) -> str:
+        """Return a pattern of the names by which an error may call an argument: its own, or a part of it."""
+        return self.words.get(argument) or _PARTS.get(argument) or rf"\b{argument.strip('_')}\b"
 
     def run(self, **changed: Any) -> Any:
         args = {**self.args, **changed}
@@ -82,22 +96,31 @@ def outside(f: Callable[..., Any], /, **args: Any) -> Call:
     return Call(f.__name__, f, args)
 
 
+def _by_position(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f` with its arguments `f` and `x` passed by position: those of a mapped function have no name."""
+    return lambda **args: f(*[args.pop(name) for name in ("f", "x") if name in args], **args)
+
+
 def prefixed(prefix: str, *calls: Call) -> list[Call]:
     return [Call(f"{prefix}.{c.name}", c.f, c.args, c.inside, c.words) for c in calls]
 
 
+_BY_POSITION = {"p": r"args\[0\]|argument 0", "x": r"args\[1\]"}
+_AXES_OF_SPECS = {"specs": r"\bspecs\b|no mesh axis is bound"}  # specs without axes need no region
 _shape = {"shape": (4, 4)}
 _kaiming = {"mode": "fan_in", "nonlinearity": "relu", "in_dim": -2, "out_dim": -1, "dtype": torch.float32, "a": 0.0}
 _xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
 
 CALLS = [
     # spec, mesh
-    Call("P", lambda entry, memory: P(entry, memory=memory), {"entry": "data", "memory": "device"}, words={"entry": "P"}),
+    Call("P", lambda entry, memory: P(entry, memory=memory), {"entry": "data", "memory": "device"},
+         words={"entry": "^P: .* names no axis"}),
     outside(fs.row, axis="data"),
     outside(fs.column, axis="data"),
     outside(fs.on_host, specs=SPECS),
     outside(fs.rules, table={"**": P()}),
-    Call("rules()", lambda table, tree: fs.rules(table)(tree), {"table": {"w": P(), "b": P()}, "tree": TREE}),
+    Call("rules()", lambda table, tree: fs.rules(table)(tree), {"table": {"w": P(), "b": P()}, "tree": TREE},
+         words={"table": r"\btable\b|\brule\b", "tree": r"\bleaf\b"}),
     outside(fs.fully_shard, specs=SPECS, tree=TREE, axis="data", min_size=0),
     outside(fs.make_mesh, kind="simulated", device="cpu", data=2),
     outside(fs.Mesh, axes={"data": 2}, kind="simulated", device=torch.device("cpu")),
@@ -109,11 +132,11 @@ CALLS = [
     outside(fs.device_get, tree_=PLACED, rank=0),
     outside(fs.reshard, tree_=PLACED, specs=P("model"), mesh=MESH),
     outside(fs.shard_map, f=double, mesh=MESH, in_specs=(P(),), out_specs=P(), check="first", compile=False, donate=0),
-    Call("step", lambda x: STEP(x), {"x": V}, words={"x": r"args\[0\]"}),
+    Call("step", _by_position(STEP), {"x": V}, words={"x": r"args\[0\]"}),
     Call("step.on", lambda mesh, check: STEP.on(mesh, check=check), {"mesh": MESH, "check": "never"}),
-    Call("check", lambda f, x: fs.check(f, x), {"f": STEP, "x": V}, words={"x": r"args\[0\]"}),
-    Call("verify", lambda f, x, **k: fs.verify(f, x, **k),
-         {"f": STEP, "x": V, "rtol": 1.0, "atol": 1.0, "bitwise": False}, words={"x": r"args\[0\]"}),
+    Call("check", _by_position(fs.check), {"f": STEP, "x": V}, words={"x": r"args\[0\]"}),
+    Call("verify", _by_position(fs.verify),
+         {"f": STEP, "x": V, "rtol": 1.0, "atol": 1.0, "bitwise": False}, words={"x": r"args\[0\]|result of double"}),
     outside(fs.show, tree=DESCRIBED, mesh=MESH, specs=SPECS, fold=True),
     outside(fs.validate, tree_=TREE, described=DESCRIBED, allow_inf="*"),
     outside(fs.cast, x=TREE, dtype=torch.float16),
@@ -135,16 +158,17 @@ CALLS = [
     inside(fs.axis_size, axis="data"),
     inside(fs.to_device, x=W),
     # transforms
-    inside(fs.unshard, params={"w": W[:, :2], "b": V}, specs=SPECS, axis="model", shapes=DESCRIBED,
-           dtype=torch.float32, reduce_dtype=torch.float32),
+    Call("unshard", fs.unshard, {"params": {"w": W[:, :2], "b": V}, "specs": SPECS, "axis": "model",
+         "shapes": DESCRIBED, "dtype": torch.float32, "reduce_dtype": torch.float32}, inside=True,
+         words={"params": r"\bparams\b|not a prefix of the tree"}),
     inside(fs.scan, block=block, params=[TREE], x=W, specs=P(), axis="data", each=None, shapes=None, has_aux=False,
            release=True, remat=False, offload=False, prefetch=1, dtype=None, reduce_dtype=None),
     Call("value_and_grad", lambda f, argnums, has_aux, p, x: fs.value_and_grad(f, argnums, has_aux=has_aux)(p, x),
-         {"f": loss, "argnums": 0, "has_aux": False, "p": TREE, "x": W}, words={"p": r"args\[0\]", "x": r"args\[1\]"}),
+         {"f": loss, "argnums": 0, "has_aux": False, "p": TREE, "x": W}, words=_BY_POSITION),
     Call("grad", lambda f, argnums, p, x: fs.grad(f, argnums)(p, x), {"f": loss, "argnums": 0, "p": TREE, "x": W},
-         words={"p": r"args\[0\]", "x": r"args\[1\]"}),
+         words=_BY_POSITION),
     Call("accumulate", lambda f, steps, argnums, p, x: fs.accumulate(f, steps, argnums=argnums)(p, x),
-         {"f": loss, "steps": 2, "argnums": 0, "p": TREE, "x": W}, words={"p": r"args\[0\]", "x": r"args\[1\]"}),
+         {"f": loss, "steps": 2, "argnums": 0, "p": TREE, "x": W}, words=_BY_POSITION),
     outside(fs.remat, f=block),
     # random numbers and initializers
     outside(fs.key, n=0),
@@ -184,7 +208,8 @@ CALLS = [
         outside(fs.nn.mlp, x=W, up=W, down=W, up_b=V, down_b=V, activation=torch.relu, axis=None),
         inside(fs.nn.mlp, x=W, up=W, down=W, up_b=V, down_b=V, activation=torch.relu, axis="model"),
         outside(fs.nn.embedding, ids=IDS, table=W, axis=None, size=4),
-        inside(fs.nn.embedding, ids=IDS, table=W[:2], axis="model", size=4),
+        Call("embedding", fs.nn.embedding, {"ids": IDS % 2, "table": W[:2], "axis": "model", "size": 4}, inside=True,
+             words={"table": r"\btable\b|of the vocabulary"}),
         outside(fs.nn.layer_norm, x=W, w=V, b=V, eps=1e-5),
         outside(fs.nn.rms_norm, x=W, w=V, eps=1e-5),
         outside(fs.nn.attention, q=W[None], k=W[None], v=W[None], causal=False, mask=None, scale=1.0, rate=0.1, key=KEY,
@@ -192,8 +217,9 @@ CALLS = [
         outside(fs.nn.causal_mask, t=2, s=4, device=None),
         outside(fs.nn.dropout, x=W, rate=0.5, key=KEY, spec=P(), shape=(4, 4)),
         outside(fs.nn.gelu, x=W),
-        inside(fs.nn.cross_entropy, logits=W[:, :2], targets=IDS, axis="model", size=4, over=None, weight=V[:2],
-               ignore_index=-100, label_smoothing=0.1, reduction="mean"),
+        Call("cross_entropy", fs.nn.cross_entropy, {"logits": W[:, :2], "targets": IDS, "axis": "model", "size": 4,
+             "over": None, "weight": V[:2], "ignore_index": -100, "label_smoothing": 0.1, "reduction": "mean"},
+             inside=True, words={"axis": r"\baxis\b|4 over ", "over": r"\bover\b|no axis"}),
         outside(rope.parameters, config={}, theta=10_000.0, partial=1.0),
         outside(rope.frequencies, parameters={"rope_theta": 1e4}, width=4, longest=8, length=None, device=None),
         outside(rope.angles, positions=IDS, rates=V, factor=1.0, dtype=torch.float32),
@@ -205,12 +231,12 @@ CALLS = [
         outside(fs.optim.adamw, lr=0.1, b1=0.9, b2=0.9, eps=1e-8, weight_decay=0.1, mask={"w": True, "b": False}),
         Call("chain", lambda step: fs.optim.chain(step, SGD), {"step": fs.optim.clip_by_global_norm(1.0, P())}),
         outside(fs.optim.clip_by_global_norm, max_norm=1.0, specs=SPECS),
-        outside(fs.optim.global_norm, x=TREE, specs=P()),
+        Call("global_norm", fs.optim.global_norm, {"x": TREE, "specs": P()}, words=_AXES_OF_SPECS),
         outside(fs.optim.constant, value=0.1),
         outside(fs.optim.linear, start=0.0, end=1.0, steps=4),
         outside(fs.optim.cosine, peak=1.0, steps=4, end=0.0),
         outside(fs.optim.warmup, after=1.0, steps=4, start=0.0),
-        Call("schedule", lambda count: fs.optim.cosine(1.0, 4)(count), {"count": 1}),
+        Call("schedule", fs.optim.cosine(1.0, 4), {"count": 1}),
         Call("init", SGD.init, {"params": TREE}),
         Call("update", SGD.update, {"grads": TREE, "state": SGD.init(TREE), "params": TREE}),
         Call("specs", SGD.specs, {"param_specs": SPECS}),
@@ -218,7 +244,8 @@ CALLS = [
     ),
     Call("scale.guard", fs.LossScale().guard, {"optimizer": SGD, "specs": P()}),
     Call("scale.scale", fs.LossScale().scale, {"loss": V[0], "state": fs.LossScale().init()}),
-    Call("scale.unscale", fs.LossScale().unscale, {"grads": TREE, "state": fs.LossScale().init(), "specs": P()}),
+    Call("scale.unscale", fs.LossScale().unscale, {"grads": TREE, "state": fs.LossScale().init(), "specs": P()},
+         words=_AXES_OF_SPECS),
     Call("scale.adjust", fs.LossScale().adjust, {"state": fs.LossScale().init(), "finite": torch.tensor(True)}),
     Call("policy.to_compute", lambda compute, x: fs.Policy(compute=compute).to_compute(x),
          {"compute": torch.float32, "x": TREE}),
@@ -254,7 +281,8 @@ WRONG: dict[str, Any] = {
     "None": None, "True": True, "7": 7, "-1": -1, "-9": -9, "0": 0, "2.5": 2.5, "nan": float("nan"), "''": "",
     "'no_such'": "no_such", "[]": [], "['a']": ["a"], "()": (), "(None,)": (None,), "{}": {}, "{'w': 1}": {"w": 1},
     "P()": P(), "P('data')": P("data"), "P('no_such')": P("no_such"), "P(a, b, c)": P("data", None, "model"),
-    "mesh": MESH, "other mesh": fs.make_mesh(kind="simulated", other=2), "int": int, "lambda": lambda: None, "thing": Thing(), "dtype": torch.int8,
+    "mesh": MESH, "other mesh": fs.make_mesh(kind="simulated", other=2), "class": Thing, "lambda": lambda: None,
+    "thing": Thing(), "dtype": torch.int8,
     "tensor[]": torch.tensor(1.0), "tensor[3]": torch.zeros(3), "int64[2, 2]": torch.zeros(2, 2, dtype=torch.int64),
     "placed": PLACED, "deferred": DESCRIBED["w"], "b''": b"", "1j": 1j, "slice": slice(0, 1), "...": ...,
 }  # fmt: skip
@@ -266,16 +294,69 @@ def wrong_calls(calls: list[Call]) -> list[tuple[Call, str, str]]:
 
 
 def outcome(call: Call, argument: str, kind: str) -> tuple[str, str]:
-    """Make a wrong call. Return ("accepted" | "good" | "bad", text of the error)."""
+    """Make a wrong call. Return its outcome and the text of its error.
+
+    "accepted": no error. "named": the error names the argument. "users": it is of a function that was passed, or of its
+    call with other arguments than it takes. "torch": torch's own error about a tensor of another shape or dtype, in
+    place of an argument that may be a tensor. "unnamed": any other.
+    """
     try:
         call.run(**{argument: WRONG[kind]})
     except Exception as e:
         text = f"{type(e).__name__}: {e}"
-        return ("good" if names(e, call, argument) else "bad"), text
+        if isinstance(e, fs.ShardingError) and re.search(call.words_for(argument), str(e)):
+            return "named", text
+        if _in_users_function(e) or re.match(r"[<>\w.]+\(\) (takes|missing|got) ", str(e)):
+            return "users", text
+        is_torchs = isinstance(WRONG[kind], torch.Tensor) and isinstance(e, (RuntimeError, IndexError))
+        return ("torch" if is_torchs else "unnamed"), text
     return "accepted", ""
 
 
-def names(e: Exception, call: Call, argument: str) -> bool:
-    """Return whether an error of this library names the argument."""
-    word = call.words.get(argument, rf"\b{argument.rstrip('_')}\b")
-    return isinstance(e, fs.ShardingError) and re.search(word, str(e)) is not None
+def _in_users_function(e: Exception) -> bool:
+    codes = {f.__code__ for f in (loss, block, double)}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(e.__traceback__))
+
+
+def make(picked: list[tuple[Call, str, str]]) -> dict[str, list[str]]:
+    """Make wrong calls; return the calls and the texts of their errors by outcome."""
+    found: dict[str, list[str]] = {}
+    for call, argument, kind in picked:
+        result, text = outcome(call, argument, kind)
+        found.setdefault(result, []).append(f"{call.name}({argument}={kind}): {text}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
+    return CALLS + checkpoint_calls(tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_correct_calls_run(calls: list[Call]) -> None:
+    for call in calls:
+        call.run()
+
+
+@pytest.mark.parametrize("n", [1280, pytest.param(None, marks=pytest.mark.slow)])
+def test_error_of_a_wrong_argument_names_it(calls: list[Call], n: int | None) -> None:
+    every = wrong_calls(calls)
+    found = make(every if n is None else random.Random(0).sample(every, n))
+    assert not found.get("unnamed"), "\n".join(found["unnamed"])
+    share = {result: len(texts) / sum(map(len, found.values())) for result, texts in found.items()}
+    assert share["named"] > 0.85
+    assert share["torch"] < 0.01
+
+
+# Arguments whose leaves are passed on as they are, whatever they are.
+PASSED_ON = ("cast.x", "policy.to_compute.x", "device_get.tree_", "to_device.x", "step.x", "check.x", "verify.x")
+
+
+@pytest.mark.parametrize("kind", ["thing", "slice", "b''"])
+def test_no_function_accepts_what_no_argument_can_be(calls: list[Call], kind: str) -> None:
+    accepted = [
+        f"{call.name}.{argument}"
+        for call in calls
+        for argument in call.args
+        if f"{call.name}.{argument}" not in PASSED_ON and outcome(call, argument, kind)[0] == "accepted"
+    ]
+    assert not accepted

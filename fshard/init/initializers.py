@@ -250,6 +250,12 @@ def _gain(nonlinearity: Nonlinearity, a: float) -> float:
     return torch.nn.init.calculate_gain(nonlinearity, a)
 
 
+def _xavier_gain(gain: float) -> float:
+    if not gain > 0:
+        raise fail(f"xavier: gain={gain}", fix="more than 0")
+    return gain
+
+
 def _fan(mode: Mode, shape: Sequence[int], in_dim: int, out_dim: int) -> int:
     return max(1, fans(shape, in_dim, out_dim)[mode == "fan_out"])
 
@@ -278,7 +284,7 @@ def xavier_uniform(
     shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
 ) -> Deferred:
     """Describe a leaf of U(-b, b), b = gain sqrt(6 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
-    bound = gain * math.sqrt(6 / max(1, sum(fans(shape, in_dim, out_dim))))
+    bound = _xavier_gain(gain) * math.sqrt(6 / max(1, sum(fans(shape, in_dim, out_dim))))
     return uniform(shape, low=-bound, high=bound, dtype=dtype)
 
 
@@ -287,4 +293,4 @@ def xavier_normal(
     shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
 ) -> Deferred:
     """Describe a leaf of N(0, 2 gain^2 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
-    return normal(shape, std=gain * math.sqrt(2 / max(1, sum(fans(shape, in_dim, out_dim)))), dtype=dtype)
+    return normal(shape, std=_xavier_gain(gain) * math.sqrt(2 / max(1, sum(fans(shape, in_dim, out_dim)))), dtype=dtype)

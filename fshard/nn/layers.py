@@ -114,6 +114,9 @@ def attention(
     """
     if causal and mask is not None:
         raise fail("attention: causal=True and a mask", fix="combine the mask with nn.causal_mask(T, S)")
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.ndim < 3:
+            raise fail(f"attention: {name} is {list(x.shape)}", fix="[B, heads, positions, K]; B may be left out")
     t, s, has_dropout = q.shape[-2], k.shape[-2], _has_dropout("attention", rate, key)
     k, v = (_repeat_heads(q.shape[-3], x) for x in (k, v))
     if causal and t > 1 and (has_dropout or t != s):
@@ -152,6 +155,8 @@ def causal_mask(t: int, s: int, *, device: torch.device | None = None) -> Tensor
     tensor([[ True,  True, False],
             [ True,  True,  True]])
     """
+    if min(t, s) < 0:
+        raise fail(f"causal_mask: t={t}, s={s}", fix="both are 0 or more")
     return torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
 
 

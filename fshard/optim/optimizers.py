@@ -148,7 +148,6 @@ def _optimizer(
     The kernel works in place and fast. The formula is for leaves that a gradient or a vmap passes through, and for
     dtypes without a kernel.
     """
-
     if not callable(mask):
         tree.check_leaves(name, "mask", mask, bool)
 

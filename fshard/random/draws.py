@@ -124,6 +124,8 @@ def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, distribution: 
     The part is drawn in tiles that stay in the cache: at most 16 MiB of extra memory on a CPU, for any size.
     """
     k = key_words(f"random.{verb}", key)
+    if len(box) != len(shape):
+        raise fail(f"random.{verb}: a box of {len(box)} dims", fix="a slice for each dim of shape", shape=list(shape))
     if isinstance(k[0], Tensor):
         return _draw_out_of_place(distribution, k, shape, box, device)
     out = torch.empty(box_shape(box), dtype=distribution.dtype, device=device)

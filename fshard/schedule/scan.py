@@ -72,6 +72,7 @@ def scan(
     if offload and not remat:
         raise fail("scan: offload=True offloads x before each block, and without remat=True more is kept",
                    fix="remat=True")  # fmt: skip
+    tree.check_leaves("scan", "params", params, Tensor)
     blocks = _Blocks.of(params, specs, each, shapes)
     if not len(blocks):
         return (x, []) if has_aux else x
@@ -144,7 +145,7 @@ def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any,
     """Return params, specs and shapes as one tree for each block."""
     n = len(params)
     for name, rows in {"specs": specs, "shapes": shapes}.items():
-        if rows is None or is_spec(rows):
+        if rows is None or (name == "specs" and is_spec(rows)):
             continue
         if not isinstance(rows, (list, tuple)):
             raise must_be(f"scan: {name}", "a list of one tree for each block, as params is,", rows)

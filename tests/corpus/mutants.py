@@ -28,7 +28,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import fshard as fs
-from fshard import P, ShardingError, collectives
+from fshard import P, ShardingError, collectives, errors
 from fshard import _ops as linear
 from fshard._comm import Comm, Region, index_of, region, size_of
 from fshard._ops import CastMap
@@ -82,7 +82,11 @@ class _CurrentCall(threading.local):
         self.call: Call | None = None
 
     def enter(self, verb: str, frame: FrameType | None) -> Call:
-        while frame is not None and frame.f_code.co_filename in (collectives.__file__, _UNSHARD.__file__):
+        while frame is not None and frame.f_code.co_filename in (
+            collectives.__file__,
+            _UNSHARD.__file__,
+            errors.__file__,
+        ):
             frame = frame.f_back
         assert frame is not None
         if self.region is not region():
