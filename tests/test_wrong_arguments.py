@@ -7,6 +7,7 @@ string). The draws are seeded, so that a failure can be repeated.
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 import traceback
@@ -330,6 +331,17 @@ def make(picked: list[tuple[Call, str, str]]) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
     return CALLS + checkpoint_calls(tmp_path_factory.mktemp("checkpoints"))
+
+
+# Without arguments; called by those below; for initializers of one's own.
+NOT_CALLED = ("recording", "replicated", "check_key", "trunc_normal_box", "uniform_box", "describe_initializer")
+
+
+def test_every_public_function_has_a_correct_call(calls: list[Call]) -> None:
+    called = {call.name.split(".")[-1] for call in calls}
+    namespaces = (fs, fs.nn, fs.init, fs.random, fs.optim, fs.checkpoint)
+    functions = {name for space in namespaces for name in space.__all__ if inspect.isfunction(getattr(space, name))}
+    assert functions - called - set(NOT_CALLED) == set()
 
 
 def test_correct_calls_run(calls: list[Call]) -> None:
