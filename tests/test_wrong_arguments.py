@@ -7,11 +7,12 @@ string). The draws are seeded, so that a failure can be repeated.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -328,8 +329,10 @@ def make(picked: list[tuple[Call, str, str]]) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    return CALLS + checkpoint_calls(tmp_path_factory.mktemp("checkpoints"))
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Call]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with contextlib.chdir(folder):  # wrong paths are relative to it
+        yield CALLS + checkpoint_calls(folder)
 
 
 # Without arguments; called by other functions; for initializers of one's own; loads fake tensors for seconds.
