@@ -67,7 +67,7 @@ def pmean(x: Any, axis: Axis) -> Any:
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not differentiable_dtype(xs[0]):
             dtype = str(xs[0].dtype).removeprefix("torch.")
-            raise fail(f"pmean: the mean of {dtype} is not {dtype}", fix="cast x to a floating dtype first")
+            raise fail(f"pmean: x is {dtype}, and its mean is not", fix="cast to a floating dtype first")
         return apply_map(Sum(comm, axes, size_of(axes, comm.sizes)), xs)
 
     return _on_leaves("pmean", x, axis, mean, of_number=lambda number, n: number / 1)

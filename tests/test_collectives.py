@@ -229,7 +229,7 @@ def test_psum_of_bfloat16_rounds_once():
          ("ppermute: targets [1, 1] are not distinct positions of axis 'a'\n  positions are 0 to 1\n"
           "  fix: name every source and every target once")),
         (lambda x: fs.pmean(x.long(), "a"),
-         "pmean: the mean of int64 is not int64\n  fix: cast x to a floating dtype first"),
+         "pmean: x is int64, and its mean is not\n  fix: cast to a floating dtype first"),
         (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad must be 'tied' or None, got 'x'"),
     ],
 )  # fmt: skip

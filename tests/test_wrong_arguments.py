@@ -52,13 +52,14 @@ def double(x: Any) -> Any:
 STEP = fs.shard_map(double, mesh=MESH, in_specs=(P("data"),), out_specs=P("data"), check="never")
 
 
-# The spec of a leaf; the directory of a step; a size, shown in the shape that it makes.
+# The spec of a leaf; the directory of a path or a step; a size, shown in the shape that it makes.
 _PARTS = {
-    "params": r"\bparam(eter)?s\b",
-    "specs": r"\bspecs?\b",
-    "step": r"\bstep(_\d+)?\b",
-    "m": r"\bm\b|is not a shape",
-    "n": r"\bn\b|is not a shape",
+    "params": "parameters",
+    "path": "is not a checkpoint",
+    "specs": r"\bspec\b",
+    "step": r"\bstep_\d+",
+    "m": "is not a shape",
+    "n": "is not a shape",
 }
 
 
@@ -77,7 +78,8 @@ class Call:
 
     def words_for(self, argument: str) -> str:
         """Return a pattern of the names by which an error may call an argument: its own, or a part of it."""
-        return self.words.get(argument) or _PARTS.get(argument) or rf"\b{argument.strip('_')}\b"
+        others = [words[argument] for words in (self.words, _PARTS) if argument in words]
+        return "|".join([rf"\b{argument.strip('_')}\b", *others])
 
     def run(self, **changed: Any) -> Any:
         args = {**self.args, **changed}
@@ -108,7 +110,7 @@ def prefixed(prefix: str, *calls: Call) -> list[Call]:
 
 
 _BY_POSITION = {"p": r"args\[0\]|argument 0", "x": r"args\[1\]"}
-_AXES_OF_SPECS = {"specs": r"\bspecs\b|no mesh axis is bound"}  # specs without axes need no region
+_AXES_OF_SPECS = {"specs": "no mesh axis is bound"}  # specs without axes need no region
 _shape = {"shape": (4, 4)}
 _kaiming = {"mode": "fan_in", "nonlinearity": "relu", "in_dim": -2, "out_dim": -1, "dtype": torch.float32, "a": 0.0}
 _xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
@@ -122,7 +124,7 @@ CALLS = [
     outside(fs.on_host, specs=SPECS),
     outside(fs.rules, table={"**": P()}),
     Call("rules()", lambda table, tree: fs.rules(table)(tree), {"table": {"w": P(), "b": P()}, "tree": TREE},
-         words={"table": r"\btable\b|\brule\b", "tree": r"\bleaf\b"}),
+         words={"table": r"\brule\b", "tree": r"\bleaf\b"}),
     outside(fs.fully_shard, specs=SPECS, tree=TREE, axis="data", min_size=0),
     outside(fs.make_mesh, kind="simulated", device="cpu", data=2),
     outside(fs.Mesh, axes={"data": 2}, kind="simulated", device=torch.device("cpu")),
@@ -161,7 +163,7 @@ CALLS = [
     # transforms
     Call("unshard", fs.unshard, {"params": {"w": W[:, :2], "b": V}, "specs": SPECS, "axis": "model",
          "shapes": DESCRIBED, "dtype": torch.float32, "reduce_dtype": torch.float32}, inside=True,
-         words={"params": r"\bparams\b|not a prefix of the tree"}),
+         words={"params": "not a prefix of the tree"}),
     inside(fs.scan, block=block, params=[TREE], x=W, specs=P(), axis="data", each=None, shapes=None, has_aux=False,
            release=True, remat=False, offload=False, prefetch=1, dtype=None, reduce_dtype=None),
     Call("value_and_grad", lambda f, argnums, has_aux, p, x: fs.value_and_grad(f, argnums, has_aux=has_aux)(p, x),
@@ -210,7 +212,7 @@ CALLS = [
         inside(fs.nn.mlp, x=W, up=W, down=W, up_b=V, down_b=V, activation=torch.relu, axis="model"),
         outside(fs.nn.embedding, ids=IDS, table=W, axis=None, size=4),
         Call("embedding", fs.nn.embedding, {"ids": IDS % 2, "table": W[:2], "axis": "model", "size": 4}, inside=True,
-             words={"table": r"\btable\b|of the vocabulary"}),
+             words={"table": "of the vocabulary"}),
         outside(fs.nn.layer_norm, x=W, w=V, b=V, eps=1e-5),
         outside(fs.nn.rms_norm, x=W, w=V, eps=1e-5),
         outside(fs.nn.attention, q=W[None], k=W[None], v=W[None], causal=False, mask=None, scale=1.0, rate=0.1, key=KEY,
@@ -220,7 +222,7 @@ CALLS = [
         outside(fs.nn.gelu, x=W),
         Call("cross_entropy", fs.nn.cross_entropy, {"logits": W[:, :2], "targets": IDS, "axis": "model", "size": 4,
              "over": None, "weight": V[:2], "ignore_index": -100, "label_smoothing": 0.1, "reduction": "mean"},
-             inside=True, words={"axis": r"\baxis\b|4 over ", "over": r"\bover\b|no axis"}),
+             inside=True, words={"axis": "4 over ", "over": "no axis"}),
         outside(rope.parameters, config={}, theta=10_000.0, partial=1.0),
         outside(rope.frequencies, parameters={"rope_theta": 1e4}, width=4, longest=8, length=None, device=None),
         outside(rope.angles, positions=IDS, rates=V, factor=1.0, dtype=torch.float32),
@@ -305,13 +307,18 @@ def outcome(call: Call, argument: str, kind: str) -> tuple[str, str]:
         call.run(**{argument: WRONG[kind]})
     except Exception as e:
         text = f"{type(e).__name__}: {e}"
-        if isinstance(e, fs.ShardingError) and re.search(call.words_for(argument), str(e)):
+        if isinstance(e, fs.ShardingError) and re.search(call.words_for(argument), _read(e, argument)):
             return "named", text
         if _in_users_function(e) or re.match(r"[<>\w.]+\(\) (takes|missing|got) ", str(e)):
             return "users", text
         is_torchs = isinstance(WRONG[kind], torch.Tensor) and isinstance(e, (RuntimeError, IndexError))
         return ("torch" if is_torchs else "unnamed"), text
     return "accepted", ""
+
+
+def _read(e: Exception, argument: str) -> str:
+    """Return the text of an error in which to look for an argument; fixes call every tensor x."""
+    return re.sub(r"\n +fix: .*", "", str(e)) if argument == "x" else str(e)
 
 
 def _in_users_function(e: Exception) -> bool:
