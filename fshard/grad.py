@@ -19,9 +19,10 @@ from torch.autograd import forward_ad
 from . import tree
 from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped
-from .errors import ShardingError, fail
+from .errors import ShardingError, checked, fail, shown
 
 
+@checked
 def value_and_grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -58,6 +59,9 @@ def value_and_grad(
             for i, arg in zip(numbers, tree.unflatten(treedef, flat), strict=True):
                 full[i] = arg
             out = f(*full, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise fail(f"value_and_grad({name}): has_aux=True, and the result is {shown(out)}",
+                           fix="return (loss, aux)")  # fmt: skip
             loss, aux = out if has_aux else (out, None)
             _check_loss(name, loss)
             tensors, aux_rest[:] = split_tensors(aux)
@@ -82,6 +86,7 @@ def value_and_grad(
     return wrapped
 
 
+@checked
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function that computes the gradient of `f`; with `has_aux`, `(grads, aux)`. See `value_and_grad`.
 
@@ -223,6 +228,7 @@ def _modified(name: str, args: Sequence[Any], constant: set[int]) -> ShardingErr
 # --- microbatches ---
 
 
+@checked
 def accumulate(
     f: Callable[..., Any], steps: int, *, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ._comm import AbstractComm, Comm, ProcessComm, Transfer, call_distributed, fake_tensors, refuse_nesting, simulate
-from .errors import fail
+from .errors import checked, fail
 from .spec import format_axes
 
 T = TypeVar("T")
 
 
+@checked
 class Mesh:
     """A grid of ranks. Made by `make_mesh`; two meshes are equal if their axes, kind and device are.
 
@@ -87,6 +88,7 @@ def _identity(mesh: Mesh) -> tuple[Any, ...]:
     return tuple(mesh.axes.items()), mesh.kind, mesh.device
 
 
+@checked
 def make_mesh(*, kind: str | None = None, device: str | torch.device | None = None, **axes: int) -> Mesh:
     """Return a mesh with the named axes, `data=2, model=4`, the last one varying fastest.
 
@@ -117,7 +119,10 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
     if device is None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default) if kind == "process" else torch.get_default_device()
-    device = _with_index(torch.device(device))
+    try:
+        device = _with_index(torch.device(device))
+    except RuntimeError as e:
+        raise fail(f"make_mesh: device is {device!r}", str(e), fix="device='cpu' or device='cuda'") from None
     if kind == "process":
         _start_process(sizes, device)
         axes = _fit_world_size(axes, inferred, sizes)

@@ -21,6 +21,7 @@ from ._call import (
     donated_leaves,
     exchange_result_types,
     explain_missing_values,
+    explain_shapes,
     flatten_result,
     force_eager,
     join_results,
@@ -33,10 +34,10 @@ from ._comm import Comm, Region, bind, mark_donated
 from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._ops import make_functions
 from ._typecheck import Checker, no_shared_writes, same_numbers
-from .errors import fail, raise_all
+from .errors import checked, fail, raise_all
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded, abstract_sharded, local_parts
-from .spec import spec_errors
+from .spec import P, spec_errors
 
 Check = Literal["first", "always", "never", "values"]
 
@@ -57,6 +58,7 @@ def shard_map(
 ) -> Callable[[Callable[..., Any]], ShardMapped]: ...  # fmt: skip
 
 
+@checked
 def shard_map(
     f: Callable[..., Any] | None = None,
     *,
@@ -120,8 +122,8 @@ class ShardMapped:
             raise fail(f"shard_map: compile=True on {mesh!r}",
                        "simulated ranks are threads, and one compiler serves them all",
                        fix="compile on a process mesh or on a mesh of one rank")  # fmt: skip
-        if check not in ("first", "always", "never", "values"):
-            raise fail(f"shard_map: check={check!r}", fix="'first', 'always', 'never' or 'values'")
+        for which, specs in {"in_specs": in_specs, "out_specs": out_specs}.items():
+            tree.check_leaves("shard_map", which, specs, P)
         functools.update_wrapper(self, f)
         self.mesh = mesh
         self._name = getattr(f, "__name__", type(f).__name__)
@@ -134,6 +136,7 @@ class ShardMapped:
         self._program: Program | None = None  # as the last call found it
         self._scratch: list[list[dict[Any, Any]]] = []  # at most one entry: that of the last call that has ended
 
+    @checked
     def on(self, mesh: Mesh, *, check: Check | None = None, compile: bool | None = None) -> ShardMapped:
         """Return the same function on another mesh; checked and compiled as before by default."""
         check, compile = check or self._check, self._compile if compile is None else compile
@@ -142,7 +145,11 @@ class ShardMapped:
     def __repr__(self) -> str:
         return f"shard_map({self._name}, {self.mesh!r})"
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **by_name: Any) -> Any:
+        if by_name:
+            raise fail(
+                f"{self._name}: {', '.join(by_name)} passed by name", fix="pass arguments by position, as in_specs"
+            )
         leaves, treedef = tree.flatten(args)
         plan, facts = self._find_plan(leaves, treedef), self._program_facts()
         checked = self._must_check(plan, facts)
@@ -167,7 +174,8 @@ class ShardMapped:
 
         abstract = self.mesh.kind == "abstract"
         nothing = contextlib.nullcontext()
-        with force_eager if checked else nothing, explain_missing_values() if abstract else nothing:
+        missing_values = explain_missing_values() if abstract else nothing
+        with force_eager if checked else nothing, missing_values, explain_shapes(self._name, plan, self.mesh):
             runs = self.mesh.run(rank_main)
         results = [run.result for run in runs]
         used = set().union(*(run.kept for run in runs))
@@ -204,7 +212,7 @@ class ShardMapped:
 
     def _compare_arguments(self, args: tuple[Any, ...]) -> None:
         """Raise for arguments that processes have passed different values of."""
-        check_same_arguments(self._name, self.mesh, argument_names(self._f, args), tree.leaves(args))
+        check_same_arguments(self._name, self.mesh, argument_names(self._name, self._f, args), tree.leaves(args))
 
     def _find_plan(self, leaves: list[Any], treedef: Any) -> CallPlan | None:
         """Return the plan of this signature; None before the first call that has it."""

@@ -27,7 +27,7 @@ from ._compare import (
     sum_over_ranks,
     widen,
 )
-from .errors import ShardingError, fail, join_limited, raise_all
+from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
@@ -59,6 +59,7 @@ class Verified:
         return f"verified: {count} the same on {meshes} (largest relative error {self.error:.0e}{noise})"
 
 
+@checked
 def verify(
     f: ShardMapped, *args: Any, meshes: Sequence[Mapping[str, int]] | None = None, rtol: Any = None, atol: Any = None,
     bitwise: bool = False, examples: int | Sequence[int] = (),
@@ -90,8 +91,6 @@ def verify(
     Raises ShardingError with the leaves that differ, by the axis that changes them: the largest error, the ratio where
     it is constant, the likely cause. NaN equals nothing; another shape, dtype or tree is a difference.
     """
-    if not isinstance(f, ShardMapped):
-        raise fail(f"verify: {f!r} is a {type(f).__name__}", fix="verify what fs.shard_map returns")
     if f.mesh.kind == "abstract":
         raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
                    fix="fs.check it; or verify it on a simulated mesh")  # fmt: skip
@@ -169,7 +168,7 @@ def _compare_meshes(
 def _in_other_orders(f: ShardMapped, args: tuple[Any, ...], positions: Sequence[int]) -> list[tuple[Any, ...]]:
     """Return the arguments with the examples at those positions in other orders, the same for all of them."""
     leaves, treedef = tree.flatten(args)
-    specs = f._find_plan(leaves, treedef, args).specs
+    specs = (f._find_plan(leaves, treedef) or f._make_plan(leaves, args)).specs
     split: dict[int, list[int]] = {i: [] for i in positions}  # leaves of each argument whose dim 0 is split
     for i, ((path, x), spec) in enumerate(zip(tree.leaves_with_path(args), specs, strict=True)):
         if path[0] in split and isinstance(x, (Tensor, Sharded)) and x.ndim and spec.parts(x.ndim)[0]:

@@ -208,7 +208,9 @@ def test_calling_with_deferred_leaves_is_an_error():
 
 
 def test_plain_function_is_an_error():
-    assert error_text(fs.check, torch.sum, torch.ones(1)).endswith("fix: check what fs.shard_map returns")
+    assert error_text(fs.check, abs, torch.ones(1)) == (
+        "check: f must be a ShardMapped, got <built-in function abs>\n  fix: pass what fs.shard_map returns"
+    )
 
 
 def test_dropout_and_the_optimizer_run_without_data():

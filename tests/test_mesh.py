@@ -132,14 +132,29 @@ SIZES_FIX = (
         ({}, ""),
         ({"data": 0}, "data=0"),
         ({"data": 2, "model": -2}, "data=2, model=-2"),
-        ({"data": 2.0}, "data=2.0"),
         ({"data": True}, "data=True"),
-        ({"data": "2"}, "data=2"),
         ({"a": -1, "b": -1}, "a=-1, b=-1"),
     ],
 )
 def test_error_text_of_sizes_that_are_not_positive_integers(axes, shown):
     assert error_text(fs.make_mesh, **axes) == f"make_mesh({shown}): not the sizes of a mesh" + SIZES_FIX
+
+
+@pytest.mark.parametrize("size", [2.0, "2"])
+def test_error_text_of_a_size_of_another_kind(size):
+    assert error_text(fs.make_mesh, data=size) == f"make_mesh: data must be an int, got {size!r}"
+
+
+def test_error_text_of_axes_passed_by_position():
+    assert error_text(fs.make_mesh, (2, 4), ("data", "model")) == (
+        "make_mesh: 2 arguments by position, of which it takes 0\n  fix: make_mesh(kind=, device=, **axes)"
+    )
+
+
+def test_error_text_of_a_device_that_torch_does_not_know():
+    text = error_text(fs.make_mesh, device="gpu", data=2)
+    assert text.startswith("make_mesh: device is 'gpu'\n")
+    assert text.endswith("\n  fix: device='cpu' or device='cuda'")
 
 
 def test_error_text_of_inferred_size_without_a_world_size():

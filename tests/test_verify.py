@@ -109,7 +109,7 @@ def test_rtol_atol_and_bitwise(mesh):
 
 
 def test_plain_function_is_an_error(mesh):
-    assert error_text(fs.verify, torch.sum, torch.ones(1)).endswith("fix: verify what fs.shard_map returns")
+    assert error_text(fs.verify, torch.sum, torch.ones(1)).endswith("fix: pass what fs.shard_map returns")
 
 
 def test_a_mesh_of_one_rank_has_nothing_to_collapse():

@@ -1,7 +1,7 @@
 """Parts of one `shard_map` call: plans of its arguments and results, the code to check, the context of its ranks."""
 
 from .arguments import CallPlan, argument_names, call_signature, donated_leaves, make_plan, slice_inputs
-from .context import explain_missing_values, force_eager
+from .context import explain_missing_values, explain_shapes, force_eager
 from .program import Program, read_program
 from .results import (
     RankResult,
@@ -22,6 +22,7 @@ __all__ = [
     "donated_leaves",
     "exchange_result_types",
     "explain_missing_values",
+    "explain_shapes",
     "flatten_result",
     "force_eager",
     "join_results",

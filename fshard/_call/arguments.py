@@ -71,6 +71,7 @@ def make_plan(
     name: str, f: Callable[..., Any], mesh: Mesh, in_specs: Any, donate: Sequence[int], args: tuple[Any, ...]
 ) -> CallPlan:
     """Check arguments against the specs. Raises ShardingError listing every leaf that does not fit."""
+    names = argument_names(name, f, args)
     leaves, treedef = tree.flatten(args)
     leaf_specs = tree.broadcast(in_specs, args, name=f"{name}: in_specs", leaf=lambda s: s is None or is_spec(s))
     errors: list[ShardingError] = []
@@ -95,7 +96,6 @@ def make_plan(
     uneven = any(not is_even(tuple(leaves[i].shape), specs[i], mesh.axes) for i in tensors)
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
-    names = argument_names(f, args)
     return CallPlan(treedef, call_signature(leaves), specs, names, slices, uneven, donated, kept)
 
 
@@ -137,12 +137,20 @@ def _donated_positions(name: str, donate: Sequence[int], args: tuple[Any, ...]) 
     return positions
 
 
-def argument_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """Return each leaf as `f` would write it, by the names of its parameters: `params['up']`."""
+def argument_names(name: str, f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """Return each leaf as `f` would write it, by the names of its parameters: `params['up']`.
+
+    Raises ShardingError for an argument that is missing or too many.
+    """
     try:
-        bound = inspect.signature(f).bind(*args)
-    except (TypeError, ValueError):  # no signature, or a call that fails by itself
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # of a builtin
         return [tree.show("args", path) for path, _ in tree.leaves_with_path(args)]
+    try:
+        bound = signature.bind(*args)
+    except TypeError as e:
+        raise fail(f"{name}: {e}", f"{len(args)} arguments were passed",
+                   fix=f"{name}({', '.join(signature.parameters)})") from None  # fmt: skip
     return [
         tree.show(name, path) for name, value in bound.arguments.items() for path, _ in tree.leaves_with_path(value)
     ]

@@ -110,6 +110,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drawn = (self.axes - set(spec_axes)) | self.info(key).type.varying
         self._set_info(x, Type(varying, self.axes - varying, drawn=drawn), op=op)
 
+    def record_number(self, verb: str, number: Any, axes: Sequence[str]) -> None:
+        """Record a Python number that a collective takes as the same on every rank of these axes."""
+        self._record_numbers(verb, (number,), frozenset(axes) & self.axes)
+
     def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """Return the positions of tensors, those of one type together."""
         groups: dict[Type, list[int]] = {}

@@ -435,7 +435,7 @@ def test_check_never_and_check_always():
     step = mapped(f, (ROWS,), ROWS, check="always")
     step(X), step(X)
     assert all(calls)
-    with pytest.raises(ShardingError, match="check='sometimes'"):
+    with pytest.raises(ShardingError, match="check must be 'first'"):
         mapped(f, (ROWS,), ROWS, check="sometimes")
 
 
