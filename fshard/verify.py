@@ -75,8 +75,9 @@ def verify(
             that is left out keeps its size. `[{"rows": 1, "cols": 1}]` for two axes that must be equal.
         rtol: allowed error relative to each value, by default 1000 eps of the leaf's dtype, 4 eps of half precision: a
             number, or a prefix tree of the results, with None for the default.
-        atol: allowed absolute error, in the same form; by default 100 (or 2) eps of the largest value of the leaf, or 4
-            times the noise in it, whichever is larger. It is the whole of it where given.
+        atol: allowed absolute error besides, in the same form; by default 100 (or 2) eps of the largest value of the
+            leaf, and 4 times the noise in it. By default a leaf of the path and shape of an argument, which it updates,
+            is allowed no more than 1 % of its largest change, and the noise.
         bitwise: allow no difference.
         examples: positions of arguments that hold examples, split over the ranks along dim 0. All meshes are then
             compared with the examples in three other orders too: on each rank there are then other numbers of examples
@@ -143,9 +144,8 @@ def _compare_meshes(
             smallest = min(functions, key=lambda g: g.mesh.size)
             noise, refusal = _measure_noise(smallest, args, full_args, noise)
             # The mesh of `f` adds roundings of parts, which may be larger than their sum, but hardly 10000 times.
-            if not any(
-                f.mesh.gather_objects(any(d.is_certain(tolerances[d.leaf], noise[d.leaf]) for d in differences))
-            ):
+            certain = any(d.is_certain(tolerances[d.leaf], noise[d.leaf]) for d in differences)
+            if not any(f.mesh.gather_objects(certain)):
                 noise, more_refusal = _measure_noise(f, args, full_args, noise)
                 refusal = refusal or more_refusal
         real = [d for d in differences if d.exceeds(tolerances[d.leaf], noise[d.leaf])]
