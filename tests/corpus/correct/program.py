@@ -32,6 +32,16 @@ class Program:
         return fs.shard_map(self.f, mesh=mesh, in_specs=self.in_specs, out_specs=self.out_specs, check=check)
 
 
+def dense_grad(loss: Callable[..., torch.Tensor], argnums: int | tuple[int, ...] = 0) -> Callable[..., Any]:
+    """Return a function of full tensors that computes a loss and its gradient, by torch alone."""
+
+    def value_and_grad(*args: Any) -> Any:
+        grads, value = torch.func.grad_and_value(loss, argnums)(*args)
+        return value, grads
+
+    return value_and_grad
+
+
 def normal(name: str, *shape: int, std: float = 1.0, mean: float = 0.0) -> torch.Tensor:
     """Return normal numbers that are a function of the name and the shape."""
     return fs.random.normal(fs.fold_in(fs.key(7), name), shape, std=std, mean=mean)
