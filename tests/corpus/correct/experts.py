@@ -114,7 +114,7 @@ def biased_routing(p: Params, bias: Tensor, x: Tensor, target: Tensor) -> Any:  
         gates = torch.zeros_like(scores).scatter(-1, index, scores.gather(-1, index))
         gates = gates / gates.sum(-1, keepdim=True)
         out = torch.einsum("te,ted->td", gates, every_expert(p, x))
-        return fs.pmean((out - target).square().mean(), "data"), index.flatten().bincount(minlength=len(bias))
+        return fs.pmean((out - target).square().mean(), "data"), F.one_hot(index, len(bias)).sum((0, 1))
 
     (value, counts), grads = fs.value_and_grad(loss, has_aux=True)(p)
     counts = fs.psum(counts, "data")

@@ -50,7 +50,7 @@ def zero_1(p: Params, momentum: Params, x: Tensor, y: Tensor) -> Any:
 
 
 def zero_2(p: Params, momentum: Params, x: Tensor, y: Tensor) -> Any:
-    """ZeRO-2: as ZeRO-1, but gradients are reduced to the part that the rank updates. Parts of 6 rows over 4 ranks are unequal."""
+    """ZeRO-2: as ZeRO-1, but gradients are reduced to the own part: of 6 rows over 4 ranks, unequal ones."""
     grads, value = torch.func.grad_and_value(mlp_loss)(fs.pvary(p, "data"), x, y)
     n = fs.axis_size("data")
     own_grads = fs.tree.map(lambda g: g / n, fs.psum_scatter(grads, "data"))

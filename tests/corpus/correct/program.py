@@ -22,6 +22,7 @@ class Program:
     args: tuple[Any, ...]
     dense: Callable[..., Any]  # of the same arguments, by torch alone: an equal tree of full tensors
     meshes: tuple[dict[str, int], ...] | None = None  # those to verify on, where an axis cannot be collapsed
+    static: bool = True  # False: Python branches on values, which fs.check, without data, must refuse
 
     def __str__(self) -> str:
         return self.f.__name__
