@@ -56,6 +56,12 @@ class System(Protocol):
     def jvp(self, f: Callable[..., Any], primals: Any, tangents: Any) -> Any:
         """Return the value and the tangent, as torch.func.jvp."""
 
+    def jacobian(self, f: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+        """Return the function of the Jacobian, as torch.func.jacrev."""
+
+    def hessian(self, f: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+        """Return the function of the Hessian, as torch.func.hessian."""
+
     def draw(self, draw: Callable[[Tensor], Tensor], key: Tensor, spec: P) -> Tensor:
         """Return this rank's part of draw(key), a tensor of the global shape."""
 
@@ -146,6 +152,8 @@ def replaced(system: System) -> Iterator[None]:
     new = [
         (torch.func.grad, torch_grad), (torch.func.grad_and_value, grad_and_value), (torch.func.vmap, system.vmap),
         (torch.func.vjp, system.vjp), (torch.func.jvp, system.jvp),
+        (torch.func.jacrev, system.jacobian), (torch.func.jacfwd, system.jacobian),
+        (torch.func.hessian, system.hessian), (torch.vmap, system.vmap),
         (_ops.apply_map, apply_map), (_ops.minmax, minmax), (fs.axis_index, axis_index),
         (_ops.local_range, local_range), (draws._draw_local, draw_local),
         (fs.value_and_grad, system.value_and_grad), (is_differentiated, lambda x: True),
@@ -153,7 +161,7 @@ def replaced(system: System) -> Iterator[None]:
     ]  # fmt: skip
     changed = []
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "fshard" or name.startswith("tests.corpus.") or name == "torch.func":
+        if name.partition(".")[0] == "fshard" or name.startswith("tests.corpus.") or name in ("torch", "torch.func"):
             for attribute, value in list(vars(module).items()):
                 for old, replacement in new:
                     if value is old and name != __name__:

@@ -22,19 +22,19 @@ REPORTED_MESH = {"data": 2, "model": 4}
 
 @dataclass(frozen=True)
 class Entry:
-    """A program, its arguments, and a correct program that computes what it should compute."""
+    """A program, its arguments, and a function of them that computes on one device what it should compute."""
 
     name: str
     group: str  # a kind of mistake, or of correct program
     is_wrong: bool
     f: ShardMapped  # on a simulated mesh, not checked
     args: tuple[Any, ...]
-    reference: ShardMapped
+    reference: Callable[..., Any]
     ours: str  # of a wrong program: the first check of fshard that catches it, "types", "verify" or "nothing"
 
     def expected(self) -> Any:
-        """Return the result of the reference on one rank, as full tensors."""
-        return fs.device_get(collapsed(self.reference)(*copied(self.args)))
+        """Return the result of the reference, as full tensors."""
+        return fs.device_get(self.reference(*copied(self.args)))
 
 
 def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return fs.tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, args)
 
 
-def collapsed(f: ShardMapped) -> ShardMapped:
+def collapsed(f: ShardMapped) -> Callable[..., Any]:
     """Return the same function on a mesh whose axes all have size 1, where nothing moves."""
     return f.on(fs.make_mesh(kind="simulated", **dict.fromkeys(f.mesh.axes, 1)), check="never")
 
@@ -61,8 +61,8 @@ def _pair(
 ) -> Iterator[Entry]:
     f, args = wrong()
     reference, reference_args = correct()
-    yield Entry(name, group, True, f, args, reference, ours)
-    yield Entry(f"{name} (correct)", group, False, reference, reference_args, reference, "")
+    yield Entry(name, group, True, f, args, collapsed(reference), ours)
+    yield Entry(f"{name} (correct)", group, False, reference, reference_args, collapsed(reference), "")
 
 
 def _bugs() -> Iterator[Entry]:
@@ -91,7 +91,7 @@ def _reported() -> Iterator[Entry]:
 def _refused() -> Iterator[Entry]:
     for name, (f, ins, out, args) in refused.CASES.items():
         mapped = fs.shard_map(f, mesh=refused.MESH, in_specs=ins, out_specs=out, check="never")
-        yield Entry(f"refused: {name}", "error messages", True, mapped, args, mapped, "types")
+        yield Entry(f"refused: {name}", "error messages", True, mapped, args, collapsed(mapped), "types")
 
 
 def _modules(package: Any) -> Iterator[Any]:
@@ -113,5 +113,4 @@ def _correct() -> Iterator[Entry]:
     for module in _modules(correct):
         group = module.__name__.rpartition(".")[2].replace("_", " ")
         for p in module.PROGRAMS:
-            f = p.mapped("never")
-            yield Entry(str(p), group, False, f, p.args, f, "")
+            yield Entry(str(p), group, False, p.mapped("never"), p.args, p.dense, "")

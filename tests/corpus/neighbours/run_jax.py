@@ -7,11 +7,13 @@ Needs an environment of its own: pip install torch==2.13.0 jax torchax optree nu
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
@@ -105,6 +107,10 @@ def to_torch(x: Any) -> Any:
     return ENV.j2t_iso(x)
 
 
+def _no_backward(*_: Any, **__: Any) -> None:
+    raise Missing("a call of backward or torch.autograd.grad: JAX differentiates functions")
+
+
 class Jax:
     """JAX's collectives under the names of fshard's."""
 
@@ -192,6 +198,12 @@ class Jax:
     def jvp(self, f: Callable[..., Any], primals: Any, tangents: Any) -> Any:
         return to_torch(jax.jvp(_of_arrays(f), _arrays(primals), _arrays(tangents)))
 
+    def jacobian(self, f: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+        return lambda *args: to_torch(jax.jacrev(_of_arrays(f), argnums)(*_arrays(args)))
+
+    def hessian(self, f: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+        return lambda *args: to_torch(jax.hessian(_of_arrays(f), argnums)(*_arrays(args)))
+
 
 def _arrays(x: Any) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, to_jax, x)
@@ -235,7 +247,10 @@ def run(call: Call) -> list[Any]:
         with ENV:
             parts = iter(to_torch(list(arrays)))
             leaves = [next(parts) if t else x for x, t in zip(call.leaves, is_tensor, strict=True)]
-            out = call.run(Jax(), leaves)
+            with contextlib.ExitStack() as stack:
+                for owner, name in ((Tensor, "backward"), (Tensor, "requires_grad_"), (torch.autograd, "grad")):
+                    stack.enter_context(mock.patch.object(owner, name, _no_backward))
+                out = call.run(Jax(), leaves)
             others[:] = [None if t else x for x, t in zip(out, out_tensors, strict=True)]
             return [to_jax(x) for x, t in zip(out, out_tensors, strict=True) if t]
 

@@ -78,7 +78,7 @@ def write(system: str, versions: Mapping[str, str], run: Callable[[Call], Sequen
         except Exception as e:
             if wanted:
                 traceback.print_exc()
-            verdicts[entry.name] = "error", f"{type(e).__name__}: {_first_line(e)}"
+            verdicts[entry.name] = "n/a", f"not adapted: {type(e).__name__}: {_first_line(e)}"
         finally:
             signal.alarm(0)
         print(entry.name, *verdicts[entry.name], sep=" | ", flush=True)
