@@ -35,7 +35,7 @@ def dense_log_joint(w, x, y):
 
 def langevin_dynamics(w, x, y, step, key):
     """SGLD: gradient of the data on all ranks, noise that is the same on each."""
-    for i in range(3):
+    for i in range(2):
         g = fs.grad(log_joint)(w, x, y)
         noise = fs.random.normal(fs.fold_in(key, i), w.shape, dtype=w.dtype)
         w = w + 0.5 * step * g + step.sqrt() * noise
@@ -43,7 +43,7 @@ def langevin_dynamics(w, x, y, step, key):
 
 
 def dense_langevin(w, x, y, step, key):
-    for i in range(3):
+    for i in range(2):
         noise = fs.random.normal(fs.fold_in(key, i), w.shape, dtype=w.dtype)
         w = w + 0.5 * step * (x.T @ (y - x @ w) - w) + step**0.5 * noise
     return w
@@ -57,7 +57,7 @@ def hamiltonian_monte_carlo(w, x, y, step, key):
     energy, g = fs.value_and_grad(potential)(w)
     start = energy + 0.5 * momentum.square().sum()
     q = w
-    for _ in range(3):
+    for _ in range(2):
         momentum = momentum - 0.5 * step * g
         q = q + step * momentum
         energy, g = fs.value_and_grad(potential)(q)
@@ -73,16 +73,16 @@ def dense_hamiltonian(w, x, y, step, key):
     h0 = -dense_log_joint(w, x, y) + 0.5 * p @ p
     force = lambda q: x.T @ (y - x @ q) - q  # noqa: E731
     p = p + 0.5 * step * force(q)
-    for i in range(3):
+    for i in range(2):
         q = q + step * p
-        p = p + (step if i < 2 else 0.5 * step) * force(q)
+        p = p + (step if i < 1 else 0.5 * step) * force(q)
     odds = torch.exp(h0 + dense_log_joint(q, x, y) - 0.5 * p @ p)
     return (q if fs.random.uniform(k2, (), dtype=w.dtype) < odds else w), odds
 
 
 def chains_over_ranks(w, x, y, step, key):
     """Random-walk Metropolis chains [M@chain, D], each rank with its chains and all of the data."""
-    for i in range(3):
+    for i in range(2):
         k1, k2 = fs.split(fs.fold_in(key, i))
         n = len(w) * fs.axis_size("chain")
         proposal = w + step * fs.random.normal(k1, (n, w.shape[1]), spec=P("chain"), dtype=w.dtype)
@@ -95,7 +95,7 @@ def chains_over_ranks(w, x, y, step, key):
 
 
 def dense_chains(w, x, y, step, key):
-    for i in range(3):
+    for i in range(2):
         k1, k2 = fs.split(fs.fold_in(key, i))
         noise = fs.random.normal(k1, w.shape, dtype=w.dtype)
         u = fs.random.uniform(k2, (len(w),), dtype=w.dtype)
@@ -155,7 +155,7 @@ def dense_expectation_maximization(p, x):
 
 def lloyd_clustering(centers, x):
     """k-means: local assignment to replicated centers, sums and counts over the ranks, empty clusters kept."""
-    for _ in range(3):
+    for _ in range(2):
         nearest = torch.cdist(x, centers).argmin(1)
         hot = F.one_hot(nearest, len(centers)).to(x.dtype)
         sums, counts = fs.psum((hot.T @ x, hot.sum(0)), "data")
@@ -165,7 +165,7 @@ def lloyd_clustering(centers, x):
 
 
 def dense_lloyd(centers, x):
-    for _ in range(3):
+    for _ in range(2):
         nearest = (x[:, None] - centers).square().sum(-1).argmin(1)
         rows = [x[nearest == k].mean(0) if (nearest == k).any() else centers[k] for k in range(len(centers))]
         centers = torch.stack(rows)

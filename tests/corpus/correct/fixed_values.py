@@ -339,7 +339,7 @@ PROGRAMS = [
         (W, torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor(2.0), X, LABELS), dense_focal_loss,
     ),
     Program(
-        rotary_attention, {"data": 2, "model": 2}, (HEAD_SPECS, P(), P(), BATCH), (P(), HEAD_SPECS),
+        rotary_attention, {"data": 1, "model": 2}, (HEAD_SPECS, P(), P(), BATCH), (P(), HEAD_SPECS),
         (HEADS, ANGLES.cos(), ANGLES.sin(), SEQUENCES), dense_rotary_attention,
     ),
     Program(
@@ -347,7 +347,7 @@ PROGRAMS = [
         (normal("qkv", 3, 6, 4), normal("bias", 4, 4).triu(1) * 3, SEQUENCES), dense_attention_with_float_mask,
     ),
     Program(
-        linear_bias_of_heads, {"data": 2, "model": 2}, (HEAD_SPECS, P("model"), BATCH), HEAD_SPECS,
+        linear_bias_of_heads, {"data": 1, "model": 2}, (HEAD_SPECS, P("model"), BATCH), HEAD_SPECS,
         (HEADS, torch.tensor([0.5, 0.25]), SEQUENCES), dense_linear_bias_of_heads,
     ),
     Program(

@@ -60,27 +60,27 @@ def dense_evidence_lower_bound(p, x, key):
 
 
 def importance_weighted_bound(p, x, key):
-    """IWAE: three draws for each row, one key for each, under a replicated learned prior."""
+    """IWAE: two draws for each row, one key for each, under a replicated learned prior."""
 
     def loss(p):
         prior = fs.pvary(p["prior"], "data")
         local = fs.pvary({k: p[k] for k in ("encoder", "decoder")}, "data")
         mean, logvar = mlp(local["encoder"], x).chunk(2, -1)
         terms = []
-        for k in fs.split(key, 3):
+        for k in fs.split(key, 2):
             noise = draw(k, x, 2)
             z = mean + torch.exp(0.5 * logvar) * noise
             fit = -0.5 * (mlp(local["decoder"], z) - x).square().sum(-1)
             ratio = (-0.5 * (z - prior).square() + 0.5 * noise.square() + 0.5 * logvar).sum(-1)
             terms.append(fit + ratio)
-        bound = torch.logsumexp(torch.stack(terms), 0) - math.log(3)
+        bound = torch.logsumexp(torch.stack(terms), 0) - math.log(2)
         return fs.pmean(-bound.mean(), "data")
 
     return fs.value_and_grad(loss)(p)
 
 
 def dense_importance_weighted_bound(p, x, key):
-    noise = torch.stack([fs.random.normal(k, (len(x), 2)) for k in fs.split(key, 3)])
+    noise = torch.stack([fs.random.normal(k, (len(x), 2)) for k in fs.split(key, 2)])
 
     def loss(p):
         mean, logvar = mlp(p["encoder"], x).chunk(2, -1)
@@ -376,7 +376,7 @@ def dense_vector_quantization(p, codes, counts, sums, x, decay):
 
 VAE = {"encoder": mlp_params("encoder", 4, 4), "decoder": mlp_params("decoder", 2, 4)}
 PLAYERS = mlp_params("generator", 2, 4), mlp_params("critic", 4, 1)
-ALPHAS = torch.tensor([0.95, 0.7, 0.3, 0.1])
+ALPHAS = torch.tensor([0.95, 0.6, 0.2])
 TIMED = mlp_params("timed", 5, 4)
 LAYERS = [mlp_params(f"layer {i}", 2, 4) for i in range(2)]
 GAN = (P(), P(), BATCH, P(), P())

@@ -291,7 +291,7 @@ def influence_functions(w, x, y, test_x, test_y):
     goal = grad(lambda w: F.binary_cross_entropy_with_logits(test_x @ w, test_y))(w)
     solution, r = torch.zeros_like(goal), goal
     d = r
-    for _ in range(4):
+    for _ in range(2):
         hd = product(d)
         step = (r @ r) / (d @ hd)
         solution, after = solution + step * d, r - step * hd
@@ -302,7 +302,7 @@ def influence_functions(w, x, y, test_x, test_y):
 
 def dense_influence(w, x, y, test_x, test_y):
     p = torch.sigmoid(x @ w)
-    h = (x.T * (p * (1 - p))) @ x / len(x) + 0.1 * torch.eye(4, dtype=x.dtype)
+    h = (x.T * (p * (1 - p))) @ x / len(x) + 0.1 * torch.eye(2, dtype=x.dtype)
     goal = (torch.sigmoid(test_x @ w) - test_y) * test_x
     return -((p - y)[:, None] * x) @ torch.linalg.inv(h) @ goal
 
@@ -427,7 +427,7 @@ PROGRAMS = [
         laplace_approximation, DATA, (*FIT, BATCH), (BATCH, P()), (W, X, SIGNS, X.flip(1)), dense_laplace
     ),
     Program(
-        influence_functions, DATA, (*FIT, P(), P()), BATCH, (W, X, SIGNS, V, torch.tensor(1.0).double()),
+        influence_functions, DATA, (*FIT, P(), P()), BATCH, (W[:2], X[:, :2], SIGNS, V[:2], torch.tensor(1.0).double()),
         dense_influence,
     ),
     Program(

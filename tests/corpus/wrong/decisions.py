@@ -130,6 +130,27 @@ def seed_of_all_ranks(x: Tensor) -> Tensor:
     return torch.cos(x @ fs.pvary(projection, "data"))
 
 
+def domain_of_this_rank(table: Tensor, x: Tensor) -> Any:  # table [2, D], x [B@data, D]: the first half is of domain 0
+    rank = int(fs.axis_index("data"))
+
+    def loss(table: Tensor) -> Tensor:
+        domain = fs.pvary(table[rank], "data")  # BUG: a number of this rank picks from one value
+        return fs.pmean(torch.tanh(x + domain).square().mean(), "data")
+
+    return fs.value_and_grad(loss)(table)
+
+
+def domain_of_each_example(table: Tensor, x: Tensor) -> Any:
+    half = len(x) * fs.axis_size("data") // 2
+    domains = (fs.axis_index("data") * len(x) + torch.arange(len(x))) // half
+
+    def loss(table: Tensor) -> Tensor:
+        domain = fs.pvary(table, "data")[domains]
+        return fs.pmean(torch.tanh(x + domain).square().mean(), "data")
+
+    return fs.value_and_grad(loss)(table)
+
+
 def first_weights_of_local_shape(x: Tensor) -> Tensor:  # x [B, D]; weights [D, F@model] made in the region
     w = fs.random.normal(fs.key(9), (4, 3))
     return x @ w  # BUG: the columns of each rank are the same, and the out spec declares parts
@@ -177,6 +198,10 @@ DATA, COLUMNS = P("data"), P(None, "model")
 X, W, LOGITS = normal("x", 4, 4), normal("w", 4), normal("logits", 4, 6)
 
 PROGRAMS = [
+    WrongProgram(
+        domain_of_this_rank, domain_of_each_example, DATA2, (P(), DATA), P(), (normal("table", 2, 4), X), "types",
+        "data",
+    ),
     WrongProgram(loss_used_as_a_number, mean_loss_used_as_a_number, DATA2, (P(), DATA), P(), (W, X), "verify", "data"),
     WrongProgram(seed_of_each_rank, seed_of_all_ranks, DATA2, (DATA,), DATA, (X,), "verify", "data"),
     WrongProgram(next_token_of_local_words, next_token, MODEL2, (COLUMNS,), P(), (LOGITS,), "types", "model"),

@@ -25,13 +25,31 @@ DATA, MODEL = P("data"), P("model")
 
 def bias_without_pvary(p: Params, x: Tensor, y: Tensor) -> Any:  # x [B@data, D], y [B@data]
     def loss(p: Params) -> Tensor:
+        w1, w2 = fs.pvary((p["w1"], p["w2"]), "data")
+        h = torch.tanh(x @ w1 + p["b1"])  # BUG
+        return fs.pmean((h @ w2 - y).square().mean(), "data")
+
+    return fs.value_and_grad(loss)(p)
+
+
+def bias(p: Params, x: Tensor, y: Tensor) -> Any:
+    def loss(p: Params) -> Tensor:
+        p = fs.pvary(p, "data")
+        h = torch.tanh(x @ p["w1"] + p["b1"])
+        return fs.pmean((h @ p["w2"] - y).square().mean(), "data")
+
+    return fs.value_and_grad(loss)(p)
+
+
+def last_bias_without_pvary(p: Params, x: Tensor, y: Tensor) -> Any:
+    def loss(p: Params) -> Tensor:
         prediction = x @ fs.pvary(p["w"], "data") + p["b"]  # BUG
         return fs.pmean((prediction - y).square().mean(), "data")
 
     return fs.value_and_grad(loss)(p)
 
 
-def bias(p: Params, x: Tensor, y: Tensor) -> Any:
+def last_bias(p: Params, x: Tensor, y: Tensor) -> Any:
     def loss(p: Params) -> Tensor:
         prediction = x @ fs.pvary(p["w"], "data") + fs.pvary(p["b"], "data")
         return fs.pmean((prediction - y).square().mean(), "data")
@@ -403,7 +421,12 @@ SQUARE = {"w": WIDE}
 
 PROGRAMS = [
     WrongProgram(
-        bias_without_pvary, bias, DATA2, (P(), DATA, DATA), P(), ({"w": W, "b": normal("b")}, X, Y), "types", "data"
+        bias_without_pvary, bias, DATA2, (P(), DATA, DATA), P(), ({"w1": WIDE, "b1": normal("b1", D), "w2": W}, X, Y),
+        "types", "data",
+    ),
+    WrongProgram(
+        last_bias_without_pvary, last_bias, DATA2, (P(), DATA, DATA), P(), ({"w": W, "b": normal("b")}, X, Y),
+        "types", "data",
     ),
     WrongProgram(
         embedding_without_pvary, embedding, DATA2, (P(), DATA, DATA), P(),

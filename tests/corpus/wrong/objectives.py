@@ -240,6 +240,20 @@ def center_of_all_outputs(center: Tensor, w: Tensor, x: Tensor) -> Any:
     return center, fs.pmean(targets.square().mean(), "data")
 
 
+def teacher_of_local_students(teacher: Tensor, student: Tensor, x: Tensor) -> Any:  # both [D], x [B@data, D]
+    grad = fs.grad(lambda w: torch.tanh(x @ w).square().mean())(fs.pvary(student, "data"))
+    new = fs.pvary(student, "data") - 0.1 * grad
+    teacher = 0.9 * teacher + 0.1 * new  # BUG
+    return teacher, fs.pmean(new, "data")
+
+
+def teacher_of_the_student(teacher: Tensor, student: Tensor, x: Tensor) -> Any:
+    grad = fs.grad(lambda w: torch.tanh(x @ w).square().mean())(fs.pvary(student, "data"))
+    new = student - 0.1 * fs.pmean(grad, "data")
+    teacher = 0.9 * teacher + 0.1 * new
+    return teacher, new
+
+
 def codebook_moved_by_local_codes(book: Tensor, x: Tensor) -> Tensor:  # book [K, D], x [B@data, D]
     """VQ-VAE: each code moves to the mean of the vectors that chose it."""
     hot = functional.one_hot(torch.cdist(x, fs.pvary(book, "data")).argmin(1), len(book)).to(x.dtype)
@@ -313,6 +327,10 @@ GAN = {"generator": normal("generator", 3, D), "critic": normal("critic", D)}
 ONE, PAIRS = (P(), DATA), (P(), DATA, DATA)
 
 PROGRAMS = [
+    WrongProgram(
+        teacher_of_local_students, teacher_of_the_student, DATA2, (P(), P(), DATA), P(), (normal("teacher", D),
+        normal("student", D), X), "types", "data",
+    ),
     WrongProgram(
         negatives_of_local_examples, negatives_of_all_examples, DATA2, PAIRS, P(), (SQUARE, X, Y), "verify", "data"
     ),

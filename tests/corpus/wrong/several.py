@@ -167,9 +167,10 @@ def lora(p: Params, x: Tensor, y: Tensor) -> Any:
 
 def experts_by_habit(p: Params, x: Tensor) -> Any:  # experts [E@model, D, D], router [D, E]
     def loss(p: Params) -> Tensor:
-        gates = torch.softmax(x @ p["router"], -1)
+        t = nn.rms_norm(x, p["norm"])
+        gates = torch.softmax(t @ p["router"], -1)
         mine = fs.axis_index("model") * len(p["experts"]) + torch.arange(len(p["experts"]))
-        h = torch.einsum("td,edf->tef", x, p["experts"])  # BUG
+        h = torch.einsum("td,edf->tef", t, p["experts"])  # BUG
         y = (h * gates[:, mine].unsqueeze(-1)).sum(1)
         return torch.tanh(fs.psum(y, "model")).square().mean()
 
@@ -178,8 +179,9 @@ def experts_by_habit(p: Params, x: Tensor) -> Any:  # experts [E@model, D, D], r
 
 def experts(p: Params, x: Tensor) -> Any:
     def loss(p: Params) -> Tensor:
-        gates = fs.pslice(torch.softmax(x @ p["router"], -1), "model", 1)
-        h = torch.einsum("td,edf->tef", fs.pvary(x, "model"), p["experts"])
+        t = nn.rms_norm(x, p["norm"])
+        gates = fs.pslice(torch.softmax(t @ p["router"], -1), "model", 1)
+        h = torch.einsum("td,edf->tef", fs.pvary(t, "model"), p["experts"])
         y = (h * gates.unsqueeze(-1)).sum(1)
         return torch.tanh(fs.psum(y, "model")).square().mean()
 
@@ -319,10 +321,8 @@ GPT = {"table": normal("table", V, D), "positions": normal("positions", T, D), "
 GPT_SPECS = {"table": P(), "positions": P(), "head": COLUMNS}
 IDS = torch.arange(B * T).view(B, T) * 3 % V
 LORA = {"a": normal("a", D, 2), "b": normal("b", 2, D)}
-MOE, MOE_SPECS = (
-    {"router": normal("router", D, 4), "experts": normal("experts", 4, D, D)},
-    {"router": P(), "experts": MODEL},
-)
+MOE = {"norm": MLP["norm"], "router": normal("router", D, 4), "experts": normal("experts", 4, D, D)}
+MOE_SPECS = {"norm": P(), "router": P(), "experts": MODEL}
 NORM = {"w": normal("gain", D, mean=1.0), "b": normal("shift", D)}
 CLIP = {"w": normal("square", D, D, std=0.5), "scale": torch.tensor(1.5)}
 
