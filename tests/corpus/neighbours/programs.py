@@ -105,7 +105,7 @@ def _wrong() -> Iterator[Entry]:
         group = module.__name__.rpartition(".")[2].replace("_", " ")
         for p in module.PROGRAMS:
             build = functools.partial(p.mapped, check="never")
-            yield from _pair(str(p), group, lambda b=build, p=p: (b(p.wrong), p.args),
+            yield from _pair(f"{group}: {p}", group, lambda b=build, p=p: (b(p.wrong), p.args),
                              lambda b=build, p=p: (b(p.correct), p.args), p.caught_by or "nothing")  # fmt: skip
 
 
@@ -113,4 +113,4 @@ def _correct() -> Iterator[Entry]:
     for module in _modules(correct):
         group = module.__name__.rpartition(".")[2].replace("_", " ")
         for p in module.PROGRAMS:
-            yield Entry(str(p), group, False, p.mapped("never"), p.args, p.dense, "")
+            yield Entry(f"correct {group}: {p}", group, False, p.mapped("never"), p.args, p.dense, "")

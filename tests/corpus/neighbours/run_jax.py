@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
 
 import jax
 import jax.numpy as jnp

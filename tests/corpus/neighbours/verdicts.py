@@ -27,7 +27,7 @@ class Accepted(Exception):
     """The other system accepts a program that could not be run for its numbers."""
 
 
-def verdict_of(entry: Entry, run: Callable[[Call], Sequence[Any]], show=False) -> tuple[str, str]:
+def verdict_of(entry: Entry, run: Callable[[Call], Sequence[Any]], show: bool = False) -> tuple[str, str]:
     """Return (verdict, detail) of a program that `run` runs under another system.
 
     caught, false alarm: refused by the system's types. silent: accepted, with another answer than that of one device.
@@ -37,14 +37,17 @@ def verdict_of(entry: Entry, run: Callable[[Call], Sequence[Any]], show=False) -
         call = Call.of(entry.f, copied(entry.args), entry.expected())
         results = run(call)
     except Refused as e:
-        if show: traceback.print_exc()
+        if show:
+            traceback.print_exc()
         return ("caught" if entry.is_wrong else "false alarm"), _first_line(e)
     except Accepted as e:
         return ("silent" if entry.is_wrong else "passes"), _first_line(e)
     except Missing as e:
-        if show: traceback.print_exc()
+        if show:
+            traceback.print_exc()
         return "n/a", _first_line(e)
-    differing = [i for i, (x, y) in enumerate(zip(results, call.expected, strict=True)) if not same(x, y)]
+    half = "precision" in entry.group
+    differing = [i for i, (x, y) in enumerate(zip(results, call.expected, strict=True)) if not same(x, y, half)]
     if not differing:
         return ("right" if entry.is_wrong else "passes"), ""
     if not entry.is_wrong:
@@ -52,29 +55,34 @@ def verdict_of(entry: Entry, run: Callable[[Call], Sequence[Any]], show=False) -
     return "silent", ""
 
 
-def same(x: Any, y: Any) -> bool:
-    """Return whether two results are equal to rounding."""
+def same(x: Any, y: Any, half: bool) -> bool:
+    """Return whether two results are equal to rounding, in bfloat16 if `half`."""
     if not isinstance(y, torch.Tensor):
         return bool(x == y)
     x, y = torch.as_tensor(x), torch.as_tensor(y)
-    return x.shape == y.shape and torch.allclose(x.double(), y.double(), rtol=1e-3, atol=1e-5, equal_nan=True)
+    if x.shape != y.shape:
+        return False
+    x, y = (t.to(torch.complex128 if y.is_complex() else torch.float64) for t in (x, y))
+    finite = y[y.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    rtol, atol = (3e-2, 3e-2 * largest) if half else (1e-3, 1e-5 * min(largest, 1.0))
+    return torch.allclose(x, y, rtol=rtol, atol=max(atol, 1e-9), equal_nan=True)
 
 
 def _first_line(e: Exception) -> str:
-    return " ".join(str(e).split())[:200]
+    return " ".join(str(e).split())[:120]
 
 
 def write(system: str, versions: Mapping[str, str], run: Callable[[Call], Sequence[Any]]) -> None:
-    """Write the verdicts on all programs, or print those whose names contain an argument of the command line."""
-    wanted = sys.argv[1:]
-    verdicts = {}
-    for entry in entries():
-        if wanted and not any(w in entry.name for w in wanted):
-            continue
+    """Write the verdicts on all programs that the file lacks; with arguments, print those on programs named so."""
+    wanted, path = sys.argv[1:], HERE / f"{system}.json"
+    verdicts = json.loads(path.read_text())["verdicts"] if path.exists() and not wanted else {}
+    programs = [e for e in entries() if e.name not in verdicts and (not wanted or any(w in e.name for w in wanted))]
+    for entry in programs:
         signal.signal(signal.SIGALRM, _too_slow)
         signal.alarm(SECONDS)
         try:
-            verdicts[entry.name] = verdict_of(entry, run, wanted)
+            verdicts[entry.name] = verdict_of(entry, run, show=bool(wanted))
         except Exception as e:
             if wanted:
                 traceback.print_exc()
@@ -82,9 +90,10 @@ def write(system: str, versions: Mapping[str, str], run: Callable[[Call], Sequen
         finally:
             signal.alarm(0)
         print(entry.name, *verdicts[entry.name], sep=" | ", flush=True)
-    if not wanted:
-        text = json.dumps({"versions": versions, "verdicts": verdicts}, indent=1)
-        (HERE / f"{system}.json").write_text(text + "\n")
+        if not wanted:
+            lines = [f"{json.dumps(name)}: {json.dumps(verdict)}" for name, verdict in sorted(verdicts.items())]
+            text = f'{{"versions": {json.dumps(versions)},\n"verdicts": {{\n' + ",\n".join(lines) + "\n}}\n"
+            path.write_text(text)
 
 
 def _too_slow(*_: Any) -> None:
