@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 import math
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -77,12 +78,28 @@ def to_jax(x: Any) -> Any:
     return x if torch.is_grad_enabled() else lax.stop_gradient(x)
 
 
+class _Grad(threading.local):
+    """Whether the program's line is under torch.no_grad; some functions of torch are, inside."""
+
+    enabled = True
+
+
+_GRAD = _Grad()
+
+
+def _operand(x: Any) -> Any:
+    with torch.set_grad_enabled(_GRAD.enabled):
+        return to_jax(x)
+
+
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run a function of torchax, or torch's own if torchax has none and it takes no tensors (`promote_types`)."""
     from torchax.tensor import OperatorNotFound
     from torchax.tensor import Tensor as TorchaxTensor
     from torchax.view import View
 
+    if not isinstance(func, torch._ops.OpOverload):
+        _GRAD.enabled = torch.is_grad_enabled()
     try:
         return _dispatch(func, types, args, kwargs)
     except OperatorNotFound:
@@ -98,8 +115,12 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 _dispatch, ENV.dispatch = ENV.dispatch, dispatch
 ENV.override_op_definition(torch.ops.aten.erfinv_, lambda x: x.copy_(torch.erfinv(x)))
+for _name in ("__matmul__", "matmul"):  # torchax gives a product with a vector a wrong size
+    ENV.override_op_definition(getattr(Tensor, _name), lambda x, y: to_torch(jnp.matmul(to_jax(x), to_jax(y))))
+ENV.override_op_definition(torch.matmul, lambda x, y: to_torch(jnp.matmul(to_jax(x), to_jax(y))))
+ENV.override_op_definition(Tensor.expand_as, lambda x, y: x.expand(y.shape))
 ENV._is_same_device = lambda x, device: True  # a move between devices is none
-ENV.t2j_iso = lambda values: torch.utils._pytree.tree_map_only(Tensor, to_jax, values)
+ENV.t2j_iso = lambda values: torch.utils._pytree.tree_map_only(Tensor, _operand, values)
 
 
 def to_torch(x: Any) -> Any:
@@ -148,7 +169,7 @@ class Jax:
         return to_torch((lax.pmax if op == "max" else lax.pmin)(to_jax(x), axes))
 
     def axis_index(self, axes: tuple[str, ...]) -> Tensor:
-        return to_torch(lax.axis_index(axes).astype(jnp.int64))
+        return to_torch(_index(axes).astype(jnp.int64))
 
     def draw(self, draw: Callable[[Tensor], Tensor], key: Tensor, spec: P) -> Tensor:
         full = draw(key)
@@ -158,7 +179,7 @@ class Jax:
         for dim, axes in enumerate(spec.parts(x.ndim)):
             if axes:
                 n = x.shape[dim] // fs.axis_size(axes)
-                x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * n, n, dim)
+                x = lax.dynamic_slice_in_dim(x, _index(axes) * n, n, dim)
         return to_torch(x)
 
     def value_and_grad(self, f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = False) -> Callable[..., Any]:
@@ -213,13 +234,19 @@ def _of_arrays(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: _arrays(f(*to_torch(args)))
 
 
+def _index(axes: tuple[str, ...]) -> Any:
+    """Return the position of this rank; the mesh has no axes of one rank, which fshard's collectives leave out too."""
+    live = tuple(a for a in axes if fs.axis_size(a) > 1)
+    return lax.axis_index(live) if live else jnp.zeros((), jnp.int64)
+
+
 def _even(size: int, n: int) -> None:
     if size % n:
         raise Missing("a dim that the axis does not divide")
 
 
-def _spec(spec: P, ndim: int) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in spec.parts(ndim)))
+def _spec(spec: P, ndim: int, live: dict[str, int]) -> PartitionSpec:
+    return PartitionSpec(*(tuple(a for a in axes if a in live) or None for axes in spec.parts(ndim)))
 
 
 # Words of the errors that JAX's types of varying manual axes raise. TYPES is matched with the text of an exception.
@@ -237,9 +264,9 @@ def run(call: Call) -> list[Any]:
     for x, spec in zip([*tensors, *call.expected], [*specs, *call.out_specs], strict=True):
         for n, axes in zip(getattr(x, "shape", ()), spec.parts(getattr(x, "ndim", 0)), strict=True):
             _even(n, math.prod([call.sizes[a] for a in axes]))
-    names = tuple(call.sizes)
-    devices = np.array(jax.devices()[: math.prod(call.sizes.values())]).reshape(tuple(call.sizes.values()))
-    mesh = jax.sharding.Mesh(devices, names)
+    live = {a: n for a, n in call.sizes.items() if n > 1}
+    devices = np.array(jax.devices()[: math.prod(live.values())]).reshape(tuple(live.values()))
+    mesh = jax.sharding.Mesh(devices, tuple(live))
     out_tensors = [isinstance(x, Tensor) for x in call.expected]
     others: list[Any] = []
 
@@ -254,8 +281,8 @@ def run(call: Call) -> list[Any]:
             others[:] = [None if t else x for x, t in zip(out, out_tensors, strict=True)]
             return [to_jax(x) for x, t in zip(out, out_tensors, strict=True) if t]
 
-    out_specs = [_spec(s, x.ndim) for x, s in zip(call.expected, call.out_specs, strict=True) if isinstance(x, Tensor)]
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(map(_spec, specs, [x.ndim for x in tensors])),
+    out_specs = [_spec(s, x.ndim, live) for x, s in zip(call.expected, call.out_specs, strict=True) if isinstance(x, Tensor)]
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(_spec(s, x.ndim, live) for s, x in zip(specs, tensors, strict=True)),
                            out_specs=out_specs, check_vma=True)  # fmt: skip
     arrays = [to_jax(x) for x in tensors]
     try:
@@ -266,7 +293,12 @@ def run(call: Call) -> list[Any]:
         if any(word in str(e) for word in TYPES):
             raise Refused(str(e)) from e
         raise
-    return [torch.from_numpy(np.array(next(out))) if t else x for x, t in zip(others, out_tensors, strict=True)]
+    return [_to_torch_cpu(next(out)) if t else x for x, t in zip(others, out_tensors, strict=True)]
+
+
+def _to_torch_cpu(x: Any) -> Tensor:
+    """Return a plain tensor; numpy has no bfloat16 that torch reads."""
+    return torch.from_numpy(np.array(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x))
 
 
 if __name__ == "__main__":
