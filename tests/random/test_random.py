@@ -266,6 +266,23 @@ def test_fake_tensors():
                 assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
+def test_check_computes_no_random_words(monkeypatch):
+    def product(m, x):
+        assert not isinstance(x, torch.Tensor)
+        return (m * x) >> 32, m * x & 0xFFFFFFFF
+
+    monkeypatch.setattr("fshard.random.philox._product", product)
+
+    def draws(key, x):
+        a, b = fs.split(key)
+        mapped = torch.vmap(lambda k: fs.random.normal(k, (8,), spec=P("data")))(fs.split(a, 3))
+        return mapped.sum(0) + fs.random.uniform(fs.fold_in(b, "u"), (8,), spec=P("data")) + x
+
+    f = fs.shard_map(draws, mesh=fs.make_mesh(data=2), in_specs=(P(), P("data")), out_specs=P("data"))
+    checked = fs.check(f, KEY, torch.zeros(8)).result
+    assert (tuple(checked.shape), checked.dtype, checked.spec) == ((8,), torch.float32, P("data"))
+
+
 def test_compiled_draws_have_the_same_bits_and_compile_once():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_same(compiled(KEY, torch.tensor(3)), step(KEY, 3))

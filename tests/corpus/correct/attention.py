@@ -59,6 +59,48 @@ def dense_ring_attention(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> 
     return (F.scaled_dot_product_attention(*qkv) - target).square().mean()
 
 
+class _RingAttention(torch.autograd.Function):
+    """Ring attention with its own backward pass, in which gradients of keys and values travel with them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        blocks, logs, outs = (k, v), [], []
+        for _ in range(fs.axis_size("seq")):
+            scores = q @ blocks[0].mT
+            logs.append(scores.logsumexp(-1, keepdim=True))
+            outs.append(scores.softmax(-1) @ blocks[1])
+            blocks = fs.ppermute(blocks, "seq", ring("seq"))
+        log_total = torch.stack(logs).logsumexp(0)
+        out = sum((log - log_total).exp() * part for log, part in zip(logs, outs, strict=True))
+        ctx.save_for_backward(q, k, v, out, log_total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, log_total = ctx.saved_tensors
+        delta = (grad * out).sum(-1, keepdim=True)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for _ in range(fs.axis_size("seq")):
+            weights = (q @ k.mT - log_total).exp()
+            d_scores = weights * (grad @ v.mT - delta)
+            dq, dk, dv = dq + d_scores @ k, dk + d_scores.mT @ q, dv + weights.mT @ grad
+            k, v, dk, dv = fs.ppermute((k, v, dk, dv), "seq", ring("seq"))  # after n steps they are at home
+        return dq, dk, dv
+
+
+def ring_attention_by_hand(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Any:  # each [B, H, T@seq, K]
+    """An autograd.Function that communicates in both passes, called by .backward()."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    loss = fs.pmean((_RingAttention.apply(*leaves) - target).square().mean(), "seq")
+    loss.backward()
+    return loss.detach(), tuple(x.grad for x in leaves)
+
+
+def dense_ring_attention_by_hand(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Any:
+    loss = lambda qkv: (F.scaled_dot_product_attention(*qkv, scale=1.0) - target).square().mean()  # noqa: E731
+    return dense_grad(loss)(qkv)
+
+
 def striped_ring_attention(p: Params, x: Tensor, positions: Tensor, target: Tensor) -> Tensor:
     """Causal ring attention of tokens dealt to the ranks in turn, whose positions travel with their keys.
 
@@ -253,6 +295,8 @@ THIRD = P(None, None, "seq")
 PROGRAMS = [
     Program(fs.value_and_grad(ring_attention), {"seq": 3}, (THIRD, THIRD), (P(), THIRD),
             (QKV, normal("target", 1, 2, 6, 3)), dense_grad(dense_ring_attention)),
+    Program(ring_attention_by_hand, {"seq": 3}, (THIRD, THIRD), (P(), THIRD),
+            (QKV, normal("target", 1, 2, 6, 3)), dense_ring_attention_by_hand),
     Program(fs.value_and_grad(striped_ring_attention), {"seq": 3}, (P(), SEQ, P("seq"), SEQ), P(),
             (STRIPED, normal("x", 1, 6, 4), STRIPES, normal("y", 1, 6, 6)),
             dense_grad(dense_striped_ring_attention)),

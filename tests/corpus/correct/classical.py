@@ -36,24 +36,8 @@ def dense_ridge(x, y, strength):
     return w, residual, residual @ residual
 
 
-def principal_components(x):
-    """PCA: an eigendecomposition of the summed covariance, local projections and whitening."""
-    n = len(x) * fs.axis_size("data")
-    mean = fs.pmean(x.mean(0), "data")
-    centered = x - mean
-    values, vectors = torch.linalg.eigh(fs.psum(centered.T @ centered, "data") / n)
-    vectors = vectors * torch.sign(vectors[0])
-    return values, centered @ vectors / values.sqrt()
-
-
-def dense_principal_components(x):
-    u, s, v = torch.linalg.svd(x - x.mean(0), full_matrices=False)
-    u, s, v = u.flip(1), s.flip(0), v.flip(0)
-    return s.square() / len(x), u * torch.sign(v[:, 0]) * len(x) ** 0.5
-
-
-def power_iteration(w, v):
-    """Largest singular value of a column-split matrix, as spectral normalization needs it: v is replicated."""
+def spectral_normalization(w, v):
+    """A column-split matrix divided by its largest singular value, which a power iteration finds."""
     for _ in range(9):
         u = w.T @ v  # [D@model]
         u = u / fs.psum(u.square().sum(), "model").sqrt()
@@ -63,7 +47,7 @@ def power_iteration(w, v):
     return w / sigma, sigma
 
 
-def dense_power_iteration(w, v):
+def dense_spectral_normalization(w, v):
     sigma = torch.linalg.matrix_norm(w, 2)
     return w / sigma, sigma
 
@@ -253,20 +237,6 @@ def dense_optimal_transport(cost, a, b, strength):
     return plan, (plan * cost).sum()
 
 
-def page_rank(links, rank, damping):
-    """PageRank: rows of the adjacency matrix are split by source; the ranks are replicated."""
-    n = len(rank)
-    mine = links / links.sum(1, keepdim=True)  # [N@data, N]
-    for _ in range(5):
-        rank = damping * fs.psum(fs.pslice(rank, "data") @ mine, "data") + (1 - damping) / n
-    return rank
-
-
-def dense_page_rank(links, rank, damping):
-    step = damping * (links / links.sum(1, keepdim=True)).T + (1 - damping) / len(rank)
-    return torch.linalg.matrix_power(step, 5) @ rank
-
-
 def hidden_markov_counts(emissions, start, transition):
     """Forward-backward over a batch of series [B@data, T, K]; expected transitions are summed over the ranks."""
     forward, alpha = [], start * emissions[:, 0]
@@ -306,16 +276,14 @@ def scalar(x):
 COUNTS = (torch.arange(12 * 5).view(12, 5) * 7 % 4).double()
 RATINGS, SEEN = normal("ratings", 6, 5).double(), (torch.arange(30).view(6, 5) % 3 > 0).double()
 EDGES = torch.tensor([-0.7, -0.1, 0.4, 1.0]).double().repeat(4, 1)
-LINKS = 1.0 + torch.arange(36).view(6, 6) * 5 % 7
 EMISSIONS = normal("emissions", 4, 5, 3).double().square() + 0.1
 TRANSITION = torch.softmax(normal("transition", 3, 3).double(), 1)
 PROGRAMS = [
     Program(ridge_regression, DATA, (BATCH, BATCH, P()), (P(), BATCH, P()), (X, Y, scalar(0.1)), dense_ridge),
-    Program(principal_components, DATA, (BATCH,), (P(), BATCH), (X,), dense_principal_components),
     Program(
-        power_iteration, {"model": 2}, (fs.column("model"), P()), (fs.column("model"), P()),
+        spectral_normalization, {"model": 2}, (fs.column("model"), P()), (fs.column("model"), P()),
         (torch.diag(torch.tensor([8.0, 2.0, 1.0, 0.5])).double() @ torch.linalg.qr(X).Q.T, normal("start", 4).double()),
-        dense_power_iteration,
+        dense_spectral_normalization,
     ),
     Program(linear_discriminant, DATA, (BATCH, BATCH), BATCH, (X, LABELS), dense_linear_discriminant),
     Program(
@@ -347,10 +315,6 @@ PROGRAMS = [
         optimal_transport, DATA, (BATCH, BATCH, P(), P()), (BATCH, P()),
         (X.square(), torch.full((12,), 1 / 12).double(), scalar([0.1, 0.2, 0.3, 0.4]), scalar(0.5)),
         dense_optimal_transport,
-    ),
-    Program(
-        page_rank, DATA, (BATCH, P(), P()), P(), (LINKS.double(), torch.full((6,), 1 / 6).double(), scalar(0.85)),
-        dense_page_rank,
     ),
     Program(
         hidden_markov_counts, DATA, (BATCH, P(), P()), P(), (EMISSIONS, scalar([0.5, 0.3, 0.2]), TRANSITION),

@@ -117,7 +117,7 @@ def replica_exchange_chain(p: Tensor, heat: Tensor, key: Tensor) -> Tensor:  # p
     energy = lambda p: ((p.square() - 1).square()).sum(-1)  # noqa: E731
     at = fs.axis_index("member") * len(p) + torch.arange(len(p))
     heats = fs.all_gather(heat, "member")
-    for step in range(3):
+    for step in range(2):
         noise = fs.random.normal(fs.fold_in(key, step), (4, 2), spec=P("member"))
         leaf = p.detach().requires_grad_()
         (slope,) = torch.autograd.grad(energy(leaf).sum(), leaf)
@@ -135,7 +135,7 @@ def replica_exchange_chain(p: Tensor, heat: Tensor, key: Tensor) -> Tensor:  # p
 
 def dense_replica_exchange_chain(p: Tensor, heat: Tensor, key: Tensor) -> Tensor:
     energy = lambda p: ((p.square() - 1).square()).sum(-1)  # noqa: E731
-    for step in range(3):
+    for step in range(2):
         noise = fs.random.normal(fs.fold_in(key, step), (4, 2))
         p = p - 0.05 * 4 * p * (p.square() - 1) + (0.1 * heat).sqrt()[:, None] * noise
         u = fs.random.uniform(fs.fold_in(key, 100 + step), (4,))

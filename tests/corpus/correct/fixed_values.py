@@ -113,13 +113,12 @@ def rotary_attention(p, cos, sin, x):
     causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
 
     def loss(p):
-        p = fs.pvary(p, "data")
         h = fs.pvary(x, "model")
-        q, k, v = (torch.einsum("btd,dhe->bhte", h, p[n]) for n in "qkv")  # [B@data, H@model, T, E]
+        q, k, v = (torch.einsum("btd,dhe->bhte", h, p[n]) for n in "qkv")  # [B, H@model, T, E]
         scores = rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2) / math.sqrt(q.shape[-1])
         mixed = torch.softmax(scores.masked_fill(~causal, -torch.inf), -1) @ v
         out = fs.psum(torch.einsum("bhte,dhe->btd", mixed, p["o"]), "model")
-        return fs.pmean((out - x).square().mean(), "data")
+        return (out - x).square().mean()
 
     return fs.value_and_grad(loss)(p)
 
@@ -339,7 +338,7 @@ PROGRAMS = [
         (W, torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor(2.0), X, LABELS), dense_focal_loss,
     ),
     Program(
-        rotary_attention, {"data": 1, "model": 2}, (HEAD_SPECS, P(), P(), BATCH), (P(), HEAD_SPECS),
+        rotary_attention, {"model": 2}, (HEAD_SPECS, P(), P(), P()), (P(), HEAD_SPECS),
         (HEADS, ANGLES.cos(), ANGLES.sin(), SEQUENCES), dense_rotary_attention,
     ),
     Program(
@@ -347,7 +346,7 @@ PROGRAMS = [
         (normal("qkv", 3, 6, 4), normal("bias", 4, 4).triu(1) * 3, SEQUENCES), dense_attention_with_float_mask,
     ),
     Program(
-        linear_bias_of_heads, {"data": 1, "model": 2}, (HEAD_SPECS, P("model"), BATCH), HEAD_SPECS,
+        linear_bias_of_heads, {"data": 2, "model": 2}, (HEAD_SPECS, P("model"), BATCH), HEAD_SPECS,
         (HEADS, torch.tensor([0.5, 0.25]), SEQUENCES), dense_linear_bias_of_heads,
     ),
     Program(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
@@ -125,6 +126,37 @@ def dense_checkpointed_zero_3(p: Params, x: Tensor, y: Tensor) -> Tensor:
     return (torch.tanh(torch.tanh(x @ p["up"]) @ p["down"]) - y).square().mean()
 
 
+def torch_optimizer_on_parts(p: Params, x: Tensor, y: Tensor) -> Params:
+    """torch.optim.AdamW over split weights and a replicated bias together, on gathered weights that are recomputed."""
+    leaves = {name: w.detach().requires_grad_() for name, w in p.items()}
+    optimizer = torch.optim.AdamW(leaves.values(), lr=0.1, foreach=True)
+
+    def forward(up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+        whole = {"up": fs.all_gather(up, "data"), "bias": fs.pvary(bias, "data"), "down": fs.all_gather(down, "data")}
+        return fs.pmean(mlp_loss(whole, x, y), "data")
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        checkpoint(forward, *(leaves[name] for name in ("up", "bias", "down")), use_reentrant=False).backward()
+        optimizer.step()
+    return {name: w.detach() for name, w in leaves.items()}
+
+
+def dense_torch_optimizer_on_parts(p: Params, x: Tensor, y: Tensor) -> Params:
+    """The formula of AdamW (Loshchilov and Hutter, 2017)."""
+    first = second = {name: torch.zeros_like(w) for name, w in p.items()}
+    for step in (1, 2):
+        grads = torch.func.grad(mlp_loss)(p, x, y)
+        first = {name: 0.9 * m + 0.1 * grads[name] for name, m in first.items()}
+        second = {name: 0.999 * v + 0.001 * grads[name].square() for name, v in second.items()}
+        p = {
+            name: w * (1 - 0.1 * 0.01)
+            - 0.1 * first[name] / (1 - 0.9**step) / ((second[name] / (1 - 0.999**step)).sqrt() + 1e-8)
+            for name, w in p.items()
+        }
+    return p
+
+
 def local_sgd(p: Tensor, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
     """Federated averaging: each worker takes S steps on its own data, then the models are averaged by weight.
 
@@ -173,7 +205,7 @@ def dense_gossip_averaging(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def evaluation_of_split_weights(p: Params, x: Tensor, labels: Tensor) -> Any:
     """Accuracy and mean loss of gathered weights: sums and counts of rows, as the last rank has fewer."""
     with torch.no_grad():
-        p = fs.all_gather(p, "data", to="invariant")
+        p = {name: fs.all_gather(w, "data", size=len(MLP[name]), to="invariant") for name, w in p.items()}
         logits = torch.tanh(x @ p["up"] + p["bias"]) @ p["down"]
         nll = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(-1) == labels).sum()
@@ -190,6 +222,7 @@ DATA, BOTH = P("data"), P(("replica", "shard"))
 MLP = {"up": normal("up", 4, 6), "bias": normal("bias", 6), "down": normal("down", 6, 4)}
 MOMENTUM = {name: normal(f"momentum {name}", *w.shape) for name, w in MLP.items()}
 X, Y = normal("x", 8, 4), normal("y", 8, 4)
+PARTS_SPECS = {"up": P("data"), "bias": P(), "down": P("data")}
 TWO_SPECS = {"up": P("data", "model"), "bias": P("model"), "down": P("model", "data")}
 SQUARES = {"up": normal("up", 4, 4), "down": normal("down", 4, 4)}
 WORKERS = normal("workers", 4, 2, 3, 2), normal("targets", 4, 2, 3)
@@ -207,6 +240,8 @@ PROGRAMS = [
             (P(), TWO_SPECS), (MLP, X, Y), dense_grad(mlp_loss)),
     Program(fs.value_and_grad(checkpointed_zero_3), {"data": 2}, (DATA, DATA, DATA), (P(), DATA), (SQUARES, X, Y),
             dense_grad(dense_checkpointed_zero_3)),
+    Program(torch_optimizer_on_parts, {"data": 2}, (PARTS_SPECS, DATA, DATA), PARTS_SPECS, (MLP, X, Y),
+            dense_torch_optimizer_on_parts),
     Program(local_sgd, {"data": 2}, (P(), DATA, DATA, DATA), P(),
             (normal("p", 2), *WORKERS, torch.tensor([1.0, 2, 3, 5])), dense_local_sgd),
     Program(gossip_averaging, {"data": 2}, (DATA, DATA, DATA), DATA,

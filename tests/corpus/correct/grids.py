@@ -110,16 +110,6 @@ def dense_torus_convolution(kernel: Tensor, x: Tensor) -> Tensor:
     return torch.func.grad(loss)(kernel)
 
 
-def strided_convolution(kernel: Tensor, x: Tensor) -> Tensor:  # x [B, C, N@x]
-    """Patches that do not overlap and lie within the parts need no halo; then a mean over split positions."""
-    y = F.conv1d(x, fs.pvary(kernel, "x"), stride=2)
-    return fs.pmean(torch.relu(y).mean(-1), "x").square().sum()
-
-
-def dense_strided_convolution(kernel: Tensor, x: Tensor) -> Tensor:
-    return torch.relu(F.conv1d(x, kernel, stride=2)).mean(-1).square().sum()
-
-
 def game_of_life(alive: Tensor) -> tuple[Tensor, Tensor]:  # alive bool [H@y, W@x]
     """Conway's game of life on a torus, and the number of living cells after each step."""
     counts = []
@@ -193,8 +183,6 @@ PROGRAMS = [
             dense_grad(dense_split_image_convolution, (0, 1))),
     Program(torus_convolution, {"y": 2, "x": 2}, (P(), IMAGE), P(),
             (normal("kernel", 1, 2, 3, 3), normal("image", 1, 2, 4, 4)), dense_torus_convolution),
-    Program(fs.value_and_grad(strided_convolution), {"x": 2}, (P(), P(None, None, "x")), P(),
-            (normal("kernel", 3, 2, 2), normal("x", 2, 2, 8)), dense_grad(dense_strided_convolution)),
     Program(game_of_life, {"y": 2, "x": 3}, (PLANE,), (PLANE, P()), (normal("alive", 4, 6) > 0,), dense_game_of_life),
     Program(poisson_by_jacobi, {"y": 2, "x": 2}, (PLANE,), (PLANE, P(), P()), (normal("f", 4, 4).double() / 2,),
             dense_poisson_by_jacobi, static=False),

@@ -93,22 +93,7 @@ def dense_qr(x: Tensor) -> tuple[Tensor, Tensor]:
     return q * sign, r * sign[:, None]
 
 
-def principal_components(x: Tensor) -> tuple[Tensor, Tensor]:  # x [N@x, D]; the last rank has fewer rows
-    """Coordinates of the rows along the two largest principal components, and their variances."""
-    total, count = fs.psum((x.sum(0), torch.tensor(float(len(x)), dtype=x.dtype)), "x")
-    centered = x - total / count
-    variances, vectors = torch.linalg.eigh(fs.psum(centered.T @ centered, "x") / (count - 1))
-    vectors = vectors[:, -2:] * vectors[0, -2:].sign()
-    return centered @ vectors, variances[-2:]
-
-
-def dense_principal_components(x: Tensor) -> tuple[Tensor, Tensor]:
-    _, s, vh = torch.linalg.svd(x - x.mean(0), full_matrices=False)
-    vectors = vh[:2].flip(0).T
-    return (x - x.mean(0)) @ (vectors * vectors[0].sign()), s[:2].flip(0).square() / (len(x) - 1)
-
-
-def power_iteration(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # a [N@x, N], v [N]
+def split_rows_power_iteration(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # a [N@x, N], v [N]
     """The largest eigenvalue of a symmetric matrix with split rows, and its vector."""
     for _ in range(15):
         v = fs.all_gather(a @ v, "x", to="invariant")
@@ -116,26 +101,23 @@ def power_iteration(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # a [N@x, N
     return v @ fs.all_gather(a @ v, "x", to="invariant"), v * v[0].sign()
 
 
-def dense_power_iteration(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def dense_split_rows_power_iteration(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(a)
     return values[-1], vectors[:, -1] * vectors[0, -1].sign()
 
 
-def conjugate_gradient(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:  # a [N@x, N], b [N@x]
+def conjugate_gradient(a: Tensor, b: Tensor) -> Tensor:  # a [N@x, N], b [N@x]
     """Solve a x = b with split vectors: a gather for each product, a sum for each dot product."""
     x, r, p = torch.zeros_like(b), b, b
     rr = fs.psum(r @ r, "x")
-    for _ in range(6):
+    for step in range(6):
+        if step:
+            rr, before = fs.psum(r @ r, "x"), rr
+            p = r + (rr / before) * p
         ap = a @ fs.all_gather(p, "x")
         alpha = rr / fs.psum(p @ ap, "x")
         x, r = x + alpha * p, r - alpha * ap
-        rr, before = fs.psum(r @ r, "x"), rr
-        p = r + (rr / before) * p
-    return x, rr
-
-
-def dense_conjugate_gradient(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.linalg.solve(a, b), torch.zeros((), dtype=b.dtype)
+    return x
 
 
 def differentiated_ridge_regression(w: Tensor, x: Tensor, y: Tensor) -> Tensor:  # w [D, F], x [N@x, D], y [N@x]
@@ -191,12 +173,10 @@ PROGRAMS = [
     Program(transpose_by_all_to_all, {"x": 3}, (ROWS,), ROWS, (normal("x", 7, 5),), lambda x: x.T),
     Program(cholesky_qr, {"x": 3}, (ROWS,), (ROWS, P()), (TALL,), dense_qr),
     Program(tall_skinny_qr, {"x": 4}, (ROWS,), (ROWS, P()), (TALL,), dense_qr),
-    Program(principal_components, {"x": 4}, (ROWS,), (ROWS, P()), (normal("tall", 11, 3).double(),),
-            dense_principal_components),
-    Program(power_iteration, {"x": 2}, (ROWS, P()), P(), (DOMINATED, normal("v", 6).double()),
-            dense_power_iteration),
-    Program(conjugate_gradient, {"x": 3}, (ROWS, ROWS), (ROWS, P()), (positive("a", 6), normal("b", 6).double()),
-            dense_conjugate_gradient),
+    Program(split_rows_power_iteration, {"x": 2}, (ROWS, P()), P(), (DOMINATED, normal("v", 6).double()),
+            dense_split_rows_power_iteration),
+    Program(conjugate_gradient, {"x": 3}, (ROWS, ROWS), ROWS, (positive("a", 6), normal("b", 6).double()),
+            torch.linalg.solve),
     Program(fs.value_and_grad(differentiated_ridge_regression), {"x": 2}, (P(), ROWS, ROWS), P(),
             (normal("w", 3, 4).double(), normal("x", 8, 3).double(), normal("y", 8).double()),
             dense_grad(dense_differentiated_ridge_regression)),

@@ -13,7 +13,7 @@ from fshard import P
 from tests.corpus.correct.program import Program, normal
 
 BOTH = {"data": 2, "model": 2}
-MODEL = {"data": 1, "model": 2}
+DATA, MODEL = {"data": 2, "model": 1}, {"data": 1, "model": 2}
 SPECS = {"up": fs.column("model"), "down": fs.row("model"), "bias": P()}
 PARAMS = {
     "up": normal("up", 6, 8, std=0.4),  # [D, F@model]
@@ -351,7 +351,7 @@ def dense_torch_optimizer(p, x, y):
 
 
 def accumulated_gradient(p, x, y, lr):
-    """Four microbatches whose gradients are summed locally, and over the ranks once."""
+    """Two microbatches whose gradients are summed locally, and over the ranks once."""
     local = fs.pvary(p, "data")
 
     def part(q, x, y):
@@ -359,9 +359,9 @@ def accumulated_gradient(p, x, y, lr):
         return (fs.psum(h @ q["down"], "model") + q["bias"] - y).square().mean()
 
     total = fs.tree.map(torch.zeros_like, local)
-    for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
         total = fs.tree.map(torch.add, total, fs.grad(part)(local, a, b))
-    grads = fs.pmean(fs.tree.map(lambda g: g / 4, total), "data")
+    grads = fs.pmean(fs.tree.map(lambda g: g / 2, total), "data")
     return fs.tree.map(lambda w, g: w - lr * g, p, grads)
 
 
@@ -418,7 +418,7 @@ PROGRAMS = [
         lion, MODEL, (SPECS, *STEP, P()), (SPECS, SPECS), (PARAMS, MOMENT, X, Y, RATE, torch.tensor(0.01)), dense_lion
     ),
     Program(
-        adafactor, MODEL, (fs.column("model"), P("data"), P("data", "model")), fs.column("model"),
+        adafactor, BOTH, (fs.column("model"), P("data"), P("data", "model")), fs.column("model"),
         (PARAMS["up"], X, normal("targets", 8, 8)), dense_adafactor,
     ),
     Program(
@@ -447,13 +447,13 @@ PROGRAMS = [
         dense_in_place_adam,
     ),
     Program(torch_optimizer_on_shards, MODEL, STEP[:3], SPECS, (PARAMS, X, Y), dense_torch_optimizer),
-    Program(accumulated_gradient, MODEL, STEP, SPECS, (PARAMS, X, Y, RATE), dense_sgd),
+    Program(accumulated_gradient, DATA, STEP, SPECS, (PARAMS, X, Y, RATE), dense_sgd),
     Program(
-        zero_one, {"data": 2}, (P(), P("data"), *BATCH, P()), (P(), P("data")),
+        zero_one, DATA, (P(), P("data"), *BATCH, P()), (P(), P("data")),
         (normal("w", 6, 6), normal("m", 6, 6), X, Y, RATE), dense_zero_one,
     ),
     Program(
-        orthogonal_retraction, {"data": 2}, (P(), P("data"), P()), P(),
+        orthogonal_retraction, DATA, (P(), P("data"), P()), P(),
         (torch.linalg.qr(normal("w", 6, 3)).Q, X, RATE), dense_retraction,
     ),
 ]  # fmt: skip

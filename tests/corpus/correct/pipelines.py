@@ -52,6 +52,7 @@ def one_forward_one_backward(p: Params, x: Tensor, y: Tensor) -> Any:
     n, stage, count = fs.axis_size("stage"), fs.axis_index("stage"), len(x)
     down, up = [(i, i + 1) for i in range(n - 1)], [(i + 1, i) for i in range(n - 1)]
     last = stage == n - 1
+    x, y = fs.pvary((x, y), "stage")
     kept = torch.zeros_like(x)  # inputs of this stage, [M, B, D]
     received, cotangent = torch.zeros_like(x[0]), torch.zeros_like(x[0])
     total, grads = torch.zeros(()), torch.zeros_like(p["layers"])

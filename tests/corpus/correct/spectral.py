@@ -112,23 +112,6 @@ def dense_quantum_circuit_energy(angles: Tensor, state: Tensor) -> Tensor:
     return (psi.conj() @ observable @ psi).real
 
 
-def cross_spectrum(x: Tensor) -> Tensor:  # x [C@x, N]
-    """Coherence of every pair of split channels: complex matrices, gathered and averaged over segments."""
-    spectra = torch.fft.rfft(x.unflatten(-1, (3, -1)))  # [C@x, S, F]
-    everything = fs.all_gather(spectra, "x")
-    cross = torch.einsum("csf,dsf->cdf", spectra, everything.conj()) / 3
-    power = (everything * everything.conj()).real.mean(1)  # [C, F]
-    own = spectra.abs().square().mean(1)
-    return cross.abs().square() / (own[:, None] * power)
-
-
-def dense_cross_spectrum(x: Tensor) -> Tensor:
-    s = torch.fft.rfft(x.unflatten(-1, (3, -1)))
-    cross = (s[:, None] * s.conj()).mean(2)
-    power = cross.diagonal().real.T
-    return cross.abs().square() / (power[:, None] * power)
-
-
 def cnormal(name: str, *shape: int) -> Tensor:
     return torch.complex(normal(f"{name}, real", *shape), normal(f"{name}, imaginary", *shape))
 
@@ -148,5 +131,4 @@ PROGRAMS = [
     Program(fs.value_and_grad(quantum_circuit_energy, (0, 1)), {"x": 2}, (P(), ROWS), (P(), (P(), ROWS)),
             (torch.tensor([0.3, 1.1, -0.7], dtype=torch.float64), STATE),
             dense_grad(dense_quantum_circuit_energy, (0, 1))),
-    Program(cross_spectrum, {"x": 3}, (ROWS,), ROWS, (normal("signals", 3, 12),), dense_cross_spectrum),
 ]  # fmt: skip

@@ -31,6 +31,40 @@ def dense_megatron_mlp(p: Params, x: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
+class _Copy(torch.autograd.Function):
+    """Megatron's f: the identity, whose gradient is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return fs.pvary(x, "model")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return fs.psum(grad, "model")
+
+
+class _Reduce(torch.autograd.Function):
+    """Megatron's g: a sum, whose gradient is passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return fs.psum(x, "model")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def mlp_with_functions_f_and_g(p: Params, x: Tensor, target: Tensor) -> Tensor:  # x [B, D]
+    """The two operators of the paper as autograd Functions (Shoeybi et al., 2019, section 3)."""
+    h = F.gelu(_Copy.apply(x * p["scale"]) @ p["up"])  # [B, F@model]
+    return (_Reduce.apply(h @ p["down"]) - target).square().mean()
+
+
+def dense_mlp_with_functions_f_and_g(p: Params, x: Tensor, target: Tensor) -> Tensor:
+    return (F.gelu((x * p["scale"]) @ p["up"]) @ p["down"] - target).square().mean()
+
+
 def sequence_parallel_block(p: Params, x: Tensor, target: Tensor) -> Any:  # x [B, T@model, D]
     """Megatron's sequence parallelism: norm and residual on split positions, a gather in, a reduce-scatter out."""
 
@@ -182,6 +216,7 @@ MLP_SPECS = {"up": COLUMN, "up_bias": ROW, "down": ROW, "down_bias": P()}
 BLOCK = {"scale": normal("scale", 4), "gate": normal("gate", 4, 6), "up": normal("up", 4, 6),
          "down": normal("down", 6, 4), "bias": normal("bias", 4)}  # fmt: skip
 BLOCK_SPECS = {"scale": P(), "gate": COLUMN, "up": COLUMN, "down": ROW, "bias": P()}
+FUNCTIONS_SPECS = {name: BLOCK_SPECS[name] for name in ("scale", "up", "down")}
 SQUARE = {"up": normal("up", 6, 8, std=0.5), "down": normal("down", 8, 6, std=0.5)}
 SQUARE_SPECS = {"up": P("row", "col"), "down": P("col", "row")}
 CONVOLUTIONS = {"first": normal("first", 4, 2, 3, 3), "bias": normal("bias", 4), "second": normal("second", 2, 4, 3, 3)}
@@ -201,6 +236,10 @@ QUANTIZED_SPECS = {"up": COLUMN, "up_scale": ROW, "down": ROW, "down_scale": P()
 PROGRAMS = [
     Program(fs.value_and_grad(megatron_mlp), {"data": 2, "model": 4}, (MLP_SPECS, DATA, DATA), (P(), MLP_SPECS),
             (MLP, normal("x", 4, 4), normal("y", 4, 4)), dense_grad(dense_megatron_mlp)),
+    Program(fs.value_and_grad(mlp_with_functions_f_and_g), {"model": 2},
+            (FUNCTIONS_SPECS, P(), P()), (P(), FUNCTIONS_SPECS),
+            ({name: BLOCK[name] for name in FUNCTIONS_SPECS}, normal("x", 4, 4), normal("y", 4, 4)),
+            dense_grad(dense_mlp_with_functions_f_and_g)),
     Program(sequence_parallel_block, {"model": 2}, (BLOCK_SPECS, P(None, "model"), P(None, "model")),
             (BLOCK_SPECS, P()), (BLOCK, normal("x", 2, 4, 4), normal("y", 2, 4, 4)), dense_sequence_parallel_block),
     Program(fs.value_and_grad(two_dimensional_mlp), {"row": 3, "col": 2},

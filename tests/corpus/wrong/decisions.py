@@ -186,7 +186,7 @@ def features_gathered(x: Tensor, w: Tensor) -> Any:
 
 
 def copies_declared_as_parts(x: Tensor) -> Tensor:  # x [B@data, D]
-    return fs.pvary(fs.psum(x.sum(0), "data"), "data")  # "it has to vary, says the error": n copies
+    return fs.pvary(fs.psum(x.sum(0), "data"), "data")  # made to vary for the out spec: n equal copies
 
 
 def parts_of_the_sum(x: Tensor) -> Tensor:

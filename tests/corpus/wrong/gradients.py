@@ -76,7 +76,7 @@ def global_loss_by_autograd_grad(w: Tensor, x: Tensor, y: Tensor) -> Any:
 def local_loss_by_value_and_grad(w: Tensor, x: Tensor, y: Tensor) -> Any:
     def loss(w: Tensor) -> Tensor:
         errors = (x @ fs.pvary(w, "data") - y).square()
-        return errors.mean()  # BUG: averaged below, for the log alone
+        return errors.mean()  # BUG: the mean below is for the log
 
     value, grad = fs.value_and_grad(loss)(w)
     return {"loss": fs.pmean(value, "data"), "grad": grad}
@@ -118,7 +118,7 @@ def step_by_local_gradient(p: Params, x: Tensor, y: Tensor) -> Params:
     grads = fs.grad(lambda p: error(p["w"], x, y))(fs.pvary(p, "data"))
     new = {}
     for k in p:
-        new[k] = p[k] - RATE * grads[k]  # BUG: each rank goes its own way
+        new[k] = p[k] - RATE * grads[k]  # BUG: the copies of p would diverge
     return new
 
 
@@ -147,7 +147,7 @@ def step_in_place_by_mean_of_gradients(w: Tensor, x: Tensor, y: Tensor) -> Tenso
 def gradient_averaged_again(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Compute the sum of local losses, and average gradients as with DDP, which expects local ones."""
     grad = fs.grad(lambda w: fs.psum(error(fs.pvary(w, "data"), x, y), "data"))(w)
-    return w - RATE * fs.pmean(grad, "data")  # BUG: it is a sum already, and stays one
+    return w - RATE * fs.pmean(grad, "data")  # BUG: a sum over ranks already, of their means
 
 
 def gradient_of_the_mean(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def gradients_summed_over_the_right_axis(p: Params, x: Tensor) -> Params:
 
 def gradient_divided_by_ranks_again(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     grad = fs.grad(lambda w: fs.pmean(error(fs.pvary(w, "data"), x, y), "data"))(w)
-    return grad / fs.axis_size("data")  # a habit: pmean has divided
+    return grad / fs.axis_size("data")  # pmean has divided already
 
 
 def gradient_not_divided_again(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def accumulated_with_a_final_mean(p: Params, x: Tensor, y: Tensor) -> Params:
 
 def weight_gathered_as_one_value(w: Tensor, x: Tensor, y: Tensor) -> Tensor:  # w [D@data], x [B@data, D]
     def loss(w: Tensor) -> Tensor:
-        whole = fs.all_gather(w, "data", to="invariant")  # its transpose is a slice: nobody sums over examples
+        whole = fs.all_gather(w, "data", to="invariant")  # its transpose is a slice, without a sum over examples
         prediction = x @ whole  # BUG
         return fs.pmean((prediction - y).square().mean(), "data")
 

@@ -129,7 +129,7 @@ def trust_ratio_of_the_matrix(w: Tensor, g: Tensor) -> Tensor:
 
 def sam_perturbed_by_local_gradients(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     g = local_grad(w, x, y)
-    there = fs.pvary(w, "data") + g / g.norm()  # each rank looks in its own direction
+    there = fs.pvary(w, "data") + g / g.norm()  # another direction on each rank
     return w - RATE * fs.pmean(fs.grad(error)(there, x, y), "data")
 
 
@@ -247,7 +247,7 @@ def noise_added_once(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def step_count_summed(w: Tensor, count: Tensor, x: Tensor, y: Tensor) -> Any:
-    count = fs.psum(count + 1, "data")  # BUG: "all-reduce the state"
+    count = fs.psum(count + 1, "data")  # BUG: each rank has the same count
     return w - RATE / count.sqrt() * mean_grad(w, x, y), count
 
 

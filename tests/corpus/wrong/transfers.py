@@ -79,7 +79,7 @@ def sum_divided_by_its_axis(x: Tensor) -> Tensor:
 
 def error_silenced_by_pvary(x: Tensor) -> Tensor:  # x [B@data]
     total = fs.psum(x.sum(), "data")
-    return fs.psum(fs.pvary(total, "data"), "data")  # the types refused psum(total), so it was made to vary
+    return fs.psum(fs.pvary(total, "data"), "data")  # pvary silences the error of psum(total)
 
 
 def sum_of_all(x: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def halo(x: Tensor) -> Tensor:
 
 def halo_that_wraps(x: Tensor) -> Tensor:
     n = fs.axis_size("seq")
-    left = fs.ppermute(x[-1:], "seq", [(i, (i + 1) % n) for i in range(n)])  # a border was meant, not a circle
+    left = fs.ppermute(x[-1:], "seq", [(i, (i + 1) % n) for i in range(n)])  # the ends were to have no neighbour
     right = fs.ppermute(x[:1], "seq", [((i + 1) % n, i) for i in range(n)])
     return _smoothed(x, left, right)
 
@@ -359,6 +359,6 @@ PROGRAMS = [
     WrongProgram(halo_that_wraps_between_ranks, halo, SEQ2, (P("seq"),), P("seq"), (LINE,), "verify", "seq"),
     WrongProgram(
         halo_that_wraps, halo, SEQ2, (P("seq"),), P("seq"), (LINE,), None, "seq",
-        out_of_reach="with one rank the same lines make the same circle: no mesh shows the border that was meant",
+        out_of_reach="one rank sends its ends to itself, and so the wrapped result is the same on every mesh",
     ),
 ]  # fmt: skip
