@@ -132,6 +132,10 @@ def _no_backward(*_: Any, **__: Any) -> None:
     raise Missing("a call of backward or torch.autograd.grad: JAX differentiates functions")
 
 
+def _no_function(cls: type, *_: Any) -> None:
+    raise Missing(f"an autograd Function of the program, {cls.__name__}: JAX has custom_vjp")
+
+
 class Jax:
     """JAX's collectives under the names of fshard's."""
 
@@ -277,6 +281,7 @@ def run(call: Call) -> list[Any]:
             with contextlib.ExitStack() as stack:
                 for owner, name in ((Tensor, "backward"), (Tensor, "requires_grad_"), (torch.autograd, "grad")):
                     stack.enter_context(mock.patch.object(owner, name, _no_backward))
+                stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_no_function)))
                 out = call.run(Jax(), leaves)
             others[:] = [None if t else x for x, t in zip(out, out_tensors, strict=True)]
             return [to_jax(x) for x, t in zip(out, out_tensors, strict=True) if t]
