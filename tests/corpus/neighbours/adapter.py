@@ -10,7 +10,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +24,10 @@ from fshard.grad import is_differentiated
 from fshard.random import draws
 from fshard.schedule.remat import remat
 from fshard.shard_map import ShardMapped
-from fshard.spec import P, box_shape, full_box, names_of
+from fshard.spec import P, full_box, names_of
 
 
-class Missing(Exception):
+class MissingError(Exception):
     """The other system has no counterpart of something that a program uses."""
 
 
@@ -104,7 +103,7 @@ class Call:
         with bind(Region(Comm(self.sizes), 0, torch.device("cpu"))), replaced(system):  # type: ignore[arg-type]
             out = tree.leaves(self.f(*tree.unflatten(self.treedef, local)))
         if len(out) != len(self.expected):
-            raise Missing(f"{len(out)} results, of which {len(self.expected)} were expected")
+            raise MissingError(f"{len(out)} results, of which {len(self.expected)} were expected")
         return out
 
 
@@ -133,13 +132,13 @@ def replaced(system: System) -> Iterator[None]:
         names = names_of(axis)
         whole = n * fs.axis_size(names) if names else n
         if size not in (None, whole):
-            raise Missing("a dim that the axis does not divide")
+            raise MissingError("a dim that the axis does not divide")
         return (axis_index(names) * n if names else 0), whole
 
     def draw_local(verb: str, key: Tensor, shape: Any, spec: P, distribution: Any, device: Any) -> Tensor:
         for n, axes in zip(shape, spec.parts(len(shape)), strict=True):
             if n % fs.axis_size(axes):
-                raise Missing("a dim that the axis does not divide")
+                raise MissingError("a dim that the axis does not divide")
         box, device = full_box(shape), torch.device("cpu")
         return system.draw(lambda k: draws._draw(verb, k, shape, box, distribution, device), key, spec)
 

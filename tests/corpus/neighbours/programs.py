@@ -47,6 +47,7 @@ def collapsed(f: ShardMapped) -> Callable[..., Any]:
     return f.on(fs.make_mesh(kind="simulated", **dict.fromkeys(f.mesh.axes, 1)), check="never")
 
 
+@functools.cache
 def entries() -> list[Entry]:
     """Return all programs; the names are unique."""
     out = [*_bugs(), *_reported(), *_refused(), *_wrong(), *_correct()]

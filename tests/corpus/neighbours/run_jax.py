@@ -8,7 +8,6 @@ Needs an environment of its own: pip install torch==2.13.0 jax torchax optree nu
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import math
 import os
 import threading
@@ -33,8 +32,8 @@ from fshard import _ops, tree
 from fshard._ops import Map
 from fshard.grad import fill_tensors, split_tensors
 from fshard.spec import P
-from tests.corpus.neighbours.adapter import Call, Missing
-from tests.corpus.neighbours.verdicts import Refused, write
+from tests.corpus.neighbours.adapter import Call, MissingError
+from tests.corpus.neighbours.verdicts import RefusedError, write
 
 
 def _import_torchax() -> Any:
@@ -129,11 +128,11 @@ def to_torch(x: Any) -> Any:
 
 
 def _no_backward(*_: Any, **__: Any) -> None:
-    raise Missing("a call of backward or torch.autograd.grad: JAX differentiates functions")
+    raise MissingError("a call of backward or torch.autograd.grad: JAX differentiates functions")
 
 
 def _no_function(cls: type, *_: Any) -> None:
-    raise Missing(f"an autograd Function of the program, {cls.__name__}: JAX has custom_vjp")
+    raise MissingError(f"an autograd Function of the program, {cls.__name__}: JAX has custom_vjp")
 
 
 class Jax:
@@ -164,7 +163,7 @@ class Jax:
                 return lax.all_to_all(x, m.axes, split[0], concat[0], tiled=True)
             case _ops.Permute():
                 return lax.ppermute(x, m.axes, m.pairs)
-        raise Missing(f"{m.verb} has no counterpart")
+        raise MissingError(f"{m.verb} has no counterpart")
 
     def extremum(self, op: str, axes: tuple[str, ...], tied: bool, x: Tensor) -> Tensor:
         if tied:
@@ -246,7 +245,7 @@ def _index(axes: tuple[str, ...]) -> Any:
 
 def _even(size: int, n: int) -> None:
     if size % n:
-        raise Missing("a dim that the axis does not divide")
+        raise MissingError("a dim that the axis does not divide")
 
 
 def _spec(spec: P, ndim: int, live: dict[str, int]) -> PartitionSpec:
@@ -286,17 +285,18 @@ def run(call: Call) -> list[Any]:
             others[:] = [None if t else x for x, t in zip(out, out_tensors, strict=True)]
             return [to_jax(x) for x, t in zip(out, out_tensors, strict=True) if t]
 
-    out_specs = [_spec(s, x.ndim, live) for x, s in zip(call.expected, call.out_specs, strict=True) if isinstance(x, Tensor)]
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(_spec(s, x.ndim, live) for s, x in zip(specs, tensors, strict=True)),
-                           out_specs=out_specs, check_vma=True)  # fmt: skip
+    in_specs = tuple(_spec(s, x.ndim, live) for s, x in zip(specs, tensors, strict=True))
+    results = zip(call.expected, call.out_specs, strict=True)
+    out_specs = [_spec(s, x.ndim, live) for x, s in results if isinstance(x, Tensor)]
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
     arrays = [to_jax(x) for x in tensors]
     try:
         out = iter(jax.jit(mapped)(*arrays))
     except TRACED as e:
-        raise Missing("a Python number or branch of a traced value") from e
+        raise MissingError("a Python number or branch of a traced value") from e
     except (TypeError, ValueError, NotImplementedError) as e:
         if any(word in str(e) for word in TYPES):
-            raise Refused(str(e)) from e
+            raise RefusedError(str(e)) from e
         raise
     return [_to_torch_cpu(next(out)) if t else x for x, t in zip(others, out_tensors, strict=True)]
 
@@ -307,4 +307,4 @@ def _to_torch_cpu(x: Any) -> Tensor:
 
 
 if __name__ == "__main__":
-    write("jax", {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "torchax", "torch")}, run)
+    write("jax", ["jax", "jaxlib", "torchax", "torch"], run)

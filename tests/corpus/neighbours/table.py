@@ -69,9 +69,9 @@ def _names(rows: Sequence[Entry], verdicts: dict[str, dict[str, str]], wanted: A
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table in Markdown, zeros left blank."""
+    """Return a table in Markdown, zeros left blank but in the last row."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join("" if x in (0, "**0**") else str(x) for x in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join("" if x == 0 else str(x) for x in line) + " |" for line in lines)
 
 
 def filled(page: str) -> str:

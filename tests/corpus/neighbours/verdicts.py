@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.corpus.neighbours.adapter import Call, Missing
+from tests.corpus.neighbours.adapter import Call, MissingError
 from tests.corpus.neighbours.programs import Entry, copied, entries
 
 HERE = Path(__file__).parent
 SECONDS = 120  # for one program
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An error of the other system's types, as its text."""
 
 
-class Accepted(Exception):
-    """The other system accepts a program that could not be run for its numbers."""
-
-
-def verdict_of(entry: Entry, run: Callable[[Call], Sequence[Any]], show: bool = False) -> tuple[str, str]:
-    """Return (verdict, detail) of a program that `run` runs under another system.
+def verdict_of(entry: Entry, run: Callable[[Call], Sequence[Any] | None], show: bool = False) -> tuple[str, str]:
+    """Return (verdict, detail) of a program that `run` runs under another system; it returns None for no numbers.
 
     caught, false alarm: refused by the system's types. silent: accepted, with another answer than that of one device.
     right, passes: accepted, with that answer. n/a: not to be run under this system, with the reason.
@@ -36,16 +33,18 @@ def verdict_of(entry: Entry, run: Callable[[Call], Sequence[Any]], show: bool = 
     try:
         call = Call.of(entry.f, copied(entry.args), entry.expected())
         results = run(call)
-    except Refused as e:
+    except RefusedError as e:
         if show:
             traceback.print_exc()
         return ("caught" if entry.is_wrong else "false alarm"), _first_line(e)
-    except Accepted as e:
-        return ("silent" if entry.is_wrong else "passes"), _first_line(e)
-    except Missing as e:
+    except MissingError as e:
         if show:
             traceback.print_exc()
         return "n/a", _first_line(e)
+    if results is None:
+        return (
+            "silent" if entry.is_wrong else "passes"
+        ), "by its types alone: LocalTensorMode has no number of one rank"
     half = "precision" in entry.group
     differing = [i for i, (x, y) in enumerate(zip(results, call.expected, strict=True)) if not same(x, y, half)]
     if not differing:
@@ -73,8 +72,9 @@ def _first_line(e: Exception) -> str:
     return " ".join(str(e).split())[:120]
 
 
-def write(system: str, versions: Mapping[str, str], run: Callable[[Call], Sequence[Any]]) -> None:
+def write(system: str, packages: Sequence[str], run: Callable[[Call], Sequence[Any] | None]) -> None:
     """Write the verdicts on all programs that the file lacks; with arguments, print those on programs named so."""
+    versions = {p: importlib.metadata.version(p).partition("+")[0] for p in packages}
     wanted, path = sys.argv[1:], HERE / f"{system}.json"
     verdicts = json.loads(path.read_text())["verdicts"] if path.exists() and not wanted else {}
     programs = [e for e in entries() if e.name not in verdicts and (not wanted or any(w in e.name for w in wanted))]
@@ -97,4 +97,4 @@ def write(system: str, versions: Mapping[str, str], run: Callable[[Call], Sequen
 
 
 def _too_slow(*_: Any) -> None:
-    raise Missing(f"not done in {SECONDS} s")
+    raise MissingError(f"not done in {SECONDS} s")
