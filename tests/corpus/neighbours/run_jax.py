@@ -78,7 +78,7 @@ def to_jax(x: Any) -> Any:
 
 
 class _Grad(threading.local):
-    """Whether the program's line is under torch.no_grad; some functions of torch are, inside."""
+    """Grad mode of the program's own line: some functions of torch switch it off inside."""
 
     enabled = True
 

@@ -50,9 +50,12 @@ def tables() -> dict[str, str]:
         body = [row(group, members) for group, members in groups.items()]
         return markdown(head, [*body, [f"**{x}**" for x in row("all", rows)]])
 
+    kinds = {k: [e for e in wrong if e.ours == k] for k in OURS}
+    by_fshard = [[*cells[:2], *cells[2 + len(OURS) :]] for k, rows in kinds.items() if rows for cells in [row(k, rows)]]
+    theirs = [f"{s}: {k}" for s in SYSTEMS for k in WRONG]
     return {
-        "wrong": table(["mistake", "programs", *(f"fshard: {k}" for k in OURS),
-                        *(f"{s}: {k}" for s in SYSTEMS for k in WRONG)], wrong),
+        "by fshard": markdown(["caught by fshard's", "programs", *theirs], by_fshard),
+        "wrong": table(["mistake", "programs", *(f"fshard: {k}" for k in OURS), *theirs], wrong),
         "correct": table(["programs of", "programs", *(f"{s}: {k}" for s in SYSTEMS for k in CORRECT)], correct),
         "caught by others": _names(wrong, verdicts, lambda e, v: v == "caught" and e.ours != "types"),
         "false alarms": _names(correct, verdicts, lambda e, v: v == "false alarm"),
