@@ -36,7 +36,7 @@ def verdict_of(entry: Entry, run: Callable[[Call], Sequence[Any] | None], show: 
     except RefusedError as e:
         if show:
             traceback.print_exc()
-        return ("caught" if entry.is_wrong else "false alarm"), _first_line(e)
+        return ("caught" if entry.is_wrong else "false alarm"), _first_line(e)[:72]
     except MissingError as e:
         if show:
             traceback.print_exc()
