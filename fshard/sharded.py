@@ -198,10 +198,9 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     >>> materialize({"w": init.normal((64, 256), std=0.02)}, {"w": column("model")}, mesh, key=fs.key(0))
     {'w': f32[64, 256@model]}
 
-    Raises ShardingError listing every leaf that cannot be placed, and for processes with different keys.
+    Raises ShardingError listing every leaf that cannot be placed.
     """
     check_key("materialize", key)
-    _check_same_key(key, mesh)
     _check_names(tree_)
 
     def place(path: tree.Path, leaf: Any, spec: P) -> Sharded:
@@ -210,15 +209,6 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
         return _fill(leaf, spec, mesh, _key_of(leaf, path, key), dtype)
 
     return place_tree("materialize", tree_, specs, mesh, (Deferred, Tensor), place)
-
-
-def _check_same_key(key: Tensor, mesh: Mesh) -> None:
-    """Raise where processes have different keys, of which each would fill its parts."""
-    keys = mesh.gather_objects(key.tolist() if mesh.kind == "process" else None)
-    if other := next((rank for rank, k in enumerate(keys) if k != keys[0]), 0):
-        raise fail(f"materialize: the key differs between rank 0 and rank {other}",
-                   f"rank 0  {keys[0]}    rank {other}  {keys[other]}",
-                   fix="fs.key(n) of one n on every rank: a constant, or an argument of the script")  # fmt: skip
 
 
 def _check_names(tree_: Any) -> None:

@@ -132,7 +132,6 @@ SIZES_FIX = (
         ({}, ""),
         ({"data": 0}, "data=0"),
         ({"data": 2, "model": -2}, "data=2, model=-2"),
-        ({"data": True}, "data=True"),
         ({"a": -1, "b": -1}, "a=-1, b=-1"),
     ],
 )

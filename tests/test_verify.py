@@ -288,13 +288,13 @@ def test_meshes_of_other_sizes_keep_axes_that_they_leave_out(mesh):
     ("meshes", "text"),
     [
         ([], "verify: meshes=[]\n  not a list of sizes"),
-        ({"data": 1}, "verify: meshes={'data': 1}\n  not a list of sizes"),
+        ({"data": 1}, "verify: meshes must be a Sequence of Mapping of int or None, got {'data': 1}"),
         (
             [{"date": 1}],
             "verify: meshes[0]={'date': 1}: the mesh of the function has no axis 'date'\n  the axes are data=",
         ),
         ([{"data": 1}, {"data": 0}], "verify: meshes[1]={'data': 0}\n  not sizes of axes, integers of 1 or more"),
-        (["data"], "not sizes of axes, integers of 1 or more\n  the axes are data=2, model=4"),
+        (["data"], "verify: meshes must be a Sequence of Mapping of int or None, got ['data']"),
         ([{"data": 2}], "verify: meshes[0]={'data': 2}: is the mesh of the function itself"),
     ],
 )

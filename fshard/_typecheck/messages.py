@@ -335,19 +335,21 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         return copies_differ(checker, update, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
     args: list[str] = []
     other_axes = [a for a in m.axes if a not in axes]
+    called = scene.expression.called() if scene.expression else None
 
     def narrowed(sources: list[str]) -> str:
         args.extend(sources)
         return scene.call(verb, sources[0], _quoted(other_axes)) if other_axes else sources[0]
 
-    line = scene.expression.without_call(narrowed) if scene.expression else None
-    if verb == "pslice":
+    line = scene.expression.without_call(narrowed) if scene.expression and called == verb else None
+    if called not in (None, verb):
+        drop = f"leave {_over(axes)} out of the axes of {called}"
+    elif verb == "pslice":
         drop = "leave the pslice out, if this is the rank's part already"
     elif not line or verb == "ppermute" or len(args) > 2:  # the call has more effects than its collective
         drop = f"leave the {verb} over {_over(axes)} out"
     else:
         drop = "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line
-    called = scene.expression.called() if scene.expression else None
     meant = sorted(x.info.type.varying if m.takes == "V" else x.info.type.invariant)
     choices = []
     if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb:
