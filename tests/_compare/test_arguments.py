@@ -81,7 +81,6 @@ OTHER: dict[str, list[Any]] = {
     "array": [np.ones(3), np.zeros(3)],
     "array's dtype": [np.ones(3), np.ones(3, np.float32)],
     "numpy number": [np.float32(1), np.float32(2)],
-    "key": [fs.key(0), fs.key(1)],
     "None": [{"x": ones}, {"x": None}],
     "placement": [fs.device_put(torch.ones(4), spec, TWO) for spec in (P(), P("a"))],
     "placed and plain": [fs.device_put(torch.ones(4), P(), TWO), torch.ones(4)],

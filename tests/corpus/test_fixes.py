@@ -91,7 +91,7 @@ def end(module: Any, source: str, build: Callable[[Any], Call], steps: int = 3) 
 ADVICE = {  # messages with one fix that is right, and that is no line of code
     "bug 11-optimizer-tensor": "fix: use the same number on every rank of 'data'",
     "refused torch_generator": "fix: use fs.random.* or fs.nn.dropout, with a key",
-    "wrong cross_entropy_over_the_wrong_axis": "fix: leave 'data' out of the axes of cross_entropy",
+    "wrong cross_entropy_over_the_wrong_axis": "fix: leave 'model' out of the axes of cross_entropy",
     "wrong unshard_by_specs_of_whole_leaves": "fix: pass unshard the spec of p['w'], which names 'data'",
     "wrong first_state_without_pvary": 'fix: state = fs.pvary(state, "data") before the loop, and state alone in it',
     "wrong function_of_the_user": 'fix: pass fs.pvary(w, "data") to the function that this line is in',
