@@ -176,12 +176,12 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- operations ---
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._paused or func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
         run = _run_without_dynamo() if "torch._dynamo" in sys.modules else Checker._run
         return run(self, func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._paused or func.namespace == "prim":
-            return func(*args, **kwargs)
         with without_torch_function():
             if func.namespace == "higher_order":
                 return self._run_higher_order(func, args, kwargs)
@@ -241,6 +241,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if op.constant:
             return Type(), NO_HISTORY
         types = [o.info.type for o in operands]
+        if op.completed_by is None and operands:  # the usual case, made fast
+            _, first = operands[0]
+            if all(o.info.type == first.type and o.info.history is first.history for o in operands):
+                return join(types), first.history
         mixtures = {m.axis: m for o in reversed(operands) for m in o.info.history.mixtures}
         for axis in sorted(NONE.union(*(t.varying for t in types))):
             invariant = [o for o in operands if axis in o.info.type.invariant]
@@ -262,17 +266,20 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Partial, ...]:
         """Return the last two reductions of a dim on the way to the result of an operation, the last one first."""
-        histories = {o.info.history.partials for o in operands} - {()}
-        partials = dict.fromkeys(
-            histories.pop() if len(histories) == 1 else ()
-        )  # of a sum of several, none is the last
+        known: tuple[Partial, ...] = ()
+        for o in operands:
+            partials = o.info.history.partials
+            if partials and known and partials is not known:
+                known = ()  # of a sum of several, none is the last
+                break
+            known = partials or known
         if op.completed_by:
             dim, ndim = op.reduced_dim(args, kwargs), operands[0].tensor.ndim
             to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
             reduced = operands[-2:] if op.name == "matmul" else operands[:1]  # before them, a matrix to add
             axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
-            partials = {Partial(op.name, op.completed_by, _callsite.site(), axes, dim, to_scalar): None, **partials}
-        return tuple(partials)[:2]
+            return Partial(op.name, op.completed_by, _callsite.site(), axes, dim, to_scalar), *known[:1]
+        return known
 
     def _mix(
         self, op: Operation, axis: str, invariant: Sequence[Operand], varying: Sequence[Operand],

@@ -19,6 +19,8 @@ from fshard._torch_compat import in_transform, level_of, transform_level, unwrap
 
 from .types import Operand
 
+_GRAD, _BACKWARD = torch.autograd.grad, Tensor.backward
+
 CheckLoss = Callable[[Sequence[Tensor], Sequence[Tensor] | None], None]  # of the inputs; None: of all leaves
 CheckGradients = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]], None]
 
@@ -39,13 +41,13 @@ class Differentiated(TorchFunctionMode):
         self._inside: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            return self._grad(*args, **kwargs)
-        if func is Tensor.backward:
-            return self._backward(*args, **kwargs)
+        if func is _GRAD:
+            return self._grad(*args, **(kwargs or {}))
+        if func is _BACKWARD:
+            return self._backward(*args, **(kwargs or {}))
         if not in_transform():
-            return func(*args, **kwargs)
+            return func(*args) if kwargs is None else func(*args, **kwargs)
+        kwargs = kwargs or {}
         tensors = _tensors((args, kwargs)) if torch.is_grad_enabled() else ()
         before, self._inside = self._inside, {id(y): y for y in map(unwrapped, filter(self, tensors))}
         try:

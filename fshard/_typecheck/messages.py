@@ -16,7 +16,7 @@ from fshard._torch_compat import unwrapped
 from fshard.errors import ShardingError, fail
 from fshard.spec import P
 
-from .suggestion import executing, qualified_name, rewritten, with_first_operand
+from .suggestion import called_at, executing, qualified_name, rewritten, with_first_operand
 from .types import History, Mixture, MixtureText, Operand, Partial, Reduction, TensorInfo, show_type
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _WHOLE = {
     "pmax": "the result is the largest value of all ranks",
     "pmin": "the result is the smallest value of all ranks",
 }
+_REDUCES = ("linear", "einsum", "cross_entropy", "nll_loss")  # functions that end in the operation that reduces
 _EQUAL = "the value is the same on each of the {n} ranks already: "
 _WRONG_COLLECTIVE = {
     "psum": _EQUAL + "the sum would count it {n} times",
@@ -497,11 +498,16 @@ def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
 def _fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:
     """Return the fixes of operations that reduced a dim on the way to a value, if the axes may split it."""
     partials = [p for p in x.history.partials if p.axes & set(axes)]
-    return [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
+    fixes = [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
+    return list(dict.fromkeys(fixes))
 
 
 def _fix_of_reduction(p: Partial, axes: Sequence[str], site: _callsite.Site | None) -> Fix:
     """Return the fix of an operation that reduced a dim of which each rank has a part."""
+    called = called_at(p.site)
+    name = called.rpartition(".")[2] if called else p.op
+    if not (name in p.op or p.op in name or name in _REDUCES):  # a function that also does other things
+        return Fix(f"pass {called} the axes, or the specs, that split its arguments", _WHOLE.get(p.verb, ""), site)
     if p.verb != "all_gather":
         return Fix(_call_at(p.site, p.verb, axes), _WHOLE[p.verb], site)
     name = qualified_name(_callsite.user_frame(), "all_gather")

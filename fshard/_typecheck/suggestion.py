@@ -191,6 +191,18 @@ def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None
     return (text[1:start] + rebuild(text[start:end].decode()).encode() + text[end:-1]).decode()
 
 
+def called_at(site: Site | None) -> str | None:
+    """Return the function that the expression at a place calls, as its source has it; `None` if it is no call."""
+    names: list[str] = []
+
+    def note(source: str) -> None:
+        if func := getattr(_parse_expression(source), "func", None):
+            names.append(ast.unparse(func))
+
+    rewritten(site, note)
+    return names[0] if names else None
+
+
 def _parse_expression(source: str) -> Any:
     with _parsing:
         return ast.parse(f"({source})", mode="eval").body

@@ -37,6 +37,8 @@ class TypeTable:
         """Return the facts of a tensor; of one that no operation made (an nn.Parameter), those of its storage."""
         x = unwrapped(x)
         info: TensorInfo | None = self._by_tensor.get(x)
+        if info is not None and not self._writes:
+            return info
         if _has_no_single_storage(x):
             return info or FREE
         key = storage_id(x)

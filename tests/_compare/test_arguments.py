@@ -174,6 +174,7 @@ def on_ranks() -> dict[str, str]:
     note("same again", known, x)
     note("captured number", step(lambda w, x: fs.grad(lambda w: fs.pmean((x * fs.pvary(w, "data")).mean(), "data"))(w)
                                  * (1 + rank), spec=(P(), P("data"))), torch.ones(1), x)  # fmt: skip
+    note("replicas", step(lambda x: fs.psum(x.sum(), "data") + torch.from_numpy(np.array([rank], np.float32))), x)
     for kind in ("eager", "compiled"):  # what is compiled does not matter here: only when a call is checked
         enter, total_of = lambda w: fs.pvary(w, "data"), torch.sum
 
@@ -205,6 +206,7 @@ def test_every_process_names_the_argument_that_differs(ranks: Pool) -> None:
     assert first["one rank's argument does not fit"].startswith("total: x differs between rank 0 and rank 1\n")
     assert first["verified"].startswith(f"total: {of_x}")
     assert "a number that differs between its ranks" in first["captured number"]
+    assert first["replicas"].startswith("<lambda>: result differs between ranks of 'data'")
     assert first["another function"] == (
         "the ranks call different functions\n"
         "  rank 0  <lambda>\n  rank 1  total\n  rank 2  total\n  rank 3  total\n"

@@ -92,13 +92,19 @@ ADVICE = {  # messages with one fix that is right, and that is no line of code
     "bug 11-optimizer-tensor": "fix: use the same number on every rank of 'data'",
     "refused torch_generator": "fix: use fs.random.* or fs.nn.dropout, with a key",
     "wrong cross_entropy_over_the_wrong_axis": "fix: leave 'model' out of the axes of cross_entropy",
+    "wrong norm_by_specs_of_whole_leaves": "pass fs.optim.global_norm the axes, or the specs, that split its arguments",
     "wrong unshard_by_specs_of_whole_leaves": "fix: pass unshard the spec of p['w'], which names 'data'",
     "wrong first_state_without_pvary": 'fix: state = fs.pvary(state, "data") before the loop, and state alone in it',
     "wrong function_of_the_user": 'fix: pass fs.pvary(w, "data") to the function that this line is in',
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Plain pytest follows the fixes of one small program for each text of an error; the slow tests follow all.
+TESTED = [name if name.startswith(("refused", "reported")) else pytest.param(name, marks=pytest.mark.slow)
+          for name in PROGRAMS]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TESTED)
 def test_fixes_lead_to_a_correct_program(name):
     module, build = PROGRAMS[name]
     found = end(module, "", build)

@@ -20,10 +20,15 @@ PROGRAMS: list[Program] = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_correct_program(program: Program):
-    f = program.mapped()
-    result = fs.device_get(f(*program.args))
+def test_correct_program_passes_the_types_and_equals_one_device(program: Program):
+    result = fs.device_get(program.mapped()(*program.args))
     torch.testing.assert_close(result, program.dense(*program.args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_correct_program_passes_check_and_verify(program: Program):
+    f = program.mapped()
     if program.static:
         fs.check(f, *program.args)
     else:
