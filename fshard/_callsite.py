@@ -6,6 +6,7 @@ Source is read only when it is shown; the text is empty if it is not found.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import os
@@ -21,7 +22,8 @@ import torch
 
 PACKAGE = __name__.partition(".")[0]
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-EXAMPLES = tuple(os.path.join(HERE, name, "") for name in ("models", "recipes"))  # files to copy: a user's code
+MODELS = os.path.join(HERE, "models", "")
+EXAMPLES = (MODELS, os.path.join(HERE, "recipes", ""))  # files to copy: a user's code
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 STANDARD_LIBRARY = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
 INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/](\w+)")
@@ -42,6 +44,14 @@ def user_frame(start: FrameType | None = None) -> FrameType | None:
     return frame
 
 
+def caller_of_models(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that called into fshard.models, if `frame` is one of theirs: a mistake is in its arguments."""
+    caller = frame
+    while caller is not None and caller.f_code.co_filename.startswith(MODELS):
+        caller = user_frame(caller.f_back)
+    return caller or frame
+
+
 class _IsUsersFile(dict[str, bool]):
     """Cache, by file name, of whether a file is the user's code: a dict, since a search of the stack must be fast."""
 
@@ -55,6 +65,12 @@ class _IsUsersFile(dict[str, bool]):
 
 
 _is_users_file = _IsUsersFile()
+
+
+@functools.cache
+def is_own_file(file: str) -> bool:
+    """Return whether a file is the user's own: not of torch, fshard, the standard library or an installed package."""
+    return not (file.startswith((HERE, TORCH, *STANDARD_LIBRARY, *GENERATED)) or INSTALLED.search(file))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -18,6 +18,7 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
+    maybe_get_level,
     peek_interpreter_stack,
 )
 from torch._functorch import eager_transforms
@@ -46,6 +47,20 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+unwrapped_once = get_unwrapped
+
+
+def level_of(x: Tensor) -> int:
+    """Return the level of the transform of torch.func that wrapped a tensor; 0 for a plain one, -2 after its end."""
+    return maybe_get_level(x) if is_functorch_wrapped_tensor(x) else 0
+
+
+def transform_level() -> int:
+    """Return the number of transforms of torch.func that are running on this thread, one inside the other."""
+    innermost = peek_interpreter_stack()
+    return 0 if innermost is None else innermost.level()
+
+
 def in_transform() -> bool:
     """Return whether a transform of torch.func is running on this thread."""
     return peek_interpreter_stack() is not None
@@ -60,12 +75,26 @@ def set_jvp_nesting(depth: int) -> int:
     return before
 
 
+def replace_reparametrize_module(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the context manager with which torch.func.functional_call swaps parameters; return the former one.
+
+    It writes to the module, which ranks that are threads share, and no mode or hook sees that.
+    """
+    stateless = torch.nn.utils.stateless
+    former: Callable[..., Any] = stateless._reparametrize_module
+    stateless._reparametrize_module = f
+    return former
+
+
 def in_backward() -> bool:
     """Return whether a backward pass of autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
+
+# A dispatch mode that reads a size of a tensor would call the modes above torch.func, if these were not off.
+without_torch_function = torch._C.DisableTorchFunction
 
 # The functions of torch.distributed write to their arguments; torch.compile traces these, which return new tensors.
 functional_collectives = torch.ops._c10d_functional
@@ -129,6 +158,7 @@ def timeout_of(backend: Any) -> Any:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "foreach_copy_",
     "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_view", "is_wrapped",
-    "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "unwrapped", "version_of",
-    "without_functorch", "without_modes",
+    "level_of", "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id",
+    "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of", "without_functorch", "without_modes",
+    "without_torch_function",
 ]  # fmt: skip

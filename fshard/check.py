@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._comm import Transfer
-from .errors import fail
+from .errors import checked
 from .shard_map import ShardMapped, dry_run
 from .show.table import size
 from .spec import format_axes
@@ -39,6 +39,7 @@ class Checked:
         return "\n".join(lines)
 
 
+@checked
 def check(f: ShardMapped, *args: Any) -> Checked:
     """Check over which axes every tensor of `f` varies, forward and backward, without data or devices.
 
@@ -55,7 +56,5 @@ def check(f: ShardMapped, *args: Any) -> Checked:
     Raises ShardingError at the line that breaks a rule, as `shard_map(check=...)` does, and for a program that needs
     the value of a tensor.
     """
-    if not isinstance(f, ShardMapped):
-        raise fail(f"check: {f!r} is a {type(f).__name__}", fix="check what fs.shard_map returns")
     result, mesh = dry_run(f, args)
     return Checked(dict(mesh.axes), result, tuple(mesh.transfers))

@@ -4,13 +4,16 @@ Each takes a tensor or a tree (one transfer per dtype for a tree) and a mesh axi
 `None`, which does nothing. Shapes are local. Types, per axis: a value *varies* (V) over an axis or is *invariant*
 (I): the same on each of its ranks, one logical computation. Legend: [n@axis] is a dim split over the axis.
 
+A Python number must be the same on every rank. `psum`, `pmean`, `pmax`, `pmin` and `pvary` of one are numbers, without
+a transfer (so `psum(1, axis)` counts the ranks); the others take no numbers.
+
 Each but `pmax` and `pmin` (`_ops.minmax`) is a linear map of `_ops.linear_maps`, whose transpose is its backward pass,
 applied to the leaves of a tree. To add one: write the map and its transpose there, and the function here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -34,9 +37,10 @@ from ._ops import (
     minmax,
     split_layout,
 )
-from .errors import fail
+from .errors import ShardingError, checked, fail, must_be, raise_all
 
 
+@checked
 def psum(x: Any, axis: Axis) -> Any:
     """Sum over the ranks of a mesh axis, giving every rank the total.
 
@@ -44,10 +48,14 @@ def psum(x: Any, axis: Axis) -> Any:
 
     >>> psum(torch.ones(3) * axis_index("model"), "model")      # model=4
     tensor([6., 6., 6.])
+    >>> psum(1, ("data", "model"))                              # data=2: the number of ranks
+    8
     """
-    return _on_leaves("psum", x, axis, lambda comm, axes, xs: apply_map(Sum(comm, axes), xs))
+    return _on_leaves("psum", x, axis, lambda comm, axes, xs: apply_map(Sum(comm, axes), xs),
+                      of_number=lambda number, n: number * n)  # fmt: skip
 
 
+@checked
 def pmean(x: Any, axis: Axis) -> Any:
     """Average over the ranks of a mesh axis.
 
@@ -59,20 +67,23 @@ def pmean(x: Any, axis: Axis) -> Any:
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not differentiable_dtype(xs[0]):
             dtype = str(xs[0].dtype).removeprefix("torch.")
-            raise fail(f"pmean: the mean of {dtype} is not {dtype}", fix="cast to a floating dtype first")
+            raise fail(f"pmean: x is {dtype}, and its mean is not", fix="cast to a floating dtype first")
         return apply_map(Sum(comm, axes, size_of(axes, comm.sizes)), xs)
 
-    return _on_leaves("pmean", x, axis, mean)
+    return _on_leaves("pmean", x, axis, mean, of_number=lambda number, n: number / 1)
 
 
+@checked
 def pvary(x: Any, axis: Axis) -> Any:
     """Let each rank use an invariant value in its own way: its gradients are summed over the axis.
 
     [B, D]{I} -> [B, D]{V}     transpose: psum     cost: none forward, 2(n-1)/n bytes backward
     """
-    return _on_leaves("pvary", x, axis, lambda comm, axes, xs: apply_map(Vary(comm, axes), xs))
+    return _on_leaves("pvary", x, axis, lambda comm, axes, xs: apply_map(Vary(comm, axes), xs),
+                      of_number=lambda number, n: number)  # fmt: skip
 
 
+@checked
 def pmax(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
     """Return the elementwise maximum over the ranks of a mesh axis.
 
@@ -83,11 +94,13 @@ def pmax(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
     return _minmax("max", x, axis, grad)
 
 
+@checked
 def pmin(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
     """Return the elementwise minimum over the ranks of a mesh axis; see `pmax`."""
     return _minmax("min", x, axis, grad)
 
 
+@checked
 def all_gather(
     x: Any, axis: Axis, dim: int = 0, *, size: int | None = None, to: Literal["varying", "invariant"] = "varying"
 ) -> Any:
@@ -100,17 +113,16 @@ def all_gather(
     arguments that the axis does not divide, the ranks first exchange their sizes). Use "invariant" if the result is
     one logical value, "varying" if each rank uses it in its own way.
     """
-    if to not in ("varying", "invariant"):
-        raise fail(f"all_gather: to={to!r}", fix="to='varying' or to='invariant'")
 
     def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         dims = [dim_of("all_gather", t, dim) for t in xs]
         layout = gather_layout("all_gather", axes, xs, dims, [size] * len(xs))
         return apply_map((GatherInvariant if to == "invariant" else Gather)(comm, axes, layout), xs)
 
-    return _on_leaves("all_gather", x, axis, gather)
+    return _on_leaves("all_gather", x, axis, gather, dim=dim)
 
 
+@checked
 def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
     """Sum over the ranks, each keeping its own part of a dim.
 
@@ -120,9 +132,10 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
     def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         return apply_map(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim)), xs)
 
-    return _on_leaves("psum_scatter", x, axis, scatter)
+    return _on_leaves("psum_scatter", x, axis, scatter, dim=dim)
 
 
+@checked
 def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
     """Keep this rank's part of a dim of an invariant value.
 
@@ -132,9 +145,10 @@ def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
     def keep(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         return apply_map(Slice(comm, axes, split_layout("pslice", axes, xs, dim)), xs)
 
-    return _on_leaves("pslice", x, axis, keep)
+    return _on_leaves("pslice", x, axis, keep, dim=dim)
 
 
+@checked
 def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None = None) -> Any:
     """Split one dim over the ranks and gather another: move the sharding from dim to dim.
 
@@ -151,9 +165,10 @@ def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None 
         layout = gather_layout("all_to_all", axes, xs, gathered, [size] * len(xs))
         return apply_map(AllToAll(comm, axes, split_layout("all_to_all", axes, xs, split), layout), xs)
 
-    return _on_leaves("all_to_all", x, axis, exchange)
+    return _on_leaves("all_to_all", x, axis, exchange, split=split, concat=concat)
 
 
+@checked
 def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     """Send along (source, target) pairs of axis positions; a rank that receives nothing has zeros.
 
@@ -170,10 +185,11 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
                        f"positions are 0 to {n - 1}", fix="name every source and every target once")  # fmt: skip
     pairs = tuple((int(source), int(target)) for source, target in perm)
     if names and n == 1 and not pairs:
-        return tree.map(torch.zeros_like, x)
+        x = tree.map(lambda t: torch.zeros_like(t) if isinstance(t, Tensor) else t, x)
     return _on_leaves("ppermute", x, axis, lambda comm, axes, xs: apply_map(Permute(comm, axes, pairs), xs))
 
 
+@checked
 def axis_index(axis: str | tuple[str, ...]) -> Tensor:
     """Return this rank's position along an axis, or over a tuple of axes flattened: a 0-d int64 tensor, {V}."""
     current = region("axis_index")
@@ -184,9 +200,10 @@ def axis_index(axis: str | tuple[str, ...]) -> Tensor:
     return out
 
 
+@checked
 def axis_size(axis: Axis) -> int:
     """Return the number of ranks along an axis, or a tuple of axes; 1 for `None`."""
-    if not axis:
+    if axis is None:
         return 1
     current = region("axis_size")
     return size_of(known_axes("axis_size", current, axis), current.sizes)
@@ -196,25 +213,48 @@ def axis_size(axis: Axis) -> int:
 
 
 def _on_leaves(
-    verb: str, x: Any, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]]
-) -> Any:
-    """Apply `f` to the leaves of each dtype together, over the axes of more than one rank; without any, return `x`."""
-    if not axis:
+    verb: str, x: Any, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]], *,
+    of_number: Callable[[Any, int], Any] | None = None, **dims: int,
+) -> Any:  # fmt: skip
+    """Apply `f` to the tensors of each dtype together, over the axes of more than one rank; without any, return `x`.
+
+    `of_number(number, ranks)` is applied to the leaves that are Python numbers. Every tensor must have all of `dims`.
+    """
+    if axis is None or axis == ():
         return x
     current = region(verb)
-    axes = live_axes(current.comm, known_axes(verb, current, axis))
-    if not axes:
-        return x
-    leaves, treedef = tree.flatten(x)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            shown = repr(leaf) if isinstance(leaf, (int, float, complex, str)) else "a leaf"
-            raise fail(f"{verb}: {shown} is a {type(leaf).__name__}, not a tensor", fix="torch.as_tensor(x)")
-    out: list[Any] = [None] * len(leaves)
-    for group in by_dtype(leaves):
-        for i, y in zip(group, f(current.comm, axes, [leaves[i] for i in group]), strict=True):
-            out[i] = y
-    return tree.unflatten(treedef, out)
+    names = known_axes(verb, current, axis)
+    axes = live_axes(current.comm, names)
+    out, treedef = tree.flatten(x)
+    tensors = [i for i, leaf in enumerate(out) if isinstance(leaf, Tensor)]
+    numbers = [i for i, leaf in enumerate(out) if of_number is not None and isinstance(leaf, (int, float, complex))]
+    if len(tensors) + len(numbers) < len(out) or any(not -out[i].ndim <= d < out[i].ndim
+                                                     for i in tensors for d in dims.values()):  # fmt: skip
+        raise_all(_leaf_errors(verb, x, of_number is not None, dims))
+    for i in numbers:
+        assert of_number is not None
+        if current.checker is not None and verb != "pvary":
+            current.checker.record_number(verb, out[i], axes)
+        out[i] = of_number(out[i], size_of(names, current.sizes))
+    if axes:
+        for group in by_dtype([out[i] for i in tensors]):
+            which = [tensors[g] for g in group]
+            for i, y in zip(which, f(current.comm, axes, [out[i] for i in which]), strict=True):
+                out[i] = y
+    return tree.unflatten(treedef, out) if axes or numbers else x
+
+
+def _leaf_errors(verb: str, x: Any, takes_numbers: bool, dims: Mapping[str, int]) -> list[ShardingError]:
+    """Return the errors of leaves that a collective does not take, and of tensors that lack one of `dims`."""
+    errors = []
+    for path, leaf in tree.leaves_with_path(x):
+        label = f"{verb}: {tree.show('x', path)}"
+        if isinstance(leaf, Tensor):
+            errors += [fail(f"{label}: a {leaf.ndim}-d tensor has no {name} {d}", shape=list(leaf.shape))
+                       for name, d in dims.items() if not -leaf.ndim <= d < leaf.ndim]  # fmt: skip
+        elif not (takes_numbers and isinstance(leaf, (int, float, complex))):
+            errors.append(must_be(label, "a Tensor or a number" if takes_numbers else "a Tensor", leaf))
+    return errors
 
 
 def by_dtype(leaves: Sequence[Tensor]) -> list[list[int]]:
@@ -226,6 +266,9 @@ def by_dtype(leaves: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _minmax(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) -> Any:
-    if grad not in (None, "tied"):
-        raise fail(f"p{op}: grad={grad!r}", fix="grad='tied' or grad=None")
-    return _on_leaves(f"p{op}", x, axis, lambda comm, axes, xs: minmax(comm, axes, op, grad == "tied", xs))
+    def extremum(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if xs[0].is_complex():
+            raise fail(f"p{op}: x is complex, and complex numbers have no order", fix="x.abs()")
+        return minmax(comm, axes, op, grad == "tied", xs)
+
+    return _on_leaves(f"p{op}", x, axis, extremum, of_number=lambda number, n: number)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import tree
 from ._comm import memory_device
-from .errors import ShardingError, fail, raise_all
+from .errors import ShardingError, checked, fail, raise_all
 from .mesh import Mesh
 from .random import check_key, fold_in
 from .sharded import Sharded, from_callback
@@ -36,6 +36,7 @@ _LARGEST = 1 << 62
 _SPLIT_ROWS = P("data")
 
 
+@checked
 def permute(key: Tensor, positions: Integers, *, size: int) -> Tensor:
     """Map `positions` by a random permutation of range(size): int64 [*S] -> int64 [*S].
 
@@ -94,6 +95,7 @@ def _round_keys(first: int, second: int) -> tuple[Words, ...]:
     return tuple(np.array([a | b << 32], dtype=np.uint64) for a, b in words)
 
 
+@checked
 def steps_per_epoch(size: int, batch: int, *, drop_last: bool = True) -> int:
     """Return the number of batches in one pass over `size` examples; without `drop_last` the last may be smaller.
 
@@ -110,6 +112,7 @@ def steps_per_epoch(size: int, batch: int, *, drop_last: bool = True) -> int:
     return size // batch if drop_last else -(-size // batch)
 
 
+@checked
 def indices(
     key: Tensor | None, *, step: int, size: int, batch: int, epoch: int | None = None, drop_last: bool = True
 ) -> Tensor:
@@ -142,6 +145,7 @@ def indices(
     return positions if key is None else permute(fold_in(key, epoch), positions, size=size)
 
 
+@checked
 def load(fetch: Callable[[Rows], Any], indices: Integers, *, mesh: Mesh, spec: Any = _SPLIT_ROWS) -> Any:
     """Load the batch of these examples onto `mesh`: every rank fetches only the rows of its part.
 
@@ -243,6 +247,7 @@ def _integers(name: str, x: Integers) -> Rows:
     return array.astype(np.int64)
 
 
+@checked
 def crop(text: Tensor | npt.NDArray[Any], starts: Integers, *, length: int) -> Tensor:
     """Slice windows out of a long 1-d array of tokens: starts [B] -> int64 [B, L].
 
@@ -255,6 +260,8 @@ def crop(text: Tensor | npt.NDArray[Any], starts: Integers, *, length: int) -> T
 
     Raises ShardingError for a window that reaches past either end.
     """
+    if length < 0:
+        raise fail(f"crop: length={length}", fix="0 or more")
     at = _integers("crop: starts", starts)
     if text.ndim != 1 or at.ndim != 1:
         raise fail(f"crop: text {list(text.shape)}, starts {list(at.shape)}", fix="both have one dim")

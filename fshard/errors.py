@@ -1,8 +1,24 @@
-"""The exception that users see, and the form of its message: what, where, the facts, the arithmetic, the fix."""
+"""The exception that users see, and the form of its message: what, where, the facts, the arithmetic, the fix.
+
+`checked` raises it for arguments of public functions that are of a wrong kind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections.abc
+import functools
+import inspect
+import itertools
+import numbers
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ShardingError(ValueError):
@@ -28,11 +44,28 @@ def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingErro
 
 
 def raise_all(errors: Sequence[ShardingError]) -> None:
-    """Raise every collected error as one, so that a user sees all failing leaves at once; nothing if there is none."""
+    """Raise every collected error as one, so that a user sees all failing leaves at once; nothing if there is none.
+
+    Errors that differ only in an index, as those of the blocks of a model do, are told once.
+    """
     if len(errors) == 1:
         raise errors[0]
-    if errors:
-        raise ShardingError(f"{len(errors)} problems\n" + "\n".join(str(e) for e in errors))
+    groups: dict[str, list[str]] = {}
+    for e in errors:
+        groups.setdefault(_INDEX.sub("*", str(e)), []).append(str(e))
+    texts = [_told_once(group) for group in groups.values()]
+    if texts:
+        raise ShardingError(texts[0] if len(texts) == 1 else f"{len(texts)} problems\n" + "\n".join(texts))
+
+
+_INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]])")  # of a block: `['blocks'][3]['up']`, `h.3.attn.weight`
+
+
+def _told_once(errors: Sequence[str]) -> str:
+    """Return the first of errors that differ in an index, and the words of the others' first lines that differ."""
+    first, *others = [e.partition("\n")[0].split() for e in errors]
+    names = [" ".join(a for a, b in zip(words, first, strict=False) if a != b).rstrip(":,") for words in others]
+    return errors[0] if not others else f"{errors[0]}\n  the same for {join_limited(names, 3)}"
 
 
 def join_limited(items: Sequence[str], limit: int, separator: str = ", ") -> str:
@@ -43,3 +76,159 @@ def join_limited(items: Sequence[str], limit: int, separator: str = ", ") -> str
     """
     rest = len(items) - limit
     return separator.join(items[:limit]) + (f"{separator.rstrip()} and {rest} more" if rest > 0 else "")
+
+
+_FIXES: dict[Any, str] = {  # by the kind and the type that was passed, by the name of the argument, by the kind
+    ("a Tensor", "Sharded"): "compute inside fs.shard_map, where it is a tensor; fs.device_get(x) is the full tensor",
+    ("a Tensor", "Deferred"): "fs.materialize it, and compute inside fs.shard_map",
+    "key": "fs.key(0)",
+    "a Tensor": "torch.as_tensor(x)",
+    "a Mesh": "fs.make_mesh(data=2, model=4)",
+    "a P": "fs.P('data'); fs.P() for a leaf that is not split",
+    "a ShardMapped": "pass what fs.shard_map returns",
+}
+
+
+def must_be(what: str, words: str, x: object, fix: str = "") -> ShardingError:
+    """Return the error of an argument or a leaf `x` that is not of the kind that `words` name.
+
+    >>> print(must_be("device_put: mesh", "a Mesh", "data"))
+    device_put: mesh must be a Mesh, got 'data'
+      fix: fs.make_mesh(data=2, model=4)
+    """
+    kind = words.removesuffix(" or None")
+    keys = [(kind, type(x).__name__), what.rpartition(" ")[2], kind]
+    return fail(f"{what} must be {words}, got {shown(x)}", fix=fix or next(filter(None, map(_FIXES.get, keys)), ""))
+
+
+def shown(x: object) -> str:
+    """Return the repr of an object if it is short, and else its type; of a function its name.
+
+    >>> shown("data"), shown(torch.zeros(3, 4)), shown(fail)
+    ("'data'", 'a Tensor', 'the function fail')
+    """
+    if isinstance(x, types.FunctionType):
+        return f"the function {x.__name__}"
+    text = repr(x)
+    return text if len(text) <= 40 and "\n" not in text and " at 0x" not in text else a_type(type(x))
+
+
+def a_type(kind: type) -> str:
+    """Return the name of a type with its article.
+
+    >>> a_type(int), a_type(str)
+    ('an int', 'a str')
+    """
+    name = kind.__name__
+    return f"a{'n' * (name[0].lower() in 'aeio')} {name}"
+
+
+# --- arguments of public functions ----------------------------------------------------------------------------
+
+
+def checked(f: F) -> F:
+    """Check the arguments of each call by their annotations: a decorator of public functions, methods and classes.
+
+    An annotation states a kind (int, Tensor, a tuple of str, one of some literals) and no range: values are checked by
+    the function itself. `Any` accepts everything. A compiled program checks nothing. Cost: a few microseconds a call.
+
+    >>> try:
+    ...     psum(torch.ones(3), P("data"))
+    ... except fs.ShardingError as e:
+    ...     print(e)
+    psum: axis must be a str, a tuple of str or None, got P('data')
+    """
+    if isinstance(f, type):
+        f.__init__ = _checked(vars(f)["__init__"], f.__name__)  # type: ignore[misc]
+        return f
+    return _checked(f, f.__name__)
+
+
+def _checked(f: F, verb: str) -> F:
+    parameters = list(inspect.signature(f).parameters.values())
+    # Without the annotation of the result, which may name a class that is defined further down.
+    annotations = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
+    hints = typing.get_type_hints(types.SimpleNamespace(__annotations__=annotations), f.__globals__)
+    kinds = {name: _kind(hint) for name, hint in hints.items() if hint not in (Any, object)}
+    by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+    others = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+
+    @functools.wraps(f)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return f(*args, **kwargs)
+        if len(args) > len(by_position) and not rest:
+            raise _too_many(verb, parameters, len(args), len(by_position))
+        for name, x in (*zip(itertools.chain(by_position, itertools.repeat(rest)), args), *kwargs.items()):  # noqa: B905
+            kind = kinds.get(name) or kinds.get(others)
+            if kind is not None and not _fits(x, kind):
+                raise must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
+        return f(*args, **kwargs)
+
+    return typing.cast(F, wrapper)
+
+
+def _too_many(verb: str, parameters: Sequence[inspect.Parameter], got: int, most: int) -> ShardingError:
+    """Return the error of a call like `show(tree, specs, mesh)`, where only the first argument has a position."""
+    by_name = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
+    by_name += [f"**{p.name}" for p in parameters if p.kind is p.VAR_KEYWORD]
+    names = [*(p.name.rstrip("_") for p in parameters[:most]), *by_name]
+    return fail(f"{verb}: {got} arguments by position, of which it takes {most}", fix=f"{verb}({', '.join(names)})")
+
+
+class _Kind(NamedTuple):
+    """Values that an annotation accepts: those of some types, others that pass a test; and the kind in words."""
+
+    words: str
+    types: tuple[type, ...] = ()
+    accepts: Callable[[Any], bool] | None = None
+
+
+def _kind(hint: Any) -> _Kind:
+    """Return the kind of an annotation. Containers are tested with their elements."""
+    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (Any, object):
+        return _Kind("anything", (object,))
+    if origin is typing.Literal:
+        return _Kind(_join_or([repr(part) for part in parts]), (), lambda x: isinstance(x, str) and x in parts)
+    if origin is collections.abc.Callable:
+        return _Kind("a function", (types.FunctionType,), callable)
+    if origin is int:
+        return _Kind("an int", (torch.SymInt,), lambda x: type(x) is int or
+                     (isinstance(x, numbers.Integral) and not isinstance(x, bool)))  # fmt: skip
+    if origin is float:
+        return _Kind("a float", (float, int, torch.SymInt, torch.SymFloat), lambda x: isinstance(x, numbers.Real))
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_kind(part) for part in parts]
+        return _Kind(_join_or([k.words for k in kinds]), tuple(t for k in kinds for t in k.types),
+                     lambda x: any(_fits(x, k) for k in kinds))  # fmt: skip
+    if parts and issubclass(origin, Mapping):
+        key, value = map(_kind, parts)
+
+        def accepts(x: Any) -> bool:
+            return isinstance(x, origin) and all(_fits(k, key) and _fits(v, value) for k, v in x.items())
+
+        return _Kind(f"{a_type(origin)} of {_without_article(value.words)}", (), accepts)
+    if parts and issubclass(origin, Sequence):
+        each = _kind(parts[0])
+        length = len(parts) if origin is tuple and parts[-1] is not ... else None
+
+        def accepts(x: Any) -> bool:
+            is_sequence = isinstance(x, origin) and not isinstance(x, (str, bytes)) and length in (None, len(x))
+            return is_sequence and all(_fits(element, each) for element in x)
+
+        return _Kind(f"{a_type(origin)} of {f'{length} ' if length else ''}{_without_article(each.words)}", (), accepts)
+    return _Kind({types.NoneType: "None", types.EllipsisType: "'...'"}.get(origin) or a_type(origin), (origin,))
+
+
+def _fits(x: Any, kind: _Kind) -> bool:
+    return isinstance(x, kind.types) or (kind.accepts is not None and kind.accepts(x))
+
+
+def _without_article(words: str) -> str:
+    return words.removeprefix("an ").removeprefix("a ")
+
+
+def _join_or(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import tree
-from ._comm import checker
 from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped
-from .errors import ShardingError, fail
+from .errors import ShardingError, checked, fail, shown
 
 
+@checked
 def value_and_grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -52,7 +52,6 @@ def value_and_grad(
         _check_differentiable(name, numbers, args)
 
         compiling = torch.compiler.is_dynamo_compiling()
-        types = None if compiling else checker()
         aux_rest: list[Any] = []  # aux without its tensors: torch.func returns only tensors
 
         def of_leaves(*flat: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -60,10 +59,11 @@ def value_and_grad(
             for i, arg in zip(numbers, tree.unflatten(treedef, flat), strict=True):
                 full[i] = arg
             out = f(*full, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise fail(f"value_and_grad({name}): has_aux=True, and the result is {shown(out)}",
+                           fix="return (loss, aux)")  # fmt: skip
             loss, aux = out if has_aux else (out, None)
             _check_loss(name, loss)
-            if types is not None:
-                types.check_loss(name, loss, leaves)
             tensors, aux_rest[:] = split_tensors(aux)
             return loss, tensors
 
@@ -79,9 +79,6 @@ def value_and_grad(
             flat_grads, (loss, tensors) = _grad_by_autograd(of_leaves, leaves)
             if any(x.requires_grad for x in constant):
                 raise _modified(name, args, {id(x) for x in constant})
-        if types is not None:
-            for x, gradient in zip(leaves, flat_grads, strict=True):
-                types.check_gradient(name, x, gradient)
         grads = tree.unflatten(treedef, flat_grads)
         aux = fill_tensors(aux_rest, tensors)
         return (loss, aux) if has_aux else loss, grads[0] if isinstance(argnums, int) else grads
@@ -89,6 +86,7 @@ def value_and_grad(
     return wrapped
 
 
+@checked
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function that computes the gradient of `f`; with `has_aux`, `(grads, aux)`. See `value_and_grad`.
 
@@ -230,6 +228,7 @@ def _modified(name: str, args: Sequence[Any], constant: set[int]) -> ShardingErr
 # --- microbatches ---
 
 
+@checked
 def accumulate(
     f: Callable[..., Any], steps: int, *, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:

@@ -17,13 +17,14 @@ from typing import Any
 
 from fshard import models, tree
 from fshard._io import StrPath
-from fshard.errors import fail, raise_all
+from fshard.errors import checked, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
 from .interop.hf import CONFIG, FileTensor, config_of, read, write
 
 
+@checked
 def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
     """Return the config and the described parameters of a folder, by the model file of its `model_type`.
 
@@ -55,6 +56,7 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
     return cfg, params
 
 
+@checked
 def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequence[str] = ()) -> Any:
     """Return the leaves of a described module with their values in a folder, by the same dotted names.
 
@@ -67,6 +69,7 @@ def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequenc
     return read(path, described, by_name, prefix=prefix, ignored=ignored)
 
 
+@checked
 def save(path: StrPath, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `from_pretrained` reads; every rank writes its own bytes.
 

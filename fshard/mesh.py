@@ -7,23 +7,22 @@ import contextlib
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ._comm import AbstractComm, Comm, ProcessComm, Transfer, fake_tensors, refuse_nesting, simulate
-from .errors import fail
+from ._comm import AbstractComm, Comm, ProcessComm, Transfer, call_distributed, fake_tensors, refuse_nesting, simulate
+from .errors import checked, fail
 from .spec import format_axes
 
 T = TypeVar("T")
 
 
+@checked
 class Mesh:
     """A grid of ranks. Made by `make_mesh`; two meshes are equal if their axes, kind and device are.
 
@@ -38,8 +37,6 @@ class Mesh:
         self.size = math.prod(self.axes.values())
         self.ranks = (dist.get_rank(),) if kind == "process" else tuple(range(self.size if kind != "abstract" else 1))
         self.transfers: list[Transfer] = []
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
         self._comm: Comm | None = None  # simulated ranks have one for each run
         if kind == "abstract":
             self._comm = AbstractComm(self.axes, self.transfers)
@@ -54,26 +51,23 @@ class Mesh:
         return {axis: out[axis] for axis in self.axes}
 
     def run(self, f: Callable[[Comm, int], T]) -> list[T]:
-        """Call `f(comm, rank)` for every rank of this process at once, and return the results in the order of `ranks`.
+        """Call `f(comm, rank)` for every rank of this process, and return the results in the order of `ranks`.
 
-        One rank runs in the caller's thread; simulated ranks run on a thread each, with one compute thread each. The
-        one rank of an abstract mesh runs on fake tensors.
+        One rank runs in the caller's thread; simulated ranks run on a thread each, and take turns. The one rank of an
+        abstract mesh runs on fake tensors.
         """
-        refuse_nesting()  # before the lock, which an outer run has
+        refuse_nesting()
         if self._comm is not None:
             fake = self.kind == "abstract"
             with fake_tensors() if fake else contextlib.nullcontext():
                 return [f(self._comm, self.ranks[0])]
-        with self._lock:
-            if self._pool is None:
-                self._pool = _start_rank_threads(self.size)
-            return simulate(self.axes, self._pool, f)
+        return simulate(self.axes, f)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Return the object of each process of the mesh, by rank; there is one process if the ranks are threads."""
         objects = [mine] * (self.size if self.kind == "process" else 1)
         if len(objects) > 1:
-            dist.all_gather_object(objects, mine)
+            call_distributed(dist.all_gather_object, objects, mine)
         return objects
 
     def __eq__(self, other: object) -> bool:
@@ -94,22 +88,7 @@ def _identity(mesh: Mesh) -> tuple[Any, ...]:
     return tuple(mesh.axes.items()), mesh.kind, mesh.device
 
 
-def _start_rank_threads(n: int) -> ThreadPoolExecutor:
-    """Return a pool of n started threads, with one compute thread each; the caller keeps its count."""
-    before = torch.get_num_threads()
-
-    def use_one_compute_thread() -> None:
-        torch.set_num_threads(1)
-        torch.get_num_threads()  # torch fixes a thread's count at its first use: before the caller's is restored
-
-    pool = ThreadPoolExecutor(n, "fshard-rank", initializer=use_one_compute_thread)
-    all_started = threading.Barrier(n)
-    for future in [pool.submit(all_started.wait) for _ in range(n)]:
-        future.result()
-    torch.set_num_threads(before)
-    return pool
-
-
+@checked
 def make_mesh(*, kind: str | None = None, device: str | torch.device | None = None, **axes: int) -> Mesh:
     """Return a mesh with the named axes, `data=2, model=4`, the last one varying fastest.
 
@@ -140,7 +119,10 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
     if device is None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default) if kind == "process" else torch.get_default_device()
-    device = _with_index(torch.device(device))
+    try:
+        device = _with_index(torch.device(device))
+    except RuntimeError as e:
+        raise fail(f"make_mesh: device is {device!r}", str(e), fix="device='cpu' or device='cuda'") from None
     if kind == "process":
         _start_process(sizes, device)
         axes = _fit_world_size(axes, inferred, sizes)

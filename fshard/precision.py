@@ -12,11 +12,12 @@ from torch import Tensor
 from . import tree
 from ._comm import checker, common_device
 from .collectives import psum, pvary
-from .errors import fail
+from .errors import checked, fail, must_be
 from .optim.optimizers import Optimizer, scalar_like
 from .spec import P, is_spec
 
 
+@checked
 @dataclass(frozen=True)
 class Policy:
     """Dtypes of the stored parameters, of the computation, and of its results.
@@ -41,11 +42,13 @@ class Policy:
         return cast(x, self.output)
 
 
+@checked
 def cast(x: Any, dtype: torch.dtype) -> Any:
     """Cast every floating-point tensor of a tree to `dtype`; other leaves stay. Transpose: cast back."""
     return tree.map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
 
 
+@checked
 @dataclass(frozen=True)
 class LossScale:
     """A factor on the loss, adjusted during training, that keeps small gradients from vanishing in float16.
@@ -96,10 +99,13 @@ class LossScale:
     def specs(self) -> Any:
         return {"scale": P(), "good": P()}
 
+    @checked
     def scale(self, loss: Tensor, state: Any) -> Tensor:
         """Multiply the loss by the scale, before differentiating it. Half precision losses become float32."""
-        return loss * _as_constant(state["scale"]).to(loss.device)
+        scale: Tensor = _checked_state("scale", state)["scale"]
+        return loss * scale.detach().to(loss.device)
 
+    @checked
     def unscale(self, grads: Any, state: Any, specs: Any) -> tuple[Any, Tensor]:
         """Return the gradients of the unscaled loss, each in its dtype, and whether all of them are finite.
 
@@ -107,8 +113,9 @@ class LossScale:
 
         `specs` are those of the parameters, or a prefix. With no axes in them, this works outside `shard_map` too.
         """
+        tree.check_leaves("unscale", "grads", grads, Tensor)
         leaves, treedef = tree.flatten(grads)
-        inverse = _as_constant(state["scale"]).double().reciprocal()
+        inverse = _checked_state("unscale", state)["scale"].detach().double().reciprocal()
         inverses = {device: inverse.to(device) for device in {g.device for g in leaves}}
         # Half precision is widened: the inverse of the scale may be too small for it.
         wide = [g if g.dtype.itemsize >= 4 else g.float() for g in leaves]
@@ -116,9 +123,10 @@ class LossScale:
         axes = [tuple(sorted(s.axes)) for s in tree.broadcast(specs, grads, name="specs", leaf=is_spec)]
         return tree.unflatten(treedef, new), _all_finite(new, axes)
 
+    @checked
     def adjust(self, state: Any, finite: Tensor) -> Any:
         """Return the state after a step: a lower scale if it was not finite, a higher one after `interval` finite."""
-        scale, finite = state["scale"], finite.to(state["scale"].device)
+        scale, finite = _checked_state("adjust", state)["scale"], finite.to(state["scale"].device)
         good = torch.where(finite, state["good"] + 1, 0)
         full = good >= self.interval
         raised = (scale.double() * self.growth).float()  # one rounding, as torch does it
@@ -127,6 +135,7 @@ class LossScale:
         new = torch.where(finite, raised, lowered)
         return {"scale": new, "good": torch.where(full, 0, good)}
 
+    @checked
     def guard(self, optimizer: Optimizer, specs: Any) -> Optimizer:
         """Make an optimizer of scaled gradients that skips the steps whose gradients are not finite.
 
@@ -137,6 +146,7 @@ class LossScale:
         `torch.amp.GradScaler`; then a step costs no memory. Compiled programs, and those under vmap, take the step on
         copies of parameters and state and choose between old and new, leaf by leaf.
         """
+        tree.check_leaves("guard", "specs", specs, P)
 
         def init(params: Any) -> Any:
             return {"scale": self.init(params), "opt": optimizer.init(params)}
@@ -147,28 +157,21 @@ class LossScale:
             grads, finite = self.unscale(grads, state["scale"], specs)
             old = (params, state["opt"])
             take = _value_now(finite)
-            if take is None:
+            if take is None or checker() is not None:  # only the first call is checked: check the step, taken or not
                 new = optimizer.update(grads, *reversed(tree.map(torch.clone, old)))
                 new = tree.map(lambda n, o: torch.where(finite.to(o.device), n, o), new, old)
-            elif take:
-                new = optimizer.update(grads, *reversed(old))
             else:
-                new = old
-                if checker() is not None:  # only the first call of a signature is checked: check the step in it too
-                    optimizer.update(grads, *reversed(tree.map(torch.clone, old)))
+                new = optimizer.update(grads, *reversed(old)) if take else old
             return new[0], {"scale": self.adjust(state["scale"], finite), "opt": new[1]}
 
         return Optimizer(init, update, lambda param_specs: {"scale": self.specs(), "opt": optimizer.specs(param_specs)},
                          f"guarded {optimizer.name}")  # fmt: skip
 
 
-def _as_constant(x: Tensor) -> Tensor:
-    """Detach a value that is the same on every rank, so that it may be used with operands of any type."""
-    x = x.detach()
-    types = None if torch.compiler.is_dynamo_compiling() else checker()
-    if types is not None:
-        types.mark_constant(x)
-    return x
+def _checked_state(verb: str, state: Any) -> Any:
+    if not isinstance(state, dict) or "scale" not in state:
+        raise must_be(f"{verb}: state", "that of the loss scale", state, "scale.init()")
+    return state
 
 
 def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:

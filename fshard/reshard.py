@@ -12,12 +12,13 @@ from torch import Tensor
 
 from . import tree
 from ._comm import copy_to_device, empty_part, to_spec_memory
-from .errors import fail
+from .errors import checked, fail
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, place_tree
 from .spec import Box, P, box_bounds, box_shape, local_box, relative_box
 
 
+@checked
 def device_get(tree_: Any, *, rank: int | None = None) -> Any:
     """Return the full leaves, as CPU tensors. Leaves that are not `Sharded` stay as they are.
 
@@ -75,6 +76,7 @@ def owners(x: Sharded) -> Iterator[tuple[int, Box]]:
             yield rank, box
 
 
+@checked
 def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     """Move placed leaves to other specs, or to another mesh of the same kind.
 

@@ -13,29 +13,35 @@ from torch import Tensor
 from . import tree
 from ._call import (
     CallPlan,
+    Program,
     RankResult,
+    argument_names,
     broadcast_out_specs,
     call_signature,
     donated_leaves,
     exchange_result_types,
     explain_missing_values,
+    explain_shapes,
     flatten_result,
     force_eager,
     join_results,
     make_plan,
+    read_program,
     slice_inputs,
     storage_pointers,
 )
 from ._comm import Comm, Region, bind, mark_donated
-from ._compare import Tolerance, check_replicas, replica_errors
+from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._ops import make_functions
-from ._typecheck import Checker, same_numbers
-from .errors import fail, raise_all
+from ._typecheck import Checker, no_shared_writes, same_numbers
+from .errors import checked, fail, raise_all
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded, abstract_sharded, local_parts
-from .spec import spec_errors
+from .spec import P, spec_errors
 
 Check = Literal["first", "always", "never", "values"]
+
+_MOST_PROGRAMS = 32  # a program that differs at every call, by a string that it reads, is not checked at every call
 
 
 @overload
@@ -52,6 +58,7 @@ def shard_map(
 ) -> Callable[[Callable[..., Any]], ShardMapped]: ...  # fmt: skip
 
 
+@checked
 def shard_map(
     f: Callable[..., Any] | None = None,
     *,
@@ -65,17 +72,18 @@ def shard_map(
     """Run `f` on every device of `mesh`, on local tensors, with the mesh axes bound.
 
     A `Sharded` argument is passed as its local part, and must be placed as `in_specs` says. A plain tensor is a global
-    value, the same on every rank, and each rank is passed its part of it. Anything else is passed as it is. Results
-    become `Sharded`, placed as `out_specs` says. Works as a decorator too; `.on(mesh)` is the same function on another
-    mesh.
+    value, the same on every rank (a checked call compares those of processes, by digests), and each rank is passed its
+    part of it. Anything else is passed as it is. Results become `Sharded`, placed as `out_specs` says. Works as a
+    decorator too; `.on(mesh)` is the same function on another mesh.
 
     Args:
         in_specs: specs for the tuple of arguments, a prefix tree. `None`, for all or for one argument, takes each
             `Sharded` leaf as it is placed and plain tensors unsplit.
         out_specs: specs for the result, a prefix tree.
         check: follow what each tensor varies over, and raise at the line that breaks the rules: at the "first" call of
-            each signature, "always" or "never". "values" also compares, at every call and across the ranks, results
-            that are declared replicated. The results are the same for every choice.
+            each signature, and of code that has changed since (docs/the-law.md), "always" or "never". "values" also
+            compares, at every call and across the ranks, results that are declared replicated. The results are the
+            same for every choice.
         compile: run `torch.compile(f, fullgraph=True)`; needs a process mesh, or a mesh of one rank.
         donate: positions of arguments whose storage the call may overwrite; using them afterwards is an error.
 
@@ -84,7 +92,8 @@ def shard_map(
     i64[3@data]
 
     Raises ShardingError for arguments that do not fit `in_specs`, results that do not fit `out_specs`, mixed meshes,
-    donated arguments, and what `check` finds. If a rank raises, its exception is raised here, and the other ranks end.
+    donated arguments, processes that pass different global values, and what `check` finds. If a rank raises, its
+    exception is raised here, and the other ranks end.
     """
     if f is None:
         return functools.partial(
@@ -113,8 +122,8 @@ class ShardMapped:
             raise fail(f"shard_map: compile=True on {mesh!r}",
                        "simulated ranks are threads, and one compiler serves them all",
                        fix="compile on a process mesh or on a mesh of one rank")  # fmt: skip
-        if check not in ("first", "always", "never", "values"):
-            raise fail(f"shard_map: check={check!r}", fix="'first', 'always', 'never' or 'values'")
+        for which, specs in {"in_specs": in_specs, "out_specs": out_specs}.items():
+            tree.check_leaves("shard_map", which, specs, P)
         functools.update_wrapper(self, f)
         self.mesh = mesh
         self._name = getattr(f, "__name__", type(f).__name__)
@@ -124,8 +133,10 @@ class ShardMapped:
         self._body = torch.compile(f, fullgraph=True) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[CallPlan] = []
+        self._program: Program | None = None  # as the last call found it
         self._scratch: list[list[dict[Any, Any]]] = []  # at most one entry: that of the last call that has ended
 
+    @checked
     def on(self, mesh: Mesh, *, check: Check | None = None, compile: bool | None = None) -> ShardMapped:
         """Return the same function on another mesh; checked and compiled as before by default."""
         check, compile = check or self._check, self._compile if compile is None else compile
@@ -134,14 +145,24 @@ class ShardMapped:
     def __repr__(self) -> str:
         return f"shard_map({self._name}, {self.mesh!r})"
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **by_name: Any) -> Any:
+        if by_name:
+            raise fail(
+                f"{self._name}: {', '.join(by_name)} passed by name", fix="pass arguments by position, as in_specs"
+            )
         leaves, treedef = tree.flatten(args)
-        plan = self._find_plan(leaves, treedef, args)
+        plan, facts = self._find_plan(leaves, treedef), self._program_facts()
+        checked = self._must_check(plan, facts)
+        if checked:  # before the plan, whose errors are the same on every rank if the arguments are
+            self._compare_arguments(args)
+        plan = plan or self._make_plan(leaves, args)
         parts = local_parts(leaves, len(self.mesh.ranks))
-        checked = bool(self._live) and (self._check == "always" or (self._check != "never" and not plan.checked))
+        if checked:
+            plan.rank_types = None  # changed code may return other types
         if checked and self._compiled:
             dry_run(self, args)  # in a compiled program the checker sees no operation
-            plan.checked, checked = True, False
+            plan.note_checked(facts)
+            checked = False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
         # Drop the references that this frame has to donated storage, so that the function can free it.
         for x in donated_leaves(self._name, plan, args, leaves):
@@ -153,7 +174,8 @@ class ShardMapped:
 
         abstract = self.mesh.kind == "abstract"
         nothing = contextlib.nullcontext()
-        with force_eager if checked else nothing, explain_missing_values() if abstract else nothing:
+        missing_values = explain_missing_values() if abstract else nothing
+        with force_eager if checked else nothing, missing_values, explain_shapes(self._name, plan, self.mesh):
             runs = self.mesh.run(rank_main)
         results = [run.result for run in runs]
         used = set().union(*(run.kept for run in runs))
@@ -162,20 +184,46 @@ class ShardMapped:
             self._name, self.mesh, self._out_specs, results, plan.rank_types, used, known
         )
         if checked and self.mesh.kind == "simulated":
-            same_numbers(self.mesh, [run.checker for run in runs if run.checker is not None])
+            checkers = [run.checker for run in runs if run.checker is not None]
+            same_numbers(self.mesh, checkers)
+            no_shared_writes(checkers)
             raise_all(replica_errors(self._name, joined, Tolerance(None, None, False)))
-        plan.checked = True
-        if not checked:
+        if checked:
+            plan.note_checked(facts)
+        else:
             self._scratch[:] = [scratch]
         return joined
 
-    def _find_plan(self, leaves: list[Any], treedef: Any, args: tuple[Any, ...]) -> CallPlan:
-        """Return the plan of this signature, made at the first call that has it."""
+    def _program_facts(self) -> tuple[Any, ...]:
+        """Return the code and flags that the function may use now; none where they do not decide on a check."""
+        if not self._live or self._check in ("never", "always"):
+            return ()
+        if self._program is None or not self._program.is_current():
+            # Processes must check the same calls: a flag may change on one of them only, code does not.
+            self._program = read_program(self._f, flags=self.mesh.kind != "process", before=self._program)
+        return self._program.facts
+
+    def _must_check(self, plan: CallPlan | None, facts: tuple[Any, ...]) -> bool:
+        """Return whether to check a call: with "first", one of a signature or of code that no call has checked yet."""
+        if not self._live or self._check == "never":
+            return False
+        known = plan is not None and (facts in plan.checked or len(plan.checked) >= _MOST_PROGRAMS)
+        return self._check == "always" or not known
+
+    def _compare_arguments(self, args: tuple[Any, ...]) -> None:
+        """Raise for arguments that processes have passed different values of."""
+        check_same_arguments(self._name, self.mesh, argument_names(self._name, self._f, args), tree.leaves(args))
+
+    def _find_plan(self, leaves: list[Any], treedef: Any) -> CallPlan | None:
+        """Return the plan of this signature; None before the first call that has it."""
         signature = call_signature(leaves)
         for plan in self._plans:
             if plan.treedef == treedef and plan.signature == signature:
                 plan.signature = signature  # the next call often has the same objects, which compare faster
                 return plan
+        return None
+
+    def _make_plan(self, leaves: list[Any], args: tuple[Any, ...]) -> CallPlan:
         if self._compiled:
             make_functions(max(256, 2 * len(leaves)))
         plan = make_plan(self._name, self._f, self.mesh, self._in_specs, self._donate, args)
@@ -219,8 +267,11 @@ class ShardMapped:
             plan.rank_types = exchange_result_types(self._name, self.mesh, plan.rank_types, result, digest)
             if checker is not None and len({types.digest for types in plan.rank_types or ()}) > 1:
                 same_numbers(self.mesh, [checker])
-            if self._check == "values" and self._live and comm.has_values:
-                check_replicas(self._name, out, self._out_specs)
+            # The checked results of ranks that are threads are compared when they are joined, by value and not by bit.
+            compared = self._check == "values" or (checker is not None and self.mesh.kind == "process")
+            if compared and self._live and comm.has_values:
+                with contextlib.nullcontext() if checker is None else checker.paused():
+                    check_replicas(self._name, out, self._out_specs)
             return _RankRun(result, kept, checker)
 
     def _check_results(self, checker: Checker, out: Any) -> None:

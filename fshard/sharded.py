@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import tree
 from ._comm import is_view, memory_device, to_spec_memory
-from .errors import ShardingError, fail, raise_all
+from .errors import ShardingError, checked, fail, raise_all
 from .init import Deferred
 from .mesh import Mesh
 from .random import check_key, fold_in
@@ -27,11 +27,14 @@ class Placement(NamedTuple):
     mesh: Mesh
 
 
+@checked
 class Sharded:
     """A placed leaf: a global shape, a spec, a mesh, and the local parts of this process.
 
     `shards` has one local tensor for each of `mesh.ranks`: all of them on a simulated mesh, one on a process mesh.
-    A `Sharded` is not a tensor: compute with it inside `shard_map`, look at it with `device_get` or `item`.
+    A `Sharded` is not a tensor: compute with it inside `shard_map`, look at it with `device_get` or `item`. Operators,
+    indexing, functions of torch and numpy, and attributes of tensors are errors that say so; `==` too, which Python
+    would otherwise answer by identity.
 
     >>> materialize(init.zeros((64, 256)), column("model"), make_mesh(model=4), key=key(0))
     f32[64, 256@model]
@@ -40,6 +43,9 @@ class Sharded:
     __slots__ = ("_donated_to", "_shards", "placement")
 
     def __init__(self, shape: Sequence[int], spec: P, mesh: Mesh, shards: Sequence[Tensor]) -> None:
+        if len(shards) != len(mesh.ranks):
+            raise fail(f"Sharded: {len(shards)} shards, of a mesh with {len(mesh.ranks)} ranks in this process",
+                       fix="one for each rank")  # fmt: skip
         self.placement = Placement(tuple(shape), shards[0].dtype, spec, mesh)
         self._shards = tuple(shards)
 
@@ -113,6 +119,44 @@ class Sharded:
     def __repr__(self) -> str:
         return describe(self.dtype, self.shape, self.spec)
 
+    def __deepcopy__(self, memo: Any) -> Sharded:
+        return Sharded(self.shape, self.spec, self.mesh, [x.clone() for x in self.shards])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol that Python or a library asks for
+            raise AttributeError(name)
+        raise AttributeError(str(_no_tensor(self, f".{name}")))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaf = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, Sharded))
+        raise _no_tensor(leaf, getattr(func, "__name__", "a function of torch"))
+
+    __hash__ = object.__hash__  # a class that defines __eq__ loses it
+
+
+def _no_tensor(leaf: Sharded, operation: str) -> ShardingError:
+    """Return the error of an operation that a tensor has and a placed leaf has not."""
+    value = "x.item() is its value" if leaf.numel() == 1 else "fs.device_get(x) is the full tensor"
+    fix = f"{value}, x.shards are its local parts; compute inside fs.shard_map; fs.reshard moves it"
+    return fail(f"{operation}: {leaf!r} is a placed leaf and no tensor", fix=fix)
+
+
+def _refused(operation: str) -> Callable[..., Any]:
+    def refuse(self: Sharded, *_: Any, **__: Any) -> Any:
+        raise _no_tensor(self, operation)
+
+    return refuse
+
+
+_BINARY = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+           "matmul": "@", "and": "&", "or": "|", "xor": "^"}  # fmt: skip
+_OTHERS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "abs": "abs",
+           "invert": "~", "getitem": "[]", "setitem": "[]", "len": "len", "iter": "iteration", "contains": "in",
+           "array": "numpy"}  # fmt: skip
+for _name, _operation in [*_OTHERS.items(), *((f"{side}{n}", op) for n, op in _BINARY.items() for side in ("", "r"))]:
+    setattr(Sharded, f"__{_name}__", _refused(_operation))
+
 
 # --- many at once, for every call of a `shard_map` ------------------------------------------------------------
 
@@ -138,12 +182,14 @@ def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
 # --- making leaves --------------------------------------------------------------------------------------------
 
 
+@checked
 def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch.dtype | None = None) -> Any:
     """Place a described tree: every device fills only its own part of every `Deferred` leaf.
 
     Each element depends on `key`, the leaf's path and the element's global index alone, so the values are bitwise the
     same on every mesh and with every spec, and adding a leaf changes no other. Tensors in the tree are placed as they
-    are. One object at several paths is one leaf, with the key of its first path.
+    are. One object at several paths is one leaf, with the key of its first path. On a process mesh every rank must
+    call it, with the same key.
 
     Args:
         specs: a `P` per leaf, or a prefix: one `P` for a whole subtree.
@@ -202,6 +248,7 @@ def abstract_sharded(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Me
     return Sharded(shape, spec, mesh, [torch.empty(box_shape(box), dtype=dtype, device="meta")])
 
 
+@checked
 def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
     """Place global tensors, the same on every rank: each device receives a copy of its own part.
 
@@ -223,6 +270,7 @@ def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
     return from_callback(full.shape, spec, mesh, part)
 
 
+@checked
 def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box], Tensor]) -> Sharded:
     """Make a placed leaf from `fn(global slices)`, so that each rank loads only its own data.
 

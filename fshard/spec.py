@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import tree as _tree
-from .errors import ShardingError, fail, raise_all
+from .errors import ShardingError, checked, fail, raise_all, shown
 
 Axis = str | tuple[str, ...] | None
 Box = tuple[slice, ...]
@@ -42,18 +42,18 @@ class P:
     memory: str
 
     def __init__(self, *entries: Axis | EllipsisType, memory: str = "device") -> None:
-        if memory not in ("device", "host"):
+        if not isinstance(memory, str) or memory not in ("device", "host"):
             raise fail(f"P: memory={memory!r}", fix="'device' or 'host'")
         names: list[str] = []
         for entry in entries:
             group = entry if isinstance(entry, tuple) else (entry,)
             if entry is not None and entry is not ... and not all(isinstance(a, str) and a for a in group):
-                raise fail(f"P: {entry!r} names no axis", fix="use None, '...', an axis name or a tuple of names")
+                raise fail(f"P: {shown(entry)} names no axis", fix="use None, '...', an axis name or a tuple of names")
             names += [a for a in group if isinstance(a, str)]
         for name in sorted(set(names)):
             if names.count(name) > 1:
-                shown = ", ".join("..." if e is ... else repr(e) for e in entries)
-                raise fail(f"P({shown}): axis {name!r} is used {names.count(name)} times",
+                written = ", ".join("..." if e is ... else repr(e) for e in entries)
+                raise fail(f"P({written}): axis {name!r} is used {names.count(name)} times",
                            "an axis splits a leaf once", fix=f"name {name!r} for one dim only")  # fmt: skip
         if entries.count(...) > 1:
             raise fail("P: '...' may be used once", fix="keep one '...'")
@@ -87,18 +87,20 @@ class P:
         return hash(("P", self.entries, self.memory))
 
     def __repr__(self) -> str:
-        shown = ["..." if e is ... else repr(e) for e in self.entries]
-        return f"P({', '.join([*shown, *[f'memory={self.memory!r}'] * (self.memory != 'device')])})"
+        entries = ["..." if e is ... else repr(e) for e in self.entries]
+        return f"P({', '.join([*entries, *[f'memory={self.memory!r}'] * (self.memory != 'device')])})"
 
     def __reduce__(self) -> Any:
         return functools.partial(P, memory=self.memory), self.entries
 
 
+@checked
 def row(axis: str | tuple[str, ...]) -> P:
     """Split dim 0 over `axis`. With `[in, out]` matrices and `x @ w` this splits the inputs."""
     return P(axis)
 
 
+@checked
 def column(axis: str | tuple[str, ...]) -> P:
     """Split the last dim over `axis`. With `[in, out]` matrices and `x @ w` this splits the outputs."""
     return P(..., axis)
@@ -119,10 +121,7 @@ def on_host(specs: Any) -> Any:
     optimizers update a parameter in the memory it is in, and copy a state there if it is in the other. All other code
     inside `shard_map` copies them by `to_device`. On CPUs the two memories are one.
     """
-    wrong = [f"{_tree.show('specs', at)} is a {type(s).__name__}"
-             for at, s in _tree.leaves_with_path(specs) if not is_spec(s)]  # fmt: skip
-    if wrong:
-        raise fail("on_host: not a tree of specs", *wrong, fix="fs.on_host(specs), of P leaves")
+    _tree.check_leaves("on_host", "specs", specs, P)
     return _tree.map(lambda s: P(*s.entries, memory="host"), specs)
 
 
@@ -228,6 +227,7 @@ def spec_errors(label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, i
 # --- spec trees -----------------------------------------------------------------------------------------------
 
 
+@checked
 def rules(table: Mapping[str, P]) -> Callable[[Any], Any]:
     """Return a function from a tree to its spec tree, by path globs; the first match wins.
 
@@ -274,6 +274,7 @@ def matches(path: Sequence[str], glob: Sequence[str]) -> bool:
     return bool(path) and fnmatch.fnmatchcase(path[0], glob[0]) and matches(path[1:], glob[1:])
 
 
+@checked
 def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
     """Add `axis` to the best free dim of each leaf of a spec tree: ZeRO-3 / FSDP by spec.
 

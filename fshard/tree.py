@@ -17,7 +17,7 @@ from optree import tree_reduce as reduce
 from optree import tree_structure as structure
 from optree import tree_transpose as transpose
 
-from .errors import fail
+from .errors import a_type, fail, must_be, raise_all
 
 __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path", "map", "map_with_path", "reduce",
            "show", "structure", "transpose", "unflatten"]  # fmt: skip
@@ -168,6 +168,15 @@ def _broadcast(
                    got=type(prefix).__name__, expected=type(tree).__name__)  # fmt: skip
     for key, child in expected.items():
         _broadcast(children[key], child, (*path, key), name, leaf, kind, out)
+
+
+def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...]) -> None:
+    """Raise ShardingError, listing each leaf of the argument `name` of `verb` that is not of that kind."""
+    if {isinstance(x, kind) for x in leaves(tree)} <= {True}:
+        return
+    words = " or ".join(map(a_type, kind if isinstance(kind, tuple) else (kind,)))
+    raise_all([must_be(f"{verb}: {show(name, path)}", words, x)
+               for path, x in leaves_with_path(tree) if not isinstance(x, kind)])  # fmt: skip
 
 
 def _keys(tree: dict[Any, Any]) -> list[Any]:

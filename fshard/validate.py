@@ -21,7 +21,7 @@ from . import tree
 from ._comm import in_region
 from ._compare import compare_digests, digest_and_value, flat_slice, format_mismatch
 from ._ops import differentiable_dtype
-from .errors import ShardingError, fail, join_limited, raise_all
+from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .init import Deferred, describe_initializer
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded
@@ -59,6 +59,7 @@ class Validated:
         return "\n".join(lines)
 
 
+@checked
 def validate(tree_: Any, described: Any = None, *, allow_inf: str | Sequence[str] = ()) -> Validated:
     """Prove that every leaf is initialized, or raise one error that names every leaf that is not, and why.
 

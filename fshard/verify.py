@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +13,31 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._compare import Difference, Tolerance, compare, describe_differences, max_finite_magnitude, replica_errors, widen
-from ._ops import differentiable_dtype
-from .errors import ShardingError, fail, join_limited, raise_all
+from ._call import force_eager
+from ._compare import (
+    Difference,
+    Evidence,
+    OtherRounding,
+    Tolerance,
+    compare,
+    describe_differences,
+    max_finite_magnitude,
+    replica_errors,
+    reround,
+    sum_over_ranks,
+    widen,
+)
+from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
 from .sharded import Sharded, device_put
 from .spec import format_axes
+
+ORDERS = 3  # in which examples are compared, besides the one that is passed
+
+Sizes = dict[str, int]
+Earlier = tuple[str, Tensor] | None  # the argument that a leaf is a new value of, by its name
 
 
 @dataclass(frozen=True)
@@ -26,81 +47,205 @@ class Verified:
     meshes: tuple[str, ...]
     leaves: int
     error: float  # relative to the largest value of its leaf
-    noise: tuple[str, ...] = ()  # leaves that differ by more, but not by more than rounding the arguments changes them
+    noise: tuple[str, ...] = ()  # leaves that differ by more, but not by more than another rounding changes them
+    orders: int = 1  # of the examples
 
     def __repr__(self) -> str:
         if len(self.meshes) == 1:
             return f"verified: nothing, as {self.meshes[0]} has no axis to collapse"
         count = f"{self.leaves} leaves" if self.leaves != 1 else "1 leaf"
         noise = f"; only noise: {join_limited(self.noise, 3)}" if self.noise else ""
-        meshes = "; ".join(self.meshes)
+        meshes = "; ".join(self.meshes) + (f"; in {self.orders} orders of the examples" if self.orders > 1 else "")
         return f"verified: {count} the same on {meshes} (largest relative error {self.error:.0e}{noise})"
 
 
+@checked
 def verify(
-    f: ShardMapped, *args: Any, rtol: float | None = None, atol: float | None = None, bitwise: bool = False
-) -> Verified:
-    """Run `f` on its mesh, with each axis in turn collapsed to size 1, and with all collapsed; compare the results.
+    f: ShardMapped, *args: Any, meshes: Sequence[Mapping[str, int]] | None = None, rtol: Any = None, atol: Any = None,
+    bitwise: bool = False, examples: int | Sequence[int] = (),
+) -> Verified:  # fmt: skip
+    """Run `f` on its mesh and on others, with each axis in turn collapsed to size 1, and with all; compare the results.
 
-    Arguments are copied to every mesh, so donated ones stay valid. Every process simulates the smaller meshes, where
-    `f` is not compiled. Where something differs, further runs measure the noise.
+    Arguments are copied to every mesh, so donated ones stay valid. Every process simulates the other meshes, where `f`
+    is not compiled. Where something differs, further runs with other roundings measure the noise: so the precision that
+    a leaf was computed in sets what is allowed, whatever its dtype.
 
     Args:
-        rtol: allowed error relative to each value; by default 1000 eps of the leaf's dtype, 4 eps of half precision.
-        atol: allowed absolute error; by default 100 (or 2) eps of the largest value of the leaf, or the change by
-            rounding the arguments, whichever is larger.
+        meshes: sizes of axes of the meshes to compare with instead, where an axis cannot be collapsed by itself; one
+            that is left out keeps its size. `[{"rows": 1, "cols": 1}]` for two axes that must be equal.
+        rtol: allowed error relative to each value, by default 1000 eps of the leaf's dtype, 4 eps of half precision: a
+            number, or a prefix tree of the results, with None for the default.
+        atol: allowed absolute error besides, in the same form; by default 100 (or 2) eps of the largest value of the
+            leaf, and 4 times the noise in it. By default a leaf of the path and shape of an argument, which it updates,
+            is allowed no more than 1 % of its largest change, and the noise.
         bitwise: allow no difference.
+        examples: positions of arguments that hold examples, split over the ranks along dim 0. All meshes are then
+            compared with the examples in three other orders too: on each rank there are then other numbers of examples
+            that a mask keeps, or that meet a condition. Pass 7 examples instead of 8 for ranks of unequal size.
 
     >>> total = shard_map(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
     >>> verify(total, torch.ones(8))
     verified: 1 leaf the same on data=2, model=2; data=1, model=2; data=2, model=1; data=1, model=1 (...)
+    >>> verify(total, torch.ones(8), meshes=[{"data": 1}]).meshes
+    ('data=2, model=2', 'data=1, model=2')
 
     Raises ShardingError with the leaves that differ, by the axis that changes them: the largest error, the ratio where
     it is constant, the likely cause. NaN equals nothing; another shape, dtype or tree is a difference.
     """
-    if not isinstance(f, ShardMapped):
-        raise fail(f"verify: {f!r} is a {type(f).__name__}", fix="verify what fs.shard_map returns")
     if f.mesh.kind == "abstract":
         raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
                    fix="fs.check it; or verify it on a simulated mesh")  # fmt: skip
-    axes, tolerance = f.mesh.axes, Tolerance(rtol, atol, bitwise)
-    collapsed = [{**axes, a: 1} for a, n in axes.items() if n > 1]
-    if len(collapsed) > 1:
-        collapsed.append(dict.fromkeys(axes, 1))
+    others = _collapsed(f.mesh.axes) if meshes is None else _other_sizes(f.mesh.axes, meshes)
+    runs = [(f._name, args)]
+    if examples != ():
+        positions = [examples] if isinstance(examples, int) else list(examples)
+        runs += [(f"{f._name}, with the examples in another order,", a) for a in _in_other_orders(f, args, positions)]
+    outcomes = [_compare_meshes(f, name, a, others, rtol, atol, bitwise) for name, a in runs]
+    return Verified(
+        tuple(map(format_axes, [f.mesh.axes, *others])),
+        outcomes[0][0],
+        max(error for _, error, _ in outcomes),
+        tuple(dict.fromkeys(name for *_, noise in outcomes for name in noise)),
+        len(runs),
+    )
+
+
+def _compare_meshes(
+    f: ShardMapped, name: str, args: tuple[Any, ...], others: Sequence[Sizes], rtol: Any, atol: Any, bitwise: bool
+) -> tuple[int, float, list[str]]:
+    """Return the number of leaves, the largest error, and the leaves that are noise. Raises if leaves differ."""
+    f._compare_arguments(args)
+    axes = f.mesh.axes
     full_args = device_get(args)
     results = f(*_place_copies(args, full_args, f.mesh))
-    mismatched_replicas = replica_errors(f"verify: {f._name}", results, tolerance)
     got = device_get(results)
+    earlier = [*_earlier_values(full_args, got), None]  # the last one of each list is that of the tree
+    tolerances = [*_tolerances(got, earlier, rtol, atol, bitwise), Tolerance()]
+    mismatched_replicas = replica_errors(f"verify: {name}", results, tolerances)
     names = [*(tree.show("result", path) for path, _ in tree.leaves_with_path(got)), "the tree of results"]
-    smallest = f
     differences: list[Difference] = []
     worst = 0.0
-    for sizes in collapsed:
-        # Simulated ranks cannot be compiled, and the program was checked on its own mesh.
-        smallest = f.on(make_mesh(kind="simulated", device=f.mesh.device, **sizes), check="never", compile=False)
+    # Simulated ranks cannot be compiled, and the program was checked on its own mesh.
+    meshes = [make_mesh(kind="simulated", device=f.mesh.device, **sizes) for sizes in others]
+    functions = [f.on(mesh, check="never", compile=False) for mesh in meshes]
+    for other, sizes in zip(functions, others, strict=True):
         try:
-            want = _run(smallest, args, full_args)
+            want = _run(other, args, full_args)
         except Exception as e:
-            raise fail(f"verify: {f._name} runs on {format_axes(axes)}, and raises on {format_axes(sizes)}",
+            raise fail(f"verify: {name} runs on {format_axes(axes)}, and raises on {format_axes(sizes)}",
                        f"{type(e).__name__}: {e}") from e  # fmt: skip
-        more, error = compare(got, want, tuple(a for a in axes if sizes[a] != axes[a]), tolerance)
+        more, error = compare(got, want, {a: (n, sizes[a]) for a, n in axes.items() if sizes[a] != n}, tolerances)
         differences, worst = differences + more, max(worst, error)
     only_noise: list[str] = []
     if any(f.mesh.gather_objects(bool(differences))):
-        rerun, noise = _measure_noise(f, smallest, args, full_args, atol is None and not bitwise)
-        real = [d for d in differences if d.exceeds(tolerance, noise[d.leaf])]
+        rerun = [*tree.leaves(_run(f, args, full_args)), None]
+        noise, refusal = [0.0] * len(names), ""
+        if any(t.measures_noise for t in tolerances[:-1]):
+            smallest = min(functions, key=lambda g: g.mesh.size)
+            noise, refusal = _measure_noise(smallest, args, full_args, noise)
+            # The mesh of `f` adds roundings of parts, which may be larger than their sum, but hardly 10000 times.
+            certain = any(d.is_certain(tolerances[d.leaf], noise[d.leaf]) for d in differences)
+            if not any(f.mesh.gather_objects(certain)):
+                noise, more_refusal = _measure_noise(f, args, full_args, noise)
+                refusal = refusal or more_refusal
+        real = [d for d in differences if d.exceeds(tolerances[d.leaf], noise[d.leaf])]
         only_noise = [names[i] for i in sorted({d.leaf for d in differences} - {d.leaf for d in real})]
-        not_repeated = {d.leaf for d in differences if d.changed_in(rerun[d.leaf], tolerance)}
-        text = describe_differences(f._name, axes, real, names, tolerance, noise)
+        not_repeated = {d.leaf for d in differences if d.changed_in(rerun[d.leaf], tolerances[d.leaf])}
+        facts = zip(tolerances, noise, earlier, [*tree.leaves(results), None], strict=True)
+        evidence = [Evidence(t, e, before, functools.partial(sum_over_ranks, x)) for t, e, before, x in facts]
+        text = describe_differences(name, real, names, evidence)
+        text += refusal if text else ""
         if not_repeated:
             changed = join_limited([names[i] for i in sorted(not_repeated)], 3)
-            text = str(fail(f"verify: {changed} of {f._name}: another run on the same mesh gives another answer",
+            text = str(fail(f"verify: {changed} of {name}: another run on the same mesh gives another answer",
                             fix="draw with fs.random and a key, not with torch's own generator"))  # fmt: skip
         if first_text := next(filter(None, f.mesh.gather_objects(text)), ""):
             raise ShardingError(first_text)
     raise_all(mismatched_replicas)
-    meshes = tuple(map(format_axes, [axes, *collapsed]))
-    return Verified(meshes, len(names) - 1, worst, tuple(only_noise))
+    return len(names) - 1, worst, only_noise
+
+
+def _in_other_orders(f: ShardMapped, args: tuple[Any, ...], positions: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Return the arguments with the examples at those positions in other orders, the same for all of them."""
+    leaves, treedef = tree.flatten(args)
+    specs = (f._find_plan(leaves, treedef) or f._make_plan(leaves, args)).specs
+    split: dict[int, list[int]] = {i: [] for i in positions}  # leaves of each argument whose dim 0 is split
+    for i, ((path, x), spec) in enumerate(zip(tree.leaves_with_path(args), specs, strict=True)):
+        if path[0] in split and isinstance(x, (Tensor, Sharded)) and x.ndim and spec.parts(x.ndim)[0]:
+            split[path[0]].append(i)
+    which = [i for row in split.values() for i in row]
+    counts = {leaves[i].shape[0] for i in which}
+    if len(counts) != 1 or not all(split.values()):
+        rows = [f"args[{i}] has {sorted({leaves[j].shape[0] for j in row})}" for i, row in split.items()]
+        raise fail(f"verify: examples={positions!r}: those arguments do not hold one number of examples",
+                   "lengths of dim 0 where it is split", *rows,
+                   fix="name the positions of the arguments that hold examples, counted from 0")  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    out = []
+    for _ in range(ORDERS):
+        order, new = torch.randperm(*counts, generator=generator), list(leaves)
+        for i, full in zip(which, device_get([leaves[i] for i in which]), strict=True):
+            new[i] = device_put(full[order], leaves[i].spec, f.mesh) if isinstance(leaves[i], Sharded) else full[order]
+        out.append(tree.unflatten(treedef, new))
+    return out
+
+
+def _collapsed(axes: Sizes) -> list[Sizes]:
+    """Return the sizes with each axis collapsed, and with all."""
+    collapsed = [{**axes, a: 1} for a, n in axes.items() if n > 1]
+    return [*collapsed, dict.fromkeys(axes, 1)] if len(collapsed) > 1 else collapsed
+
+
+def _other_sizes(axes: Sizes, meshes: Sequence[Mapping[str, int]]) -> list[Sizes]:
+    """Return all sizes of each of the meshes. Raises ShardingError for what is not sizes of those axes."""
+    known = f"the axes are {format_axes(axes)}"
+    if isinstance(meshes, (str, Mapping)) or not isinstance(meshes, Sequence) or not meshes:
+        raise fail(f"verify: meshes={meshes!r}", "not a list of sizes of axes, with at least one mesh to compare with",
+                   known, fix=f"meshes=[{dict.fromkeys(axes, 1)}]")  # fmt: skip
+    for i, sizes in enumerate(meshes):
+        label = f"verify: meshes[{i}]={sizes!r}"
+        if not isinstance(sizes, Mapping) or any(type(n) is not int or n < 1 for n in sizes.values()):
+            raise fail(label, "not sizes of axes, integers of 1 or more", known, fix=f"{dict.fromkeys(axes, 1)}")
+        if unknown := [a for a in sizes if a not in axes]:
+            raise fail(f"{label}: the mesh of the function has no axis {unknown[0]!r}", known)
+        if all(axes[a] == n for a, n in sizes.items()):
+            raise fail(f"{label}: is the mesh of the function itself", known, fix="give an axis another size")
+    return [{**axes, **sizes} for sizes in meshes]
+
+
+def _tolerances(got: Any, earlier: Sequence[Earlier], rtol: Any, atol: Any, bitwise: bool) -> list[Tolerance]:
+    """Return the tolerance of each leaf, from prefix trees. Raises ShardingError for prefixes that do not fit."""
+
+    def each(name: str, prefix: Any) -> list[float | None]:
+        is_number = lambda x: x is None or (isinstance(x, (int, float)) and x >= 0)  # noqa: E731
+        return tree.broadcast(prefix, got, name=f"verify: {name}", leaf=is_number, kind="number of 0 or more")
+
+    changes = [
+        max_finite_magnitude(widen(x) - widen(old[1])) if old is not None else math.inf
+        for x, old in zip(tree.leaves(got), earlier, strict=False)
+    ]
+    rows = zip(each("rtol", rtol), each("atol", atol), changes, strict=True)
+    return [Tolerance(r, a, bitwise, change) for r, a, change in rows]
+
+
+def _earlier_values(args: Any, results: Any) -> list[Earlier]:
+    """Return, for each leaf of the results, the argument of the same shape and dtype whose path ends most alike.
+
+    A program that updates parameters returns them at such a path: `args[0]['up']` and `result[0]['up']`.
+    """
+    floats = [(path, x) for path, x in tree.leaves_with_path(args) if isinstance(x, Tensor) and x.is_floating_point()]
+
+    def find(path: tree.Path, y: Any) -> Earlier:
+        same = [(p, x) for p, x in floats if isinstance(y, Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)]
+        best = max(same, key=lambda row: _common_end(path, row[0]), default=None)
+        return (tree.show("args", best[0]), best[1]) if best and (not path or _common_end(path, best[0])) else None
+
+    return [find(path, y) for path, y in tree.leaves_with_path(results)]
+
+
+def _common_end(a: tree.Path, b: tree.Path) -> int:
+    """Return how many keys at the end of two paths are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _run(f: ShardMapped, args: tuple[Any, ...], full_args: tuple[Any, ...]) -> Any:
@@ -120,33 +265,32 @@ def _place_copies(args: tuple[Any, ...], full_args: tuple[Any, ...], mesh: Mesh)
     return tree.map(copy, args, full_args)
 
 
-def _measure_noise(
-    f: ShardMapped, smallest: ShardMapped, args: Any, full_args: Any, flip: bool
-) -> tuple[list[Any], list[float]]:
-    """Return the leaves of another run of `f`, and the noise in each leaf and in the tree.
+def _measure_noise(f: ShardMapped, args: Any, full_args: Any, least: Sequence[float]) -> tuple[list[float], str]:
+    """Return the largest change of each leaf between runs with other roundings, or `least` where that is larger.
 
-    Noise is the largest change, on either mesh, by flipping the last bit of the arguments; 0 without `flip`.
+    A program may refuse such arguments; its error is returned too.
     """
-    rerun = tree.leaves(_run(f, args, full_args))
-    noise = [0.0] * (len(rerun) + 1)
-    for g in (f, smallest) if flip else ():
+    noise, runs, refusal = list(least), [], ""
+    for key in range(3):
         try:
-            before = rerun if g is f else tree.leaves(_run(g, args, full_args))
-            after = tree.leaves(_run(g, args, tree.map(_flip_last_bit, full_args)))
-        except Exception:  # a program may refuse such arguments, and then its noise stays unknown
-            continue
-        for i, (a, b) in enumerate(zip(before, after, strict=False)):
-            if i < len(rerun) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+            with force_eager:
+                rounded = tree.map(functools.partial(reround, key=key), full_args)
+                runs.append(tree.leaves(_run(_with_other_rounding(f, key), args, rounded)))
+        except Exception as e:
+            refusal = f"\n  noise is not known: with other roundings it raises {type(e).__name__}: {e}"
+    for i, values in enumerate(zip(*runs, strict=False)):
+        for a, b in itertools.combinations(values, 2):
+            if i < len(noise) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
                 noise[i] = max(noise[i], max_finite_magnitude(widen(a) - widen(b)))
-    return rerun, noise
+    return noise, refusal
 
 
-def _flip_last_bit(x: Any) -> Any:
-    """Flip the last bit of every float: a rounding, the same for equal values, so that ties stay ties."""
-    if not isinstance(x, Tensor) or not differentiable_dtype(x):
-        return x
-    if x.is_complex():
-        return torch.view_as_complex(_flip_last_bit(torch.view_as_real(x.resolve_conj())))
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
-    flipped = (x.detach().contiguous().view(bits) ^ 1).view(x.dtype)
-    return torch.where((x == 0) | ~torch.isfinite(x), x, flipped)
+def _with_other_rounding(f: ShardMapped, key: int) -> ShardMapped:
+    """Return the function with other last bits in the result of every operation."""
+
+    @functools.wraps(f._f)
+    def run(*args: Any) -> Any:
+        with OtherRounding(key):
+            return f._f(*args)
+
+    return ShardMapped(run, f.mesh, f._in_specs, f._out_specs, "never", False, f._donate)

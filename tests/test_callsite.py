@@ -162,6 +162,13 @@ def test_user_code_is_distinguished_from_libraries_by_its_file(file: str, users:
     assert (frame is own) is users
 
 
+def test_own_files_are_those_of_no_package() -> None:
+    own = {file for file, _ in FILES if _callsite.is_own_file(file)}
+    others = [file for file, users in FILES if users and ("site-packages" in file or file.startswith(_callsite.HERE))]
+    assert own == {file for file, users in FILES if users} - set(others)
+    assert len(others) == 4
+
+
 def test_thread_without_user_code_has_no_user_frame() -> None:
     answers: list[Any] = []
     from _thread import start_new_thread

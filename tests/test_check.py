@@ -98,8 +98,11 @@ def test_error_text_names_the_line_of_a_wrong_program():
         p = fs.pvary(p, "data")
         return fs.psum(x @ p["up"] @ p["down"], "model")
 
+    def gradient(p, x):
+        return fs.grad(lambda x: fs.psum(wrong(p, x).sum(), "data"))(x)
+
     line = inspect.getsourcelines(wrong)[1] + 2
-    text = error_text(fs.check, mapped(wrong, out=P("data")), init(), fs.init.zeros((8, 16)))
+    text = error_text(fs.check, mapped(gradient, out=P("data")), init(), fs.init.zeros((8, 16)))
     assert text == (
         f"test_check.py:{line} in wrong: "
         "matmul of an operand that is invariant (I) over 'model' with one that varies (V) over it\n"
@@ -205,7 +208,9 @@ def test_calling_with_deferred_leaves_is_an_error():
 
 
 def test_plain_function_is_an_error():
-    assert error_text(fs.check, torch.sum, torch.ones(1)).endswith("fix: check what fs.shard_map returns")
+    assert error_text(fs.check, abs, torch.ones(1)) == (
+        "check: f must be a ShardMapped, got <built-in function abs>\n  fix: pass what fs.shard_map returns"
+    )
 
 
 def test_dropout_and_the_optimizer_run_without_data():

@@ -459,6 +459,9 @@ class From:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def fill(self, *_: object) -> torch.Tensor:
+        raise NotImplementedError
+
     def describe(self) -> str:
         return f"from(file.1: {self.name})"
 

@@ -214,9 +214,11 @@ def test_psum_of_bfloat16_rounds_once():
     [
         (lambda x: fs.psum(x, "b"), "psum: the mesh has no axis 'b'\n  mesh  a=2\n  fix: use one of ['a'], or None"),
         (lambda x: fs.psum(x, ("a", "a")), "psum: an axis is named twice in ('a', 'a')\n  fix: name each axis once"),
-        (lambda x: fs.psum(3.0, "a"), "psum: 3.0 is a float, not a tensor\n  fix: torch.as_tensor(x)"),
-        (lambda x: fs.all_gather(x, "a", 2), "all_gather: a 1-d tensor has no dim 2\n  shape  [1]"),
-        (lambda x: fs.all_gather(x, "a", to="V"), "all_gather: to='V'\n  fix: to='varying' or to='invariant'"),
+        (lambda x: fs.psum("3", "a"), "psum: x must be a Tensor or a number, got '3'"),
+        (lambda x: fs.all_gather({"n": 3}, "a"),
+         "all_gather: x['n'] must be a Tensor, got 3\n  fix: torch.as_tensor(x)"),
+        (lambda x: fs.all_gather(x, "a", 2), "all_gather: x: a 1-d tensor has no dim 2\n  shape  [1]"),
+        (lambda x: fs.all_gather(x, "a", to="V"), "all_gather: to must be 'varying' or 'invariant', got 'V'"),
         (lambda x: fs.all_gather(x, "a", size=5),
          ("all_gather: the part of rank 0 has the wrong size for a dim of global size 5\n"
           "  5 over ('a',) splits into [3, 2]; rank 0 has 1\n"
@@ -227,8 +229,8 @@ def test_psum_of_bfloat16_rounds_once():
          ("ppermute: targets [1, 1] are not distinct positions of axis 'a'\n  positions are 0 to 1\n"
           "  fix: name every source and every target once")),
         (lambda x: fs.pmean(x.long(), "a"),
-         "pmean: the mean of int64 is not int64\n  fix: cast to a floating dtype first"),
-        (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad='x'\n  fix: grad='tied' or grad=None"),
+         "pmean: x is int64, and its mean is not\n  fix: cast to a floating dtype first"),
+        (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad must be 'tied' or None, got 'x'"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_errors(f, text):
@@ -244,3 +246,98 @@ def test_recording_lists_transfers_with_their_bytes():
         fs.shard_map(lambda x: fs.psum(fs.pvary(x, "a"), "a"), mesh=mesh, out_specs=P())(torch.zeros(10))
     assert [(t.op, t.axes, t.bytes) for t in log] == [("all_reduce", ("a",), 40)] * 2
     assert math.prod(mesh.axes.values()) == 2
+
+
+# --- Python numbers ----------------------------------------------------------------------------------------
+
+NUMBERS = (3, True, 0.1, 2 - 1j)
+TAKES_NUMBERS = {
+    "psum": lambda number, n: number * n, "pmean": lambda number, n: number / 1, "pmax": lambda number, n: number,
+    "pmin": lambda number, n: number, "pvary": lambda number, n: number,
+}  # fmt: skip
+TAKES_TENSORS = {
+    "all_gather": lambda x: fs.all_gather(x, "a"), "psum_scatter": lambda x: fs.psum_scatter(x, "a"),
+    "pslice": lambda x: fs.pslice(x, "a"), "ppermute": lambda x: fs.ppermute(x, "a", []),
+    "all_to_all": lambda x: fs.all_to_all(x, "a", split=0, concat=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", TAKES_NUMBERS)
+@pytest.mark.parametrize("axes", [{"a": 1, "b": 1}, {"a": 3, "b": 1}, {"a": 2, "b": 2}], ids=repr)
+def test_number_is_the_same_on_every_rank(verb, axes):
+    mesh, f = fs.make_mesh(**axes), getattr(fs, verb)
+    for axis, n in (("a", mesh.axes["a"]), (("a", "b"), mesh.size)):
+        with fs.recording() as log:
+            got = fs.shard_map(lambda: [f(x, axis) for x in NUMBERS], mesh=mesh, out_specs=P(), check="always")()  # noqa: B023
+        want = [TAKES_NUMBERS[verb](x, n) for x in NUMBERS]
+        assert got == want
+        assert list(map(type, got)) == list(map(type, want))  # on a mesh of one rank too
+        assert not log
+    assert fs.shard_map(lambda: f(3, None), mesh=mesh, out_specs=P())() == 3
+
+
+def test_numbers_and_tensors_of_one_tree():
+    def f(x):
+        return fs.psum({"x": x, "n": 1, "none": None, "more": [2.5, x.long()]}, "a")
+
+    got = each_rank(fs.make_mesh(a=2), f, torch.tensor([1.0, 2.0]), specs=(P("a"),), out=P())
+    assert fs.device_get(got) == {"x": 3.0, "n": 2, "none": None, "more": [5.0, 3]}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_count_of_ranks_scales_a_loss_under_grad_and_vmap(n):
+    def f(w, x):
+        rows = fs.psum(len(x), "a")
+        mean = lambda w: fs.psum((fs.pvary(w, "a") * x).sum(), "a") / rows  # noqa: E731
+        return fs.value_and_grad(mean)(w), torch.vmap(lambda t: t * fs.psum(1, "a"))(x)
+
+    x = torch.arange(4.0)
+    run = fs.shard_map(f, mesh=fs.make_mesh(a=n), in_specs=(P(), P("a")), out_specs=(P(), P("a")), check="always")
+    (loss, grad), scaled = fs.device_get(run(torch.tensor(2.0), x))
+    assert (loss, grad) == (2 * x.mean(), x.mean())
+    assert torch.equal(scaled, n * x)
+    abstract = run.on(fs.make_mesh(kind="abstract", a=2 * n))
+    assert fs.check(abstract, torch.tensor(2.0), x).transfers
+
+
+@pytest.mark.parametrize("verb", ["psum", "pmean", "pmax", "pmin"])
+def test_number_that_differs_between_ranks_is_an_error(verb):
+    def scaled(x):
+        return x * getattr(fs, verb)(len(x), "a")
+
+    run = fs.shard_map(scaled, mesh=fs.make_mesh(a=2), in_specs=P("a"), out_specs=P("a"))
+    assert fs.device_get(run(torch.ones(4))).tolist() == [4.0 if verb == "psum" else 2.0] * 4
+    text = error_text(run, torch.ones(3))
+    assert f": {verb} of a value that is invariant over 'a' with a number that differs between its ranks" in text
+    assert "  a=0  2\n  a=1  1\n" in text
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("verb", TAKES_TENSORS)
+def test_error_of_other_collectives_names_the_leaf_that_is_a_number(verb, n):
+    text = error_text(each_rank, fs.make_mesh(a=n), lambda x: TAKES_TENSORS[verb]({"x": x, "n": [1, 2.5]}),
+                      torch.ones(2, 2), specs=(P(),), out=P())  # fmt: skip
+    fix = "\n  fix: torch.as_tensor(x)"
+    assert text == (
+        f"2 problems\n{verb}: x['n'][0] must be a Tensor, got 1{fix}\n{verb}: x['n'][1] must be a Tensor, got 2.5{fix}"
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_dim_that_a_leaf_lacks_is_an_error_on_every_mesh(n):
+    text = error_text(each_rank, fs.make_mesh(a=n), lambda x: fs.all_gather({"x": x, "s": x.sum()}, "a"),
+                      torch.ones(2), specs=(P(),), out=P())  # fmt: skip
+    assert text == "all_gather: x['s']: a 0-d tensor has no dim 0\n  shape  []"
+
+
+@pytest.mark.parametrize("verb", ["pmax", "pmin"])
+def test_complex_tensors_have_no_maximum(verb):
+    text = error_text(each_rank, fs.make_mesh(a=2), lambda x: getattr(fs, verb)(x, "a"), torch.ones(2) * 1j,
+                      specs=(P("a"),), out=P())  # fmt: skip
+    assert text == f"{verb}: x is complex, and complex numbers have no order\n  fix: x.abs()"
+
+
+def test_the_empty_string_is_not_an_axis():
+    for f in (lambda x: fs.psum(x, ""), lambda x: fs.axis_size("")):
+        assert "the mesh has no axis ''" in error_text(each_rank, fs.make_mesh(a=2), f, torch.ones(2), specs=(P("a"),),
+                                                       out=P())  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -45,17 +46,22 @@ def test_run_passes_each_rank_its_comm_and_returns_in_rank_order(axes):
     assert out == [(rank, mesh.coords(rank), axes) for rank in range(mesh.size)]
 
 
-def test_simulated_ranks_run_concurrently_on_threads():
-    mesh = fs.make_mesh(a=2, b=2)
-    all_running = threading.Barrier(4)
+def test_simulated_ranks_take_turns_on_threads_of_their_own():
+    mesh, log = fs.make_mesh(a=2, b=2), []
 
     def f(comm, rank):
-        all_running.wait(20)
+        for i in range(2):
+            log.append((i, rank))
+            time.sleep(0.001)  # lets another thread run
+            log.append((i, rank))
+            comm.all_reduce(torch.ones(1), "sum", ("a", "b"))
         return threading.get_ident()
 
     idents = mesh.run(f)
     assert len(set(idents)) == 4
     assert threading.get_ident() not in idents
+    assert log == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2), (0, 2), (0, 3), (0, 3), (1, 3), (1, 3),
+                   (1, 0), (1, 0), (1, 1), (1, 1), (1, 2), (1, 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize("axes", [{"a": 1}, {"a": 1, "b": 1}], ids=repr)
@@ -63,18 +69,19 @@ def test_one_rank_runs_in_the_callers_thread(axes):
     assert fs.make_mesh(**axes).run(lambda comm, rank: threading.get_ident()) == [threading.get_ident()]
 
 
-def test_compute_threads_of_the_caller_are_unchanged():
+def test_ranks_have_the_compute_threads_of_the_caller():
     before = torch.get_num_threads()
     try:
         for n in (3, 1, 2):
             torch.set_num_threads(n)
             mesh = fs.make_mesh(a=2)
             for _ in range(2):
-                assert mesh.run(lambda comm, rank: torch.get_num_threads()) == [1, 1]
+                assert mesh.run(lambda comm, rank: torch.get_num_threads()) == [n, n]
                 assert torch.get_num_threads() == n
             with pytest.raises(ZeroDivisionError):
                 mesh.run(lambda comm, rank: 1 // 0)
             assert torch.get_num_threads() == n
+            assert fs.make_mesh(a=200).run(lambda comm, rank: torch.get_num_threads()) == [1] * 200  # of 256 in all
             fs.make_mesh(a=1).run(lambda comm, rank: None)
             assert torch.get_num_threads() == n
             seen = []
@@ -125,14 +132,28 @@ SIZES_FIX = (
         ({}, ""),
         ({"data": 0}, "data=0"),
         ({"data": 2, "model": -2}, "data=2, model=-2"),
-        ({"data": 2.0}, "data=2.0"),
-        ({"data": True}, "data=True"),
-        ({"data": "2"}, "data=2"),
         ({"a": -1, "b": -1}, "a=-1, b=-1"),
     ],
 )
 def test_error_text_of_sizes_that_are_not_positive_integers(axes, shown):
     assert error_text(fs.make_mesh, **axes) == f"make_mesh({shown}): not the sizes of a mesh" + SIZES_FIX
+
+
+@pytest.mark.parametrize("size", [2.0, "2"])
+def test_error_text_of_a_size_of_another_kind(size):
+    assert error_text(fs.make_mesh, data=size) == f"make_mesh: data must be an int, got {size!r}"
+
+
+def test_error_text_of_axes_passed_by_position():
+    assert error_text(fs.make_mesh, (2, 4), ("data", "model")) == (
+        "make_mesh: 2 arguments by position, of which it takes 0\n  fix: make_mesh(kind=, device=, **axes)"
+    )
+
+
+def test_error_text_of_a_device_that_torch_does_not_know():
+    text = error_text(fs.make_mesh, device="gpu", data=2)
+    assert text.startswith("make_mesh: device is 'gpu'\n")
+    assert text.endswith("\n  fix: device='cpu' or device='cuda'")
 
 
 def test_error_text_of_inferred_size_without_a_world_size():

@@ -100,8 +100,8 @@ def test_error_text_of_in_specs_that_are_not_a_prefix():
         "  missing [1]    extra []\n"
         "  fix: give every key a P, or one P for the whole subtree"
     )
-    assert error_text(mapped(lambda x: x, ins=({"w": "a"},)), {"w": torch.ones(2)}) == (
-        "<lambda>: in_specs[0]['w']: 'a' is a str, not a P\n  fix: use a P"
+    assert error_text(mapped, lambda x: x, ins=({"w": "a"},)) == (
+        "shard_map: in_specs[0]['w'] must be a P, got 'a'\n  fix: fs.P('data'); fs.P() for a leaf that is not split"
     )
 
 
@@ -487,3 +487,112 @@ def test_arguments_without_values_or_strides_are_refused():
         f(torch.ones(3, device="meta"))
     with pytest.raises(ShardingError, match="is not strided"):
         f(torch.eye(3).to_sparse())
+
+
+# --- errors about shapes -----------------------------------------------------------------------------------
+
+GRID = fs.make_mesh(data=2, model=2)
+PARAMS = {"up": torch.ones(6, 8), "down": torch.ones(8, 6), "b": torch.ones(8)}
+PARAM_SPECS = {"up": fs.column("model"), "down": fs.row("model"), "b": P()}
+
+
+def raised(f, *args, specs=(PARAM_SPECS, P("data"))):  # noqa: B008
+    """Return the error of a call, and the notes that are shown after it."""
+    with pytest.raises(Exception) as e:  # noqa: PT011
+        fs.shard_map(f, mesh=GRID, in_specs=specs, out_specs=P(), check="never")(*args)
+    return e.value, getattr(e.value, "__notes__", [])
+
+
+def test_error_about_shapes_shows_the_arguments_of_a_rank():
+    def step(p, x):
+        h = x @ p["up"]
+        return h + p["b"]
+
+    error, notes = raised(step, PARAMS, torch.ones(3, 6))
+    assert type(error) is RuntimeError
+    assert str(error).startswith("The size of tensor a (4) must match the size of tensor b (8)")
+    line = step.__code__.co_firstlineno + 2
+    assert notes == [
+        f"""test_shard_map.py:{line} in step:
+    return h + p["b"]
+           ~~~~~~~~~~
+in step, each rank of Mesh(data=2, model=2; simulated, 4 x cpu) has a part of the arguments:
+  p['down']  f32[8@model, 6]  here [4, 6]
+  p['up']    f32[6, 8@model]  here [6, 4]
+  x          f32[3@data, 6]   here [2, 6] or [1, 6]
+  p['b']     f32[8]           here [8]""".replace("~", "^")
+    ]
+
+
+SHAPE_ERRORS = {
+    "matmul": (lambda p, x: x @ p["down"], RuntimeError),
+    "cat": (lambda p, x: torch.cat([x, p["b"][None]]), RuntimeError),
+    "view of a part": (lambda p, x: p["up"].view(6, 8), RuntimeError),
+    "view": (lambda p, x: x.view(-1, 5), RuntimeError),
+    "index of a vector": (lambda p, x: p["b"][:, 5], IndexError),
+    "index of a part": (lambda p, x: p["up"][:, 5], IndexError),
+    "sum": (lambda p, x: x.sum(5), IndexError),
+    "permute": (lambda p, x: x.permute(0), RuntimeError),
+    "embedding": (lambda p, x: torch.nn.functional.embedding(torch.tensor([7]), p["down"]), IndexError),
+    "einsum": (lambda p, x: torch.einsum("ij,jk->ik", x, p["down"]), RuntimeError),
+    "grad": (lambda p, x: fs.grad(lambda p: (x @ p["down"]).sum())(p), RuntimeError),
+    "vmap": (lambda p, x: torch.vmap(lambda row: row @ p["down"])(x), RuntimeError),
+    "remat": (lambda p, x: fs.remat(lambda w: x @ w)(p["down"]), RuntimeError),
+    "linear": (lambda p, x: fs.nn.linear(x, p["down"]), RuntimeError),
+    "expand": (lambda p, x: torch.ones(2, 2).expand(8, 8) + p["up"], RuntimeError),
+}
+
+
+@pytest.mark.parametrize("name", SHAPE_ERRORS)
+def test_every_error_about_shapes_has_the_arguments(name):
+    f, kind = SHAPE_ERRORS[name]
+    p = fs.tree.map(lambda w, s: fs.device_put(w, s, GRID), PARAMS, PARAM_SPECS)
+    error, (note,) = raised(f, p, torch.ones(4, 6))
+    assert isinstance(error, kind)
+    assert not isinstance(error, fs.ShardingError)
+    assert note.startswith("test_shard_map.py:")
+    assert "  p['down']  f32[8@model, 6]  here [4, 6]\n" in note + "\n"
+
+
+def test_other_errors_are_not_explained():
+    def fails(e):
+        raise e
+
+    for error in (ValueError("no such option"), KeyError("size"), fs.ShardingError("shape"), ZeroDivisionError()):
+        assert raised(lambda p, x, e=error: fails(e), PARAMS, torch.ones(4, 6)) == (error, [])
+
+
+def test_error_without_a_split_argument_is_that_of_the_function_alone():
+    _, notes = raised(lambda p, x: x @ p["down"], PARAMS, torch.ones(4, 6), specs=P())
+    assert notes == []
+
+
+def test_many_arguments_are_shown_by_the_sizes_in_the_error():
+    def add(xs):
+        return xs[7] + xs[9]
+
+    xs = [torch.ones(2 * i + 2) for i in range(12)]
+    _, (note,) = raised(add, xs, specs=P("data"))
+    assert note.splitlines()[4:] == [
+        "  xs[7]  f32[16@data]  here [8]",
+        "  xs[9]  f32[20@data]  here [10]",
+        "  xs[0]  f32[2@data]   here [1]",
+        "  xs[1]  f32[4@data]   here [2]",
+        "  xs[2]  f32[6@data]   here [3]",
+        "  xs[3]  f32[8@data]   here [4]",
+        "  and 6 more",
+    ]
+
+
+def test_error_texts_of_arguments_that_are_missing_or_passed_by_name():
+    def step(p, x):
+        return x
+
+    f = fs.shard_map(step, mesh=GRID, in_specs=(P(), P("data")), out_specs=P("data"))
+    assert error_text(f, PARAMS) == (
+        "step: missing a required argument: 'x'\n  1 arguments were passed\n  fix: step(p, x)"
+    )
+    assert error_text(f, 1, 2, 3) == (
+        "step: too many positional arguments\n  3 arguments were passed\n  fix: step(p, x)"
+    )
+    assert error_text(f, 1, x=2) == "step: x passed by name\n  fix: pass arguments by position, as in_specs"

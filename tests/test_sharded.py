@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -250,7 +252,7 @@ def test_error_texts_of_a_wrong_callback():
         "  slices  ['2:4']\n"
         "  fix: return the elements of the slices it is called with: [2]"
     )
-    assert error_text(fs.from_callback, (4,), P("x"), mesh, None) == (
+    assert error_text(fs.from_callback, (4,), P("x"), mesh, last) == (
         "from_callback: the mesh has no axis 'x'\n"
         "  shape  [4]    spec  P('x')    mesh  a=2, b=2\n"
         "  fix: use one of ['a', 'b']"
@@ -363,3 +365,57 @@ def test_error_texts_of_leaves_that_cannot_be_resharded():
     )
     moved = fs.reshard(fs.device_put(torch.ones(4), P(), other), P("a"))
     assert repr(moved) == "f32[4@a]"
+
+
+# --- a placed leaf is no tensor ----------------------------------------------------------------------------
+
+LEAF = fs.device_put(torch.arange(4.0), P("a"), fs.make_mesh(a=2))
+ONE_ELEMENT = fs.device_put(torch.tensor(3.0), P(), fs.make_mesh(a=2))
+ADVICE = "x.shards are its local parts; compute inside fs.shard_map; fs.reshard moves it"
+OPERATORS = {
+    "==": lambda x: x == 0, "!=": lambda x: x != x, "<": lambda x: x < 1, ">=": lambda x: x >= 1, "+": lambda x: x + 1,
+    "-": lambda x: 1 - x, "*": lambda x: 2 * x, "@": lambda x: x @ x, "/": lambda x: x / 2, "**": lambda x: x**2,
+    "abs": abs, "~": lambda x: ~x, "[]": lambda x: x[0], "len": len, "iteration": list, "in": lambda x: 1 in x,
+    "numpy": np.asarray, "add": lambda x: torch.add(x, 1), "stack": lambda x: torch.stack([x, x]),
+    "linear": lambda x: torch.nn.functional.linear(torch.ones(4), x),
+}  # fmt: skip
+OPERATORS_WITH_TENSORS = {
+    "mul": lambda x: torch.ones(4) * x, "matmul": lambda x: torch.ones(4) @ x, "eq": lambda x: torch.ones(4) == x,
+    "__getitem__": lambda x: torch.ones(4)[x],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", [*OPERATORS, *OPERATORS_WITH_TENSORS])
+def test_operations_on_a_placed_leaf_are_errors_that_say_what_to_do(operation):
+    text = error_text({**OPERATORS, **OPERATORS_WITH_TENSORS}[operation], LEAF)
+    assert text == (
+        f"{operation}: f32[4@a] is a placed leaf and no tensor\n  fix: fs.device_get(x) is the full tensor, {ADVICE}"
+    )
+
+
+@pytest.mark.parametrize("name", ["full_tensor", "to_local", "numpy", "to", "cuda", "detach", "requires_grad", "T"])
+def test_attributes_of_tensors_are_errors_that_say_what_to_do(name):
+    with pytest.raises(AttributeError) as e:
+        getattr(LEAF, name)
+    assert str(e.value) == (
+        f".{name}: f32[4@a] is a placed leaf and no tensor\n  fix: fs.device_get(x) is the full tensor, {ADVICE}"
+    )
+    assert not hasattr(LEAF, name)
+    assert getattr(LEAF, name, None) is None
+
+
+def test_a_leaf_of_one_element_has_a_value():
+    assert (ONE_ELEMENT.item(), float(ONE_ELEMENT), int(ONE_ELEMENT), bool(ONE_ELEMENT)) == (3.0, 3.0, 3, True)
+    assert f"{ONE_ELEMENT:.2f}" == "3.00"
+    text = error_text(lambda x: x < 4, ONE_ELEMENT)
+    assert text == f"<: f32[] is a placed leaf and no tensor\n  fix: x.item() is its value, {ADVICE}"
+    assert "has 4 elements" in error_text(bool, LEAF)
+
+
+def test_placed_leaves_are_keys_leaves_of_trees_and_can_be_copied():
+    assert {LEAF: 1, ONE_ELEMENT: 2}[LEAF] == 1
+    assert fs.tree.leaves({"x": [LEAF]}) == [LEAF]  # by identity
+    twin = copy.deepcopy({"x": LEAF})["x"]
+    assert (twin.placement, twin.mesh) == (LEAF.placement, LEAF.mesh)
+    assert torch.equal(fs.device_get(twin), fs.device_get(LEAF))
+    assert not {s.data_ptr() for s in twin.shards} & {s.data_ptr() for s in LEAF.shards}

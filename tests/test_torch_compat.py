@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from fshard import _torch_compat as compat
 
@@ -65,12 +66,51 @@ def test_in_transform():
     assert under_grad(lambda _: compat.in_transform())
 
 
+def test_transform_level():
+    assert compat.transform_level() == 0
+    assert under_grad(lambda _: compat.transform_level()) == 1
+    assert under_grad(lambda _: under_vmap(lambda _: compat.transform_level())) == 2
+
+
+def test_level_of():
+    assert compat.level_of(torch.ones(2)) == 0
+    assert under_grad(lambda x: (compat.level_of(x), under_vmap(compat.level_of))) == (1, 2)
+    assert compat.level_of(under_grad(lambda x: x)) < 0  # its transform has ended
+
+
+def test_unwrapped_once():
+    inner = under_grad(lambda x: under_vmap(compat.unwrapped_once))
+    assert inner.shape == (2, 3)
+
+
+def test_without_torch_function():
+    class Raises(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    with Raises(), compat.without_torch_function():
+        torch.ones(2).sin()
+
+
 def test_without_functorch():
     def made(_: Tensor) -> bool:
         with compat.without_functorch():
             return compat.is_wrapped(torch.ones(2))
 
     assert not under_grad(made)
+
+
+def test_replace_reparametrize_module():
+    module, x, names = torch.nn.Linear(1, 1), torch.ones(1, 1), []
+    former = compat.replace_reparametrize_module(
+        lambda *args, **kwargs: names.append([*args[1]]) or former(*args, **kwargs)
+    )
+    try:
+        assert torch.func.functional_call(module, {"weight": 2 * x, "bias": x[0]}, x).item() == 3
+    finally:
+        compat.replace_reparametrize_module(former)
+    torch.func.functional_call(module, {"bias": x[0]}, x)
+    assert names == [["weight", "bias"]]
 
 
 def test_in_backward():

@@ -109,7 +109,7 @@ def test_rtol_atol_and_bitwise(mesh):
 
 
 def test_plain_function_is_an_error(mesh):
-    assert error_text(fs.verify, torch.sum, torch.ones(1)).endswith("fix: verify what fs.shard_map returns")
+    assert error_text(fs.verify, torch.sum, torch.ones(1)).endswith("fix: pass what fs.shard_map returns")
 
 
 def test_a_mesh_of_one_rank_has_nothing_to_collapse():
@@ -162,7 +162,7 @@ def test_many_leaves_are_sorted_by_ratio_then_error_and_the_rest_named(mesh):
         "  and 3 more: result['z3'], result['z2'], result['z1']\n"
         "  usual causes: a nonlinearity or a statistic of one rank's part; a mean of unequal counts; positions, "
         "targets or\n"
-        "  masks counted from 0 on each rank; a pvary or psum that is missing"
+        "  masks counted from 0 on each rank; a gradient that is not summed, for want of a pvary"
     )
 
 
@@ -252,6 +252,167 @@ def test_equal_infinities_are_equal(mesh):
     assert "2 of 2 elements are not finite numbers: 1 against inf, at [0]" in error_text(fs.verify, f, torch.ones(2))
 
 
+# --- meshes to compare with ---------------------------------------------------------------------------------------
+
+
+def equal_sizes(x):
+    """Return the total, on a square mesh only: rank (i, j) sends its part to rank (j, i)."""
+    assert fs.axis_size("row") == fs.axis_size("col")
+    return fs.psum(x.sum(), ("row", "col"))
+
+
+def test_meshes_names_those_to_compare_with():
+    f = mapped(fs.make_mesh(row=2, col=2), equal_sizes, (P("row", "col"),), P())
+    assert "raises on row=1, col=2" in error_text(fs.verify, f, torch.ones(4, 4))
+    assert fs.verify(f, torch.ones(4, 4), meshes=[{"row": 1, "col": 1}]).meshes == ("row=2, col=2", "row=1, col=1")
+
+
+def test_meshes_of_other_sizes_keep_axes_that_they_leave_out(mesh):
+    right = mapped(mesh, lambda x: fs.psum(x.sum(), "data"), (P("data"),), P())
+    found = fs.verify(right, torch.ones(8), meshes=[{"data": 4}, {"model": 2}]).meshes
+    assert found == ("data=2, model=4", "data=4, model=4", "data=2, model=2")
+    wrong = mapped(mesh, lambda x: x * fs.axis_size("model"), (P(),), P())
+    fs.verify(wrong, torch.ones(8), meshes=[{"data": 1}])
+    assert error_text(fs.verify, wrong, torch.ones(8), meshes=[{"model": 8}]) == (
+        "verify: result of <lambda> changes with the mesh: changing 'model' from 4 to 8 gives another answer\n"
+        "  largest error 4, of 4 against 8, at [0]\n"
+        "  every value is 0.5 times what it should be\n"
+        "  1/2 is the ratio of the sizes of model: a psum of a value that is already a total, or where a mean was meant"
+    )
+    text = error_text(fs.verify, wrong, torch.ones(8), meshes=[{"data": 1, "model": 2}])
+    assert "changing 'data' from 2 to 1 and 'model' from 4 to 2 gives another answer" in text
+    assert "2 is the size of data or the ratio of the sizes of model: a psum" in text
+
+
+@pytest.mark.parametrize(
+    ("meshes", "text"),
+    [
+        ([], "verify: meshes=[]\n  not a list of sizes"),
+        ({"data": 1}, "verify: meshes must be a Sequence of Mapping of int or None, got {'data': 1}"),
+        (
+            [{"date": 1}],
+            "verify: meshes[0]={'date': 1}: the mesh of the function has no axis 'date'\n  the axes are data=",
+        ),
+        ([{"data": 1}, {"data": 0}], "verify: meshes[1]={'data': 0}\n  not sizes of axes, integers of 1 or more"),
+        (["data"], "verify: meshes must be a Sequence of Mapping of int or None, got ['data']"),
+        ([{"data": 2}], "verify: meshes[0]={'data': 2}: is the mesh of the function itself"),
+    ],
+)
+def test_error_text_of_wrong_meshes(mesh, meshes, text):
+    assert text in error_text(fs.verify, mapped(mesh, lambda x: x, (P(),), P()), torch.ones(1), meshes=meshes)
+
+
+def test_rtol_and_atol_may_be_prefixes_of_the_results(mesh):
+    def f():
+        off = 1 + 1e-2 * (fs.axis_size("data") - 1)
+        return {"a": torch.ones(2) * off, "b": [torch.ones(2) * off, torch.ones(2)]}
+
+    f = mapped(mesh, f, (), P())
+    assert "2 of 3 leaves of f change" in error_text(fs.verify, f)
+    assert "result['b'][0] of f changes" in error_text(fs.verify, f, rtol={"a": 0.1, "b": None})
+    fs.verify(f, rtol={"a": 0.1, "b": [0.1, None]})
+    fs.verify(f, atol={"a": 0.1, "b": 0.1})
+    assert "verify: rtol['b']: -1 is a int, not a number of 0 or more" in error_text(
+        fs.verify, f, rtol={"a": 1, "b": -1}
+    )
+    assert "verify: atol: not a prefix of the tree" in error_text(fs.verify, f, atol={"a": 0.1})
+
+
+# --- examples -----------------------------------------------------------------------------------------------------
+
+
+def mean_of_kept(x, kept):
+    """Return the mean of the examples that a mask keeps."""
+    return fs.psum((x * kept).sum(), "data") / fs.psum(kept.sum(), "data")
+
+
+def mean_of_means(x, kept):
+    return fs.pmean((x * kept).sum() / kept.sum(), "data")
+
+
+def test_other_orders_of_examples_show_a_mean_of_means_whose_counts_are_equal(mesh):
+    x, kept = torch.arange(8.0) ** 2, torch.tensor([1.0, 1, 1, 0, 0, 1, 1, 1])
+    specs = (P("data"), P("data"))
+    fs.verify(mapped(mesh, mean_of_means, specs, P()), x, kept)  # three examples on each rank
+    text = error_text(fs.verify, mapped(mesh, mean_of_means, specs, P()), x, kept, examples=(0, 1))
+    assert text.startswith(
+        "verify: result of mean_of_means, with the examples in another order, changes with the mesh: collapsing 'data'"
+    )
+    verified = fs.verify(mapped(mesh, mean_of_kept, specs, P()), x, kept, examples=(0, 1))
+    assert "data=1, model=1; in 4 orders of the examples (largest" in repr(verified)
+
+
+def test_examples_of_trees_and_placed_arguments_are_ordered_alike(mesh):
+    x = torch.arange(8.0)
+    batch = {"a": fs.device_put(x, P("data"), mesh), "b": x, "scale": torch.tensor(2.0), "name": "text"}
+    specs = {"a": P("data"), "b": P("data"), "scale": P(), "name": P()}
+    seen = set()
+
+    def f(batch):
+        assert torch.equal(batch["a"], batch["b"])
+        seen.add(tuple(batch["a"].tolist()))
+        return batch["b"] * batch["scale"]
+
+    assert fs.verify(mapped(mesh, f, (specs,), P("data")), batch, examples=0, bitwise=True).orders == 4
+    assert len({part for part in seen if len(part) == 8}) == 4
+    assert fs.device_get(batch["a"]).tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("examples", [0, 3, [1, 2], (1, 3)])
+def test_error_text_of_arguments_that_hold_no_examples(mesh, examples):
+    f = mapped(mesh, lambda w, x, y: w, (P(), P("data"), P("data")), P())
+    text = error_text(fs.verify, f, torch.ones(3), torch.ones(8), torch.ones(4), examples=examples)
+    assert "those arguments do not hold one number of examples\n  lengths of dim 0 where it is split\n  args[" in text
+    assert text.endswith("fix: name the positions of the arguments that hold examples, counted from 0")
+
+
+# --- updates ------------------------------------------------------------------------------------------------------
+
+
+def update(lr, line):
+    """Return a step of gradient descent whose gradient one line completes."""
+
+    def step(params, x):
+        grads = fs.grad(lambda p: fs.psum((p["w"] * x).square().sum(), "data"))(params)
+        return {"v": params["v"], "w": params["w"] - lr * line(grads["w"])}
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("lr", "line", "lines"),
+    [
+        (0.1, lambda g: fs.psum(fs.psum(g, "data"), "data"),
+         ["its change from args[0]['w'] is 2 times what it should be", "2 is the size of data: a psum of a value"]),
+        (0.1, lambda g: fs.pmean(g, "data"), ["its change from args[0]['w'] is 0.5 times", "1/2, the size of data"]),
+        (0.1, lambda g: g, ["the sum of the changes from args[0]['w'] on the ranks of 'data' is right: a psum is"]),
+        (1e-6, lambda g: fs.psum(fs.psum(g, "data"), "data"), ["its change from args[0]['w'] is 2 times"]),
+        (1e-6, lambda g: 1.02 * g + 0.1 * fs.axis_index("data"), ["changes with the mesh"]),
+    ],
+)  # fmt: skip
+def test_change_of_a_leaf_that_updates_an_argument(mesh, lr, line, lines):
+    w, x = torch.linspace(1, 2, 5), torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
+    f = mapped(mesh, update(lr, line), (P(), P("data")), P())
+    params = {"v": 2 * w, "w": w}
+    text = error_text(fs.verify, f, params, x)
+    for expected in lines:
+        assert expected in text
+    right = mapped(mesh, update(lr, lambda g: fs.psum(g, "data")), (P(), P("data")), P())
+    assert fs.verify(right, params, x).error < 1e-6
+
+
+def test_missing_sum_is_named_only_where_the_sum_is_right(mesh):
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    for f, expected in (
+        (lambda x: x.sum(0), "the sum of the values on the ranks of 'data' is right: a psum is missing"),
+        (lambda x: x.mean(0), "the mean of the values on the ranks of 'data' is right: a pmean is missing"),
+        (lambda x: x.tanh().sum(0).square(), "no constant ratio"),
+    ):
+        text = error_text(fs.verify, mapped(mesh, f, (P("data"),), P()), x)
+        assert expected in text
+        assert ("psum is missing" in text) == ("psum is missing" in expected)
+
+
 # --- noise --------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +477,8 @@ def verify_on_ranks():
     x = fs.device_put(torch.arange(7.0), P("data"), mesh)
     right = mapped(mesh, lambda x: fs.psum(x.sum(), "data"), (P("data"),), P(), donate=0)
     wrong = mapped(mesh, lambda x: x.sum(), (P("data"),), P())
+    half = mapped(mesh, lambda x: fs.psum((x / 3).sum(0).bfloat16(), "data").float() / 7, (P("data"),), P())
+    assert fs.verify(half, torch.arange(99.0).sin().view(9, 11)).noise == ("result",)
     return repr(fs.verify(right, x)), fs.device_get(x).tolist(), error_text(fs.verify, wrong, x)
 
 

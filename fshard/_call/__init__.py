@@ -1,7 +1,8 @@
-"""Parts of one `shard_map` call: plans of its arguments and results, and the context in which its ranks run."""
+"""Parts of one `shard_map` call: plans of its arguments and results, the code to check, the context of its ranks."""
 
-from .arguments import CallPlan, call_signature, donated_leaves, make_plan, slice_inputs
-from .context import explain_missing_values, force_eager
+from .arguments import CallPlan, argument_names, call_signature, donated_leaves, make_plan, slice_inputs
+from .context import explain_missing_values, explain_shapes, force_eager
+from .program import Program, read_program
 from .results import (
     RankResult,
     broadcast_out_specs,
@@ -13,16 +14,20 @@ from .results import (
 
 __all__ = [
     "CallPlan",
+    "Program",
     "RankResult",
+    "argument_names",
     "broadcast_out_specs",
     "call_signature",
     "donated_leaves",
     "exchange_result_types",
     "explain_missing_values",
+    "explain_shapes",
     "flatten_result",
     "force_eager",
     "join_results",
     "make_plan",
+    "read_program",
     "slice_inputs",
     "storage_pointers",
 ]  # fmt: skip

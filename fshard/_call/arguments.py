@@ -6,9 +6,11 @@ signature only compare the structure and the placements.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -38,9 +40,13 @@ class CallPlan:
     uneven: bool  # some leaf has parts of different sizes
     donated: list[int]  # leaves of arguments that the call may overwrite
     kept: list[int]  # all other leaves that are tensors inside
-    checked: bool = False
+    checked: list[tuple[Any, ...]] = field(default_factory=list)  # facts of each program that calls have checked
     rank_types: list[ResultTypes] | None = None  # of every rank of a process mesh
     output: OutputPlan | None = None  # of the last results
+
+    def note_checked(self, facts: tuple[Any, ...]) -> None:
+        if facts not in self.checked:
+            self.checked.append(facts)
 
 
 def call_signature(leaves: Sequence[Any]) -> list[Any]:
@@ -54,6 +60,10 @@ def _leaf_signature(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, tracked, is_wrapped(leaf)
     if isinstance(leaf, Deferred):
         return leaf.shape, leaf.dtype
+    if isinstance(leaf, functools.partial):
+        return functools.partial, _leaf_signature(leaf.func)
+    if isinstance(leaf, (FunctionType, MethodType)):
+        return leaf.__code__ if isinstance(leaf, FunctionType) else leaf.__func__
     return (type(leaf), leaf) if isinstance(leaf, (bool, str)) else type(leaf)  # programs branch on bools and strings
 
 
@@ -61,6 +71,7 @@ def make_plan(
     name: str, f: Callable[..., Any], mesh: Mesh, in_specs: Any, donate: Sequence[int], args: tuple[Any, ...]
 ) -> CallPlan:
     """Check arguments against the specs. Raises ShardingError listing every leaf that does not fit."""
+    names = argument_names(name, f, args)
     leaves, treedef = tree.flatten(args)
     leaf_specs = tree.broadcast(in_specs, args, name=f"{name}: in_specs", leaf=lambda s: s is None or is_spec(s))
     errors: list[ShardingError] = []
@@ -85,7 +96,6 @@ def make_plan(
     uneven = any(not is_even(tuple(leaves[i].shape), specs[i], mesh.axes) for i in tensors)
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
-    names = _argument_names(f, args)
     return CallPlan(treedef, call_signature(leaves), specs, names, slices, uneven, donated, kept)
 
 
@@ -127,12 +137,20 @@ def _donated_positions(name: str, donate: Sequence[int], args: tuple[Any, ...]) 
     return positions
 
 
-def _argument_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """Return each leaf as `f` would write it, by the names of its parameters: `params['up']`."""
+def argument_names(name: str, f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """Return each leaf as `f` would write it, by the names of its parameters: `params['up']`.
+
+    Raises ShardingError for an argument that is missing or too many.
+    """
     try:
-        bound = inspect.signature(f).bind(*args)
-    except (TypeError, ValueError):  # no signature, or a call that fails by itself
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # of a builtin
         return [tree.show("args", path) for path, _ in tree.leaves_with_path(args)]
+    try:
+        bound = signature.bind(*args)
+    except TypeError as e:
+        raise fail(f"{name}: {e}", f"{len(args)} arguments were passed",
+                   fix=f"{name}({', '.join(signature.parameters)})") from None  # fmt: skip
     return [
         tree.show(name, path) for name, value in bound.arguments.items() for path, _ in tree.leaves_with_path(value)
     ]

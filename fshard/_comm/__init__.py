@@ -8,6 +8,7 @@ from fshard._torch_compat import is_view
 from fshard.spec import Axis
 
 from .abstract import AbstractComm, fake_tensors, run_on_meta
+from .functional import call_distributed
 from .host_memory import (
     HOST,
     common_device,
@@ -41,9 +42,9 @@ from .simulated import simulate
 
 __all__ = [
     "HOST", "AbstractComm", "Axis", "Comm", "PendingTransfer", "ProcessComm", "Region", "Transfer", "bind",
-    "checker", "common_device", "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of", "is_observed",
-    "is_view", "join_padded", "known_axes", "live_axes", "mark_donated", "memory_device", "pack", "pad", "recording",
-    "refuse_nesting", "region", "run_on_meta", "simulate", "size_of", "split_padded", "start_copy_to_device",
-    "start_copy_to_host", "storage_key", "to_device", "to_spec_memory", "transfer_count", "transposing", "unpack",
-    "wait_before_writing", "wait_for_copies_to_host",
+    "call_distributed", "checker", "common_device", "copy_to_device", "empty_part", "fake_tensors", "in_region",
+    "index_of", "is_observed", "is_view", "join_padded", "known_axes", "live_axes", "mark_donated", "memory_device",
+    "pack", "pad", "recording", "refuse_nesting", "region", "run_on_meta", "simulate", "size_of", "split_padded",
+    "start_copy_to_device", "start_copy_to_host", "storage_key", "to_device", "to_spec_memory", "transfer_count",
+    "transposing", "unpack", "wait_before_writing", "wait_for_copies_to_host",
 ]  # fmt: skip

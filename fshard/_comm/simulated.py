@@ -1,32 +1,36 @@
-"""Ranks as threads of one process: the last one to enter a collective computes it for all, in rank order."""
+"""Ranks as threads of one process, which take turns: the last one to enter a collective computes it for all."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import itertools
 import math
+import os
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from fshard._torch_compat import foreach_copy_, set_jvp_nesting
+from fshard._callsite import site, user_frame
+from fshard._torch_compat import foreach_copy_
 from fshard.errors import fail
 
 from .packing import flatten, pack, reduce_in_order, unpack
 from .protocol import Axes, Comm, PendingTransfer, index_of, ranks_over
+from .rank_states import RankStates, torch_for_ranks
+from .rank_threads import Abandoned, RankThread, dismiss, give_back, take_threads
 from .record import note, reduction
 
 T = TypeVar("T")
 
-
-class _Abandoned(BaseException):
-    """Ends a rank after another one has failed: a BaseException, so that user code does not catch it."""
+_MOST_COMPUTE_THREADS = 256  # of all ranks together: torch keeps a team for each thread that computes
 
 
 @dataclass
@@ -36,72 +40,85 @@ class _Collective:
     signature: tuple[Any, ...]
     first: int
     arguments: dict[int, Any] = field(default_factory=dict)
-    results: dict[int, Any] | None = None
+    results: dict[int, Any] = field(default_factory=dict)
 
 
-class _Rendezvous:
-    """The collectives of one run. It ends the run at the first failure and at the first deadlock."""
+class _Run:
+    """One run of all ranks, which take turns: one runs until it waits in a collective or ends, then the next one.
+
+    Only the rank whose turn it is uses the fields, so there is no lock, and a program does the same at every run. A run
+    ends at the first failure, and at the first deadlock: some ranks wait, and no rank can run.
+    """
 
     def __init__(self, n: int) -> None:
-        self.n = n
-        self.changed = threading.Condition()
+        self.wake: list[Callable[[], None]] = []  # starts a turn of each rank
+        self.ready = deque(range(n))
+        self.running: int | None = None
         self.entered: dict[tuple[int, ...], _Collective] = {}
         self.waiting: dict[int, str] = {}
-        self.finished: set[int] = set()
+        self.returned: list[int] = []
+        self.over: list[int] = []  # ranks that have returned or raised
+        self.interrupted = False
+        self.ended = threading.Event()
         self.failure: BaseException | None = None
+        self.states = RankStates(n)
+        self.process = os.getpid()
 
     def exchange(self, rank: int, group: tuple[int, ...], x: Any, signature: tuple[Any, ...], combine: Any) -> Any:
         """Wait for all ranks of the group, and return this rank's result of `combine`, which takes all their `x`."""
-        with self.changed:
-            self._stop_if_failed()
-            current = self.entered.setdefault(group, _Collective(signature, rank))
-            if current.signature != signature:
-                raise fail("the ranks disagree on a collective",
-                           f"rank {current.first}  {_describe(current.signature)}",
-                           f"rank {rank}  {_describe(signature)}",
-                           fix="every rank must call the same collectives in the same order, on equal shapes; for a "
-                               "dim that the axis does not divide, pass its global size=")  # fmt: skip
-            current.arguments[rank] = x
-            if len(current.arguments) < len(group):
-                self.waiting[rank] = _describe(signature)
-                self._stop_if_deadlocked()
-                self.changed.wait_for(lambda: current.results is not None or self.failure is not None)
-                self._stop_if_failed()
-                assert current.results is not None
-                return current.results[rank]
+        self.stop_if_failed()
+        if os.getpid() != self.process:
+            raise fail(f"{_describe(signature)}: called in a fork of the process, which has no other rank",
+                       fix="fork outside of shard_map, or call no collective in the fork")  # fmt: skip
+        current = self.entered.setdefault(group, _Collective(signature, rank))
+        if current.signature != signature:
+            raise fail("the ranks disagree on a collective",
+                       f"rank {current.first}  {_describe(current.signature)}",
+                       f"rank {rank}  {_describe(signature)}",
+                       fix="every rank must call the same collectives in the same order, on equal shapes; for a "
+                           "dim that the axis does not divide, pass its global size=")  # fmt: skip
+        current.arguments[rank] = x
+        if len(current.arguments) < len(group):
+            self.waiting[rank] = _describe(signature)
+            turn = threading.Lock()
+            turn.acquire()
+            self.wake[rank] = turn.release
+            self.end_turn(rank)
+            turn.acquire()
+            self.begin_turn(rank)
+        else:
             del self.entered[group]
-        results = combine([current.arguments[r] for r in group])  # outside the lock: other groups need not wait
-        with self.changed:
+            results = combine([current.arguments[r] for r in group])
             current.results = dict(zip(group, results, strict=True))
-            for r in group:
-                self.waiting.pop(r, None)
-            self.changed.notify_all()
-        return current.results[rank]
+            self.ready.extend(r for r in group if self.waiting.pop(r, None))
+        return current.results.pop(rank)
 
-    def finish(self, rank: int) -> None:
-        with self.changed:
-            self.finished.add(rank)
-            self._stop_if_deadlocked()
+    def begin_turn(self, rank: int) -> None:
+        self.running = rank
+        self.states.load(rank)
+        self.stop_if_failed()
 
-    def end(self, failure: BaseException) -> None:
-        """Record the first failure and wake all ranks."""
-        with self.changed:
-            if self.failure is None:
-                self.failure = failure
-            self.changed.notify_all()
+    def end_turn(self, rank: int) -> None:
+        self.states.save(rank)
+        self.running = None
+        self.start_next()
 
-    def _stop_if_failed(self) -> None:
+    def start_next(self) -> None:
+        """Start the turn of the next rank, if any is left."""
+        if not self.ready and self.waiting and self.failure is None:
+            lines = [f"rank {r}  waits in {call}" for r, call in sorted(self.waiting.items())]
+            lines += [f"rank {r}  has returned" for r in sorted(self.returned)]
+            self.failure = fail("deadlock: every rank that has not returned waits for another one", *lines,
+                                fix="every rank must call the same collectives in the same order")  # fmt: skip
         if self.failure is not None:
-            raise _Abandoned
+            self.ready.extend(self.waiting)
+            self.waiting.clear()
+        if self.ready:
+            self.wake[self.ready.popleft()]()
 
-    def _stop_if_deadlocked(self) -> None:
-        if not self.waiting or len(self.waiting) + len(self.finished) < self.n or self.failure is not None:
-            return
-        lines = [f"rank {r}  waits in {call}" for r, call in sorted(self.waiting.items())]
-        lines += [f"rank {r}  has returned" for r in sorted(self.finished)]
-        self.failure = fail("deadlock: every rank that has not returned waits for another one", *lines,
-                            fix="every rank must call the same collectives in the same order")  # fmt: skip
-        self.changed.notify_all()
+    def stop_if_failed(self) -> None:
+        if self.failure is not None:
+            raise Abandoned
 
 
 def _describe(signature: tuple[Any, ...]) -> str:
@@ -116,8 +133,8 @@ class SimulatedComm:
     direct = True
     static_sizes = False
 
-    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], rendezvous: _Rendezvous) -> None:
-        self.sizes, self.coords, self._rendezvous = sizes, coords, rendezvous
+    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], run: _Run) -> None:
+        self.sizes, self.coords, self._run = sizes, coords, run
         self._rank = index_of(tuple(sizes), sizes, coords)
 
     def _collective(
@@ -129,7 +146,7 @@ class SimulatedComm:
 
     def _exchange(self, signature: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
         group = tuple(ranks_over(signature[1], self.sizes, self.coords))
-        return self._rendezvous.exchange(self._rank, group, x, signature, combine)
+        return self._run.exchange(self._rank, group, x, signature, combine)
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # every exchange compares what its ranks call
@@ -191,83 +208,110 @@ class SimulatedComm:
         return lambda: reduced if fresh else list(xs)
 
 
-def simulate(sizes: Mapping[str, int], pool: ThreadPoolExecutor, f: Callable[[Comm, int], T]) -> list[T]:
+def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
     """Run `f(comm, rank)` on one thread per rank, and return the results in rank order.
 
-    The first rank that raises ends the others, and its exception, with its own traceback, is the one raised here.
+    The first rank that raises ends the others, and its exception, with its own traceback, is the one raised here. An
+    interrupt of the caller is raised in the ranks too; a rank that does not end is left to end on its own.
     """
     n = math.prod(sizes.values())
-    rendezvous = _Rendezvous(n)
+    run = _Run(n)
     modes = _modes_of_this_thread()
+    compute_threads = torch.get_num_threads()
+    of_rank = max(1, min(compute_threads, _MOST_COMPUTE_THREADS // n))
+    results: list[Any] = [None] * n
 
-    def rank_main(rank: int, coords: Mapping[str, int]) -> T | None:
+    def rank_main(rank: int, coords: Mapping[str, int]) -> None:
         try:
-            with contextlib.ExitStack() as stack:
+            run.begin_turn(rank)
+            if torch.get_num_threads() != of_rank:
+                torch.set_num_threads(of_rank)
+            with run.states.on_thread(rank), contextlib.ExitStack() as stack:
                 for mode in modes():
                     stack.enter_context(mode)
-                out = f(SimulatedComm(sizes, coords, rendezvous), rank)
-            rendezvous.finish(rank)
-            return out
-        except _Abandoned:
-            return None
+                results[rank] = f(SimulatedComm(sizes, coords, run), rank)
+            run.returned.append(rank)
+        except Abandoned:
+            pass
         except BaseException as e:
-            rendezvous.end(e)
-            return None
+            run.failure = run.failure or e
+        run.over.append(rank)
+        run.end_turn(rank)
+        if run.interrupted:
+            dismiss(threads[rank])
+        if len(run.over) == n:
+            run.ended.set()
 
     grid = itertools.product(*(range(k) for k in sizes.values()))
-    with _forward_mode_level:
-        futures = [pool.submit(rank_main, r, dict(zip(sizes, at, strict=True))) for r, at in enumerate(grid)]
+    with torch_for_ranks:
+        threads = take_threads(n)
         try:
-            results = [future.result() for future in futures]
+            for rank, at in enumerate(grid):
+                job = functools.partial(rank_main, rank, dict(zip(sizes, at, strict=True)))
+                job = functools.partial(contextvars.copy_context().run, job)
+                run.wake.append(functools.partial(threads[rank].jobs.put, job))
+            run.start_next()
+            while not run.ended.wait(_PATIENCE):
+                pass  # Python misses a signal that arrives just before a wait begins
         except BaseException as e:  # an interrupt of the caller
-            rendezvous.end(e)
+            _interrupt(run, threads, e)
             raise
-    if rendezvous.failure is not None:
-        raise rendezvous.failure
-    return results  # type: ignore[return-value]
+        give_back(threads)
+        run.states.end()
+        if of_rank != compute_threads:
+            torch.set_num_threads(compute_threads)  # of threads to come: a rank has set that, too
+    if run.failure is not None:
+        raise run.failure
+    return results
+
+
+_PATIENCE = 0.1  # seconds: of a wait of the caller, and after each attempt to end the ranks of an interrupted run
+_ATTEMPTS = 10
+
+
+def _interrupt(run: _Run, threads: Sequence[RankThread], e: BaseException) -> None:
+    """End the ranks, and add to the interrupt `e` a note of each rank's position.
+
+    A rank that is in a call into C, such as a sleep, ends after it, and other runs do not wait for it.
+    """
+    positions = [f"rank {rank}  {_position(run, rank, thread)}" for rank, thread in enumerate(threads)]
+    e.add_note("\n  ".join(["simulated ranks at the interrupt:", *positions]))
+    run.failure, run.interrupted = run.failure or e, True
+    try:
+        for _ in range(_ATTEMPTS):  # the user's code may catch one
+            if run.running is not None:  # else the next rank finds the failure at its turn
+                threads[run.running].interrupt()
+            if run.ended.wait(_PATIENCE):
+                return
+        e.add_note(f"rank {run.running} has not ended yet; its thread ends after the call that it is in")
+    finally:
+        for rank in list(run.over):
+            dismiss(threads[rank])
+        run.states.abandon()
+
+
+def _position(run: _Run, rank: int, thread: RankThread) -> str:
+    if rank in run.waiting:
+        return f"waits in {run.waiting[rank]}"
+    if rank in run.returned:
+        return "has returned"
+    frame = user_frame(sys._current_frames().get(thread.ident or 0)) if rank == run.running else None
+    return f"runs {site(frame)}" if frame is not None else "waits for its turn"
 
 
 def _modes_of_this_thread() -> Callable[[], list[contextlib.AbstractContextManager[Any]]]:
     """Return a function that makes the modes of torch on this thread again, for each rank to enter on its own."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    cache = torch.is_autocast_cache_enabled()
+    device = torch.get_default_device()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return lambda: [
         # Ranks differentiate on their own thread: all would share the engine's device threads.
         torch.autograd.set_multithreading_enabled(False),
         torch.inference_mode(inference),
         torch.set_grad_enabled(grad),
-        *(torch.autocast(device, dtype) for device, dtype in casts),
+        *(torch.autocast(device, dtype, cache_enabled=cache) for device, dtype in casts),
+        *([torch.cuda.stream(stream)] if stream is not None else []),  # and the current device
+        *([device] if device != torch.get_default_device() else []),
     ]
-
-
-class _ForwardModeLevel:
-    """Keeps one level of forward-mode AD open while simulated ranks run, so that all of them can use `torch.func.jvp`.
-
-    Levels belong to the process, not to the thread: the first jvp opens one, and whichever rank ends the last jvp
-    closes it, with the tangents of the others. While the nesting that torch counts is high, no jvp opens or closes one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._runs = 0
-        self._nesting, self._level = 0, None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._runs == 0:
-                with contextlib.suppress(RuntimeError):  # the caller has opened a level
-                    self._level = forward_ad.enter_dual_level()  # type: ignore[no-untyped-call]
-                self._nesting = set_jvp_nesting(1 << 20)
-            self._runs += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._runs -= 1
-            if self._runs == 0:
-                set_jvp_nesting(self._nesting)
-                if self._level is not None:
-                    forward_ad.exit_dual_level(level=self._level)
-                    self._level = None
-
-
-_forward_mode_level = _ForwardModeLevel()

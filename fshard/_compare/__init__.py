@@ -1,13 +1,18 @@
-"""Comparison of values: two answers of one program, and the replicas of one leaf."""
+"""Comparison of values: two answers of one program, replicas of one leaf, arguments of several processes."""
 
-from .diff import Difference, Tolerance, compare, describe_differences, max_finite_magnitude, widen
+from .arguments import check_same_arguments
+from .diff import Difference, Evidence, Tolerance, compare, describe_differences, max_finite_magnitude, widen
 from .digest import digest_and_value, flat_slice
-from .replicas import check_replicas, compare_digests, format_mismatch, replica_errors
+from .replicas import check_replicas, compare_digests, format_mismatch, replica_errors, sum_over_ranks
+from .rounding import OtherRounding, reround
 
 __all__ = [
     "Difference",
+    "Evidence",
+    "OtherRounding",
     "Tolerance",
     "check_replicas",
+    "check_same_arguments",
     "compare",
     "compare_digests",
     "describe_differences",
@@ -16,5 +21,7 @@ __all__ = [
     "format_mismatch",
     "max_finite_magnitude",
     "replica_errors",
+    "reround",
+    "sum_over_ranks",
     "widen",
 ]  # fmt: skip

@@ -5,7 +5,8 @@ Ranks that are threads compare values side by side, within a tolerance. Any rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +23,11 @@ from .diff import Tolerance, max_finite_magnitude, widen
 from .digest import digest_and_value, format_digest
 
 
-def replica_errors(name: str, results: Any, tolerance: Tolerance) -> list[ShardingError]:
-    """Return the errors of results on a simulated mesh whose replicas differ by more than the tolerance."""
+def replica_errors(name: str, results: Any, tolerances: Tolerance | Sequence[Tolerance]) -> list[ShardingError]:
+    """Return the errors of results on a simulated mesh whose replicas differ by more than the tolerance of the leaf."""
     errors = []
-    for path, x in tree.leaves_with_path(results):
+    for i, (path, x) in enumerate(tree.leaves_with_path(results)):
+        tolerance = tolerances if isinstance(tolerances, Tolerance) else tolerances[i]
         for axis, n in x.mesh.axes.items() if isinstance(x, Sharded) and x.mesh.kind == "simulated" else ():
             if n == 1 or axis in x.spec.axes:
                 continue
@@ -40,6 +42,21 @@ def replica_errors(name: str, results: Any, tolerance: Tolerance) -> list[Shardi
                     fix=f"psum or pmean it over {axis!r}, or name {axis!r} in its out spec; look for a Python number\n"
                         "       or a branch that depends on the rank, which the checker cannot see"))  # fmt: skip
     return errors
+
+
+def sum_over_ranks(x: Any, axes: Iterable[str]) -> tuple[Tensor, int] | None:
+    """Return the full leaf, summed over the ranks of those axes that its spec does not name, and their number.
+
+    The sum is in double precision. None where there is nothing to sum: no such axis, or a mesh that is not simulated.
+    """
+    over = [a for a in axes if a not in x.spec.axes] if isinstance(x, Sharded) and x.mesh.kind == "simulated" else []
+    if not over:
+        return None
+    total = torch.zeros(x.shape, dtype=torch.complex128 if x.dtype.is_complex else torch.float64)
+    for rank, part in zip(x.mesh.ranks, x.shards, strict=True):
+        if not any(at for a, at in x.mesh.coords(rank).items() if a not in over and a not in x.spec.axes):
+            total[x.box(rank)] += widen(part.detach().cpu())
+    return total, math.prod(x.mesh.axes[a] for a in over)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ def apply_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Dynamo takes the arguments of torch.func.grad for constants, and would silently drop the backward of a
         # Function that is applied to one of them, but not of a Function that is applied to a view of one.
         xs = [x.view_as(x) for x in xs]
+    elif m.verb == "pvary" and (types := checker()) is not None:
+        types.check_pvary(m, xs)  # here, since nothing is differentiated inside a Function
     out: tuple[Tensor, ...] = _function(len(xs), compiling).apply(m, *xs)
     return out
 

@@ -7,10 +7,11 @@ no result. Over each axis of more than one rank a tensor is one of
     I   invariant: one logical value, the same on every rank of the axis
     -   free: made in the region from nothing (zeros, arange), or from Python numbers; mixes with either
 
-The result of an operation is V if any operand is, else I if any operand is. Where one operand is I and another V, the
-gradient of the first needs a sum over ranks, which only `pvary` takes: without `pvary` that is an error. Operands
-without a gradient, such as integers, bools and values cast from them, mix with either. Random draws do not: a mask must
-vary over exactly the axes of the tensor that it is applied to.
+The result of an operation is V if any operand is, else I if any operand is. Where one operand is I and another V, and a
+gradient can flow to the first, that gradient needs a sum over ranks, which only `pvary` takes: without `pvary` that is
+an error. Where nothing is differentiated (an optimizer, evaluation, a frozen or detached operand) the result varies,
+and the checker remembers the line: an error at the results names it. Random draws do not mix: a mask must vary over
+exactly the axes of the tensor that it is applied to.
 
 Source: the per-axis types are those of JAX's shard_map (varying manual axes).
 """
@@ -30,15 +31,16 @@ from torch import Tensor
 
 from fshard import _callsite
 from fshard._ops import differentiable_dtype
-from fshard._torch_compat import TorchDispatchMode, unwrapped
+from fshard._torch_compat import TorchDispatchMode, in_backward, storage_id, unwrapped, without_torch_function
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.spec import P
 
 from . import messages
+from .differentiated import Differentiated, leaves_of
 from .op_schema import Operation, operation
 from .type_table import TypeTable
-from .types import NONE, IndexMix, Operand, TensorInfo, Type, join
+from .types import NO_HISTORY, NONE, History, Mixture, Operand, Partial, Reduction, TensorInfo, Type, join
 
 
 class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -50,7 +52,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.axes, self.sizes = frozenset(axes), sizes
         self.arguments: list[TensorInfo] = []
-        self.index_mixes: list[IndexMix] = []
+        self.mixtures: dict[tuple[_callsite.Site, str], Mixture] = {}  # the first of each line and axis
+        self.differentiated = Differentiated(self.check_loss, self.check_gradients)
+        self.pvaried: set[_callsite.Site | None] = set()  # lines
+        self._argument_storages: set[int] = set()
         self._table = TypeTable()
         self._roots = 0
         self._paused = False
@@ -58,6 +63,15 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # axes: where a leaf is split unevenly, ranks may run a line a different number of times for results that vary.
         self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._runs: Counter[tuple[Any, ...]] = Counter()
+
+    def __enter__(self) -> Checker:
+        self.differentiated.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self.differentiated.__exit__(*exception)  # type: ignore[no-untyped-call]
 
     # --- types of tensors that no operation made ---
 
@@ -67,18 +81,19 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _set_info(
         self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: _callsite.Site | None = None,
-        alias: bool = False,
+        alias: bool = False, history: History = NO_HISTORY,
     ) -> None:  # fmt: skip
         """Type a tensor as a new root; an `alias` shares memory with a tensor of another type."""
         self._roots += 1
         x, site = unwrapped(x), None if name else site or _callsite.site()
-        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()))
+        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), history)
         self._table.set(x, info, alias=alias)
 
     def set_argument_type(self, x: Tensor, varying: frozenset[str], name: str) -> None:
         """Type an argument of the region, which varies over the axes that its spec names."""
         self._set_info(x, Type(varying & self.axes, self.axes - varying, differentiable_dtype(x)), name=name)
         self.arguments.append(self.info(x))
+        self._argument_storages.add(storage_id(x))
 
     def set_integer_type(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
         """Type an integer computed outside of torch, from the tensors `of`, or from the rank's index on some axes."""
@@ -86,14 +101,18 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._set_info(x, join([Type(frozenset(varies) & self.axes), *operands], x), op=op)
 
     def set_draw_type(self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str]) -> None:
-        """Type a random draw, which varies over the axes of its spec and those of its key."""
-        varying = (frozenset(spec_axes) & self.axes) | self.info(key).type.varying
-        self._set_info(x, Type(varying, self.axes - varying, random=True), op=op)
+        """Type a random draw, which varies over the axes of its spec and those of its key.
 
-    def mark_constant(self, x: Tensor) -> None:
-        """Let a tensor that is no longer differentiated mix with every type."""
-        info = self.info(x)
-        self._table.set(unwrapped(x), info._replace(type=Type(info.type.varying)), alias=True)
+        Over the axes of its spec, ranks have parts of one draw. Over other axes its numbers are the same on each rank,
+        or by a key that varies they have nothing to do with each other.
+        """
+        varying = (frozenset(spec_axes) & self.axes) | self.info(key).type.varying
+        drawn = (self.axes - set(spec_axes)) | self.info(key).type.varying
+        self._set_info(x, Type(varying, self.axes - varying, drawn=drawn), op=op)
+
+    def record_number(self, verb: str, number: Any, axes: Sequence[str]) -> None:
+        """Record a Python number that a collective takes as the same on every rank of these axes."""
+        self._record_numbers(verb, (number,), frozenset(axes) & self.axes)
 
     def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """Return the positions of tensors, those of one type together."""
@@ -121,7 +140,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         infos = [self.info(x) for x in xs]
         for x, info in zip(xs, infos, strict=True):
             wrong = info.type.invariant & axes if m.takes == "V" else info.type.varying & axes
-            if wrong:
+            if wrong and (m.verb != "pvary" or m.origin is not None):
                 raise messages.collective_of_wrong_type(self, m, Operand(x, info), sorted(wrong))
             if m.takes == "I" and info.type.differentiable:  # the ranks may have picked different parts by a number
                 self._record_numbers(m.verb, (x.storage_offset() - info.start,), info.type.invariant)
@@ -132,98 +151,198 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             t = info.type
             varying = t.varying | axes if m.gives == "V" else t.varying - axes
             invariant = t.invariant - axes if m.gives == "V" else t.invariant | axes
-            new = t._replace(varying=varying, invariant=invariant, random=False)
-            self._set_info(y, new, op=op, site=m.origin, alias=not m.moves)
+            new = t._replace(varying=varying, invariant=invariant, drawn=NONE)
+            reductions = tuple(x for x in info.history.reductions if x.axis in invariant)
+            if m.gives == "I" and m.origin is None:
+                reductions += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
+            mixtures = tuple(x for x in info.history.mixtures if x.axis in varying)
+            copies = info.history.copies | axes if m.verb == "pvary" else info.history.copies - axes
+            history = History(mixtures, reductions, info.history.partials if varying else (), copies)
+            self._set_info(y, new, op=op, site=m.origin, alias=not m.moves, history=history)
         return out
+
+    def check_pvary(self, m: Any, xs: Sequence[Tensor]) -> None:
+        """Raise for a pvary of tensors that vary already, if their gradients would be summed.
+
+        For a frozen tensor it does nothing, so that one function can serve a trained model and a frozen one.
+        """
+        for x in xs:
+            info = self.info(x)
+            wrong = info.type.varying & frozenset(m.axes)
+            if wrong and self.differentiated(x):
+                raise messages.collective_of_wrong_type(self, m, Operand(unwrapped(x), info), sorted(wrong))
+        self.pvaried.add(_callsite.site())
 
     # --- operations ---
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._paused or func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
         run = _run_without_dynamo() if "torch._dynamo" in sys.modules else Checker._run
         return run(self, func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._paused or func.namespace == "prim":
-            return func(*args, **kwargs)
-        if func.namespace == "higher_order":
-            return self._run_higher_order(func, args, kwargs)
-        op = operation(func)
-        if op.on_lists:
-            return self._run_on_lists(op, args, kwargs)
+        with without_torch_function():
+            if func.namespace == "higher_order":
+                return self._run_higher_order(func, args, kwargs)
+            op = operation(func)
+            return (self._run_on_lists if op.on_lists else self._run_operation)(op, args, kwargs)
+
+    def _run_operation(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
         if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
-        new = self._result_type(op, operands)
-        written = [(x, self.info(x).type) for x in op.written(args, kwargs)]
-        out = func(*args, **kwargs)
-        invariant_part = join([new, *(old for _, old in written)]) if written else new
+        new, history = self._result_type(op, operands, args, kwargs)
+        written = [Operand(x, self.info(x)) for x in op.written(args, kwargs)]
+        self._check_written(op, new, history, written, operands)
+        out = op.func(*args, **kwargs)
+        invariant_part = join([new, *(o.info.type for o in written)]) if written else new
         self._record_numbers_of_call(op, invariant_part, args, kwargs)
-        for x, old in written:
-            self._table.write(x, old, new, overwrites=op.overwrites)
-        self._set_result_info(op, new, operands, out, {id(x) for x, _ in written})
+        for o in written:
+            self._set_written_info(op, o, new, history)
+        self._set_result_info(op, new, history, operands, out, {id(o.tensor) for o in written})
         return out
 
     def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that takes functions (torch.cond, flex_attention), typed by its operands alone."""
         op = Operation(func, str(func))
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
-        new = self._result_type(op, operands)
+        new, history = self._result_type(op, operands, args, kwargs)
         with self.paused():
             out = func(*args, **kwargs)
-        self._set_result_info(op, new, operands, out, set())
+        self._set_result_info(op, new, history, operands, out, set())
         return out
 
     def _run_on_lists(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on lists: a tensor mixes only with those at its position in the other lists."""
         rows = []
         for row in op.rows(args, kwargs):
-            read = row[op.lists_written :] if op.overwrites else row
-            rows.append((row, self._result_type(op, [Operand(x, self.info(x)) for x in read])))
+            read = [Operand(x, self.info(x)) for x in (row[op.lists_written :] if op.overwrites else row)]
+            new, history = self._result_type(op, read, args, kwargs)
+            written = [Operand(x, self.info(x)) for x in row[: op.lists_written]]
+            self._check_written(op, new, history, written, read)
+            rows.append((written, new, history))
         out = op.func(*args, **kwargs)
-        self._record_numbers_of_call(op, join([new for _, new in rows]), args, kwargs)
-        for i, (row, new) in enumerate(rows):
-            for x in row[: op.lists_written]:
-                self._table.write(x, self.info(x).type, new, overwrites=op.overwrites)
+        self._record_numbers_of_call(op, join([new for _, new, _ in rows]), args, kwargs)
+        for i, (written, new, history) in enumerate(rows):
+            for o in written:
+                self._set_written_info(op, o, new, history)
             if isinstance(out, (list, tuple)) and i < len(out):
-                self._set_result_info(op, new, [], out[i], set())
+                self._set_result_info(op, new, history, [], out[i], set())
         return out
 
-    def _result_type(self, op: Operation, operands: Sequence[Operand]) -> Type:
-        """Return the type of an operation's results; raise where an invariant operand mixes with a varying one."""
+    def _result_type(
+        self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Type, History]:
+        """Return the type of an operation's results, and the lines that explain it.
+
+        Raises ShardingError where an operand that is invariant must not meet a varying one.
+        """
         if op.constant:
-            return Type()
+            return Type(), NO_HISTORY
         types = [o.info.type for o in operands]
+        if op.completed_by is None and operands:  # the usual case, made fast
+            _, first = operands[0]
+            if all(o.info.type == first.type and o.info.history is first.history for o in operands):
+                return join(types), first.history
+        mixtures = {m.axis: m for o in reversed(operands) for m in o.info.history.mixtures}
         for axis in sorted(NONE.union(*(t.varying for t in types))):
-            invariant = [o for o in operands if axis in o.info.type.invariant and _is_strict(op, o)]
-            if not invariant:
-                continue
-            varying = [o for o in operands if axis in o.info.type.varying]
-            strict = [o for o in varying if differentiable_dtype(o.tensor) or _is_strict(op, o)]
-            if strict:
-                raise messages.invariant_mixed_with_varying(self, op.name, axis, invariant[0], strict[0], operands)
-            if site := _callsite.site():
-                self.index_mixes.append(IndexMix(axis, op.name, site, invariant[0].info, varying[0].info))
-        return join(types)
+            invariant = [o for o in operands if axis in o.info.type.invariant]
+            if invariant:
+                varying = [o for o in operands if axis in o.info.type.varying]
+                mixture = self._mix(op, axis, invariant, varying, operands, mixtures.get(axis))
+                if mixture is not None and (axis not in mixtures or mixture.is_update):
+                    mixtures[axis] = mixture
+        new = join(types)
+        reductions = {r.axis: r for o in operands for r in o.info.history.reductions if r.axis in new.invariant}
+        partials = self._partials(op, operands, args, kwargs) if new.varying and not in_backward() else ()
+        copies = frozenset(a for a in new.varying if all(a in o.info.history.copies for o in operands
+                                                         if a in o.info.type.varying))  # fmt: skip
+        if not (mixtures or reductions or partials or copies):
+            return new, NO_HISTORY
+        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies)
+
+    def _partials(
+        self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Partial, ...]:
+        """Return the last two reductions of a dim on the way to the result of an operation, the last one first."""
+        known: tuple[Partial, ...] = ()
+        for o in operands:
+            partials = o.info.history.partials
+            if partials and known and partials is not known:
+                known = ()  # of a sum of several, none is the last
+                break
+            known = partials or known
+        if op.completed_by:
+            dim, ndim = op.reduced_dim(args, kwargs), operands[0].tensor.ndim
+            to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
+            reduced = operands[-2:] if op.name == "matmul" else operands[:1]  # before them, a matrix to add
+            axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
+            return Partial(op.name, op.completed_by, _callsite.site(), axes, dim, to_scalar), *known[:1]
+        return known
+
+    def _mix(
+        self, op: Operation, axis: str, invariant: Sequence[Operand], varying: Sequence[Operand],
+        operands: Sequence[Operand], earlier: Mixture | None,
+    ) -> Mixture | None:  # fmt: skip
+        """Return the mixture of operands that are invariant over an axis with some that vary; raise if it is wrong."""
+        differentiated = [] if op.compares else [
+            o for o in invariant if differentiable_dtype(o.tensor) and self.differentiated(o.tensor)
+        ]  # fmt: skip
+        drawn = [o for o in varying if _is_draw(op, o, axis)]
+        strict = [*differentiated, *(o for o in invariant if _is_draw(op, o, axis))]
+        if not strict and drawn and not op.compares:
+            strict = [o for o in invariant if o.info.type.differentiable]
+        others = drawn or [o for o in varying if differentiable_dtype(o.tensor)]
+        if strict and others:
+            raise messages.invariant_mixed_with_varying(self, op.name, axis, strict[0], others[0], operands)
+        site = _callsite.site()
+        if site is None:
+            return None
+        o, other = (differentiated or invariant)[0], varying[0]
+        known = self.mixtures.get((site, axis))
+        text = known.text if known else messages.mixture_text(self, op.name, operands, o, other)
+        is_update = op.pointwise and bool(o.info.name) and all(y.tensor.numel() <= o.tensor.numel() for y in operands)
+        mixture = Mixture(axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, text, bool(differentiated),
+                          is_update, earlier)  # fmt: skip
+        if known is None or (mixture.differentiated and not known.differentiated):
+            self.mixtures[site, axis] = mixture
+        return mixture
+
+    def _check_written(
+        self, op: Operation, new: Type, history: History, written: Sequence[Operand], operands: Sequence[Operand]
+    ) -> None:
+        """Raise where an operation writes values that vary over an axis into an argument that does not."""
+        for o in written:
+            axes = o.info.type.invariant & new.varying
+            if axes and storage_id(o.tensor) in self._argument_storages:
+                varying = next(x for x in operands if axes & x.info.type.varying)
+                raise messages.argument_overwritten(self, op.name, o, varying, operands, history, sorted(axes))
+
+    def _set_written_info(self, op: Operation, o: Operand, new: Type, history: History) -> None:
+        info = TensorInfo(new, o.info.root, op=op.name, site=_callsite.site(), history=history)
+        self._table.write(o.tensor, info, overwrites=op.overwrites)
 
     def _set_result_info(
-        self, op: Operation, new: Type, operands: Sequence[Operand], out: Any, written: set[int]
+        self, op: Operation, new: Type, history: History, operands: Sequence[Operand], out: Any, written: set[int]
     ) -> None:
         if isinstance(out, (list, tuple)):
             for x in out:
-                self._set_result_info(op, new, operands, x, written)
+                self._set_result_info(op, new, history, operands, x, written)
         if not isinstance(out, Tensor) or id(out) in written:
             return
+        self.differentiated.follow(operands, out)
         differentiable = new.differentiable and differentiable_dtype(out)
-        # A value computed from a draw stays random until it has a gradient; an integer is a number like any other.
-        random = new.random and not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
-        type = new._replace(differentiable=differentiable, random=random)
+        # A value computed from a draw stays drawn until it has a gradient; an integer is a number like any other.
+        is_draw = not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
+        type = new._replace(differentiable=differentiable, drawn=new.drawn if is_draw else NONE)
         if op.view and operands:
             info = operands[0].info._replace(type=type)
             if op.copies:
                 info = info._replace(start=int(out.storage_offset()))
             self._table.set(out, info, alias=True)
         else:
-            self._set_info(out, type, op=op.name)
+            self._set_info(out, type, op=op.name, history=history)
 
     def _record_numbers_of_call(self, op: Operation, new: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the Python numbers of an invariant result: they must be the same on every rank."""
@@ -248,25 +367,39 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a hash of the recorded numbers."""
         return hashlib.blake2b(repr(sorted(self.numbers_to_compare().items(), key=repr)).encode()).hexdigest()
 
+    def captured_writes(self) -> dict[int, tuple[Tensor, _callsite.Site | None]]:
+        """Return the tensors from outside the region that it wrote to, each with a line, by `storage_id`."""
+        return self._table.captured
+
     # --- losses, gradients, results ---
 
-    def check_loss(self, name: str, x: Tensor, leaves: Sequence[Tensor]) -> None:
-        """Raise if a loss varies over an axis over which a parameter is invariant."""
-        loss = Operand(unwrapped(x), self.info(x))
-        for leaf in leaves:
-            parameter = Operand(unwrapped(leaf), self.info(leaf))
-            axes = loss.info.type.varying & parameter.info.type.invariant
-            if axes:
-                raise messages.loss_varies(self, name, loss, parameter, sorted(axes))
+    def check_loss(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> None:
+        """Raise if a loss varies over an axis over which a tensor that it is differentiated by is invariant."""
+        if in_backward():  # a recomputation there differentiates a product with its gradient, and no loss
+            return
+        for x in outputs:
+            loss = Operand(unwrapped(x), self.info(x))
+            for leaf in (leaves_of(x) if inputs is None else inputs) if loss.info.type.varying else ():
+                parameter = Operand(unwrapped(leaf), self.info(leaf))
+                axes = loss.info.type.varying & parameter.info.type.invariant
+                if axes:
+                    raise messages.loss_varies(self, x, loss, parameter, sorted(axes))
 
-    def check_gradient(self, name: str, x: Tensor, grad: Tensor) -> None:
-        """Raise unless a gradient varies over exactly the axes of its parameter; then give it the parameter's type."""
-        parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
-        want, have = parameter.info.type, gradient.info.type
-        wrong = (have.varying & want.invariant) | (have.invariant & want.varying)
-        if wrong:
-            raise messages.gradient_has_wrong_type(self, name, parameter, gradient, sorted(wrong))
-        self._table.set(gradient.tensor, gradient.info._replace(type=want), alias=True)
+    def check_gradients(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Raise unless gradients vary over exactly the axes of their parameters; then give them the same types."""
+        reductions = tuple(r for x in outputs for r in self.info(x).history.reductions)
+        for x, grad in zip(inputs, grads, strict=True):
+            if grad is None:
+                continue
+            parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
+            want, have = parameter.info.type, gradient.info.type
+            wrong = (have.varying & want.invariant) | (have.invariant & want.varying)
+            if wrong:
+                raise messages.gradient_has_wrong_type(self, parameter, gradient, sorted(wrong))
+            history = gradient.info.history._replace(reductions=reductions)
+            self._table.set(gradient.tensor, gradient.info._replace(type=want, history=history), alias=True)
 
     def result_errors(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
         """Return the errors of results, each with its path, that do not fit their specs: one for each line and axes."""
@@ -275,8 +408,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             info, axes = self.info(x), set(spec.axes)
             extra, missing = tuple(sorted(info.type.varying - axes)), tuple(sorted(info.type.invariant & axes))
             if extra or missing:
-                key = (info.site, extra, () if extra else missing)
-                groups.setdefault(key, []).append((path, Operand(unwrapped(x), info), spec))
+                result = Operand(unwrapped(x), info)
+                update = messages.update_of(result, extra)
+                key = (update.site if update else info.site, extra, () if extra else missing)
+                groups.setdefault(key, []).append((path, result, spec))
         return [messages.results_have_wrong_type(self, name, group, *key[1:]) for key, group in groups.items()]
 
 
@@ -315,10 +450,8 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
                     raise messages.number_differs(op, site, axis, rows)
 
 
-def _is_strict(op: Operation, o: Operand) -> bool:
-    """Return whether an operand must not mix with another type here: it has a gradient, or is a random draw."""
-    t = o.info.type
-    if not t.random:
-        return t.differentiable and not op.compares
-    # A drawn integer used as an index (a sampled token) may pick from any operand.
-    return differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool or op.pointwise
+def _is_draw(op: Operation, o: Operand, axis: str) -> bool:
+    """Return whether an operand is a random draw that an operation applies to the elements of the others."""
+    # A drawn integer used as an index (a sampled token) may pick from any operand, and a matrix may be random.
+    applies = (differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool) and op.name != "matmul"
+    return axis in o.info.type.drawn and (applies or op.pointwise)

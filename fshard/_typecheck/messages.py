@@ -6,23 +6,32 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from fshard import _callsite
-from fshard._torch_compat import in_backward, unwrapped
+from fshard._torch_compat import unwrapped
 from fshard.errors import ShardingError, fail
 from fshard.spec import P
 
-from .suggestion import executing, qualified_name
-from .types import IndexMix, Operand, show_type
+from .suggestion import called_at, executing, qualified_name, rewritten, with_first_operand
+from .types import History, Mixture, MixtureText, Operand, Partial, Reduction, TensorInfo, show_type
 
 if TYPE_CHECKING:
     from .checker import Checker
 
 _SHOWN_RESULTS = 4
-_GIVES_PARTIAL_SUM = ("matmul", "sum", "dot")  # of a dim that is split
+_IS_SUM = "each rank has a part of a sum"
+_IS_MEAN = "each rank has the mean over an equal count"
+_WHOLE = {
+    "pmean": _IS_MEAN,
+    "psum": _IS_SUM,
+    "pmax": "the result is the largest value of all ranks",
+    "pmin": "the result is the smallest value of all ranks",
+}
+_REDUCES = ("linear", "einsum", "cross_entropy", "nll_loss")  # functions that end in the operation that reduces
 _EQUAL = "the value is the same on each of the {n} ranks already: "
 _WRONG_COLLECTIVE = {
     "psum": _EQUAL + "the sum would count it {n} times",
@@ -41,10 +50,18 @@ _WRONG_COLLECTIVE = {
 class Scene:
     """The user's line that is executing, and the names that it has for operands; these are in the operator's order."""
 
-    def __init__(self, checker: Checker, operands: Sequence[Operand] = ()) -> None:
-        self.checker, self.frame, self.site = checker, _callsite.user_frame(), _callsite.site()
-        self.expression = executing(self.frame)
+    def __init__(
+        self, checker: Checker, operands: Sequence[Operand] = (), op: str = "", frame: FrameType | None = None
+    ) -> None:
+        self.checker, self._op = checker, op
+        self.frame = _callsite.caller_of_models(frame or _callsite.user_frame())
+        self.site, self.expression = _callsite.site(self.frame), executing(self.frame)
         self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
+
+    @property
+    def line(self) -> int:
+        """Line number, from 1; 0 if there is none."""
+        return self.site.line if self.site else 0
 
     def call(self, verb: str, *args: str) -> str:
         """Return the source of a call, as the user's imports spell it: `fs.pvary(x, "data")`."""
@@ -56,7 +73,7 @@ class Scene:
         def is_operand(x: object) -> bool:
             return isinstance(x, Tensor) and (unwrapped(x) is o.tensor or self.checker.info(x).root == o.info.root > 0)
 
-        return self.expression and self.expression.find(is_operand, self._positions.get(id(o.tensor), -1))
+        return self.expression and self.expression.find(is_operand, self._positions.get(id(o.tensor), -1), self._op)
 
     def known_name(self, o: Operand) -> str | None:
         """Return the source text of an operand, or its path among the arguments."""
@@ -74,6 +91,19 @@ class Scene:
         text = show_type(o, tensor.shape if isinstance(tensor, Tensor) else None)
         return name, text if path is None or path.replace("'", '"') == name.replace("'", '"') else f"{text}    {path}"
 
+    def is_batched(self, o: Operand, other: Operand) -> bool:
+        """Return whether an operand has a dim in front that the user's code does not see, and another has none."""
+        nodes = self.node(o), self.node(other)
+        values = [self.expression.value(node) if self.expression and node else None for node in nodes]
+        hidden = [x.tensor.ndim - value.ndim if isinstance(value, Tensor) else 0
+                  for x, value in zip((o, other), values, strict=True)]  # fmt: skip
+        return hidden[0] == 0 < hidden[1]
+
+    def without_pvary(self, o: Operand) -> str | None:
+        """Return the line without the pvary that made an operand; `None` if it stands elsewhere."""
+        node = self.node(o) if o.info.op == "pvary" else None
+        return self.expression.unwrapped(node) if self.expression and node else None
+
     def line_with(self, verb: str, o: Operand, axes: str) -> str:
         """Return the line with a call around an operand; else the call, and that it belongs before the line."""
         node = self.node(o)
@@ -81,6 +111,10 @@ class Scene:
             line = self.expression.replaced(node, self.call(verb, self.expression.source(node), axes))
             if line:
                 return line
+        return self.call_before(verb, o, axes)
+
+    def call_before(self, verb: str, o: Operand, axes: str) -> str:
+        """Return the advice to call a function on an operand before the line."""
         which = "invariant operand" if verb == "pvary" else "varying operand"
         return f"apply {self.call(verb, self.known_name(o) or '...', axes)} to the {which} before this line"
 
@@ -92,12 +126,9 @@ def invariant_mixed_with_varying(
     checker: Checker, op: str, axis: str, invariant: Operand, varying: Operand, operands: Sequence[Operand]
 ) -> ShardingError:
     """Word the error of an operation with one operand that is invariant over an axis and one that varies over it."""
-    scene = Scene(checker, operands)
-    if invariant.info.type.random or varying.info.type.random:
+    scene = Scene(checker, operands, op)
+    if axis in invariant.info.type.drawn | varying.info.type.drawn:
         return _random_draw_mixed(scene, axis, op, invariant, varying)
-    mixes = [m for m in checker.index_mixes if m.axis == axis]
-    if mixes and in_backward():  # the mistake is in the forward pass
-        return indexed_by_varying(checker, mixes[0])
     is_bias = op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and invariant.tensor is operands[0].tensor)
     if is_bias and scene.expression and scene.expression.is_summed():
         n, name = checker.sizes[axis], scene.name(invariant)
@@ -111,23 +142,47 @@ def invariant_mixed_with_varying(
 
 def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> tuple[list[str], str]:
     n, axes = scene.checker.sizes[axis], _quoted(sorted(invariant.info.type.invariant & varying.info.type.varying))
-    one, many, added = scene.name(invariant), scene.name(varying), op in ("add", "sub")
-    if not _differentiating():  # an optimizer step, say
-        if not varying.info.type.differentiable:
-            return [f"{many} was computed from numbers that differ between ranks: {one} would get {n} different values",
-                    ], f"use the same number on every rank of {axis!r}"  # fmt: skip
-        if added and invariant.info.name and not varying.info.name:
-            return [f"{many} differs between the {n} ranks of {axis!r}, and {one} does not: its copies would diverge",
-                    ], scene.line_with("psum", varying, axes)  # fmt: skip
-        same_shape = invariant.tensor.shape == varying.tensor.shape
-        if added and varying.info.name and not invariant.info.name and same_shape:
-            return [f"{many} is a different part on each of the {n} ranks of {axis!r}, and {one} is the same on all",
-                    ], f"look for a superfluous psum or pmean where {one} was computed"  # fmt: skip
+    one, many = scene.name(invariant), scene.name(varying)
+    if scene.is_batched(invariant, varying):
+        notes = [f"each of the {n} ranks of {axis!r} has examples of its own, with a gradient for each of them"]
+        return notes, _fix_before_vmap(scene.checker, invariant, axes)
     notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
-    fix = scene.line_with("pvary", invariant, axes)
-    if added and varying.info.op in _GIVES_PARTIAL_SUM:
-        return notes, f"{scene.line_with('psum', varying, axes)}\n  or, if {many} is not part of a sum:  {fix}"
-    return notes, fix + _fix_of_whole_tree(scene, axis, axes, invariant)
+    choices = [Fix(scene.line_with("pvary", invariant, axes))]
+    partials = _fixes_of_partials(varying.info, [axis], scene.line)
+    reduced = any(r.axis == axis for r in invariant.info.history.reductions)
+    if op in ("add", "sub") and partials and (reduced or partials[0].site is None):
+        choices = [*partials[:1], Fix(choices[0].text, f"each rank is to keep its own {many}")]
+    elif partials and varying.info.op in ("mean", "sum"):
+        choices = [Fix(choices[0].text, f"each rank is to use {one} in its own way"), *partials[:1]]
+    if line := scene.without_pvary(varying):
+        choices = [Fix(choices[0].text, f"each rank is to use {one} in its own way"),
+                   Fix(line, "both operands are the same on every rank")]  # fmt: skip
+    for o, other in ((invariant, varying), (varying, invariant)):  # each varies over an axis of the other's
+        others = sorted(o.info.type.varying & other.info.type.invariant)
+        choices += [_reduced_over_another_axis(r, others) for r in o.info.history.reductions
+                    if others and r.axis in other.info.type.varying]  # fmt: skip
+    return notes, _choices(choices) + _fix_of_whole_tree(scene, axis, axes, invariant)
+
+
+def _fix_before_vmap(checker: Checker, leaf: Operand, axes: str) -> str:
+    """Return the fix of per-example gradients of a leaf: a pvary in the arguments of the call of torch.func.vmap."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith("_functorch/vmap.py"):
+        frame = frame.f_back
+    frame = frame and _callsite.user_frame(frame)
+    scene = Scene(checker, frame=frame)
+    node = scene.node(leaf)
+    line = scene.expression and node and scene.expression.replaced(
+        node, scene.call("pvary", scene.expression.source(node), axes)
+    )  # fmt: skip
+    advice = f"{scene.call('pvary', leaf.info.name or '...', axes)} before torch.func.vmap, and not inside it"
+    return _choices([Fix(line, "", scene.site) if line else Fix(advice)])
+
+
+def _reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
+    """Return the fix of an earlier reduction that was meant to be over other axes."""
+    line = rewritten(r.site, lambda source: source.replace(_quoted([r.axis]), _quoted(axes), 1))
+    return Fix(line or f"name {_over(axes)} there", f"the {r.verb} there is to be over {_over(axes)}", r.site)
 
 
 def _fix_of_whole_tree(scene: Scene, axis: str, axes: str, leaf: Operand) -> str:
@@ -141,30 +196,97 @@ def _fix_of_whole_tree(scene: Scene, axis: str, axes: str, leaf: Operand) -> str
 
 
 def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> ShardingError:
-    draw, other = (invariant, varying) if invariant.info.type.random else (varying, invariant)
+    draw, other = (invariant, varying) if axis in invariant.info.type.drawn else (varying, invariant)
     n, name = scene.checker.sizes[axis], scene.known_name(draw) or "the draw"
     rows = [scene.row(draw, name), scene.row(other, scene.known_name(other) or "the other operand")]
+    known = scene.known_name(other)
     if draw is invariant:
         what = f"{op} of a random draw that is the same on every rank of {axis!r} with a varying operand"
         why = f"the {n} ranks hold different parts, and would all use the same random numbers"
-        shared = scene.call("pvary", name, _quoted([axis]))
-        fix = (f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random takes the global shape);\n"
-               f"       or, if all ranks are to use the same numbers, {shared}")  # fmt: skip
+        fixes = [
+            Fix(f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random takes the global shape)",
+                "each rank is to have numbers of its own"),
+            Fix(scene.line_with("pvary", draw, _quoted([axis])), "all ranks are to use the same numbers"),
+        ]  # fmt: skip
     else:
         what = f"{op} of a random draw that differs between the ranks of {axis!r} with an invariant operand"
         why = f"the {n} ranks hold the same value, and each would change it by its own random numbers"
-        fix = f"draw with a spec that does not name {axis!r}, by a key without fold_in of axis_index({axis!r})"
+        fixes = [
+            Fix(f"draw with a spec that does not name {axis!r}, by a key without fold_in of axis_index({axis!r})",
+                f"{known or 'the other operand'} is to stay the same on every rank"),
+            Fix(scene.line_with("pvary", other, _quoted([axis])), "each rank is to have its own random value"),
+        ]  # fmt: skip
     site = draw.info.site
     drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
-    return _error(scene.site, what, rows, why, *drawn, fix=fix)
+    return _error(scene.site, what, rows, why, *drawn, fix=_choices(fixes))
 
 
-def indexed_by_varying(checker: Checker, m: IndexMix) -> ShardingError:
+def mixture_text(
+    checker: Checker, op: str, operands: Sequence[Operand], invariant: Operand, varying: Operand
+) -> MixtureText:
+    """Return the texts of the operation that is executing, for an error that comes later."""
+    scene = Scene(checker, operands, op)
+    axes = _quoted(sorted(invariant.info.type.invariant & varying.info.type.varying))
+    rows = scene.row(invariant), scene.row(varying)
+    lines = {"pvary": scene.line_with("pvary", invariant, axes)}
+    lines |= {verb: scene.line_with(verb, varying, axes) for verb in ("pmean", "psum")}
+    return MixtureText(rows, **lines, without_pvary=scene.without_pvary(varying))
+
+
+def update_of(x: Operand, axes: Sequence[str]) -> Mixture | None:
+    """Return the mixture that made a value, which varies over one of the axes, of an argument of its shape."""
+    mixtures = [m for m in x.info.history.mixtures if m.axis in axes and m.is_update]
+    return next((m for m in mixtures if m.shape == tuple(x.tensor.shape)), None)
+
+
+def argument_overwritten(
+    checker: Checker, op: str, x: Operand, varying: Operand, operands: Sequence[Operand], history: History,
+    axes: Sequence[str],
+) -> ShardingError:  # fmt: skip
+    """Word the error of an operation that writes values that vary over `axes` into an argument that does not."""
+    scene = Scene(checker, operands, op)
+    name, n, over = scene.name(x), math.prod(checker.sizes[a] for a in axes), _quoted(axes)
+    what = f"{op} in place writes values that vary over {_over(axes)} into {name}, which does not"
+    earlier = [f"they vary since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
+               for m in history.mixtures if m.axis in axes and m.site != scene.site]  # fmt: skip
+    return _error(scene.site, what, [scene.row(x, name), scene.row(varying)], *earlier,
+                  f"the {n} copies of {name} would drift apart",
+                  fix=_choices([Fix(scene.line_with("pmean", varying, over), _IS_MEAN),
+                                Fix(scene.line_with("psum", varying, over), _IS_SUM)]))  # fmt: skip
+
+
+def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[str, str]]) -> ShardingError:
+    """Word the error of an argument's new value, which varies over an axis over which the argument does not."""
+    name, n = m.text.rows[0][0], checker.sizes[m.axis]
+    cause = (m.earlier or m).varying
+    if cause.type.differentiable or cause.history.partials:
+        fixes = _fixes_of_partials(m.varying, [m.axis], m.site.line)
+        fixes = fixes or [Fix(m.text.pmean, _IS_MEAN), Fix(m.text.psum, _IS_SUM)]
+        fixes += [_reduced_over_another_axis(r, [m.axis]) for r in m.varying.history.reductions
+                  if r.axis in m.invariant.type.varying]  # fmt: skip
+        fix = _choices(fixes)
+    else:
+        fix = f"use the same number on every rank of {m.axis!r}"
+    why = f"{name} is one value, and the {n} ranks of {m.axis!r} would make {n} different values of it"
+    what = f"{m.op} of an operand that is invariant (I) over {m.axis!r} with one that varies (V): {what}"
+    return _error(m.site, what, [*m.text.rows, *rows], why, fix=fix)
+
+
+def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
     """Word the error of an invariant operand with a gradient that was indexed by an integer that varies."""
-    name, n, axes = m.invariant.name or "the operand", checker.sizes[m.axis], _quoted([m.axis])
+    name, n = m.text.rows[0][0], checker.sizes[m.axis]
     what = f"{m.op} of a value that is invariant over {m.axis!r}, by an integer or bool that varies over it"
     notes = _reason_for_pvary(n, m.axis, f"picks its own elements of {name}")
-    return _error(m.site, what, [], *notes, fix=f"index fs.pvary({m.invariant.name or '...'}, {axes})")
+    return _error(m.site, what, m.text.rows, *notes, fix=m.text.pvary)
+
+
+def mixed_inside_a_function(checker: Checker, m: Mixture) -> ShardingError:
+    """Word the error of a mixture in an autograd.Function, where nothing is differentiated: the gradient shows it."""
+    name, n = m.text.rows[0][0], checker.sizes[m.axis]
+    call = f"fs.pvary({m.invariant.name or name}, {_quoted([m.axis])})"
+    what = f"{m.op} of an operand that is invariant (I) over {m.axis!r} with one that varies (V) over it"
+    notes = _reason_for_pvary(n, m.axis, f"uses {name} with its own values")
+    return _error(m.site, what, m.text.rows, *notes, fix=f"pass {call} to the function that this line is in")
 
 
 def draw_from_torch_generator(op: str) -> ShardingError:
@@ -183,13 +305,19 @@ def number_differs(
         rows = [(rank, f"from element {offsets[0]}") for rank, offsets in numbers]
         return _error(site, f"{op} of a different part, on each rank of {axis!r}, of an invariant value", rows,
                       "types do not cover Python numbers: a part picked by a number is typed as the same on all ranks",
-                      fix=f'fs.pslice(x, "{axis}") takes the part of each rank')  # fmt: skip
+                      fix=_choices([
+                          Fix(f'fs.pslice(x, "{axis}")', "it picks the part of each rank"),
+                          Fix("pick the same part on every rank", "the result is to be one value"),
+                      ]))  # fmt: skip
     rows = [(rank, ", ".join(map(repr, values))) for rank, values in numbers]
     return _error(site, f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks",
                   rows, "types do not cover Python numbers: the result is typed as invariant and is not",
-                  fix=f"use the same number on every rank of {axis!r}; or, if the ranks are to differ, use a tensor\n"
-                      "       (fs.axis_index is one) and fs.pvary of the other operand; or take parts with fs.pslice",
-                  )  # fmt: skip
+                  fix=_choices([
+                      Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value"),
+                      Fix("use a tensor (fs.axis_index is one), and fs.pvary of the other operand",
+                          "the ranks are to differ"),
+                      Fix(f'fs.pslice(x, "{axis}")', "the number picks the part of each rank"),
+                  ]))  # fmt: skip
 
 
 # --- collectives ----------------------------------------------------------------------------------------------
@@ -203,57 +331,92 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         state = f"does not vary over {_over(axes)}" if m.takes == "V" else f"varies over {_over(axes)} already"
         return _error(m.origin, f"the gradient of this collective's result {state}", [("gradient", show_type(x))],
                       *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}")  # fmt: skip
+    update = next((m for m in x.info.history.mixtures if m.axis in axes and m.is_update), None)
+    if verb in ("pvary", "pslice") and update is not None:
+        return copies_differ(checker, update, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
     args: list[str] = []
     other_axes = [a for a in m.axes if a not in axes]
+    called = scene.expression.called() if scene.expression else None
 
     def narrowed(sources: list[str]) -> str:
         args.extend(sources)
         return scene.call(verb, sources[0], _quoted(other_axes)) if other_axes else sources[0]
 
-    line = scene.expression.without_call(narrowed) if scene.expression else None
-    if verb == "pslice":
-        fix = "leave the pslice out, if this is the rank's part already"
+    line = scene.expression.without_call(narrowed) if scene.expression and called == verb else None
+    if called not in (None, verb):
+        drop = f"leave {_over(axes)} out of the axes of {called}"
+    elif verb == "pslice":
+        drop = "leave the pslice out, if this is the rank's part already"
     elif not line or verb == "ppermute" or len(args) > 2:  # the call has more effects than its collective
-        fix = f"leave the {verb} over {_over(axes)} out"
+        drop = f"leave the {verb} over {_over(axes)} out"
     else:
-        fix = "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line
+        drop = "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line
+    meant = sorted(x.info.type.varying if m.takes == "V" else x.info.type.invariant)
+    choices = []
+    if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb:
+        moved = scene.expression.with_text(_quoted(axes), _quoted(meant))
+        state = "varies" if m.takes == "V" else "does not"
+        choices += [Fix(moved, f"{_over(meant)} is meant, over which the value {state}")] if moved else []
+        choices += [_reduced_over_another_axis(r, meant) for r in x.info.history.reductions
+                    if m.takes == "V" and r.axis in axes]  # fmt: skip
+    for r in x.info.history.reductions if verb == "pmean" else ():
+        if r.verb == "psum" and r.axis in axes:
+            line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
+            choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
+    if verb == "pvary" and scene.site in checker.pvaried:
+        x_name = args[0] if args else scene.name(x)
+        drop = f"{x_name} = {scene.call(verb, x_name, _quoted(axes))} before the loop, and {x_name} alone in it"
+        why = f"{why}\nat an earlier run of this line the value did not vary over {_over(axes)}"
+    if verb == "pvary" and called not in (None, verb):
+        drop = f"pass {called} the spec of {x.info.name or 'each leaf'}, which names {_over(axes)}"
+    if set(axes) & x.info.type.drawn:
+        choices.append(Fix(f"name {_over(axes)} in the spec of the draw", "each rank is to draw its own part"))
+    choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
     name = scene.known_name(x) or (args[0] if args else scene.name(x))
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
     it = "it" if len(axes) == 1 else "them"
     state = f"does not vary over {it}" if m.takes == "V" else f"varies over {it} already"
     what = f"{verb} over {_over(axes)} of a value that {state}"
-    return _error(scene.site, what, [scene.row(x, name)], *made, why, fix=fix)
+    return _error(scene.site, what, [scene.row(x, name)], *made, why, fix=_choices(choices))
 
 
 def _index_notes(checker: Checker, axes: Sequence[str]) -> list[str]:
     """Return the likely causes of a gradient that varies: lines that indexed an invariant operand."""
-    lines = [f"{m.op} at {m.site}: {m.invariant.name or 'a value'} is invariant over {m.axis!r}, "
-             f"{m.indices.name or 'an integer'} varies over it"
-             for m in checker.index_mixes if m.axis in axes]  # fmt: skip
-    return list(dict.fromkeys(lines))[:3]
+    return [f"{m.op} at {m.site}: {m.text.rows[0][0]} is invariant over {m.axis!r}, {m.text.rows[1][0]} varies over it"
+            for m in _index_mixtures(checker, axes)][:3]  # fmt: skip
+
+
+def _index_mixtures(checker: Checker, axes: Sequence[str]) -> list[Mixture]:
+    return [m for m in checker.mixtures.values() if m.axis in axes and m.differentiated]
 
 
 # --- losses, gradients, results -------------------------------------------------------------------------------
 
 
-def loss_varies(checker: Checker, name: str, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
-    """Word the error of a loss that varies over `axes`, over which a parameter is invariant."""
+def loss_varies(checker: Checker, x: Tensor, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
+    """Word the error of a loss that varies over `axes`, over which a tensor that it is differentiated by does not."""
     parameter, n = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes)
-    return _error(loss.info.site or _callsite.site(), f"value_and_grad({name}): the loss varies over {_over(axes)}",
-                  [("loss", show_type(loss)), (parameter, show_type(leaf))],
-                  f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient",
-                  fix=f"return fs.pmean(loss, {_quoted(axes)}) of a mean, fs.psum of a sum: one loss for all ranks;\n"
-                      f"       but if {_over(axes)} splits what the loss sums, a psum is missing before this",
-                  )  # fmt: skip
+    rows = [("loss", show_type(loss, x.shape)), (parameter, show_type(leaf))]
+    if x.ndim < loss.tensor.ndim:
+        why = f"each of the {n} ranks has examples of its own, and {parameter} has one gradient for each example of all"
+        fix = _fix_before_vmap(checker, leaf, _quoted(axes))
+    else:
+        why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
+        fix = _fix_of_partial(loss, axes)
+    what = f"the loss that is differentiated varies over {_over(axes)}"
+    return _error(loss.info.site or _callsite.site(), what, rows, why, fix=fix)
 
 
-def gradient_has_wrong_type(
-    checker: Checker, name: str, leaf: Operand, grad: Operand, axes: Sequence[str]
-) -> ShardingError:
+def gradient_has_wrong_type(checker: Checker, leaf: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
     """Word the error of a gradient that has another type than its parameter."""
-    mixes = {m.site: m for m in checker.index_mixes if m.axis in axes}
-    if len(mixes) == 1:
-        return indexed_by_varying(checker, next(iter(mixes.values())))
+    mixtures = {m.site: m for m in _index_mixtures(checker, axes)}
+    if len(mixtures) == 1:
+        return indexed_by_varying(checker, next(iter(mixtures.values())))
+    mixture = next(
+        (m for m in checker.mixtures.values() if m.axis in axes and m.invariant.root == leaf.info.root), None
+    )
+    if mixture is not None:
+        return mixed_inside_a_function(checker, mixture)
     parameter, n, over = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes), _over(axes)
     rows = [(parameter, show_type(leaf)), ("gradient", show_type(grad))]
     if grad.info.type.varying & set(axes):
@@ -266,7 +429,7 @@ def gradient_has_wrong_type(
         state, opposite = f"is the same on every rank of {over}", "is not"
         why = f"the {n} ranks of {over} have different values of {parameter}"
         fix = f"look for a superfluous psum or pmean over {over} in the loss"
-    what = f"value_and_grad({name}): the gradient of {parameter} {state}, and {parameter} {opposite}"
+    what = f"the gradient of {parameter} {state}, and {parameter} {opposite}"
     return _error(_callsite.site(), what, rows, *_index_notes(checker, axes), why, fix=fix)
 
 
@@ -283,26 +446,74 @@ def results_have_wrong_type(
         table.append(("...", f"and {len(rows) - _SHOWN_RESULTS} more"))
     if extra:
         what = f"{subject} {vary} over {over}, which {'their out specs do' if many else 'its out spec does'} not name"
+        update = update_of(x, extra)
+        if update is not None:
+            return copies_differ(checker, update, what, table)
+        notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
+                 for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         why, fix = _reason_and_fix_of_varying_result(x, n, axes)
-    else:
-        named = "their out specs name" if many else "its out spec names"
-        what = f"{subject} {are} invariant over {over}, which {named}"
-        why = f"the result would be {n} equal copies, and would have another size on another mesh"
-        fix = f"leave {over} out of the out spec, or take this rank's part: fs.pslice(..., {_quoted(axes)})"
+        fix = "\n  or, ".join(
+            [
+                fix,
+                *(
+                    _choices([Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)])
+                    for m in x.info.history.mixtures
+                    if m.axis in extra and m.text.without_pvary
+                ),
+            ]
+        )
+        return _error(x.info.site or name, what, table, why, *notes, fix=fix)
+    named = "their out specs name" if many else "its out spec names"
+    what = f"{subject} {are} invariant over {over}, which {named}"
+    why = f"the result would be {n} equal copies, and would have another size on another mesh"
+    dim = next((d for d, names in enumerate(rows[0][2].parts(x.tensor.ndim)) if set(names) & set(axes)), 0)
+    fix = _choices([
+        Fix(f"leave {over} out of the out spec", "the result is one value"),
+        Fix(_call_at(x.info.site, "pslice", axes, *([str(dim)] if dim else [])), "each rank is to return its part"),
+    ])  # fmt: skip
     return _error(x.info.site or name, what, table, why, fix=fix)
 
 
 def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -> tuple[str, str]:
     if x.info.op == "all_gather":
+        line = rewritten(x.info.site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
         return "all_gather gives every rank the whole value, and types it as varying", \
-            'fs.all_gather(..., to="invariant"), where the result is used as one value'  # fmt: skip
+            line or 'fs.all_gather(..., to="invariant")'  # fmt: skip
     why = f"the {n} ranks would return different values, and the out spec declares one value"
-    or_spec = f", or name {_over(axes)} in its out spec" if x.tensor.ndim else ""
-    if x.info.op in _GIVES_PARTIAL_SUM:
-        return why, f"fs.psum(..., {_quoted(axes)}), if each rank has a part of the sum{or_spec}"
-    if x.info.op == "mean":
-        return why, f"fs.pmean(..., {_quoted(axes)}), if the ranks have means of equal counts{or_spec}"
-    return why, f"look for a missing sum or gather over {_over(axes)}{or_spec}"
+    return why, _fix_of_partial(x, axes)
+
+
+def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
+    """Return the fixes of a value that varies over `axes` and must not."""
+    here = x.info.site
+    fixes = _fixes_of_partials(x.info, axes, here.line if here else 0)
+    if not fixes:
+        fixes = [Fix(_call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
+    if x.tensor.ndim:
+        fixes += [Fix(f"name {_over(axes)} in its out spec", "each rank is to return its part"),
+                  Fix(_call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some rows")]  # fmt: skip
+    return _choices(fixes)
+
+
+def _fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:
+    """Return the fixes of operations that reduced a dim on the way to a value, if the axes may split it."""
+    partials = [p for p in x.history.partials if p.axes & set(axes)]
+    fixes = [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
+    return list(dict.fromkeys(fixes))
+
+
+def _fix_of_reduction(p: Partial, axes: Sequence[str], site: _callsite.Site | None) -> Fix:
+    """Return the fix of an operation that reduced a dim of which each rank has a part."""
+    called = called_at(p.site)
+    name = called.rpartition(".")[2] if called else p.op
+    if not (name in p.op or p.op in name or name in _REDUCES):  # a function that also does other things
+        return Fix(f"pass {called} the axes, or the specs, that split its arguments", _WHOLE.get(p.verb, ""), site)
+    if p.verb != "all_gather":
+        return Fix(_call_at(p.site, p.verb, axes), _WHOLE[p.verb], site)
+    name = qualified_name(_callsite.user_frame(), "all_gather")
+    arguments = f'{_quoted(axes)}, {-1 if p.dim is None else p.dim}, to="invariant"'
+    line = rewritten(p.site, lambda source: with_first_operand(source, lambda x: f"{name}({x}, {arguments})"))
+    return Fix(line or f"{name}(..., {arguments}) before this line", f"{_over(axes)} splits what {p.op} reduces", site)
 
 
 # --- parts of a message ---------------------------------------------------------------------------------------
@@ -313,18 +524,6 @@ def _reason_for_pvary(n: int, axis: str, use: str) -> list[str]:
             "pvary changes no value, and its transpose takes that sum"]  # fmt: skip
 
 
-def _differentiating() -> bool:
-    """Return whether a gradient is being taken: a backward pass runs, or a transform is on the stack."""
-    if in_backward():
-        return True
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(("eager_transforms.py", "fshard/grad.py")):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _error(
     site: _callsite.Site | str | None, what: str, rows: Sequence[tuple[str, str]], *notes: str, fix: str = ""
 ) -> ShardingError:
@@ -333,6 +532,34 @@ def _error(
     width = max([len(name) for name, _ in rows], default=0)
     facts = [*("  " + x for x in line.splitlines()), *(f"{name:<{width}}  {text}" for name, text in rows)]
     return fail(f"{site}: {what}" if site else what, *facts, *notes, fix=fix)
+
+
+def _call_at(site: _callsite.Site | None, verb: str, axes: Sequence[str], *more: str) -> str:
+    """Return a line with a call around the expression that is at a place."""
+    name = qualified_name(_callsite.user_frame(), verb)
+    arguments = ", ".join((_quoted(axes), *more))
+    return rewritten(site, lambda source: f"{name}({source}, {arguments})") or f"{name}(..., {arguments})"
+
+
+class Fix(NamedTuple):
+    """A line of code that makes a program right, or an advice."""
+
+    text: str
+    condition: str = ""  # if there are several, the one under which it is right
+    site: _callsite.Site | None = None  # if it is not that of the error
+
+
+def _choices(fixes: Sequence[Fix]) -> str:
+    """Return the fixes of an error, one on each line."""
+    lines = []
+    for x in fixes:
+        place, condition = (
+            f"at {str(x.site).partition(' in ')[0]}" if x.site else "",
+            f"if {x.condition}" if x.condition else "",
+        )
+        when = ", ".join(filter(None, (place, condition)))
+        lines.append(f"{when}:  {x.text}" if when else x.text)
+    return "\n  or, ".join(lines)
 
 
 def _quoted(axes: Sequence[str]) -> str:

@@ -27,6 +27,12 @@ _USER_NAMES = {
     "mm": "matmul", "bmm": "matmul", "addmm": "matmul", "baddbmm": "matmul", "t": "transpose",
     "native_layer_norm": "layer_norm",
 }  # fmt: skip
+_COMPLETED_BY = {  # the collective that completes a result where an axis splits a dim that the operation reduces
+    "sum": "psum", "matmul": "psum", "dot": "psum", "mv": "psum", "count_nonzero": "psum", "mean": "pmean",
+    "mse_loss": "pmean", "nll_loss_forward": "pmean", "amax": "pmax", "max": "pmax", "amin": "pmin", "min": "pmin",
+    **dict.fromkeys(("argmax", "argmin", "logsumexp", "softmax", "log_softmax", "topk", "sort", "argsort", "median",
+                     "var", "var_mean", "std", "linalg_vector_norm", "cumsum", "prod", "all", "any"), "all_gather"),
+}  # fmt: skip
 _SHAPES = {"size", "stride", "shape", "split_sizes"}
 _SHARED_SCALARS = {"lr", "state_steps", "grad_scale", "found_inf"}  # of a fused step: no gradients, used by every row
 
@@ -43,6 +49,7 @@ class Operation:
     constant: bool = False  # the result has no values of the arguments
     compares: bool = False
     pointwise: bool = False
+    completed_by: str | None = None  # the collective that completes a result computed from a part of a dim
     view: bool = False  # the result has the values of the first argument, or some of them
     copies: bool = False  # a `view` in memory of its own
     overwrites: bool = False  # does not read the arguments that it writes
@@ -57,6 +64,13 @@ class Operation:
         if self.name.endswith("batch_norm") and len(args) > 5 and args[5] is True:  # its schema does not mark them
             written += args[3:5]
         return list(_tensors(written))
+
+    def reduced_dim(self, args: Args, kwargs: Kwargs) -> int | None:
+        """Return the dim that a call reduces; `None` for all or several."""
+        values = {**dict(zip((a.name for a in schema_of(self.func).arguments), args, strict=False)), **kwargs}
+        dim = values.get("dim")
+        dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+        return dim if isinstance(dim, int) else None
 
     def numbers(self, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
         """Return the Python numbers of a call, defaults included, but not the sizes of the result."""
@@ -103,6 +117,7 @@ def operation(func: Any) -> Operation:
         _user_name(name),
         constant=name in _CONSTANT,
         compares=name in _COMPARES,
+        completed_by=_COMPLETED_BY.get(_user_name(name)),
         pointwise=torch.Tag.pointwise in func.tags,
         copies=name in ("clone", "_to_copy", "contiguous"),
         view=name in _SAME_VALUES or any(not a.is_write for a in aliases),

@@ -25,6 +25,7 @@ from fshard._callsite import PACKAGE, Site, text_of
 
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # bind names of their own
 _ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Constant)  # need no parentheses anywhere
+TORCH_MODULES = ("torch", "F", "nn.functional", "torch.nn.functional", "torch.linalg")  # as people import them
 _FIELDS = (MemberDescriptorType, type(vars(namedtuple("_", "x"))["x"]))  # of __slots__ and namedtuples
 _parsing = threading.Lock()  # the parser of Python 3.11 counts its depth for all threads together
 
@@ -46,14 +47,26 @@ class Expression:
         self._line = _without_comment(lines[first - 1]) if first == last and not stores else None
         self._start = start - (len(self._code) - len(code)) // 2  # column of the parsed code
 
-    def find(self, is_it: Callable[[object], bool], position: int = -1) -> Any:
+    def find(self, is_it: Callable[[object], bool], position: int = -1, op: str = "") -> Any:
         """Return the node of a tensor, or `None` where its source is unknown or takes several lines.
 
-        `position` is that of the tensor among an operator's operands: 0 or 1, or -1 if unknown.
+        `position` is that of the tensor among the operands of the operation `op`; -1 if it is unknown.
         """
-        sides = {0: self.node.left, 1: self.node.right} if isinstance(self.node, ast.BinOp) else {}
-        node = next((part for part in _parts(self.node) if is_it(self.value(part))), sides.get(position))
+        node = next((part for part in _parts(self.node) if is_it(self.value(part))), None)
+        if node is None and position >= 0:
+            node = next(iter(self._operands(op)[position:]), None)
         return node if node is not None and node.lineno == node.end_lineno else None
+
+    def _operands(self, op: str) -> list[Any]:
+        """Return the nodes of the operands of an operator, or of a call of the method or the function `op`."""
+        match self.node:
+            case ast.BinOp(left=left, right=right):
+                return [left, right]
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args) if name.strip("_") == op:
+                return args if ast.unparse(owner) in TORCH_MODULES else [owner, *args]
+            case ast.Call(func=ast.Name(id=name), args=args) if name.strip("_") == op:
+                return args
+        return []
 
     def source(self, node: Any) -> str:
         """Return the source text of a node."""
@@ -94,22 +107,41 @@ class Expression:
         new = rebuild([self.source(arg) for arg in self.node.args])
         return self.replaced(self.node, new if isinstance(_parse(new)[1], _ATOMS) else f"({new})")
 
+    def with_text(self, old: str, new: str) -> str | None:
+        """Return the line with `new` for the only `old` in the expression."""
+        source = self.source(self.node)
+        return self.replaced(self.node, source.replace(old, new)) if source.count(old) == 1 else None
+
+    def unwrapped(self, node: Any) -> str | None:
+        """Return the line with the first argument of a call in place of the call."""
+        if not isinstance(node, ast.Call) or not node.args:
+            return None
+        return self.replaced(node, self.source(node.args[0]))
+
+    def called(self) -> str | None:
+        """Return the name of the function that the expression calls; `None` if it is no call."""
+        func = getattr(self.node, "func", None)
+        return getattr(func, "id", None) or getattr(func, "attr", None)
+
     def is_summed(self) -> bool:
         """Return whether the expression is the first argument of psum or psum_scatter."""
         return re.search(r"\bpsum(_scatter)?[\s(]*$", self._preceding) is not None
 
     def moved_out_of_sum(self, term: Any) -> str | None:
         """Return the line `psum(x + term, axis)` as `psum(x, axis) + term`; `None` where it is not that simple."""
-        node = self.node
-        if self._line is None or not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
+        node, rest = self.node, None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and term in (node.left, node.right):
+            rest = self.source(node.left if term is node.right else node.right)
+        if isinstance(node, ast.Call) and len(node.args) > 1 and term is node.args[-1] and not node.keywords:
+            text = self._code.encode()[node.col_offset : node.args[-2].end_col_offset].decode()
+            rest = f"{text})"
+        if self._line is None or rest is None:
             return None
         before, after = self._around(node)
         call = re.search(r"(^|=|:|\+|\breturn)\s*[\w.]+\($", before)
-        rest = re.match(r"\s*,[^()]*(\([^()]*\))?[^()]*\)$", after)
-        if call is None or rest is None or term not in (node.left, node.right):
+        if call is None or re.match(r"\s*,[^()]*(\([^()]*\))?[^()]*\)$", after) is None:
             return None
-        other = node.left if term is node.right else node.right
-        return f"{before}{self.source(other)}{after} + {self.source(term)}".strip()
+        return f"{before}{rest}{after} + {self.source(term)}".strip()
 
     def _around(self, node: Any) -> tuple[str, str]:
         line = self._line or b""
@@ -122,6 +154,58 @@ def executing(frame: FrameType | None) -> Expression | None:
         return None if frame is None else Expression(frame)
     except (LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def rewritten(site: Site | None, rebuild: Callable[[str], str | None]) -> str | None:
+    """Return the line of an expression with `rebuild(its source)` in its place; `None` where that cannot be written."""
+    if site is None:
+        return None
+    first, last, start, end = site.columns
+    lines = text_of(site.file).encode().splitlines()
+    if first is None or first != last or start is None or end is None or first > len(lines):
+        return None
+    line = _without_comment(lines[first - 1])
+    before, source, after = line[:start].decode(), line[start:end].decode(), line[end:].decode()
+    try:
+        _parse_expression(source)
+    except SyntaxError:  # an augmented assignment
+        return None
+    if re.search(r"(?<![\w)\]])\($", before) and after.startswith(")"):
+        before, after = before[:-1], after[1:]
+    new = rebuild(source)
+    return None if new is None else f"{before}{new}{after}".strip()
+
+
+def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None:
+    """Return a call with `rebuild(its first operand)`: `x` in `x.sum(0)` and in `torch.sum(x, 0)`."""
+    node = _parse_expression(source)
+    if not isinstance(node, ast.Call):
+        return None
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    is_function = owner is None or ast.unparse(owner) in TORCH_MODULES
+    operand = (node.args[0] if node.args else None) if is_function else owner
+    if operand is None:
+        return None
+    text = f"({source})".encode()  # columns count bytes of the text that was parsed
+    start, end = operand.col_offset, operand.end_col_offset
+    return (text[1:start] + rebuild(text[start:end].decode()).encode() + text[end:-1]).decode()
+
+
+def called_at(site: Site | None) -> str | None:
+    """Return the function that the expression at a place calls, as its source has it; `None` if it is no call."""
+    names: list[str] = []
+
+    def note(source: str) -> None:
+        if func := getattr(_parse_expression(source), "func", None):
+            names.append(ast.unparse(func))
+
+    rewritten(site, note)
+    return names[0] if names else None
+
+
+def _parse_expression(source: str) -> Any:
+    with _parsing:
+        return ast.parse(f"({source})", mode="eval").body
 
 
 def _parse(text: str) -> tuple[str, Any]:

@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fshard._callsite import Site, site
 from fshard._torch_compat import storage_id, unwrapped
 
-from .types import FREE, TensorInfo, Type, join
+from .types import FREE, TensorInfo, join
 
 
 class _Write(NamedTuple):
-    """A range of bytes of a storage that an in-place operation wrote, and the type of the written values."""
+    """A range of bytes of a storage that an in-place operation wrote, and the facts about the written values."""
 
     storage: StorageWeakRef
     low: int
     high: int
-    type: Type
+    info: TensorInfo
 
 
 class TypeTable:
@@ -30,11 +31,14 @@ class TypeTable:
         self._by_tensor: Any = WeakTensorKeyDictionary()
         self._by_storage: dict[int, tuple[StorageWeakRef, TensorInfo]] = {}  # of the first tensor in the storage
         self._writes: dict[int, list[_Write]] = {}
+        self.captured: dict[int, tuple[Tensor, Site | None]] = {}  # written tensors from outside the region, and a line
 
     def get(self, x: Tensor) -> TensorInfo:
         """Return the facts of a tensor; of one that no operation made (an nn.Parameter), those of its storage."""
         x = unwrapped(x)
         info: TensorInfo | None = self._by_tensor.get(x)
+        if info is not None and not self._writes:
+            return info
         if _has_no_single_storage(x):
             return info or FREE
         key = storage_id(x)
@@ -45,7 +49,9 @@ class TypeTable:
             low, high = _byte_range(x)
             overlapping = [w for w in self._writes[key] if _alive(w.storage) and w.low < high and low < w.high]
             if overlapping:
-                info = info._replace(type=join([info.type, *(w.type for w in overlapping)], x))
+                last = overlapping[-1].info
+                type = join([info.type, *(w.info.type for w in overlapping)], x)
+                info = info._replace(type=type, op=last.op, site=last.site, history=last.history)
         return info
 
     def set(self, x: Tensor, info: TensorInfo, *, alias: bool = False) -> None:
@@ -60,19 +66,24 @@ class TypeTable:
             elif first.type != info.type:  # parts of one buffer have several types: the leaves of one transfer, say
                 self._by_storage[key] = storage, FREE
 
-    def write(self, x: Tensor, old: Type, new: Type, *, overwrites: bool) -> None:
-        """Record that an in-place operation wrote values of type `new` to `x`, and so to all tensors that share bytes.
+    def write(self, x: Tensor, new: TensorInfo, *, overwrites: bool) -> None:
+        """Record that an in-place operation wrote values like `new` to `x`, and so to all tensors that share bytes.
 
         `overwrites` says that the operation does not read the old values.
         """
+        key = storage_id(x)
+        storage, _ = self._by_storage.get(key, (None, FREE))
+        if storage is None or not _alive(storage):  # no argument's, and of no operation's result
+            self.captured.setdefault(key, (x, site()))
         low, high = _byte_range(x)
         replaces_all = overwrites and high - low == x.numel() * x.element_size()
-        written = new if replaces_all else join([old, new], x)
-        key = storage_id(x)
+        old = self.get(x)
+        type = new.type if replaces_all else join([old.type, new.type], x)
         others = [w for w in self._writes.get(key, ())
                   if _alive(w.storage) and not (replaces_all and low <= w.low and w.high <= high)]  # fmt: skip
-        self._by_tensor[x] = (self._by_tensor.get(x) or self.get(x))._replace(type=written)
-        self._writes[key] = [*others, _Write(_weak_storage(x), low, high, written)]
+        info = old._replace(type=type, op=new.op, site=new.site, history=new.history)
+        self._by_tensor[x] = info
+        self._writes[key] = [*others, _Write(_weak_storage(x), low, high, info)]
 
 
 def _weak_storage(x: Tensor) -> StorageWeakRef:

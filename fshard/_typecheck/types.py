@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,7 +21,71 @@ class Type(NamedTuple):
     varying: frozenset[str] = NONE
     invariant: frozenset[str] = NONE
     differentiable: bool = False  # may have a gradient: a float computed from a float argument
-    random: bool = False  # a random draw, or computed from draws alone
+    drawn: frozenset[str] = NONE  # axes of a random draw whose numbers are no part of one draw of all ranks
+
+
+class History(NamedTuple):
+    """The lines by which a value came to have its type, for errors that are found later."""
+
+    mixtures: tuple[Mixture, ...] = ()  # made it vary: at most one for each axis
+    reductions: tuple[Reduction, ...] = ()  # made it invariant: at most one for each axis
+    partials: tuple[Partial, ...] = ()  # the last two reductions of a dim that a value that varies was computed from
+    copies: frozenset[str] = NONE  # axes over which a value varies by pvary alone: each rank has a copy of one value
+
+
+NO_HISTORY = History()
+
+
+class Reduction(NamedTuple):
+    """A collective whose result is invariant over `axis`."""
+
+    axis: str
+    verb: str
+    site: Site | None
+
+
+class Partial(NamedTuple):
+    """An operation that reduced dims of a value that varies: where an axis splits them, each rank has a partial result.
+
+    `verb` is the collective that completes the result, or "all_gather" if only the whole operand gives it.
+    """
+
+    op: str
+    verb: str
+    site: Site | None
+    axes: frozenset[str]  # those that may split the dims
+    dim: int | None  # that is reduced; None for all
+    to_scalar: bool
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """An operation of an operand that is invariant over `axis` with one that varies over it, which was no error yet.
+
+    No gradient flows to the invariant operand, or the other one is an index, where only the backward pass shows that
+    the gradient is wrong.
+    """
+
+    axis: str
+    op: str
+    site: Site
+    invariant: TensorInfo
+    shape: tuple[int, ...]  # of the invariant operand
+    varying: TensorInfo
+    text: MixtureText
+    differentiated: bool  # a gradient can flow to the invariant operand
+    is_update: bool  # the result has the shape of the invariant operand, which is an argument
+    earlier: Mixture | None  # by which the varying operand came to vary
+
+
+class MixtureText(NamedTuple):
+    """The operands of a mixture as the user's code has them, and the line with other collectives."""
+
+    rows: tuple[tuple[str, str], tuple[str, str]]  # name and type of the invariant operand, and of the varying one
+    pvary: str
+    pmean: str
+    psum: str
+    without_pvary: str | None
 
 
 class TensorInfo(NamedTuple):
@@ -32,6 +97,7 @@ class TensorInfo(NamedTuple):
     op: str = ""  # the operation that made the tensor
     site: Site | None = None  # the user's line that made it
     start: int = 0  # storage offset of the root
+    history: History = NO_HISTORY
 
 
 FREE = TensorInfo(Type(), 0)
@@ -44,19 +110,6 @@ class Operand(NamedTuple):
     info: TensorInfo
 
 
-class IndexMix(NamedTuple):
-    """A use of an integer or bool that varies over `axis` with an invariant operand: an error only if differentiated.
-
-    The forward pass records these uses, because only the backward pass shows that the gradient is wrong.
-    """
-
-    axis: str
-    op: str
-    site: Site
-    invariant: TensorInfo
-    indices: TensorInfo
-
-
 def join(types: Sequence[Type], result: Tensor | None = None) -> Type:
     """Return the type of a value computed from operands of these types; only a float `result` is differentiable."""
     typed = [t for t in types if t.varying or t.invariant]
@@ -66,7 +119,7 @@ def join(types: Sequence[Type], result: Tensor | None = None) -> Type:
     varying = NONE.union(*(t.varying for t in typed))
     invariant = NONE.union(*(t.invariant for t in typed)) - varying
     differentiable = can_differentiate and any(t.differentiable for t in typed)
-    return Type(varying, invariant, differentiable, any(t.random for t in typed))
+    return Type(varying, invariant, differentiable, NONE.union(*(t.drawn for t in typed)))
 
 
 def show_type(o: Operand, shape: Sequence[int] | None = None) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fshard._io import StrPath
+from fshard.errors import checked
 
 from . import commit
 from .loading import restore
@@ -27,6 +28,7 @@ from .manifest import Saved, Scalar, read_manifest
 from .saving import save
 
 
+@checked
 def inspect(path: StrPath, *, step: int | None = None) -> dict[str, Saved | Scalar]:
     """Return the leaves of a checkpoint by dotted path: shapes and dtypes, and Python values. Reads the manifest only.
 
@@ -40,6 +42,7 @@ def inspect(path: StrPath, *, step: int | None = None) -> dict[str, Saved | Scal
     return dict(read_manifest(directory).leaves)
 
 
+@checked
 def steps(path: StrPath) -> list[int]:
     """Return the steps of the complete checkpoints in a directory, in order; `[]` if there is none.
 
@@ -49,6 +52,7 @@ def steps(path: StrPath) -> list[int]:
     return commit.steps(Path(path))
 
 
+@checked
 def latest(path: StrPath) -> int | None:
     """Return the last step with a complete checkpoint in a directory, for `restore(path, like, step=...)`.
 

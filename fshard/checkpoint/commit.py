@@ -27,6 +27,8 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def directory_of(path: StrPath, step: int | None) -> Path:
+    if step is not None and step < 0:
+        raise fail(f"step={step} is not a step", fix="an integer of 0 or more")
     return Path(path) if step is None else Path(path) / f"step_{step:06d}"
 
 

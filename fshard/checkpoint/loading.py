@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import HOST, empty_part
 from fshard._io import Ranks, StrPath, cannot_read
-from fshard.errors import ShardingError, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded, from_callback
@@ -38,6 +38,7 @@ from .parts import RESTORE_ANOTHER, Chunk, check_part, overlap, read_chunk
 Reads = dict[str, list[tuple[str, Chunk, list[tuple[Box, Tensor]]]]]  # file -> (leaf, chunk, (box of it, destination))
 
 
+@checked
 def restore(
     path: StrPath, like: Any, *, specs: Any = None, mesh: Mesh | None = None, step: int | None = None, at: str = ""
 ) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._io import Ranks, StrPath, assign_writers, local_part, summary, sync, writable, write_errors
-from fshard.errors import ShardingError, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.sharded import Sharded
 
 from . import commit
@@ -20,6 +20,7 @@ from .parts import DTYPES, UNCHANGED, Chunk, PartFile, Piece, part_name, write_p
 Parts = dict[str, tuple[PartFile, list[tuple[str, Chunk]]]]  # file -> the file, and (leaf, chunk) for each chunk
 
 
+@checked
 def save(
     path: StrPath, tree_: Any, *, step: int | None = None, keep: int | None = None, overwrite: bool = False
 ) -> Path:

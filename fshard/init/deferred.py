@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from fshard.errors import fail
+from fshard.errors import checked, fail
 from fshard.spec import Box, describe
 
 
+@runtime_checkable
 class Initializer(Protocol):
     """Fills any box of a leaf. The value of an element depends on the key and its global index alone."""
 
@@ -32,6 +33,7 @@ class Scope:
     owners: tuple[str, ...]
 
 
+@checked
 @dataclass(frozen=True)
 class Deferred:
     """A described leaf, without storage or values: made by `fs.init.*` or `like`, filled by `materialize`.

@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fshard import random
-from fshard.errors import fail
+from fshard.errors import checked, fail
 from fshard.spec import Box, box_shape
 
 from .deferred import Deferred, Initializer, describe_initializer
 
 Shape = int | Sequence[int]
+Mode = Literal["fan_in", "fan_out"]
+Nonlinearity = Literal["linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu"]
 
 
 @dataclass(frozen=True)
@@ -137,15 +140,19 @@ def _describe(shape: Shape, init: Initializer, dtype: torch.dtype | None) -> Def
     return Deferred((shape,) if isinstance(shape, int) else tuple(shape), dtype or torch.get_default_dtype(), init)
 
 
+@checked
 def normal(shape: Shape, *, mean: float = 0.0, std: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
     """Describe a leaf of N(mean, std^2).
 
     >>> normal((64, 256), std=0.02)
     f32[64, 256] = normal(std=0.02)
     """
+    if not std >= 0:
+        raise fail(f"normal: std={std}", fix="0 or more")
     return _describe(shape, Normal(mean, std), dtype)
 
 
+@checked
 def trunc_normal(
     shape: Shape, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0,
     dtype: torch.dtype | None = None,
@@ -156,40 +163,51 @@ def trunc_normal(
     """
     if not a < b:
         raise fail(f"trunc_normal: the range from a={a} to b={b} is empty", fix="a < b")
+    if not std > 0:
+        raise fail(f"trunc_normal: std={std}", fix="more than 0")
     return _describe(shape, TruncNormal(mean, std, a, b), dtype)
 
 
+@checked
 def uniform(shape: Shape, *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
     """Describe a leaf of U[low, high)."""
+    if not low < high:
+        raise fail(f"uniform: the range from low={low} to high={high} is empty", fix="low < high")
     return _describe(shape, Uniform(low, high), dtype)
 
 
+@checked
 def full(shape: Shape, value: float, *, dtype: torch.dtype | None = None) -> Deferred:
     """Describe a leaf with one value everywhere."""
     return _describe(shape, Full(value), dtype)
 
 
+@checked
 def zeros(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
     """Describe a leaf of zeros."""
     return full(shape, 0.0, dtype=dtype)
 
 
+@checked
 def ones(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
     """Describe a leaf of ones."""
     return full(shape, 1.0, dtype=dtype)
 
 
+@checked
 def eye(n: int, m: int | None = None, *, gain: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
     """Describe an [n, m] matrix with `gain` on its diagonal and zeros elsewhere; m is n by default."""
     return _describe((n, n if m is None else m), Eye(gain), dtype)
 
 
+@checked
 def arange(n: int, *, start: float = 0, step: float = 1, dtype: torch.dtype | None = None) -> Deferred:
     """Describe the vector start + step * i for i < n: int64 unless start or step is a float or `dtype` is passed."""
     kind = torch.int64 if isinstance(start, int) and isinstance(step, int) else None
     return _describe(n, Arange(start, step), dtype or kind)
 
 
+@checked
 def orthogonal(shape: Shape, *, gain: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
     """Describe a random matrix with orthonormal rows or columns, whichever are fewer; all dims but the last are rows.
 
@@ -198,10 +216,11 @@ def orthogonal(shape: Shape, *, gain: float = 1.0, dtype: torch.dtype | None = N
     """
     described = _describe(shape, Orthogonal(gain), dtype)
     if described.ndim < 2:
-        raise fail(f"orthogonal: {list(described.shape)} is not a matrix", fix="two dims or more")
+        raise fail(f"orthogonal: shape {list(described.shape)} is not a matrix", fix="two dims or more")
     return described
 
 
+@checked
 def zero_row(leaf: Deferred, row: int) -> Deferred:
     """Describe the same leaf with zeros at one index of dim 0: the padding row of an embedding.
 
@@ -215,26 +234,35 @@ def zero_row(leaf: Deferred, row: int) -> Deferred:
     return Deferred(leaf.shape, leaf.dtype, ZeroRow(leaf.init, row))
 
 
+@checked
 def fans(shape: Sequence[int], in_dim: int = -2, out_dim: int = -1) -> tuple[int, int]:
     """Return (fan_in, fan_out): the sizes of the two dims, each times the product of all other dims."""
     if len(shape) < 2:
         raise fail(f"a leaf of shape {list(shape)} has no fans", fix="two dims or more, or normal(std=...)")
+    for name, dim in (("in_dim", in_dim), ("out_dim", out_dim)):
+        if not -len(shape) <= dim < len(shape):
+            raise fail(f"fans: {name}={dim}, of a leaf of shape {list(shape)}", fix="one of its dims")
     field = math.prod(shape) // max(1, shape[in_dim] * shape[out_dim])
     return shape[in_dim] * field, shape[out_dim] * field
 
 
-def _gain(nonlinearity: str, a: float) -> float:
-    return torch.nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type]
+def _gain(nonlinearity: Nonlinearity, a: float) -> float:
+    return torch.nn.init.calculate_gain(nonlinearity, a)
 
 
-def _fan(mode: str, shape: Sequence[int], in_dim: int, out_dim: int) -> int:
-    if mode not in ("fan_in", "fan_out"):
-        raise fail(f"mode={mode!r}", fix="mode='fan_in' or mode='fan_out'")
+def _xavier_gain(gain: float) -> float:
+    if not gain > 0:
+        raise fail(f"xavier: gain={gain}", fix="more than 0")
+    return gain
+
+
+def _fan(mode: Mode, shape: Sequence[int], in_dim: int, out_dim: int) -> int:
     return max(1, fans(shape, in_dim, out_dim)[mode == "fan_out"])
 
 
+@checked
 def kaiming_uniform(
-    shape: Sequence[int], *, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu",
+    shape: Sequence[int], *, a: float = 0.0, mode: Mode = "fan_in", nonlinearity: Nonlinearity = "leaky_relu",
     in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None,
 ) -> Deferred:  # fmt: skip
     """Describe a leaf of U(-b, b), b = gain sqrt(3 / fan). Source: He et al., 2015, "Delving deep into rectifiers"."""
@@ -242,24 +270,27 @@ def kaiming_uniform(
     return uniform(shape, low=-bound, high=bound, dtype=dtype)
 
 
+@checked
 def kaiming_normal(
-    shape: Sequence[int], *, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu",
+    shape: Sequence[int], *, a: float = 0.0, mode: Mode = "fan_in", nonlinearity: Nonlinearity = "leaky_relu",
     in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None,
 ) -> Deferred:  # fmt: skip
     """Describe a leaf of N(0, gain^2 / fan). Source: He et al., 2015."""
     return normal(shape, std=_gain(nonlinearity, a) / math.sqrt(_fan(mode, shape, in_dim, out_dim)), dtype=dtype)
 
 
+@checked
 def xavier_uniform(
     shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
 ) -> Deferred:
     """Describe a leaf of U(-b, b), b = gain sqrt(6 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
-    bound = gain * math.sqrt(6 / max(1, sum(fans(shape, in_dim, out_dim))))
+    bound = _xavier_gain(gain) * math.sqrt(6 / max(1, sum(fans(shape, in_dim, out_dim))))
     return uniform(shape, low=-bound, high=bound, dtype=dtype)
 
 
+@checked
 def xavier_normal(
     shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
 ) -> Deferred:
     """Describe a leaf of N(0, 2 gain^2 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
-    return normal(shape, std=gain * math.sqrt(2 / max(1, sum(fans(shape, in_dim, out_dim)))), dtype=dtype)
+    return normal(shape, std=_xavier_gain(gain) * math.sqrt(2 / max(1, sum(fans(shape, in_dim, out_dim)))), dtype=dtype)

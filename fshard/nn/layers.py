@@ -17,10 +17,11 @@ from fshard import random
 from fshard._comm import Axis
 from fshard._ops import global_size, local_range
 from fshard.collectives import psum, pvary
-from fshard.errors import fail
+from fshard.errors import checked, fail
 from fshard.spec import P
 
 
+@checked
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Compute x @ w + b: x [..., D], w [D, F], b [F] -> [..., F].
 
@@ -29,6 +30,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return F.linear(x, w.transpose(0, 1), b)
 
 
+@checked
 def mlp(
     x: Tensor, up: Tensor, down: Tensor, *, up_b: Tensor | None = None, down_b: Tensor | None = None,
     activation: Callable[[Tensor], Tensor] = F.relu, axis: Axis = None,
@@ -48,6 +50,7 @@ def mlp(
     return y if down_b is None else y + down_b
 
 
+@checked
 def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
     """Look up rows of a table: ids [...], table [V, D] -> [..., D].
 
@@ -70,6 +73,7 @@ def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None
     return torch.where(is_local.unsqueeze(-1), rows, otherwise.unsqueeze(-1))
 
 
+@checked
 def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """Compute (x - mean) / sqrt(var + eps) * w + b over the last dim: [..., D] -> [..., D].
 
@@ -78,6 +82,7 @@ def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, e
     return F.layer_norm(x, x.shape[-1:], w, b, eps)
 
 
+@checked
 def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * w over the last dim, in float32 or better: [..., D] -> [..., D].
 
@@ -87,6 +92,7 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6) -> Tensor
     return F.rms_norm(x, x.shape[-1:], w, eps)
 
 
+@checked
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None,
     scale: float | None = None, rate: float = 0.0, key: Tensor | None = None, spec: P | None = None,
@@ -108,6 +114,9 @@ def attention(
     """
     if causal and mask is not None:
         raise fail("attention: causal=True and a mask", fix="combine the mask with nn.causal_mask(T, S)")
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.ndim < 3:
+            raise fail(f"attention: {name} is {list(x.shape)}", fix="[B, heads, positions, K]; B may be left out")
     t, s, has_dropout = q.shape[-2], k.shape[-2], _has_dropout("attention", rate, key)
     k, v = (_repeat_heads(q.shape[-3], x) for x in (k, v))
     if causal and t > 1 and (has_dropout or t != s):
@@ -138,6 +147,7 @@ def _repeat_heads(heads: int, x: Tensor) -> Tensor:
     return x.repeat_interleave(heads // groups, dim=-3)
 
 
+@checked
 def causal_mask(t: int, s: int, *, device: torch.device | None = None) -> Tensor:
     """Make a bool mask [T, S]: True where one of the last T of S positions may attend to a position.
 
@@ -145,9 +155,12 @@ def causal_mask(t: int, s: int, *, device: torch.device | None = None) -> Tensor
     tensor([[ True,  True, False],
             [ True,  True,  True]])
     """
+    if min(t, s) < 0:
+        raise fail(f"causal_mask: t={t}, s={s}", fix="both are 0 or more")
     return torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
 
 
+@checked
 def dropout(
     x: Tensor, rate: float, *, key: Tensor | None, spec: P | None = None, shape: tuple[int, ...] | None = None
 ) -> Tensor:
@@ -174,6 +187,7 @@ def dropout(
     return torch.where(keep, x / (1 - rate), 0)
 
 
+@checked
 def gelu(x: Tensor) -> Tensor:
     """Compute the tanh form of GELU, as GPT-2 does: [...] -> [...]. Source: Hendrycks & Gimpel, 2016."""
     return F.gelu(x, approximate="tanh")

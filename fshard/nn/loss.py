@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, checker, in_region, region
+from fshard._comm import Axis, in_region, region
 from fshard._ops import local_range
 from fshard._torch_compat import in_transform
 from fshard.collectives import pmax, psum, pvary
-from fshard.errors import fail
+from fshard.errors import checked, fail
 from fshard.spec import describe
 
 # Largest number of logits for which the plain formula is faster. Forward and backward on one CPU
@@ -27,6 +27,7 @@ _PLAIN_UP_TO = 1 << 22
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of a row block: on a CPU, as many as stay in a core's cache
 
 
+@checked
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, axis: Axis = None, size: int | None = None, over: Axis = None,
     weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
@@ -54,8 +55,6 @@ def cross_entropy(
     >>> nn.cross_entropy(logits, targets, axis="model", size=50257, over="data")     # [B@data, T, V@model]
     """
     v = logits.shape[-1]
-    if reduction not in ("none", "mean", "sum"):
-        raise fail(f"cross_entropy: reduction={reduction!r}", fix="'none', 'mean' or 'sum'")
     if not 0 <= label_smoothing <= 1:
         raise fail(f"cross_entropy: label_smoothing={label_smoothing}", fix="0 <= label_smoothing <= 1")
     if targets.dtype not in (torch.int64, torch.int32, torch.uint8) or targets.shape != logits.shape[:-1]:
@@ -66,9 +65,7 @@ def cross_entropy(
                    logits=_describe(logits), weight=_describe(weight))  # fmt: skip
     wide = torch.promote_types(logits.dtype, torch.float32)
     if weight is not None:
-        weight, types = weight.detach().to(wide), checker()
-        if types is not None:  # a constant without a gradient may be used with logits of any type
-            types.mark_constant(weight)
+        weight = weight.detach().to(wide)
     plain = torch.compiler.is_dynamo_compiling() or logits.numel() <= _PLAIN_UP_TO
     if plain and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
         rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1).long()

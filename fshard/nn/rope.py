@@ -14,11 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fshard.errors import fail
+from fshard.errors import checked, fail
 
 Parameters = Mapping[str, Any]
 
 
+@checked
 def parameters(config: Parameters, *, theta: float = 10_000.0, partial: float = 1.0) -> dict[str, Any]:
     """Extract the rotary parameters of a Hugging Face config of any version, with the names of transformers 5.
 
@@ -46,6 +47,7 @@ def parameters(config: Parameters, *, theta: float = 10_000.0, partial: float = 
     return out
 
 
+@checked
 def frequencies(
     parameters: Parameters, width: int, longest: int, *, length: int | Tensor | None = None,
     device: torch.device | None = None,
@@ -73,6 +75,7 @@ def frequencies(
     return compute(parameters, width if kind == "proportional" else r, longest, length, device)
 
 
+@checked
 def angles(
     positions: Tensor, rates: Tensor, factor: float = 1.0, *, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
@@ -89,6 +92,7 @@ def angles(
     return (radians.cos() * factor).to(dtype), (radians.sin() * factor).to(dtype)
 
 
+@checked
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, style: Literal["half", "pairs"] = "half") -> Tensor:
     """Rotate the first R dims of every head: x [B, H, T, K], cos and sin of `angles` -> [B, H, T, K].
 

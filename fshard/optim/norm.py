@@ -11,12 +11,14 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import common_device
 from fshard.collectives import axis_index, psum, pvary
+from fshard.errors import checked
 from fshard.grad import is_differentiated
 from fshard.spec import is_spec
 
 _BLOCK = 4096  # elements whose squares the CPU kernel adds one by one
 
 
+@checked
 def global_norm(x: Any, specs: Any) -> Tensor:
     """Return the 2-norm of all elements of a tree, each counted once on any mesh.
 
@@ -28,6 +30,7 @@ def global_norm(x: Any, specs: Any) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}, P())
     tensor(5.)
     """
+    tree.check_leaves("global_norm", "x", x, Tensor)
     leaves, treedef = tree.flatten(x)
     return norm_of(leaves, axes_of(specs, x, treedef))
 

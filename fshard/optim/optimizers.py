@@ -23,7 +23,7 @@ from fshard import init as _init
 from fshard import tree
 from fshard._comm import to_spec_memory, wait_before_writing
 from fshard.collectives import pvary
-from fshard.errors import fail, raise_all
+from fshard.errors import checked, fail, raise_all
 from fshard.grad import is_differentiated
 from fshard.init import Deferred
 from fshard.sharded import Sharded, from_callback
@@ -71,6 +71,7 @@ class Optimizer(_Step):
 # --- optimizers ---------------------------------------------------------------------------------------------
 
 
+@checked
 def sgd(
     lr: float | Schedule, *, momentum: float = 0.0, nesterov: bool = False, dampening: float = 0.0,
     weight_decay: float = 0.0, mask: Mask = None,
@@ -107,6 +108,7 @@ def sgd(
     return _optimizer("sgd", ("m",) if momentum else (), lr, weight_decay, mask, options, formula)
 
 
+@checked
 def adamw(
     lr: float | Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8,
     weight_decay: float = 0.01, mask: Mask = None,
@@ -146,11 +148,15 @@ def _optimizer(
     The kernel works in place and fast. The formula is for leaves that a gradient or a vmap passes through, and for
     dtypes without a kernel.
     """
+    if not callable(mask):
+        tree.check_leaves(name, "mask", mask, bool)
 
     def init(params: Any) -> Any:
+        tree.check_leaves(f"{name}.init", "params", params, (Tensor, Deferred, Sharded))
         return {"count": scalar_like(params, 0, torch.int64), **{k: tree.map(_zeros, params) for k in moments}}
 
     def specs(param_specs: Any) -> Any:
+        tree.check_leaves(f"{name}.specs", "param_specs", param_specs, P)
         return {"count": P(), **dict.fromkeys(moments, param_specs)}
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -233,6 +239,7 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
                      lambda specs: tuple(s.specs(specs) for s in steps), f"chain({names})")  # fmt: skip
 
 
+@checked
 def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
     """Scale the gradients by min(1, max_norm / (norm + 1e-6)), by the norm of the whole tree, on any mesh.
 
@@ -245,6 +252,7 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
     Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural networks".
     """
     not_negative("clip_by_global_norm", max_norm=max_norm)
+    tree.check_leaves("clip_by_global_norm", "specs", specs, P)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         scales, state = factors(grads, state, params)
@@ -291,10 +299,8 @@ def scalar_like(params: Any, value: float, dtype: torch.dtype) -> Any:
 def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:
     """Return, for each leaf, whether it decays."""
     bools: Any = True if mask is None else mask(params) if callable(mask) else mask
+    tree.check_leaves(name, "mask", bools, bool)
     flat, structure = tree.flatten(bools)
-    if not all(isinstance(leaf, bool) for leaf in flat):
-        wrong = [tree.show("mask", path) for path, x in tree.leaves_with_path(bools) if not isinstance(x, bool)]
-        raise fail(f"{name}: {', '.join(wrong)}: not a bool", fix="True where a leaf decays, False elsewhere")
     if structure == treedef:
         return flat
     return tree.broadcast(bools, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool")
@@ -309,9 +315,11 @@ def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: 
     if keys != sorted(["count", *moments]):
         raise fail(f"{name}: the state is not its state", fix="state = opt.init(params)",
                    got=keys, expected=sorted(["count", *moments]))  # fmt: skip
+    trees = [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]]
+    for label, other in [("params", params), *trees]:
+        tree.check_leaves(name, label, other, Tensor)
     leaves, treedef = tree.flatten(params)
     kinds = [(x.shape, x.dtype) for x in leaves]
-    trees = [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]]
     flat = [(label, other, *tree.flatten(other)) for label, other in trees]
     equal = all(d == treedef and [(x.shape, x.dtype) for x in xs] == kinds for _, _, xs, d in flat)
     if not equal or not all(x.is_floating_point() for x in leaves):

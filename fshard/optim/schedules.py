@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.errors import fail
+from fshard.errors import checked, fail, must_be
 
 Schedule = Callable[[Any], Any]  # the count of steps taken, an int or 0-d tensor -> a number or 0-d tensor
 
@@ -20,6 +20,8 @@ def _schedule(f: Callable[[Tensor], Tensor]) -> Schedule:
     def at(count: Any) -> Any:
         if isinstance(count, Tensor):
             return f(count.to(torch.float64))
+        if not isinstance(count, (int, float)):
+            raise must_be("schedule: count", "an int or a Tensor", count)
         return f(torch.tensor(count, dtype=torch.float64)).item()
 
     return at
@@ -29,11 +31,13 @@ def _progress(count: Tensor, steps: int) -> Tensor:
     return torch.clamp(count / steps, 0, 1) if steps else torch.ones_like(count)
 
 
+@checked
 def constant(value: float) -> Schedule:
     """Return the same number at every step."""
     return _schedule(lambda count: torch.full_like(count, value))
 
 
+@checked
 def linear(start: float, end: float, *, steps: int) -> Schedule:
     """Interpolate linearly from `start` at step 0 to `end` at `steps`; stay at `end` afterwards.
 
@@ -44,6 +48,7 @@ def linear(start: float, end: float, *, steps: int) -> Schedule:
     return _schedule(lambda count: _between(start, end, _progress(count, steps)))
 
 
+@checked
 def cosine(peak: float, steps: int, *, end: float = 0.0) -> Schedule:
     """Decrease from `peak` at step 0 to `end` at `steps` along half a cosine; stay at `end` afterwards.
 
@@ -60,6 +65,7 @@ def cosine(peak: float, steps: int, *, end: float = 0.0) -> Schedule:
     return _schedule(at)
 
 
+@checked
 def warmup(after: float | Schedule, steps: int, *, start: float = 0.0) -> Schedule:
     """Interpolate linearly from `start` to the first value of `after` in `steps` steps; then follow `after`.
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fshard._comm import checker, in_region
 from fshard._comm import region as current_region
-from fshard.errors import fail, raise_all
+from fshard.errors import checked, fail, raise_all
 from fshard.spec import Box, P, box_shape, full_box, local_box, spec_errors
 
 from .keys import DRAW, key_words
@@ -124,6 +124,8 @@ def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, distribution: 
     The part is drawn in tiles that stay in the cache: at most 16 MiB of extra memory on a CPU, for any size.
     """
     k = key_words(f"random.{verb}", key)
+    if len(box) != len(shape):
+        raise fail(f"random.{verb}: a box of {len(box)} dims", fix="a slice for each dim of shape", shape=list(shape))
     if isinstance(k[0], Tensor):
         return _draw_out_of_place(distribution, k, shape, box, device)
     out = torch.empty(box_shape(box), dtype=distribution.dtype, device=device)
@@ -198,6 +200,8 @@ def _floating(
     def rounded(words: Tensor) -> Tensor:
         return of_words(words) if dtype.itemsize >= 4 else of_words(words).float()
 
+    if not dtype.is_floating_point:
+        raise fail(f"random: dtype is {dtype}, and these numbers are floats", fix="a floating dtype, or random.randint")
     bounds = () if low is None else (-_round_down(-low, dtype), _round_down(high, dtype))
     return _Distribution(rounded, dtype, *bounds)
 
@@ -223,6 +227,8 @@ def _inverse_cdf(lo: float, hi: float, mean: float, std: float) -> Callable[[Ten
 
 
 def _normal(mean: float, std: float, dtype: torch.dtype) -> _Distribution:
+    if not std >= 0:
+        raise fail(f"random.normal: std={std}", fix="0 or more")
     return _floating(_inverse_cdf(-1.0, 1.0, mean, std), dtype)
 
 
@@ -241,6 +247,7 @@ def _uniform(low: float, high: float, dtype: torch.dtype) -> _Distribution:
     return _floating(lambda w: w.mul_(scale).add_(low), dtype, low, last)
 
 
+@checked
 def normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
@@ -249,6 +256,7 @@ def normal_box(
     return _draw("normal", key, shape, box, _normal(mean, std, dtype), device)
 
 
+@checked
 def trunc_normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
     b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
@@ -257,6 +265,7 @@ def trunc_normal_box(
     return _draw("trunc_normal", key, shape, box, _trunc_normal(mean, std, a, b, dtype), device)
 
 
+@checked
 def uniform_box(
     key: Tensor, shape: Sequence[int], box: Box, *, low: float = 0.0, high: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
@@ -288,6 +297,7 @@ def _draw_local(
     return out
 
 
+@checked
 def normal(
     key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, mean: float = 0.0, std: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
@@ -300,6 +310,7 @@ def normal(
     return _draw_local("normal", key, shape, spec, _normal(mean, std, dtype), device)
 
 
+@checked
 def trunc_normal(
     key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, mean: float = 0.0, std: float = 1.0,
     a: float = -2.0, b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
@@ -308,6 +319,7 @@ def trunc_normal(
     return _draw_local("trunc_normal", key, shape, spec, _trunc_normal(mean, std, a, b, dtype), device)
 
 
+@checked
 def uniform(
     key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, low: float = 0.0, high: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
@@ -316,6 +328,7 @@ def uniform(
     return _draw_local("uniform", key, shape, spec, _uniform(low, high, dtype), device)
 
 
+@checked
 def bernoulli(
     key: Tensor, shape: Sequence[int], *, p: float = 0.5, spec: P = _REPLICATED, device: torch.device | None = None
 ) -> Tensor:
@@ -327,6 +340,7 @@ def bernoulli(
     return _draw_local("bernoulli", key, shape, spec, distribution, device)
 
 
+@checked
 def randint(
     key: Tensor, shape: Sequence[int], *, low: int = 0, high: int, spec: P = _REPLICATED,
     device: torch.device | None = None,
@@ -347,6 +361,7 @@ def randint(
     return _draw_local("randint", key, shape, spec, distribution, device)
 
 
+@checked
 def bits(key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, device: torch.device | None = None) -> Tensor:
     """Draw the random words themselves: 32 bits in each int64."""
     distribution = _Distribution(lambda w: w, torch.int64)

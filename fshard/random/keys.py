@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard._comm import checker
 from fshard._torch_compat import assume_constant_result
-from fshard.errors import fail
+from fshard.errors import checked, fail
 from fshard.spec import describe
 
 from .philox import M, Word, philox
@@ -19,6 +19,7 @@ from .philox import M, Word, philox
 DRAW, _FOLD, _SPLIT, _NAME = range(4)  # the tags of the counter layout: see `draws`
 
 
+@checked
 def key(n: int) -> Tensor:
     """Make the key of an integer of up to 64 bits: int64[2], on the CPU.
 
@@ -32,6 +33,7 @@ def key(n: int) -> Tensor:
     return torch.tensor([n & M, n >> 32], device="cpu")
 
 
+@checked
 def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
     """Derive another key from a key and `data`: the name of a layer, the number of a step or an example.
 
@@ -57,6 +59,7 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
     return torch.stack(words) if isinstance(words[0], Tensor) else _key_tensor(words, "fold_in", key, data)
 
 
+@checked
 def split(key: Tensor, n: int = 2) -> Tensor:
     """Derive several keys from one: int64[n, 2].
 
@@ -64,6 +67,8 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     >>> a
     tensor([3710895380, 2918555867])
     """
+    if n < 0:
+        raise fail(f"split: n={n}", fix="0 or more keys")
     k = key_words("split", key)
     if isinstance(k[0], int) and 0 < n <= 64:
         return _key_tensor([philox((j, 0, 0, _SPLIT), k)[:2] for j in range(n)], "split", key)
@@ -74,7 +79,7 @@ def check_key(verb: str, key: object) -> None:
     """Raise ShardingError, naming `verb`, unless `key` is a key."""
     if isinstance(key, Tensor) and key.dtype == torch.int64 and tuple(key.shape) == (2,):
         return
-    fix = f"fs.key({key})" if isinstance(key, int) and 0 <= key < 1 << 64 else "fs.key(0)"
+    fix = "fs.key(0)"
     if isinstance(key, Tensor) and key.dtype == torch.int64 and key.ndim == 2 and key.shape[1] == 2:
         fix = "pass one of these keys, keys[0], or map over them with torch.vmap"
     got = describe(key.dtype, key.shape) if isinstance(key, Tensor) else repr(key)

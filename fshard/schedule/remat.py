@@ -13,10 +13,11 @@ from torch import Tensor
 from fshard import tree
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped
-from fshard.errors import fail
+from fshard.errors import checked, fail
 from fshard.grad import fill_tensors, split_tensors
 
 
+@checked
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f` with only its arguments kept for backward, which recomputes `f` (as `jax.checkpoint` does).
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import Axis, known_axes, live_axes, region
 from fshard._torch_compat import in_transform
-from fshard.errors import fail
+from fshard.errors import checked, fail, must_be
 from fshard.spec import P, any_on_host, is_spec
 
 from .buckets import BucketPlan, plan_buckets
@@ -29,6 +29,7 @@ from .unshard import routes, sizes_of, unshard
 Block = Callable[..., Any]
 
 
+@checked
 def scan(
     block: Block, params: Any, x: Any, *, specs: Any, axis: Axis, each: Sequence[Any] | None = None,
     shapes: Any = None, has_aux: bool = False, release: bool = True, remat: bool = False, offload: bool = False,
@@ -71,10 +72,11 @@ def scan(
     if offload and not remat:
         raise fail("scan: offload=True offloads x before each block, and without remat=True more is kept",
                    fix="remat=True")  # fmt: skip
+    tree.check_leaves("scan", "params", params, Tensor)
     blocks = _Blocks.of(params, specs, each, shapes)
     if not len(blocks):
         return (x, []) if has_aux else x
-    live = axis and live_axes(region("scan").comm, known_axes("scan", region(), axis))
+    live = axis is not None and live_axes(region("scan").comm, known_axes("scan", region(), axis))
     host = not live and any_on_host(specs)
     split = _check_pair if has_aux else lambda x: (x, None)
     plans = None
@@ -143,7 +145,11 @@ def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any,
     """Return params, specs and shapes as one tree for each block."""
     n = len(params)
     for name, rows in {"specs": specs, "shapes": shapes}.items():
-        if isinstance(rows, (list, tuple)) and not is_spec(rows) and len(rows) != n:
+        if rows is None or (name == "specs" and is_spec(rows)):
+            continue
+        if not isinstance(rows, (list, tuple)):
+            raise must_be(f"scan: {name}", "a list of one tree for each block, as params is,", rows)
+        if len(rows) != n:
             raise fail(f"scan: {name} has {len(rows)} trees for {n} blocks", fix="one for each block, or a prefix")
     prefix = specs is None or is_spec(specs)
     return params, [specs or P()] * n if prefix else specs, [None] * n if shapes is None else shapes

@@ -13,10 +13,11 @@ from fshard import tree
 from fshard._comm import HOST, Axis, Region, copy_to_device, known_axes, live_axes, region
 from fshard._ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
 from fshard.collectives import by_dtype
-from fshard.errors import ShardingError, fail, raise_all
-from fshard.spec import P, is_spec, part_range
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
+from fshard.spec import P, is_spec, part_range, spec_errors
 
 
+@checked
 def unshard(
     params: Any, specs: Any, axis: Axis, *, shapes: Any = None, dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -42,8 +43,9 @@ def unshard(
     dim cannot be joined.
     """
     current = region("unshard")
+    tree.check_leaves("unshard", "params", params, Tensor)
     leaves, treedef = tree.flatten(params)
-    flat = tree.broadcast(specs, params, name="specs", leaf=is_spec)
+    flat = tree.broadcast(specs, params, name="unshard: specs", leaf=is_spec)
     leaf_routes = routes("unshard", current, leaves, flat, axis, sizes_of("unshard", len(leaves), shapes))
     casts = [Precision.of(x, dtype, reduce_dtype) for x in leaves]
     out = [copy_to_device(x, current.device) if r.host else x for x, r in zip(leaves, leaf_routes, strict=True)]
@@ -103,6 +105,9 @@ def routes(
         if host_is_other_memory and x.device == HOST and spec.memory != "host":
             errors.append(fail(f"{verb}: leaf {i} is in host memory, its spec says {spec}",
                                fix="pass fs.on_host(specs), or fs.to_device(params)"))  # fmt: skip
+        if wrong := spec_errors(f"{verb}: leaf {i}", tuple(x.shape), spec, region.sizes):
+            errors += wrong
+            continue
         for dim, split in enumerate(spec.parts(x.ndim)):
             joined = tuple(a for a in split if a in names)
             major = split[: len(split) - len(joined)]
@@ -124,6 +129,9 @@ def sizes_of(verb: str, n: int, shapes: Any) -> list[tuple[int, ...] | None]:
     """Return the global shape of each of `n` leaves, from the `shapes` of the caller, or `None` for each."""
     if shapes is None:
         return [None] * n
+    if not all(hasattr(s, "shape") for s in tree.leaves(shapes)):
+        fix = "pass the tree that params were materialized from"
+        raise must_be(f"{verb}: shapes", "a tree of leaves with a .shape", shapes, fix)
     known: list[tuple[int, ...] | None] = [tuple(s.shape) for s in tree.leaves(shapes)]
     if len(known) != n:
         raise fail(f"{verb}: shapes has another structure than params", f"{len(known)} leaves, not {n}",

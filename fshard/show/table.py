@@ -18,7 +18,7 @@ import optree
 import torch
 
 from fshard import tree
-from fshard.errors import ShardingError, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import Deferred, describe_initializer
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
@@ -31,6 +31,7 @@ Bytes = Any
 _NUMBER = r"((?<=[.: ])(?:\d+|\*)(?=[.)]))"  # a number in a dotted name: `0` in `stored(h.0.w)`
 
 
+@checked
 def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold: bool = True) -> View:
     """Show a tree as a table: each leaf's dtype, shape and split, its initializer, and its bytes on one device.
 

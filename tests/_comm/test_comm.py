@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import threading
@@ -16,7 +17,7 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard._comm import in_region, region
+from fshard._comm import in_region, region, simulated
 from fshard._torch_compat import set_jvp_nesting
 from tests.lib.assertions import error_text
 
@@ -154,25 +155,160 @@ def test_exception_in_backward_of_one_rank_is_raised():
     still_works(mesh)
 
 
-def test_interrupt_of_the_caller_ends_every_rank():
+# --- interrupts ---------------------------------------------------------------------------------------------------
+
+
+def interrupted(mesh, f, *args):
+    """Return the interrupt that a call of `f` raises; `f` calls `interrupt`."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("interrupts reach the main thread")
-    mesh = fs.make_mesh(a=2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    start = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            on_ranks(mesh, f, *args)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - start < LIMIT
+    still_works(mesh)
+    return caught.value
 
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def test_interrupt_of_the_caller_ends_ranks_that_communicate():
     def f(x):
         for i in range(1 << 40):
             x = fs.pmean(fs.pvary(x, "a"), "a")
             if i == 5 and rank_of() == 0:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                interrupt()
         return x
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            on_ranks(mesh, f, torch.ones(3))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    interrupted(fs.make_mesh(a=2), f, torch.ones(3))
+
+
+def test_interrupt_of_the_caller_ends_a_rank_that_computes_and_names_its_line():
+    ended, threads = [], []
+
+    def f(x):
+        threads.append(threading.current_thread())
+        if rank_of() == 0:
+            return x
+        if rank_of() == 1:
+            fs.psum(fs.pvary(x, "a"), "a")
+        try:
+            interrupt()
+            while True:
+                time.sleep(0)
+        finally:
+            ended.append(rank_of())
+
+    e = interrupted(fs.make_mesh(a=4), f, torch.ones(3))
+    assert ended == [2]
+    line = f.__code__.co_firstlineno + 8
+    notes = re.sub(rf":({line}|{line + 1}) ", ":LINE ", "\n".join(e.__notes__))
+    assert notes == (
+        "simulated ranks at the interrupt:\n"
+        "  rank 0  has returned\n"
+        "  rank 1  waits in all_reduce over 'a' of float32[3]\n"
+        "  rank 2  runs test_comm.py:LINE in f\n"
+        "  rank 3  waits for its turn"
+    )
+    assert len(threads) == 3
+    for thread in threads:  # a late interrupt must not reach another run
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+def test_interrupt_of_the_caller_ends_a_rank_that_catches_everything(monkeypatch):
+    monkeypatch.setattr(simulated, "_PATIENCE", 0.01)
+    caught = []
+
+    def f():
+        interrupt()
+        while len(caught) < 2:
+            try:
+                while True:
+                    time.sleep(0)
+            except BaseException as e:
+                caught.append(e)
+        fs.psum(torch.ones(1), "a")
+
+    interrupted(fs.make_mesh(a=2), f)
+    assert len(caught) == 2
+
+
+def test_rank_that_an_interrupt_cannot_end_holds_up_no_other_run(monkeypatch):
+    monkeypatch.setattr(simulated, "_PATIENCE", 0.002)
+    module = torch.nn.Linear(1, 1)
+    before, leave, threads = dict(module.named_parameters()), threading.Event(), []
+
+    class Waits(torch.nn.Module):
+        def forward(self, x):
+            interrupt()
+            assert leave.wait(LIMIT)  # one call into C, which no exception reaches
+
+    def f(x):
+        threads.append(threading.current_thread())
+        torch.func.functional_call(torch.nn.Sequential(module, Waits()), {"0.weight": x}, x)
+
+    e = interrupted(fs.make_mesh(a=2), f, torch.ones(1, 1))
+    assert e.__notes__[1] == "rank 0 has not ended yet; its thread ends after the call that it is in"
+    assert all(before[k] is v for k, v in module.named_parameters())
+    leave.set()
+    assert len(threads) == 1
+    threads[0].join(LIMIT)
+    assert not threads[0].is_alive()
+    assert all(before[k] is v for k, v in module.named_parameters())
+
+
+# --- forks --------------------------------------------------------------------------------------------------------
+
+
+def test_mesh_works_in_a_fork_of_the_process_that_used_it():
+    """Also while another thread of the parent is in a run."""
+    mesh = fs.make_mesh(a=2)
     still_works(mesh)
+    inside, leave = threading.Event(), threading.Event()
+
+    def waits():
+        inside.set()
+        assert leave.wait(LIMIT)
+
+    def in_fork():
+        still_works(mesh)
+        still_works(fs.make_mesh(a=3))
+        assert mesh.run(lambda comm, rank: torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))[1].item()) \
+            == [1, 1]  # fmt: skip
+        return f"functional_call of {torch.nn.utils.stateless._reparametrize_module.__module__}"
+
+    other = threading.Thread(target=lambda: fs.make_mesh(a=2).run(lambda comm, rank: waits()), daemon=True)
+    other.start()
+    assert inside.wait(LIMIT)
+    try:
+        assert in_child(in_fork) == "functional_call of torch.nn.utils.stateless"
+    finally:
+        leave.set()
+        other.join()
+
+
+def test_error_text_of_a_collective_in_a_fork_that_a_rank_makes():
+    texts = []
+
+    def f(x):
+        if rank_of() == 0:
+            texts.append(in_child(lambda: fs.psum(x, "a")))
+        return fs.psum(x, "a")
+
+    on_ranks(fs.make_mesh(a=2), lambda x: f(fs.pvary(x, "a")), torch.ones(3))
+    assert texts == [
+        (
+            "ShardingError: all_reduce over 'a' of float32[3]: called in a fork of the process, which has no other "
+            "rank\n  fix: fork outside of shard_map, or call no collective in the fork"
+        )
+    ]
 
 
 # --- deadlocks and disagreements --------------------------------------------------------------------------------
@@ -313,6 +449,19 @@ def test_threads_can_share_a_mesh():
         t.join(LIMIT)
     assert not any(t.is_alive() for t in threads)
     assert wrong == []
+
+
+def test_thread_that_a_rank_starts_can_use_the_mesh():
+    mesh, totals = fs.make_mesh(a=2), []
+
+    def f(x):
+        thread = threading.Thread(target=lambda: totals.append(still_works(mesh)), daemon=True)
+        thread.start()
+        thread.join(LIMIT)
+        return fs.psum(x, "a")
+
+    on_ranks(mesh, lambda x: f(fs.pvary(x, "a")), torch.ones(1))
+    assert len(totals) == 2
 
 
 def test_jvp_works_in_concurrent_runs_and_after():

@@ -311,7 +311,7 @@ def bad_results() -> None:
     with pytest.raises(fs.ShardingError, match="do not make up dim 0"):
         fs.shard_map(lambda: torch.ones(1 + 2 * dist.get_rank()), mesh=mesh, out_specs=P("data"))()
     with pytest.raises(fs.ShardingError, match=r"rank 1 returned \[3\]"):
-        fs.shard_map(lambda: torch.ones(1 + 2 * dist.get_rank()), mesh=mesh, out_specs=P())()
+        fs.shard_map(lambda: torch.ones(1 + 2 * dist.get_rank()), mesh=mesh, out_specs=P(), check="never")()
     with pytest.raises(fs.ShardingError, match="the mesh has no axis 'model'"):
         fs.shard_map(lambda: torch.ones(2), mesh=mesh, out_specs=P("model"))()
 

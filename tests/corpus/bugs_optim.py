@@ -84,7 +84,7 @@ def step_clipped_by_a_norm_summed_twice(p: Any, x: Tensor) -> tuple[Any, Any]:
 
 def step_clipped_by_local_norm(p: Any, x: Tensor) -> tuple[Any, Any]:
     loss, grads = fs.value_and_grad(whole_loss)(p, x)
-    norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()  # BUG: replicated leaves and shards
+    norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()  # types name the update below
     return descend(p, scaled(grads, norm)), {"loss": loss, "norm": norm}
 
 
@@ -204,7 +204,7 @@ BUGS = [
     Bug(6, "optimizer", "clamped", train, "step", step_summing_clamped_grads, step_clamping_summed_grads,
         "verify", "data"),
     Bug(8, "optimizer", "replicated leaves and shards", train, "step", step_clipped_by_local_norm, step_clipped,
-        "types", "model", "['logs'][0]['norm']"),
+        "verify", "model", "['logs'][0]['norm']"),
     Bug(8, "optimizer", "shards", train_matrices, "step", step_matrices_clipped_by_local_norm,
         step_matrices_clipped, "verify", "model", "['logs'][1]['loss']"),
     Bug(9, "optimizer", "noise", with_noise, "noise", noisy_without_spec, None, "types", "model"),

@@ -28,7 +28,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import fshard as fs
-from fshard import P, ShardingError, collectives
+from fshard import P, ShardingError, collectives, errors
 from fshard import _ops as linear
 from fshard._comm import Comm, Region, index_of, region, size_of
 from fshard._ops import CastMap
@@ -82,7 +82,11 @@ class _CurrentCall(threading.local):
         self.call: Call | None = None
 
     def enter(self, verb: str, frame: FrameType | None) -> Call:
-        while frame is not None and frame.f_code.co_filename in (collectives.__file__, _UNSHARD.__file__):
+        while frame is not None and frame.f_code.co_filename in (
+            collectives.__file__,
+            _UNSHARD.__file__,
+            errors.__file__,
+        ):
             frame = frame.f_back
         assert frame is not None
         if self.region is not region():
@@ -177,7 +181,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> I
     def entry(call: Call) -> _CallLog | None:
         return log.setdefault(call, _CallLog()) if log is not None and region().rank == 0 else None
 
-    def on_leaves(verb: str, x: Any, axis: Any, f: Any) -> Any:
+    def on_leaves(verb: str, x: Any, axis: Any, f: Any, **more: Any) -> Any:
         call = current.enter(verb, sys._getframe(1))
         if call == target and change.startswith("axis"):
             count[0] += 1
@@ -185,7 +189,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> I
             axis = name if change.startswith("axis: over") else tuple(a for a in axis if a != name)
         before, current.call = current.call, call
         try:
-            return originals["_on_leaves"](verb, x, axis, f)
+            return originals["_on_leaves"](verb, x, axis, f, **more)
         finally:
             current.call = before
 

@@ -19,25 +19,37 @@ ROWS, COLUMNS = P("data"), fs.column("model")
 
 
 def missing_pvary_of_data(p, x):
-    h = x * p["gain"]
-    return fs.pmean(h.mean(), "data")
+    def loss(p):
+        h = x * p["gain"]
+        return fs.pmean(h.mean(), "data")
+
+    return fs.grad(loss)(p)
 
 
 def missing_pvary(x, p):
-    h = torch.relu(x @ p["up"])
-    return fs.psum(h.sum(), "model")
+    def loss(x):
+        h = torch.relu(x @ p["up"])
+        return fs.psum(h.sum(), "model")
+
+    return fs.grad(loss)(x)
 
 
 def bias_before_the_sum(h, w, b):
-    w, b = fs.pvary((w, b), "data")
-    y = fs.psum(h @ w + b, "model")
-    return fs.psum(y.sum(), "data")
+    def loss(w, b):
+        w, b = fs.pvary((w, b), "data")
+        y = fs.psum(h @ w + b, "model")
+        return fs.psum(y.sum(), "data")
+
+    return fs.grad(loss, (0, 1))(w, b)
 
 
 def bias_inside_linear(h, w, b):
-    w, b = fs.pvary((w, b), "data")
-    y = fs.psum(torch.nn.functional.linear(h, w.T, b), "model")
-    return fs.psum(y.sum(), "data")
+    def loss(w, b):
+        w, b = fs.pvary((w, b), "data")
+        y = fs.psum(torch.nn.functional.linear(h, w.T, b), "model")
+        return fs.psum(y.sum(), "data")
+
+    return fs.grad(loss, (0, 1))(w, b)
 
 
 def norm_of_split_and_replicated(w, b):
@@ -60,8 +72,12 @@ def gathered_again(x):
     return fs.all_gather(whole, ("data", "model"), to="invariant")
 
 
-def pvary_twice(x):
-    return fs.pmean(fs.pvary(x * 2, ("data", "model")), ("data", "model"))
+def pvary_twice(w, x):
+    def loss(w):
+        h = fs.pvary(w, "data") * x
+        return fs.pmean(fs.pvary(h, ("data", "model")).mean(), ("data", "model"))
+
+    return fs.grad(loss)(w)
 
 
 def pslice_of_varying(x):
@@ -128,16 +144,16 @@ CASES = {
     "missing_pvary_of_data": (missing_pvary_of_data, (P(), ROWS), P(), ({"gain": B}, X)),
     "missing_pvary": (missing_pvary, (P(), {"up": COLUMNS}), P(), (X, {"up": W})),
     "bias_before_the_sum": (
-        bias_before_the_sum, (P("data", "model"), P("model"), P()), P(), (X, W, torch.ones(4)),
+        bias_before_the_sum, (P("data", "model"), P("model"), P()), (P("model"), P()), (X, W, torch.ones(4)),
     ),
     "bias_inside_linear": (
-        bias_inside_linear, (P("data", "model"), P("model"), P()), P(), (X, W, torch.ones(4)),
+        bias_inside_linear, (P("data", "model"), P("model"), P()), (P("model"), P()), (X, W, torch.ones(4)),
     ),
     "norm_of_split_and_replicated": (norm_of_split_and_replicated, (COLUMNS, P()), P(), (W, B)),
     "psum_twice": (psum_twice, (ROWS,), P(), (X,)),
     "mean_of_a_gradient": (mean_of_a_gradient, (P(), ROWS), P(), (B, X)),
     "gathered_again": (gathered_again, (ROWS,), P(), (X,)),
-    "pvary_twice": (pvary_twice, (ROWS,), P(), (X,)),
+    "pvary_twice": (pvary_twice, (P(), ROWS), P(), (B, X)),
     "pslice_of_varying": (pslice_of_varying, (ROWS,), ROWS, (X,)),
     "one_mask_for_all": (one_mask_for_all, (ROWS,), ROWS, (X,)),
     "one_mask_per_rank": (one_mask_per_rank, (P(),), P(), (X,)),

@@ -115,7 +115,7 @@ def contrastive_correct(p: Params, x: Tensor) -> Tensor:
 
 def norm_wrong(grads: Params) -> dict[str, Tensor]:  # bias [D]{I}, up [D, F@model]
     parts = [g.square().sum() for g in grads.values()]
-    total = parts[0] + parts[1]  # BUG
+    total = parts[0] + parts[1]
     return {"norm": fs.psum(total, "model").sqrt()}
 
 
@@ -136,7 +136,7 @@ def _fsdp_grads(p: Params, x: Tensor) -> Params:  # w [D@data, D], x [B@data, D]
 
 def reduced_twice_wrong(p: Params, x: Tensor) -> Params:
     grads = fs.psum(_fsdp_grads(p, x), "data")  # adds up the gradients of different rows
-    return {"w": p["w"] - 0.1 * grads["w"]}  # BUG
+    return {"w": p["w"] - 0.1 * grads["w"]}
 
 
 def reduced_twice_correct(p: Params, x: Tensor) -> Params:
@@ -314,10 +314,10 @@ REPORTED_BUGS = [
             contrastive_correct, "types", "data", "result['grads']['w']", (P(), DATA), P(),
             ({"w": normal(8, 8) / 8}, normal(8, 8))),
     ReportedBug("a norm that counts replicated leaves on every rank", "NeMo-RL #3788", norm_wrong, norm_correct,
-            "types", "model", "result['norm']", ({"bias": P(), "up": P(None, "model")},), P(),
+            "verify", "model", "result['norm']", ({"bias": P(), "up": P(None, "model")},), P(),
             ({"bias": normal(8), "up": normal(8, 8)},)),
     ReportedBug("a gradient reduced twice", "Megatron-LM #6500", reduced_twice_wrong, reduced_twice_correct,
-            "types", "data", "result['w']", (DATA, DATA), DATA, ({"w": normal(8, 8)}, normal(8, 8))),
+            "verify", "data", "result['w']", (DATA, DATA), DATA, ({"w": normal(8, 8)}, normal(8, 8))),
     ReportedBug("means of microbatches of unequal counts", "mlx-lm #1413", accumulation_wrong, accumulation_correct,
             "verify", "data", "result['grads']['w']", (P(), DATA, DATA), P(),
             ({"w": normal(8, 8)}, normal(8, 8), MASK)),

@@ -19,11 +19,30 @@ GPT2_ALL = "gpt2, all of these"
 INTEGERS = "integers have no gradient"
 UNDIFFERENTIATED = "nothing is differentiated here, so no gradient misses its sum"
 UNUSED = "the last iteration of the loop sends a value that is not used"
+BOTH = ("delete", "double")
 EQUAL = {
-    "split vocabulary": {"delete, pvary 2 of loss in mutants": INTEGERS},
-    "clip and AdamW": {f"delete, pvary {i} of norm_of in norm": UNDIFFERENTIATED for i in (1, 2, 3, 4)},
-    "pipeline": {f"{change}, ppermute 4 of loss in mutants": UNUSED for change in ("delete", "double")},
-    "ring attention": {f"{change}, ppermute 3 of loss in mutants": UNUSED for change in ("delete", "double")},
+    "accumulation": {"double, pvary 1 of step in mutants": UNDIFFERENTIATED},
+    "split vocabulary": {
+        "delete, pvary 2 of loss in mutants": INTEGERS,
+        "double, pvary 2 of loss in mutants": INTEGERS,
+        **{f"{change}, pvary 1 of cross_entropy in loss": UNDIFFERENTIATED for change in BOTH},
+    },
+    "clip and AdamW": {
+        "delete, pvary 2 of loss in mutants": UNDIFFERENTIATED,
+        **{f"delete, pvary {i} of norm_of in norm": UNDIFFERENTIATED for i in (1, 2, 3, 4)},
+        **{f"delete, pvary {i} of <dictcomp> in optimizers": UNDIFFERENTIATED for i in (1, 2)},
+    },
+    "pipeline": {
+        **{f"{change}, ppermute 4 of loss in mutants": UNUSED for change in BOTH},
+        **{f"{change}, pvary {i} of loss in mutants": UNDIFFERENTIATED for change in BOTH for i in (2, 3, 4)},
+    },
+    "ring attention": {f"{change}, ppermute 3 of loss in mutants": UNUSED for change in BOTH},
+    "softmax over a split dim": {f"{change}, pvary 2 of loss in mutants": UNDIFFERENTIATED for change in BOTH},
+    "gradients per example": {
+        **{f"{change}, pvary 1 of clipped in mutants": UNDIFFERENTIATED for change in BOTH},
+        "double, pvary 1 of step in mutants": UNDIFFERENTIATED,
+    },
+    "gpt2": {"delete, pvary 1 of cross_entropy in loss": UNDIFFERENTIATED},
 }
 
 

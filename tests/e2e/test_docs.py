@@ -108,6 +108,12 @@ def test_page_runs_and_prints_what_it_shows(page: Path) -> None:
     assert len(printed) == sum(line.startswith("```python") for line in text.splitlines())
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_draws_the_same_numbers_in_every_process(page: Path) -> None:
+    code = "\n".join(b.text for b in blocks(page.read_text()) if b.language == "python")
+    assert not re.findall(r"torch\.(?:rand\w*|normal|bernoulli|multinomial)\(|time\.|os\.getpid", code)
+
+
 def test_links_of_the_readme_exist() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", README.read_text())
     assert len(links) > 5

@@ -55,7 +55,7 @@ def test_another_model_or_other_sizes_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 35, "attention_bias": False}))
     text = error_text(gpt_neox.load, folder)
     assert "'gpt_neox.layers.0.mlp.dense_h_to_4h.weight' has another shape" in text
-    assert "'gpt_neox.layers.1.attention.dense.bias' is not part of this model" in text
+    assert "'gpt_neox.layers.0.attention.dense.bias' is not part of this model" in text
     assert (
         error_text(gpt_neox.Config, hidden_act="relu")
         == "gpt_neox.Config: hidden_act='relu'\n  fix: one of ['gelu', 'gelu_new', 'gelu_fast']"

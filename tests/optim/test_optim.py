@@ -738,10 +738,7 @@ def test_error_texts_of_gradients_and_states_of_another_tree():
 
 def test_error_texts_of_masks_and_specs_of_another_tree():
     params = {"a": torch.ones(2), "b": torch.ones(2)}
-    bad = optim.adamw(0.1, mask={"a": 1, "b": True})
-    assert error_text(bad.update, params, bad.init(params), params) == (
-        "adamw: mask['a']: not a bool\n  fix: True where a leaf decays, False elsewhere"
-    )
+    assert error_text(optim.adamw, 0.1, mask={"a": 1, "b": True}) == "adamw: mask['a'] must be a bool, got 1"
     short = optim.adamw(0.1, mask={"a": True})
     assert error_text(short.update, params, short.init(params), params).startswith(
         "adamw: mask: not a prefix of the tree"

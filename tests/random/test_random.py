@@ -170,7 +170,7 @@ def test_keys_are_int64_tensors_of_two_words():
             lambda: fs.key(2**64),
             f"key: cannot make a key of {2**64}\n  needed  an int, 0 <= n < 2^64\n  fix: fs.key(0)",
         ),
-        (lambda: R.normal(3, (2,)), "random.normal: not a key\n  got  3    needed  i64[2]\n  fix: fs.key(3)"),
+        (lambda: R.normal(3, (2,)), "normal: key must be a Tensor, got 3\n  fix: fs.key(0)"),
         (
             lambda: R.bits(torch.zeros(2), (2,)),
             "random.bits: not a key\n  got  f32[2]    needed  i64[2]\n  fix: fs.key(0)",
@@ -182,11 +182,12 @@ def test_keys_are_int64_tensors_of_two_words():
                 "  fix: pass one of these keys, keys[0], or map over them with torch.vmap"
             ),
         ),
+        (lambda: fs.fold_in(KEY, 0.5), "fold_in: data must be an int, a str or a Tensor, got 0.5"),
         (
-            lambda: fs.fold_in(KEY, 0.5),
+            lambda: fs.fold_in(KEY, torch.zeros(2)),
             (
                 "fold_in: data of the wrong type\n"
-                "  got  0.5    needed  a str, an int of 64 bits, i64[], i32[]\n  fix: fs.fold_in(key, step)"
+                "  got  f32[2]    needed  a str, an int of 64 bits, i64[], i32[]\n  fix: fs.fold_in(key, step)"
             ),
         ),
         (
@@ -264,6 +265,23 @@ def test_fake_tensors():
         for key in (KEY, fs.key(1)):
             for x, y in zip(step(key, 7), step(KEY, 7), strict=True):
                 assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+def test_check_computes_no_random_words(monkeypatch):
+    def product(m, x):
+        assert not isinstance(x, torch.Tensor)
+        return (m * x) >> 32, m * x & 0xFFFFFFFF
+
+    monkeypatch.setattr("fshard.random.philox._product", product)
+
+    def draws(key, x):
+        a, b = fs.split(key)
+        mapped = torch.vmap(lambda k: fs.random.normal(k, (8,), spec=P("data")))(fs.split(a, 3))
+        return mapped.sum(0) + fs.random.uniform(fs.fold_in(b, "u"), (8,), spec=P("data")) + x
+
+    f = fs.shard_map(draws, mesh=fs.make_mesh(data=2), in_specs=(P(), P("data")), out_specs=P("data"))
+    checked = fs.check(f, KEY, torch.zeros(8)).result
+    assert (tuple(checked.shape), checked.dtype, checked.spec) == ((8,), torch.float32, P("data"))
 
 
 def test_compiled_draws_have_the_same_bits_and_compile_once():

@@ -356,7 +356,7 @@ def test_spec_has_a_memory() -> None:
     assert fs.fully_shard(on_host(P()), torch.empty(4, 8), axis="data") == P(None, "data", memory="host")
     with pytest.raises(ShardingError, match="'device' or 'host'"):
         P("data", memory="disk")
-    with pytest.raises(ShardingError, match=r"specs\['b'\] is a int"):
+    with pytest.raises(ShardingError, match=r"specs\['b'\] must be a P, got 3"):
         on_host({"a": P(), "b": 3})
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fshard import tree as trees
 from fshard._callsite import user_frame
 from fshard._comm import in_region
-from fshard.errors import ShardingError, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import (
     Arange,
     Deferred,
@@ -40,6 +40,7 @@ Tree = dict[str, dict[str, Deferred]]
 Source = tuple[int, int]  # (index of the owner whose key a draw uses, number of the draw among the owner's)
 
 
+@checked
 def defer(
     constructor: Callable[[], nn.Module], *, budget: int = 1 << 30, reference: int | None = None
 ) -> tuple[Apply, Tree]:

@@ -179,17 +179,14 @@ class Apply:
         types = checker()
         if types is None or not isinstance(e, ShardingError) or "invariant" not in str(e):
             return
-        leaves = {"params": params, "buffers": buffers}
-        tensors = [x for x in tree.leaves((leaves, arguments)) if isinstance(x, Tensor)]
-        varying = set[str]().union(*(types.info(x).type.varying for x in tensors))
-        for kind, named in leaves.items():
-            floats = {name: types.info(x).type for name, x in named.items() if differentiable_dtype(x)}
-            for axis in sorted(varying):
-                names = [name for name, type_ in floats.items() if axis in type_.invariant]
-                if names:
-                    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                    what = f"in {self!r}, {kind}[{names[0]!r}]{rest} of its {kind} are invariant over {axis!r}"
-                    e.args = (f'{e}\n  {what}\n  fix: {kind} = fs.unshard({kind}, its specs, "{axis}")',)
+        tensors = [x for x in tree.leaves((params, buffers, arguments)) if isinstance(x, Tensor)]
+        floats = {name: types.info(x).type for name, x in params.items() if differentiable_dtype(x)}
+        for axis in sorted(set[str]().union(*(types.info(x).type.varying for x in tensors))):
+            names = [name for name, type_ in floats.items() if axis in type_.invariant]
+            if names:
+                rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                what = f"in {self!r}, params[{names[0]!r}]{rest} of its params are invariant over {axis!r}"
+                e.args = (f'{e}\n  {what}\n  fix: params = fs.unshard(params, its specs, "{axis}")',)
 
     def _take_copy(self) -> _ModuleCopy:
         """Return a copy of the module that no other call is using."""

@@ -11,6 +11,7 @@ import torch
 import fshard as fs
 from tests.corpus import correct
 from tests.corpus.correct.program import Program
+from tests.lib.assertions import error_text
 
 MODULES = [m.name for m in pkgutil.iter_modules(correct.__path__) if m.name not in ("program", "test_correct")]
 PROGRAMS: list[Program] = [
@@ -19,13 +20,21 @@ PROGRAMS: list[Program] = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_correct_program(program: Program):
-    f = program.mapped()
-    result = fs.device_get(f(*program.args))
+def test_correct_program_passes_the_types_and_equals_one_device(program: Program):
+    result = fs.device_get(program.mapped()(*program.args))
     torch.testing.assert_close(result, program.dense(*program.args))
-    fs.check(f, *program.args)
-    if program.meshes is None:
-        fs.verify(f, *program.args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_correct_program_passes_check_and_verify(program: Program):
+    f = program.mapped()
+    if program.static:
+        fs.check(f, *program.args)
+    else:
+        assert "needs the value of a tensor" in error_text(fs.check, f, *program.args)
+    if program.meshes != (program.axes,):  # the only mesh of such a program
+        fs.verify(program.mapped("never"), *program.args, meshes=program.meshes)  # the types are those of the call
 
 
 def test_names_are_unique():

@@ -18,7 +18,10 @@ PROGRAMS: list[WrongProgram] = [
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+CORRECT = list({program.correct: program for program in PROGRAMS}.values())  # some are of many wrong ones
+
+
+@pytest.mark.parametrize("program", CORRECT, ids=str)
 def test_correct_program_passes_the_types_and_verify(program: WrongProgram):
     fs.verify(program.mapped(program.correct), *program.args)
 
@@ -38,3 +41,8 @@ def test_wrong_program_is_caught(program: WrongProgram):
     else:
         assert program.out_of_reach
         fs.verify(program.mapped(program.wrong), *program.args)
+
+
+def test_names_are_unique():
+    names = [str(program) for program in PROGRAMS]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,127 @@
+"""The tensors that are being differentiated: those to which a gradient of autograd or of torch.func can flow.
+
+A plain tensor says by itself that it requires a gradient. What torch.func differentiates is a wrapper around a plain
+tensor, and the modes below torch.func see only the plain one. So a mode above torch.func notes, for each function of
+torch, which plain tensors are inside wrappers that require a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fshard._torch_compat import in_transform, level_of, transform_level, unwrapped, unwrapped_once
+
+from .types import Operand
+
+_GRAD, _BACKWARD = torch.autograd.grad, Tensor.backward
+
+CheckLoss = Callable[[Sequence[Tensor], Sequence[Tensor] | None], None]  # of the inputs; None: of all leaves
+CheckGradients = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]], None]
+
+
+class Differentiated(TorchFunctionMode):
+    """A mode that knows, while a function of torch runs, which of its plain tensors are being differentiated.
+
+    Levels: autograd is level 0, transforms of torch.func are levels 1, 2, ... from the outermost. In a backward pass
+    that is itself differentiated (create_graph), the operations of that backward count only for the levels that begin
+    inside it: a missing sum of a gradient was found in the forward pass.
+    """
+
+    def __init__(self, check_loss: CheckLoss, check_gradients: CheckGradients) -> None:
+        super().__init__()
+        self._check_loss, self._check_gradients = check_loss, check_gradients
+        self._lowest = 0  # level
+        # By id, with the tensors themselves: an id can be used again as soon as its tensor is freed.
+        self._inside: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _GRAD:
+            return self._grad(*args, **(kwargs or {}))
+        if func is _BACKWARD:
+            return self._backward(*args, **(kwargs or {}))
+        if not in_transform():
+            return func(*args) if kwargs is None else func(*args, **kwargs)
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs)) if torch.is_grad_enabled() else ()
+        before, self._inside = self._inside, {id(y): y for y in map(unwrapped, filter(self, tensors))}
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._inside = before
+
+    def __call__(self, x: Tensor) -> bool:
+        """Return whether a gradient can flow to a tensor, as the user's code has it: wrapped or not."""
+        if not torch.is_grad_enabled():
+            return False
+        while True:
+            level = level_of(x)
+            if x.requires_grad and level >= self._lowest:
+                return True
+            if level == 0:
+                return id(x) in self._inside
+            x = unwrapped_once(x)
+
+    def follow(self, operands: Sequence[Operand], out: Tensor) -> None:
+        """Note a result of an operation inside the function of torch that runs now."""
+        if self._inside and any(id(o.tensor) in self._inside for o in operands):
+            self._inside[id(out)] = out
+
+    # --- backward passes ---
+
+    def _grad(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        create_graph = args[1] if len(args) > 1 else kwargs.get("create_graph", False)
+        ys, xs = list(_tensors(outputs)), list(_tensors(inputs))
+        if grad_outputs is None:
+            self._check_loss(ys, xs)
+        with self._backward_pass(create_graph):
+            grads = torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
+        if grad_outputs is None:
+            self._check_gradients(ys, xs, list(grads.values() if isinstance(grads, dict) else grads))
+        return grads
+
+    def _backward(
+        self, loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:  # fmt: skip
+        if gradient is None:
+            self._check_loss([loss], None if inputs is None else list(_tensors(inputs)))
+        with self._backward_pass(create_graph):
+            loss.backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _backward_pass(self, create_graph: bool) -> Iterator[None]:
+        before = self._lowest, self._inside
+        self._lowest, self._inside = (transform_level() + 1 if create_graph else 0), {}
+        try:
+            yield
+        finally:
+            self._lowest, self._inside = before
+
+
+def leaves_of(x: Tensor) -> list[Tensor]:
+    """Return the leaves of the graph of a tensor."""
+    stack, seen, leaves = [x.grad_fn], {None, x.grad_fn}, []
+    while stack:
+        node = stack.pop()
+        leaf = getattr(node, "variable", None)
+        leaves += [] if leaf is None else [leaf]
+        new = {n for n, _ in getattr(node, "next_functions", ())} - seen
+        seen |= new
+        stack += new
+    return leaves
+
+
+def _tensors(xs: Any) -> Iterator[Tensor]:
+    if isinstance(xs, Tensor):
+        yield xs
+    elif isinstance(xs, (list, tuple)):
+        for x in xs:
+            yield from _tensors(x)
+    elif isinstance(xs, dict):
+        yield from _tensors(list(xs.values()))

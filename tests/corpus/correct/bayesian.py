@@ -1,0 +1,366 @@
+"""Sampling, mixtures, kernels.
+
+Legend: B data, D width, K components, M particles or chains; [n@axis] is a dim split over an axis.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.func import grad, vmap
+
+import fshard as fs
+from fshard import P
+from tests.corpus.correct.program import Program, normal
+
+DATA = {"data": 2}
+BATCH = P("data")
+X = normal("x", 8, 3).double()  # [B@data, D]
+Y = normal("y", 8).double()
+W = normal("w", 3).double()
+KEY = fs.key(12)
+
+
+def log_joint(w, x, y):
+    """Log density of w and of the whole split data set: replicated."""
+    fit = fs.psum(-0.5 * (x @ fs.pvary(w, "data") - y).square().sum(), "data")
+    return fit - 0.5 * w.square().sum()
+
+
+def dense_log_joint(w, x, y):
+    return -0.5 * (x @ w - y).square().sum() - 0.5 * w @ w
+
+
+def langevin_dynamics(w, x, y, step, key):
+    """SGLD: gradient of the data on all ranks, noise that is the same on each."""
+    for i in range(2):
+        g = fs.grad(log_joint)(w, x, y)
+        noise = fs.random.normal(fs.fold_in(key, i), w.shape, dtype=w.dtype)
+        w = w + 0.5 * step * g + step.sqrt() * noise
+    return w
+
+
+def dense_langevin(w, x, y, step, key):
+    for i in range(2):
+        noise = fs.random.normal(fs.fold_in(key, i), w.shape, dtype=w.dtype)
+        w = w + 0.5 * step * (x.T @ (y - x @ w) - w) + step**0.5 * noise
+    return w
+
+
+def hamiltonian_monte_carlo(w, x, y, step, key):
+    """HMC: leapfrog and an accept decision, the same on each rank, with the data split."""
+    k1, k2 = fs.split(key)
+    momentum = fs.random.normal(k1, w.shape, dtype=w.dtype)
+    potential = lambda w: -log_joint(w, x, y)  # noqa: E731
+    energy, g = fs.value_and_grad(potential)(w)
+    start = energy + 0.5 * momentum.square().sum()
+    q = w
+    for _ in range(2):
+        momentum = momentum - 0.5 * step * g
+        q = q + step * momentum
+        energy, g = fs.value_and_grad(potential)(q)
+        momentum = momentum - 0.5 * step * g
+    odds = torch.exp(start - energy - 0.5 * momentum.square().sum())
+    accept = fs.random.uniform(k2, (), dtype=w.dtype) < odds
+    return torch.where(accept, q, w), odds
+
+
+def dense_hamiltonian(w, x, y, step, key):
+    k1, k2 = fs.split(key)
+    p, q = fs.random.normal(k1, w.shape, dtype=w.dtype), w
+    h0 = -dense_log_joint(w, x, y) + 0.5 * p @ p
+    force = lambda q: x.T @ (y - x @ q) - q  # noqa: E731
+    p = p + 0.5 * step * force(q)
+    for i in range(2):
+        q = q + step * p
+        p = p + (step if i < 1 else 0.5 * step) * force(q)
+    odds = torch.exp(h0 + dense_log_joint(q, x, y) - 0.5 * p @ p)
+    return (q if fs.random.uniform(k2, (), dtype=w.dtype) < odds else w), odds
+
+
+def chains_over_ranks(w, x, y, step, key):
+    """Random-walk Metropolis chains [M@chain, D], each rank with its chains and all of the data."""
+    for i in range(2):
+        k1, k2 = fs.split(fs.fold_in(key, i))
+        n = len(w) * fs.axis_size("chain")
+        proposal = w + step * fs.random.normal(k1, (n, w.shape[1]), spec=P("chain"), dtype=w.dtype)
+        density = vmap(dense_log_joint, (0, None, None))
+        odds = torch.exp(density(proposal, x, y) - density(w, x, y))
+        accept = fs.random.uniform(k2, (n,), spec=P("chain"), dtype=w.dtype) < odds
+        w = torch.where(accept[:, None], proposal, w)
+    mean = fs.pmean(w.mean(0), "chain")
+    return w, mean
+
+
+def dense_chains(w, x, y, step, key):
+    for i in range(2):
+        k1, k2 = fs.split(fs.fold_in(key, i))
+        noise = fs.random.normal(k1, w.shape, dtype=w.dtype)
+        u = fs.random.uniform(k2, (len(w),), dtype=w.dtype)
+        rows = []
+        for row, e, t in zip(w, noise, u, strict=True):
+            new = row + step * e
+            rows.append(new if t.log() < dense_log_joint(new, x, y) - dense_log_joint(row, x, y) else row)
+        w = torch.stack(rows)
+    return w, w.mean(0)
+
+
+def stein_variational(particles, x, y, lr):
+    """SVGD: particles [M@data, D] meet all others; the bandwidth is shared."""
+    score = vmap(grad(dense_log_joint), (0, None, None))(particles, x, y)
+    everyone, scores = fs.all_gather((particles, score), "data")
+    distance = torch.cdist(particles, everyone).square()
+    width = fs.pmean(distance.mean(), "data") / math.log(len(everyone) + 1)
+    kernel = torch.exp(-distance / width)  # [M@data, M]
+    repulsion = 2 / width * (kernel.sum(1, keepdim=True) * particles - kernel @ everyone)
+    return particles + lr * (kernel @ scores + repulsion) / len(everyone)
+
+
+def dense_stein(particles, x, y, lr):
+    n = len(particles)
+    width = sum((a - b).square().sum() for a in particles for b in particles) / n**2 / math.log(n + 1)
+    kernel = lambda a, b: torch.exp(-(a - b).square().sum() / width)  # noqa: E731
+    new = []
+    for a in particles:
+        phi = sum(kernel(b, a) * (x.T @ (y - x @ b) - b) + grad(kernel)(b, a) for b in particles)
+        new.append(a + lr * phi / n)
+    return torch.stack(new)
+
+
+def expectation_maximization(p, x):
+    """EM of a Gaussian mixture: replicated components, local responsibilities, sums over the ranks."""
+    for _ in range(2):
+        z = (x[:, None] - p["mean"]) / p["std"]  # [B@data, K, D]
+        scores = p["weight"].log() - (0.5 * z.square() + p["std"].log()).sum(-1)
+        r = torch.softmax(scores, -1)
+        n, s1, s2 = fs.psum((r.sum(0), r.T @ x, r.T @ x.square()), "data")
+        mean = s1 / n[:, None]
+        var = s2 / n[:, None] - mean.square()
+        p = {"weight": n / n.sum(), "mean": mean, "std": (var + 1e-3).sqrt()}
+    return p
+
+
+def dense_expectation_maximization(p, x):
+    for _ in range(2):
+        normals = torch.distributions.Normal(p["mean"], p["std"])
+        joint = p["weight"] * normals.log_prob(x[:, None]).sum(-1).exp()
+        r = joint / joint.sum(1, keepdim=True)
+        mean = torch.stack([(r[:, k, None] * x).sum(0) / r[:, k].sum() for k in range(3)])
+        var = torch.stack([(r[:, k, None] * (x - mean[k]) ** 2).sum(0) / r[:, k].sum() for k in range(3)])
+        p = {"weight": r.mean(0), "mean": mean, "std": (var + 1e-3).sqrt()}
+    return p
+
+
+def lloyd_clustering(centers, x):
+    """k-means: local assignment to replicated centers, sums and counts over the ranks, empty clusters kept."""
+    for _ in range(2):
+        nearest = torch.cdist(x, centers).argmin(1)
+        hot = F.one_hot(nearest, len(centers)).to(x.dtype)
+        sums, counts = fs.psum((hot.T @ x, hot.sum(0)), "data")
+        centers = torch.where(counts[:, None] > 0, sums / counts.clamp(min=1)[:, None], centers)
+    inertia = fs.psum(torch.cdist(x, centers).amin(1).square().sum(), "data")
+    return centers, inertia
+
+
+def dense_lloyd(centers, x):
+    for _ in range(2):
+        nearest = (x[:, None] - centers).square().sum(-1).argmin(1)
+        rows = [x[nearest == k].mean(0) if (nearest == k).any() else centers[k] for k in range(len(centers))]
+        centers = torch.stack(rows)
+    return centers, (x[:, None] - centers).square().sum(-1).min(1).values.sum()
+
+
+def rbf(a, b, scale):
+    return torch.exp(-0.5 * torch.cdist(a, b).square() / scale.square())
+
+
+def kernel_regression(x, y, queries, scale):
+    """Nadaraya-Watson: the data are split, the queries and the bandwidth are replicated."""
+    k = rbf(queries, x, scale)  # [Q, B@data]
+    top, bottom = fs.psum((k @ y, k.sum(1)), "data")
+    return top / bottom
+
+
+def dense_kernel_regression(x, y, queries, scale):
+    distance = (queries[:, None] - x).square().sum(-1)
+    return torch.softmax(-0.5 * distance / scale**2, -1) @ y
+
+
+def kernel_bandwidth_by_gradient(x, y, queries, goals, scale):
+    """The same, with the bandwidth learned: here it is differentiated, so it is pvaried."""
+
+    def loss(scale):
+        k = rbf(queries, x, fs.pvary(scale, "data"))
+        top, bottom = fs.psum((k @ y, k.sum(1)), "data")
+        return (top / bottom - goals).square().mean()
+
+    return fs.value_and_grad(loss)(scale)
+
+
+def dense_kernel_bandwidth(x, y, queries, goals, scale):
+    def loss(s):
+        return F.mse_loss(dense_kernel_regression(x, y, queries, s), goals)
+
+    return torch.func.grad_and_value(loss)(scale)[::-1]
+
+
+def gaussian_process(x, y, queries, scale, noise):
+    """GP posterior mean by conjugate gradients; rows of the kernel matrix are split, products are gathered."""
+    everyone, goal = fs.all_gather((x, y), "data", to="invariant")
+    rows = rbf(x, everyone, scale)  # [B@data, B]
+
+    def product(v):
+        return fs.all_gather(rows @ v, "data", to="invariant") + noise * v
+
+    alpha, r = torch.zeros_like(goal), goal
+    d = r
+    for _ in range(8):
+        kd = product(d)
+        step = r @ r / (d @ kd)
+        alpha, after = alpha + step * d, r - step * kd
+        d, r = after + (after @ after) / (r @ r) * d, after
+    return fs.psum(rbf(queries, x, scale) @ fs.pslice(alpha, "data"), "data")
+
+
+def dense_gaussian_process(x, y, queries, scale, noise):
+    gram = rbf(x, x, scale) + noise * torch.eye(len(x), dtype=x.dtype)
+    return rbf(queries, x, scale) @ torch.linalg.solve(gram, y)
+
+
+def marginal_likelihood(x, y, p):
+    """Evidence of Bayesian linear regression, differentiated by replicated log-precisions through a Cholesky factor."""
+    moments = fs.psum((x.T @ x, x.T @ y, y @ y, torch.tensor(float(len(x)), dtype=x.dtype)), "data")
+
+    def loss(p):
+        (a, b, c, n), (alpha, beta) = moments, p.exp()
+        root = torch.linalg.cholesky(alpha * torch.eye(3) + beta * a)
+        mean = torch.cholesky_solve(b[:, None], root)[:, 0]
+        fit = 0.5 * beta * (c - beta * b @ mean)
+        return fit + root.diagonal().log().sum() - 1.5 * p[0] - 0.5 * n * (p[1] - math.log(2 * math.pi))
+
+    return fs.value_and_grad(loss)(p)
+
+
+def dense_marginal_likelihood(x, y, p):
+    def loss(p):
+        cov = torch.eye(len(x), dtype=x.dtype) / p[1].exp() + x @ x.T / p[0].exp()
+        return -torch.distributions.MultivariateNormal(torch.zeros_like(y), cov).log_prob(y)
+
+    return torch.func.grad_and_value(loss)(p)[::-1]
+
+
+def random_features_drawn_inside(x, y, key):
+    """Ridge regression on random features whose matrix is drawn in the region, the same on each rank."""
+    k1, k2 = fs.split(key)
+    frequencies = fs.random.normal(k1, (x.shape[1], 6), dtype=x.dtype)
+    phase = fs.random.uniform(k2, (6,), high=2 * math.pi, dtype=x.dtype)
+    z = torch.cos(x @ frequencies + fs.pvary(phase, "data"))
+    a, b = fs.psum((z.T @ z, z.T @ y), "data")
+    return torch.linalg.solve(a + 0.1 * torch.eye(6), b)
+
+
+def dense_random_features(x, y, key):
+    k1, k2 = fs.split(key)
+    frequencies = fs.random.normal(k1, (x.shape[1], 6), dtype=x.dtype)
+    phase = fs.random.uniform(k2, (6,), high=2 * math.pi, dtype=x.dtype)
+    z = torch.cos(torch.addmm(phase, x, frequencies))
+    rows = torch.cat([z, 0.1**0.5 * torch.eye(6, dtype=x.dtype)])
+    return torch.linalg.lstsq(rows, torch.cat([y, torch.zeros(6, dtype=x.dtype)])).solution
+
+
+def randomized_range_finder(x, key):
+    """Randomized PCA: a sketch by a drawn matrix, orthogonalized by a Cholesky factor of its Gram matrix."""
+    sketch = x @ fs.random.normal(key, (x.shape[1], 2), dtype=x.dtype)  # [B@data, 2]
+    root = torch.linalg.cholesky(fs.psum(sketch.T @ sketch, "data"))
+    q = torch.linalg.solve_triangular(root, sketch.T, upper=False).T
+    return torch.linalg.svdvals(fs.psum(q.T @ x, "data"))
+
+
+def dense_range_finder(x, key):
+    q = torch.linalg.qr(x @ fs.random.normal(key, (x.shape[1], 2), dtype=x.dtype)).Q
+    return torch.linalg.svdvals(q.T @ x)
+
+
+def bootstrap_of_the_mean(x, key):
+    """Poisson-like bootstrap: counts for each row and replicate, split as the rows are."""
+    n = len(x) * fs.axis_size("data")
+    counts = fs.random.randint(key, (n, 5), high=3, spec=P("data")).to(x.dtype)  # [B@data, 5]
+    sums, total = fs.psum((counts.T @ x, counts.sum(0)), "data")
+    return (sums / total[:, None]).std(0)
+
+
+def dense_bootstrap(x, key):
+    counts = fs.random.randint(key, (len(x), 5), high=3)
+    means = torch.stack([x.repeat_interleave(counts[:, i], 0).mean(0) for i in range(5)])
+    return means.var(0).sqrt()
+
+
+def variational_linear_model(q, x, y, key):
+    """Mean-field variational inference: weights drawn once for all ranks, pvaried where they meet the data."""
+
+    def loss(q):
+        noise = fs.random.normal(key, q["mean"].shape, dtype=x.dtype)
+        w = q["mean"] + q["log_std"].exp() * noise
+        kl = (0.5 * (q["mean"].square() + (2 * q["log_std"]).exp() - 1) - q["log_std"]).sum()
+        return fs.psum(0.5 * (x @ fs.pvary(w, "data") - y).square().sum(), "data") + kl
+
+    return fs.value_and_grad(loss)(q)
+
+
+def dense_variational(q, x, y, key):
+    noise = fs.random.normal(key, (3,), dtype=x.dtype)
+
+    def loss(q):
+        posterior = torch.distributions.Normal(q["mean"], q["log_std"].exp(), validate_args=False)
+        kl = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0)).sum()
+        return 0.5 * (y - x @ (posterior.mean + posterior.stddev * noise)).square().sum() + kl
+
+    return torch.func.grad_and_value(loss)(q)[::-1]
+
+
+def scalar(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+MIXTURE = {"weight": torch.full((3,), 1 / 3).double(), "mean": normal("mean", 3, 3).double(),
+           "std": torch.ones(3, 3).double()}  # fmt: skip
+QUERIES = normal("queries", 5, 3).double()
+SAMPLE = (P(), BATCH, BATCH, P(), P())
+PROGRAMS = [
+    Program(langevin_dynamics, DATA, SAMPLE, P(), (W, X, Y, scalar(0.01), KEY), dense_langevin),
+    Program(hamiltonian_monte_carlo, DATA, SAMPLE, P(), (W, X, Y, scalar(0.1), KEY), dense_hamiltonian),
+    Program(
+        chains_over_ranks, {"chain": 2}, (P("chain"), P(), P(), P(), P()), (P("chain"), P()),
+        (normal("chains", 4, 3).double(), X, Y, scalar(0.3), KEY), dense_chains,
+    ),
+    Program(
+        stein_variational, DATA, (BATCH, P(), P(), P()), BATCH,
+        (normal("particles", 6, 3).double(), X, Y, scalar(0.05)), dense_stein,
+    ),
+    Program(expectation_maximization, DATA, (P(), BATCH), P(), (MIXTURE, X), dense_expectation_maximization),
+    Program(lloyd_clustering, DATA, (P(), BATCH), P(), (normal("centers", 4, 3).double(), X), dense_lloyd),
+    Program(
+        kernel_regression, DATA, (BATCH, BATCH, P(), P()), P(), (X, Y, QUERIES, scalar(1.2)), dense_kernel_regression
+    ),
+    Program(
+        kernel_bandwidth_by_gradient, DATA, (BATCH, BATCH, P(), P(), P()), P(),
+        (X, Y, QUERIES, normal("goals", 5).double(), scalar(1.2)), dense_kernel_bandwidth,
+    ),
+    Program(
+        gaussian_process, DATA, (BATCH, BATCH, P(), P(), P()), P(), (X, Y, QUERIES, scalar(1.2), scalar(0.1)),
+        dense_gaussian_process,
+    ),
+    Program(
+        marginal_likelihood, DATA, (BATCH, BATCH, P()), P(), (X, Y, torch.tensor([0.3, -0.4]).double()),
+        dense_marginal_likelihood,
+    ),
+    Program(random_features_drawn_inside, DATA, (BATCH, BATCH, P()), P(), (X, Y, KEY), dense_random_features),
+    Program(randomized_range_finder, DATA, (BATCH, P()), P(), (X, KEY), dense_range_finder),
+    Program(bootstrap_of_the_mean, DATA, (BATCH, P()), P(), (X, KEY), dense_bootstrap),
+    Program(
+        variational_linear_model, DATA, (P(), BATCH, BATCH, P()), P(),
+        ({"mean": W, "log_std": normal("log std", 3, std=0.3).double()}, X, Y, KEY), dense_variational,
+    ),
+]  # fmt: skip

@@ -1,0 +1,111 @@
+"""The fixes that errors print are right: applied to the source of a wrong program, they make it a correct one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fshard as fs
+from fshard import ShardingError
+from tests.corpus import bugs_gpt2, bugs_mlp, bugs_optim, fixes, refused, reported_bugs
+from tests.corpus.test_reported_bugs import MESH
+from tests.corpus.wrong.test_wrong import MODULES, wrong
+
+Call = tuple[Any, tuple[Any, ...]]  # the mapped function and its arguments
+
+
+def _bug(name: str) -> Callable[[Any], Call]:
+    def build(module: Any) -> Call:
+        bug = next(bug for bug in module.BUGS if str(bug) == name)
+        return bug.build(bug.wrong, check="always")
+
+    return build
+
+
+def _reported(name: str) -> Callable[[Any], Call]:
+    def build(module: Any) -> Call:
+        bug = next(bug for bug in module.REPORTED_BUGS if bug.wrong.__name__ == name)
+        f = fs.shard_map(bug.wrong, mesh=MESH, in_specs=bug.in_specs, out_specs=bug.out_specs, check="always")
+        return f, bug.args
+
+    return build
+
+
+def _refused(name: str) -> Callable[[Any], Call]:
+    def build(module: Any) -> Call:
+        f, ins, out, args = module.CASES[name]
+        return fs.shard_map(f, mesh=module.MESH, in_specs=ins, out_specs=out, check="always"), args
+
+    return build
+
+
+def _wrong(name: str) -> Callable[[Any], Call]:
+    def build(module: Any) -> Call:
+        program = next(program for program in module.PROGRAMS if str(program) == name)
+        return program.mapped(program.wrong), program.args
+
+    return build
+
+
+PROGRAMS: dict[str, tuple[Any, Callable[[Any], Call]]] = {
+    **{f"bug {bug}": (m, _bug(str(bug))) for m in (bugs_mlp, bugs_gpt2, bugs_optim) for bug in m.BUGS
+       if bug.caught_by == "types"},
+    **{f"reported {bug.wrong.__name__}": (reported_bugs, _reported(bug.wrong.__name__))
+       for bug in reported_bugs.REPORTED_BUGS if bug.caught_by == "types"},
+    **{f"refused {name}": (refused, _refused(name)) for name in refused.CASES},
+    **{f"wrong {p}": (m, _wrong(str(p))) for m in (sys.modules[f"{wrong.__name__}.{name}"] for name in MODULES)
+       for p in m.PROGRAMS if p.caught_by == "types"},
+}  # fmt: skip
+
+
+def end(module: Any, source: str, build: Callable[[Any], Call], steps: int = 3) -> str:
+    """Return the end of a sequence of at most `steps` fixes.
+
+    "right": a program that the types and `verify` accept. Where a message offers several fixes, one that leads there is
+    enough: the message says under which condition each is right.
+    "choice": a message that offers several fixes, of which the right one is an advice and no line of code.
+    "wrong": a program that the types accept and `verify` does not, after messages that offered one fix each.
+    Anything else is the message of the last error, if no line of it could be applied, or after too many steps.
+    """
+    f, args = build(fixes.loaded(module, source) if source else module)
+    try:
+        f(*args)
+    except Exception as e:
+        message = str(e) if isinstance(e, ShardingError) else f"{type(e).__name__}: {e}"
+        source = source or Path(module.__file__).read_text()
+        found = [new for option in fixes.options(message) if (new := fixes.applied(source, option)) is not None]
+        ends = {end(module, new, build, steps - 1) for new in found} if steps else set()
+        several = "\n  or, " in message
+        return "right" if "right" in ends else "choice" if several else ends.pop() if len(ends) == 1 else message
+    try:
+        fs.verify(f, *args)
+    except ShardingError:
+        return "wrong"
+    return "right"
+
+
+ADVICE = {  # messages with one fix that is right, and that is no line of code
+    "bug 11-optimizer-tensor": "fix: use the same number on every rank of 'data'",
+    "refused torch_generator": "fix: use fs.random.* or fs.nn.dropout, with a key",
+    "wrong cross_entropy_over_the_wrong_axis": "fix: leave 'model' out of the axes of cross_entropy",
+    "wrong norm_by_specs_of_whole_leaves": "pass fs.optim.global_norm the axes, or the specs, that split its arguments",
+    "wrong unshard_by_specs_of_whole_leaves": "fix: pass unshard the spec of p['w'], which names 'data'",
+    "wrong first_state_without_pvary": 'fix: state = fs.pvary(state, "data") before the loop, and state alone in it',
+    "wrong function_of_the_user": 'fix: pass fs.pvary(w, "data") to the function that this line is in',
+}
+
+
+# Plain pytest follows the fixes of one small program for each text of an error; the slow tests follow all.
+TESTED = [name if name.startswith(("refused", "reported")) else pytest.param(name, marks=pytest.mark.slow)
+          for name in PROGRAMS]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_fixes_lead_to_a_correct_program(name):
+    module, build = PROGRAMS[name]
+    found = end(module, "", build)
+    assert ADVICE[name] in found if name in ADVICE else found in ("right", "choice")

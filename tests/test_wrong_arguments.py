@@ -1,0 +1,391 @@
+"""Calls of every public function with one argument of a wrong kind: the error names the function and the argument.
+
+CALLS has a correct call of each function. A wrong call is one of them with one argument replaced, by a value of another
+kind (a str for a mesh, a list for a function) or by one that no argument can have (an unknown axis, NaN, an empty
+string). The draws are seeded, so that a failure can be repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+from fshard.nn import rope
+
+MESH = fs.make_mesh(kind="simulated", data=2, model=2)
+KEY = fs.key(0)
+W = torch.arange(16.0).reshape(4, 4)
+V = torch.arange(4.0)
+IDS = torch.tensor([0, 1, 2, 3])
+PLACED = fs.device_put(W, P("data"), MESH)
+TREE = {"w": W, "b": V}
+SPECS = {"w": P(None, "model"), "b": P()}
+DESCRIBED = {"w": fs.init.zeros((4, 4)), "b": fs.init.ones(4)}
+SGD = fs.optim.sgd(0.1)
+BOX = (slice(0, 2), slice(0, 4))
+
+
+def loss(p: Any, x: Any) -> Any:
+    return ((x @ p["w"] + p["b"]) ** 2).mean()
+
+
+def block(p: Any, x: Any) -> Any:
+    return x @ p["w"] + p["b"]
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+STEP = fs.shard_map(double, mesh=MESH, in_specs=(P("data"),), out_specs=P("data"), check="never")
+
+
+# The spec of a leaf; the directory of a path or a step; a size, shown in the shape that it makes.
+_PARTS = {
+    "params": "parameters",
+    "path": "is not a checkpoint",
+    "specs": r"\bspec\b",
+    "step": r"\bstep_\d+",
+    "m": "is not a shape",
+    "n": "is not a shape",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A correct call: a function, its arguments by name, and whether it is made inside a region.
+
+    `words`: other names, besides the parameter's own, by which an error may name an argument.
+    """
+
+    name: str
+    f: Callable[..., Any]
+    args: dict[str, Any]
+    inside: bool = False
+    words: dict[str, str] = field(default_factory=dict)
+
+    def words_for(self, argument: str) -> str:
+        """Return a pattern of the names by which an error may call an argument: its own, or a part of it."""
+        others = [words[argument] for words in (self.words, _PARTS) if argument in words]
+        return "|".join([rf"\b{argument.strip('_')}\b", *others])
+
+    def run(self, **changed: Any) -> Any:
+        args = {**self.args, **changed}
+        if not self.inside:
+            return self.f(**args)
+
+        def region() -> None:
+            self.f(**args)
+
+        return fs.shard_map(region, mesh=MESH, out_specs=P(), check="never")()
+
+
+def inside(f: Callable[..., Any], /, **args: Any) -> Call:
+    return Call(f.__name__, f, args, inside=True)
+
+
+def outside(f: Callable[..., Any], /, **args: Any) -> Call:
+    return Call(f.__name__, f, args)
+
+
+def _by_position(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f` with its arguments `f` and `x` passed by position: those of a mapped function have no name."""
+    return lambda **args: f(*[args.pop(name) for name in ("f", "x") if name in args], **args)
+
+
+def prefixed(prefix: str, *calls: Call) -> list[Call]:
+    return [Call(f"{prefix}.{c.name}", c.f, c.args, c.inside, c.words) for c in calls]
+
+
+_BY_POSITION = {"p": r"args\[0\]|argument 0", "x": r"args\[1\]"}
+_AXES_OF_SPECS = {"specs": "no mesh axis is bound"}  # specs without axes need no region
+_shape = {"shape": (4, 4)}
+_kaiming = {"mode": "fan_in", "nonlinearity": "relu", "in_dim": -2, "out_dim": -1, "dtype": torch.float32, "a": 0.0}
+_xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
+
+CALLS = [
+    # spec, mesh
+    Call("P", lambda entry, memory: P(entry, memory=memory), {"entry": "data", "memory": "device"},
+         words={"entry": "^P: .* names no axis"}),
+    outside(fs.row, axis="data"),
+    outside(fs.column, axis="data"),
+    outside(fs.on_host, specs=SPECS),
+    outside(fs.rules, table={"**": P()}),
+    Call("rules()", lambda table, tree: fs.rules(table)(tree), {"table": {"w": P(), "b": P()}, "tree": TREE},
+         words={"table": r"\brule\b", "tree": r"\bleaf\b"}),
+    outside(fs.fully_shard, specs=SPECS, tree=TREE, axis="data", min_size=0),
+    outside(fs.make_mesh, kind="simulated", device="cpu", data=2),
+    outside(fs.Mesh, axes={"data": 2}, kind="simulated", device=torch.device("cpu")),
+    outside(fs.Sharded, shape=(4,), spec=P("data"), mesh=fs.make_mesh(data=2), shards=[V[:2], V[2:]]),
+    # placed leaves
+    outside(fs.materialize, tree_=DESCRIBED, specs=SPECS, mesh=MESH, key=KEY, dtype=torch.float32),
+    outside(fs.device_put, tree_=TREE, specs=SPECS, mesh=MESH),
+    outside(fs.from_callback, shape=(4, 4), spec=P("data"), mesh=MESH, fn=lambda box: W[box].clone()),
+    outside(fs.device_get, tree_=PLACED, rank=0),
+    outside(fs.reshard, tree_=PLACED, specs=P("model"), mesh=MESH),
+    outside(fs.shard_map, f=double, mesh=MESH, in_specs=(P(),), out_specs=P(), check="first", compile=False, donate=0),
+    Call("step", _by_position(STEP), {"x": V}, words={"x": r"args\[0\]"}),
+    Call("step.on", lambda mesh, check: STEP.on(mesh, check=check), {"mesh": MESH, "check": "never"}),
+    Call("verify", _by_position(fs.verify),
+         {"f": STEP, "x": V, "rtol": 1.0, "atol": 1.0, "bitwise": False}, words={"x": r"args\[0\]|result of double"}),
+    outside(fs.show, tree=DESCRIBED, mesh=MESH, specs=SPECS, fold=True),
+    outside(fs.validate, tree_=TREE, described=DESCRIBED, allow_inf="*"),
+    outside(fs.cast, x=TREE, dtype=torch.float16),
+    outside(fs.Policy, param=torch.float32, compute=torch.float16, output=torch.float32),
+    outside(fs.LossScale, initial=8.0, growth=2.0, backoff=0.5, interval=10, floor=1.0),
+    outside(fs.defer, constructor=lambda: torch.nn.Linear(2, 2), budget=100, reference=None),
+    # collectives
+    inside(fs.psum, x=TREE, axis="data"),
+    inside(fs.pmean, x=TREE, axis="data"),
+    inside(fs.pvary, x=TREE, axis="data"),
+    inside(fs.pmax, x=TREE, axis="data", grad=None),
+    inside(fs.pmin, x=TREE, axis="data", grad="tied"),
+    inside(fs.all_gather, x=W, axis="data", dim=0, size=None, to="varying"),
+    inside(fs.psum_scatter, x=W, axis="data", dim=0),
+    inside(fs.pslice, x=W, axis="data", dim=0),
+    inside(fs.all_to_all, x=W, axis="data", split=0, concat=1, size=None),
+    inside(fs.ppermute, x=W, axis="data", perm=[(0, 1)]),
+    inside(fs.axis_index, axis="data"),
+    inside(fs.axis_size, axis="data"),
+    inside(fs.to_device, x=W),
+    # transforms
+    Call("unshard", fs.unshard, {"params": {"w": W[:, :2], "b": V}, "specs": SPECS, "axis": "model",
+         "shapes": DESCRIBED, "dtype": torch.float32, "reduce_dtype": torch.float32}, inside=True,
+         words={"params": "not a prefix of the tree"}),
+    inside(fs.scan, block=block, params=[TREE], x=W, specs=P(), axis="data", each=None, shapes=None, has_aux=False,
+           release=True, remat=False, offload=False, prefetch=1, dtype=None, reduce_dtype=None),
+    Call("value_and_grad", lambda f, argnums, has_aux, p, x: fs.value_and_grad(f, argnums, has_aux=has_aux)(p, x),
+         {"f": loss, "argnums": 0, "has_aux": False, "p": TREE, "x": W}, words=_BY_POSITION),
+    Call("grad", lambda f, argnums, p, x: fs.grad(f, argnums)(p, x), {"f": loss, "argnums": 0, "p": TREE, "x": W},
+         words=_BY_POSITION),
+    Call("accumulate", lambda f, steps, argnums, p, x: fs.accumulate(f, steps, argnums=argnums)(p, x),
+         {"f": loss, "steps": 2, "argnums": 0, "p": TREE, "x": W}, words=_BY_POSITION),
+    outside(fs.remat, f=block),
+    # random numbers and initializers
+    outside(fs.key, n=0),
+    outside(fs.fold_in, key=KEY, data="w"),
+    outside(fs.split, key=KEY, n=2),
+    *prefixed("random",
+        outside(fs.random.normal, key=KEY, shape=(4,), spec=P(), mean=0.0, std=1.0, dtype=torch.float32, device=None),
+        outside(fs.random.trunc_normal, key=KEY, shape=(4,), spec=P(), mean=0.0, std=1.0, a=-1.0, b=1.0),
+        outside(fs.random.uniform, key=KEY, shape=(4,), spec=P(), low=0.0, high=1.0, dtype=torch.float32),
+        outside(fs.random.bernoulli, key=KEY, shape=(4,), p=0.5, spec=P(), device=None),
+        outside(fs.random.randint, key=KEY, shape=(4,), low=0, high=2, spec=P(), device=None),
+        outside(fs.random.bits, key=KEY, shape=(4,), spec=P(), device=None),
+        outside(fs.random.normal_box, key=KEY, shape=(4, 4), box=BOX, mean=0.0, std=1.0),
+        inside(fs.random.normal, key=KEY, shape=(4,), spec=P("data")),
+    ),
+    *prefixed("init",
+        outside(fs.init.normal, **_shape, mean=0.0, std=1.0, dtype=torch.float32),
+        outside(fs.init.trunc_normal, **_shape, mean=0.0, std=1.0, a=-2.0, b=2.0, dtype=torch.float32),
+        outside(fs.init.uniform, **_shape, low=0.0, high=1.0, dtype=torch.float32),
+        outside(fs.init.full, **_shape, value=1.0, dtype=torch.float32),
+        outside(fs.init.zeros, **_shape, dtype=torch.float32),
+        outside(fs.init.ones, **_shape, dtype=torch.float32),
+        outside(fs.init.eye, n=4, m=4, gain=1.0, dtype=torch.float32),
+        outside(fs.init.arange, n=4, start=0, step=1, dtype=torch.float32),
+        outside(fs.init.orthogonal, **_shape, gain=1.0, dtype=torch.float32),
+        outside(fs.init.zero_row, leaf=fs.init.zeros((4, 4)), row=0),
+        outside(fs.init.fans, **_shape, in_dim=-2, out_dim=-1),
+        outside(fs.init.kaiming_uniform, **_shape, **_kaiming),
+        outside(fs.init.kaiming_normal, **_shape, **_kaiming),
+        outside(fs.init.xavier_uniform, **_shape, **_xavier),
+        outside(fs.init.xavier_normal, **_shape, **_xavier),
+        outside(fs.Deferred, shape=(4,), dtype=torch.float32, init=fs.init.Full(0.0), scope=None),
+    ),
+    # layers
+    *prefixed("nn",
+        outside(fs.nn.linear, x=W, w=W, b=V),
+        outside(fs.nn.mlp, x=W, up=W, down=W, up_b=V, down_b=V, activation=torch.relu, axis=None),
+        inside(fs.nn.mlp, x=W, up=W, down=W, up_b=V, down_b=V, activation=torch.relu, axis="model"),
+        outside(fs.nn.embedding, ids=IDS, table=W, axis=None, size=4),
+        Call("embedding", fs.nn.embedding, {"ids": IDS % 2, "table": W[:2], "axis": "model", "size": 4}, inside=True,
+             words={"table": "of the vocabulary"}),
+        outside(fs.nn.layer_norm, x=W, w=V, b=V, eps=1e-5),
+        outside(fs.nn.rms_norm, x=W, w=V, eps=1e-5),
+        outside(fs.nn.attention, q=W[None], k=W[None], v=W[None], causal=False, mask=None, scale=1.0, rate=0.1, key=KEY,
+                spec=P(), shape=(1, 4, 4)),
+        outside(fs.nn.causal_mask, t=2, s=4, device=None),
+        outside(fs.nn.dropout, x=W, rate=0.5, key=KEY, spec=P(), shape=(4, 4)),
+        outside(fs.nn.gelu, x=W),
+        Call("cross_entropy", fs.nn.cross_entropy, {"logits": W[:, :2], "targets": IDS, "axis": "model", "size": 4,
+             "over": None, "weight": V[:2], "ignore_index": -100, "label_smoothing": 0.1, "reduction": "mean"},
+             inside=True, words={"axis": "4 over ", "over": "no axis"}),
+        outside(rope.parameters, config={}, theta=10_000.0, partial=1.0),
+        outside(rope.frequencies, parameters={"rope_theta": 1e4}, width=4, longest=8, length=None, device=None),
+        outside(rope.angles, positions=IDS, rates=V, factor=1.0, dtype=torch.float32),
+        outside(rope.rotate, x=W[None, None], cos=V[None, None, :, None], sin=V[None, None, :, None], style="half"),
+    ),
+    # optimizers
+    *prefixed("optim",
+        outside(fs.optim.sgd, lr=0.1, momentum=0.9, nesterov=True, dampening=0.0, weight_decay=0.0, mask=None),
+        outside(fs.optim.adamw, lr=0.1, b1=0.9, b2=0.9, eps=1e-8, weight_decay=0.1, mask={"w": True, "b": False}),
+        Call("chain", lambda step: fs.optim.chain(step, SGD), {"step": fs.optim.clip_by_global_norm(1.0, P())}),
+        outside(fs.optim.clip_by_global_norm, max_norm=1.0, specs=SPECS),
+        Call("global_norm", fs.optim.global_norm, {"x": TREE, "specs": P()}, words=_AXES_OF_SPECS),
+        outside(fs.optim.constant, value=0.1),
+        outside(fs.optim.linear, start=0.0, end=1.0, steps=4),
+        outside(fs.optim.cosine, peak=1.0, steps=4, end=0.0),
+        outside(fs.optim.warmup, after=1.0, steps=4, start=0.0),
+        Call("schedule", fs.optim.cosine(1.0, 4), {"count": 1}),
+        Call("init", SGD.init, {"params": TREE}),
+        Call("update", SGD.update, {"grads": TREE, "state": SGD.init(TREE), "params": TREE}),
+        Call("specs", SGD.specs, {"param_specs": SPECS}),
+        Call("mask", lambda mask: fs.optim.sgd(0.1, mask=mask).update(TREE, SGD.init(TREE), TREE), {"mask": None}),
+    ),
+    Call("scale.guard", fs.LossScale().guard, {"optimizer": SGD, "specs": P()}),
+    Call("scale.scale", fs.LossScale().scale, {"loss": V[0], "state": fs.LossScale().init()}),
+    Call("scale.unscale", fs.LossScale().unscale, {"grads": TREE, "state": fs.LossScale().init(), "specs": P()},
+         words=_AXES_OF_SPECS),
+    Call("scale.adjust", fs.LossScale().adjust, {"state": fs.LossScale().init(), "finite": torch.tensor(True)}),
+    Call("policy.to_compute", lambda compute, x: fs.Policy(compute=compute).to_compute(x),
+         {"compute": torch.float32, "x": TREE}),
+    # data and checkpoints
+    *prefixed("data",
+        outside(fs.data.permute, key=KEY, positions=IDS, size=4),
+        outside(fs.data.steps_per_epoch, size=8, batch=2, drop_last=True),
+        outside(fs.data.indices, key=KEY, step=0, size=8, batch=2, epoch=0, drop_last=True),
+        outside(fs.data.load, fetch=lambda i: W[torch.from_numpy(i)], indices=IDS, mesh=MESH, spec=P("data")),
+        outside(fs.data.crop, text=torch.arange(10), starts=[0, 1], length=2),
+    ),
+]  # fmt: skip
+
+
+def checkpoint_calls(folder: Path) -> list[Call]:
+    """Return calls that write to and read from a folder."""
+    fs.checkpoint.save(folder / "saved", TREE, step=1)
+    fs.checkpoint.save(folder / "one", TREE)
+    return prefixed("checkpoint",
+        outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True),
+        outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at=""),
+        outside(fs.checkpoint.inspect, path=folder / "saved", step=1),
+        outside(fs.checkpoint.steps, path=folder / "saved"),
+        outside(fs.checkpoint.latest, path=folder / "saved"),
+    )  # fmt: skip
+
+
+class Thing:
+    """An object that no function knows."""
+
+
+WRONG: dict[str, Any] = {
+    "None": None, "True": True, "7": 7, "-1": -1, "-9": -9, "0": 0, "2.5": 2.5, "nan": float("nan"), "''": "",
+    "'no_such'": "no_such", "[]": [], "['a']": ["a"], "()": (), "(None,)": (None,), "{}": {}, "{'w': 1}": {"w": 1},
+    "P()": P(), "P('data')": P("data"), "P('no_such')": P("no_such"), "P(a, b, c)": P("data", None, "model"),
+    "mesh": MESH, "other mesh": fs.make_mesh(kind="simulated", other=2), "class": Thing, "lambda": lambda: None,
+    "thing": Thing(), "dtype": torch.int8,
+    "tensor[]": torch.tensor(1.0), "tensor[3]": torch.zeros(3), "int64[2, 2]": torch.zeros(2, 2, dtype=torch.int64),
+    "placed": PLACED, "deferred": DESCRIBED["w"], "b''": b"", "1j": 1j, "slice": slice(0, 1), "...": ...,
+}  # fmt: skip
+
+
+def wrong_calls(calls: list[Call]) -> list[tuple[Call, str, str]]:
+    """Return every pair of an argument of a call and a wrong value for it."""
+    return [(call, argument, kind) for call in calls for argument in call.args for kind in WRONG]
+
+
+def outcome(call: Call, argument: str, kind: str) -> tuple[str, str]:
+    """Make a wrong call. Return its outcome and the text of its error.
+
+    "accepted": no error. "named": the error names the argument. "users": it is of a function that was passed, or of its
+    call with other arguments than it takes. "torch": torch's own error about a tensor of another shape or dtype, in
+    place of an argument that may be a tensor. "unnamed": any other.
+    """
+    try:
+        call.run(**{argument: WRONG[kind]})
+    except Exception as e:
+        text = f"{type(e).__name__}: {e}"
+        if isinstance(e, fs.ShardingError) and re.search(call.words_for(argument), _read(e, argument)):
+            return "named", text
+        if _in_users_function(e) or re.match(r"[<>\w.]+\(\) (takes|missing|got) ", str(e)):
+            return "users", text
+        is_torchs = isinstance(WRONG[kind], torch.Tensor) and isinstance(e, (RuntimeError, IndexError))
+        return ("torch" if is_torchs else "unnamed"), text
+    return "accepted", ""
+
+
+def _read(e: Exception, argument: str) -> str:
+    """Return the text of an error in which to look for an argument; fixes call every tensor x."""
+    return re.sub(r"\n +fix: .*", "", str(e)) if argument == "x" else str(e)
+
+
+def _in_users_function(e: Exception) -> bool:
+    codes = {f.__code__ for f in (loss, block, double)}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(e.__traceback__))
+
+
+def make(picked: list[tuple[Call, str, str]]) -> dict[str, list[str]]:
+    """Make wrong calls; return the calls and the texts of their errors by outcome."""
+    found: dict[str, list[str]] = {}
+    for call, argument, kind in picked:
+        result, text = outcome(call, argument, kind)
+        found.setdefault(result, []).append(f"{call.name}({argument}={kind}): {text}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Call]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with contextlib.chdir(folder):  # wrong paths are relative to it
+        yield CALLS + checkpoint_calls(folder)
+
+
+# Without arguments; called by other functions; for initializers of one's own; loads fake tensors for seconds.
+NOT_CALLED = (
+    "check",
+    "recording",
+    "replicated",
+    "check_key",
+    "trunc_normal_box",
+    "uniform_box",
+    "describe_initializer",
+)
+
+
+def test_every_public_function_has_a_correct_call(calls: list[Call]) -> None:
+    called = {call.name.split(".")[-1] for call in calls}
+    namespaces = (fs, fs.nn, fs.init, fs.random, fs.optim, fs.checkpoint)
+    functions = {name for space in namespaces for name in space.__all__ if inspect.isfunction(getattr(space, name))}
+    assert functions - called - set(NOT_CALLED) == set()
+
+
+def test_correct_calls_run(calls: list[Call]) -> None:
+    for call in calls:
+        call.run()
+
+
+@pytest.mark.parametrize("n", [1280, pytest.param(None, marks=pytest.mark.slow)])
+def test_error_of_a_wrong_argument_names_it(calls: list[Call], n: int | None) -> None:
+    every = wrong_calls(calls)
+    found = make(every if n is None else random.Random(0).sample(every, n))
+    assert not found.get("unnamed"), "\n".join(found["unnamed"])
+    share = {result: len(texts) / sum(map(len, found.values())) for result, texts in found.items()}
+    assert share["named"] > 0.85
+    assert share["torch"] < 0.01
+
+
+# Arguments whose leaves are passed on as they are, whatever they are.
+PASSED_ON = ("cast.x", "policy.to_compute.x", "device_get.tree_", "to_device.x", "step.x", "verify.x")
+
+
+@pytest.mark.parametrize("kind", ["thing", "slice", "b''"])
+def test_no_function_accepts_what_no_argument_can_be(calls: list[Call], kind: str) -> None:
+    accepted = [
+        f"{call.name}.{argument}"
+        for call in calls
+        for argument in call.args
+        if f"{call.name}.{argument}" not in PASSED_ON and outcome(call, argument, kind)[0] == "accepted"
+    ]
+    assert not accepted
