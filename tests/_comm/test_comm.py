@@ -243,12 +243,13 @@ def test_interrupt_of_the_caller_ends_a_rank_that_catches_everything(monkeypatch
 def test_rank_that_an_interrupt_cannot_end_holds_up_no_other_run(monkeypatch):
     monkeypatch.setattr(simulated, "_PATIENCE", 0.002)
     module = torch.nn.Linear(1, 1)
-    before, leave, threads = dict(module.named_parameters()), threading.Event(), []
+    before, leave, threads = dict(module.named_parameters()), threading.Lock(), []
+    leave.acquire()
 
     class Waits(torch.nn.Module):
         def forward(self, x):
-            interrupt()
-            assert leave.wait(LIMIT)  # one call into C, which no exception reaches
+            threading.Timer(0.1, interrupt).start()  # when the rank is in the next call
+            assert leave.acquire(timeout=LIMIT)  # one call into C, which no exception reaches
 
     def f(x):
         threads.append(threading.current_thread())
@@ -257,7 +258,7 @@ def test_rank_that_an_interrupt_cannot_end_holds_up_no_other_run(monkeypatch):
     e = interrupted(fs.make_mesh(a=2), f, torch.ones(1, 1))
     assert e.__notes__[1] == "rank 0 has not ended yet; its thread ends after the call that it is in"
     assert all(before[k] is v for k, v in module.named_parameters())
-    leave.set()
+    leave.release()
     assert len(threads) == 1
     threads[0].join(LIMIT)
     assert not threads[0].is_alive()
