@@ -43,6 +43,23 @@ class _Collective:
     results: dict[int, Any] = field(default_factory=dict)
 
 
+class _End:
+    """The end of a run. A signal may interrupt the wait at any place: a threading.Event may then keep its lock."""
+
+    def __init__(self) -> None:
+        self._is_set, self._lock = False, threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Let the caller go on; once."""
+        self._is_set = True
+        self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end, and return whether it has come."""
+        return self._is_set or self._lock.acquire(timeout=seconds) or self._is_set
+
+
 class _Run:
     """One run of all ranks, which take turns: one runs until it waits in a collective or ends, then the next one.
 
@@ -59,7 +76,7 @@ class _Run:
         self.returned: list[int] = []
         self.over: list[int] = []  # ranks that have returned or raised
         self.interrupted = False
-        self.ended = threading.Event()
+        self.ended = _End()
         self.failure: BaseException | None = None
         self.states = RankStates(n)
         self.process = os.getpid()

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -241,6 +242,8 @@ def test_interrupt_of_the_caller_ends_a_rank_that_catches_everything(monkeypatch
 
 
 def test_rank_that_an_interrupt_cannot_end_holds_up_no_other_run(monkeypatch):
+    if sys.gettrace() is not None:
+        pytest.skip("under a tracer, such as coverage, the caller waits until the rank's call into C ends")
     monkeypatch.setattr(simulated, "_PATIENCE", 0.002)
     module = torch.nn.Linear(1, 1)
     before, leave, threads = dict(module.named_parameters()), threading.Lock(), []
