@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fshard._torch_compat import FakeTensorMode, without_modes
 
-from .protocol import Axes, PendingTransfer, index_of, size_of
+from .packing import part_shape
+from .protocol import Axes, PendingTransfer, size_of
 from .record import Transfer, note, reduction, transfer
 
 
@@ -52,14 +53,14 @@ class AbstractComm:
         self._note("permute", [x], axes)
         return x.new_empty(x.shape)
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
         self._note("all_gather", xs, axes)
         return list
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
-        self._note("reduce_scatter", [x for row in xs for x in row], axes)
-        me = index_of(axes, self.sizes, self.coords)
-        return lambda: [row[me].new_empty(row[me].shape) for row in xs]
+    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+        self._note("reduce_scatter", xs, axes)
+        sizes, coords = [self.sizes[a] for a in axes], [self.coords[a] for a in axes]
+        return lambda: [x.new_empty(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, dims, strict=True)]
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         self._note("all_reduce", xs, axes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,76 +13,79 @@ from torch import Tensor
 from fshard._torch_compat import foreach_copy_, functional_collectives
 from fshard.errors import fail
 
-from .packing import flatten, pack, pad, unpack
+from .packing import column_counts, flatten, match_rows, pack, pad, part_shape, unpack
 from .protocol import PendingTransfer
 
 _ops = functional_collectives
 
 
 class FunctionalGroup:
-    """The `n` ranks over some axes, with this one at `me`; the verbs are those of `Comm`.
+    """The ranks over axes of these `sizes`, with this one at position `me`; the verbs are those of `Comm`.
 
-    `name` is that of the process group. If its ranks are in another order than those over the axes, `order` is the rank
-    in the group of each position over the axes.
+    `name` is that of the process group, whose ranks count the axes in the order `order`. No operation is called for
+    each rank, so the work of the host is the same for thousands of ranks as for two.
     """
 
-    def __init__(self, name: str, n: int, me: int, order: list[int] | None) -> None:
-        self.name, self.n, self.me, self.order = name, n, me, order
+    def __init__(self, name: str, sizes: Sequence[int], me: int, order: list[int]) -> None:
+        self.name, self.sizes, self.me, self.order = name, sizes, me, order
+        self.n = math.prod(sizes)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         return _wait(_start(_ops.all_reduce, x.contiguous(), op, self.name))
 
     def all_gather(self, x: Tensor) -> Tensor:
         started = _start(_ops.all_gather_into_tensor, x.contiguous().view(-1), self.n, self.name)
-        out = _wait(started).view(self.n, *x.shape)
-        return out if self.order is None else out[self.order]
+        return self._by_position(_wait(started).view(self.n, *x.shape)).reshape(self.n, *x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return _wait(self._start_reduce_scatter(x)).view(x.shape[1:])
+        flat = self._by_group_rank(x).reshape(-1)
+        return _wait(_start(_ops.reduce_scatter_tensor, flat, "sum", self.n, self.name)).view(x.shape[1:])
 
     def all_to_all(self, x: Tensor) -> Tensor:
         if x.is_complex():
             return torch.view_as_complex(self.all_to_all(torch.view_as_real(x)))
-        x = x if self.order is None else x[_inverse(self.order)]
-        sizes = [x[0].numel()] * self.n
-        out = _wait(_start(_ops.all_to_all_single, x.reshape(-1), sizes, sizes, self.name)).view(x.shape)
-        return out if self.order is None else out[self.order]
+        flat, sizes = self._by_group_rank(x).reshape(-1), [x[0].numel()] * self.n
+        out = _wait(_start(_ops.all_to_all_single, flat, sizes, sizes, self.name)).view(x.shape)
+        return self._by_position(out).reshape(x.shape)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         if x.is_complex():
             return torch.view_as_complex(self.permute(torch.view_as_real(x), pairs))
-        ranks = list(range(self.n)) if self.order is None else self.order
         sent, received = [0] * self.n, [0] * self.n
         for source, target in pairs:
             if source == self.me:
-                sent[ranks[target]] = x.numel()
+                sent[self._group_rank(target)] = x.numel()
             if target == self.me:
-                received[ranks[source]] = x.numel()
+                received[self._group_rank(source)] = x.numel()
         flat = x.reshape(-1)[: sum(sent)]
         out = _wait(_start(_ops.all_to_all_single, flat, received, sent, self.name))
         return out.view(x.shape) if sum(received) == x.numel() else torch.zeros_like(x)
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> PendingTransfer:
-        rows = [[parts[r] for parts in into] for r in range(self.n)]
-        width = max(sum(t.numel() for t in row) for row in rows)
-        started = _start(_ops.all_gather_into_tensor, pad(flatten(xs), 0, width), self.n, self.name)
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+        widths = column_counts(into, dims, self.sizes)
+        row = flatten([pad(x.reshape(-1), 0, width) for x, width in zip(xs, widths, strict=True)])
+        started = _start(_ops.all_gather_into_tensor, row, self.n, self.name)
 
         def wait() -> list[Tensor]:
-            gathered = _wait(started).view(self.n, width)
-            for r, row in enumerate(rows):
-                _copy_from_flat(row, gathered[r if self.order is None else self.order[r]])
+            rows = self._by_position(_wait(started).view(self.n, len(row)))
+            foreach_copy_(*match_rows(rows, into, dims, self.sizes))
             return []
 
         return wait
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]]) -> PendingTransfer:
-        flats = [flatten([row[r] for row in xs]) for r in range(self.n)]
-        width = max(len(flat) for flat in flats)
-        started = self._start_reduce_scatter(torch.stack([pad(flat, 0, width) for flat in flats]))
-        out = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (row[self.me] for row in xs)]
+    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+        widths, coords = column_counts(xs, dims, self.sizes), _coords(self.me, self.sizes)
+        even = sum(widths) * self.n == sum(x.numel() for x in xs)
+        rows = (torch.empty if even else torch.zeros)((self.n, sum(widths)), dtype=xs[0].dtype, device=xs[0].device)
+        parts, places = match_rows(self._by_position(rows), xs, dims, self.sizes)
+        foreach_copy_(places, parts)
+        started = _start(_ops.reduce_scatter_tensor, rows.view(-1), "sum", self.n, self.name)
+        shapes = [part_shape(x, dim, self.sizes, coords) for x, dim in zip(xs, dims, strict=True)]
+        out = [torch.empty(shape, dtype=x.dtype, device=x.device) for x, shape in zip(xs, shapes, strict=True)]
 
         def wait() -> list[Tensor]:
-            _copy_from_flat(out, _wait(started))
+            row = _wait(started).split_with_sizes(widths)
+            foreach_copy_(out, [part[: x.numel()].view(x.shape) for part, x in zip(row, out, strict=True)])
             return out
 
         return wait
@@ -98,9 +102,30 @@ class FunctionalGroup:
 
         return wait
 
-    def _start_reduce_scatter(self, x: Tensor) -> Tensor:
-        x = x if self.order is None else x[_inverse(self.order)]
-        return _start(_ops.reduce_scatter_tensor, x.reshape(-1), "sum", self.n, self.name)
+    def _by_position(self, x: Tensor) -> Tensor:
+        """Return a view by position on each axis of a tensor by rank of the group: [n, *S] -> [*sizes, *S]."""
+        split = x.view(*[self.sizes[i] for i in self.order], *x.shape[1:])
+        return split.movedim(list(range(len(self.order))), self.order)
+
+    def _by_group_rank(self, x: Tensor) -> Tensor:
+        """Undo `_by_position`, but for its split of the first dim: [n, *S] -> [*sizes in the group's order, *S]."""
+        split = x.reshape(*self.sizes, *x.shape[1:])
+        return split.movedim(self.order, list(range(len(self.order))))
+
+    def _group_rank(self, position: int) -> int:
+        """Return the rank in the group of a position over the flattened axes."""
+        coords, rank = _coords(position, self.sizes), 0
+        for i in self.order:
+            rank = rank * self.sizes[i] + coords[i]
+        return rank
+
+
+def _coords(position: int, sizes: Sequence[int]) -> list[int]:
+    """Return the coordinates of a position over flattened axes of these sizes."""
+    coords = [0] * len(sizes)
+    for i in reversed(range(len(sizes))):
+        position, coords[i] = divmod(position, sizes[i])
+    return coords
 
 
 def call_distributed(f: Callable[..., Any], *args: Any) -> Any:
@@ -122,12 +147,3 @@ def _start(op: Callable[..., Tensor], *args: Any) -> Tensor:
 def _wait(started: Tensor) -> Tensor:
     out: Tensor = call_distributed(_ops.wait_tensor, started)
     return out
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(i) for i in range(len(order))]
-
-
-def _copy_from_flat(targets: Sequence[Tensor], flat: Tensor) -> None:
-    """Copy to each target its part of a flat tensor, which may be longer."""
-    foreach_copy_(list(targets), unpack(flat[: sum(t.numel() for t in targets)], targets))

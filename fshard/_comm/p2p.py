@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard._torch_compat import foreach_copy_
 
 from .gloo import GlooConnections, PendingMessages, pack_messages, unpack_messages
-from .packing import reduce_in_order
+from .packing import parts_by_rank, reduce_in_order
 from .protocol import PendingTransfer
 
 _WHOLE = 1 << 14  # bytes up to which every rank reduces everything: half the bytes are not worth a second round
@@ -28,6 +28,7 @@ class PeerGroup:
     connections: GlooConnections
     group_ranks: Sequence[int]  # each one's rank in the process group
     me: int
+    sizes: Sequence[int]  # of the axes
 
     @property
     def others(self) -> list[int]:
@@ -42,10 +43,10 @@ class PeerGroup:
         return PendingMessages(self.connections, {ranks[r]: xs for r, xs in outgoing.items()},
                                {ranks[r]: xs for r, xs in incoming.items()}, sequence_number)  # fmt: skip
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> PendingTransfer:
-        incoming = {r: [parts[r] for parts in into] for r in self.others}
-        messages = self._exchange(dict.fromkeys(self.others, xs), incoming)
-        foreach_copy_([parts[self.me] for parts in into], list(xs))
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+        rows = parts_by_rank(into, dims, self.sizes)
+        messages = self._exchange(dict.fromkeys(self.others, xs), {r: rows[r] for r in self.others})
+        foreach_copy_(list(rows[self.me]), list(xs))
 
         def wait() -> list[Tensor]:
             messages.wait()
@@ -53,10 +54,10 @@ class PeerGroup:
 
         return wait
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]]) -> PendingTransfer:
-        mine = [row[self.me] for row in xs]
-        parts = _Parts(self, {r: pack_messages([row[r] for row in xs]) for r in self.others},
-                       pack_messages(mine, contiguous=False))  # fmt: skip
+    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+        rows = parts_by_rank(xs, dims, self.sizes)
+        mine = rows[self.me]
+        parts = _Parts(self, {r: pack_messages(rows[r]) for r in self.others}, pack_messages(mine, contiguous=False))
         return lambda: unpack_messages(parts.reduce("sum"), mine)
 
     def reduce(self, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = False) -> PendingTransfer:
@@ -99,11 +100,11 @@ class PeerGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = _empty(x, (len(self.group_ranks), *x.shape))
-        self.gather([x], [out.unbind()])()
+        self.gather([x[None]], [out], [0])()
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return self.scatter([x.unbind()])()[0]
+        return self.scatter([x], [0])()[0][0]
 
     def all_to_all(self, x: Tensor) -> Tensor:
         out = _empty(x, x.shape)

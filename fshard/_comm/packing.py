@@ -1,11 +1,14 @@
-"""Forms of tensors that transfers need: one buffer for several, a dim as padded pieces, parts and their sum."""
+"""Forms of tensors that transfers need: one buffer for several, the parts of a dim in rows, parts and their sum."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from fshard.spec import part_lengths, part_range
 
 
 def flatten(xs: Sequence[Tensor]) -> Tensor:
@@ -32,20 +35,101 @@ def pad(x: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([x, x.new_zeros([short if d == dim else n for d, n in enumerate(x.shape)])], dim)
 
 
-def split_padded(x: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
-    """Split a dim into padded pieces, stacked in front: [.., size, ..] -> [n, .., chunk, ..]."""
-    if min(pieces) == pieces[0]:
-        chunks: Tensor = x.unflatten(dim, (len(pieces), pieces[0]))  # type: ignore[no-untyped-call]
-        return chunks.movedim(dim, 0)
-    return torch.stack([pad(p, dim, pieces[0]) for p in torch.split(x, list(pieces), dim)])
+# --- the parts of a dim over some axes, as in `part_lengths` ---
+#
+# `sizes` are those of the axes, major first, and n is their product.
+
+Positions = tuple[slice, ...]  # of ranks, along each axis
 
 
-def join_padded(stack: Tensor, dim: int, pieces: Sequence[int]) -> Tensor:
-    """Undo `split_padded`: [n, .., chunk, ..] -> [.., size, ..]."""
-    if len(pieces) == 1 or min(pieces) == pieces[0]:
+def longest_part(size: int, sizes: Sequence[int]) -> int:
+    """Length of the first part of a dim of this size; no other part is longer."""
+    return part_range(size, sizes, [0] * len(sizes))[1]
+
+
+def part_shape(x: Tensor, dim: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the part of a tensor at these coordinates."""
+    return (*x.shape[:dim], part_range(x.shape[dim], sizes, coords)[1], *x.shape[dim + 1 :])
+
+
+def parts_by_rank(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
+    """Return for each rank its parts of all tensors, as views."""
+    parts = [x.split_with_sizes(part_lengths(x.shape[dim], sizes), dim) for x, dim in zip(xs, dims, strict=True)]
+    return list(zip(*parts, strict=True))
+
+
+def equal_parts(x: Tensor, dim: int, sizes: Sequence[int]) -> list[tuple[Positions, Tensor]]:
+    """Return the parts of a dim, those of one length in one view: [.., size, ..] -> [*positions, .., length, ..].
+
+    Each view has the positions of its parts. Empty parts beside others are left out. There is one view if the axes
+    divide the dim, and at most 2 ** len(sizes) in any case: the work of a transfer does not grow with the ranks.
+    """
+    views: list[tuple[Positions, Tensor]] = [((), x)]
+    for d, n in enumerate(sizes, dim):
+        views = [((*at, positions), part) for at, y in views for positions, part in _cut(y, d, n)]
+    axes = range(len(sizes))
+    return [(at, y.movedim([dim + i for i in axes], list(axes))) for at, y in views]
+
+
+def _cut(x: Tensor, dim: int, n: int) -> list[tuple[slice, Tensor]]:
+    """Return the parts of a dim over one axis of n ranks: the full ones, [.., full, length, ..], and the short one."""
+    size, length = x.shape[dim], -(-x.shape[dim] // n)
+    full, short = divmod(size, length) if size else (n, 0)
+    whole = x.narrow(dim, 0, full * length) if short else x
+    out = [(slice(full), whole.view(*x.shape[:dim], full, length, *x.shape[dim + 1 :]))]
+    if short:
+        out.append((slice(full, full + 1), x.narrow(dim, size - short, short).unsqueeze(dim)))
+    return out
+
+
+def split_padded(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Split a dim into padded parts, stacked in front: [.., size, ..] -> [n, .., longest, ..]."""
+    n, longest = math.prod(sizes), longest_part(x.shape[dim], sizes)
+    if x.shape[dim] == n * longest:
+        return x.view(*x.shape[:dim], n, longest, *x.shape[dim + 1 :]).movedim(dim, 0)
+    out = x.new_zeros((*sizes, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
+    for at, parts in equal_parts(x, dim, sizes):
+        out[at].narrow(len(sizes) + dim, 0, parts.shape[len(sizes) + dim]).copy_(parts)
+    return out.flatten(0, len(sizes) - 1)
+
+
+def join_padded(stack: Tensor, dim: int, size: int, sizes: Sequence[int]) -> Tensor:
+    """Undo `split_padded`: [n, .., longest, ..] -> [.., size, ..]."""
+    if size == stack.shape[0] * stack.shape[dim + 1]:
         return stack.movedim(0, dim).flatten(dim, dim + 1)
-    return torch.cat([stack[i].narrow(dim, 0, m) for i, m in enumerate(pieces)], dim)
+    out = stack.new_empty((*stack.shape[1 : dim + 1], size, *stack.shape[dim + 2 :]))
+    padded = stack.unflatten(0, sizes)  # type: ignore[no-untyped-call]
+    for at, parts in equal_parts(out, dim, sizes):
+        parts.copy_(padded[at].narrow(len(sizes) + dim, 0, parts.shape[len(sizes) + dim]))
+    return out
 
+
+# --- rows: for each rank its parts of several tensors, end to end ---
+#
+# A tensor begins at the same column in every row, and has as many columns as its longest part has elements.
+
+
+def column_counts(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return the number of columns of each tensor."""
+    coords = [0] * len(sizes)  # of the first rank, which has the longest part
+    return [math.prod(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, dims, strict=True)]
+
+
+def match_rows(
+    rows: Tensor, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Return views of the parts of tensors, and views of the same elements in rows [*sizes, width]."""
+    of_xs, of_rows = [], []
+    split = rows.split_with_sizes(column_counts(xs, dims, sizes), -1)
+    for x, dim, of_x in zip(xs, dims, split, strict=True):
+        for at, parts in equal_parts(x, dim, sizes):
+            length = parts.shape[len(sizes) :].numel()
+            of_xs.append(parts)
+            of_rows.append(of_x[at][..., :length].view(parts.shape))
+    return of_xs, of_rows
+
+
+# --- sums in a fixed order ---
 
 _STEPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 

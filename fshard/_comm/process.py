@@ -17,7 +17,7 @@ from fshard.errors import fail
 from .functional import FunctionalGroup
 from .gloo import GlooConnections
 from .p2p import PeerGroup
-from .protocol import Axes, PendingTransfer, index_of, ranks_over, size_of
+from .protocol import Axes, PendingTransfer, index_of, ranks_over
 from .record import note, reduction
 
 _CALL_BYTES = 160  # of a rank's description of its call: a digest of 32 bytes, and the beginning of the text
@@ -57,14 +57,12 @@ class ProcessComm:
         if peers and axes in self._peers:
             return self._peers[axes]
         axes = tuple(a for a in axes if self.sizes[a] > 1)
-        sorted_axes = tuple(a for a in self._axes if a in axes)
-        n, me = size_of(axes, self.sizes), index_of(axes, self.sizes, self.coords)
-        order = None
-        if axes != sorted_axes:  # dynamo traces this: no tensors
-            order = ranks_over(axes, {a: self.sizes[a] for a in sorted_axes}, {})
-        if not peers:
-            return FunctionalGroup(self._group_names[sorted_axes], n, me, order)
-        return self._peers.setdefault(axes, PeerGroup(self._connections[sorted_axes], order or range(n), me))
+        group_axes = tuple(a for a in self._axes if a in axes)
+        sizes, me = [self.sizes[a] for a in axes], index_of(axes, self.sizes, self.coords)
+        if not peers:  # dynamo traces this, and each transfer on CUDA runs it: no tensors, and no list of ranks
+            return FunctionalGroup(self._group_names[group_axes], sizes, me, [axes.index(a) for a in group_axes])
+        ranks = ranks_over(axes, {a: self.sizes[a] for a in group_axes}, {})
+        return self._peers.setdefault(axes, PeerGroup(self._connections[group_axes], ranks, me, sizes))
 
     @property
     def direct(self) -> bool:
@@ -106,13 +104,13 @@ class ProcessComm:
         note("permute", [x], axes)
         return self._group(axes, x).permute(x, pairs)
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
         note("all_gather", xs, axes)
-        return self._group(axes, xs[0]).gather(xs, into)
+        return self._group(axes, xs[0]).gather(xs, into, dims)
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
-        note("reduce_scatter", [x for row in xs for x in row], axes)
-        return self._group(axes, xs[0][0]).scatter(xs)
+    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+        note("reduce_scatter", xs, axes)
+        return self._group(axes, xs[0]).scatter(xs, dims)
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         note("all_reduce", xs, axes)

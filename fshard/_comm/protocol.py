@@ -59,11 +59,14 @@ class Comm(Protocol):
     # All ranks start the same transfers in one order, and wait for them in one order, which may differ from that of the
     # starts. Until a rank has waited for a transfer, it must not write to its arguments.
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
-        """Start to copy rank r's xs[i] to into[i][r], which may be a strided view. The result is empty."""
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+        """Start to join the ranks' xs[i] along dim dims[i], in the contiguous into[i]. The result is empty.
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
-        """Start to sum over the ranks, for each i, their xs[i][me]. The sums are contiguous."""
+        The parts of into[i] are those of a spec: rank r's is the r-th of `part_lengths`, and xs[i] has this shape.
+        """
+
+    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+        """Start to sum each xs[i] over the ranks; the result is this rank's part of dim dims[i], contiguous."""
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         """Start to sum over the ranks: in place in contiguous xs, or with `fresh` in new tensors."""

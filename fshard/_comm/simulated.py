@@ -22,7 +22,7 @@ from fshard._callsite import site, user_frame
 from fshard._torch_compat import foreach_copy_
 from fshard.errors import fail
 
-from .packing import flatten, pack, reduce_in_order, unpack
+from .packing import flatten, pack, parts_by_rank, reduce_in_order, unpack
 from .protocol import Axes, Comm, PendingTransfer, index_of, ranks_over
 from .rank_states import RankStates, torch_for_ranks
 from .rank_threads import Abandoned, RankThread, dismiss, give_back, take_threads
@@ -196,26 +196,25 @@ class SimulatedComm:
 
     # All tensors are copied at the start, so that a rank that has waited may write to its arguments.
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
         note("all_gather", xs, axes)
-        shapes = [tuple(t.shape) for parts in into for t in parts]
-        shape = shapes[0] if len(xs) == 1 else (sum(parts[0].numel() for parts in into),)
+        rows = parts_by_rank(into, dims, [self.sizes[a] for a in axes])
+        shape = tuple(rows[0][0].shape) if len(xs) == 1 else (sum(part.numel() for part in rows[0]),)
         mine = flatten(xs)
-        signature = ("all_gather", axes, shape, mine.dtype, shapes)
-        for r, flat in enumerate(self._exchange(signature, mine, lambda flats: [flats] * len(flats))):
-            targets = [parts[r] for parts in into]
-            foreach_copy_(targets, unpack(flat, targets))
+        signature = ("all_gather", axes, shape, mine.dtype, _joined(into, dims))
+        flats = self._exchange(signature, mine, lambda flats: [flats] * len(flats))
+        for parts, flat in zip(rows, flats, strict=True):
+            foreach_copy_(list(parts), unpack(flat, parts))
         return list
 
-    def scatter(self, xs: Sequence[Sequence[Tensor]], axes: Axes) -> PendingTransfer:
-        note("reduce_scatter", [x for row in xs for x in row], axes)
-        flats = [flatten([row[r] for row in xs]) for r in range(len(xs[0]))]
-        shapes = [tuple(t.shape) for row in xs for t in row]
-        signature = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, shapes)
+    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+        note("reduce_scatter", xs, axes)
+        rows = parts_by_rank(xs, dims, [self.sizes[a] for a in axes])
+        flats = [flatten(parts) for parts in rows]
+        signature = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, _joined(xs, dims))
         combine = lambda rows: [reduce_in_order(row, "sum") for row in zip(*rows, strict=True)]  # noqa: E731
         total = self._exchange(signature, flats, combine)
-        me = index_of(axes, self.sizes, self.coords)
-        mine = unpack(total, [row[me] for row in xs])
+        mine = unpack(total, rows[index_of(axes, self.sizes, self.coords)])
         return lambda: mine
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
@@ -223,6 +222,11 @@ class SimulatedComm:
         if not fresh:
             foreach_copy_(list(xs), reduced)
         return lambda: reduced if fresh else list(xs)
+
+
+def _joined(xs: Sequence[Tensor], dims: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Shapes and joined dims: ranks that differ in one would cut their flat tensors in other places."""
+    return [(tuple(x.shape), dim) for x, dim in zip(xs, dims, strict=True)]
 
 
 def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:

@@ -36,13 +36,14 @@ def gather_layout(
     """Return the (dim, global size) of each gathered dim; exchange sizes that are `None`, if they can differ."""
     current = region(verb)
     ns = [current.sizes[a] for a in axes]
-    me = index_of(axes, current.sizes, current.coords)
+    coords = [current.coords[a] for a in axes]
     local = [x.shape[d] for x, d in zip(xs, dims, strict=True)]
     if any(s is None for s in sizes) and current.uneven:
         sizes = _exchange_sizes(verb, axes, local, "pass size= (for unshard: shapes=)", current.device)
     known = [n * size_of(axes, current.sizes) if s is None else s for n, s in zip(local, sizes, strict=True)]
     for n, size in zip(local, known, strict=True):
-        if part_lengths(size, ns)[me] != n:
+        if part_range(size, ns, coords)[1] != n:
+            me = index_of(axes, current.sizes, current.coords)
             raise fail(f"{verb}: the part of rank {me} has the wrong size for a dim of global size {size}",
                        f"{size} over {axes} splits into {part_lengths(size, ns)}; rank {me} has {n}",
                        fix="pass the global size of the gathered dim")  # fmt: skip

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fshard._callsite import Site
-from fshard._comm import Comm, PendingTransfer, index_of, join_padded, pack, pad, size_of, split_padded, unpack
-from fshard.spec import part_lengths
+from fshard._comm import Comm, PendingTransfer, join_padded, longest_part, pack, pad, size_of, split_padded, unpack
+from fshard.spec import part_range
 
 Layout = tuple[tuple[int, int], ...]
 
@@ -59,19 +59,20 @@ class Map:
         """Sizes of the arguments, in a form that is equal on every rank."""
         return [list(x.shape) for x in xs]
 
-    def pieces(self, size: int) -> list[int]:
-        """Length of each rank's part of a dim of this size."""
-        return part_lengths(size, [self.comm.sizes[a] for a in self.axes])
-
     @property
     def n(self) -> int:
         """Number of ranks over the axes."""
         return size_of(self.axes, self.comm.sizes)
 
     @property
-    def index(self) -> int:
-        """Position of this rank over the axes."""
-        return index_of(self.axes, self.comm.sizes, self.comm.coords)
+    def sizes(self) -> list[int]:
+        """Size of each axis."""
+        return [self.comm.sizes[a] for a in self.axes]
+
+    @property
+    def coords(self) -> list[int]:
+        """Position of this rank on each axis."""
+        return [self.comm.coords[a] for a in self.axes]
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,7 @@ class Gather(_DimMap):
             if into is None:
                 shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
                 whole.append(torch.empty(shape, dtype=x.dtype, device=x.device))
-        parts = [y.split_with_sizes(self.pieces(size), dim) for y, (dim, size) in zip(whole, self.layout, strict=True)]
-        pending = self.comm.gather(xs, parts, self.axes)
+        pending = self.comm.gather(xs, whole, [dim for dim, _ in self.layout], self.axes)
 
         def wait() -> list[Tensor]:
             pending()
@@ -166,11 +166,11 @@ class Gather(_DimMap):
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         if self.comm.direct:
             return self.start(xs)()
-        chunks = [pad(x, dim, self.pieces(size)[0]) for x, (dim, size) in zip(xs, self.layout, strict=True)]
+        chunks = [pad(x, dim, longest_part(size, self.sizes)) for x, (dim, size) in zip(xs, self.layout, strict=True)]
         rows = self.comm.all_gather(pack(chunks), self.axes).view(self.n, -1)
         parts = torch.split(rows, [c.numel() for c in chunks], dim=1)
         return [
-            join_padded(part.view(self.n, *c.shape), dim, self.pieces(size))
+            join_padded(part.view(self.n, *c.shape), dim, size, self.sizes)
             for part, c, (dim, size) in zip(parts, chunks, self.layout, strict=True)
         ]
 
@@ -197,18 +197,17 @@ class Scatter(_DimMap):
     verb = "psum_scatter"
 
     def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
-        parts = [x.split_with_sizes(self.pieces(size), dim) for x, (dim, size) in zip(xs, self.layout, strict=True)]
-        return self.comm.scatter(parts, self.axes)
+        return self.comm.scatter(xs, [dim for dim, _ in self.layout], self.axes)
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         if self.comm.direct:
             return self.start(xs)()
-        stacks = [split_padded(x, dim, self.pieces(size)) for x, (dim, size) in zip(xs, self.layout, strict=True)]
+        stacks = [split_padded(x, dim, self.sizes) for x, (dim, _) in zip(xs, self.layout, strict=True)]
         rows = [s.reshape(self.n, -1) for s in stacks]
         total = self.comm.reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(total, [r.shape[1] for r in rows])
         return [
-            part.view(s.shape[1:]).narrow(dim, 0, self.pieces(size)[self.index])
+            part.view(s.shape[1:]).narrow(dim, 0, part_range(size, self.sizes, self.coords)[1])
             for part, s, (dim, size) in zip(parts, stacks, self.layout, strict=True)
         ]
 
@@ -226,11 +225,8 @@ class Slice(_DimMap):
     verb = "pslice"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        out = []
-        for x, (dim, size) in zip(xs, self.layout, strict=True):
-            pieces = self.pieces(size)
-            out.append(x.narrow(dim, sum(pieces[: self.index]), pieces[self.index]))
-        return out
+        ranges = [part_range(size, self.sizes, self.coords) for _, size in self.layout]
+        return [x.narrow(dim, *of_x) for x, (dim, _), of_x in zip(xs, self.layout, ranges, strict=True)]
 
     @property
     def transpose(self) -> Map:
@@ -250,15 +246,15 @@ class AllToAll(Map):
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         stacks = []
-        for x, (s_dim, s_size), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
-            stacks.append(split_padded(pad(x, c_dim, self.pieces(c_size)[0]), s_dim, self.pieces(s_size)))
+        for x, (s_dim, _), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
+            stacks.append(split_padded(pad(x, c_dim, longest_part(c_size, self.sizes)), s_dim, self.sizes))
         rows = [s.reshape(self.n, -1) for s in stacks]
         received = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(received, [r.shape[1] for r in rows], dim=1)
         out = []
         for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
-            whole = join_padded(part.reshape(s.shape), c_dim, self.pieces(c_size))
-            out.append(whole.narrow(s_dim, 0, self.pieces(s_size)[self.index]))
+            whole = join_padded(part.reshape(s.shape), c_dim, c_size, self.sizes)
+            out.append(whole.narrow(s_dim, 0, part_range(s_size, self.sizes, self.coords)[1]))
         return out
 
     @property

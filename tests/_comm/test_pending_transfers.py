@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import queue
 import threading
 import time
+import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard._comm import index_of, size_of
+from fshard._comm import functional, index_of, size_of
 from fshard._comm.gloo import GlooConnections
 from fshard._comm.process import ProcessComm
 from fshard._ops.linear_maps import Gather, Scatter, Sum
+from fshard.spec import part_lengths
 from tests.lib.collective_cases import EVERY_DTYPE, check_pending_transfers, check_transfer_records
 
 MESHES = [
@@ -97,20 +100,87 @@ class InMemoryComm(ProcessComm):
                 self._connections[axes] = GlooConnections(backend, rank, size)
 
 
-def run_in_memory(sizes: dict[str, int]) -> Any:
+def run_in_memory(sizes: dict[str, int], kind: type[ProcessComm] = InMemoryComm) -> Any:
     """`Mesh.run` of a mesh whose ranks are threads and send messages in memory."""
 
     def run(f: Any) -> list[Any]:
         networks: dict[Any, Any] = {}
         places = list(itertools.product(*(range(n) for n in sizes.values())))
         with ThreadPoolExecutor(len(places)) as pool:
-            comms = [InMemoryComm(sizes, dict(zip(sizes, at, strict=True)), networks) for at in places]
+            comms = [kind(sizes, dict(zip(sizes, at, strict=True)), networks) for at in places]
             return [future.result() for future in [pool.submit(f, c, r) for r, c in enumerate(comms)]]
 
     return run
 
 
-RUNS = {"simulated": lambda sizes: fs.make_mesh(**sizes).run, "messages": run_in_memory}
+class FunctionalComm(InMemoryComm):
+    """A rank of a process mesh that has the functional collectives alone, as on CUDA."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._group_names, self._connections = self._connections, {}
+
+
+class FunctionalOps:
+    """Does as the functional collectives of torch.distributed, between ranks that are threads."""
+
+    @staticmethod
+    def wait_tensor(started: Any) -> Tensor:
+        return started()
+
+    @staticmethod
+    def all_to_all_single(x: Tensor, received: list[int], sent: list[int], group: GlooConnections) -> Any:
+        return FunctionalOps._exchange(x.split(sent), received, group, torch.cat)
+
+    @staticmethod
+    def all_gather_into_tensor(x: Tensor, n: int, group: GlooConnections) -> Any:
+        assert n == group.size
+        return FunctionalOps._exchange([x] * n, [len(x)] * n, group, torch.cat)
+
+    @staticmethod
+    def reduce_scatter_tensor(x: Tensor, op: str, n: int, group: GlooConnections) -> Any:
+        assert (op, n) == ("sum", group.size)
+        return FunctionalOps._exchange(x.split([len(x) // n] * n), [len(x) // n] * n, group, FunctionalOps._sum)
+
+    @staticmethod
+    def all_reduce(x: Tensor, op: str, group: GlooConnections) -> Any:
+        combine = {"sum": FunctionalOps._sum, "max": lambda xs: torch.stack(xs).amax(0),
+                   "min": lambda xs: torch.stack(xs).amin(0)}[op]  # fmt: skip
+        started = FunctionalOps._exchange([x.reshape(-1)] * group.size, [x.numel()] * group.size, group, combine)
+        return lambda: started().view(x.shape)
+
+    @staticmethod
+    def _sum(xs: list[Tensor]) -> Tensor:
+        return functools.reduce(torch.add, xs)
+
+    @staticmethod
+    def _exchange(outgoing: Any, lengths: list[int], group: GlooConnections, combine: Any) -> Any:
+        tag = next(group.sequence_numbers)
+        incoming = [outgoing[0].new_empty(length) for length in lengths]
+        works = [group.backend.recv([x], r, tag) for r, x in enumerate(incoming)]
+        for r, x in enumerate(outgoing):
+            group.backend.send([x.resolve_conj()], r, tag)  # torch's dispatcher does so for the real ones
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return combine(incoming)
+
+        return wait
+
+
+def run_functional(sizes: dict[str, int]) -> Any:
+    """`Mesh.run` of a mesh whose ranks are threads and call the functional collectives."""
+
+    def run(f: Any) -> list[Any]:
+        with unittest.mock.patch.object(functional, "_ops", FunctionalOps):
+            return run_in_memory(sizes, FunctionalComm)(f)
+
+    return run
+
+
+IN_RANK_ORDER = {"simulated": lambda sizes: fs.make_mesh(**sizes).run, "messages": run_in_memory}
+RUNS = {**IN_RANK_ORDER, "functional": run_functional}
 
 
 # --- values ----------------------------------------------------------------------------------------------------
@@ -133,7 +203,7 @@ def test_pending_transfer_is_recorded_once_with_the_bytes_of_its_arguments(kind,
 def test_sums_are_in_rank_order_and_half_precision_is_rounded_once(size):
     parts = {torch.float32: [1e8, 1.0, -1e8, 1.0, 3.0], torch.bfloat16: [1000.0, 1.25, 1.25, -1000.0, 1.0],
              torch.float16: [1000.0, 1.25, 1.25, -1000.0, 1.0]}  # fmt: skip
-    runs = {n: [run({"a": n}) for run in RUNS.values()] for n in (2, 3, 5)}
+    runs = {n: [run({"a": n}) for run in IN_RANK_ORDER.values()] for n in (2, 3, 5)}
     for n, (dtype, values) in itertools.product(runs, parts.items()):
         total = torch.tensor(values[0], dtype=torch.float32)
         for v in values[1:n]:
@@ -144,7 +214,7 @@ def test_sums_are_in_rank_order_and_half_precision_is_rounded_once(size):
             x = torch.full((size,), values[rank], dtype=dtype)
             stack = x.expand(n, size)
             out = [comm.reduce([x], ("a",), fresh=True)()[0], comm.all_reduce(x, "sum", ("a",))]
-            out += [comm.scatter([stack.unbind()], ("a",))()[0], comm.reduce_scatter(stack, ("a",))]
+            out += [comm.scatter([stack], [0], ("a",))()[0][0], comm.reduce_scatter(stack, ("a",))]
             return [*out, comm.reduce([x], ("a",))()[0]]
 
         for run in runs[n]:
@@ -182,7 +252,7 @@ def test_sums_are_contiguous_and_on_the_device_of_their_parts(kind):
     def f(comm: Any, rank: int) -> None:
         x = torch.arange(24.0).view(4, 6)
         with torch.device("meta"):
-            (part,) = comm.scatter([[x[:, :3].t(), x[:, 3:].t()]], ("a",))()
+            (part,) = comm.scatter([x.t()], [0], ("a",))()
             total, every = comm.all_reduce(x.t(), "sum", ("a",)), comm.all_gather(x, ("a",))
             permuted, exchanged = comm.permute(x, [(0, 1)], ("a",)), comm.all_to_all(x[:2], ("a",))
         for y, want in ((part, 2 * x[:, 3 * rank :][:, :3].t()), (total, 2 * x.t()), (every, torch.stack([x, x])),
@@ -211,11 +281,11 @@ def test_rank_may_start_transfers_before_it_waits_for_one_that_others_have_waite
         first = comm.reduce([a], ("a",))
         if rank == 1 and kind != "simulated":  # which transfers everything at the start
             time.sleep(0.05)
-            second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(50_000) * rank], [c.unbind()], ("a",))
+            second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(1, 50_000) * rank], [c], [0], ("a",))
             first()
         else:
             first()
-            second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(50_000) * rank], [c.unbind()], ("a",))
+            second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(1, 50_000) * rank], [c], [0], ("a",))
         second()
         third()
         assert a.unique().tolist() == [3]
@@ -238,7 +308,7 @@ def test_started_map_gives_the_result_of_run(kind, n):
     def f(comm: Any, rank: int) -> None:
         same = lambda xs, ys: [torch.testing.assert_close(x, y, rtol=0, atol=0) for x, y in zip(xs, ys, strict=True)]  # noqa: E731
         gather, scatter = Gather(comm, ("a",), layout), Scatter(comm, ("a",), layout)
-        mine = [x.split(gather.pieces(size), dim)[rank] for x, (dim, size) in zip(whole, layout, strict=True)]
+        mine = [x.split(part_lengths(size, [n]), dim)[rank] for x, (dim, size) in zip(whole, layout, strict=True)]
         same(gather.run(mine), whole)
         into = [torch.zeros_like(x) for x in whole]
         results = gather.start(mine, into)()
@@ -289,12 +359,12 @@ def at(r: int, x: Tensor) -> tuple[int, int, int]:
 def test_large_tensors_are_sent_and_received_without_a_copy():
     comm, backend = zero_comm(3)
     x, whole = torch.ones(40_000), torch.zeros(120_000)
-    comm.gather([x], [whole.split(40_000)], ("a",))()
+    comm.gather([x], [whole], [0], ("a",))()
     assert memory(backend.sent) == sorted([at(0, x), at(2, x)])
     assert memory(backend.received) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
 
     comm, backend = zero_comm(3)
-    (total,) = comm.scatter([whole.split(40_000)], ("a",))()
+    (total,) = comm.scatter([whole], [0], ("a",))()
     assert memory(backend.sent) == sorted([at(0, whole[:40_000]), at(2, whole[80_000:])])
     assert at(0, total) in memory(backend.received)  # the sum is computed in the first received part
 
@@ -310,10 +380,11 @@ def test_large_tensors_are_sent_and_received_without_a_copy():
 
 
 def test_small_tensors_share_one_message_to_each_rank():
-    small, large = [torch.ones(10, 3), torch.ones(()), torch.ones(0), torch.ones(100)], torch.ones(30_000)
+    small, large = [torch.ones(10, 3), torch.ones(1), torch.ones(0), torch.ones(100)], torch.ones(30_000)
+    whole = lambda xs: [torch.ones(3 * len(x), *x.shape[1:]) for x in xs]  # noqa: E731
     for start in (
-        lambda comm, xs: comm.gather(xs, [[torch.empty(x.shape) for _ in range(3)] for x in xs], ("a",)),
-        lambda comm, xs: comm.scatter([[x] * 3 for x in xs], ("a",)),
+        lambda comm, xs: comm.gather(xs, whole(xs), [0] * len(xs), ("a",)),
+        lambda comm, xs: comm.scatter(whole(xs), [0] * len(xs), ("a",)),
     ):
         comm, backend = zero_comm(3)
         start(comm, [small[0], large, *small[1:]])()
@@ -321,21 +392,21 @@ def test_small_tensors_share_one_message_to_each_rank():
         assert sorted(sizes) == [(0, 4 * 131), (0, 4 * 30_000), (2, 4 * 131), (2, 4 * 30_000)]
         assert sorted((r, size) for r, _, size in memory(backend.received)) == sorted(sizes)
     comm, backend = zero_comm(3)
-    comm.reduce(small, ("a",))()
-    assert [(r, size) for r, _, size in memory(backend.sent)] == [(0, 4 * 131), (2, 4 * 131)]
+    comm.reduce([*small, torch.ones(())], ("a",))()
+    assert [(r, size) for r, _, size in memory(backend.sent)] == [(0, 4 * 132), (2, 4 * 132)]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_bytes_sent_by_gather_scatter_reduce_and_permute_are_the_least(n):
     """A gather or a scatter sends (n-1)/n of the whole, a sum twice that, and uneven parts are not padded."""
     comm, backend = zero_comm(n)
-    sizes = [30_000 + r for r in range(n)]
+    sizes = part_lengths(30_000 * n - 1, [n])
     whole = torch.ones(sum(sizes))
     count = lambda: sum(x.numel() for _, x in backend.sent)  # noqa: E731
-    comm.gather([torch.ones(sizes[1])], [whole.split(sizes)], ("a",))()
+    comm.gather([torch.ones(sizes[1])], [whole], [0], ("a",))()
     assert count() == (n - 1) * sizes[1]
     backend.sent.clear()
-    comm.scatter([whole.split(sizes)], ("a",))()
+    comm.scatter([whole], [0], ("a",))()
     assert count() == sum(sizes) - sizes[1]
     backend.sent.clear()
     comm.reduce([whole], ("a",))()
@@ -349,8 +420,8 @@ def test_dropped_transfer_is_received_before_the_next_one_starts():
     comm, backend = zero_comm(2)
     received = []
     backend.recv = lambda xs, of, tag: Work(lambda: received.append(tag))  # type: ignore[method-assign]
-    pending = comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
+    pending = comm.gather([torch.ones(3)], [torch.empty(6)], [0], ("a",))
     del pending
     assert received == []
-    comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
+    comm.gather([torch.ones(3)], [torch.empty(6)], [0], ("a",))
     assert len(received) == 1

@@ -243,7 +243,7 @@ def pending_transfers(n: int) -> None:
     check_pending_transfers(mesh.run, mesh.axes, ("x",), EVERY_DTYPE if n == 2 else EVERY_DTYPE[::3])
     check_transfer_records(mesh.run, mesh.axes, ("x",), here=1)
     for _ in range(3):  # transfers that every rank drops do not block others
-        mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [[torch.empty(9)] * n], ("x",)) and None)
+        mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [torch.empty(9 * n)], [0], ("x",)) and None)
         mesh.run(lambda comm, rank: comm.reduce([torch.ones(50_000)], ("x",)) and None)
     check_pending_transfers(mesh.run, mesh.axes, ("x",), EVERY_DTYPE[:1])
     mesh.run(lambda comm, rank: comm._connections.clear())  # leaves the collectives that CUDA and compilers use

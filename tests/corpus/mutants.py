@@ -33,7 +33,7 @@ from fshard import _ops as linear
 from fshard._comm import Comm, Region, index_of, region, size_of
 from fshard._ops import CastMap
 from fshard.models import gpt2
-from fshard.spec import box_shape, local_box, part_lengths
+from fshard.spec import box_shape, local_box, part_range
 
 _SCAN, _UNSHARD, _TRANSFORMER = (
     importlib.import_module(f"fshard.{name}") for name in ("schedule.scan", "schedule.unshard", "models.transformer")
@@ -124,7 +124,7 @@ def _delete(m: Any, xs: Xs) -> Xs:
     if type(m).__name__ in SAME_SHAPE:
         return list(xs)
     if isinstance(m, linear.Slice):  # every rank takes the first part
-        sizes = [part_lengths(size, m.sizes)[m.index] for _, size in m.layout]
+        sizes = [part_range(size, m.sizes, m.coords)[1] for _, size in m.layout]
         return [x.narrow(dim, 0, n) for x, (dim, _), n in zip(xs, m.layout, sizes, strict=True)]
     out: Xs = replace(m, comm=_NoCommunication(m.comm)).run(xs)
     return out

@@ -234,55 +234,46 @@ def _summed(xs: list[Tensor]) -> Tensor:
 
 
 def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ...], dtypes: Any = EVERY_DTYPE) -> None:
-    """Check gather, scatter and reduce with uneven, empty, strided, small and large parts, and several pending."""
+    """Check gather, scatter and reduce of even, uneven, empty, strided, small and large parts; several pending."""
     n = math.prod(sizes[a] for a in axes)
-    # Shape of each tensor on rank r: uneven, empty on every other rank, columns, 0-d; large, large columns.
-    parts = [lambda r: (r + 1, 3), lambda r: (2, 3 * (r % 2)), lambda r: (4, r + 2), lambda r: (),
-             lambda r: (17_000 + r,), lambda r: (2, 8_200 + r)]  # fmt: skip
-    joined = [0, 1, 1, None, 0, 1]  # dim along which the parts are joined; None: a new dim
+    of_axes = [sizes[a] for a in axes]
+    # Shape of each whole tensor, and the dim that is split over the ranks: even; a short part, if n > 1; columns, some
+    # empty if n > 2; one part that is not empty, or none; large; large columns.
+    cases = [((2 * n, 3), 0), ((3, 2 * n - 1, 2), 1), ((4, n + 1), 1), ((1, 3), 0), ((0, 2), 0), ((2 * n, 0), 0),
+             ((17_001 * n + 2,), 0), ((2, 8_201 * n + 1), 1)]  # fmt: skip
     whole = [(5, 3), (0, 2), (), (4 * n + 1, 3), (20_001,)]
+    dims = [dim for _, dim in cases]
+
+    def parts(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        return x.split(part_lengths(x.shape[dim], of_axes), dim)
 
     def gathering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
-        xs = [_small_numbers(shape(me), dtype, me, salt + i) for i, shape in enumerate(parts)]
+        want = [_small_numbers(shape, dtype, 0, salt + i) for i, (shape, _) in enumerate(cases)]
+        xs = [parts(x, dim)[me].clone() for x, dim in zip(want, dims, strict=True)]
         xs[2] = xs[2].t().contiguous().t()  # not contiguous: it cannot be sent without a copy
-        want, into, buffers = [], [], []
-        for i, (shape, dim) in enumerate(zip(parts, joined, strict=True)):
-            every = [_small_numbers(shape(r), dtype, r, salt + i) for r in range(n)]
-            want.append(torch.stack(every) if dim is None else torch.cat(every, dim))
-            buffers.append(torch.zeros_like(want[-1]))
-            into.append(
-                buffers[-1].unbind() if dim is None else buffers[-1].split([shape(r)[dim] for r in range(n)], dim)
-            )
-        pending = comm.gather(xs, into, axes)
+        buffers = [torch.zeros_like(x) for x in want]
+        pending = comm.gather(xs, buffers, dims, axes)
 
         def wait() -> None:
             assert pending() == []
-            for i in range(len(parts)):
+            for i in range(len(cases)):
                 assert_same(buffers[i], want[i], f"gather {i} of {dtype}")
 
         return wait
 
     def scattering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
-        def of(rank: int) -> list[tuple[Tensor, ...]]:
-            out = []
-            for i, (shape, dim) in enumerate(zip(parts, joined, strict=True)):
-                every = [_small_numbers(shape(r), dtype, rank + 10 * r, salt + i) for r in range(n)]
-                joined_parts = torch.stack(every) if dim is None else torch.cat(every, dim)
-                out.append(
-                    joined_parts.unbind() if dim is None else joined_parts.split([e.shape[dim] for e in every], dim)
-                )
-            return out
-
-        pending, all_parts = comm.scatter(of(me), axes), [of(r) for r in range(n)]
+        every = [[_small_numbers(shape, dtype, r, salt + i) for r in range(n)] for i, (shape, _) in enumerate(cases)]
+        mine = [of_ranks[me] for of_ranks in every]
+        mine[2] = mine[2].t().contiguous().t()
+        pending = comm.scatter(mine, dims, axes)
 
         def wait() -> None:
             got = pending()
-            for i, y in enumerate(got):
+            for i, (y, of_ranks) in enumerate(zip(got, every, strict=True)):
                 assert y.is_contiguous()
-                assert_same(y, _summed([rank_parts[i][me] for rank_parts in all_parts]), f"scatter {i} of {dtype}")
+                assert_same(y, parts(_summed(of_ranks), dims[i])[me], f"scatter {i} of {dtype}")
             for y in got:  # nothing else may use these tensors
                 y.fill_(1)
-            assert len(got) == len(parts)
 
         return wait
 
@@ -317,15 +308,13 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
                 waits[k]()
         # several of one kind and size, waited for in reverse order; and empty tensors
         rows = [torch.zeros(n, 4) for _ in range(3)]
-        waits = [
-            comm.gather([torch.full((4,), float(me + 10 * k))], [row.unbind()], axes) for k, row in enumerate(rows)
-        ]
+        waits = [comm.gather([torch.full((1, 4), float(me + 10 * k))], [row], [0], axes) for k, row in enumerate(rows)]
         for k in (2, 1, 0):
             waits[k]()
             assert_same(rows[k], (torch.arange(n) + 10.0 * k)[:, None].expand(n, 4), "transfers of one size")
         nothing = torch.zeros(0)
-        comm.gather([nothing], [[nothing] * n], axes)()
-        assert comm.scatter([[nothing] * n], axes)()[0].shape == (0,)
+        comm.gather([nothing], [nothing], [0], axes)()
+        assert comm.scatter([nothing], [0], axes)()[0].shape == (0,)
 
     run(check)
 
@@ -337,8 +326,8 @@ def check_transfer_records(run: Run, sizes: dict[str, int], axes: tuple[str, ...
     def f(comm: Any, rank: int) -> None:
         x = torch.ones(5, dtype=torch.float32)
         waits = [
-            comm.gather([x, x[:2]], [[torch.empty(5)] * n, [torch.empty(2)] * n], axes),
-            comm.scatter([[x[: r % 2 + 1] for r in range(n)]], axes),
+            comm.gather([x, x[:2]], [torch.empty(5 * n), torch.empty(2 * n)], [0, 0], axes),
+            comm.scatter([torch.ones(2 * n + 1)], [0], axes),
             comm.reduce([x.clone(), x[:3].clone()], axes),
         ]
         for wait in waits:
@@ -346,5 +335,5 @@ def check_transfer_records(run: Run, sizes: dict[str, int], axes: tuple[str, ...
 
     with recording() as log:
         run(f)
-    each = [("all_gather", 28), ("reduce_scatter", 4 * sum(r % 2 + 1 for r in range(n))), ("all_reduce", 32)]
+    each = [("all_gather", 28), ("reduce_scatter", 4 * (2 * n + 1)), ("all_reduce", 32)]
     assert Counter((t.op, t.bytes) for t in log) == Counter(each * here)
