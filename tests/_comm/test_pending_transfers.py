@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
 import queue
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard._comm import index_of, size_of
-from fshard._comm.gloo import GlooConnections
+from fshard._comm.gloo import HEADER_TAG, GlooConnections
 from fshard._comm.process import ProcessComm
 from fshard._ops.linear_maps import Gather, Scatter, Sum
 from tests.lib.collective_cases import EVERY_DTYPE, check_pending_transfers, check_transfer_records
 
+TIMEOUT = datetime.timedelta(seconds=60)
 MESHES = [
     ({"a": 2}, ("a",)),
     ({"a": 3}, ("a",)),
@@ -79,32 +80,32 @@ class MemoryBackend:
 
 class Work:
     def __init__(self, wait: Any) -> None:
-        self.wait = wait
+        self._wait = wait
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        self._wait()
 
 
 class InMemoryComm(ProcessComm):
-    """A rank of a process mesh without processes: its groups are networks in memory."""
+    """A rank of a process mesh without processes: its connections are a network in memory."""
 
-    def __init__(self, sizes: dict[str, int], coords: dict[str, int], networks: dict[Any, Any]) -> None:
+    def __init__(self, sizes: dict[str, int], coords: dict[str, int], backend: Any) -> None:
+        super().__init__(dict.fromkeys(sizes, 1), dict.fromkeys(sizes, 0))  # a mesh of one rank has no connections
         self.sizes, self.coords = sizes, coords
-        self._axes = tuple(a for a, n in sizes.items() if n > 1)
-        self._connections, self._peers = {}, {}
-        for k in range(1, len(self._axes) + 1):
-            for axes in itertools.combinations(self._axes, k):
-                others = tuple(coords[a] for a in sizes if a not in axes)
-                rank, size = index_of(axes, sizes, coords), size_of(axes, sizes)
-                backend = MemoryBackend(networks.setdefault((axes, others), {}), rank)
-                self._connections[axes] = GlooConnections(backend, rank, size)
+        self._connections = GlooConnections(backend, backend.me, math.prod(sizes.values()), TIMEOUT)
 
 
 def run_in_memory(sizes: dict[str, int]) -> Any:
     """`Mesh.run` of a mesh whose ranks are threads and send messages in memory."""
 
     def run(f: Any) -> list[Any]:
-        networks: dict[Any, Any] = {}
+        network: dict[Any, Any] = {}
         places = list(itertools.product(*(range(n) for n in sizes.values())))
         with ThreadPoolExecutor(len(places)) as pool:
-            comms = [InMemoryComm(sizes, dict(zip(sizes, at, strict=True)), networks) for at in places]
+            comms = [
+                InMemoryComm(sizes, dict(zip(sizes, at, strict=True)), MemoryBackend(network, rank))
+                for rank, at in enumerate(places)
+            ]
             return [future.result() for future in [pool.submit(f, c, r) for r, c in enumerate(comms)]]
 
     return run
@@ -263,18 +264,25 @@ def test_started_map_gives_the_result_of_run(kind, n):
 
 
 class ZeroBackend(MemoryBackend):
-    """A backend that receives zeros from every rank, at once."""
+    """A backend that receives zeros from every rank, at once, and a header equal to the one that is sent."""
+
+    def send(self, xs: list[Tensor], to: int, tag: int) -> Work:
+        if tag == HEADER_TAG:
+            self.header = xs[0]
+            return Work(lambda: None)
+        return super().send(xs, to, tag)
 
     def recv(self, xs: list[Tensor], source: int, tag: int) -> Work:
+        if tag == HEADER_TAG:
+            return Work(lambda: xs[0].copy_(self.header))
         self.received.append((source, xs[0]))
         return Work(xs[0].zero_)
 
 
 def zero_comm(n: int) -> tuple[Any, ZeroBackend]:
     """Rank 1 of n, which receives zeros, and its backend."""
-    comm, backend = InMemoryComm({"a": n}, {"a": 1}, {}), ZeroBackend({}, 1)
-    comm._connections = {("a",): GlooConnections(backend, 1, n)}
-    return comm, backend
+    backend = ZeroBackend({}, 1)
+    return InMemoryComm({"a": n}, {"a": 1}, backend), backend
 
 
 def memory(messages: list[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
@@ -348,7 +356,10 @@ def test_bytes_sent_by_gather_scatter_reduce_and_permute_are_the_least(n):
 def test_dropped_transfer_is_received_before_the_next_one_starts():
     comm, backend = zero_comm(2)
     received = []
-    backend.recv = lambda xs, of, tag: Work(lambda: received.append(tag))  # type: ignore[method-assign]
+    receive = backend.recv
+    backend.recv = lambda xs, of, tag: (  # type: ignore[method-assign]
+        receive(xs, of, tag) if tag == HEADER_TAG else Work(lambda: received.append(tag))
+    )
     pending = comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
     del pending
     assert received == []
