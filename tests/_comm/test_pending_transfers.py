@@ -6,6 +6,7 @@ import datetime
 import itertools
 import math
 import queue
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ class MemoryBackend:
         self.network, self.me = network, me
         self.sent: list[tuple[int, Tensor]] = []
         self.received: list[tuple[int, Tensor]] = []
+        self.tags: list[tuple[int, int]] = []
 
     def _channel(self, *key: int) -> Any:
         """The queues of a channel: messages that were sent, and queues of the receivers that wait for one."""
@@ -270,6 +272,7 @@ class ZeroBackend(MemoryBackend):
         if tag == HEADER_TAG:
             self.header = xs[0]
             return Work(lambda: None)
+        self.tags.append((to, tag))
         return super().send(xs, to, tag)
 
     def recv(self, xs: list[Tensor], source: int, tag: int) -> Work:
@@ -365,3 +368,83 @@ def test_dropped_transfer_is_received_before_the_next_one_starts():
     assert received == []
     comm.gather([torch.ones(3)], [[torch.empty(3)] * 2], ("a",))
     assert len(received) == 1
+
+
+# --- ranks that disagree -------------------------------------------------------------------------------------------
+
+A, AB, BA = ("a",), ("a", "b"), ("b", "a")
+
+
+def halves(x: Tensor) -> Any:
+    return x.tensor_split(2)
+
+
+# Calls of equal bytes where the name does not say otherwise: of rank 0, and of the other ranks.
+DISAGREEMENTS: dict[str, tuple[Any, Any]] = {
+    "operation": (lambda c, x: c.all_reduce(x, "sum", A), lambda c, x: c.all_reduce(x, "max", A)),
+    "order": (lambda c, x: [c.all_reduce(x, op, A) for op in ("max", "min")],
+              lambda c, x: [c.all_reduce(x, op, A) for op in ("min", "max")]),
+    "dtype": (lambda c, x: c.all_reduce(x, "sum", A), lambda c, x: c.all_reduce(x.view(torch.int32), "sum", A)),
+    "size": (lambda c, x: c.all_reduce(x, "sum", A), lambda c, x: c.all_reduce(x[3:], "sum", A)),
+    "parts": (lambda c, x: c.reduce([x], A)(), lambda c, x: c.reduce([*halves(x)], A)()),
+    "parts of a gather": (lambda c, x: c.gather([x[:2]], [[x[2:4], x[4:6], x[6:8]]], A)(),
+                          lambda c, x: c.gather([x[:1]], [[x[2:3], x[3:5], x[5:8]]], A)()),
+    "verb": (lambda c, x: c.all_gather(x, A), lambda c, x: c.all_reduce(x.repeat(3), "sum", A)),
+    "scatter": (lambda c, x: c.reduce_scatter(x.expand(3, -1), A), lambda c, x: c.all_to_all(x.repeat(3, 1), A)),
+    "pairs": (lambda c, x: c.permute(x, [(0, 1)], A), lambda c, x: c.permute(x, [(1, 0)], A)),
+    "no pairs": (lambda c, x: c.permute(x, [(2, 0)], A), lambda c, x: c.permute(x, [], A)),
+    "order of axes": (lambda c, x: c.all_gather(x, AB), lambda c, x: c.all_gather(x, BA)),
+    "agreement": (lambda c, x: c.agree("psum", A, x.device), lambda c, x: c.agree("pmax", A, x.device)),
+    "agreement and transfer": (lambda c, x: c.agree("psum", A, x.device), lambda c, x: c.all_reduce(x, "sum", A)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [12, 50_001])  # in one small message; large messages, and sums in two rounds
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_in_different_collectives_all_raise_and_may_go_on(name, size):
+    sizes = {"a": 2, "b": 2} if name == "order of axes" else {"a": 3}
+
+    def f(comm: Any, rank: int) -> str:
+        with pytest.raises(fs.ShardingError) as e:
+            DISAGREEMENTS[name][rank > 0](comm, torch.ones(size))
+        for k in range(3):  # no message of the failed call is received by a later one
+            x = torch.full((size,), float(comm.coords["a"] + k))
+            assert comm.all_reduce(x, "max", A).unique().tolist() == [sizes["a"] - 1 + k]
+        return str(e.value)
+
+    for message in run_in_memory(sizes)(f):
+        first, *rows, _ = message.splitlines()
+        assert first == "the ranks disagree on a collective"
+        assert message.count(", at test_pending_transfers.py:") == 1  # the line of that rank
+        calls = {re.sub(r"  \w.*=\d  |, at .*", "", row) for row in rows}
+        assert len(calls) == 2, message
+
+
+def test_error_text_of_ranks_in_different_collectives():
+    def f(comm: Any, rank: int) -> str:
+        with pytest.raises(fs.ShardingError) as e:
+            comm.all_reduce(torch.ones(12), "sum", A) if rank else comm.gather(
+                [torch.ones(2)], [[torch.ones(2)] * 2], A
+            )()
+        return str(e.value)
+
+    where = f"test_pending_transfers.py:{f.__code__.co_firstlineno + 2} in f"
+    assert run_in_memory({"a": 2})(f) == [
+        "the ranks disagree on a collective\n"
+        f"  a=0  all_gather over a of float32, 2 + 2 elements{at0}\n"
+        f"  a=1  all_reduce over a of float32, 12 elements{at1}\n"
+        "  fix: every rank must call the same collectives in the same order, on equal shapes"
+        for at0, at1 in ((f", at {where}", ""), ("", f", at {where}"))
+    ]
+
+
+def test_messages_of_different_transfers_never_match():
+    """Tags of a transfer, of its second round, of other descriptions and of the next transfers all differ."""
+    tags = []
+    for k in (0, 1):
+        comm, backend = zero_comm(3)
+        for _ in range(3):
+            comm.reduce([torch.ones(50_000 + k)], A)()
+        tags += [tag for to, tag in backend.tags if to == 2]
+    assert len(set(tags)) == len(tags) == 12
+    assert all(0 < tag < 1 << 31 for tag in tags)
