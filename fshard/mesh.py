@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import math
 import os
 import sys
@@ -21,6 +22,8 @@ from .spec import format_axes
 
 T = TypeVar("T")
 
+_LEAST_TIMEOUT, _MOST_TIMEOUT = 0.001, 10**8  # seconds: torch counts milliseconds, and C++ nanoseconds in 64 bits
+
 
 @checked
 class Mesh:
@@ -31,7 +34,9 @@ class Mesh:
     abstract mesh would have transferred, since it was made).
     """
 
-    def __init__(self, axes: Mapping[str, int], kind: str, device: torch.device) -> None:
+    def __init__(
+        self, axes: Mapping[str, int], kind: str, device: torch.device, timeout: datetime.timedelta | None = None
+    ) -> None:  # fmt: skip
         self.axes = dict(axes)
         self.kind, self.device = kind, device
         self.size = math.prod(self.axes.values())
@@ -41,7 +46,7 @@ class Mesh:
         if kind == "abstract":
             self._comm = AbstractComm(self.axes, self.transfers)
         elif kind == "process" or self.size == 1:
-            self._comm = ProcessComm(self.axes, self.coords(self.ranks[0]))
+            self._comm = ProcessComm(self.axes, self.coords(self.ranks[0]), timeout)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Position of a rank along each axis."""
@@ -89,7 +94,9 @@ def _identity(mesh: Mesh) -> tuple[Any, ...]:
 
 
 @checked
-def make_mesh(*, kind: str | None = None, device: str | torch.device | None = None, **axes: int) -> Mesh:
+def make_mesh(
+    *, kind: str | None = None, device: str | torch.device | None = None, timeout: float | None = None, **axes: int
+) -> Mesh:  # fmt: skip
     """Return a mesh with the named axes, `data=2, model=4`, the last one varying fastest.
 
     `kind`: "process" is one rank per process over torch.distributed, which is started if needed (nccl on CUDA,
@@ -97,8 +104,18 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
     the default elsewhere: every rank is a thread of this process. "abstract" has no ranks: for dry runs, of any size.
     In a process mesh one axis may be -1: the rest of the world size.
 
+    `timeout`: seconds that a collective of a process mesh waits for another rank before it fails; by default that of
+    torch.distributed, 30 minutes with gloo and 10 with nccl. If torch.distributed is initialized already, its group of
+    all ranks keeps the timeout that it has: in collectives over all axes that are compiled or on CUDA, and where ranks
+    exchange Python objects (in a checked call, a checkpoint). It has no effect on other kinds of mesh, which find a
+    deadlock at once.
+
     >>> make_mesh(data=2, model=4)
     Mesh(data=2, model=4; simulated, 8 x cpu)
+
+    With gloo every transfer is checked: ranks that disagree on the operation, axes, dtype or sizes raise ShardingError.
+    With nccl only those of checked calls are (`shard_map(check="always")`), and all ranks must reach the first
+    collective over each set of axes: it makes a process group.
 
     Raises ShardingError for sizes that are not positive, and where the sizes do not multiply to the world size.
     """
@@ -116,6 +133,10 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
         raise fail(f"make_mesh({sizes}): a{'n' * (kind == 'abstract')} {kind} mesh has no world size to infer "
                    f"{inferred[0]!r} from",
                    fix=f"state how many ranks it has: {inferred[0]}=2")  # fmt: skip
+    if timeout is not None and not _LEAST_TIMEOUT <= timeout <= _MOST_TIMEOUT:
+        limits = f"{_LEAST_TIMEOUT} to {_MOST_TIMEOUT:,}"
+        raise fail(f"make_mesh: timeout={timeout!r}: not a number of seconds from {limits}",
+                   fix="timeout=600 waits ten minutes; None is the default of torch.distributed")  # fmt: skip
     if device is None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default) if kind == "process" else torch.get_default_device()
@@ -123,10 +144,11 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
         device = _with_index(torch.device(device))
     except RuntimeError as e:
         raise fail(f"make_mesh: device is {device!r}", str(e), fix="device='cpu' or device='cuda'") from None
+    duration = None if timeout is None else datetime.timedelta(seconds=timeout)
     if kind == "process":
-        _start_process(sizes, device)
+        _start_process(sizes, device, duration)
         axes = _fit_world_size(axes, inferred, sizes)
-    return Mesh(axes, kind, device)
+    return Mesh(axes, kind, device, duration)
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -137,7 +159,7 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", current)))
 
 
-def _start_process(sizes: str, device: torch.device) -> None:
+def _start_process(sizes: str, device: torch.device, timeout: datetime.timedelta | None) -> None:
     """Make the device current, and start torch.distributed if it is not initialized."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -145,8 +167,10 @@ def _start_process(sizes: str, device: torch.device) -> None:
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise fail(f"make_mesh({sizes}, kind='process'): this process was not launched as a rank",
                        fix="start it with torchrun --nproc-per-node N, or use kind='simulated'")  # fmt: skip
-        store, rank, world = next(rendezvous("env://"))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+        store, rank, world = next(rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout))
+        cuda = device.type == "cuda"
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout,
+                                device_id=device if cuda else None)  # fmt: skip
         if device.type == "cpu":
             atexit.register(_leave, store, world)
 

@@ -146,7 +146,7 @@ def test_error_text_of_a_size_of_another_kind(size):
 
 def test_error_text_of_axes_passed_by_position():
     assert error_text(fs.make_mesh, (2, 4), ("data", "model")) == (
-        "make_mesh: 2 arguments by position, of which it takes 0\n  fix: make_mesh(kind=, device=, **axes)"
+        "make_mesh: 2 arguments by position, of which it takes 0\n  fix: make_mesh(kind=, device=, timeout=, **axes)"
     )
 
 
@@ -161,6 +161,22 @@ def test_error_text_of_inferred_size_without_a_world_size():
         "make_mesh(data=-1, model=2): a simulated mesh has no world size to infer 'data' from\n"
         "  fix: state how many ranks it has: data=2"
     )
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 0.0001, float("inf"), float("nan"), 1e12])
+def test_error_text_of_a_timeout_that_cannot_be_waited_for(timeout):
+    assert error_text(fs.make_mesh, data=2, timeout=timeout) == (
+        f"make_mesh: timeout={timeout!r}: not a number of seconds from 0.001 to 100,000,000\n"
+        "  fix: timeout=600 waits ten minutes; None is the default of torch.distributed"
+    )
+    assert error_text(fs.make_mesh, data=2, timeout="600") == "make_mesh: timeout must be a float or None, got '600'"
+
+
+@pytest.mark.parametrize("kind", ["simulated", "abstract"])
+def test_timeout_has_no_effect_on_meshes_without_processes(kind):
+    mesh = fs.make_mesh(kind=kind, data=2, timeout=60)
+    assert mesh == fs.make_mesh(kind=kind, data=2)
+    assert hash(mesh) == hash(fs.make_mesh(kind=kind, data=2, timeout=0.5))
 
 
 def test_error_text_of_unknown_kind():

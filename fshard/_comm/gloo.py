@@ -1,57 +1,83 @@
-"""Messages between the ranks of a process group, by the point-to-point send and receive of gloo.
+"""Messages between the ranks of a mesh, by the point-to-point send and receive of gloo.
 
 A large contiguous tensor is sent without a copy, and the small ones of a transfer share one message to each rank.
-Messages match by tag, and each transfer has a tag of its own, so the order of the waits may differ from that of the
-starts.
+Every transfer begins with a header of a fixed size from each rank to each other one, which describes it. The headers
+of two ranks match in the order of their sends, so two ranks that start different transfers find out. The tag of the
+other messages is computed from the description and a number, so messages of different transfers never match, and the
+order of the waits may differ from that of the starts.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import datetime
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fshard._torch_compat import foreach_copy_
 
+from .description import Description, disagreement
 from .functional import call_distributed
 from .packing import pack, unpack
 
 _LARGE = 1 << 16  # bytes from which a message of its own costs less than two copies
-_TAGS = range(1 << 20, (1 << 20) + 4096)  # more than there are pending transfers
+HEADER_TAG = 1 << 20
+_FIRST_TAG = 1 << 30
+_NUMBERS = 1 << 13  # more than there are pending transfers
+
+
+class Work(NamedTuple):
+    """A message that is being sent to a rank or received from it, and the tensor that it reads or writes."""
+
+    work: Any
+    rank: int
+    tensor: Tensor
 
 
 @dataclass
 class GlooConnections:
-    """The connections of this rank of a process group, and their state from one transfer to the next."""
+    """The connections of this rank to all others of the mesh, and their state from one transfer to the next."""
 
     backend: Any
     rank: int
     size: int
-    sequence_numbers: Iterator[int] = field(default_factory=itertools.count)  # of the transfers
+    timeout: datetime.timedelta
+    started: list[int] = field(init=False)  # number of transfers with each rank
     abandoned: list[PendingMessages] = field(default_factory=list)  # dropped before they were waited for
+
+    def __post_init__(self) -> None:
+        self.started = [0] * self.size
 
 
 class PendingMessages:
     """The messages of one transfer: `outgoing[r]` is being sent to rank r, and `incoming[r]` received from it.
 
-    The sizes of `incoming[r]` are those that rank r sends. Every rank numbers its transfers in the same order.
+    The sizes of `incoming[r]` are those that rank r sends. All `ranks` must start the same transfers with one another,
+    in the same order. A transfer may have a second round of messages, which is a `PendingMessages` of its own:
+    `second_round_of` is the first.
+
+    Attributes: `description`, and `works`: the messages that are not known to have ended.
     """
 
     def __init__(
-        self, connections: GlooConnections, outgoing: Mapping[int, Sequence[Tensor]],
-        incoming: Mapping[int, Sequence[Tensor]], sequence_number: int | None = None,
+        self, connections: GlooConnections, ranks: Sequence[int], description: Description,
+        outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]],
+        second_round_of: PendingMessages | None = None,
     ) -> None:  # fmt: skip
-        self._connections = connections
-        if sequence_number is None:
-            sequence_number = next(connections.sequence_numbers)
-        self._tag = _TAGS[sequence_number % len(_TAGS)]  # messages of one tag arrive in the order they were sent
-        self._works: list[tuple[Any, Tensor]] = []  # with the tensor that each one reads or writes
+        self.description = description
+        self.works: list[Work] = []
+        self._connections, self._ranks = connections, ranks
+        self._headers: list[Work] = []
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
-        while connections.abandoned:
-            connections.abandoned.pop()._wait_for_works()
+        if second_round_of is not None:
+            self._tags: dict[int, int] = {r: tag + _NUMBERS for r, tag in second_round_of._tags.items()}
+        else:
+            while connections.abandoned:
+                connections.abandoned.pop()._wait_for_works()
+            self._tags = self._exchange_headers()
         n, me = connections.size, connections.rank
         for r in sorted(incoming, key=lambda r: (me - r) % n):  # each rank starts with another peer
             self._receive(r, incoming[r])
@@ -61,7 +87,21 @@ class PendingMessages:
             if id(xs) not in messages:
                 messages[id(xs)] = pack_messages(xs)
             for x in messages[id(xs)]:
-                self._start(connections.backend.send, x, r)
+                self.works.append(self._start(connections.backend.send, x, r, self._tags[r]))
+
+    def _exchange_headers(self) -> dict[int, int]:
+        """Start to exchange headers, and return the tag of the other messages to and from each rank."""
+        connections, message = self._connections, self.description.message
+        tags = {}
+        for r in self._ranks:
+            if r == connections.rank:
+                continue
+            received = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
+            self._headers.append(self._start(connections.backend.recv, received, r, HEADER_TAG))
+            self._headers.append(self._start(connections.backend.send, message, r, HEADER_TAG))
+            tags[r] = _FIRST_TAG + (self.description.number << 14) + connections.started[r] % _NUMBERS
+            connections.started[r] += 1
+        return tags
 
     def _receive(self, rank: int, xs: Sequence[Tensor]) -> None:
         for indices in _messages(xs):
@@ -70,26 +110,39 @@ class PendingMessages:
             if len(targets) > 1 or not x.is_contiguous():
                 x = x.new_empty(sum(t.numel() for t in targets))
                 self._packed.append((x, targets))
-            self._start(self._connections.backend.recv, x, rank)
+            self.works.append(self._start(self._connections.backend.recv, x, rank, self._tags[rank]))
 
-    def _start(self, send_or_receive: Any, x: Tensor, rank: int) -> None:
-        self._works.append((call_distributed(send_or_receive, [x], rank, self._tag), x))
+    def _start(self, send_or_receive: Any, x: Tensor, rank: int, tag: int) -> Work:
+        return Work(call_distributed(send_or_receive, [x], rank, tag), rank, x)
 
     def wait(self) -> None:
-        """Wait until all is sent and received. Raises ShardingError if a rank has failed or left."""
+        """Wait until all is sent and received. Raises ShardingError if a rank has failed, left, or sends another."""
         self._wait_for_works()
         for x, targets in self._packed:
             foreach_copy_(targets, unpack(x, targets))
 
     def _wait_for_works(self) -> None:
-        while self._works:
-            call_distributed(self._works[-1][0].wait)
-            self._works.pop()
+        received = {}
+        for header in self._headers:
+            self._wait_for(header)
+            if header.tensor is not self.description.message:
+                received[header.rank] = header.tensor.numpy().tobytes()
+        self._headers = []
+        different = {r for r, header in received.items() if header != self.description.header}
+        if different:
+            self.works = [work for work in self.works if work.rank not in different]  # theirs will never match
+            raise disagreement(self.description, [received.get(r) for r in self._ranks])
+        while self.works:
+            self._wait_for(self.works[-1])
+            self.works.pop()
+
+    def _wait_for(self, work: Work) -> None:
+        call_distributed(work.work.wait, self._connections.timeout)
 
     def __del__(self) -> None:
         # After an error a transfer may be dropped before the wait. Its messages must still be received, or they block
         # all later ones on the connection: at the next start, because ranks delete objects at different times.
-        if self._works:
+        if self.works or self._headers:
             self._connections.abandoned.append(self)
 
 

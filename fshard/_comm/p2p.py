@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard._torch_compat import foreach_copy_
 
+from .description import Description, describe_transfer
 from .gloo import GlooConnections, PendingMessages, pack_messages, unpack_messages
 from .packing import parts_by_rank, reduce_in_order
-from .protocol import PendingTransfer
+from .protocol import Axes, PendingTransfer
+from .record import reduction
 
 _WHOLE = 1 << 14  # bytes up to which every rank reduces everything: half the bytes are not worth a second round
 
@@ -26,26 +29,36 @@ class PeerGroup:
     """The ranks over some axes, in the order of the axes, with this one at `me`; the verbs are those of `Comm`."""
 
     connections: GlooConnections
-    group_ranks: Sequence[int]  # each one's rank in the process group
+    axes: Axes
+    ranks: Sequence[int]  # each one's rank in the mesh
     me: int
     sizes: Sequence[int]  # of the axes
 
     @property
     def others(self) -> list[int]:
-        return [r for r in range(len(self.group_ranks)) if r != self.me]
+        return [r for r in range(len(self.ranks)) if r != self.me]
 
     def _exchange(
-        self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]],
-        sequence_number: int | None = None,
+        self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
+        incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
     ) -> PendingMessages:  # fmt: skip
         """Start to send and receive: `PendingMessages` by position over the axes."""
-        ranks = self.group_ranks
-        return PendingMessages(self.connections, {ranks[r]: xs for r, xs in outgoing.items()},
-                               {ranks[r]: xs for r, xs in incoming.items()}, sequence_number)  # fmt: skip
+        ranks = self.ranks
+        return PendingMessages(self.connections, ranks, description, {ranks[r]: xs for r, xs in outgoing.items()},
+                               {ranks[r]: xs for r, xs in incoming.items()}, second_round_of)  # fmt: skip
+
+    def _describe(self, op: str, xs: Sequence[Tensor], details: Sequence[Any] = ()) -> Description:
+        """Describe a transfer of tensors whose sizes, and other details, are equal on every rank."""
+        return describe_transfer(op, self.axes, xs[0].dtype, tuple([x.numel() for x in xs]), tuple(details))
+
+    def agree(self, description: Description) -> None:
+        """Raise ShardingError on every rank unless all pass an equal description."""
+        self._exchange(description, {}, {}).wait()
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
         rows = parts_by_rank(into, dims, self.sizes)
-        messages = self._exchange(dict.fromkeys(self.others, xs), {r: rows[r] for r in self.others})
+        description = self._describe("all_gather", into, dims)
+        messages = self._exchange(description, dict.fromkeys(self.others, xs), {r: rows[r] for r in self.others})
         foreach_copy_(list(rows[self.me]), list(xs))
 
         def wait() -> list[Tensor]:
@@ -57,11 +70,13 @@ class PeerGroup:
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
         rows = parts_by_rank(xs, dims, self.sizes)
         mine = rows[self.me]
-        parts = _Parts(self, {r: pack_messages(rows[r]) for r in self.others}, pack_messages(mine, contiguous=False))
+        parts = _Parts(self, self._describe("reduce_scatter", xs, dims),
+                       {r: pack_messages(rows[r]) for r in self.others},
+                       pack_messages(mine, contiguous=False))  # fmt: skip
         return lambda: unpack_messages(parts.reduce("sum"), mine)
 
     def reduce(self, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = False) -> PendingTransfer:
-        n, me = len(self.group_ranks), self.me
+        n, me, description = len(self.ranks), self.me, self._describe(reduction(op), xs)
         flats = [x.view(-1) for x in pack_messages(xs)]
         read_only = {x.data_ptr() for x in xs} if fresh else set()
         outs = [None if flat.data_ptr() in read_only else flat for flat in flats]
@@ -76,21 +91,20 @@ class PeerGroup:
             return list(xs)
 
         if n == 2 or sum(x.nbytes for x in flats) <= _WHOLE:
-            whole = _Parts(self, dict.fromkeys(self.others, flats), flats)
+            whole = _Parts(self, description, dict.fromkeys(self.others, flats), flats)
             return lambda: results(whole.reduce(op, outs))
 
         # 1. Each rank reduces its n-th of the whole. 2. Every rank sends that to all others.
         pieces = [flat.tensor_split(n) for flat in flats]
-        parts = _Parts(self, {r: [row[r] for row in pieces] for r in self.others}, [row[me] for row in pieces])
-        # Number the second round now: before they wait, ranks may start different numbers of other transfers.
-        second = next(self.connections.sequence_numbers)
+        outgoing = {r: [row[r] for row in pieces] for r in self.others}
+        parts = _Parts(self, description, outgoing, [row[me] for row in pieces])
 
         def wait() -> list[Tensor]:
             totals = [torch.empty_like(flat) if out is None else out for flat, out in zip(flats, outs, strict=True)]
             into = [total.tensor_split(n) for total in totals]
             reduced = parts.reduce(op, [row[me] for row in into])
             incoming = {r: [row[r] for row in into] for r in self.others}
-            self._exchange(dict.fromkeys(self.others, reduced), incoming, second).wait()
+            self._exchange(description, dict.fromkeys(self.others, reduced), incoming, parts.messages).wait()
             return results(totals)
 
         return wait
@@ -99,7 +113,7 @@ class PeerGroup:
         return self.reduce([x], op, fresh=True)()[0]
 
     def all_gather(self, x: Tensor) -> Tensor:
-        out = _empty(x, (len(self.group_ranks), *x.shape))
+        out = _empty(x, (len(self.ranks), *x.shape))
         self.gather([x[None]], [out], [0])()
         return out
 
@@ -108,7 +122,8 @@ class PeerGroup:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         out = _empty(x, x.shape)
-        messages = self._exchange({r: [x[r]] for r in self.others}, {r: [out[r]] for r in self.others})
+        messages = self._exchange(self._describe("all_to_all", [x]), {r: [x[r]] for r in self.others},
+                                  {r: [out[r]] for r in self.others})  # fmt: skip
         out[self.me].copy_(x[self.me])
         messages.wait()
         return out
@@ -117,8 +132,9 @@ class PeerGroup:
         targets = {target for source, target in pairs if source == self.me}
         sources = {source for source, target in pairs if target == self.me}
         out = _empty(x, x.shape) if sources else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        message = [x]
-        messages = self._exchange(dict.fromkeys(targets - {self.me}, message), {r: [out] for r in sources - {self.me}})
+        description, message = self._describe("permute", [x], sorted(pairs)), [x]
+        messages = self._exchange(description, dict.fromkeys(targets - {self.me}, message),
+                                  {r: [out] for r in sources - {self.me}})  # fmt: skip
         if self.me in sources:
             out.copy_(x)
         messages.wait()
@@ -128,15 +144,18 @@ class PeerGroup:
 class _Parts:
     """The parts of a reduction: those of this rank, and pending ones like them from each of the others."""
 
-    def __init__(self, peers: PeerGroup, outgoing: Mapping[int, Sequence[Tensor]], mine: Sequence[Tensor]) -> None:
+    def __init__(
+        self, peers: PeerGroup, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
+        mine: Sequence[Tensor],
+    ) -> None:  # fmt: skip
         received = {r: [_empty(x, x.shape) for x in mine] for r in peers.others}
         self._parts = list(zip(*(xs for _, xs in sorted({**received, peers.me: mine}.items())), strict=True))
         self._buffers = received[peers.others[0]]
-        self._messages = peers._exchange(outgoing, received)
+        self.messages = peers._exchange(description, outgoing, received)
 
     def reduce(self, op: str, outs: Sequence[Tensor | None] | None = None) -> list[Tensor]:
         """Wait, and reduce in the order of the ranks: into `outs`, or for `None` into a received part."""
-        self._messages.wait()
+        self.messages.wait()
         return [
             reduce_in_order(parts, op, buffer, buffer if out is None else out)
             for parts, buffer, out in zip(self._parts, self._buffers, outs or [None] * len(self._buffers), strict=True)

@@ -2,67 +2,66 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Mapping, Sequence
+import datetime
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard._torch_compat import backend_of, timeout_of
-from fshard.errors import fail
+from fshard._torch_compat import assume_constant_result, backend_of, timeout_of
 
-from .functional import FunctionalGroup
+from .description import Description, disagreement
+from .functional import FunctionalGroup, call_distributed
 from .gloo import GlooConnections
 from .p2p import PeerGroup
 from .protocol import Axes, PendingTransfer, index_of, ranks_over
 from .record import note, reduction
 
-_CALL_BYTES = 160  # of a rank's description of its call: a digest of 32 bytes, and the beginning of the text
-
 
 class ProcessComm:
-    """A rank of torch.distributed, in a process group with the others over each set of axes.
+    """A rank of torch.distributed, whose rank in the mesh is that in torch.distributed's group of all, WORLD.
 
-    On CPUs ranks exchange messages by a `PeerGroup`. On CUDA, and while dynamo traces, collectives are those of a
-    `FunctionalGroup`: `torch.compile(fullgraph=True)` traces these, and keeps their order the same on every rank.
+    On CPUs a `PeerGroup` over each set of axes exchanges messages on the connections of WORLD. On CUDA, and while
+    dynamo traces, collectives are those of a `FunctionalGroup`: `torch.compile(fullgraph=True)` traces these, and keeps
+    their order the same on every rank. These have a process group, made at the first collective over its axes.
     """
 
     has_values = True
 
-    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
+    def __init__(
+        self, sizes: Mapping[str, int], coords: Mapping[str, int], timeout: datetime.timedelta | None = None
+    ) -> None:  # fmt: skip
         self.sizes: Mapping[str, int] = dict(sizes)
         self.coords: Mapping[str, int] = dict(coords)
         self._axes = tuple(a for a, n in sizes.items() if n > 1)
-        self._group_names: dict[Axes, str] = {}
-        self._connections: dict[Axes, GlooConnections] = {}
+        self._connections: GlooConnections | None = None
         self._peers: dict[Axes, PeerGroup] = {}
-        # Every subset, in one order on every rank: a group made later, by some ranks only, would be a hang.
-        for k in range(1, len(self._axes) + 1):
-            for axes in itertools.combinations(self._axes, k):
-                group = dist.group.WORLD
-                if len(axes) < len(self._axes):
-                    members = ranks_over(axes, self.sizes, self.coords)
-                    group = dist.new_group(members, timeout=_timeout(), use_local_synchronization=True)
-                assert group is not None
-                self._group_names[axes] = group.group_name
-                if (backend := _gloo_backend(group)) is not None:
-                    self._connections[axes] = GlooConnections(backend, group.rank(), group.size())
+        if self._axes:
+            world = dist.group.WORLD
+            assert world is not None
+            timeout = timeout or _timeout(world)
+            self._world_name = world.group_name
+            self._group_name = _process_groups(timeout)
+            self._grid = (id(world), *((axis, sizes[axis], coords[axis]) for axis in self._axes))
+            if (backend := _gloo_backend(world)) is not None:
+                self._connections = GlooConnections(backend, world.rank(), world.size(), timeout)
 
     def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
         """Return the ranks over the axes, which may be in any order, in the form that sends tensors of this device."""
-        peers = self.direct and x.device.type == "cpu" and bool(self._connections)
-        if peers and axes in self._peers:
+        if self._connections is not None and self.direct and x.device.type == "cpu":
+            if axes not in self._peers:
+                ranks, me = ranks_over(axes, self.sizes, self.coords), index_of(axes, self.sizes, self.coords)
+                self._peers[axes] = PeerGroup(self._connections, axes, ranks, me, [self.sizes[a] for a in axes])
             return self._peers[axes]
+        # Dynamo traces this, and each transfer on CUDA runs it: no tensors, and no list of ranks.
         axes = tuple(a for a in axes if self.sizes[a] > 1)
-        group_axes = tuple(a for a in self._axes if a in axes)
         sizes, me = [self.sizes[a] for a in axes], index_of(axes, self.sizes, self.coords)
-        if not peers:  # dynamo traces this, and each transfer on CUDA runs it: no tensors, and no list of ranks
-            return FunctionalGroup(self._group_names[group_axes], sizes, me, [axes.index(a) for a in group_axes])
-        ranks = ranks_over(axes, {a: self.sizes[a] for a in group_axes}, {})
-        return self._peers.setdefault(axes, PeerGroup(self._connections[group_axes], ranks, me, sizes))
+        group_axes = tuple(a for a in self._axes if a in axes)
+        name = self._world_name if group_axes == self._axes else self._group_name(group_axes, self._grid)
+        return FunctionalGroup(name, sizes, me, [axes.index(a) for a in group_axes])
 
     @property
     def direct(self) -> bool:
@@ -74,15 +73,16 @@ class ProcessComm:
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         """Compare digests of `what`. If a rank has left the program, the others wait until the timeout."""
-        digest = hashlib.blake2b(what.encode(), digest_size=32).digest()
-        call = digest + what.encode()[: _CALL_BYTES - 32].ljust(_CALL_BYTES - 32)
-        mine = torch.tensor(list(call), dtype=torch.uint8, device=device)
-        rows = self._group(axes, mine).all_gather(mine).tolist()
-        if any(row != rows[0] for row in rows):
-            calls = [bytes(row[32:]).decode(errors="replace").rstrip() for row in rows]
-            over = ", ".join(axes)
-            raise fail("the ranks disagree on a collective", *[f"{over}={i}  {text}" for i, text in enumerate(calls)],
-                       fix="every rank must call the same collectives in the same order, on equal shapes")  # fmt: skip
+        mine = Description.of(axes, what)
+        message = mine.message.to(device)
+        group = self._group(axes, message)
+        if isinstance(group, PeerGroup):
+            group.agree(mine)
+            return
+        headers = [bytes(row) for row in group.all_gather(message).tolist()]
+        if any(header != mine.header for header in headers):
+            me = index_of(axes, self.sizes, self.coords)
+            raise disagreement(mine, [None if i == me else header for i, header in enumerate(headers)])
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         note(reduction(op), [x], axes)
@@ -117,10 +117,30 @@ class ProcessComm:
         return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
 
 
-def _timeout() -> Any:
+def _process_groups(timeout: datetime.timedelta) -> Callable[[Axes, tuple[Any, ...]], str]:
+    """Return a function of axes and a grid that returns the name of a process group, made at the first call.
+
+    All ranks over these axes must call it. With nccl all ranks of the mesh must, each for its own group over these
+    axes: torch splits the communicator of all ranks.
+    """
+    names: dict[Axes, str] = {}
+
+    # Dynamo cannot trace the making of a group. It guards on arguments alone: the grid is one, since another mesh whose
+    # grid is equal may use the same compiled program.
+    @assume_constant_result
+    def group_name(axes: Axes, grid: tuple[Any, ...]) -> str:
+        if axes not in names:
+            sizes, coords = ({axis: place[i] for axis, *place in grid[1:]} for i in (0, 1))
+            new_group = functools.partial(dist.new_group, timeout=timeout, use_local_synchronization=True)
+            names[axes] = call_distributed(new_group, ranks_over(axes, sizes, coords)).group_name
+        return names[axes]
+
+    return group_name
+
+
+def _timeout(world: dist.ProcessGroup) -> Any:
     """Timeout that the job was started with, which groups made later do not inherit."""
-    assert dist.group.WORLD is not None
-    return timeout_of(backend_of(dist.group.WORLD, "cuda" if dist.get_backend() == "nccl" else "cpu"))
+    return timeout_of(backend_of(world, "cuda" if dist.get_backend() == "nccl" else "cpu"))
 
 
 def _gloo_backend(group: dist.ProcessGroup) -> Any:

@@ -66,9 +66,13 @@ def transfer_count() -> int:
 
 def transfer(op: str, xs: Sequence[Tensor], axes: Axes) -> Transfer:
     """Return the record of a collective of these tensors, of one dtype, called at the current line."""
-    origin: _callsite.Site | None = getattr(_thread, "origin", None)
-    where, phase = (origin, "backward") if origin else (_callsite.site(), "forward")
-    return Transfer(op, axes, xs[0].dtype, sum(x.numel() for x in xs) * xs[0].element_size(), where, phase)
+    phase = "backward" if getattr(_thread, "origin", None) else "forward"
+    return Transfer(op, axes, xs[0].dtype, sum(x.numel() for x in xs) * xs[0].element_size(), call_site(), phase)
+
+
+def call_site() -> _callsite.Site | None:
+    """Return the line of the current collective; in a recorded backward pass, that of the forward collective."""
+    return getattr(_thread, "origin", None) or _callsite.site()
 
 
 def reduction(op: str) -> str:

@@ -81,13 +81,14 @@ def _difference(name: str, label: str, column: list[_Argument], others: list[str
 
 
 def _meet(comm: Comm, device: torch.device) -> None:
-    """Exchange a constant over each axis, to fail at once beside a rank that is inside another call, and sends others.
+    """Exchange a constant, to fail at once beside a rank that is inside another call, and sends others.
 
-    An exchange between all ranks alone would wait for it until the timeout.
+    On CPUs over each axis: an exchange between all ranks alone would wait for that rank until the timeout. Elsewhere
+    between all ranks, since each set of axes needs a process group.
     """
-    for axis, n in comm.sizes.items():
-        if n > 1:
-            comm.agree("the start of a checked call", (axis,), device)
+    axes = tuple(axis for axis, n in comm.sizes.items() if n > 1)
+    for over in [(axis,) for axis in axes] if device.type == "cpu" else [axes]:
+        comm.agree("the start of a checked call", over, device)
 
 
 def _argument(x: Any) -> _Argument | None:

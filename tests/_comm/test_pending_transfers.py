@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import functools
 import itertools
 import math
 import queue
+import re
 import threading
 import time
 import unittest.mock
@@ -17,13 +20,15 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard._comm import functional, index_of, size_of
-from fshard._comm.gloo import GlooConnections
+from fshard._comm import functional
+from fshard._comm.gloo import HEADER_TAG, GlooConnections
 from fshard._comm.process import ProcessComm
+from fshard._comm.protocol import ranks_over
 from fshard._ops.linear_maps import Gather, Scatter, Sum
 from fshard.spec import part_lengths
 from tests.lib.collective_cases import EVERY_DTYPE, check_pending_transfers, check_transfer_records
 
+TIMEOUT = datetime.timedelta(seconds=60)
 MESHES = [
     ({"a": 2}, ("a",)),
     ({"a": 3}, ("a",)),
@@ -43,6 +48,7 @@ class MemoryBackend:
         self.network, self.me = network, me
         self.sent: list[tuple[int, Tensor]] = []
         self.received: list[tuple[int, Tensor]] = []
+        self.tags: list[tuple[int, int]] = []
 
     def _channel(self, *key: int) -> Any:
         """The queues of a channel: messages that were sent, and queues of the receivers that wait for one."""
@@ -82,35 +88,45 @@ class MemoryBackend:
 
 class Work:
     def __init__(self, wait: Any) -> None:
-        self.wait = wait
+        self._wait = wait
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        self._wait()
 
 
 class InMemoryComm(ProcessComm):
-    """A rank of a process mesh without processes: its groups are networks in memory."""
+    """A rank of a process mesh without processes: its connections are a network in memory."""
 
-    def __init__(self, sizes: dict[str, int], coords: dict[str, int], networks: dict[Any, Any]) -> None:
+    def __init__(self, sizes: dict[str, int], coords: dict[str, int], backend: Any) -> None:
+        super().__init__(dict.fromkeys(sizes, 1), dict.fromkeys(sizes, 0))  # a mesh of one rank has no connections
         self.sizes, self.coords = sizes, coords
-        self._axes = tuple(a for a, n in sizes.items() if n > 1)
-        self._connections, self._peers = {}, {}
-        for k in range(1, len(self._axes) + 1):
-            for axes in itertools.combinations(self._axes, k):
-                others = tuple(coords[a] for a in sizes if a not in axes)
-                rank, size = index_of(axes, sizes, coords), size_of(axes, sizes)
-                backend = MemoryBackend(networks.setdefault((axes, others), {}), rank)
-                self._connections[axes] = GlooConnections(backend, rank, size)
+        self._connections = GlooConnections(backend, backend.me, math.prod(sizes.values()), TIMEOUT)
 
 
 def run_in_memory(sizes: dict[str, int], kind: type[ProcessComm] = InMemoryComm) -> Any:
     """`Mesh.run` of a mesh whose ranks are threads and send messages in memory."""
 
     def run(f: Any) -> list[Any]:
-        networks: dict[Any, Any] = {}
+        network: dict[Any, Any] = {}
         places = list(itertools.product(*(range(n) for n in sizes.values())))
         with ThreadPoolExecutor(len(places)) as pool:
-            comms = [kind(sizes, dict(zip(sizes, at, strict=True)), networks) for at in places]
+            comms = [
+                kind(sizes, dict(zip(sizes, at, strict=True)), MemoryBackend(network, rank))
+                for rank, at in enumerate(places)
+            ]
             return [future.result() for future in [pool.submit(f, c, r) for r, c in enumerate(comms)]]
 
     return run
+
+
+@dataclasses.dataclass
+class MemoryGroup:
+    """A process group in memory: `ranks` are its ranks in the mesh, by their rank in the group."""
+
+    backend: MemoryBackend
+    axes: tuple[str, ...]
+    ranks: list[int]
+    numbers: Any = dataclasses.field(default_factory=itertools.count)  # of its transfers
 
 
 class FunctionalComm(InMemoryComm):
@@ -118,7 +134,12 @@ class FunctionalComm(InMemoryComm):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._group_names, self._connections = self._connections, {}
+        backend, self._connections = self._connections.backend, None
+        self._axes = tuple(a for a, n in self.sizes.items() if n > 1)
+        group = lambda axes: MemoryGroup(backend, axes, ranks_over(axes, self.sizes, self.coords))  # noqa: E731
+        groups: dict[Any, MemoryGroup] = {}
+        self._group_name = lambda axes, grid: groups.setdefault(axes, group(axes))
+        self._world_name, self._grid = group(self._axes), ()
 
 
 class FunctionalOps:
@@ -129,24 +150,26 @@ class FunctionalOps:
         return started()
 
     @staticmethod
-    def all_to_all_single(x: Tensor, received: list[int], sent: list[int], group: GlooConnections) -> Any:
+    def all_to_all_single(x: Tensor, received: list[int], sent: list[int], group: MemoryGroup) -> Any:
         return FunctionalOps._exchange(x.split(sent), received, group, torch.cat)
 
     @staticmethod
-    def all_gather_into_tensor(x: Tensor, n: int, group: GlooConnections) -> Any:
-        assert n == group.size
+    def all_gather_into_tensor(x: Tensor, n: int, group: MemoryGroup) -> Any:
+        assert n == len(group.ranks)
         return FunctionalOps._exchange([x] * n, [len(x)] * n, group, torch.cat)
 
     @staticmethod
-    def reduce_scatter_tensor(x: Tensor, op: str, n: int, group: GlooConnections) -> Any:
-        assert (op, n) == ("sum", group.size)
+    def reduce_scatter_tensor(x: Tensor, op: str, n: int, group: MemoryGroup) -> Any:
+        assert (op, n) == ("sum", len(group.ranks))
         return FunctionalOps._exchange(x.split([len(x) // n] * n), [len(x) // n] * n, group, FunctionalOps._sum)
 
     @staticmethod
-    def all_reduce(x: Tensor, op: str, group: GlooConnections) -> Any:
+    def all_reduce(x: Tensor, op: str, group: MemoryGroup) -> Any:
         combine = {"sum": FunctionalOps._sum, "max": lambda xs: torch.stack(xs).amax(0),
                    "min": lambda xs: torch.stack(xs).amin(0)}[op]  # fmt: skip
-        started = FunctionalOps._exchange([x.reshape(-1)] * group.size, [x.numel()] * group.size, group, combine)
+        started = FunctionalOps._exchange(
+            [x.reshape(-1)] * len(group.ranks), [x.numel()] * len(group.ranks), group, combine
+        )
         return lambda: started().view(x.shape)
 
     @staticmethod
@@ -154,16 +177,16 @@ class FunctionalOps:
         return functools.reduce(torch.add, xs)
 
     @staticmethod
-    def _exchange(outgoing: Any, lengths: list[int], group: GlooConnections, combine: Any) -> Any:
-        tag = next(group.sequence_numbers)
+    def _exchange(outgoing: Any, lengths: list[int], group: MemoryGroup, combine: Any) -> Any:
+        tag: Any = (group.axes, next(group.numbers))
         incoming = [outgoing[0].new_empty(length) for length in lengths]
-        works = [group.backend.recv([x], r, tag) for r, x in enumerate(incoming)]
-        for r, x in enumerate(outgoing):
+        works = [group.backend.recv([x], r, tag) for r, x in zip(group.ranks, incoming, strict=True)]
+        for r, x in zip(group.ranks, outgoing, strict=True):
             group.backend.send([x.resolve_conj()], r, tag)  # torch's dispatcher does so for the real ones
 
         def wait() -> Tensor:
             for work in works:
-                work.wait()
+                work.wait(TIMEOUT)
             return combine(incoming)
 
         return wait
@@ -333,18 +356,26 @@ def test_started_map_gives_the_result_of_run(kind, n):
 
 
 class ZeroBackend(MemoryBackend):
-    """A backend that receives zeros from every rank, at once."""
+    """A backend that receives zeros from every rank, at once, and a header equal to the one that is sent."""
+
+    def send(self, xs: list[Tensor], to: int, tag: int) -> Work:
+        if tag == HEADER_TAG:
+            self.header = xs[0]
+            return Work(lambda: None)
+        self.tags.append((to, tag))
+        return super().send(xs, to, tag)
 
     def recv(self, xs: list[Tensor], source: int, tag: int) -> Work:
+        if tag == HEADER_TAG:
+            return Work(lambda: xs[0].copy_(self.header))
         self.received.append((source, xs[0]))
         return Work(xs[0].zero_)
 
 
 def zero_comm(n: int) -> tuple[Any, ZeroBackend]:
     """Rank 1 of n, which receives zeros, and its backend."""
-    comm, backend = InMemoryComm({"a": n}, {"a": 1}, {}), ZeroBackend({}, 1)
-    comm._connections = {("a",): GlooConnections(backend, 1, n)}
-    return comm, backend
+    backend = ZeroBackend({}, 1)
+    return InMemoryComm({"a": n}, {"a": 1}, backend), backend
 
 
 def memory(messages: list[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
@@ -419,9 +450,94 @@ def test_bytes_sent_by_gather_scatter_reduce_and_permute_are_the_least(n):
 def test_dropped_transfer_is_received_before_the_next_one_starts():
     comm, backend = zero_comm(2)
     received = []
-    backend.recv = lambda xs, of, tag: Work(lambda: received.append(tag))  # type: ignore[method-assign]
+    receive = backend.recv
+    backend.recv = lambda xs, of, tag: (  # type: ignore[method-assign]
+        receive(xs, of, tag) if tag == HEADER_TAG else Work(lambda: received.append(tag))
+    )
     pending = comm.gather([torch.ones(3)], [torch.empty(6)], [0], ("a",))
     del pending
     assert received == []
     comm.gather([torch.ones(3)], [torch.empty(6)], [0], ("a",))
     assert len(received) == 1
+
+
+# --- ranks that disagree -------------------------------------------------------------------------------------------
+
+A, AB, BA = ("a",), ("a", "b"), ("b", "a")
+
+
+def halves(x: Tensor) -> Any:
+    return x.tensor_split(2)
+
+
+# Calls of equal bytes where the name does not say otherwise: of rank 0, and of the other ranks.
+DISAGREEMENTS: dict[str, tuple[Any, Any]] = {
+    "operation": (lambda c, x: c.all_reduce(x, "sum", A), lambda c, x: c.all_reduce(x, "max", A)),
+    "order": (lambda c, x: [c.all_reduce(x, op, A) for op in ("max", "min")],
+              lambda c, x: [c.all_reduce(x, op, A) for op in ("min", "max")]),
+    "dtype": (lambda c, x: c.all_reduce(x, "sum", A), lambda c, x: c.all_reduce(x.view(torch.int32), "sum", A)),
+    "size": (lambda c, x: c.all_reduce(x, "sum", A), lambda c, x: c.all_reduce(x[3:], "sum", A)),
+    "parts": (lambda c, x: c.reduce([x], A)(), lambda c, x: c.reduce([*halves(x)], A)()),
+    "tensors of a gather": (lambda c, x: c.gather([x[:2], x[2:4]], [x[6:12], x[:6].clone()], [0, 0], A)(),
+                            lambda c, x: c.gather([x[:3], x[3:4]], [x[3:12], x[:3].clone()], [0, 0], A)()),
+    "dims of a gather": (lambda c, x: c.gather([x[:3].view(1, 3)], [torch.ones(3, 3)], [0], A)(),
+                         lambda c, x: c.gather([x[:3].view(3, 1)], [torch.ones(3, 3)], [1], A)()),
+    "verb": (lambda c, x: c.all_gather(x, A), lambda c, x: c.all_reduce(x.repeat(3), "sum", A)),
+    "scatter": (lambda c, x: c.reduce_scatter(x.expand(3, -1), A), lambda c, x: c.all_to_all(x.repeat(3, 1), A)),
+    "pairs": (lambda c, x: c.permute(x, [(0, 1)], A), lambda c, x: c.permute(x, [(1, 0)], A)),
+    "no pairs": (lambda c, x: c.permute(x, [(2, 0)], A), lambda c, x: c.permute(x, [], A)),
+    "order of axes": (lambda c, x: c.all_gather(x, AB), lambda c, x: c.all_gather(x, BA)),
+    "agreement": (lambda c, x: c.agree("psum", A, x.device), lambda c, x: c.agree("pmax", A, x.device)),
+    "agreement and transfer": (lambda c, x: c.agree("psum", A, x.device), lambda c, x: c.all_reduce(x, "sum", A)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [12, 50_001])  # in one small message; large messages, and sums in two rounds
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_in_different_collectives_all_raise_and_may_go_on(name, size):
+    sizes = {"a": 2, "b": 2} if name == "order of axes" else {"a": 3}
+
+    def f(comm: Any, rank: int) -> str:
+        with pytest.raises(fs.ShardingError) as e:
+            DISAGREEMENTS[name][rank > 0](comm, torch.ones(size))
+        for k in range(3):  # no message of the failed call is received by a later one
+            x = torch.full((size,), float(comm.coords["a"] + k))
+            assert comm.all_reduce(x, "max", A).unique().tolist() == [sizes["a"] - 1 + k]
+        return str(e.value)
+
+    for message in run_in_memory(sizes)(f):
+        first, *rows, _ = message.splitlines()
+        assert first == "the ranks disagree on a collective"
+        assert message.count(", at test_pending_transfers.py:") == 1  # the line of that rank
+        calls = {re.sub(r"  \w.*=\d  |, at .*", "", row) for row in rows}
+        assert len(calls) == 2, message
+
+
+def test_error_text_of_ranks_in_different_collectives():
+    def f(comm: Any, rank: int) -> str:
+        with pytest.raises(fs.ShardingError) as e:
+            comm.all_reduce(torch.ones(12), "sum", A) if rank else comm.gather(
+                [torch.ones(2)], [torch.ones(4)], [0], A
+            )()
+        return str(e.value)
+
+    where = f"test_pending_transfers.py:{f.__code__.co_firstlineno + 2} in f"
+    assert run_in_memory({"a": 2})(f) == [
+        "the ranks disagree on a collective\n"
+        f"  a=0  all_gather over a of float32, 4 elements, dims [0]{at0}\n"
+        f"  a=1  all_reduce over a of float32, 12 elements{at1}\n"
+        "  fix: every rank must call the same collectives in the same order, on equal shapes"
+        for at0, at1 in ((f", at {where}", ""), ("", f", at {where}"))
+    ]
+
+
+def test_messages_of_different_transfers_never_match():
+    """Tags of a transfer, of its second round, of other descriptions and of the next transfers all differ."""
+    tags = []
+    for k in (0, 1):
+        comm, backend = zero_comm(3)
+        for _ in range(3):
+            comm.reduce([torch.ones(50_000 + k)], A)()
+        tags += [tag for to, tag in backend.tags if to == 2]
+    assert len(set(tags)) == len(tags) == 12
+    assert all(0 < tag < 1 << 31 for tag in tags)

@@ -30,7 +30,7 @@ from tests.lib.collective_cases import (
     check_values,
 )
 from tests.lib.compile_cases import meshes_made_again
-from tests.lib.processes import Pool, RanksError
+from tests.lib.processes import TIMEOUT, Pool, RanksError
 
 pytestmark = pytest.mark.process
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # of sums in another order
@@ -246,7 +246,9 @@ def pending_transfers(n: int) -> None:
         mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [torch.empty(9 * n)], [0], ("x",)) and None)
         mesh.run(lambda comm, rank: comm.reduce([torch.ones(50_000)], ("x",)) and None)
     check_pending_transfers(mesh.run, mesh.axes, ("x",), EVERY_DTYPE[:1])
-    mesh.run(lambda comm, rank: comm._connections.clear())  # leaves the collectives that CUDA and compilers use
+    mesh.run(
+        lambda comm, rank: setattr(comm, "_connections", None)
+    )  # leaves the collectives that CUDA and compilers use
     check_pending_transfers(mesh.run, mesh.axes, ("x",), (torch.float32, torch.int64))
     check_transfer_records(mesh.run, mesh.axes, ("x",), here=1)
     check_values(mesh, ("x",))
@@ -316,9 +318,47 @@ def bad_results() -> None:
         fs.shard_map(lambda: torch.ones(2), mesh=mesh, out_specs=P("model"))()
 
 
-def test_wrong_meshes_and_results_are_errors_on_every_rank(ranks: Pool) -> None:
+def different_collectives() -> None:
+    """Run unchecked calls in which rank 1 does another collective: both ranks raise, and their mesh is still usable."""
+    mesh = fs.make_mesh(data=2)
+    rank = dist.get_rank()
+    for n in (4, 100_000):
+        x = torch.ones(2 * n)
+        for f in (
+            lambda x: fs.psum(x, "data") if rank else fs.pmax(x, "data"),
+            lambda x: fs.psum(x if rank else x[1:], "data"),  # gloo would abort rank 0, and rank 1 use what it has
+            lambda x: fs.psum(x[1:] if rank else x, "data"),
+            lambda x: fs.ppermute(x, "data", [(rank, 1 - rank)]),
+        ):
+            with pytest.raises(fs.ShardingError, match=r"disagree on a collective\n  data=0  .*\n  data=1  .*") as e:
+                fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check="never")(x)
+            assert str(e.value).count(f"test_process.py:{f.__code__.co_firstlineno} in ") == 1
+            check_values(mesh, ("data",))
+
+
+def process_groups() -> None:
+    """Count the process groups that are made: none for messages, else those of the axes of a collective, once."""
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        mesh = fs.make_mesh(a=2, b=2)
+        run = lambda axes: mesh.run(lambda comm, _: comm.all_reduce(torch.ones(3), "sum", axes))  # noqa: E731
+        for axes in (("a",), ("b",), ("a", "b"), ("b", "a")):
+            assert run(axes)[0].tolist() == [float(2 ** len(axes))] * 3
+        assert new_group.call_count == 0
+        mesh._comm._connections = None  # leaves the collectives that CUDA and compilers use
+        for axes, count in ((("b", "a"), 0), (("b",), 1), (("a", "b"), 1), (("b",), 1)):
+            assert run(axes)[0].tolist() == [float(2 ** len(axes))] * 3
+            assert new_group.call_count == count, axes
+    assert new_group.call_args == mock.call(
+        [2 * (dist.get_rank() // 2), 2 * (dist.get_rank() // 2) + 1], timeout=datetime.timedelta(seconds=TIMEOUT),
+        use_local_synchronization=True,
+    )  # fmt: skip
+
+
+def test_wrong_meshes_results_and_collectives_are_errors_on_every_rank(ranks: Pool) -> None:
     ranks(4, meshes)
+    ranks(4, process_groups)
     ranks(2, bad_results)
+    ranks(2, different_collectives)
 
 
 # --- compiled -----------------------------------------------------------------------------------------------
@@ -478,31 +518,28 @@ def test_exception_of_one_rank_ends_a_job_under_torchrun(tmp_path: Path) -> None
     assert "has finished" not in done.stdout
 
 
-def wait_with_timeout(store: str) -> float:
-    """Leave rank 3 out of a collective: rank 1, which waits for it, fails after the timeout of the job."""
+def wait_with_timeout(done: str) -> float:
+    """Leave rank 3 out of a collective: rank 1, which waits for it, fails after the timeout of the mesh."""
     rank = dist.get_rank()
-    dist.destroy_process_group()
-    short = datetime.timedelta(seconds=2)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=short)
-    mesh = fs.make_mesh(data=2, model=2)
+    mesh = fs.make_mesh(data=2, model=2, timeout=2)
     run = fs.shard_map(lambda x: fs.psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
     run(torch.ones(4))
     start = time.monotonic()
-    if rank == 1:  # waits for rank 3, in a group of just these two
+    if rank == 1:  # waits for rank 3
         with pytest.raises(fs.ShardingError, match="a collective failed"):
             run(torch.ones(4))
-        Path(f"{store}.done").touch()
-    while rank == 3 and not Path(f"{store}.done").exists() and time.monotonic() < start + 8:
+        Path(done).touch()
+    while rank == 3 and not Path(done).exists() and time.monotonic() < start + 20:
         time.sleep(0.05)
     return time.monotonic() - start
 
 
-def test_wait_for_a_rank_that_hangs_ends_after_the_timeout_of_the_job(ranks: Pool, tmp_path: Path) -> None:
+def test_wait_for_a_rank_that_hangs_ends_after_the_timeout_of_the_mesh(ranks: Pool, tmp_path: Path) -> None:
     try:
-        waited = ranks(4, wait_with_timeout, str(tmp_path / "store"))[1]
+        waited = ranks(4, wait_with_timeout, str(tmp_path / "done"))[1]
     finally:
-        ranks.end_teams()  # their process groups have this test's timeout
-    assert 1 < waited < 6
+        ranks.end_teams()  # after a timeout no rank can send to the others
+    assert 1 < waited < TIMEOUT
 
 
 def crash(transfers_pending: bool) -> None:

@@ -1,0 +1,68 @@
+"""A collective as its ranks describe it to one another, to find out that they are in different ones."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import ShardingError, fail
+
+from .protocol import Axes
+from .record import call_site
+
+_DIGEST_BYTES, _HEADER_BYTES = 16, 256
+_MOST_SIZES = 6  # in a text
+_DETAILS = {"permute": "pairs", "all_gather": "dims", "reduce_scatter": "dims"}
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """Description of a collective over some axes, equal on every rank; `text` is that of errors."""
+
+    axes: Axes
+    text: str
+    header: bytes  # a digest, and the beginning of the text
+    message: Tensor  # the header, uint8[n]
+    number: int  # 16 bits of the digest
+
+    @staticmethod
+    def of(axes: Axes, text: str, *details: Any) -> Description:
+        """Describe a collective; its ranks must have equal axes, text and details."""
+        digest = hashlib.blake2b(repr((axes, text, details)).encode(), digest_size=_DIGEST_BYTES).digest()
+        header = (digest + text.encode())[:_HEADER_BYTES].ljust(_HEADER_BYTES)
+        message = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        return Description(axes, text, header, message, int.from_bytes(digest[:2], "big"))
+
+
+@functools.lru_cache(maxsize=4096)  # a step of training has the same transfers each time
+def describe_transfer(
+    op: str, axes: Axes, dtype: torch.dtype, sizes: tuple[int, ...], details: tuple[Any, ...] = ()
+) -> Description:  # fmt: skip
+    """Describe a transfer of tensors of these sizes, in elements, and its pairs of ranks or dims."""
+    elements = f"{sum(sizes):,}"
+    if 1 < len(sizes) <= _MOST_SIZES:
+        elements = " + ".join(f"{n:,}" for n in sizes)
+    elif len(sizes) > 1:
+        elements += f" in {len(sizes)} tensors"
+    along = f", {_DETAILS[op]} {list(details[:_MOST_SIZES])}" if op in _DETAILS else ""
+    text = f"{op} over {', '.join(axes)} of {str(dtype).removeprefix('torch.')}, {elements} elements{along}"
+    return Description.of(axes, text, sizes, details)
+
+
+def disagreement(mine: Description, headers: Sequence[bytes | None]) -> ShardingError:
+    """Return the error of ranks that are in different collectives, by their headers; None is this rank."""
+    over, rows, site = ", ".join(mine.axes), [], call_site()
+    for i, header in enumerate(headers):
+        if header is None:
+            text = mine.text if site is None else f"{mine.text}, at {site}"
+        else:
+            text = header[_DIGEST_BYTES:].decode(errors="replace").rstrip()
+        rows.append(f"{over}={i}  {text}")
+    return fail("the ranks disagree on a collective", *rows,
+                fix="every rank must call the same collectives in the same order, on equal shapes")  # fmt: skip
