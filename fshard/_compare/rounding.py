@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard._torch_compat import TorchDispatchMode, schema_of
+from fshard._operations import OperationMode, tensors_in, written_arguments
+from fshard._torch_compat import schema_of
 
 # The last bits are replaced by a hash of the bits above them. So equal values stay equal, the order stays, and a value
 # with such bits keeps them where it is copied, gathered, compared or the largest: only operations that round make new
@@ -61,22 +60,18 @@ def _reround_(x: Tensor, key: int) -> None:
     bits.bitwise_xor_(change)
 
 
-class OtherRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OtherRounding(OperationMode):
     """Replace the last bits of what every operation computes, forward and backward: see `reround`."""
 
     def __init__(self, key: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.key = key
 
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        run = _run_without_dynamo() if "torch._dynamo" in sys.modules else OtherRounding._run
-        return run(self, func, args, kwargs or {})
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         view, written = _effects(func)
         changed = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
-        for x in _tensors(changed if written else () if view else (out,)):
+        for x in tensors_in(changed if written else () if view else out):
             if _is_float(x) and not x.is_conj():
                 _reround_(x, self.key)
         return out
@@ -90,24 +85,5 @@ def _effects(func: Any) -> tuple[bool, list[tuple[int, str]]]:
     schema = schema_of(func)
     if schema.name == "aten::_efficientzerotensor":  # zeros without memory, of forward-mode differentiation
         return True, []
-    written = [
-        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    ]
+    written = [(i, a.name) for i, a in written_arguments(func)]
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns), written
-
-
-# A __torch_dispatch__ in the class body would be wrapped by torch: the first operation would import dynamo for seconds.
-OtherRounding.__torch_dispatch__ = OtherRounding._dispatch  # type: ignore[assignment,method-assign]
-
-
-@functools.cache
-def _run_without_dynamo() -> Callable[..., Any]:
-    return torch.compiler.disable(OtherRounding._run)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _tensors(xs: Any) -> Iterator[Tensor]:
-    for x in xs:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _tensors(x)

@@ -19,9 +19,7 @@ Source: the per-axis types are those of JAX's shard_map (varying manual axes).
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,8 +28,9 @@ import torch
 from torch import Tensor
 
 from fshard import _callsite
+from fshard._operations import OperationMode
 from fshard._ops import differentiable_dtype
-from fshard._torch_compat import TorchDispatchMode, in_backward, storage_id, unwrapped, without_torch_function
+from fshard._torch_compat import in_backward, storage_id, unwrapped, without_torch_function
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.spec import P
@@ -43,7 +42,7 @@ from .type_table import TypeTable
 from .types import NO_HISTORY, NONE, History, Mixture, Operand, Partial, Reduction, TensorInfo, Type, join
 
 
-class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Checker(OperationMode):
     """The types of one rank's tensors during one call. `axes` are those of more than one rank."""
 
     supports_higher_order_operators = True
@@ -175,20 +174,17 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- operations ---
 
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation after a check of its operands' types, and type its results."""
         if self._paused or func.namespace == "prim":
-            return func(*args, **(kwargs or {}))
-        run = _run_without_dynamo() if "torch._dynamo" in sys.modules else Checker._run
-        return run(self, func, args, kwargs or {})
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return func(*args, **kwargs)
         with without_torch_function():
             if func.namespace == "higher_order":
                 return self._run_higher_order(func, args, kwargs)
             op = operation(func)
-            return (self._run_on_lists if op.on_lists else self._run_operation)(op, args, kwargs)
+            return (self._run_on_lists if op.on_lists else self._run_on_tensors)(op, args, kwargs)
 
-    def _run_operation(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_tensors(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
         if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
@@ -413,15 +409,6 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 key = (update.site if update else info.site, extra, () if extra else missing)
                 groups.setdefault(key, []).append((path, result, spec))
         return [messages.results_have_wrong_type(self, name, group, *key[1:]) for key, group in groups.items()]
-
-
-# A __torch_dispatch__ in the class body would be wrapped by torch: the first operation would import dynamo for seconds.
-Checker.__torch_dispatch__ = Checker._dispatch  # type: ignore[assignment,method-assign]
-
-
-@functools.cache
-def _run_without_dynamo() -> Callable[..., Any]:
-    return torch.compiler.disable(Checker._run)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:

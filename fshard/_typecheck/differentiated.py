@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fshard._operations import tensors_in
 from fshard._torch_compat import in_transform, level_of, transform_level, unwrapped, unwrapped_once
 
 from .types import Operand
@@ -48,7 +49,7 @@ class Differentiated(TorchFunctionMode):
         if not in_transform():
             return func(*args) if kwargs is None else func(*args, **kwargs)
         kwargs = kwargs or {}
-        tensors = _tensors((args, kwargs)) if torch.is_grad_enabled() else ()
+        tensors = tensors_in(args, kwargs) if torch.is_grad_enabled() else ()
         before, self._inside = self._inside, {id(y): y for y in map(unwrapped, filter(self, tensors))}
         try:
             return func(*args, **kwargs)
@@ -76,7 +77,7 @@ class Differentiated(TorchFunctionMode):
 
     def _grad(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         create_graph = args[1] if len(args) > 1 else kwargs.get("create_graph", False)
-        ys, xs = list(_tensors(outputs)), list(_tensors(inputs))
+        ys, xs = tensors_in(outputs), tensors_in(inputs)
         if grad_outputs is None:
             self._check_loss(ys, xs)
         with self._backward_pass(create_graph):
@@ -90,7 +91,7 @@ class Differentiated(TorchFunctionMode):
         inputs: Any = None,
     ) -> None:  # fmt: skip
         if gradient is None:
-            self._check_loss([loss], None if inputs is None else list(_tensors(inputs)))
+            self._check_loss([loss], None if inputs is None else tensors_in(inputs))
         with self._backward_pass(create_graph):
             loss.backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
 
@@ -115,13 +116,3 @@ def leaves_of(x: Tensor) -> list[Tensor]:
         seen |= new
         stack += new
     return leaves
-
-
-def _tensors(xs: Any) -> Iterator[Tensor]:
-    if isinstance(xs, Tensor):
-        yield xs
-    elif isinstance(xs, (list, tuple)):
-        for x in xs:
-            yield from _tensors(x)
-    elif isinstance(xs, dict):
-        yield from _tensors(list(xs.values()))

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fshard import _callsite
-from fshard._torch_compat import unwrapped
 from fshard.errors import ShardingError, fail
 from fshard.spec import P
 
-from .suggestion import called_at, executing, qualified_name, rewritten, with_first_operand
-from .types import History, Mixture, MixtureText, Operand, Partial, Reduction, TensorInfo, show_type
+from .fixes import (
+    IS_MEAN,
+    IS_SUM,
+    Fix,
+    Scene,
+    axes_source,
+    axes_text,
+    call_at,
+    fix_before_vmap,
+    fix_lines,
+    fix_of_partial,
+    fix_of_whole_tree,
+    fixes_of_partials,
+    reduced_over_another_axis,
+)
+from .suggestion import rewritten
+from .types import History, Mixture, MixtureText, Operand, show_type
 
 if TYPE_CHECKING:
     from .checker import Checker
 
 _SHOWN_RESULTS = 4
-_IS_SUM = "each rank has a part of a sum"
-_IS_MEAN = "each rank has the mean over an equal count"
-_WHOLE = {
-    "pmean": _IS_MEAN,
-    "psum": _IS_SUM,
-    "pmax": "the result is the largest value of all ranks",
-    "pmin": "the result is the smallest value of all ranks",
-}
-_REDUCES = ("linear", "einsum", "cross_entropy", "nll_loss")  # functions that end in the operation that reduces
 _EQUAL = "the value is the same on each of the {n} ranks already: "
 _WRONG_COLLECTIVE = {
     "psum": _EQUAL + "the sum would count it {n} times",
@@ -45,78 +48,6 @@ _WRONG_COLLECTIVE = {
     "pvary": "each of the {n} ranks has its own value already: their gradients are not to be summed",
     "pslice": "each of the {n} ranks has its own value: they would keep pieces of different values",
 }
-
-
-class Scene:
-    """The user's line that is executing, and the names that it has for operands; these are in the operator's order."""
-
-    def __init__(
-        self, checker: Checker, operands: Sequence[Operand] = (), op: str = "", frame: FrameType | None = None
-    ) -> None:
-        self.checker, self._op = checker, op
-        self.frame = _callsite.caller_of_models(frame or _callsite.user_frame())
-        self.site, self.expression = _callsite.site(self.frame), executing(self.frame)
-        self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
-
-    @property
-    def line(self) -> int:
-        """Line number, from 1; 0 if there is none."""
-        return self.site.line if self.site else 0
-
-    def call(self, verb: str, *args: str) -> str:
-        """Return the source of a call, as the user's imports spell it: `fs.pvary(x, "data")`."""
-        return f"{qualified_name(self.frame, verb)}({', '.join(args)})"
-
-    def node(self, o: Operand) -> Any:
-        """Return the part of the executing expression that is an operand, or a view of it; `None` if unknown."""
-
-        def is_operand(x: object) -> bool:
-            return isinstance(x, Tensor) and (unwrapped(x) is o.tensor or self.checker.info(x).root == o.info.root > 0)
-
-        return self.expression and self.expression.find(is_operand, self._positions.get(id(o.tensor), -1), self._op)
-
-    def known_name(self, o: Operand) -> str | None:
-        """Return the source text of an operand, or its path among the arguments."""
-        node = self.node(o)
-        return self.expression.source(node) if self.expression and node else o.info.name
-
-    def name(self, o: Operand) -> str:
-        """Return the source text of an operand, else its path, else the operation that made it."""
-        return self.known_name(o) or (f"a result of {o.info.op}" if o.info.op else "a tensor")
-
-    def row(self, o: Operand, name: str = "") -> tuple[str, str]:
-        """Return an operand's name, and its type, with the shape that the user's tensor has, and path."""
-        name, path, node = name or self.name(o), o.info.name, self.node(o)
-        tensor = self.expression.value(node) if self.expression and node else None
-        text = show_type(o, tensor.shape if isinstance(tensor, Tensor) else None)
-        return name, text if path is None or path.replace("'", '"') == name.replace("'", '"') else f"{text}    {path}"
-
-    def is_batched(self, o: Operand, other: Operand) -> bool:
-        """Return whether an operand has a dim in front that the user's code does not see, and another has none."""
-        nodes = self.node(o), self.node(other)
-        values = [self.expression.value(node) if self.expression and node else None for node in nodes]
-        hidden = [x.tensor.ndim - value.ndim if isinstance(value, Tensor) else 0
-                  for x, value in zip((o, other), values, strict=True)]  # fmt: skip
-        return hidden[0] == 0 < hidden[1]
-
-    def without_pvary(self, o: Operand) -> str | None:
-        """Return the line without the pvary that made an operand; `None` if it stands elsewhere."""
-        node = self.node(o) if o.info.op == "pvary" else None
-        return self.expression.unwrapped(node) if self.expression and node else None
-
-    def line_with(self, verb: str, o: Operand, axes: str) -> str:
-        """Return the line with a call around an operand; else the call, and that it belongs before the line."""
-        node = self.node(o)
-        if self.expression and node:
-            line = self.expression.replaced(node, self.call(verb, self.expression.source(node), axes))
-            if line:
-                return line
-        return self.call_before(verb, o, axes)
-
-    def call_before(self, verb: str, o: Operand, axes: str) -> str:
-        """Return the advice to call a function on an operand before the line."""
-        which = "invariant operand" if verb == "pvary" else "varying operand"
-        return f"apply {self.call(verb, self.known_name(o) or '...', axes)} to the {which} before this line"
 
 
 # --- operations -----------------------------------------------------------------------------------------------
@@ -141,14 +72,14 @@ def invariant_mixed_with_varying(
 
 
 def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> tuple[list[str], str]:
-    n, axes = scene.checker.sizes[axis], _quoted(sorted(invariant.info.type.invariant & varying.info.type.varying))
+    n, axes = scene.checker.sizes[axis], axes_source(sorted(invariant.info.type.invariant & varying.info.type.varying))
     one, many = scene.name(invariant), scene.name(varying)
     if scene.is_batched(invariant, varying):
         notes = [f"each of the {n} ranks of {axis!r} has examples of its own, with a gradient for each of them"]
-        return notes, _fix_before_vmap(scene.checker, invariant, axes)
+        return notes, fix_before_vmap(scene.checker, invariant, axes)
     notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
     choices = [Fix(scene.line_with("pvary", invariant, axes))]
-    partials = _fixes_of_partials(varying.info, [axis], scene.line)
+    partials = fixes_of_partials(varying.info, [axis], scene.line)
     reduced = any(r.axis == axis for r in invariant.info.history.reductions)
     if op in ("add", "sub") and partials and (reduced or partials[0].site is None):
         choices = [*partials[:1], Fix(choices[0].text, f"each rank is to keep its own {many}")]
@@ -159,40 +90,9 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
                    Fix(line, "both operands are the same on every rank")]  # fmt: skip
     for o, other in ((invariant, varying), (varying, invariant)):  # each varies over an axis of the other's
         others = sorted(o.info.type.varying & other.info.type.invariant)
-        choices += [_reduced_over_another_axis(r, others) for r in o.info.history.reductions
+        choices += [reduced_over_another_axis(r, others) for r in o.info.history.reductions
                     if others and r.axis in other.info.type.varying]  # fmt: skip
-    return notes, _choices(choices) + _fix_of_whole_tree(scene, axis, axes, invariant)
-
-
-def _fix_before_vmap(checker: Checker, leaf: Operand, axes: str) -> str:
-    """Return the fix of per-example gradients of a leaf: a pvary in the arguments of the call of torch.func.vmap."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith("_functorch/vmap.py"):
-        frame = frame.f_back
-    frame = frame and _callsite.user_frame(frame)
-    scene = Scene(checker, frame=frame)
-    node = scene.node(leaf)
-    line = scene.expression and node and scene.expression.replaced(
-        node, scene.call("pvary", scene.expression.source(node), axes)
-    )  # fmt: skip
-    advice = f"{scene.call('pvary', leaf.info.name or '...', axes)} before torch.func.vmap, and not inside it"
-    return _choices([Fix(line, "", scene.site) if line else Fix(advice)])
-
-
-def _reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
-    """Return the fix of an earlier reduction that was meant to be over other axes."""
-    line = rewritten(r.site, lambda source: source.replace(_quoted([r.axis]), _quoted(axes), 1))
-    return Fix(line or f"name {_over(axes)} there", f"the {r.verb} there is to be over {_over(axes)}", r.site)
-
-
-def _fix_of_whole_tree(scene: Scene, axis: str, axes: str, leaf: Operand) -> str:
-    root, (tree, is_item, _) = (leaf.info.name or "").partition("[")[0], scene.name(leaf).partition("[")
-    leaves = [info for info in scene.checker.arguments if (info.name or "").startswith(f"{root}[")]
-    if not is_item or len(leaves) < 2:
-        return ""
-    if all(axis in info.type.invariant for info in leaves):
-        return f"\n  or, for all of {tree}:  {tree} = {scene.call('pvary', tree, axes)}, before its first use"
-    return f"\n  or, for all of {tree}:  {tree} = {scene.call('unshard', tree, 'its specs', axes)}"
+    return notes, fix_lines(choices) + fix_of_whole_tree(scene, axis, axes, invariant)
 
 
 def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> ShardingError:
@@ -206,7 +106,7 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
         fixes = [
             Fix(f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random takes the global shape)",
                 "each rank is to have numbers of its own"),
-            Fix(scene.line_with("pvary", draw, _quoted([axis])), "all ranks are to use the same numbers"),
+            Fix(scene.line_with("pvary", draw, axes_source([axis])), "all ranks are to use the same numbers"),
         ]  # fmt: skip
     else:
         what = f"{op} of a random draw that differs between the ranks of {axis!r} with an invariant operand"
@@ -214,11 +114,11 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
         fixes = [
             Fix(f"draw with a spec that does not name {axis!r}, by a key without fold_in of axis_index({axis!r})",
                 f"{known or 'the other operand'} is to stay the same on every rank"),
-            Fix(scene.line_with("pvary", other, _quoted([axis])), "each rank is to have its own random value"),
+            Fix(scene.line_with("pvary", other, axes_source([axis])), "each rank is to have its own random value"),
         ]  # fmt: skip
     site = draw.info.site
     drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
-    return _error(scene.site, what, rows, why, *drawn, fix=_choices(fixes))
+    return _error(scene.site, what, rows, why, *drawn, fix=fix_lines(fixes))
 
 
 def mixture_text(
@@ -226,7 +126,7 @@ def mixture_text(
 ) -> MixtureText:
     """Return the texts of the operation that is executing, for an error that comes later."""
     scene = Scene(checker, operands, op)
-    axes = _quoted(sorted(invariant.info.type.invariant & varying.info.type.varying))
+    axes = axes_source(sorted(invariant.info.type.invariant & varying.info.type.varying))
     rows = scene.row(invariant), scene.row(varying)
     lines = {"pvary": scene.line_with("pvary", invariant, axes)}
     lines |= {verb: scene.line_with(verb, varying, axes) for verb in ("pmean", "psum")}
@@ -245,14 +145,14 @@ def argument_overwritten(
 ) -> ShardingError:  # fmt: skip
     """Word the error of an operation that writes values that vary over `axes` into an argument that does not."""
     scene = Scene(checker, operands, op)
-    name, n, over = scene.name(x), math.prod(checker.sizes[a] for a in axes), _quoted(axes)
-    what = f"{op} in place writes values that vary over {_over(axes)} into {name}, which does not"
+    name, n, over = scene.name(x), math.prod(checker.sizes[a] for a in axes), axes_source(axes)
+    what = f"{op} in place writes values that vary over {axes_text(axes)} into {name}, which does not"
     earlier = [f"they vary since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                for m in history.mixtures if m.axis in axes and m.site != scene.site]  # fmt: skip
     return _error(scene.site, what, [scene.row(x, name), scene.row(varying)], *earlier,
                   f"the {n} copies of {name} would drift apart",
-                  fix=_choices([Fix(scene.line_with("pmean", varying, over), _IS_MEAN),
-                                Fix(scene.line_with("psum", varying, over), _IS_SUM)]))  # fmt: skip
+                  fix=fix_lines([Fix(scene.line_with("pmean", varying, over), IS_MEAN),
+                                Fix(scene.line_with("psum", varying, over), IS_SUM)]))  # fmt: skip
 
 
 def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[str, str]]) -> ShardingError:
@@ -260,11 +160,11 @@ def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[
     name, n = m.text.rows[0][0], checker.sizes[m.axis]
     cause = (m.earlier or m).varying
     if cause.type.differentiable or cause.history.partials:
-        fixes = _fixes_of_partials(m.varying, [m.axis], m.site.line)
-        fixes = fixes or [Fix(m.text.pmean, _IS_MEAN), Fix(m.text.psum, _IS_SUM)]
-        fixes += [_reduced_over_another_axis(r, [m.axis]) for r in m.varying.history.reductions
+        fixes = fixes_of_partials(m.varying, [m.axis], m.site.line)
+        fixes = fixes or [Fix(m.text.pmean, IS_MEAN), Fix(m.text.psum, IS_SUM)]
+        fixes += [reduced_over_another_axis(r, [m.axis]) for r in m.varying.history.reductions
                   if r.axis in m.invariant.type.varying]  # fmt: skip
-        fix = _choices(fixes)
+        fix = fix_lines(fixes)
     else:
         fix = f"use the same number on every rank of {m.axis!r}"
     why = f"{name} is one value, and the {n} ranks of {m.axis!r} would make {n} different values of it"
@@ -283,7 +183,7 @@ def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
 def mixed_inside_a_function(checker: Checker, m: Mixture) -> ShardingError:
     """Word the error of a mixture in an autograd.Function, where nothing is differentiated: the gradient shows it."""
     name, n = m.text.rows[0][0], checker.sizes[m.axis]
-    call = f"fs.pvary({m.invariant.name or name}, {_quoted([m.axis])})"
+    call = f"fs.pvary({m.invariant.name or name}, {axes_source([m.axis])})"
     what = f"{m.op} of an operand that is invariant (I) over {m.axis!r} with one that varies (V) over it"
     notes = _reason_for_pvary(n, m.axis, f"uses {name} with its own values")
     return _error(m.site, what, m.text.rows, *notes, fix=f"pass {call} to the function that this line is in")
@@ -305,14 +205,14 @@ def number_differs(
         rows = [(rank, f"from element {offsets[0]}") for rank, offsets in numbers]
         return _error(site, f"{op} of a different part, on each rank of {axis!r}, of an invariant value", rows,
                       "types do not cover Python numbers: a part picked by a number is typed as the same on all ranks",
-                      fix=_choices([
+                      fix=fix_lines([
                           Fix(f'fs.pslice(x, "{axis}")', "it picks the part of each rank"),
                           Fix("pick the same part on every rank", "the result is to be one value"),
                       ]))  # fmt: skip
     rows = [(rank, ", ".join(map(repr, values))) for rank, values in numbers]
     return _error(site, f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks",
                   rows, "types do not cover Python numbers: the result is typed as invariant and is not",
-                  fix=_choices([
+                  fix=fix_lines([
                       Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value"),
                       Fix("use a tensor (fs.axis_index is one), and fs.pvary of the other operand",
                           "the ranks are to differ"),
@@ -328,56 +228,64 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
     verb, scene = m.verb, Scene(checker)
     why = _WRONG_COLLECTIVE[verb].format(n=math.prod(checker.sizes[a] for a in axes))
     if m.origin is not None:
-        state = f"does not vary over {_over(axes)}" if m.takes == "V" else f"varies over {_over(axes)} already"
+        state = f"does not vary over {axes_text(axes)}" if m.takes == "V" else f"varies over {axes_text(axes)} already"
         return _error(m.origin, f"the gradient of this collective's result {state}", [("gradient", show_type(x))],
                       *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}")  # fmt: skip
     update = next((m for m in x.info.history.mixtures if m.axis in axes and m.is_update), None)
     if verb in ("pvary", "pslice") and update is not None:
         return copies_differ(checker, update, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
-    args: list[str] = []
+    drop, operand = _fix_of_superfluous(scene, m, x, axes)
     other_axes = [a for a in m.axes if a not in axes]
     called = scene.expression.called() if scene.expression else None
-
-    def narrowed(sources: list[str]) -> str:
-        args.extend(sources)
-        return scene.call(verb, sources[0], _quoted(other_axes)) if other_axes else sources[0]
-
-    line = scene.expression.without_call(narrowed) if scene.expression and called == verb else None
-    if called not in (None, verb):
-        drop = f"leave {_over(axes)} out of the axes of {called}"
-    elif verb == "pslice":
-        drop = "leave the pslice out, if this is the rank's part already"
-    elif not line or verb == "ppermute" or len(args) > 2:  # the call has more effects than its collective
-        drop = f"leave the {verb} over {_over(axes)} out"
-    else:
-        drop = "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line
     meant = sorted(x.info.type.varying if m.takes == "V" else x.info.type.invariant)
     choices = []
     if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb:
-        moved = scene.expression.with_text(_quoted(axes), _quoted(meant))
+        moved = scene.expression.with_text(axes_source(axes), axes_source(meant))
         state = "varies" if m.takes == "V" else "does not"
-        choices += [Fix(moved, f"{_over(meant)} is meant, over which the value {state}")] if moved else []
-        choices += [_reduced_over_another_axis(r, meant) for r in x.info.history.reductions
+        choices += [Fix(moved, f"{axes_text(meant)} is meant, over which the value {state}")] if moved else []
+        choices += [reduced_over_another_axis(r, meant) for r in x.info.history.reductions
                     if m.takes == "V" and r.axis in axes]  # fmt: skip
     for r in x.info.history.reductions if verb == "pmean" else ():
         if r.verb == "psum" and r.axis in axes:
             line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     if verb == "pvary" and scene.site in checker.pvaried:
-        x_name = args[0] if args else scene.name(x)
-        drop = f"{x_name} = {scene.call(verb, x_name, _quoted(axes))} before the loop, and {x_name} alone in it"
-        why = f"{why}\nat an earlier run of this line the value did not vary over {_over(axes)}"
-    if verb == "pvary" and called not in (None, verb):
-        drop = f"pass {called} the spec of {x.info.name or 'each leaf'}, which names {_over(axes)}"
+        why = f"{why}\nat an earlier run of this line the value did not vary over {axes_text(axes)}"
     if set(axes) & x.info.type.drawn:
-        choices.append(Fix(f"name {_over(axes)} in the spec of the draw", "each rank is to draw its own part"))
+        choices.append(Fix(f"name {axes_text(axes)} in the spec of the draw", "each rank is to draw its own part"))
     choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
-    name = scene.known_name(x) or (args[0] if args else scene.name(x))
+    name = scene.known_name(x) or operand or scene.name(x)
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
     it = "it" if len(axes) == 1 else "them"
     state = f"does not vary over {it}" if m.takes == "V" else f"varies over {it} already"
-    what = f"{verb} over {_over(axes)} of a value that {state}"
-    return _error(scene.site, what, [scene.row(x, name)], *made, why, fix=_choices(choices))
+    what = f"{verb} over {axes_text(axes)} of a value that {state}"
+    return _error(scene.site, what, [scene.row(x, name)], *made, why, fix=fix_lines(choices))
+
+
+def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -> tuple[str, str | None]:
+    """Return the fix of a collective that is one too many over `axes`, and its operand as the line has it."""
+    verb, over = m.verb, axes_text(axes)
+    called = scene.expression.called() if scene.expression else None
+    arguments: list[str] = []
+
+    def narrowed(sources: list[str]) -> str:
+        arguments.extend(sources)
+        other_axes = [a for a in m.axes if a not in axes]
+        return scene.call(verb, sources[0], axes_source(other_axes)) if other_axes else sources[0]
+
+    line = scene.expression.without_call(narrowed) if scene.expression and called == verb else None
+    operand = arguments[0] if arguments else None
+    if called not in (None, verb):
+        spec = f"pass {called} the spec of {x.info.name or 'each leaf'}, which names {over}"
+        return spec if verb == "pvary" else f"leave {over} out of the axes of {called}", operand
+    if verb == "pvary" and scene.site in scene.checker.pvaried:
+        name = operand or scene.name(x)
+        return f"{name} = {scene.call(verb, name, axes_source(axes))} before the loop, and {name} alone in it", operand
+    if verb == "pslice":
+        return "leave the pslice out, if this is the rank's part already", operand
+    if not line or verb == "ppermute" or len(arguments) > 2:  # the call has more effects than its collective
+        return f"leave the {verb} over {over} out", operand
+    return "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line, operand
 
 
 def _index_notes(checker: Checker, axes: Sequence[str]) -> list[str]:
@@ -399,11 +307,11 @@ def loss_varies(checker: Checker, x: Tensor, loss: Operand, leaf: Operand, axes:
     rows = [("loss", show_type(loss, x.shape)), (parameter, show_type(leaf))]
     if x.ndim < loss.tensor.ndim:
         why = f"each of the {n} ranks has examples of its own, and {parameter} has one gradient for each example of all"
-        fix = _fix_before_vmap(checker, leaf, _quoted(axes))
+        fix = fix_before_vmap(checker, leaf, axes_source(axes))
     else:
         why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
-        fix = _fix_of_partial(loss, axes)
-    what = f"the loss that is differentiated varies over {_over(axes)}"
+        fix = fix_of_partial(loss, axes)
+    what = f"the loss that is differentiated varies over {axes_text(axes)}"
     return _error(loss.info.site or _callsite.site(), what, rows, why, fix=fix)
 
 
@@ -417,14 +325,14 @@ def gradient_has_wrong_type(checker: Checker, leaf: Operand, grad: Operand, axes
     )
     if mixture is not None:
         return mixed_inside_a_function(checker, mixture)
-    parameter, n, over = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes), _over(axes)
+    parameter, n, over = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes), axes_text(axes)
     rows = [(parameter, show_type(leaf)), ("gradient", show_type(grad))]
     if grad.info.type.varying & set(axes):
         state, opposite = f"varies over {over}", "does not"
         why = (
             f"{parameter} is the same on the {n} ranks of {over}, and each has a part of its gradient: a sum is missing"
         )
-        fix = f"apply fs.pvary({parameter}, {_quoted(axes)}) before the ranks use it with values of their own"
+        fix = f"apply fs.pvary({parameter}, {axes_source(axes)}) before the ranks use it with values of their own"
     else:
         state, opposite = f"is the same on every rank of {over}", "is not"
         why = f"the {n} ranks of {over} have different values of {parameter}"
@@ -439,7 +347,7 @@ def results_have_wrong_type(
     """Word the error of results of one line that vary over `extra` axes, or do not vary over `missing` ones."""
     path, x, _ = rows[0]
     axes, many = extra or missing, len(rows) > 1
-    n, over = math.prod(checker.sizes[a] for a in axes), _over(axes)
+    n, over = math.prod(checker.sizes[a] for a in axes), axes_text(axes)
     subject, vary, are = (f"{len(rows)} results", "vary", "are") if many else (path, "varies", "is")
     table = [(path, f"{show_type(o)}    out spec {spec}") for path, o, spec in rows[:_SHOWN_RESULTS]]
     if len(rows) > _SHOWN_RESULTS:
@@ -456,7 +364,7 @@ def results_have_wrong_type(
             [
                 fix,
                 *(
-                    _choices([Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)])
+                    fix_lines([Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)])
                     for m in x.info.history.mixtures
                     if m.axis in extra and m.text.without_pvary
                 ),
@@ -467,9 +375,9 @@ def results_have_wrong_type(
     what = f"{subject} {are} invariant over {over}, which {named}"
     why = f"the result would be {n} equal copies, and would have another size on another mesh"
     dim = next((d for d, names in enumerate(rows[0][2].parts(x.tensor.ndim)) if set(names) & set(axes)), 0)
-    fix = _choices([
+    fix = fix_lines([
         Fix(f"leave {over} out of the out spec", "the result is one value"),
-        Fix(_call_at(x.info.site, "pslice", axes, *([str(dim)] if dim else [])), "each rank is to return its part"),
+        Fix(call_at(x.info.site, "pslice", axes, *([str(dim)] if dim else [])), "each rank is to return its part"),
     ])  # fmt: skip
     return _error(x.info.site or name, what, table, why, fix=fix)
 
@@ -480,40 +388,7 @@ def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -
         return "all_gather gives every rank the whole value, and types it as varying", \
             line or 'fs.all_gather(..., to="invariant")'  # fmt: skip
     why = f"the {n} ranks would return different values, and the out spec declares one value"
-    return why, _fix_of_partial(x, axes)
-
-
-def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
-    """Return the fixes of a value that varies over `axes` and must not."""
-    here = x.info.site
-    fixes = _fixes_of_partials(x.info, axes, here.line if here else 0)
-    if not fixes:
-        fixes = [Fix(_call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
-    if x.tensor.ndim:
-        fixes += [Fix(f"name {_over(axes)} in its out spec", "each rank is to return its part"),
-                  Fix(_call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some rows")]  # fmt: skip
-    return _choices(fixes)
-
-
-def _fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:
-    """Return the fixes of operations that reduced a dim on the way to a value, if the axes may split it."""
-    partials = [p for p in x.history.partials if p.axes & set(axes)]
-    fixes = [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
-    return list(dict.fromkeys(fixes))
-
-
-def _fix_of_reduction(p: Partial, axes: Sequence[str], site: _callsite.Site | None) -> Fix:
-    """Return the fix of an operation that reduced a dim of which each rank has a part."""
-    called = called_at(p.site)
-    name = called.rpartition(".")[2] if called else p.op
-    if not (name in p.op or p.op in name or name in _REDUCES):  # a function that also does other things
-        return Fix(f"pass {called} the axes, or the specs, that split its arguments", _WHOLE.get(p.verb, ""), site)
-    if p.verb != "all_gather":
-        return Fix(_call_at(p.site, p.verb, axes), _WHOLE[p.verb], site)
-    name = qualified_name(_callsite.user_frame(), "all_gather")
-    arguments = f'{_quoted(axes)}, {-1 if p.dim is None else p.dim}, to="invariant"'
-    line = rewritten(p.site, lambda source: with_first_operand(source, lambda x: f"{name}({x}, {arguments})"))
-    return Fix(line or f"{name}(..., {arguments}) before this line", f"{_over(axes)} splits what {p.op} reduces", site)
+    return why, fix_of_partial(x, axes)
 
 
 # --- parts of a message ---------------------------------------------------------------------------------------
@@ -532,41 +407,3 @@ def _error(
     width = max([len(name) for name, _ in rows], default=0)
     facts = [*("  " + x for x in line.splitlines()), *(f"{name:<{width}}  {text}" for name, text in rows)]
     return fail(f"{site}: {what}" if site else what, *facts, *notes, fix=fix)
-
-
-def _call_at(site: _callsite.Site | None, verb: str, axes: Sequence[str], *more: str) -> str:
-    """Return a line with a call around the expression that is at a place."""
-    name = qualified_name(_callsite.user_frame(), verb)
-    arguments = ", ".join((_quoted(axes), *more))
-    return rewritten(site, lambda source: f"{name}({source}, {arguments})") or f"{name}(..., {arguments})"
-
-
-class Fix(NamedTuple):
-    """A line of code that makes a program right, or an advice."""
-
-    text: str
-    condition: str = ""  # if there are several, the one under which it is right
-    site: _callsite.Site | None = None  # if it is not that of the error
-
-
-def _choices(fixes: Sequence[Fix]) -> str:
-    """Return the fixes of an error, one on each line."""
-    lines = []
-    for x in fixes:
-        place, condition = (
-            f"at {str(x.site).partition(' in ')[0]}" if x.site else "",
-            f"if {x.condition}" if x.condition else "",
-        )
-        when = ", ".join(filter(None, (place, condition)))
-        lines.append(f"{when}:  {x.text}" if when else x.text)
-    return "\n  or, ".join(lines)
-
-
-def _quoted(axes: Sequence[str]) -> str:
-    """Return axes as an argument: `"data"`, `("data", "model")`."""
-    return f'"{axes[0]}"' if len(axes) == 1 else "(" + ", ".join(f'"{a}"' for a in axes) + ")"
-
-
-def _over(axes: Sequence[str]) -> str:
-    """Return axes in a sentence: `'data' and 'model'`."""
-    return " and ".join(map(repr, axes))

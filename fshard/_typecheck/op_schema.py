@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fshard._operations import tensors_in, written_arguments
 from fshard._torch_compat import schema_of
 
 # The result has the shape or dtype of an argument, and none of its values.
@@ -63,7 +64,7 @@ class Operation:
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
         if self.name.endswith("batch_norm") and len(args) > 5 and args[5] is True:  # its schema does not mark them
             written += args[3:5]
-        return list(_tensors(written))
+        return tensors_in(written)
 
     def reduced_dim(self, args: Args, kwargs: Kwargs) -> int | None:
         """Return the dim that a call reduces; `None` for all or several."""
@@ -86,10 +87,10 @@ class Operation:
     def read(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the tensors that a call reads."""
         if not self.overwrites:
-            return list(_tensors((*args, *kwargs.values())))
+            return tensors_in(args, kwargs)
         positions, names = {i for i, _ in self.writes}, {name for _, name in self.writes}
         positional = [x for i, x in enumerate(args) if i not in positions]
-        return list(_tensors([*positional, *(x for name, x in kwargs.items() if name not in names)]))
+        return tensors_in(positional, {name: x for name, x in kwargs.items() if name not in names})
 
     def rows(self, args: Args, kwargs: Kwargs) -> list[list[Tensor]]:
         """Return the tensors of each row of the lists, those that are written first."""
@@ -107,7 +108,7 @@ def operation(func: Any) -> Operation:
     schema = schema_of(func)
     name = schema.name.split("::")[-1]
     arguments = schema.arguments
-    writes = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    writes = written_arguments(func)
     out_variant = bool(writes) and all(a.kwarg_only for _, a in writes)
     aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
     on_lists = name.startswith(("_foreach_", "_fused_")) and "List[Tensor]" in str(arguments[0].type)
@@ -148,11 +149,3 @@ def _generator_use(name: str, schema: Any) -> Callable[[Args, Kwargs], bool]:
         return rate is None or (values.get(rate, 0.0) > 0 and values.get("train", True) is not False)
 
     return uses_torch_generator
-
-
-def _tensors(xs: Any) -> Iterator[Tensor]:
-    for x in xs:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _tensors(x)

@@ -1,12 +1,17 @@
-"""Table of what is known of every tensor in a region, and of in-place writes to the memory that tensors share."""
+"""Table of what is known of every tensor in a region, and of in-place writes to the memory that tensors share.
+
+The table forgets tensors and storages that are freed. torch's own weak reference to a storage would keep a block of the
+heap from being freed, beside that of the values: a step would leave such blocks between all the memory that it frees,
+and the allocator could not join it, use it for larger tensors or return it.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard._callsite import Site, site
@@ -18,7 +23,6 @@ from .types import FREE, TensorInfo, join
 class _Write(NamedTuple):
     """A range of bytes of a storage that an in-place operation wrote, and the facts about the written values."""
 
-    storage: StorageWeakRef
     low: int
     high: int
     info: TensorInfo
@@ -29,8 +33,8 @@ class TypeTable:
 
     def __init__(self) -> None:
         self._by_tensor: Any = WeakTensorKeyDictionary()
-        self._by_storage: dict[int, tuple[StorageWeakRef, TensorInfo]] = {}  # of the first tensor in the storage
-        self._writes: dict[int, list[_Write]] = {}
+        self._by_storage: WeakKeyDictionary[UntypedStorage, TensorInfo] = WeakKeyDictionary()  # of its first tensor
+        self._writes: WeakKeyDictionary[UntypedStorage, list[_Write]] = WeakKeyDictionary()
         self.captured: dict[int, tuple[Tensor, Site | None]] = {}  # written tensors from outside the region, and a line
 
     def get(self, x: Tensor) -> TensorInfo:
@@ -41,13 +45,12 @@ class TypeTable:
             return info
         if _has_no_single_storage(x):
             return info or FREE
-        key = storage_id(x)
+        storage = x.untyped_storage()
         if info is None:
-            storage, first = self._by_storage.get(key, (None, FREE))
-            info = first if storage is not None and _alive(storage) else FREE
-        if key in self._writes:
+            info = self._by_storage.get(storage, FREE)
+        if writes := self._writes.get(storage):
             low, high = _byte_range(x)
-            overlapping = [w for w in self._writes[key] if _alive(w.storage) and w.low < high and low < w.high]
+            overlapping = [w for w in writes if w.low < high and low < w.high]
             if overlapping:
                 last = overlapping[-1].info
                 type = join([info.type, *(w.info.type for w in overlapping)], x)
@@ -59,39 +62,29 @@ class TypeTable:
         x = unwrapped(x)
         self._by_tensor[x] = info
         if not alias and not _has_no_single_storage(x):
-            key = storage_id(x)
-            storage, first = self._by_storage.get(key, (None, info))
-            if storage is None or not _alive(storage):
-                self._by_storage[key] = _weak_storage(x), info
+            storage = x.untyped_storage()
+            first = self._by_storage.get(storage)
+            if first is None:
+                self._by_storage[storage] = info
             elif first.type != info.type:  # parts of one buffer have several types: the leaves of one transfer, say
-                self._by_storage[key] = storage, FREE
+                self._by_storage[storage] = FREE
 
     def write(self, x: Tensor, new: TensorInfo, *, overwrites: bool) -> None:
         """Record that an in-place operation wrote values like `new` to `x`, and so to all tensors that share bytes.
 
         `overwrites` says that the operation does not read the old values.
         """
-        key = storage_id(x)
-        storage, _ = self._by_storage.get(key, (None, FREE))
-        if storage is None or not _alive(storage):  # no argument's, and of no operation's result
-            self.captured.setdefault(key, (x, site()))
+        storage = x.untyped_storage()
+        if storage not in self._by_storage:  # no argument's, and of no operation's result
+            self.captured.setdefault(storage_id(x), (x, site()))
         low, high = _byte_range(x)
         replaces_all = overwrites and high - low == x.numel() * x.element_size()
         old = self.get(x)
         type = new.type if replaces_all else join([old.type, new.type], x)
-        others = [w for w in self._writes.get(key, ())
-                  if _alive(w.storage) and not (replaces_all and low <= w.low and w.high <= high)]  # fmt: skip
+        others = [w for w in self._writes.get(storage, ()) if not (replaces_all and low <= w.low and w.high <= high)]
         info = old._replace(type=type, op=new.op, site=new.site, history=new.history)
         self._by_tensor[x] = info
-        self._writes[key] = [*others, _Write(_weak_storage(x), low, high, info)]
-
-
-def _weak_storage(x: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _alive(storage: StorageWeakRef) -> bool:
-    return not storage.expired()  # type: ignore[no-untyped-call]
+        self._writes[storage] = [*others, _Write(low, high, info)]
 
 
 def _has_no_single_storage(x: Tensor) -> bool:
