@@ -20,7 +20,7 @@ from pathlib import Path
 from fshard._io import StrPath, sync, write_errors
 from fshard.errors import ShardingError, fail
 
-from .manifest import MANIFEST, read_manifest
+from .manifest import MANIFEST, Manifest, read_manifest
 from .parts import PART_NAME, UNCHANGED
 
 _STEP = re.compile(r"step_(\d{6,})")
@@ -59,6 +59,16 @@ def check_complete(directory: Path) -> None:
         known = steps(directory.parent)
         fix = f"the steps here are {known}" if known else fix
     raise fail(f"{directory} is not a checkpoint of fshard", problem, fix=fix)
+
+
+def read(directory: Path, step: int | None) -> Manifest:
+    """Read the manifest of a complete checkpoint. Raises ShardingError if there is none, or it is of another step."""
+    check_complete(directory)
+    manifest = read_manifest(directory)
+    if step is not None and manifest.step not in (None, step):
+        raise fail(f"{directory} holds the checkpoint of another step: it was renamed or replaced", expected=step,
+                   got=manifest.step, fix=f"give this directory, without step=, for step {manifest.step}")  # fmt: skip
+    return manifest
 
 
 def create_temporary(final: Path, *, overwrite: bool) -> tuple[Path, int]:
