@@ -10,21 +10,18 @@ folder, so that kills follow each other.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import json
 import os
 import random
 import resource
 import select
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,6 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P, ShardingError, checkpoint
-from fshard.recipes import pretrain
 
 SIZES = {"w": (64, 300), "b": (301,), "e": (0, 3)}
 
