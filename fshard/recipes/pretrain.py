@@ -35,8 +35,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, checkpoint, data, optim
 from fshard.models import gpt2
-
-from . import command
+from fshard.recipes import command
 
 FILE = 256  # the token between files; 0 to 255 are bytes
 VOCAB = 257
