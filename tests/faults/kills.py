@@ -10,14 +10,18 @@ folder, so that kills follow each other.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import gc
+import json
 import os
 import random
 import resource
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -32,6 +36,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P, ShardingError, checkpoint
+from fshard.recipes import pretrain
 
 SIZES = {"w": (64, 300), "b": (301,), "e": (0, 3)}
 
@@ -155,10 +160,10 @@ def save_for_ever(program: Program, folder: Path, first: int, rank: int, store: 
 def run_and_kill(program: Program, folder: Path, first: int, delay: float, victims: list[int]) -> int:
     """Start the program, kill the victims `delay` seconds after its first report; return the last state that it saved.
 
-    The other ranks must end by themselves.
+    The other ranks must end by themselves, within a minute.
     """
     reader, report = os.pipe()
-    store = tempfile.mktemp(dir=folder.parent)
+    store = str(folder.parent / "store")
     pids = [fork(lambda rank=rank: save_for_ever(program, folder, first, rank, store, report))  # type: ignore[misc]
             for rank in range(program.ranks)]  # fmt: skip
     os.close(report)
@@ -190,28 +195,23 @@ def full_disk(program: Program, folder: Path, n: int, limit: int) -> None:
         with pytest.raises(ShardingError, match="File too large"):
             program.save(folder, n, None)
 
-    assert os.waitstatus_to_exitcode(os.waitpid(fork(job), 0)[1]) == 0, "no clear error"
-
-
-def leftovers(folder: Path) -> list[str]:
-    """Return the files and folders that only a killed save leaves."""
-    return [str(p.relative_to(folder)) for p in folder.rglob(".*")]
+    assert ended(fork(job)) == 0, "a full disk gives no clear error"
 
 
 @dataclass
 class Tally:
     runs: int = 0
-    before: int = 0  # restored the state of the last save that returned
-    after: int = 0  # restored the one after it
+    last: int = 0  # runs after which the state of the last save that returned was there
+    next: int = 0  # the one after it: the kill came between its commit and its return
     problems: list[str] = field(default_factory=list)
 
 
-def attack(name: str, runs: int, rng: random.Random, root: Path, stop: float) -> Tally:
-    """Kill a program `runs` times, and fill one of seven disks."""
-    program, folder, tally, last = PROGRAMS[name], root / name.replace(" ", "_"), Tally(), 0
+def attack(name: str, runs: int, rng: random.Random, root: Path, end: float) -> Tally:
+    """Run a program `runs` times, kill six of seven of these, and give the seventh a full disk."""
+    program, folder, tally, last = PROGRAMS[name], root / "folder", Tally(), 0
     folder.mkdir()
     for i in range(runs):
-        if time.monotonic() > stop:
+        if time.monotonic() > end:
             break
         tally.runs += 1
         try:
@@ -223,16 +223,108 @@ def attack(name: str, runs: int, rng: random.Random, root: Path, stop: float) ->
                 saved = max(last, run_and_kill(program, folder, last + 1, rng.uniform(0, 0.06), victims))
             now = program.read(folder)
             assert now in (saved, saved + 1), f"save returned for state {saved}, and state {now} is there"
-            tally.before, tally.after = tally.before + (now == saved), tally.after + (now == saved + 1)
+            tally.last, tally.next = tally.last + (now == saved), tally.next + (now > saved)
             last = now
             if i % 5 == 4:
                 last += 1
-                assert os.waitpid(fork(lambda n=last: program.save(folder, n, None)), 0)[1] == 0  # type: ignore[misc]
+                assert ended(fork(lambda n=last: program.save(folder, n, None))) == 0  # type: ignore[misc]
                 assert program.read(folder) == last
-                assert not leftovers(folder), f"left by killed saves: {leftovers(folder)}"
+                left = [str(p.relative_to(folder)) for p in folder.rglob(".*")]
+                assert not left, f"left after a save that ended: {left}"
         except (AssertionError, ShardingError, OSError) as e:
             tally.problems.append(f"{name}, run {i}: {e}")
             shutil.rmtree(folder)
             folder.mkdir()
             last = 0
+    shutil.rmtree(folder)
     return tally
+
+
+# --- the recipe ---------------------------------------------------------------------------------------------------
+
+STEPS = 6
+SMALL = ["--batch", "2", "--context", "8", "--layers", "1", "--heads", "1", "--width", "8", "--save-every", "1"]
+
+
+def train(text: Path, *flags: str) -> None:
+    pretrain.main([*SMALL, "--steps", str(STEPS), "--text", str(text), *flags])
+
+
+def files_of(folder: Path, step: int) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in (folder / f"step_{step:06d}").iterdir()}
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for _, line in pretrain.read_metrics(folder / "metrics.jsonl")]
+    return [(m["step"], m["loss"]) for m in lines]
+
+
+def attack_recipe(runs: int, rng: random.Random, root: Path, end: float) -> Tally:
+    """Kill and resume trainings until they end: every checkpoint and every loss is that of a training without kills."""
+    tally, text, want, out = Tally(), root / "text", root / "want", root / "out"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    begun = time.monotonic()
+    assert ended(fork(lambda: train(text, "--out", str(want)))) == 0
+    seconds = time.monotonic() - begun
+    last = 0
+    for i in range(runs):
+        if time.monotonic() > end:
+            break
+        tally.runs += 1
+        pid = fork(functools.partial(train, text, "--resume" if last else "--out", str(out)))
+        time.sleep(rng.uniform(0.2, 0.8) * seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        status = ended(pid)
+        try:
+            assert status in (0, -signal.SIGKILL), f"a training ends with status {status}"
+            steps = checkpoint.steps(out)
+            assert steps == list(range(1, len(steps) + 1)), f"the steps {steps} are there"
+            assert len(steps) >= last, f"step {last} was saved, and now there are {steps}"
+            for step in steps:
+                assert files_of(out, step) == files_of(want, step), f"step {step} differs"
+            if status == 0:
+                assert losses(out) == losses(want), "the losses differ"
+            elif (out / "metrics.jsonl").exists():
+                assert losses(out)[:last] == losses(want)[:last], "earlier losses differ"
+            tally.last, last = tally.last + 1, len(steps)
+        except (AssertionError, ShardingError, OSError) as e:
+            tally.problems.append(f"pretrain, run {i}: {e}")
+            status = 0
+        if status == 0:  # it ended, so the next run begins another
+            shutil.rmtree(out, ignore_errors=True)
+            last = 0
+    return tally
+
+
+def ended(pid: int) -> int:
+    """Wait for a child; return its exit status, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tests.faults.kills", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after about this long")
+    args = parser.parse_args(argv)
+    rng, begun = random.Random(args.seed), time.monotonic()
+    attacks: dict[str, Callable[..., Tally]] = {name: functools.partial(attack, name) for name in PROGRAMS}
+    attacks["`recipes.pretrain`, resumed"] = attack_recipe
+    print("| program | runs | last state saved | the next one | anything else |\n|---|---|---|---|---|")
+    tallies = []
+    for i, (name, one) in enumerate(attacks.items()):
+        runs = args.runs * (i + 1) // len(attacks) - args.runs * i // len(attacks)
+        with tempfile.TemporaryDirectory() as root:
+            t = one(runs, rng, Path(root), begun + args.seconds * (i + 1) / len(attacks))
+        print(f"| {name} | {t.runs} | {t.last} | {t.next} | {len(t.problems)} |", flush=True)
+        tallies.append(t)
+    problems = [problem for t in tallies for problem in t.problems]
+    total = [sum(getattr(t, column) for t in tallies) for column in ("runs", "last", "next")]
+    print(f"| all | {' | '.join(map(str, total))} | {len(problems)} |\n{time.monotonic() - begun:.0f} s")
+    print("\n".join(problems))
+    return min(1, len(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
