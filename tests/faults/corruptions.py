@@ -110,7 +110,8 @@ def edit(change: Callable[[bytes, random.Random], bytes]) -> Callable[[Path, Pat
 
     def damage(folder: Path, other: Path, rng: random.Random) -> None:
         file = rng.choice(files(folder))
-        file.write_bytes(change(file.read_bytes(), rng))
+        data = file.read_bytes()
+        file.write_bytes(change(data, rng) if data else b"x")  # an earlier damage may have emptied it
 
     return damage
 
