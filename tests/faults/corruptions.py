@@ -168,13 +168,14 @@ def duplicate(folder: Path, other: Path, rng: random.Random) -> None:
     """Copy a file over another, or beside it, under a name like its own."""
     source, target = rng.choices(files(folder), k=2)
     if source == target:
-        target = folder / source.name.replace("0000", "0007").replace("model.", "model-00001-of-00001.")
+        names = {f"{source.name}.bak", source.name.replace("0000", "0007")} - {source.name}
+        target = folder / rng.choice(sorted(names))
     shutil.copyfile(source, target)
 
 
 def replace(folder: Path, other: Path, rng: random.Random) -> None:
     """Replace one file by that of another model. The one file of a folder is all of it: then it is another folder."""
-    names = [p.name for p in files(folder) if len(files(folder)) > 1]
+    names = [p.name for p in files(folder) if len(files(folder)) > 1 and (other / p.name).exists()]
     if names:
         name = rng.choice(names)
         shutil.copyfile(other / name, folder / name)
