@@ -175,7 +175,7 @@ def duplicate(folder: Path, other: Path, rng: random.Random) -> None:
 
 def replace(folder: Path, other: Path, rng: random.Random) -> None:
     """Replace one file by that of another model. The one file of a folder is all of it: then it is another folder."""
-    names = [p.name for p in files(folder) if len(files(folder)) > 1 and (other / p.name).exists()]
+    names = [p.name for p in files(folder) if p.name != "model.safetensors" and (other / p.name).exists()]
     if names:
         name = rng.choice(names)
         shutil.copyfile(other / name, folder / name)
