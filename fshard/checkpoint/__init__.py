@@ -9,10 +9,11 @@ The ranks write in parallel, each part of a leaf once. A rank reads only the sli
 and number of processes at saving. Simulated and process meshes write the same files, byte by byte.
 
 A checkpoint is a directory of safetensors files (`parts`) and a JSON manifest (`manifest`). It appears all at once: a
-kill at any time leaves the last one unchanged (`commit`). Nothing is pickled, and every byte that is read is checked.
+kill at any time leaves the last one or the new one, and the new one if `save` has returned (`commit`). Nothing is
+pickled, and every byte that is read is checked.
 
 On a process mesh every rank must call `save` and `restore`, on a shared directory. One program at a time may save into
-a directory.
+a directory. Others may read it meanwhile: if the checkpoint is replaced while `restore` reads it, an error says so.
 """
 
 from __future__ import annotations
