@@ -10,9 +10,9 @@ of `manifest.json` then replaces the old checkpoint by the new one. Removal begi
 A save is committed by one rename, of the directory or of `manifest.json`, which is atomic. Before it no file that the
 old manifest names is touched: new part files have another generation in their names. After it the old part files are
 unused, and only they are removed. So a kill at any moment leaves the old state or the new one, and once `save` has
-returned on any rank, the new one; a save that was killed may have been committed or not. This holds for a killed program
-by the order of the operations, and for a machine that loses power since all files are flushed before the rename, and the
-directory after it.
+returned on any rank, the new one; a save that was killed may have been committed or not. This holds for a killed
+program by the order of the operations, and for a machine that loses power since all files are flushed before the
+rename, and the directory after it.
 """
 
 from __future__ import annotations

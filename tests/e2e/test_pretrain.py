@@ -310,16 +310,19 @@ def test_metrics_cut_short_are_resumed_and_damage_is_named(text, saved, tmp_path
     out = tmp_path / "out"
     shutil.copytree(saved, out)
     path = out / "metrics.jsonl"
-    good = path.read_text()
-    for half in ('{"step": 1, "lo', '{"step": 1}', "{", "\0\0\0"):  # a whole line without its end is cut short too
-        path.write_text(good.splitlines(keepends=True)[0] + half)
-        pretrain.main([*TINY, "--text", text, "--resume", str(out)])
-        assert path.read_text() == good.splitlines(keepends=True)[0]
-    for damage in ("nonsense", "[]", '{"loss": 1}', "\0\0"):
-        path.write_text(damage + "\n" + good)
-        assert refusal("--text", text, "--resume", str(out)) == (
-            f"{path}: line 1 is damaged: remove it, or move the file away")  # fmt: skip
-        assert path.read_text() == damage + "\n" + good
+    first, second = path.read_text().splitlines(keepends=True)
+    for half in ("", '{"step": 1, "lo', '{"step": 1}', "{", "\0\0\0"):  # a line without its end is cut short too
+        path.write_text(first + half)
+        assert pretrain.read_metrics(path) == [(0, first)]
+    pretrain.main([*TINY, "--text", text, "--resume", str(out)])
+    assert path.read_text() == first
+    for damage in ("nonsense", "[]", '{"loss": 1}', '{"step": "x"}', "\0\0"):
+        path.write_text(damage + "\n" + second)
+        with pytest.raises(SystemExit) as e:
+            pretrain.read_metrics(path)
+        assert e.value.code == f"pretrain: {path}: line 1 is damaged: remove it, or move the file away"
+    refusal("--text", text, "--resume", str(out))
+    assert path.read_text() == damage + "\n" + second  # a refused run changes nothing
 
 
 class Full:
