@@ -82,7 +82,7 @@ class Ranks:
         if in_region():
             raise fail(f"{verb}: called inside shard_map, where every leaf is a local part", fix="call it outside")
         self.verb, self.alone = verb, alone
-        self.rank = 0 if alone else dist.get_rank()
+        self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
     @classmethod
     def of(cls, verb: str, leaves: Iterable[Any]) -> Ranks:
@@ -115,7 +115,7 @@ class Ranks:
         except Exception as e:
             error = e
             text = str(e) if isinstance(e, ShardingError) else f"{self.verb}: {e!r}"
-        gathered: list[Any] = [None] * dist.get_world_size()
+        gathered: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(gathered, (result, text))
         except RuntimeError as e:

@@ -4,6 +4,10 @@
     header            JSON: name -> {"dtype": "F32", "shape": [2, 3], "data_offsets": [start, stop]}
     tensors           row-major, end to end, in the order of their offsets
 
+Files that fshard writes for others have checksums in the header's `__metadata__`, which other readers ignore:
+`"crc32:NAME"` has eight hexadecimal digits for each block of 64 KiB of the tensor's bytes. They are the CRC-32 of
+`NAME DTYPE SHAPE`, as in `w F32 [2, 3]`, followed by the block, so that a block of another tensor does not fit.
+
 The package `safetensors` cannot write a header alone, for tensors that several processes write later. Its errors name
 at most one damaged tensor, and no duplicate name. It slices a memory map: for an eighth of the columns of a 128 MiB
 tensor it reads 128 MiB from a cold disk, and `preadv` at the offsets in the header reads 16 MiB. Source of the format: https://github.com/huggingface/safetensors.
@@ -14,7 +18,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,8 @@ DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+BLOCK_BYTES = 1 << 16  # of a checksum: part of the format
+_CHECKSUMS = "crc32:"
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class HeaderEntry:
     """A tensor in a file: `start` is its first byte, `dtype` is None if torch has no dtype for `dtype_name`.
 
     `file_size` and `file_mtime` (ns) are of the time when the header was read. `file` is absolute: the values may be
-    read later from another working directory.
+    read later from another working directory. `checksums` has eight digits for each block; None in files without them.
     """
 
     file: Path
@@ -51,16 +58,51 @@ class HeaderEntry:
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     start: int
+    checksums: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        assert self.dtype is not None
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def matches(self, block: int, data: bytes | memoryview) -> bool:
+        """Return whether the bytes of a block have its checksum."""
+        assert self.checksums is not None
+        return self.checksums[8 * block : 8 * block + 8] == checksum(self.name, self.dtype_name, self.shape, data)
+
+
+def checksum(name: str, dtype_name: str, shape: Sequence[int], block: bytes | memoryview) -> str:
+    """Return the checksum of a block of a tensor."""
+    return f"{zlib.crc32(block, zlib.crc32(f'{name} {dtype_name} {list(shape)}'.encode())):08x}"
+
+
+def checksums_of(name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[bytes | memoryview]) -> str:
+    """Return the checksums of a tensor from its blocks, each of `BLOCK_BYTES` but the last."""
+    return "".join(checksum(name, _NAMES[dtype], shape, block) for block in blocks)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of a file, an error for each that is damaged, and the CRC-32 of the header itself."""
+
+    entries: list[HeaderEntry]
+    errors: list[ShardingError]
+    crc32: int
 
 
 def encode_header(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> bytes:
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None,
+    checksums: Mapping[str, str] | None = None,
+) -> bytes:  # fmt: skip
     """Return the bytes before the first tensor of a file with `tensors`, name -> (dtype, shape), in that order.
 
     They are padded to a multiple of 8: tensors are aligned if the dtypes go from the widest to the narrowest.
+    `checksums` by name replace those in `metadata`, which may be that of another file.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    if checksums is not None:
+        kept = {k: v for k, v in (metadata or {}).items() if not k.startswith(_CHECKSUMS)}
+        header["__metadata__"] = kept | {_CHECKSUMS + name: digits for name, digits in checksums.items()}
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -70,8 +112,8 @@ def encode_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(path: Path) -> tuple[list[HeaderEntry], list[ShardingError]]:
-    """Read a header: the tensors of the file, and an error for each that is cut short, out of place or of another size.
+def read_header(path: Path) -> Header:
+    """Read a header; its errors name tensors that are cut short, out of place, of another size or without a checksum.
 
     Raises ShardingError if the header itself cannot be read.
     """
@@ -89,11 +131,12 @@ def read_header(path: Path) -> tuple[list[HeaderEntry], list[ShardingError]]:
         header = json.loads(text, object_pairs_hook=_without_duplicates)
         if not isinstance(header, dict):
             raise ValueError(f"it is a {type(header).__name__}")
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
         fields = [(name, *_fields(value)) for name, value in header.items()]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise fail(f"{path}: the header is damaged", f"{type(e).__name__}: {e}", fix="copy it again") from e
     entries, errors = [], []
+    checksums = _checksums(metadata)
     first, available, end = 8 + length, stat.st_size - 8 - length, 0
     for name, dtype_name, shape, start, stop in sorted(fields, key=lambda f: f[3:]):
         label, dtype = f"{path}: {name!r}", DTYPES.get(dtype_name)
@@ -107,12 +150,21 @@ def read_header(path: Path) -> tuple[list[HeaderEntry], list[ShardingError]]:
             errors.append(fail(f"{label} is out of place", f"it begins at byte {first + start}, and the one before it "
                                f"ends at {first + end}", fix="write the file again"))  # fmt: skip
         end = stop
+        digits = checksums.get(name)
+        if checksums and (digits is None or len(digits) != 8 * -(-(stop - start) // BLOCK_BYTES)):
+            errors.append(fail(f"{label} has not the checksums of its bytes", f"{len(digits or '')} digits, and 8 for "
+                               f"each {BLOCK_BYTES} of {stop - start} bytes", fix="copy the file again"))  # fmt: skip
         entries.append(HeaderEntry(path.absolute(), stat.st_size, stat.st_mtime_ns, name, dtype_name, dtype, shape,
-                                   first + start))  # fmt: skip
+                                   first + start, digits))  # fmt: skip
     if end < available:
         errors.append(fail(f"{path}: is too long", f"its last tensor ends at byte {first + end}, the file has "
                            f"{stat.st_size}", fix="copy it again"))  # fmt: skip
-    return entries, errors
+    return Header(entries, errors, zlib.crc32(text))
+
+
+def _checksums(metadata: object) -> dict[str, str]:
+    items = metadata.items() if isinstance(metadata, dict) else ()
+    return {k.removeprefix(_CHECKSUMS): v for k, v in items if k.startswith(_CHECKSUMS) and isinstance(v, str)}
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ The ranks write in parallel, each part of a leaf once. A rank reads only the sli
 and number of processes at saving. Simulated and process meshes write the same files, byte by byte.
 
 A checkpoint is a directory of safetensors files (`parts`) and a JSON manifest (`manifest`). It appears all at once: a
-kill at any time leaves the last one unchanged (`commit`). Nothing is pickled, and every byte that is read is checked.
+kill at any time leaves the last one or the new one, and the new one if `save` has returned (`commit`). Nothing is
+pickled, and every byte that is read is checked.
 
 On a process mesh every rank must call `save` and `restore`, on a shared directory. One program at a time may save into
-a directory.
+a directory. Others may read it meanwhile: if the checkpoint is replaced while `restore` reads it, an error says so.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from fshard._io import StrPath
-from fshard.errors import checked
+from fshard.errors import checked, raise_all
 
 from . import commit
 from .loading import restore
-from .manifest import Saved, Scalar, read_manifest
+from .manifest import Saved, Scalar
+from .parts import check_part
 from .saving import save
 
 
 @checked
 def inspect(path: StrPath, *, step: int | None = None) -> dict[str, Saved | Scalar]:
-    """Return the leaves of a checkpoint by dotted path: shapes and dtypes, and Python values. Reads the manifest only.
+    """Return the leaves of a checkpoint by dotted path: shapes and dtypes, and Python values.
+
+    Reads the manifest, and the header of one part file to see that the two belong together.
 
     >>> inspect("out", step=25)
     {'key': i64[2], 'params.down': f32[256, 64], 'params.up': f32[64, 256], 'step': 25}
@@ -38,8 +42,10 @@ def inspect(path: StrPath, *, step: int | None = None) -> dict[str, Saved | Scal
     Raises ShardingError if there is no checkpoint, or its manifest is damaged.
     """
     directory = commit.directory_of(path, step)
-    commit.check_complete(directory)
-    return dict(read_manifest(directory).leaves)
+    manifest = commit.read(directory, step)
+    for file in list(manifest.files)[:1]:
+        raise_all(check_part(directory / file, manifest.files[file]))
+    return dict(manifest.leaves)
 
 
 @checked

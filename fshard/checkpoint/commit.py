@@ -6,6 +6,13 @@
 A save writes into a temporary sibling, flushes every file and the directory to the disk, then renames the sibling.
 To replace a complete checkpoint, the new part files, whose names differ, are moved into its directory first; the rename
 of `manifest.json` then replaces the old checkpoint by the new one. Removal begins with a rename.
+
+A save is committed by one rename, of the directory or of `manifest.json`, which is atomic. Before it no file that the
+old manifest names is touched: new part files have another generation in their names. After it the old part files are
+unused, and only they are removed. So a kill at any moment leaves the old state or the new one, and once `save` has
+returned on any rank, the new one; a save that was killed may have been committed or not. This holds for a killed
+program by the order of the operations, and for a machine that loses power since all files are flushed before the
+rename, and the directory after it.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from pathlib import Path
 from fshard._io import StrPath, sync, write_errors
 from fshard.errors import ShardingError, fail
 
-from .manifest import MANIFEST, read_manifest
+from .manifest import MANIFEST, Manifest, read_manifest
 from .parts import PART_NAME, UNCHANGED
 
 _STEP = re.compile(r"step_(\d{6,})")
@@ -59,6 +66,16 @@ def check_complete(directory: Path) -> None:
         known = steps(directory.parent)
         fix = f"the steps here are {known}" if known else fix
     raise fail(f"{directory} is not a checkpoint of fshard", problem, fix=fix)
+
+
+def read(directory: Path, step: int | None) -> Manifest:
+    """Read the manifest of a complete checkpoint. Raises ShardingError if there is none, or it is of another step."""
+    check_complete(directory)
+    manifest = read_manifest(directory)
+    if step is not None and manifest.step not in (None, step):
+        raise fail(f"{directory} holds the checkpoint of another step: it was renamed or replaced", expected=step,
+                   got=manifest.step, fix=f"give this directory, without step=, for step {manifest.step}")  # fmt: skip
+    return manifest
 
 
 def create_temporary(final: Path, *, overwrite: bool) -> tuple[Path, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,18 @@ def restore(
     targets, errors = _targets(like, specs, mesh, at)
     reads: Reads = {}
 
-    def plan() -> None:
+    def plan() -> str:
         raise_all(errors)
-        commit.check_complete(directory)
-        reads.update(_plan(targets, directory, read_manifest(directory), at))
+        manifest = commit.read(directory, step)
+        with _unless_replaced(directory, manifest.digest):
+            reads.update(_plan(targets, directory, manifest, at))
+        return manifest.digest
 
-    ranks.run(plan)
-    ranks.run(lambda: _read(directory, reads))
+    digests = ranks.run(plan)
+    if len(set(digests)) > 1:  # a save has replaced it between the reads of two ranks
+        raise _replaced(directory)
+    with _unless_replaced(directory, digests[0]):
+        ranks.run(lambda: _read(directory, reads))
     leaves: dict[str, Any] = {}
     for name, t in targets.items():
         leaves[name] = leaves[t.same_as] if t.same_as is not None else t.result()
@@ -183,7 +189,8 @@ def _plan(targets: Mapping[str, Target], directory: Path, manifest: Manifest, at
                       for box, part in parts if (common := overlap(chunk_box, box)) is not None]  # fmt: skip
             if wanted:
                 reads.setdefault(chunk.file, []).append((path, chunk, wanted))
-    raise_all([e for file in sorted(reads) for e in check_part(directory / file, manifest.files[file])])
+    files = {*reads, *list(manifest.files)[:1]}  # one at least: its header has the digest of the Python values
+    raise_all([e for file in sorted(files) for e in check_part(directory / file, manifest.files[file])])
     return {file: sorted(reads[file], key=lambda read: read[1].start) for file in sorted(reads)}
 
 
@@ -205,6 +212,26 @@ def _check_leaves(
         raise fail(f"restore: {directory} does not hold the leaves of `like`", *lines,
                    fix="give `like` the leaves that fs.checkpoint.inspect shows; "
                        "at='params' restores one subtree")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _unless_replaced(directory: Path, digest: str) -> Iterator[None]:
+    """Name the reason of an error in reading a checkpoint, if it is that another one has replaced it meanwhile."""
+    try:
+        yield
+    except ShardingError:
+        try:
+            now = read_manifest(directory).digest
+        except ShardingError:
+            now = "removed" if not commit.is_complete(directory) else digest
+        if now != digest:
+            raise _replaced(directory) from None
+        raise
+
+
+def _replaced(directory: Path) -> ShardingError:
+    return fail(f"restore: {directory} was replaced or removed by another program while it was read",
+                fix="call restore again")  # fmt: skip
 
 
 def _read(directory: Path, reads: Reads) -> None:

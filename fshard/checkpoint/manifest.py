@@ -15,7 +15,9 @@
         "params.head": {"same_as": "params.up"},            two paths of one leaf
         "cursor":      {"type": "int", "value": 1200}}      a Python value; floats as text, by `repr`
 
-The chunks of a leaf fill it and do not overlap. A file is named without a directory, so that none is outside.
+The chunks of a leaf form a grid that fills it, and those of a file fill it, so that none overlap. A file is named
+without a directory, so that none is outside. Every part file has the `leaves_digest` in its header, and the manifest
+has the CRC-32 of that header: a manifest with other Python values, paths or shapes does not fit the part files.
 """
 
 from __future__ import annotations
@@ -57,11 +59,19 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint, except the bytes of tensors."""
+    """Contents of a checkpoint, except the bytes of tensors; `digest` is that of the text, once it is written."""
 
     step: int | None
     files: Mapping[str, PartFile]
     leaves: Mapping[str, Saved | Scalar]
+    digest: str = ""
+
+
+def leaves_digest(step: int | None, leaves: Mapping[str, Any], tied: Mapping[str, str]) -> str:
+    """Return a digest of the step and of all leaves without the bytes of tensors, for the headers of the part files."""
+    table = {name: _encode(x) if isinstance(x, SCALARS) else [str(x.dtype), list(x.shape), tied.get(name)]
+             for name, x in leaves.items()}  # fmt: skip
+    return _digest(json.dumps([step, table]).encode())
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -97,7 +107,7 @@ def read_manifest(directory: Path) -> Manifest:
     if digest != _digest(body):
         raise fail(f"{path} is damaged", fix=RESTORE_ANOTHER, expected=f"blake2b {digest}", got=_digest(body))
     try:
-        return _decode(json.loads(b"{" + body))
+        return dataclasses.replace(_decode(json.loads(b"{" + body)), digest=digest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise fail(f"{path} is malformed", f"{type(e).__name__}: {e}", fix=RESTORE_ANOTHER) from e
 
@@ -137,6 +147,7 @@ def _decode(body: Any) -> Manifest:
             leaves[path] = dataclasses.replace(first, same_as=entry["same_as"])
         else:
             leaves[path] = _decode_saved(path, entry, files)
+    _check_files_are_filled(files, [x for x in leaves.values() if isinstance(x, Saved) and x.same_as is None])
     if body["step"] is not None:
         _sizes([body["step"]])
     return Manifest(body["step"], files, leaves)
@@ -162,10 +173,33 @@ def _decode_saved(path: str, entry: Any, files: Mapping[str, PartFile]) -> Saved
         if not fits or end > files[c.file].bytes or len(c.crc32) != block_count(c.shape, dtype.itemsize):
             raise ValueError(f"{path}: the chunk at {list(c.offset)} does not fit its leaf or its file")
         chunks.append(c)
-    filled = sum(math.prod(c.shape) for c in chunks)
-    if filled != math.prod(shape) or len({c.offset for c in chunks}) != len(chunks):
-        raise ValueError(f"{path}: the chunks fill {filled} of {math.prod(shape)} elements")
+    if not _is_grid(shape, chunks):
+        raise ValueError(f"{path}: the chunks do not fill {list(shape)} as a grid: one is missing, twice or overlaps")
     return Saved(shape, dtype, tuple(chunks))
+
+
+def _is_grid(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
+    """Return whether the ranges of every dim fill it in order, and the chunks are all products of them, each once."""
+    cells = {(c.offset, c.shape) for c in chunks}
+    dims = [sorted({(c.offset[d], c.shape[d]) for c in chunks}) for d in range(len(shape))]
+    for size, ranges in zip(shape, dims, strict=True):
+        ends = [0, *(start + n for start, n in ranges)]
+        if [start for start, _ in ranges] != ends[:-1] or ends[-1] != size:
+            return False
+    return len(cells) == len(chunks) == math.prod(map(len, dims))
+
+
+def _check_files_are_filled(files: Mapping[str, PartFile], leaves: Sequence[Saved]) -> None:
+    """Raise ValueError unless the chunks in each file follow its header end to end, as they are written."""
+    ranges: dict[str, list[tuple[int, int]]] = {file: [] for file in files}
+    for leaf in leaves:
+        for c in leaf.chunks:
+            ranges[c.file].append((c.start, c.start + math.prod(c.shape) * leaf.dtype.itemsize))
+    for file, of_file in ranges.items():
+        of_file.sort()
+        ends = [files[file].header_bytes, *(stop for _, stop in of_file)]
+        if [start for start, _ in of_file] != ends[:-1] or ends[-1] != files[file].bytes:
+            raise ValueError(f"{file}: the chunks do not follow each other from byte {ends[0]} to its end")
 
 
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:

@@ -109,14 +109,17 @@ def part_name(rank: int, generation: int) -> str:
     return f"part-{rank:05d}{f'.{generation}' if generation else ''}.safetensors"
 
 
-def write_part(path: Path, pieces: Sequence[Piece]) -> tuple[PartFile, list[tuple[str, Chunk]]]:
-    """Write a safetensors file, one piece at a time in host memory, and return (path, chunk) for each piece."""
+def write_part(path: Path, pieces: Sequence[Piece], digest: str = "") -> tuple[PartFile, list[tuple[str, Chunk]]]:
+    """Write a safetensors file, one piece at a time in host memory, and return (path, chunk) for each piece.
+
+    `digest`: the `leaves_digest` of the checkpoint, for the header.
+    """
     pieces = sorted(pieces, key=lambda p: (-p.values.dtype.itemsize, str(p)))  # widest first: each tensor is aligned
     table = {}
     for p in pieces:
         dtype, shape = p.values.dtype, box_shape(p.box)
         table[str(p)] = (_COMPLEX[dtype], (*shape, 2)) if dtype in _COMPLEX else (dtype, shape)
-    header = _safetensors.encode_header(table)
+    header = _safetensors.encode_header(table, {"leaves_blake2b": digest})
     chunks: list[tuple[str, Chunk]] = []
     size = len(header)
 

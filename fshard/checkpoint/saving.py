@@ -14,7 +14,7 @@ from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.sharded import Sharded
 
 from . import commit
-from .manifest import SCALARS, Manifest, Saved, write_manifest
+from .manifest import SCALARS, Manifest, Saved, leaves_digest, write_manifest
 from .parts import DTYPES, UNCHANGED, Chunk, PartFile, Piece, part_name, write_part
 
 Parts = dict[str, tuple[PartFile, list[tuple[str, Chunk]]]]  # file -> the file, and (leaf, chunk) for each chunk
@@ -67,7 +67,8 @@ def save(
                                        "fs.from_callback places values that differ")  # fmt: skip
     temporary, generation = ranks.run_on_first(lambda: commit.create_temporary(final, overwrite=overwrite))
     try:
-        written = ranks.run(lambda: _write_parts(temporary, generation, tensors, ranks))
+        digest = leaves_digest(step, leaves, tied)
+        written = ranks.run(lambda: _write_parts(temporary, generation, tensors, digest, ranks))
         ranks.run_on_first(publish)
     except BaseException:
         if ranks.rank == 0:
@@ -108,15 +109,17 @@ def _tensors(leaves: Mapping[str, Any]) -> tuple[dict[str, Sharded | Tensor], di
     return tensors, tied
 
 
-def _write_parts(directory: Path, generation: int, tensors: Mapping[str, Sharded | Tensor], ranks: Ranks) -> Parts:
-    """Write the part files of this process, and flush them to the disk."""
-    pieces: dict[int, list[Piece]] = {}
+def _write_parts(
+    directory: Path, generation: int, tensors: Mapping[str, Sharded | Tensor], digest: str, ranks: Ranks
+) -> Parts:
+    """Write the part files of this process, and flush them to the disk. Without tensors rank 0 writes an empty one."""
+    pieces: dict[int, list[Piece]] = {} if tensors or not ranks.writes_for(0) else {0: []}
     for (name, leaf), boxes in zip(tensors.items(), assign_writers(tensors.values()), strict=True):
         for box, writer in boxes:
             if ranks.writes_for(writer):
                 pieces.setdefault(writer, []).append(Piece(name, box, local_part(leaf, writer)))
     files = {part_name(writer, generation): of_rank for writer, of_rank in pieces.items()}
-    parts = {file: write_part(directory / file, of_rank) for file, of_rank in files.items()}
+    parts = {file: write_part(directory / file, of_rank, digest) for file, of_rank in files.items()}
     if parts:
         sync(directory)
     return parts

@@ -15,13 +15,14 @@ Legend: B batch, T time, V vocabulary; [B@data] is a dim split over an axis.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, checkpoint, data, optim
 from fshard.models import gpt2
+from fshard.recipes import command
 
 FILE = 256  # the token between files; 0 to 255 are bytes
 VOCAB = 257
@@ -41,36 +43,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 EXCLUDED = {  # directories of the standard library
     "test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "__pycache__",
 }  # fmt: skip
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m fshard.recipes.pretrain", description=(__doc__ or "").split("\n")[0])
-    p.add_argument("--mesh", default="",
-                   help="axes and sizes, e.g. data=2,model=2 (default: data=1, or data=-1 under torchrun)")  # fmt: skip
-    p.add_argument("--fsdp", action="store_true", help="shard parameters and optimizer state over data too")
-    p.add_argument("--sequence-parallel", action="store_true", help="split the residual stream along time over model")
-    p.add_argument("--text", type=Path, help="train on this file instead of the standard library")
-    p.add_argument("--steps", type=int, default=1900)
-    p.add_argument("--batch", type=int, default=8, help="sequences per step, over all devices")
-    p.add_argument("--context", type=int, default=128, help="tokens per sequence")
-    p.add_argument("--layers", type=int, default=4)
-    p.add_argument("--heads", type=int, default=4)
-    p.add_argument("--width", type=int, default=128)
-    p.add_argument("--dropout", type=float, default=0.0)
-    p.add_argument("--lr", type=float, default=4e-3)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute with; parameters stay float32")
-    p.add_argument("--compile", action="store_true", help="compile the whole step as one graph")
-    p.add_argument("--remat", action="store_true", help="recompute blocks in the backward pass")
-    p.add_argument("--verify", action="store_true", help="before training, compare the step on smaller meshes")
-    p.add_argument("--out", type=Path, help="write metrics.jsonl and checkpoints here")
-    p.add_argument(
-        "--save-every", type=int, default=0, help="steps between checkpoints (the last step is always saved)"
-    )
-    p.add_argument("--resume", type=Path, help="resume from the last checkpoint in this folder, on any mesh")
-    p.add_argument("--sample", type=int, default=0, help="at the end, generate this many bytes of text")
-    p.add_argument("--prompt", default="def ", help="the beginning of that text")
-    return p.parse_args(argv)
 
 
 # --- text -----------------------------------------------------------------------------------------------------
@@ -87,7 +59,10 @@ def standard_library() -> Iterator[tuple[str, bytes]]:
 def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """(training, validation) tokens, int16: every 20th file of the library, by its name, or the end of the one text."""
     if text is not None:
-        whole = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int16)
+        try:
+            whole = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int16)
+        except OSError as e:
+            raise command.stop(f"--text {text}: {e.strerror}: give a file of text") from None
         return whole[: len(whole) * 19 // 20], whole[len(whole) * 19 // 20 :]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for name, source in standard_library():
@@ -100,7 +75,8 @@ def batches(text: np.ndarray[Any, Any], length: int, batch: int, key: Tensor | N
     """A function from a step to its placed batch {"ids", "targets"}, each [B@data, T]; a rank reads only its rows."""
     size = (len(text) - 1) // length
     if size < batch:
-        raise SystemExit(f"pretrain: the text has {len(text)} tokens: fewer than {batch} sequences of {length} + 1")
+        raise command.stop(f"the text has {len(text)} tokens, fewer than {batch} sequences of {length} + 1: "
+                           f"give a longer --text, or less --batch or --context")  # fmt: skip
 
     def fetch(rows: Any) -> dict[str, Tensor]:
         ids = data.crop(text, rows * length, length=length + 1)
@@ -118,8 +94,16 @@ def batches(text: np.ndarray[Any, Any], length: int, batch: int, key: Tensor | N
 
 def main(argv: list[str] | None = None) -> float:
     """Train, and return the validation loss in nats per token."""
-    args = arguments(argv)
-    mesh = make_mesh(args.mesh)
+    args = command.parse(argv)
+    try:
+        return train(args)
+    except KeyboardInterrupt:
+        raise command.interrupted(args) from None
+
+
+def train(args: argparse.Namespace) -> float:
+    resumed = command.check_folders(args)
+    mesh = command.mesh_of(args)
     first = mesh.ranks[0] == 0
     say: Callable[..., None] = Console(highlight=False, soft_wrap=True).print if first else _print_nothing
     start = time.time()
@@ -139,11 +123,11 @@ def main(argv: list[str] | None = None) -> float:
     state = {"params": described, "opt": optimizer.init(described)}
     state_specs = {"params": specs, "opt": optimizer.specs(specs), "key": P(), "step": P()}
     like = {**state, "key": key, "step": torch.tensor(0)}
+    text, held_out = tokens(args.text)
+    of_run = {"text_crc32": zlib.crc32(text.tobytes())}  # saved beside the state: another text is another run
 
-    if args.resume:
-        if checkpoint.latest(args.resume) is None:
-            raise SystemExit(f"pretrain: --resume {args.resume}: there is no complete checkpoint in it")
-        state = checkpoint.restore(args.resume, like, specs=state_specs, mesh=mesh, step=checkpoint.latest(args.resume))
+    if resumed:
+        state = restore(args, *resumed, like, state_specs, mesh, of_run)
     else:
         state = fs.materialize(like, state_specs, mesh, key=fs.fold_in(key, "init"))
     begin = int(state["step"])
@@ -169,7 +153,6 @@ def main(argv: list[str] | None = None) -> float:
         with torch.no_grad():
             return loss_fn(params, batch["ids"], batch["targets"], None)
 
-    text, held_out = tokens(args.text)
     train_batch = batches(text, args.context, args.batch, fs.fold_in(key, "data"), mesh)
     if args.verify:
         # A compiled step gets the shape of training, so that it is compiled once.
@@ -183,8 +166,7 @@ def main(argv: list[str] | None = None) -> float:
         policy = fs.Policy(compute=DTYPES[args.dtype])
     schedule = learning_rate(args)
     out = args.out or args.resume
-    log = Log(out, begin, args.steps, first, say)
-    with log:
+    with Log(args, begin, first, say) as log:
         for step in range(begin, args.steps):
             clock = time.perf_counter()
             state, metrics = train_step(state, train_batch(step))
@@ -194,7 +176,10 @@ def main(argv: list[str] | None = None) -> float:
                       tokens_per_s=args.batch * args.context / seconds)  # fmt: skip
             last = step + 1 == args.steps
             if out and (last or (args.save_every and (step + 1) % args.save_every == 0)):
-                checkpoint.save(out, state, step=step + 1, overwrite=True)
+                try:
+                    checkpoint.save(out, {**state, **of_run}, step=step + 1, overwrite=True)
+                except fs.ShardingError as e:
+                    raise command.stop(f"{e}\n{command.resume_hint(args)}") from None
 
     eval_batch = batches(held_out, args.context, args.batch, None, mesh)
     n = min(50, (len(held_out) - 1) // (args.context * args.batch))
@@ -207,6 +192,26 @@ def main(argv: list[str] | None = None) -> float:
         write = sampler(cfg, state["params"], specs, layout, mesh)
         say(write(args.prompt, args.sample, fs.fold_in(key, "sample")), markup=False)
     return val
+
+
+def restore(
+    args: argparse.Namespace, step: int, saved: Mapping[str, Any], like: Any, specs: Any, mesh: fs.Mesh,
+    of_run: Mapping[str, int],
+) -> Any:  # fmt: skip
+    """Restore the train state. Ends the program unless it is of the same text and seed."""
+    of_run = {name: value for name, value in of_run.items() if name in saved}  # older checkpoints have none
+    if any(saved[name] != value for name, value in of_run.items()):
+        raise command.stop(f"--resume {args.resume}: it was trained on another text: give the same --text, or run the "
+                           "same Python, whose source code is the default")  # fmt: skip
+    try:
+        state = checkpoint.restore(
+            args.resume, {**like, **of_run}, specs={**specs, **dict.fromkeys(of_run, P())}, mesh=mesh, step=step
+        )
+    except fs.ShardingError as e:
+        raise command.stop(f"--resume {args.resume}: {e}") from None
+    if not torch.equal(fs.device_get(state["key"]), fs.key(args.seed)):
+        raise command.stop(f"--resume {args.resume}: it was trained with another seed: give the same --seed")
+    return {name: state[name] for name in like}
 
 
 def with_second_moments(state: Any, specs: Any, mesh: fs.Mesh) -> Any:
@@ -228,19 +233,6 @@ def with_second_moments(state: Any, specs: Any, mesh: fs.Mesh) -> Any:
 
 def _print_nothing(*_: object, **__: object) -> None:
     """The `say` of all ranks but the first."""
-
-
-def make_mesh(text: str) -> fs.Mesh:
-    """Make the mesh of a text like `data=2,model=2`; the default size of an axis is 1."""
-    sizes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        axis, _, n = part.partition("=")
-        if axis not in ("data", "model") or not n.lstrip("-").isdigit():
-            raise SystemExit(f"pretrain: --mesh {text}: {part!r} is not data=N or model=N")
-        sizes[axis] = int(n)
-    launched = "RANK" in os.environ
-    sizes = {"data": -1 if launched and not text else 1, "model": 1, **sizes}
-    return fs.make_mesh(data=sizes["data"], model=sizes["model"])
 
 
 def learning_rate(args: argparse.Namespace) -> optim.Schedule:
@@ -286,16 +278,19 @@ def sampler(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh
 class Log:
     """Writes metrics.jsonl and shows progress, on rank 0 only: a bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, out: Path | None, begin: int, steps: int, first: bool, say: Any) -> None:
+    def __init__(self, args: argparse.Namespace, begin: int, first: bool, say: Any) -> None:
+        out = args.out or args.resume
+        self.args, self.begin, self.steps, self.first, self.say = args, begin, args.steps, first, say
         self.file = None
         if out and first:
-            out.mkdir(parents=True, exist_ok=True)
-            path = out / "metrics.jsonl"
-            lines = path.read_text().splitlines() if path.exists() else []
-            earlier = [line for line in lines if json.loads(line)["step"] < begin]
-            self.file = path.open("w")
-            self.file.writelines(line + "\n" for line in earlier)
-        self.begin, self.steps, self.first, self.say = begin, steps, first, say
+            with self.errors():
+                out.mkdir(parents=True, exist_ok=True)
+                path = out / "metrics.jsonl"
+                earlier = [line for step, line in read_metrics(path) if step < begin]
+                new = path.with_name(".metrics.jsonl.new")  # renamed: a kill loses no line
+                new.write_text("".join(earlier))
+                os.replace(new, path)
+                self.file = path.open("a")
         self.bar: Progress | None = None
         self.recent: list[float] = []
 
@@ -312,8 +307,9 @@ class Log:
         if not self.first:
             return
         if self.file:
-            self.file.write(json.dumps(metrics) + "\n")
-            self.file.flush()
+            with self.errors():
+                self.file.write(json.dumps(metrics) + "\n")
+                self.file.flush()
         step = int(metrics["step"])
         self.recent = [*self.recent[-49:], metrics["tokens_per_s"]]
         speed = sorted(self.recent)[len(self.recent) // 2]
@@ -328,7 +324,29 @@ class Log:
         if self.bar:
             self.bar.stop()
         if self.file:
-            self.file.close()
+            with contextlib.suppress(OSError):  # of a full disk, for the line that could not be written
+                self.file.close()
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise command.stop(f"cannot write metrics.jsonl: {e.strerror}: make room\n"
+                               f"{command.resume_hint(self.args)}") from None  # fmt: skip
+
+
+def read_metrics(path: Path) -> list[tuple[int, str]]:
+    """Return (step, line) for every line of metrics.jsonl, but a last one that a kill or a full disk has cut short."""
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    out = []
+    for i, line in enumerate(lines):
+        try:
+            out.append((int(json.loads(line)["step"]), line))
+        except (ValueError, KeyError, TypeError):
+            if i + 1 < len(lines) or line.endswith("\n"):
+                raise command.stop(f"{path}: line {i + 1} is damaged: remove it, or move the file away") from None
+    return [(step, line) for step, line in out if line.endswith("\n")]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError, _io, checkpoint
-from fshard.checkpoint import manifest, parts
+from fshard.checkpoint import loading, manifest, parts
 from fshard.spec import full_box
 from tests.lib.assertions import assert_same, error_text
 
@@ -142,6 +143,18 @@ MALFORMED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a chunk beyond the file": lambda m: m["leaves"]["a"]["chunks"][0].update(start=10**6),
     "a chunk missing": lambda m: m["leaves"]["a"]["chunks"].pop(),
     "a chunk twice": lambda m: m["leaves"]["a"]["chunks"].__setitem__(1, m["leaves"]["a"]["chunks"][0]),
+    "chunks that overlap": lambda m: m["leaves"]["a"]["chunks"][1].update(offset=[1, 0]),
+    "overlapping chunks that leave a row out": lambda m: m["leaves"]["a"].update(
+        shape=[5, 3],
+        chunks=[
+            {**m["leaves"]["a"]["chunks"][i % 2], "offset": [at, 0], "shape": [n, 3]}
+            for i, (at, n) in enumerate([(0, 2), (1, 2), (4, 1)])
+        ],
+    ),
+    "the bytes of another leaf": lambda m: m["leaves"]["a"]["chunks"][0].update(
+        start=m["leaves"]["b"]["chunks"][0]["start"]
+    ),
+    "one leaf less": lambda m: m["leaves"].pop("b"),
     "a negative offset": lambda m: m["leaves"]["a"]["chunks"][0].update(offset=[-1, 0]),
     "a huge chunk": lambda m: m["leaves"]["a"].update(
         shape=[2**60, 3], chunks=[{**m["leaves"]["a"]["chunks"][0], "shape": [2**60, 3]}]
@@ -167,6 +180,56 @@ def test_malformed_manifest_is_refused(change: Callable[[dict[str, Any]], object
     checkpoint.restore(at, state)
     rewritten(at, change)
     assert f"{at / 'manifest.json'} is malformed" in error_text(checkpoint.restore, at, state)
+
+
+@pytest.mark.parametrize("like", [{"n": 0}, {"n": 0, "x": torch.zeros(2)}, {"n": 0, "y": 0.0}], ids=str)
+def test_manifest_of_another_checkpoint_is_refused(like: dict[str, Any], tmp_path: Path) -> None:
+    """Python values stand in the manifest alone: part files say which ones they were saved with."""
+    ours, other = ({k: type(v)(n) if k != "x" else v for k, v in like.items()} for n in (3, 4))
+    at, another = (checkpoint.save(tmp_path / f"c{i}", tree) for i, tree in enumerate((ours, other)))
+    (at / "manifest.json").write_bytes((another / "manifest.json").read_bytes())
+    for read in (lambda: checkpoint.restore(at, like), lambda: checkpoint.restore(at, 0, at="n"),
+                 lambda: checkpoint.inspect(at)):  # fmt: skip
+        assert f"{at / 'part-00000.safetensors'}: the header is damaged\n  expected  crc32 " in error_text(read)
+
+
+def test_checkpoint_of_another_step_is_refused_by_its_step(tmp_path: Path) -> None:
+    saved = checkpoint.save(tmp_path, {"x": 1}, step=5)
+    at = saved.rename(tmp_path / "step_000007")
+    want = (
+        f"{at} holds the checkpoint of another step: it was renamed or replaced\n  expected  7    got  5\n"
+        "  fix: give this directory, without step=, for step 5"
+    )
+    assert error_text(checkpoint.restore, tmp_path, {"x": 0}, step=7) == want
+    assert error_text(checkpoint.inspect, tmp_path, step=7) == want
+    assert checkpoint.restore(at, {"x": 0}) == {"x": 1}
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_checkpoint_replaced_while_it_is_read_is_named(
+    removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, state = small(tmp_path)
+    read = loading._read
+
+    def replace_first(*args: Any) -> None:
+        checkpoint.save(at, {**state, "n": 4}, overwrite=True)
+        if removed:
+            shutil.rmtree(at)
+        read(*args)
+
+    monkeypatch.setattr(loading, "_read", replace_first)
+    assert error_text(checkpoint.restore, at, state) == (
+        f"restore: {at} was replaced or removed by another program while it was read\n  fix: call restore again"
+    )
+
+
+def test_ranks_that_read_two_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save between the reads of two ranks: without a comparison each would load a part of another state."""
+    at, state = small(tmp_path)
+    run = _io.Ranks.run
+    monkeypatch.setattr(_io.Ranks, "run", lambda self, job: [*run(self, job), "digest of rank 1"])
+    assert "was replaced or removed by another program" in error_text(checkpoint.restore, at, state)
 
 
 def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 
 import pytest
 import torch
 
+import fshard as fs
 from fshard import checkpoint, pmean
+from fshard.checkpoint import commit
 from fshard.models import transformer
 from fshard.recipes import pretrain
 
@@ -142,13 +145,6 @@ def test_a_sample_is_the_same_on_every_mesh(text, tmp_path, capsys):
     assert len(texts[0]) > 20
 
 
-def test_wrong_flags_are_refused(text):
-    with pytest.raises(SystemExit, match="'stage=2' is not data=N or model=N"):
-        pretrain.main(["--mesh", "stage=2"])
-    with pytest.raises(SystemExit, match="fewer than 9000 sequences"):
-        pretrain.main([*SMALL, "--text", text, "--batch", "9000"])
-
-
 FEW = ["--steps", "4", "--layers", "1"]
 
 
@@ -198,6 +194,246 @@ def test_verify_ends_a_run_of_a_wrong_model(text, tmp_path, monkeypatch):
     assert "leaves of train_step change with the mesh: collapsing 'model' gives another answer" in str(e.value)
     assert "collapsing 'data'" not in str(e.value)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+# --- refusals, each one line ----------------------------------------------------------------------------------------
+
+TINY = ["--steps", "2", "--batch", "2", "--context", "8", "--layers", "1", "--heads", "1", "--width", "8"]
+
+
+@pytest.fixture(scope="module")
+def saved(text, tmp_path_factory):
+    """A folder of a run of two steps."""
+    out = tmp_path_factory.mktemp("saved") / "out"
+    pretrain.main([*TINY, "--text", text, "--out", str(out)])
+    return out
+
+
+def refusal(*flags):
+    """The one line that ends a run."""
+    with pytest.raises(SystemExit) as e:
+        pretrain.main([*TINY, *flags])
+    line = str(e.value)
+    assert line.startswith("pretrain: ")
+    assert "\n" not in line
+    return line.removeprefix("pretrain: ")
+
+
+@pytest.mark.parametrize(("flags", "want"), [
+    ("--steps 0", "--steps 0: give 1 or more"),
+    ("--steps -1 --batch 0", "--steps -1: give 1 or more; --batch 0: give 1 or more"),
+    ("--context 0", "--context 0: give 1 or more"),
+    ("--layers 0 --heads -1 --width 0",
+     "--layers 0: give 1 or more; --heads -1: give 1 or more; --width 0: give 1 or more"),
+    ("--heads 3 --width 128", "--heads 3: must divide --width, and 128 % 3 = 2: give --heads 2"),
+    ("--lr nan", "--lr nan: give a number above 0"),
+    ("--lr 0", "--lr 0.0: give a number above 0"),
+    ("--lr inf", "--lr inf: give a number above 0"),
+    ("--dropout 1", "--dropout 1.0: give a rate from 0 to below 1"),
+    ("--dropout nan", "--dropout nan: give a rate from 0 to below 1"),
+    ("--seed -1", "--seed -1: give 0 or more"),
+    ("--seed 18446744073709551616", "--seed 18446744073709551616: give less than 2^64"),
+    ("--sample -1", "--sample -1: give 0 or more"),
+    ("--save-every -1", "--save-every -1: give 0 or more; --save-every -1: give the folder too, --out FOLDER"),
+    ("--save-every 5", "--save-every 5: give the folder too, --out FOLDER"),
+    ("--mesh stage=2", "--mesh stage=2: 'stage=2' is not data=N or model=N"),
+    ("--mesh data", "--mesh data: 'data' is not data=N or model=N"),
+    ("--mesh data=--1", "--mesh data=--1: 'data=--1' is not data=N or model=N"),
+    ("--mesh data=1,data=2", "--mesh data=1,data=2: 'data' stands twice"),
+    ("--mesh data=3", "--mesh data=3: data=3 ranks have nothing to do with --batch 2: give at most data=2"),
+    ("--mesh model=100000000",
+     "--mesh model=100000000: model=100000000 ranks have nothing to do with --width 8: give at most model=8"),
+    ("--mesh data=0", "--mesh data=0: make_mesh(data=0, model=1): not the sizes of a mesh; fix: "),
+    ("--mesh data=-1", "--mesh data=-1: make_mesh(data=-1, model=1): a simulated mesh has no world size to infer"),
+    ("--text {tmp}/none", "--text {tmp}/none: No such file or directory: give a file of text"),
+    ("--text {tmp}", "--text {tmp}: Is a directory: give a file of text"),
+    ("--text {tmp}/empty", "the text has 0 tokens, fewer than 2 sequences of 8 + 1: give a longer --text, or less"),
+    ("--out {tmp}/empty", "--out {tmp}/empty: {tmp}/empty is a file: give a folder"),
+    ("--out {tmp}/empty/a/b", "--out {tmp}/empty/a/b: {tmp}/empty is a file: give a folder"),
+    ("--out {saved}", "--out {saved} holds a run, up to step 2: give --resume {saved}, or another folder"),
+    ("--resume {tmp}/none", "--resume {tmp}/none: there is no complete checkpoint in it"),
+    ("--resume {tmp}/empty", "--resume {tmp}/empty: {tmp}/empty is a file: give a folder"),
+    ("--resume {saved}/step_000002",
+     "--resume {saved}/step_000002: there is no complete checkpoint in it: give --resume {saved}"),
+    ("--resume {other}", "--resume {other}: pretrain did not save its step 1: give a folder of pretrain"),
+    ("--resume {saved} --layers 3 --width 16",
+     "--resume {saved}: the saved model does not have --layers 3 --width 16: give --layers 1 --width 8"),
+    ("--resume {saved} --context 16", "--resume {saved}: the saved model does not have --context 16: give --context 8"),
+    ("--resume {saved} --heads 2", "--resume {saved}: the saved model does not have --heads 2: give --heads 1"),
+    ("--resume {saved} --steps 1", "--resume {saved}: it is at step 2, after --steps 1: give --steps 2 or more"),
+    ("--resume {saved} --text " + __file__, "--resume {saved}: it was trained on another text: give the same --text"),
+    ("--resume {saved} --text {text} --seed 1",
+     "--resume {saved}: it was trained with another seed: give the same --seed"),
+    ("--resume {damaged}", "{damaged}/step_000002/manifest.json is not a manifest of fshard, or is damaged; its first"),
+])  # fmt: skip
+def test_what_no_run_can_have_is_refused_in_one_line(flags, want, text, saved, tmp_path):
+    names = {
+        "tmp": tmp_path,
+        "saved": saved,
+        "other": tmp_path / "other",
+        "text": text,
+        "damaged": tmp_path / "damaged",
+    }
+    (tmp_path / "empty").touch()
+    checkpoint.save(tmp_path / "other", {"x": 1}, step=1)
+    shutil.copytree(saved, tmp_path / "damaged")
+    (tmp_path / "damaged" / "step_000002" / "manifest.json").write_text("{")
+    before = {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()}
+    assert refusal("--text", text, *flags.format(**names).split()).startswith(want.format(**names))
+    assert {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()} == before
+
+
+def test_folders_that_cannot_be_read_or_written_are_refused(saved, tmp_path, monkeypatch):
+    with monkeypatch.context() as m:
+        m.setattr(os, "access", lambda path, mode: False)  # the tests may run as root
+        assert refusal("--out", str(tmp_path)) == f"--out {tmp_path}: {tmp_path} cannot be written: give another folder"
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint, "latest", denied)
+    assert refusal("--resume", str(saved)) == f"{saved}: Permission denied: give another folder"
+
+
+def test_only_rank_0_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as e:
+        pretrain.main(["--heads", "3"])
+    assert e.value.code == 1
+    assert capsys.readouterr() == ("", "")
+
+
+# --- runs that are stopped, and resumed -------------------------------------------------------------------------------
+
+
+def test_metrics_cut_short_are_resumed_and_damage_is_named(text, saved, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(saved, out)
+    path = out / "metrics.jsonl"
+    first, second = path.read_text().splitlines(keepends=True)
+    for half in ("", '{"step": 1, "lo', '{"step": 1}', "{", "\0\0\0"):  # a line without its end is cut short too
+        path.write_text(first + half)
+        assert pretrain.read_metrics(path) == [(0, first)]
+    pretrain.main([*TINY, "--text", text, "--resume", str(out)])
+    assert path.read_text() == first
+    for damage in ("nonsense", "[]", '{"loss": 1}', '{"step": "x"}', "\0\0"):
+        path.write_text(damage + "\n" + second)
+        with pytest.raises(SystemExit) as e:
+            pretrain.read_metrics(path)
+        assert e.value.code == f"pretrain: {path}: line 1 is damaged: remove it, or move the file away"
+    refusal("--text", text, "--resume", str(out))
+    assert path.read_text() == damage + "\n" + second  # a refused run changes nothing
+
+
+class Full:
+    """A file on a disk that is full after one line."""
+
+    def __init__(self, file):
+        self.file, self.lines = file, 0
+
+    def write(self, line):
+        self.lines += 1
+        if self.lines > 1:
+            self.file.write(line[:20])
+            raise OSError(28, "No space left on device")
+        self.file.write(line)
+
+    def flush(self):
+        self.file.flush()
+
+    def close(self):
+        self.file.close()
+
+
+def test_full_disk_ends_the_run_with_the_command_that_resumes_it(text, tmp_path, monkeypatch):
+    out = tmp_path / "my out"
+    flags = ["--steps", "3", "--text", text, "--save-every", "1", "--lr", "0.001", "--remat"]
+    command = (
+        f"resume with python -m fshard.recipes.pretrain --resume '{out}' --text {text} --steps 3 --batch 2 --context 8 "
+        "--layers 1 --heads 1 --width 8 --lr 0.001 --remat --save-every 1"
+    )
+    with monkeypatch.context() as m:
+        log = pretrain.Log.__init__
+
+        def full(self, *args):
+            log(self, *args)
+            self.file = Full(self.file)
+
+        m.setattr(pretrain.Log, "__init__", full)
+        assert refusal("--out", str(out), *flags) == (
+            f"cannot write metrics.jsonl: No space left on device: make room; step 1 is saved: {command}")  # fmt: skip
+    with monkeypatch.context() as m:
+        fsync = os.fsync
+
+        def full(fd):
+            if checkpoint.latest(out) == 2:
+                raise OSError(28, "No space left on device")
+            fsync(fd)
+
+        m.setattr(os, "fsync", full)
+        line = refusal("--resume", str(out), *flags)
+    assert line.startswith(f"save: cannot write {out}")
+    assert "No space left on device; the last complete checkpoint is unchanged; fix: make room" in line
+    assert line.endswith(f"step 2 is saved: {command}")
+    run_again = shlex.split(command.split("resume with python -m fshard.recipes.pretrain ")[1])
+    pretrain.main(run_again)
+    assert [m["step"] for m in metrics(out)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("when", ["in a step", "in a save"])
+def test_interrupt_names_the_command_that_resumes(when, rank, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    calls = []
+
+    def interrupt(f):
+        def g(*args, **kwargs):
+            calls.append(f)
+            if len(calls) == 2:
+                monkeypatch.setenv("RANK", rank)
+                raise KeyboardInterrupt
+            return f(*args, **kwargs)
+
+        return g
+
+    owner, name = (pretrain.Log, "write") if when == "in a step" else (commit, "publish")
+    monkeypatch.setattr(owner, name, interrupt(getattr(owner, name)))
+    with pytest.raises(SystemExit) as e:
+        pretrain.main([*TINY, "--text", text, "--out", str(tmp_path), "--save-every", "1"])
+    assert e.value.code == 130
+    err = capsys.readouterr().err
+    want = (
+        "pretrain: interrupted; step 1 is saved: resume with torchrun --nproc-per-node 4 -m fshard.recipes.pretrain "
+        f"--resume {tmp_path} --text {text} --steps 2 --batch 2 --context 8 --layers 1 --heads 1 --width 8 "
+        "--save-every 1\n"
+    )
+    assert err == (want if rank == "0" else "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "step_000001"]
+
+
+def test_interrupt_before_a_checkpoint_says_that_nothing_is_saved(text, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain, "tokens", interrupt)
+    with pytest.raises(SystemExit) as e:
+        pretrain.main(TINY)
+    assert e.value.code == 130
+    assert capsys.readouterr().err == (
+        "pretrain: interrupted; nothing is saved yet: --out FOLDER --save-every N save checkpoints\n")  # fmt: skip
+
+
+def test_checkpoint_without_the_text_of_its_run_resumes(text, saved, tmp_path):
+    """Those of earlier versions have no such leaf."""
+    out = tmp_path / "out"
+    like = {k: fs.init.zeros(v.shape, dtype=v.dtype) for k, v in checkpoint.inspect(saved, step=2).items() if "." in k}
+    like |= {"key": fs.key(0), "step": torch.tensor(0), "text_crc32": 0}
+    state = checkpoint.restore(saved, like, specs=fs.P(), mesh=fs.make_mesh(data=1), step=2)
+    del state["text_crc32"]
+    checkpoint.save(out, state, step=2)
+    pretrain.main([*TINY, "--steps", "3", "--text", text, "--resume", str(out)])
+    assert checkpoint.steps(out) == [2, 3]
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------

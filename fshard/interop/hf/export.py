@@ -4,7 +4,8 @@
 2. Rank 0 creates the files, each of its final size with its header, in a temporary folder `.saving-9f2c81d0` inside the
    folder to write.
 3. Every rank writes its bytes into them and flushes them to the disk.
-4. Rank 0 renames config.json, then the weights.
+4. Every rank reads back its share of the tensors, and computes their checksums; rank 0 writes these into the headers.
+5. Rank 0 renames config.json, then the weights.
 
 A reader finds the old weights until one rename, and the new ones after it, never some of each. If old and new shards
 have the same names, the index refers to the new ones in the temporary folder while they are renamed.
@@ -19,7 +20,9 @@ import re
 import secrets
 import shutil
 import zlib
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._io import Ranks, StrPath, assign_writers, bytes_of, local_part, summary, sync, write_errors, write_file
+from fshard._safetensors import BLOCK_BYTES, checksums_of
 from fshard.errors import ShardingError, fail
 from fshard.spec import Box
 
@@ -87,6 +91,8 @@ def write(
     try:
         temporary = final / ranks.run_on_first(lambda: _create_files(final, files, _config_text(config)))
         ranks.run(lambda: _write_parts(temporary, files, ranks))
+        checksums = ChainMap(*ranks.run(lambda: _checksums(temporary, files, ranks)))
+        files = [replace(f, checksums={t.name: checksums[t.name] for t in f.tensors}) for f in files]
         ranks.run_on_first(lambda: _publish(final, temporary, files))
     except BaseException:
         if ranks.rank == 0:
@@ -114,15 +120,16 @@ def _create_files(final: Path, files: Sequence[OutputFile], config: str) -> str:
         for file in files:
             write_file(temporary / file.name, [file.header], file.nbytes)
         write_file(temporary / CONFIG, [config.encode()])
-        if len(files) > 1:
-            _write_index(temporary / INDEX, files)
     return temporary.name
 
 
 def _write_index(path: Path, files: Sequence[OutputFile], folder: str = "") -> None:
     """Write an index of files in `folder`, a path relative to the index."""
     value = {
-        "metadata": {"total_size": sum(t.nbytes for file in files for t in file.tensors)},
+        "metadata": {
+            "total_size": sum(t.nbytes for file in files for t in file.tensors),
+            "crc32": {file.name: f"{zlib.crc32(file.header[8:]):08x}" for file in files},
+        },
         "weight_map": {t.name: folder + file.name for file in files for t in file.tensors},
     }
     write_file(path, [(json.dumps(value, indent=2, sort_keys=True) + "\n").encode()])
@@ -169,12 +176,41 @@ def _write_at(fd: int, data: memoryview, position: int) -> None:
         data, position = data[count:], position + count
 
 
+def _overwrite(path: Path, header: bytes) -> None:
+    """Replace the first bytes of a file, and flush them to the disk."""
+    with open(path, "r+b") as f:
+        f.write(header)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _checksums(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> dict[str, str]:
+    """Return the checksums, by name, of this process's share of the tensors, read back from their files."""
+    out, nbytes = {}, [0] * ranks.size
+    for file in files:
+        start = len(file.header)
+        with open(temporary / file.name, "rb") as f:
+            for t in file.tensors:
+                reader = nbytes.index(min(nbytes))  # the one with the fewest bytes so far, as in `assign_writers`
+                nbytes[reader] += t.nbytes
+                if reader == ranks.rank:
+                    f.seek(start)
+                    sizes = (min(BLOCK_BYTES, t.nbytes - i) for i in range(0, t.nbytes, BLOCK_BYTES))
+                    out[t.name] = checksums_of(t.name, t.dtype, t.shape, map(f.read, sizes))
+                start += t.nbytes
+    return out
+
+
 # --- replacing the old weights --------------------------------------------------------------------------------
 
 
 def _publish(final: Path, temporary: Path, files: Sequence[OutputFile]) -> None:
     with write_errors("write", final, "the folder has all of the old weights, or all of the new ones"):
         names = [file.name for file in files]
+        for file in files:
+            _overwrite(temporary / file.name, file.header)
+        if len(files) > 1:
+            _write_index(temporary / INDEX, files)
         sync(temporary)
         shared_names = len(files) > 1 and not _indexed_files(final).isdisjoint(names)
         if shared_names:  # the old index needs the old shards until it is replaced: hard links are renamed over them

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._io import writable
-from fshard._safetensors import DTYPES, encode_header
+from fshard._safetensors import BLOCK_BYTES, DTYPES, encode_header
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
 from fshard.spec import describe
@@ -47,11 +47,16 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file: its header, and the tensors that follow, end to end."""
+    """A file: its header, and the tensors that follow, end to end. The checksums are zeros until all are written."""
 
     name: str
-    header: bytes
+    metadata: Mapping[str, str]
     tensors: tuple[OutputTensor, ...]
+    checksums: Mapping[str, str]
+
+    @property
+    def header(self) -> bytes:
+        return encode_header({t.name: (t.dtype, t.shape) for t in self.tensors}, self.metadata, self.checksums)
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +151,6 @@ def output_files(
     for i, group in enumerate(groups):
         group.sort(key=lambda t: -t.dtype.itemsize)  # the widest first: every tensor is aligned
         name = SINGLE if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-        header = encode_header({t.name: (t.dtype, t.shape) for t in group}, metadata)
-        files.append(OutputFile(name, header, tuple(group)))
+        zeros = {t.name: "0" * 8 * -(-t.nbytes // BLOCK_BYTES) for t in group}
+        files.append(OutputFile(name, metadata, tuple(group), zeros))
     return files

@@ -1,0 +1,194 @@
+"""The command line of `pretrain`: its arguments, the reasons not to begin, and how a run that is stopped is resumed.
+
+Every refusal is one line that says what to change. All ranks end; rank 0 speaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fshard as fs
+from fshard import checkpoint
+
+DESCRIPTION = "Pretrain a small GPT-2 on the source code of the Python that runs this, byte by byte."
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m fshard.recipes.pretrain", description=DESCRIPTION)
+    p.add_argument("--mesh", default="",
+                   help="axes and sizes, e.g. data=2,model=2 (default: data=1, or data=-1 under torchrun)")  # fmt: skip
+    p.add_argument("--fsdp", action="store_true", help="shard parameters and optimizer state over data too")
+    p.add_argument("--sequence-parallel", action="store_true", help="split the residual stream along time over model")
+    p.add_argument("--text", type=Path, help="train on this file instead of the standard library")
+    p.add_argument("--steps", type=int, default=1900)
+    p.add_argument("--batch", type=int, default=8, help="sequences per step, over all devices")
+    p.add_argument("--context", type=int, default=128, help="tokens per sequence")
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--heads", type=int, default=4)
+    p.add_argument("--width", type=int, default=128)
+    p.add_argument("--dropout", type=float, default=0.0)
+    p.add_argument("--lr", type=float, default=4e-3)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="to compute with; parameters stay float32",
+    )
+    p.add_argument("--compile", action="store_true", help="compile the whole step as one graph")
+    p.add_argument("--remat", action="store_true", help="recompute blocks in the backward pass")
+    p.add_argument("--verify", action="store_true", help="before training, compare the step on smaller meshes")
+    p.add_argument("--out", type=Path, help="write metrics.jsonl and checkpoints here")
+    p.add_argument(
+        "--save-every", type=int, default=0, help="steps between checkpoints (the last step is always saved)"
+    )
+    p.add_argument("--resume", type=Path, help="resume from the last checkpoint in this folder, on any mesh")
+    p.add_argument("--sample", type=int, default=0, help="at the end, generate this many bytes of text")
+    p.add_argument("--prompt", default="def ", help="the beginning of that text")
+    return p
+
+
+def is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def stop(message: object) -> SystemExit:
+    """Return the exit of a rank for a reason that all ranks have, which rank 0 prints in one line."""
+    return SystemExit(f"pretrain: {'; '.join(line.strip() for line in str(message).splitlines())}" if is_first() else 1)
+
+
+def interrupted(args: argparse.Namespace) -> SystemExit:
+    """Return the exit after Ctrl-C: rank 0 prints how to resume."""
+    if is_first():
+        print(f"pretrain: interrupted; {resume_hint(args)}", file=sys.stderr, flush=True)
+    return SystemExit(130)
+
+
+def resume_hint(args: argparse.Namespace) -> str:
+    """Return the last saved step and the command that resumes there; or how to save, if nothing is saved."""
+    for folder in filter(None, (args.out, args.resume)):
+        step = checkpoint.latest(folder)
+        if step is not None:
+            return f"step {step} is saved: resume with {resume_command(args, folder)}"
+    return "nothing is saved yet: --out FOLDER --save-every N save checkpoints"
+
+
+def resume_command(args: argparse.Namespace, folder: Path) -> str:
+    command = ["python", "-m", "fshard.recipes.pretrain", "--resume", str(folder)]
+    if "RANK" in os.environ:
+        ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        nodes = [] if ranks == here else ["--nnodes", str(ranks // here)]
+        command[:2] = ["torchrun", *nodes, "--nproc-per-node", str(here), "-m"]
+    for name, default in vars(parser().parse_args([])).items():
+        value = getattr(args, name)
+        if value != default and name not in ("out", "resume", "verify"):
+            command += [flag(name), *([] if value is True else [str(value)])]
+    return shlex.join(command)
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def flags(values: Mapping[str, object], names: Sequence[str]) -> str:
+    return " ".join(f"{flag(name)} {values[name]}" for name in names)
+
+
+# --- reasons not to begin -----------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments. Ends the program, naming each argument that no run can have."""
+    args = parser().parse_args(argv)
+    problems = [f"{flags(vars(args), [name])}: give {least} or more"
+                for least, names in ((1, ("steps", "batch", "context", "layers", "heads", "width")),
+                                     (0, ("save_every", "sample", "seed")))
+                for name in names if getattr(args, name) < least]  # fmt: skip
+    if args.seed >= 1 << 64:
+        problems.append(f"--seed {args.seed}: give less than 2^64")
+    if not 0 < args.lr < math.inf:
+        problems.append(f"--lr {args.lr}: give a number above 0")
+    if not 0 <= args.dropout < 1:
+        problems.append(f"--dropout {args.dropout}: give a rate from 0 to below 1")
+    if not problems and args.width % args.heads:
+        divisor = max(n for n in range(1, min(args.heads, args.width) + 1) if args.width % n == 0)
+        problems.append(f"--heads {args.heads}: must divide --width, and {args.width} % {args.heads} = "
+                        f"{args.width % args.heads}: give --heads {divisor}")  # fmt: skip
+    if args.save_every and not (args.out or args.resume):
+        problems.append(f"--save-every {args.save_every}: give the folder too, --out FOLDER")
+    if problems:
+        raise stop("\n".join(problems))
+    return args
+
+
+def mesh_of(args: argparse.Namespace) -> fs.Mesh:
+    """Make the mesh of a text like `data=2,model=2`; the default size of an axis is 1."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, args.mesh.split(",")):
+        match = re.fullmatch(r"(data|model)=(-1|\d+)", part)
+        if match is None:
+            raise stop(f"--mesh {args.mesh}: {part!r} is not data=N or model=N")
+        if match[1] in sizes:
+            raise stop(f"--mesh {args.mesh}: {match[1]!r} stands twice")
+        sizes[match[1]] = int(match[2])
+    for axis, limit in (("data", "batch"), ("model", "width")):
+        if sizes.get(axis, 1) > getattr(args, limit):
+            raise stop(f"--mesh {args.mesh}: {axis}={sizes[axis]} ranks have nothing to do with "
+                       f"{flags(vars(args), [limit])}: give at most {axis}={getattr(args, limit)}")  # fmt: skip
+    sizes = {"data": -1 if "RANK" in os.environ and not args.mesh else 1, "model": 1, **sizes}
+    try:
+        return fs.make_mesh(data=sizes["data"], model=sizes["model"])
+    except fs.ShardingError as e:
+        raise stop(f"--mesh {args.mesh}: {e}") from None
+
+
+def check_folders(args: argparse.Namespace) -> tuple[int, dict[str, Any]] | None:
+    """Return the step to resume from and the saved leaves. Ends the program for folders that do not fit the run."""
+    try:
+        if args.out and not args.resume and checkpoint.latest(args.out) is not None:
+            raise stop(f"--out {args.out} holds a run, up to step {checkpoint.latest(args.out)}: "
+                       f"give --resume {args.out}, or another folder")  # fmt: skip
+        for name in filter(lambda name: getattr(args, name), ("resume", "out")):
+            folder = getattr(args, name).absolute()
+            existing = next(p for p in (folder, *folder.parents) if p.exists())
+            if not existing.is_dir():
+                raise stop(f"--{name} {getattr(args, name)}: {existing} is a file: give a folder")
+            if not os.access(existing, os.W_OK | os.X_OK):
+                raise stop(f"--{name} {getattr(args, name)}: {existing} cannot be written: give another folder")
+        return None if args.resume is None else _resumed(args)
+    except OSError as e:
+        raise stop(f"{e.filename}: {e.strerror}: give another folder") from None
+    except fs.ShardingError as e:
+        raise stop(e) from None
+
+
+def _resumed(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    step, parent = checkpoint.latest(args.resume), args.resume.absolute().parent
+    if step is None:
+        fix = f": give --resume {parent}" if checkpoint.latest(parent) is not None else ""
+        raise stop(f"--resume {args.resume}: there is no complete checkpoint in it{fix}")
+    saved: dict[str, Any] = checkpoint.inspect(args.resume, step=step)
+    try:
+        wte, wpe, qkv = (saved[f"params.{name}"].shape for name in ("wte", "wpe", "h.0.qkv.w"))
+        sizes = {"layers": len({k.split(".")[2] for k in saved if k.startswith("params.h.")}), "heads": qkv[2],
+                 "width": wte[1], "context": wpe[0]}  # fmt: skip
+    except (KeyError, AttributeError, IndexError):
+        raise stop(
+            f"--resume {args.resume}: pretrain did not save its step {step}: give a folder of pretrain"
+        ) from None
+    wrong = [name for name, n in sizes.items() if getattr(args, name) != n]
+    if wrong:
+        raise stop(f"--resume {args.resume}: the saved model does not have {flags(vars(args), wrong)}: "
+                   f"give {flags(sizes, wrong)}")  # fmt: skip
+    if step > args.steps:
+        raise stop(f"--resume {args.resume}: it is at step {step}, after --steps {args.steps}: "
+                   f"give --steps {step} or more")  # fmt: skip
+    return step, saved

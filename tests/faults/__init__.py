@@ -1,0 +1,1 @@
+"""Faults on purpose: programs killed at random moments, files damaged at random, random calls."""

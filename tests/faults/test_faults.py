@@ -1,0 +1,17 @@
+"""The scripts of random kills and damage, for some seconds each; `--runs` and no `--seconds` run them in full."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["kills", "corruptions"])
+def test_nothing_is_lost_or_changed(script: str) -> None:
+    command = [sys.executable, "-m", f"tests.faults.{script}", "--seconds", "15"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "| all |" in result.stdout
