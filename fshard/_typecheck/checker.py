@@ -55,6 +55,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.mixtures: dict[tuple[_callsite.Site, str], Mixture] = {}  # the first of each line and axis
         self.differentiated = Differentiated(self.check_loss, self.check_gradients)
         self.pvaried: set[_callsite.Site | None] = set()  # lines
+        # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
+        self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
         self._argument_storages: set[int] = set()
         self._table = TypeTable()
         self._roots = 0
@@ -113,6 +115,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record_number(self, verb: str, number: Any, axes: Sequence[str]) -> None:
         """Record a Python number that a collective takes as the same on every rank of these axes."""
         self._record_numbers(verb, (number,), frozenset(axes) & self.axes)
+
+    def record_split(self, verb: str, layout: tuple[tuple[int, int], ...], axes: tuple[str, ...]) -> None:
+        """Record a collective that splits dims which its axes do not divide."""
+        self.uneven_splits[verb, layout, axes, _callsite.site()] = None
 
     def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """Return the positions of tensors, those of one type together."""
@@ -424,21 +430,23 @@ def _run_without_dynamo() -> Callable[..., Any]:
     return torch.compiler.disable(Checker._run)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
+def same_numbers(mesh: Mesh, checkers: Mapping[int, Checker]) -> None:
     """Raise where a Python number that an invariant value was computed from differs between ranks of its axes.
 
-    `checkers` are those of this process's ranks; on a process mesh the numbers are gathered.
+    `checkers` are those of this process's ranks; on a process mesh the numbers are gathered. An abstract mesh may have
+    run a few of its ranks.
     """
-    by_rank: list[Any] = [c.numbers for c in checkers]
+    by_rank: dict[int, Any] = {rank: c.numbers for rank, c in checkers.items()}
     if mesh.kind == "process":
-        by_rank = mesh.gather_objects(checkers[0].numbers_to_compare())
-    coords = [mesh.coords(rank) for rank in range(mesh.size)]
-    runs = [Counter(place[:-1] for place in numbers) for numbers in by_rank]
+        (mine,) = checkers.values()
+        by_rank = dict(enumerate(mesh.gather_objects(mine.numbers_to_compare())))
+    coords = {rank: mesh.coords(rank) for rank in by_rank}
+    runs = {rank: Counter(place[:-1] for place in numbers) for rank, numbers in by_rank.items()}
     for axis, n in mesh.axes.items():
-        for first, coord in enumerate(coords):
+        for first, coord in coords.items():
             if coord[axis] or n == 1:
                 continue
-            group = [rank for rank, c in enumerate(coords) if {**c, axis: 0} == coord]
+            group = [rank for rank, c in coords.items() if {**c, axis: 0} == coord]
             for place, numbers in by_rank[first].items():
                 op, site, *_, invariant, _ = place
                 # Ranks that ran a line a different number of times cannot be matched run by run.
@@ -446,7 +454,7 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
                     continue
                 values = [by_rank[rank][place] for rank in group]
                 if any(repr(value) != repr(numbers) for value in values):
-                    rows = [(f"{axis}={i}", value) for i, value in enumerate(values)]
+                    rows = [(f"{axis}={coords[rank][axis]}", by_rank[rank][place]) for rank in group]
                     raise messages.number_differs(op, site, axis, rows)
 
 
