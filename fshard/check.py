@@ -86,11 +86,12 @@ def check(f: ShardMapped, *args: Any) -> Checked:
     `f.on(make_mesh(kind="abstract", ...))`. Arguments may be `Deferred`, `Sharded` or tensors: only shapes and dtypes
     matter.
 
-    Where axes do not divide a dim, ranks have parts of different sizes, and some may have none. That changes no value,
-    and wastes the time of ranks that have less to do, so `check` lists these dims. Ranks with the smaller parts then
+    Where axes do not divide a dim, ranks have parts of different sizes, and some may have none. That is right, but
+    wastes the time of the ranks that have less to do, so `check` lists these dims. Ranks with the smaller parts then
     run `f` too, an axis at a time and all together, at most 3 for each set of axes: their collectives, results and
-    Python numbers must be those of the first rank. `transfers` and their bytes are those of the first rank. A dim of
-    the result that the mesh may not divide has the largest size that fits the parts of these ranks.
+    Python numbers must be those of the first rank, whose `transfers` are listed. A dim of the result whose parts
+    differ has the size of an argument's dim with such parts, else the largest size with such parts. A mean of each
+    rank's part is not found: of an empty part it is NaN.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> check(step, fs.init.zeros((8, 3)))
@@ -99,7 +100,7 @@ def check(f: ShardMapped, *args: Any) -> Checked:
     >>> check(step, fs.init.zeros((2, 3)))
     checked on 4 ranks (data=4): 1 transfer of each, 4 B
           1  all_reduce     data         forward         4 B
-    uneven parts, checked as ranks 0 and 3: no value changes, ranks with less to do wait for the others
+    uneven parts (checked as ranks 0 and 3) are right, but ranks with less to do wait for the others
       2 over data=4: 2 ranks have 1, 2 have none    x dim 0
 
     Raises ShardingError at the line that breaks a rule, as `shard_map(check=...)` does, for a program that needs the
@@ -155,7 +156,7 @@ def _uneven_rows(uneven: Sequence[UnevenDim], sizes: Mapping[str, int], ranks: S
     if len(order) > _MOST_ROWS:
         rows.append(f"  and {len(order) - _MOST_ROWS} more")
     ran = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-    head = f"uneven parts, checked as ranks {ran}: no value changes, ranks with less to do wait for the others"
+    head = f"uneven parts (checked as ranks {ran}) are right, but ranks with less to do wait for the others"
     return [head, *rows] if rows else []
 
 
