@@ -219,7 +219,8 @@ def test_the_ranks_that_run_have_every_length_of_a_dim(n, axes):
 @pytest.mark.parametrize(
     ("f", "n", "error", "parts"),
     [
-        (lambda x: fs.pmax(x.amax(0), "data"), 2, RuntimeError, "on rank 3 (data=3), which has none of the 2 of x dim 0"),
+        (lambda x: fs.pmax(x.amax(0), "data"), 2, RuntimeError,
+         "on rank 3 (data=3), which has none of the 2 of x dim 0"),
         (lambda x: fs.psum(x.squeeze().sum(1).sum(), "data"), 5, IndexError,
          "on rank 2 (data=2), which has 1 of the 5 of x dim 0"),
         (lambda x: total(x) if len(x) else x.sum(), 2, ShardingError,
@@ -263,14 +264,15 @@ def test_ranks_of_other_groups_may_call_other_collectives():
 
 
 def test_results_that_differ_because_of_the_sizes_are_an_error():
-    def problem(f, out=P()):
+    def problem(f, *split):
+        out = P(*split)
         return error_text(checked_parts, f, DATA, out, rows_of(5), data=4)
 
     assert problem(len).startswith("len: rank 2 returned something else than rank 0\n  rank 0  int 2")
     text = problem(lambda x: torch.zeros(len(x)))
     assert "result: the parts do not make up dim 0, which its out spec does not split" in text
     assert "rank 0 has 2, rank 2 has 1, rank 3 has 0" in text
-    assert "the parts do not make up dim 0 split by ('data',)" in problem(lambda x: torch.cat([x, x]), P("data"))
+    assert "the parts do not make up dim 0 split by ('data',)" in problem(lambda x: torch.cat([x, x]), "data")
     for n in (7, 5):  # of 5 rows, doubled parts are 4, 4, 2 and 0, which no dim splits into
         f = mapped(lambda x: torch.cat([x, x]), fs.make_mesh(data=4), ins=DATA, out=P("data"))
         if n == 5:
@@ -291,7 +293,7 @@ def test_number_that_differs_because_of_the_sizes_is_an_error():
 def test_check_of_a_model_with_empty_heads_and_an_empty_batch():
     """More ranks than key heads, and than examples: every rank calls the same collectives, and the loss is equal."""
     llama = fs.models.llama
-    cfg = llama.Config(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+    cfg = llama.Config(vocab_size=18, hidden_size=16, intermediate_size=18, num_hidden_layers=1, num_attention_heads=4,
                        num_key_value_heads=2)  # fmt: skip
     layout, ids = llama.Layout("data", "model"), torch.arange(8).view(2, 4)
 
