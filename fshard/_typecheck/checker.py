@@ -163,7 +163,10 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reductions += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
             mixtures = tuple(x for x in info.history.mixtures if x.axis in varying)
             copies = info.history.copies | axes if m.verb == "pvary" else info.history.copies - axes
-            history = History(mixtures, reductions, info.history.partials if varying else (), copies)
+            gathers = tuple(x for x in info.history.gathers if x.axis in varying - axes)
+            if m.verb == "all_gather" and m.gives == "V" and m.origin is None:
+                gathers += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
+            history = History(mixtures, reductions, info.history.partials if varying else (), copies, gathers)
             self._set_info(y, new, op=op, site=m.origin, alias=not m.moves, history=history)
         return out
 
@@ -264,9 +267,15 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         partials = self._partials(op, operands, args, kwargs) if new.varying and not in_backward() else ()
         copies = frozenset(a for a in new.varying if all(a in o.info.history.copies for o in operands
                                                          if a in o.info.type.varying))  # fmt: skip
-        if not (mixtures or reductions or partials or copies):
+        gathers = {r.axis: r for o in operands for r in o.info.history.gathers}
+        for axis in list(gathers):
+            varying = [o.info.history for o in operands if axis in o.info.type.varying]
+            if not all(axis in h.copies or axis in {r.axis for r in h.gathers} for h in varying):
+                del gathers[axis]
+        if not (mixtures or reductions or partials or copies or gathers):
             return new, NO_HISTORY
-        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies)
+        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies,
+                            tuple(gathers.values()))  # fmt: skip
 
     def _partials(
         self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -32,6 +32,7 @@ _WHOLE = {
     "pmin": "the result is the smallest value of all ranks",
 }
 _REDUCES = ("linear", "einsum", "cross_entropy", "nll_loss")  # functions that end in the operation that reduces
+_GATHERED = "all_gather gives every rank the whole value, and types it as varying"
 _EQUAL = "the value is the same on each of the {n} ranks already: "
 _WRONG_COLLECTIVE = {
     "psum": _EQUAL + "the sum would count it {n} times",
@@ -146,6 +147,13 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
     if scene.is_batched(invariant, varying):
         notes = [f"each of the {n} ranks of {axis!r} has examples of its own, with a gradient for each of them"]
         return notes, _fix_before_vmap(scene.checker, invariant, axes)
+    gathered = _fix_of_gather(varying.info, [axis], scene.line)
+    if gathered and not scene.checker.differentiated(varying.tensor):
+        choices = [
+            gathered._replace(condition=f"{many} is the same on every rank"),
+            Fix(scene.line_with("pvary", invariant, axes), f"each rank is to use {one} in its own way"),
+        ]
+        return [_GATHERED], _choices(choices)
     notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
     choices = [Fix(scene.line_with("pvary", invariant, axes))]
     partials = _fixes_of_partials(varying.info, [axis], scene.line)
@@ -329,8 +337,12 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
     why = _WRONG_COLLECTIVE[verb].format(n=math.prod(checker.sizes[a] for a in axes))
     if m.origin is not None:
         state = f"does not vary over {_over(axes)}" if m.takes == "V" else f"varies over {_over(axes)} already"
+        line = m.origin.line
+        gathers = [_fix_of_gather(mixture.varying, axes, line) for mixture in _index_mixtures(checker, axes)]
+        fixes = list(dict.fromkeys(filter(None, gathers)))
         return _error(m.origin, f"the gradient of this collective's result {state}", [("gradient", show_type(x))],
-                      *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}")  # fmt: skip
+                      *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}",
+                      *[_GATHERED][: len(fixes)], fix=_choices(fixes))  # fmt: skip
     update = next((m for m in x.info.history.mixtures if m.axis in axes and m.is_update), None)
     if verb in ("pvary", "pslice") and update is not None:
         return copies_differ(checker, update, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
@@ -475,10 +487,8 @@ def results_have_wrong_type(
 
 
 def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -> tuple[str, str]:
-    if x.info.op == "all_gather":
-        line = rewritten(x.info.site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
-        return "all_gather gives every rank the whole value, and types it as varying", \
-            line or 'fs.all_gather(..., to="invariant")'  # fmt: skip
+    if gather := _fix_of_gather(x.info, axes, x.info.site.line if x.info.site else 0):
+        return _GATHERED, _choices([gather])
     why = f"the {n} ranks would return different values, and the out spec declares one value"
     return why, _fix_of_partial(x, axes)
 
@@ -486,6 +496,8 @@ def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -
 def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
     """Return the fixes of a value that varies over `axes` and must not."""
     here = x.info.site
+    if gather := _fix_of_gather(x.info, axes, here.line if here else 0):
+        return _choices([gather])
     fixes = _fixes_of_partials(x.info, axes, here.line if here else 0)
     if not fixes:
         fixes = [Fix(_call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
@@ -493,6 +505,19 @@ def _fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
         fixes += [Fix(f"name {_over(axes)} in its out spec", "each rank is to return its part"),
                   Fix(_call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some rows")]  # fmt: skip
     return _choices(fixes)
+
+
+def _fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
+    """Return the fix of a value that varies over the axes by an all_gather alone, and must not: at the all_gather."""
+    sites = {r.site for r in x.history.gathers if r.axis in axes}
+    if len(sites) != 1 or not set(axes) <= {r.axis for r in x.history.gathers}:
+        return None
+    (site,) = sites
+    called = called_at(site)
+    if called is not None and called.rpartition(".")[2] != "all_gather":  # of unshard, which gathers on the way
+        return None
+    text = rewritten(site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
+    return Fix(text or 'fs.all_gather(..., to="invariant")', "", site if site and site.line != line else None)
 
 
 def _fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:

@@ -442,9 +442,8 @@ def test_batch_norm_over_an_axis_equals_one_device(name, ranks):
         out = one(x)
         if out.requires_grad:
             (out * out.detach().sin()).sum().backward()
-    close(got[0], out.detach())
-    close(got[1], {n: p.grad for n, p in one.named_parameters()})
-    close(got[2], dict(one.named_buffers()))
+    expected = out.detach(), {n: p.grad for n, p in one.named_parameters()}, dict(one.named_buffers())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -461,12 +460,12 @@ def test_batch_norm_of_one_ranks_examples_is_an_error(name):
     if kind == "SyncBatchNorm":  # refused in calls that are not checked too
         assert error_text(run_norm, on_meta(module), module, mesh, x, check="never") == text
     else:  # every rank has all examples
-        close(fs.device_get(same(*given, x)), copy.deepcopy(module)(x).detach())
+        torch.testing.assert_close(fs.device_get(same(*given, x)), copy.deepcopy(module)(x).detach())
     module.eval()
     if module[1].running_mean is None:
         assert "'1' is a BatchNorm1d without running statistics" in error_text(run_norm, on_meta(module), module, mesh, x)
     else:
-        close(run_norm(on_meta(module), module, mesh, x)[0], module(x).detach())
+        torch.testing.assert_close(run_norm(on_meta(module), module, mesh, x)[0], module(x).detach())
 
 
 def test_a_batch_norm_with_a_forward_of_its_own_and_instance_norms_run_as_they_are():
@@ -477,7 +476,8 @@ def test_a_batch_norm_with_a_forward_of_its_own_and_instance_norms_run_as_they_a
     for module in (Own(3), nn.InstanceNorm1d(3, affine=True)):
         x = torch.randn(4, 3, 5)
         for apply in (on_meta(module), on_meta(module).batch_norm_over("data")):
-            close(run_norm(apply, module, fs.make_mesh(data=2), x)[0], copy.deepcopy(module)(x).detach())
+            result, *_ = run_norm(apply, module, fs.make_mesh(data=2), x)
+            torch.testing.assert_close(result, copy.deepcopy(module)(x).detach())
 
 
 def test_batch_norm_over_none_uses_the_statistics_of_each_rank():
