@@ -27,24 +27,27 @@ _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.001, 10**8  # seconds: torch counts millisecon
 
 @checked
 class Mesh:
-    """A grid of ranks. Made by `make_mesh`; two meshes are equal if their axes, kind and device are.
+    """A grid of ranks. Made by `make_mesh`; two meshes are equal if their axes, kind, device and ranks are.
 
     Attributes: `axes` (name -> size, in order), `kind` ("process", "simulated" or "abstract"), `device`,
-    `size` (ranks in all), `ranks` (those this process runs; of an abstract mesh the first), `transfers` (what an
-    abstract mesh would have transferred, since it was made).
+    `size` (ranks in all), `ranks` (those this process runs; of an abstract mesh `rank`, the first by default),
+    `transfers` (what an abstract mesh would have transferred, since it was made).
     """
 
     def __init__(
-        self, axes: Mapping[str, int], kind: str, device: torch.device, timeout: datetime.timedelta | None = None
+        self, axes: Mapping[str, int], kind: str, device: torch.device, *, rank: int = 0,
+        timeout: datetime.timedelta | None = None,
     ) -> None:  # fmt: skip
         self.axes = dict(axes)
         self.kind, self.device = kind, device
         self.size = math.prod(self.axes.values())
-        self.ranks = (dist.get_rank(),) if kind == "process" else tuple(range(self.size if kind != "abstract" else 1))
+        self.ranks = (
+            tuple(range(self.size)) if kind == "simulated" else (dist.get_rank() if kind == "process" else rank,)
+        )
         self.transfers: list[Transfer] = []
         self._comm: Comm | None = None  # simulated ranks have one for each run
         if kind == "abstract":
-            self._comm = AbstractComm(self.axes, self.transfers)
+            self._comm = AbstractComm(self.axes, self.coords(rank), self.transfers)
         elif kind == "process" or self.size == 1:
             self._comm = ProcessComm(self.axes, self.coords(self.ranks[0]), timeout)
 
@@ -90,7 +93,7 @@ class Mesh:
 
 
 def _identity(mesh: Mesh) -> tuple[Any, ...]:
-    return tuple(mesh.axes.items()), mesh.kind, mesh.device
+    return tuple(mesh.axes.items()), mesh.kind, mesh.device, mesh.ranks[0]
 
 
 @checked
@@ -148,7 +151,7 @@ def make_mesh(
     if kind == "process":
         _start_process(sizes, device, duration)
         axes = _fit_world_size(axes, inferred, sizes)
-    return Mesh(axes, kind, device, duration)
+    return Mesh(axes, kind, device, timeout=duration)
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -35,7 +35,7 @@ from ._compare import Tolerance, check_replicas, check_same_arguments, replica_e
 from ._ops import make_functions
 from ._typecheck import Checker, no_shared_writes, same_numbers
 from .errors import checked, fail, raise_all
-from .mesh import Mesh, make_mesh
+from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, local_parts
 from .spec import P, spec_errors
 
@@ -150,6 +150,9 @@ class ShardMapped:
             raise fail(
                 f"{self._name}: {', '.join(by_name)} passed by name", fix="pass arguments by position, as in_specs"
             )
+        return self._run(args)[0]
+
+    def _run(self, args: tuple[Any, ...]) -> tuple[Any, CallPlan, list[_RankRun]]:
         leaves, treedef = tree.flatten(args)
         plan, facts = self._find_plan(leaves, treedef), self._program_facts()
         checked = self._must_check(plan, facts)
@@ -184,15 +187,15 @@ class ShardMapped:
             self._name, self.mesh, self._out_specs, results, plan.rank_types, used, known
         )
         if checked and self.mesh.kind == "simulated":
-            checkers = [run.checker for run in runs if run.checker is not None]
+            checkers = {rank: run.checker for rank, run in enumerate(runs) if run.checker is not None}
             same_numbers(self.mesh, checkers)
-            no_shared_writes(checkers)
+            no_shared_writes(list(checkers.values()))
             raise_all(replica_errors(self._name, joined, Tolerance(None, None, False)))
         if checked:
             plan.note_checked(facts)
         else:
             self._scratch[:] = [scratch]
-        return joined
+        return joined, plan, runs
 
     def _program_facts(self) -> tuple[Any, ...]:
         """Return the code and flags that the function may use now; none where they do not decide on a check."""
@@ -266,7 +269,7 @@ class ShardMapped:
             digest = checker.digest() if checker is not None and self.mesh.kind == "process" else ""
             plan.rank_types = exchange_result_types(self._name, self.mesh, plan.rank_types, result, digest)
             if checker is not None and len({types.digest for types in plan.rank_types or ()}) > 1:
-                same_numbers(self.mesh, [checker])
+                same_numbers(self.mesh, {rank: checker})
             # The checked results of ranks that are threads are compared when they are joined, by value and not by bit.
             compared = self._check == "values" or (checker is not None and self.mesh.kind == "process")
             if compared and self._live and comm.has_values:
@@ -285,11 +288,22 @@ class ShardMapped:
         raise_all(checker.result_errors(self._name, rows))
 
 
-def dry_run(f: ShardMapped, args: tuple[Any, ...]) -> tuple[Any, Mesh]:
-    """Check a call without data: return the described result, and the abstract mesh of the same axes that it ran on."""
-    mesh = make_mesh(kind="abstract", device=f.mesh.device, **f.mesh.axes)
+class DryRun(NamedTuple):
+    """A checked call without data, as one rank of an abstract mesh."""
+
+    mesh: Mesh
+    plan: CallPlan
+    joined: Any  # the described result, if the parts of all ranks are as large as this one's
+    result: RankResult
+    checker: Checker | None  # None if every axis has one rank
+
+
+def dry_run(f: ShardMapped, args: tuple[Any, ...], rank: int = 0) -> DryRun:
+    """Check a call without data, as one rank of an abstract mesh with the same axes."""
+    mesh = Mesh(f.mesh.axes, "abstract", f.mesh.device, rank=rank)
 
     def describe(x: Any) -> Any:
         return abstract_sharded(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x
 
-    return f.on(mesh, check="always")(*tree.map(describe, args)), mesh
+    joined, plan, (run,) = f.on(mesh, check="always")._run(tree.map(describe, args))
+    return DryRun(mesh, plan, joined, run.result, run.checker)

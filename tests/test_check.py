@@ -137,6 +137,184 @@ def test_sizes_that_ranks_would_exchange_must_be_passed():
     assert fs.check(f, torch.ones(3)).result.shape == (3,)
 
 
+# --- parts that are uneven or empty -----------------------------------------------------------------------------
+
+UNEVEN = "uneven parts (checked as ranks {}) are right, but ranks with less to do wait for the others"
+
+
+def checked_parts(f, ins, out, *args, **axes):
+    return fs.check(mapped(f, fs.make_mesh(kind="abstract", **axes), ins=ins, out=out), *args)
+
+
+def rows_of(n):
+    return fs.init.zeros((n, 3))
+
+
+def total(x):
+    return fs.psum(x.sum(), "data")
+
+
+DATA = (P("data"),)
+
+
+def test_uneven_and_empty_parts_are_listed():
+    even = checked_parts(total, DATA, P(), rows_of(8), data=4)
+    assert (even.uneven, even.ranks) == ((), (0,))
+    assert "uneven" not in repr(even)
+    checked = checked_parts(total, DATA, P(), rows_of(5), data=4)
+    (dim,) = checked.uneven
+    assert (dim.name, dim.dim, dim.size, dim.axes, dim.lengths) == ("x", 0, 5, ("data",), (2, 2, 1, 0))
+    assert dim.is_empty()
+    assert checked.ranks == (0, 2, 3)  # the rank with a smaller part and one with none
+    assert repr(checked).splitlines()[2:] == [
+        UNEVEN.format("0, 2 and 3"), "  5 over data=4: 2 ranks have 2, 1 has 1, 1 has none    x dim 0"
+    ]  # fmt: skip
+    assert checked.transfers == checked_parts(total, DATA, P(), rows_of(8), data=4).transfers
+
+
+def test_leaves_with_the_same_arithmetic_are_one_row():
+    """Key and value heads that the axis exceeds, in every layer; and a batch that another axis exceeds."""
+    h = [{name: fs.init.zeros((16, 8, 4)) for name in "kv"} for _ in range(3)]
+    ins = (P(None, "model"), P("data"))
+    checked = checked_parts(lambda h, x: h, ins, P(None, "model"), h, rows_of(2), data=4, model=16)
+    assert repr(checked).splitlines()[1:] == [
+        UNEVEN.format("0, 15, 48 and 63"),
+        "  8 over model=16: 8 ranks have 1, 8 have none    h[0]['k'] dim 1, and 5 more",
+        "  2 over data=4: 2 ranks have 1, 2 have none      x dim 0",
+    ]
+    assert repr(checked.result[0]) == "{'k': f32[16, 8@model, 4], 'v': f32[16, 8@model, 4]}"  # not rounded up to 16
+
+
+def test_rows_are_limited_and_start_with_empty_parts():
+    args = [rows_of(n) for n in (9, 10, 11, 13, 14, 15, 17, 2)]
+    text = repr(checked_parts(lambda xs: total(xs[-1]), DATA, P(), args, data=4)).splitlines()[2:]
+    assert text[1].startswith("  2 over data=4: 2 ranks have 1, 2 have none")
+    assert text[2].startswith("  9 over data=4: 3 ranks have 3, 1 has none")  # more empty than 10 and 11
+    assert (len(text), text[-1]) == (8, "  and 2 more")
+
+
+def test_dims_that_become_uneven_inside_the_program_are_listed():
+    def scatter(x):
+        return fs.psum_scatter(x, "data")
+
+    checked = checked_parts(scatter, (P(None, "data"),), P("data"), fs.init.zeros((3, 8)), data=4)
+    line = inspect.getsourcelines(scatter)[1] + 1
+    assert [(d.name, d.size, d.lengths) for d in checked.uneven] == [
+        (f"psum_scatter at test_check.py:{line} in scatter", 3, (1, 1, 1, 0))
+    ]
+    assert checked.ranks == (0, 3)
+
+
+@pytest.mark.parametrize("axes", [("data",), ("data", "model"), ("model", "data")], ids=repr)
+@pytest.mark.parametrize("n", [1, 5, 9, 11, 24, 25])
+def test_the_ranks_that_run_have_every_length_of_a_dim(n, axes):
+    sizes, seen = {"model": 2, "data": 6}, []
+    mesh = fs.make_mesh(**sizes)
+    checked = checked_parts(lambda x: seen.append(len(x)), (P(axes),), P(), rows_of(n), **sizes)
+    boxes = [fs.spec.local_box((n, 3), P(axes), sizes, mesh.coords(rank))[0] for rank in range(mesh.size)]
+    assert set(seen) == {box.stop - box.start for box in boxes}
+    assert seen == [boxes[rank].stop - boxes[rank].start for rank in checked.ranks]
+
+
+@pytest.mark.parametrize(
+    ("f", "n", "error", "parts"),
+    [
+        (lambda x: fs.pmax(x.amax(0), "data"), 2, RuntimeError,
+         "on rank 3 (data=3), which has none of the 2 of x dim 0"),
+        (lambda x: fs.psum(x.squeeze().sum(1).sum(), "data"), 5, IndexError,
+         "on rank 2 (data=2), which has 1 of the 5 of x dim 0"),
+        (lambda x: total(x) if len(x) else x.sum(), 2, ShardingError,
+         "on rank 3 (data=3), which has none of the 2 of x dim 0"),
+    ],
+    ids=["maximum of no rows", "squeeze of one row", "types of another branch"],
+)  # fmt: skip
+def test_error_that_only_a_smaller_part_raises_names_the_rank(f, n, error, parts, caplog):
+    assert checked_parts(f, DATA, P(), rows_of(8), data=4).ranks == (0,)
+    with pytest.raises(error) as raised:
+        checked_parts(f, DATA, P(), rows_of(n), data=4)
+    text = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert f"{parts}; rank 0 does not raise it" in text
+
+
+def branching(x):
+    return total(x) if len(x) else torch.zeros(())
+
+
+def test_ranks_that_disagree_on_a_collective_because_of_their_sizes_are_an_error():
+    line = inspect.getsourcelines(total)[1] + 1
+    assert error_text(checked_parts, branching, DATA, P(), rows_of(2), data=4) == (
+        "the ranks disagree on a collective\n"
+        f"  rank 0  all_reduce over data of f32 at test_check.py:{line} in total\n"
+        "  rank 3  has returned\n"
+        "  fix: every rank must call the same collectives in the same order: do not branch on the size of a part"
+    )
+
+
+def test_ranks_of_other_groups_may_call_other_collectives():
+    """A data rank without rows leaves out the sums over model, as do all ranks that it would sum with."""
+
+    def f(x, w):
+        return fs.psum(x.sum() * fs.psum(w.sum(), "model") if len(x) else x.sum(), "data")
+
+    args = rows_of(2), rows_of(3)
+    checked = checked_parts(f, (P("data"), P("model")), P(), *args, data=4, model=2)
+    assert checked.ranks == (0, 1, 6, 7)
+    run = mapped(f, fs.make_mesh(data=4, model=2), ins=(P("data"), P("model")), out=P())
+    assert fs.device_get(run(torch.ones(2, 3), torch.ones(3, 3))) == 54
+
+
+def test_results_that_differ_because_of_the_sizes_are_an_error():
+    def problem(f, *split):
+        out = P(*split)
+        return error_text(checked_parts, f, DATA, out, rows_of(5), data=4)
+
+    assert problem(len).startswith("len: rank 2 returned something else than rank 0\n  rank 0  int 2")
+    text = problem(lambda x: torch.zeros(len(x)))
+    assert "result: the parts do not make up dim 0, which its out spec does not split" in text
+    assert "rank 0 has 2, rank 2 has 1, rank 3 has 0" in text
+    assert "the parts do not make up dim 0 split by ('data',)" in problem(lambda x: torch.cat([x, x]), "data")
+    for n in (7, 5):  # of 5 rows, doubled parts are 4, 4, 2 and 0, which no dim splits into
+        f = mapped(lambda x: torch.cat([x, x]), fs.make_mesh(data=4), ins=DATA, out=P("data"))
+        if n == 5:
+            assert "the parts do not make up dim 0" in error_text(f, torch.ones(n, 3))
+        else:
+            assert fs.check(f, rows_of(n)).result.shape == f(torch.ones(n, 3)).shape == (14, 3)
+
+
+def test_number_that_differs_because_of_the_sizes_is_an_error():
+    def f(w, x):
+        return fs.grad(lambda w: fs.psum((fs.pvary(w * len(x), "data") * x).sum(), "data"))(w)
+
+    text = error_text(checked_parts, f, (P(), P("data")), P(), fs.init.zeros(()), rows_of(5), data=4)
+    assert "mul of a value that is invariant over 'data' with a number that differs between its ranks" in text
+    assert "data=0  2\n  data=2  1\n  data=3  0" in text
+
+
+def test_check_of_a_model_with_empty_heads_and_an_empty_batch():
+    """More ranks than key heads, and than examples: every rank calls the same collectives, and the loss is equal."""
+    llama = fs.models.llama
+    cfg = llama.Config(vocab_size=18, hidden_size=16, intermediate_size=18, num_hidden_layers=1, num_attention_heads=4,
+                       num_key_value_heads=2)  # fmt: skip
+    layout, ids = llama.Layout("data", "model"), torch.arange(8).view(2, 4)
+
+    def run(p, ids):
+        return fs.value_and_grad(lambda p: llama.loss(cfg, p, ids, ids, layout=layout))(p)
+
+    specs = llama.specs(cfg, model="model")
+    ins, out = (specs, P("data")), (P(), specs)
+    abstract = fs.make_mesh(kind="abstract", data=3, model=3)
+    checked = fs.check(mapped(run, abstract, ins, out), llama.init(cfg), ids)
+    assert checked.ranks == (0, 2, 6, 8)
+    assert {(d.size, d.axes) for d in checked.uneven} == {(2, ("model",)), (2, ("data",))}
+    values = []
+    for mesh in (fs.make_mesh(data=3, model=3), fs.make_mesh(data=1, model=1)):
+        params = fs.materialize(llama.init(cfg), specs, mesh, key=fs.key(0))
+        values.append(fs.device_get(mapped(run, mesh, ins, out)(params, ids)))
+    torch.testing.assert_close(*values)
+    for leaf, x in zip(fs.tree.leaves(checked.result), fs.tree.leaves(values[0]), strict=True):
+        assert leaf.shape == x.shape
+
+
 def test_leaves_of_an_abstract_mesh_have_no_values():
     mesh = fs.make_mesh(kind="abstract", data=4)
     placed = fs.materialize({"w": fs.init.normal((1 << 40, 8))}, P("data"), mesh, key=fs.key(0))

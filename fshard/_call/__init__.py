@@ -6,9 +6,11 @@ from .program import Program, read_program
 from .results import (
     RankResult,
     broadcast_out_specs,
+    compare_result_types,
     exchange_result_types,
     flatten_result,
     join_results,
+    result_types,
     storage_pointers,
 )
 
@@ -19,6 +21,7 @@ __all__ = [
     "argument_names",
     "broadcast_out_specs",
     "call_signature",
+    "compare_result_types",
     "donated_leaves",
     "exchange_result_types",
     "explain_missing_values",
@@ -28,6 +31,7 @@ __all__ = [
     "join_results",
     "make_plan",
     "read_program",
+    "result_types",
     "slice_inputs",
     "storage_pointers",
 ]  # fmt: skip

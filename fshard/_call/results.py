@@ -7,7 +7,7 @@ same structure, dtypes and local shapes are joined by that plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,17 +84,28 @@ def exchange_result_types(
         before = known[mesh.ranks[0]]
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in result.leaves]
         if shapes != [shape for _, shape in before.leaves]:
-            now = ResultTypes(str(result.treedef), [_type_of(x) for x in result.leaves], digest)
+            now = result_types(result, digest)
             raise fail(f"{name}: the results changed shape between calls with the same argument shapes",
                        f"before  {_format_types(before)}", f"now     {_format_types(now)}")  # fmt: skip
         return known
-    everyone = mesh.gather_objects(ResultTypes(str(result.treedef), [_type_of(x) for x in result.leaves], digest))
-    for rank, other in enumerate(everyone):
-        if _without_sizes(other) != _without_sizes(everyone[0]):
-            raise fail(f"{name}: rank {rank} returned something else than rank 0",
-                       f"rank 0  {_format_types(everyone[0])}", f"rank {rank}  {_format_types(other)}",
-                       fix="return the same tree, dtypes and Python values on every rank")  # fmt: skip
+    everyone = mesh.gather_objects(result_types(result, digest))
+    compare_result_types(name, dict(enumerate(everyone)))
     return everyone
+
+
+def result_types(result: RankResult, digest: str = "") -> ResultTypes:
+    """Return the structure and types of one rank's results."""
+    return ResultTypes(str(result.treedef), [_type_of(x) for x in result.leaves], digest)
+
+
+def compare_result_types(name: str, by_rank: Mapping[int, ResultTypes]) -> None:
+    """Raise ShardingError for a rank that returned another tree, dtype or Python value than the first of them."""
+    first = min(by_rank)
+    for rank, other in by_rank.items():
+        if _without_sizes(other) != _without_sizes(by_rank[first]):
+            raise fail(f"{name}: rank {rank} returned something else than rank {first}",
+                       f"rank {first}  {_format_types(by_rank[first])}", f"rank {rank}  {_format_types(other)}",
+                       fix="return the same tree, dtypes and Python values on every rank")  # fmt: skip
 
 
 def _type_of(x: Any) -> tuple[str, tuple[int, ...]]:

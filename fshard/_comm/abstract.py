@@ -15,15 +15,15 @@ from .record import Transfer, note, reduction, transfer
 
 
 class AbstractComm:
-    """The first rank of a mesh of any size. Each transfer is added to `transfers`."""
+    """One rank of a mesh of any size. Each transfer is added to `transfers`."""
 
     has_values = False
     direct = True
     static_sizes = True
 
-    def __init__(self, sizes: Mapping[str, int], transfers: list[Transfer]) -> None:
+    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], transfers: list[Transfer]) -> None:
         self.sizes: Mapping[str, int] = dict(sizes)
-        self.coords: Mapping[str, int] = dict.fromkeys(sizes, 0)
+        self.coords = coords
         self._transfers = transfers
 
     def _note(self, op: str, xs: Sequence[Tensor], axes: Axes) -> None:

@@ -25,8 +25,11 @@ def split_layout(verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: in
     """Return the (dim, size) that is split, of each tensor. Mark the region uneven if pieces differ in size."""
     layout = tuple((d, x.shape[d]) for x in xs for d in [dim_of(verb, x, dim)])
     current = region(verb)
-    if not current.uneven and any(size % size_of(axes, current.sizes) for _, size in layout):
-        current.uneven = True
+    if any(size % size_of(axes, current.sizes) for _, size in layout):
+        if not current.uneven:
+            current.uneven = True
+        if (types := checker()) is not None:
+            types.record_split(verb, layout, axes)
     return layout
 
 

@@ -54,6 +54,8 @@ class Checker(OperationMode):
         self.mixtures: dict[tuple[_callsite.Site, str], Mixture] = {}  # the first of each line and axis
         self.differentiated = Differentiated(self.check_loss, self.check_gradients)
         self.pvaried: set[_callsite.Site | None] = set()  # lines
+        # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
+        self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
         self._argument_storages: set[int] = set()
         self._table = TypeTable()
         self._roots = 0
@@ -113,6 +115,10 @@ class Checker(OperationMode):
         """Record a Python number that a collective takes as the same on every rank of these axes."""
         self._record_numbers(verb, (number,), frozenset(axes) & self.axes)
 
+    def record_split(self, verb: str, layout: tuple[tuple[int, int], ...], axes: tuple[str, ...]) -> None:
+        """Record a collective that splits dims which its axes do not divide."""
+        self.uneven_splits[verb, layout, axes, _callsite.site()] = None
+
     def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """Return the positions of tensors, those of one type together."""
         groups: dict[Type, list[int]] = {}
@@ -156,7 +162,10 @@ class Checker(OperationMode):
                 reductions += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
             mixtures = tuple(x for x in info.history.mixtures if x.axis in varying)
             copies = info.history.copies | axes if m.verb == "pvary" else info.history.copies - axes
-            history = History(mixtures, reductions, info.history.partials if varying else (), copies)
+            gathers = tuple(x for x in info.history.gathers if x.axis in varying - axes)
+            if m.verb == "all_gather" and m.gives == "V" and m.origin is None:
+                gathers += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
+            history = History(mixtures, reductions, info.history.partials if varying else (), copies, gathers)
             self._set_info(y, new, op=op, site=m.origin, alias=not m.moves, history=history)
         return out
 
@@ -254,9 +263,15 @@ class Checker(OperationMode):
         partials = self._partials(op, operands, args, kwargs) if new.varying and not in_backward() else ()
         copies = frozenset(a for a in new.varying if all(a in o.info.history.copies for o in operands
                                                          if a in o.info.type.varying))  # fmt: skip
-        if not (mixtures or reductions or partials or copies):
+        gathers = {r.axis: r for o in operands for r in o.info.history.gathers}
+        for axis in list(gathers):
+            histories = [o.info.history for o in operands if axis in o.info.type.varying]
+            if not all(axis in h.copies or axis in {r.axis for r in h.gathers} for h in histories):
+                del gathers[axis]
+        if not (mixtures or reductions or partials or copies or gathers):
             return new, NO_HISTORY
-        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies)
+        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies,
+                            tuple(gathers.values()))  # fmt: skip
 
     def _partials(
         self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -411,21 +426,23 @@ class Checker(OperationMode):
         return [messages.results_have_wrong_type(self, name, group, *key[1:]) for key, group in groups.items()]
 
 
-def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
+def same_numbers(mesh: Mesh, checkers: Mapping[int, Checker]) -> None:
     """Raise where a Python number that an invariant value was computed from differs between ranks of its axes.
 
-    `checkers` are those of this process's ranks; on a process mesh the numbers are gathered.
+    `checkers` are those of this process's ranks; on a process mesh the numbers are gathered. An abstract mesh may have
+    run a few of its ranks.
     """
-    by_rank: list[Any] = [c.numbers for c in checkers]
+    by_rank: dict[int, Any] = {rank: c.numbers for rank, c in checkers.items()}
     if mesh.kind == "process":
-        by_rank = mesh.gather_objects(checkers[0].numbers_to_compare())
-    coords = [mesh.coords(rank) for rank in range(mesh.size)]
-    runs = [Counter(place[:-1] for place in numbers) for numbers in by_rank]
+        (mine,) = checkers.values()
+        by_rank = dict(enumerate(mesh.gather_objects(mine.numbers_to_compare())))
+    coords = {rank: mesh.coords(rank) for rank in by_rank}
+    runs = {rank: Counter(place[:-1] for place in numbers) for rank, numbers in by_rank.items()}
     for axis, n in mesh.axes.items():
-        for first, coord in enumerate(coords):
+        for first, coord in coords.items():
             if coord[axis] or n == 1:
                 continue
-            group = [rank for rank, c in enumerate(coords) if {**c, axis: 0} == coord]
+            group = [rank for rank, c in coords.items() if {**c, axis: 0} == coord]
             for place, numbers in by_rank[first].items():
                 op, site, *_, invariant, _ = place
                 # Ranks that ran a line a different number of times cannot be matched run by run.
@@ -433,7 +450,7 @@ def same_numbers(mesh: Mesh, checkers: Sequence[Checker]) -> None:
                     continue
                 values = [by_rank[rank][place] for rank in group]
                 if any(repr(value) != repr(numbers) for value in values):
-                    rows = [(f"{axis}={i}", value) for i, value in enumerate(values)]
+                    rows = [(f"{axis}={coords[rank][axis]}", by_rank[rank][place]) for rank in group]
                     raise messages.number_differs(op, site, axis, rows)
 
 

@@ -162,6 +162,8 @@ def reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
 def fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
     """Return the fixes of a value that varies over `axes` and must not."""
     here = x.info.site
+    if gather := fix_of_gather(x.info, axes, here.line if here else 0):
+        return fix_lines([gather])
     fixes = fixes_of_partials(x.info, axes, here.line if here else 0)
     if not fixes:
         fixes = [Fix(call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
@@ -169,6 +171,19 @@ def fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
         fixes += [Fix(f"name {axes_text(axes)} in its out spec", "each rank is to return its part"),
                   Fix(call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some rows")]  # fmt: skip
     return fix_lines(fixes)
+
+
+def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
+    """Return the fix of a value that varies over the axes by an all_gather alone, and must not: at the all_gather."""
+    sites = {r.site for r in x.history.gathers if r.axis in axes}
+    if len(sites) != 1 or not set(axes) <= {r.axis for r in x.history.gathers}:
+        return None
+    (site,) = sites
+    called = called_at(site)
+    if called is not None and called.rpartition(".")[2] != "all_gather":  # of unshard, which gathers on the way
+        return None
+    text = rewritten(site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
+    return Fix(text or 'fs.all_gather(..., to="invariant")', "", site if site and site.line != line else None)
 
 
 def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:

@@ -23,6 +23,7 @@ from .fixes import (
     call_at,
     fix_before_vmap,
     fix_lines,
+    fix_of_gather,
     fix_of_partial,
     fix_of_whole_tree,
     fixes_of_partials,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .checker import Checker
 
 _SHOWN_RESULTS = 4
+_GATHERED = "all_gather gives every rank the whole value, and types it as varying"
 _EQUAL = "the value is the same on each of the {n} ranks already: "
 _WRONG_COLLECTIVE = {
     "psum": _EQUAL + "the sum would count it {n} times",
@@ -77,6 +79,13 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
     if scene.is_batched(invariant, varying):
         notes = [f"each of the {n} ranks of {axis!r} has examples of its own, with a gradient for each of them"]
         return notes, fix_before_vmap(scene.checker, invariant, axes)
+    gathered = fix_of_gather(varying.info, [axis], scene.line)
+    if gathered and not scene.checker.differentiated(varying.tensor):
+        choices = [
+            gathered._replace(condition=f"{many} is the same on every rank"),
+            Fix(scene.line_with("pvary", invariant, axes), f"each rank is to use {one} in its own way"),
+        ]
+        return [_GATHERED], fix_lines(choices)
     notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
     choices = [Fix(scene.line_with("pvary", invariant, axes))]
     partials = fixes_of_partials(varying.info, [axis], scene.line)
@@ -229,8 +238,12 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
     why = _WRONG_COLLECTIVE[verb].format(n=math.prod(checker.sizes[a] for a in axes))
     if m.origin is not None:
         state = f"does not vary over {axes_text(axes)}" if m.takes == "V" else f"varies over {axes_text(axes)} already"
+        line = m.origin.line
+        gathers = [fix_of_gather(mixture.varying, axes, line) for mixture in _index_mixtures(checker, axes)]
+        fixes = list(dict.fromkeys(filter(None, gathers)))
         return _error(m.origin, f"the gradient of this collective's result {state}", [("gradient", show_type(x))],
-                      *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}")  # fmt: skip
+                      *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}",
+                      *[_GATHERED][: len(fixes)], fix=fix_lines(fixes))  # fmt: skip
     update = next((m for m in x.info.history.mixtures if m.axis in axes and m.is_update), None)
     if verb in ("pvary", "pslice") and update is not None:
         return copies_differ(checker, update, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
@@ -383,10 +396,8 @@ def results_have_wrong_type(
 
 
 def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -> tuple[str, str]:
-    if x.info.op == "all_gather":
-        line = rewritten(x.info.site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
-        return "all_gather gives every rank the whole value, and types it as varying", \
-            line or 'fs.all_gather(..., to="invariant")'  # fmt: skip
+    if gather := fix_of_gather(x.info, axes, x.info.site.line if x.info.site else 0):
+        return _GATHERED, fix_lines([gather])
     why = f"the {n} ranks would return different values, and the out spec declares one value"
     return why, fix_of_partial(x, axes)
 

@@ -31,13 +31,14 @@ class History(NamedTuple):
     reductions: tuple[Reduction, ...] = ()  # made it invariant: at most one for each axis
     partials: tuple[Partial, ...] = ()  # the last two reductions of a dim that a value that varies was computed from
     copies: frozenset[str] = NONE  # axes over which a value varies by pvary alone: each rank has a copy of one value
+    gathers: tuple[Reduction, ...] = ()  # all_gathers by which alone it varies over an axis: at most one for each
 
 
 NO_HISTORY = History()
 
 
 class Reduction(NamedTuple):
-    """A collective whose result is invariant over `axis`."""
+    """A collective whose result is the same on every rank of `axis`: invariant, or of an all_gather varying."""
 
     axis: str
     verb: str

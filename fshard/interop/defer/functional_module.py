@@ -12,13 +12,15 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from fshard import tree
-from fshard._comm import checker
+from fshard._comm import Axis, checker, in_region, region
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import FakeTensor, unwrapped, version_of
-from fshard.errors import ShardingError, fail, raise_all
+from fshard.collectives import psum, pvary
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.spec import describe
 
 Named = Mapping[str, Tensor]
@@ -86,10 +88,8 @@ class Apply:
     ) -> tuple[Any, dict[str, Tensor]]:
         """Return the result of `forward` and the buffers after it; the arguments are not changed.
 
-        On a mesh each rank updates the buffers by its own batch, so they vary. A batch norm in train mode uses the
-        statistics of the rank's own batch: here the mesh does change the answer, as in torch's DistributedDataParallel,
-        and `verify` reports it. To have one value on all ranks, take the mean, and for counters, which are equal on
-        every rank, the maximum:
+        On a mesh each rank updates the buffers by its own batch, so they vary: see `batch_norm_over` for batch norms.
+        To have one value on all ranks, take the mean, and for counters, which are equal on every rank, the maximum:
 
             fs.tree.map(lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data"), new)
 
@@ -109,6 +109,23 @@ class Apply:
     def train(self, mode: bool = True) -> Apply:
         """Return the function in training mode, as constructors leave modules."""
         return Apply(_deepcopy(self.module).train(mode), self.ties, self.whole, self.transient)
+
+    @checked
+    def batch_norm_over(self, axis: Axis) -> Apply:
+        """Return the function whose batch norms take the statistics of the examples on all ranks of `axis`.
+
+            in train mode: x [B@axis, C, *] -> [B@axis, C, *]     cost: two psum of C numbers each
+
+        Without it a batch norm in train mode is an error where its input varies, since statistics of each rank's own
+        examples would change with the mesh. `None` takes those all the same, as torch's DistributedDataParallel does:
+        for ranks that train models of their own. The running statistics are those of all ranks too.
+
+        >>> apply = Apply(torch.nn.BatchNorm1d(3, device="meta")).batch_norm_over("data")
+        """
+        module = _deepcopy(self.module)
+        for _, m in _batch_norms(module):
+            m.forward = functools.partial(_batch_norm_over, axis, m)  # type: ignore[method-assign]
+        return Apply(module, self.ties, self.whole, self.transient)
 
     def __repr__(self) -> str:
         return f"Apply({type(self.module).__name__})"
@@ -199,6 +216,10 @@ class Apply:
                                "torch.utils.checkpoint would recompute with the skeleton's tensors, not with params",
                                fix="switch it off, and wrap the recomputed call in fs.remat") from None  # fmt: skip
             module = _deepcopy(self.module)
+            for name, norm in _batch_norms(module):
+                if "forward" in vars(norm):  # that of `batch_norm_over`
+                    continue
+                norm.forward = functools.partial(_batch_norm_of_one_rank, f"{self!r}", name, norm)  # type: ignore[method-assign]
             return _ModuleCopy(module, places_of(module, self.ties))
 
 
@@ -238,6 +259,70 @@ def leaves_at(places: Sequence[Place]) -> Leaves:
     for p in places:
         leaves[p.kind].setdefault(p.leaf, p.holder[p.key])
     return leaves
+
+
+# --- batch norms ----------------------------------------------------------------------------------------------
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _batch_norms(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return torch's own batch norms with their names, and none whose forward is another."""
+    own = {kind.forward for kind in _BATCH_NORMS}
+    return [(name, m) for name, m in module.named_modules()
+            if isinstance(m, _BATCH_NORMS) and type(m).forward in own]  # fmt: skip
+
+
+def _batch_norm_of_one_rank(apply: str, name: str, m: Any, x: Tensor) -> Tensor:
+    """Run a batch norm. Raise ShardingError if it would take the statistics of one rank's examples."""
+    types = checker()
+    axes: list[str] = []
+    if m.training or m.running_mean is None:
+        if isinstance(m, nn.SyncBatchNorm) and in_region():  # its process group is none of the mesh's
+            axes = [a for a, n in region().sizes.items() if n > 1]
+        elif types is not None:
+            info = types.info(x)
+            axes = sorted(info.type.varying - info.history.copies)
+    if not axes:
+        return type(m).forward(m, x)  # type: ignore[no-any-return]
+    kind = type(m).__name__
+    state = "in train mode" if m.training else "without running statistics"
+    why = ("it would take the statistics of all processes, whatever the mesh; on a simulated mesh, of each rank alone"
+           if isinstance(m, nn.SyncBatchNorm) else
+           f"its input varies over {' and '.join(map(repr, axes))}: the statistics of each rank's own examples change "
+           "with the mesh")  # fmt: skip
+    over = f'"{axes[0]}"' if len(axes) == 1 else "the axes that split the batch"
+    raise fail(f"{apply}: {f'{name!r} is ' if name else 'it is '}a {kind} {state}", why,
+               fix=f"apply = apply.batch_norm_over({over}): the statistics of all examples; or apply.eval(); or\n"
+                   "       apply.batch_norm_over(None), if each rank trains a model of its own")  # fmt: skip
+
+
+def _batch_norm_over(axis: Axis, m: Any, x: Tensor) -> Tensor:
+    """Run a batch norm; in train mode with the mean and the variance of the examples on all ranks of `axis`."""
+    batched = m.training or m.running_mean is None
+    if not batched or axis is None:
+        if m.training and m.num_batches_tracked is not None:
+            m.num_batches_tracked.add_(1)
+        rate = m.momentum if m.momentum is not None else 1 / float(m.num_batches_tracked) if m.training else 0.0
+        return F.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, batched, rate, m.eps)
+    dims, shape = [d for d in range(x.ndim) if d != 1], [1, -1] + [1] * (x.ndim - 2)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    count = torch.tensor(x.numel() // max(1, x.shape[1]), dtype=wide.dtype, device=x.device)
+    total, count = psum((wide.sum(dims), count), axis)
+    mean = total / count
+    centred = wide - pvary(mean, axis).view(shape)
+    variance = psum(centred.square().sum(dims), axis) / count
+    y = centred * pvary(variance + m.eps, axis).rsqrt().view(shape)
+    if m.weight is not None:
+        y = y * m.weight.view(shape) + m.bias.view(shape)
+    if m.training and m.running_mean is not None:
+        m.num_batches_tracked.add_(1)
+        rate = m.momentum if m.momentum is not None else 1 / m.num_batches_tracked.to(wide.dtype)
+        unbiased = variance * (count / (count - 1))
+        for key, new in (("running_mean", mean), ("running_var", unbiased)):
+            old = getattr(m, key)
+            setattr(m, key, (old + rate * (new.detach() - old)).to(old.dtype))
+    return y.to(x.dtype)
 
 
 # --- copies of a module ---------------------------------------------------------------------------------------

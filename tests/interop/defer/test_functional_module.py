@@ -400,10 +400,92 @@ def test_recomputed_frequencies_equal_those_of_a_new_module(kind):
     assert all(torch.equal(b, before[n]) for n, b in buffers.items())
 
 
-def test_batch_norm_in_train_mode_uses_the_statistics_of_each_rank():
+NORMS = {
+    "BatchNorm1d": (nn.BatchNorm1d, (5, 3)),
+    "BatchNorm1d of sequences": (nn.BatchNorm1d, (5, 3, 4)),
+    "BatchNorm2d": (nn.BatchNorm2d, (5, 3, 2, 2)),
+    "BatchNorm3d": (nn.BatchNorm3d, (5, 3, 2, 2, 1)),
+    "SyncBatchNorm": (nn.SyncBatchNorm, (5, 3, 4)),
+    "average of all batches": (functools.partial(nn.BatchNorm1d, momentum=None), (5, 3)),
+    "no parameters": (functools.partial(nn.BatchNorm1d, affine=False), (5, 3)),
+    "no running statistics": (functools.partial(nn.BatchNorm1d, track_running_stats=False), (5, 3)),
+}
+
+
+def run_norm(apply, module, mesh, x, *, check="first", steps=2):
+    """Train steps of a batch norm: outputs, gradients and buffers, which are invariant."""
+    params, buffers = leaves(module)
+
+    @fs.shard_map(mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P("data"), P(), P()), check=check)
+    def step(p, b, x):
+        def loss_fn(p):
+            out, new = apply.with_buffers(fs.pvary(p, "data"), b, x)
+            return fs.psum((out * out.detach().sin()).sum(), "data"), (out, new)
+
+        (_, (out, new)), grads = fs.value_and_grad(loss_fn, has_aux=True)(p)
+        return out, grads, new
+
+    for _ in range(steps):
+        out, grads, buffers = fs.device_get(step(params, buffers, x))
+    return out, grads, buffers
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("ranks", [1, 2, 6])  # of 5 examples; the last of 6 ranks has none
+def test_batch_norm_over_an_axis_equals_one_device(name, ranks):
+    make, shape = NORMS[name]
+    module, x = nn.Sequential(make(3)), fs.random.normal(fs.key(1), shape, mean=2.0)
+    got = run_norm(on_meta(module).batch_norm_over("data"), module, fs.make_mesh(data=ranks), x)
+    one = copy.deepcopy(module)
+    for _ in range(2):
+        one.zero_grad()
+        out = one(x)
+        if out.requires_grad:
+            (out * out.detach().sin()).sum().backward()
+    expected = out.detach(), {n: p.grad for n, p in one.named_parameters()}, dict(one.named_buffers())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_batch_norm_of_one_ranks_examples_is_an_error(name):
+    make, shape = NORMS[name]
+    module, x, mesh = nn.Sequential(nn.Identity(), make(3)), torch.randn(shape), fs.make_mesh(data=2)
+    text = error_text(run_norm, on_meta(module), module, mesh, x)
+    kind = type(module[1]).__name__
+    assert text.startswith(f"Apply(Sequential): '1' is a {kind} in train mode\n")
+    assert 'fix: apply = apply.batch_norm_over("data"): the statistics of all examples; or apply.eval(); or' in text
+    apply, given = on_meta(module), fs.tree.map(lambda b: b.clone(), leaves(module))
+    same = fs.shard_map(lambda p, b, x: apply.with_buffers(p, b, x)[0], mesh=mesh, in_specs=(P(), P(), P()),
+                        out_specs=P())  # fmt: skip
+    if kind == "SyncBatchNorm":  # refused in calls that are not checked too
+        assert error_text(run_norm, on_meta(module), module, mesh, x, check="never") == text
+    else:  # every rank has all examples
+        torch.testing.assert_close(fs.device_get(same(*given, x)), copy.deepcopy(module)(x).detach())
+    module.eval()
+    if module[1].running_mean is None:
+        assert "'1' is a BatchNorm1d without running statistics" in error_text(
+            run_norm, on_meta(module), module, mesh, x
+        )
+    else:
+        torch.testing.assert_close(run_norm(on_meta(module), module, mesh, x)[0], module(x).detach())
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_and_instance_norms_run_as_they_are():
+    class Own(nn.BatchNorm1d):
+        def forward(self, x):
+            return x + self.weight[:, None]
+
+    for module in (Own(3), nn.InstanceNorm1d(3, affine=True)):
+        x = torch.randn(4, 3, 5)
+        for apply in (on_meta(module), on_meta(module).batch_norm_over("data")):
+            result, *_ = run_norm(apply, module, fs.make_mesh(data=2), x)
+            torch.testing.assert_close(result, copy.deepcopy(module)(x).detach())
+
+
+def test_batch_norm_over_none_uses_the_statistics_of_each_rank():
     cls, config, inputs = MODELS["resnet"]
     module = hugging_face_model(cls, config)
-    apply, (params, buffers) = on_meta(module), leaves(module)
+    apply, (params, buffers) = on_meta(module).batch_norm_over(None), leaves(module)
     batch = inputs()
     halves = [{k: x[rows] for k, x in batch.items()} for rows in (slice(0, 3), slice(3, 6))]
     ranks = [copy.deepcopy(module) for _ in halves]
