@@ -1,12 +1,14 @@
 """Every private or semi-private API of torch that fshard uses, each under a public name of our own.
 
 Nothing else in fshard uses a name of torch that begins with an underscore, or that stands in such a module. Each entry
-says why there is no public way; `tests/test_torch_compat.py` tests each on its own. All were seen in torch 2.11 to 2.15
-and are tested on 2.13.
+says why there is no public way; `tests/test_torch_compat.py` tests each on its own, on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations
 
+import fshard._torch_version  # noqa: F401  first: where a name below is missing, its warning says why
+
+# isort: split
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
