@@ -14,6 +14,7 @@ import torch
 
 from fshard import _torch_compat, _torch_version
 from fshard._torch_version import NEWEST, OLDEST, version_warning
+from tests.versions import counts
 
 ROOT = Path(__file__).parents[1]
 TESTED = [
@@ -71,3 +72,13 @@ def test_the_range_is_that_of_the_package_and_of_the_table():
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
+
+
+def test_counts_of_a_report_and_the_names_of_failed_tests(tmp_path):
+    report = tmp_path / "report.xml"
+    cases = "".join(
+        f'<testcase classname="tests.test_a" name="{name}">{outcome}</testcase>'
+        for name, outcome in [("a", ""), ("b", "<skipped/>"), ("c[1]", "<failure>no</failure>"), ("d", "<error/>")]
+    )
+    report.write_text(f'<testsuites><testsuite tests="4">{cases}</testsuite></testsuites>')
+    assert counts(report) == ("1 passed, 2 failed, 1 skipped", ["tests.test_a::c[1]", "tests.test_a::d"])
