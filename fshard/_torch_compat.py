@@ -1,12 +1,15 @@
 """Every private or semi-private API of torch that fshard uses, each under a public name of our own.
 
 Nothing else in fshard uses a name of torch that begins with an underscore, or that stands in such a module. Each entry
-says why there is no public way; `tests/test_torch_compat.py` tests each on its own. All were seen in torch 2.11 to 2.15
-and are tested on 2.13.
+says why there is no public way; `tests/test_torch_compat.py` tests each on its own, on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations
 
+import fshard._torch_version  # noqa: F401  first: where a name below is missing, its warning says why
+
+# isort: split
+import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # --- transforms of torch.func -----------------------------------------------------------------------------------------
 
@@ -117,6 +121,14 @@ def assume_constant_result(f: Callable[_P, _R]) -> Callable[_P, _R]:
     return f
 
 
+def named_as(f: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Give a function the name of `f`: functools.wraps without the docstring, for functions that dynamo traces.
+
+    In Python 3.14 and later dynamo takes the first constant of a function for its docstring, even if it is a slice.
+    """
+    return functools.wraps(f, assigned=("__module__", "__name__", "__qualname__"))  # type: ignore[return-value]
+
+
 def replace_trunc_normal(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Replace the function behind `torch.nn.init.trunc_normal_`, which no mode can intercept; return the former one."""
     former: Callable[..., Tensor] = torch.nn.init._no_grad_trunc_normal_
@@ -158,7 +170,7 @@ def timeout_of(backend: Any) -> Any:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "foreach_copy_",
     "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_view", "is_wrapped",
-    "level_of", "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id",
-    "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of", "without_functorch", "without_modes",
-    "without_torch_function",
+    "level_of", "named_as", "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting",
+    "storage_id", "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of",
+    "without_functorch", "without_modes", "without_torch_function",
 ]  # fmt: skip

@@ -188,6 +188,8 @@ class _Kind(NamedTuple):
 def _kind(hint: Any) -> _Kind:
     """Return the kind of an annotation. Containers are tested with their elements."""
     origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if hasattr(origin, "__value__"):  # the name of a `type` statement, as NDArray is since numpy 2.5
+        return _kind(origin.__value__[parts] if parts else origin.__value__)
     if origin in (Any, object):
         return _Kind("anything", (object,))
     if origin is typing.Literal:

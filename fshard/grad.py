@@ -7,7 +7,6 @@ torch.func, whose results can be transformed again. Both give the same numbers.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from torch.autograd import forward_ad
 
 from . import tree
 from ._ops import differentiable_dtype
-from ._torch_compat import in_transform, is_wrapped
+from ._torch_compat import in_transform, is_wrapped, named_as
 from .errors import ShardingError, checked, fail, shown
 
 
@@ -43,7 +42,7 @@ def value_and_grad(
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     name = getattr(f, "__name__", type(f).__name__)
 
-    @functools.wraps(f)
+    @named_as(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         for i in numbers:
             if not -len(args) <= i < len(args):
@@ -94,7 +93,7 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
     tensor([6.])
     """
 
-    @functools.wraps(f)
+    @named_as(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         value, grads = value_and_grad(f, argnums, has_aux=has_aux)(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
@@ -248,7 +247,7 @@ def accumulate(
     one = value_and_grad(f, argnums, has_aux=has_aux)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-    @functools.wraps(f)
+    @named_as(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         differentiated = {i % len(args) for i in numbers}
         total: Any = None

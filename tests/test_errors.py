@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import TypeAliasType  # what a `type` statement of Python 3.12 makes
 
 import fshard as fs
 from fshard import P
 from fshard._comm import Axis
 from fshard.errors import checked, fail, raise_all
 from tests.lib.assertions import error_text
+
+T = TypeVar("T")
 
 
 def test_sharding_error_is_a_value_error():
@@ -66,6 +69,8 @@ KINDS = [  # annotation, its words, values that it accepts, values that it does 
     (Mapping[str, P], "a Mapping of P", [{"a": P()}, {}], [{"a": 1}, {1: P()}, [P()], None]),
     (Literal['x', 'y'], "'x' or 'y'", ["x", "y"], ["z", None, 0, torch.ones(2)]),
     (Callable[[int], int], "a function", [len, int, lambda: 0], ["len", None, 1]),
+    (TypeAliasType("Size", int) | None, "an int or None", [1, None], [1.0, "1"]),
+    (TypeAliasType("Row", list[T], type_params=(T,))[int], "a list of int", [[1], []], [["a"], (1,)]),
     (torch.dtype | None, "a dtype or None", [torch.float32, None], ["float32", float, np.float32]),
     (Any, "anything", [1, None, "a", torch.ones(2)], []),
 ]  # fmt: skip

@@ -222,6 +222,16 @@ def test_is_view():
     assert not compat.is_view(x)
 
 
+def test_named_as():
+    def f(x):
+        """Slice."""
+        return x[1:]
+
+    g = compat.named_as(f)(lambda x: x)
+    assert (g.__name__, g.__qualname__, g.__wrapped__) == (f.__name__, f.__qualname__, f)
+    assert g.__doc__ is None
+
+
 def test_set_jvp_nesting():
     with forward_ad.dual_level():  # held by somebody else: a second level would raise
         assert compat.set_jvp_nesting(5) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._ops import differentiable_dtype
-from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped
+from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
 from fshard.errors import checked, fail
 from fshard.grad import fill_tensors, split_tensors
 
@@ -30,7 +29,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     Source: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
 
-    @functools.wraps(f)
+    @named_as(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # dynamo cannot look into closures
             check_captured("remat", f)

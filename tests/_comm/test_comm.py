@@ -434,6 +434,29 @@ def test_shard_map_inside_shard_map_is_an_error(outer_axes, inner_axes):
     )
 
 
+def test_a_run_ends_once_where_a_rank_ends_its_turn_late(monkeypatch):
+    """A second end is an error in the thread of a rank, which dies, and the next run waits for it forever."""
+    ends, over, done = [], threading.Event(), threading.Event()
+    end_turn, set_ = simulated._Run.end_turn, simulated._End.set
+
+    def late(run, rank):
+        end_turn(run, rank)
+        assert rank == 1 or over.wait(LIMIT)  # rank 1 has ended the run before rank 0 goes on
+
+    def end(self):
+        ends.append(self)
+        if len(ends) == 1:
+            set_(self)
+        over.set()
+
+    monkeypatch.setattr(simulated._Run, "end_turn", late)
+    monkeypatch.setattr(simulated._End, "set", end)
+    threads = fs.make_mesh(a=2).run(lambda comm, rank: threading.current_thread())
+    threads[0].jobs.put(done.set)
+    assert done.wait(LIMIT)
+    assert len(ends) == 1
+
+
 def test_threads_can_share_a_mesh():
     mesh = fs.make_mesh(a=2, b=2)
     wrong: list[object] = []

@@ -10,6 +10,7 @@ again: its counts then begin as in the first run. The backward pass, made of tra
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import threading
 import time
@@ -91,7 +92,9 @@ class _CurrentCall(threading.local):
         assert frame is not None
         if self.region is not region():
             self.region, self.counts = region(), Counter()
-        key = (verb, Path(frame.f_code.co_filename).name, frame.f_code.co_name, frame.f_lineno)
+        # A comprehension is a function of its own in Python 3.11, and none in later ones: count it as its function.
+        function = re.sub(r"(\.<locals>)?\.<(list|dict|set)comp>", "", frame.f_code.co_qualname).split(".")[-1]
+        key = (verb, Path(frame.f_code.co_filename).name, function, frame.f_lineno)
         self.counts[key] += 1
         return Call(*key, self.counts[key] - 1)
 

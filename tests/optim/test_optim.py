@@ -566,8 +566,7 @@ def mark(x):
 
 
 @pytest.mark.slow
-# torch's own compiler uses what torch itself calls deprecated.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:.*profiler.*")
+@pytest.mark.filterwarnings("ignore:.*profiler.*")
 def test_a_compiled_step_overwrites_donated_leaves_without_copies(small_pieces):
     opt = optim.chain(optim.clip_by_global_norm(0.5, P()), optim.adamw(optim.warmup(0.1, 3)))
     params = {"a": torch.randn(256, 256), "b": torch.randn(64_000), "c": torch.randn(7)}
@@ -597,7 +596,6 @@ def test_a_compiled_step_overwrites_donated_leaves_without_copies(small_pieces):
     assert_same(other, before)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_before_the_write():
     opt = optim.sgd(0.5)
     for view in (lambda x: x, lambda x: x.view(4, 4).view(16)):
@@ -624,8 +622,6 @@ def test_a_compiled_gradient_through_a_step_is_refused():
 # --- under other transforms ---------------------------------------------------------------------------------
 
 
-# torch's own compiler uses what torch itself calls deprecated.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_compiled_step_equals_the_eager_one_and_compiles_once(name):
     params = {"w": torch.randn(9, 5), "b": torch.randn(3).bfloat16(), "s": torch.randn(())}
