@@ -1,0 +1,1 @@
+"""Random faults: wrong calls, kills and corruptions, each a script with a bounded test."""
