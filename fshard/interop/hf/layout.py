@@ -133,10 +133,8 @@ def output_files(
     """Divide the tensors, in order, into files with at most `max_shard_bytes` of tensors each, or with one tensor."""
     if not tensors:
         raise fail("write: there are no leaves", fix="give the parameters")
-    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+    if max_shard_bytes < 1:
         raise fail(f"write: max_shard_bytes={max_shard_bytes!r}", fix="a number of bytes")
-    if not all(isinstance(x, str) for pair in metadata.items() for x in pair):
-        raise fail(f"write: metadata={metadata!r}", fix="from strings to strings, as safetensors has it")
     groups: list[list[OutputTensor]] = [[]]
     for t in tensors:
         if groups[-1] and sum(other.nbytes for other in groups[-1]) + t.nbytes > max_shard_bytes:

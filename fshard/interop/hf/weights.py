@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._io import StrPath, bytes_of, cannot_read
 from fshard._safetensors import HeaderEntry
-from fshard.errors import ShardingError, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe
 
@@ -122,6 +122,7 @@ def _changed(entry: HeaderEntry, difference: str) -> ShardingError:
 # --- the leaves -----------------------------------------------------------------------------------------------
 
 
+@checked
 def tensors(path: StrPath) -> dict[str, Deferred]:
     """Describe every tensor of a folder, or of one safetensors file; only the headers are read.
 
@@ -137,6 +138,7 @@ def tensors(path: StrPath) -> dict[str, Deferred]:
             for entry in entries if entry.dtype is not None}  # fmt: skip
 
 
+@checked
 def read(
     folder: StrPath | WeightHeaders, described: Any, theirs: Callable[[tree.Path], FileTensor], *, prefix: str = "",
     ignored: Sequence[str] = (), copies: Mapping[str, str] | None = None,
