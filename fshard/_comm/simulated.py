@@ -253,10 +253,11 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
         except BaseException as e:
             run.failure = run.failure or e
         run.over.append(rank)
+        is_last = len(run.over) == n  # before the turn ends: the ranks after this one may be over when this line is left
         run.end_turn(rank)
         if run.interrupted:
             dismiss(threads[rank])
-        if len(run.over) == n:
+        if is_last:
             run.ended.set()
 
     grid = itertools.product(*(range(k) for k in sizes.values()))
