@@ -88,6 +88,9 @@ def _identity(mesh: Mesh) -> tuple[Any, ...]:
     return tuple(mesh.axes.items()), mesh.kind, mesh.device
 
 
+_MOST_SIMULATED = 4096
+
+
 @checked
 def make_mesh(*, kind: str | None = None, device: str | torch.device | None = None, **axes: int) -> Mesh:
     """Return a mesh with the named axes, `data=2, model=4`, the last one varying fastest.
@@ -116,6 +119,10 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
         raise fail(f"make_mesh({sizes}): a{'n' * (kind == 'abstract')} {kind} mesh has no world size to infer "
                    f"{inferred[0]!r} from",
                    fix=f"state how many ranks it has: {inferred[0]}=2")  # fmt: skip
+    ranks = math.prod(axes.values())
+    if kind == "simulated" and ranks > _MOST_SIMULATED:
+        raise fail(f"make_mesh({sizes}): {ranks} simulated ranks, each of them a thread of this process",
+                   fix=f"at most {_MOST_SIMULATED}; kind='abstract' has no limit")  # fmt: skip
     if device is None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default) if kind == "process" else torch.get_default_device()

@@ -169,8 +169,9 @@ class LossScale:
 
 
 def _checked_state(verb: str, state: Any) -> Any:
-    if not isinstance(state, dict) or "scale" not in state:
+    if not isinstance(state, dict) or {"good", "scale"} - state.keys():
         raise must_be(f"{verb}: state", "that of the loss scale", state, "scale.init()")
+    tree.check_leaves(verb, "state", [state["good"], state["scale"]], Tensor)
     return state
 
 

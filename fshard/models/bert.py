@@ -20,7 +20,7 @@ from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
 from fshard.collectives import all_gather
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, read, write
 from fshard.spec import P
 
@@ -30,7 +30,7 @@ from .transformer import (
     ONE_DEVICE,
     Layout,
     apply_blocks,
-    check_sizes,
+    check_numbers,
     flat_linear,
     fold_name,
     linear_params,
@@ -73,10 +73,7 @@ class Config:
     nsp: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes("bert.Config", vocab_size=self.vocab_size, hidden_size=self.hidden_size,
-                    num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads,
-                    intermediate_size=self.intermediate_size,
-                    max_position_embeddings=self.max_position_embeddings)  # fmt: skip
+        check_numbers("bert.Config", self, own=("pad_token_id",))
         d, h, pad, errors = self.hidden_size, self.num_attention_heads, self.pad_token_id, []
         if d % h:
             errors.append(fail("bert.Config: the heads must divide the width", f"{d} % {h} = {d % h}",
@@ -174,8 +171,10 @@ def _encode(
     """The stream after the last block, [B, T, D]{I model}, or [B, T@model, D] under sequence parallelism."""
     check_ids("bert", ids)
     t = ids.shape[1]
-    errors = [fail(f"bert: {name} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
-              for name, x in (("mask", mask), ("types", types)) if x is not None and x.shape != ids.shape]  # fmt: skip
+    errors = [must_be(f"bert: {name}", "a Tensor or None", x) if not isinstance(x, Tensor) else
+              fail(f"bert: {name} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
+              for name, x in (("mask", mask), ("types", types))
+              if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape)]  # fmt: skip
     if t > cfg.max_position_embeddings:
         errors.append(fail(f"bert: {t} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip

@@ -28,7 +28,7 @@ from .transformer import (
     Layout,
     apply_blocks,
     causal_attention,
-    check_sizes,
+    check_numbers,
     generate_of,
     linear_params,
     loss_of,
@@ -55,8 +55,7 @@ class Config:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        check_sizes("gpt2.Config", vocab_size=self.vocab_size, n_positions=self.n_positions, n_embd=self.n_embd,
-                    n_layer=self.n_layer, n_head=self.n_head)  # fmt: skip
+        check_numbers("gpt2.Config", self)
         if self.n_embd % self.n_head:
             raise fail("gpt2.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
                        f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip

@@ -32,7 +32,7 @@ from .transformer import (
     Layout,
     apply_blocks,
     causal_attention,
-    check_sizes,
+    check_numbers,
     flat_linear,
     generate_of,
     linear_params,
@@ -73,10 +73,7 @@ class Config:
     rope_parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_sizes("gpt_neox.Config", vocab_size=self.vocab_size, hidden_size=self.hidden_size,
-                    num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads,
-                    intermediate_size=self.intermediate_size,
-                    max_position_embeddings=self.max_position_embeddings)  # fmt: skip
+        check_numbers("gpt_neox.Config", self)
         d, h = self.hidden_size, self.num_attention_heads
         if d % h:
             raise fail("gpt_neox.Config: the heads must divide the width", f"{d} % {h} = {d % h}", hidden_size=d,

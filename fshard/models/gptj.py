@@ -29,7 +29,7 @@ from .transformer import (
     Layout,
     apply_blocks,
     causal_attention,
-    check_sizes,
+    check_numbers,
     generate_of,
     linear_params,
     loss_of,
@@ -58,8 +58,7 @@ class Config:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes("gptj.Config", vocab_size=self.vocab_size, n_positions=self.n_positions, n_embd=self.n_embd,
-                    n_layer=self.n_layer, n_head=self.n_head)  # fmt: skip
+        check_numbers("gptj.Config", self, own=("rotary_dim",))
         if self.n_embd % self.n_head:
             raise fail("gptj.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
                        f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip

@@ -31,7 +31,7 @@ from .transformer import (
     Layout,
     apply_blocks,
     causal_attention,
-    check_sizes,
+    check_numbers,
     flat_linear,
     generate_of,
     linear_params,
@@ -78,10 +78,7 @@ class Config:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def __post_init__(self) -> None:
-        check_sizes("llama.Config", vocab_size=self.vocab_size, hidden_size=self.hidden_size,
-                    num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads,
-                    intermediate_size=self.intermediate_size,
-                    max_position_embeddings=self.max_position_embeddings)  # fmt: skip
+        check_numbers("llama.Config", self)
         errors = []
         for rule, n, by in (("the heads must divide the width", self.hidden_size, self.num_attention_heads),
                             ("the groups must divide the heads", self.num_attention_heads, self.groups)):  # fmt: skip

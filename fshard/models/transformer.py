@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -142,10 +142,19 @@ class Layout:
 ONE_DEVICE = Layout()
 
 
-def check_sizes(verb: str, **sizes: int) -> None:
-    """Raise ShardingError, listing each size of a model that is less than 1; of layers there may be none."""
-    least = {name: 0 if "layer" in name else 1 for name in sizes}
-    raise_all([fail(f"{verb}: {name}={n}", fix=f"{least[name]} or more") for name, n in sizes.items() if n < least[name]])
+def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
+    """Raise ShardingError, listing each number of a config that is out of range; `own` fields have their own rules.
+
+    Sizes are 1 or more (of layers there may be none), rates of dropout less than 1, other numbers finite.
+    """
+    errors = []
+    for name, n in [(f.name, getattr(cfg, f.name)) for f in fields(cfg) if f.name not in own]:
+        least, is_rate = 0 if "layer" in name or isinstance(n, float) else 1, "drop" in name
+        most = 1 if is_rate else math.inf if isinstance(n, float) else 2**31
+        if isinstance(n, (int, float)) and not isinstance(n, bool) and not least <= n < most:
+            below = f", less than {most}" * (is_rate or n >= most)
+            errors.append(fail(f"{verb}: {name}={n}", fix=f"{least} or more{below}"))
+    raise_all(errors)
 
 
 def check_params(params: Any, described: Any) -> None:

@@ -23,7 +23,7 @@ from fshard import init as _init
 from fshard import tree
 from fshard._comm import to_spec_memory, wait_before_writing
 from fshard.collectives import pvary
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import checked, fail, must_be, raise_all
 from fshard.grad import is_differentiated
 from fshard.init import Deferred
 from fshard.sharded import Sharded, from_callback
@@ -316,6 +316,8 @@ def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: 
         raise fail(f"{name}: the state is not its state", fix="state = opt.init(params)",
                    got=keys, expected=sorted(["count", *moments]))  # fmt: skip
     trees = [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]]
+    if not isinstance(state["count"], Tensor):
+        raise must_be(f"{name}: state['count']", "a Tensor", state["count"])
     for label, other in [("params", params), *trees]:
         tree.check_leaves(name, label, other, Tensor)
     leaves, treedef = tree.flatten(params)

@@ -262,6 +262,7 @@ def _raises(*args: Any, **kwargs: Any) -> Any:
 
 
 FUNCTIONS = (_wrong_arity, _raises, correct.double, correct.loss, correct.block, lambda *a: a[0], lambda *a: None)
+_USERS_NAMES = ("<lambda>", "_wrong_arity", "double", "loss", "block")
 USERS = {f.__code__ for f in FUNCTIONS} | {correct.Call.run.__code__}
 DTYPES = (
     torch.int8,
@@ -330,7 +331,7 @@ def changed(rng: random.Random, x: Any) -> Any:
 def _changed_tensor(rng: random.Random, x: Tensor) -> Tensor | Any:
     n = max(x.shape, default=1)
     return rng.choice([
-        lambda: x[..., :0], lambda: x[:0] if x.ndim else x[None], lambda: x[None], lambda: x.flatten(),
+        lambda: x[..., :0] if x.ndim else x, lambda: x[:0] if x.ndim else x[None], lambda: x[None], lambda: x.flatten(),
         lambda: x.sum(), lambda: x.new_zeros(3, 5), lambda: x.new_ones(n + 1), lambda: torch.cat([x.reshape(-1), x.reshape(-1)]),
         lambda: x.to(rng.choice(DTYPES)), lambda: x.to(rng.choice(DTYPES)), lambda: x.to("meta"), lambda: x.mT if x.ndim > 1 else x,
         lambda: x.double().requires_grad_(), lambda: x.float() * float("nan"), lambda: -x.float().long() - 5, lambda: x + 1000 if x.dtype != torch.bool else x,
@@ -504,12 +505,18 @@ _TRANSFORM = re.compile(
 )
 
 
+_PYTHONS = re.compile(
+    "(list|tuple|string) index out of range|values to unpack|math domain|not in list|empty (list|deque)"
+)
+
+
 def classify(made: Made, e: BaseException) -> tuple[str, str]:
     """Return the outcome of an exception, by the rule above, and, if it is unclear, its type and line."""
     frames = [frame for frame, _ in traceback.walk_tb(e.__traceback__)]
     lines = [line for _, line in traceback.walk_tb(e.__traceback__)]
     files = [frame.f_code.co_filename for frame in frames]
-    ours = max((i for i, f in enumerate(files) if "/fshard/" in f), default=-1)
+    # Under a checked call every operation of torch runs through frames of the checker.
+    ours = max((i for i, f in enumerate(files) if "/fshard/" in f and "/_typecheck/" not in f), default=-1)
     callers = max((i for i, frame in enumerate(frames) if frame.f_code in USERS), default=-1)
     where = f"{type(e).__name__} at " + (
         f"{files[ours].rpartition('/fshard/')[2]}:{lines[ours]}" if ours >= 0 else "the call"
@@ -517,20 +524,22 @@ def classify(made: Made, e: BaseException) -> tuple[str, str]:
     if isinstance(e, _TooLong):
         return "unclear", f"hang, {where}"
     text, notes = str(e), "\n".join(getattr(e, "__notes__", ()))
-    if callers > ours or "of the caller" in text:
+    of_function = re.match(r"([\w.<>]+)\(\) (takes|missing|got) ", text)
+    if callers > ours or "of the caller" in text or (of_function and of_function[1].rpartition(".")[2] in _USERS_NAMES):
         return "users", ""
-    is_own = isinstance(e, fs.ShardingError) or (type(e) in (TypeError, ValueError) and ours == len(files) - 1)
+    in_fshard = bool(files) and "/fshard/" in files[-1]
+    is_own = isinstance(e, fs.ShardingError) or (type(e) in (TypeError, ValueError) and in_fshard)
     if is_own and _names(made, text) and _VALUE.search(text):
         return "named", ""
-    if isinstance(e, TypeError) and _ARITY.search(text) and ours <= callers + 2 and "arity" in made.changes:
+    if isinstance(e, TypeError) and _ARITY.search(text) and "arity" in made.changes:
         return "arity", ""
     if isinstance(e, OSError) and e.filename is not None:
         return "system", ""
-    if isinstance(e, RuntimeError) and _BYTES.search(text) or isinstance(e, torch.OutOfMemoryError):
+    if (isinstance(e, RuntimeError) and _BYTES.search(text)) or isinstance(e, torch.OutOfMemoryError):
         return "torch", ""
     if isinstance(e, (RuntimeError, ValueError)) and made.transform and _TRANSFORM.search(text):
         return "transform", ""
-    is_torchs = type(e) in (RuntimeError, IndexError, ValueError, NotImplementedError)
+    is_torchs = type(e) in (RuntimeError, IndexError, ValueError, NotImplementedError) and not _PYTHONS.search(text)
     if is_torchs and _names(made, notes) and _VALUE.search(notes):
         return "torch", ""
     return "unclear", where

@@ -19,7 +19,7 @@ from fshard.spec import describe
 
 from .folder import SINGLE
 from .pattern import Pattern, missing_parts
-from .weights import FileTensor, with_dot
+from .weights import FileTensor, file_tensor_of, with_dot
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def output_tensors(
         label = tree.show("tree", path)
         try:
             leaf = writable(leaf, DTYPES.values())
-            target = theirs(path)
+            target = file_tensor_of("write", theirs, path)
             if prefix and target.name.startswith(prefix):
                 raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
             pattern = target.pattern(leaf.ndim)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._io import StrPath, bytes_of, cannot_read
 from fshard._safetensors import HeaderEntry
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe
 
@@ -170,7 +170,7 @@ def read(
     paths_of: dict[int, list[tuple[tree.Path, FileTensor]]] = {}
     leaves = tree.leaves_with_path(described)
     for path, leaf in leaves:
-        paths_of.setdefault(id(leaf), []).append((path, theirs(path)))
+        paths_of.setdefault(id(leaf), []).append((path, file_tensor_of("read", theirs, path)))
 
     def names_in_file(name: str) -> list[str]:
         names = dict.fromkeys([name, name.removeprefix(prefix), prefix + name])
@@ -219,6 +219,14 @@ def read(
                if name not in used and not name.endswith(tuple(ignored))]  # fmt: skip
     raise_all(errors)
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
+
+
+def file_tensor_of(verb: str, theirs: Callable[[tree.Path], FileTensor], path: tree.Path) -> FileTensor:
+    """Return the file tensor of a leaf. Raises ShardingError if `theirs` returns anything else."""
+    found = theirs(path)
+    if not isinstance(found, FileTensor):
+        raise must_be(f"{verb}: theirs({path!r})", "a FileTensor", found)
+    return found
 
 
 def with_dot(prefix: str) -> str:
