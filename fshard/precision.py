@@ -126,7 +126,8 @@ class LossScale:
     @checked
     def adjust(self, state: Any, finite: Tensor) -> Any:
         """Return the state after a step: a lower scale if it was not finite, a higher one after `interval` finite."""
-        scale, finite = _checked_state("adjust", state)["scale"], finite.to(state["scale"].device)
+        scale = _checked_state("adjust", state)["scale"]
+        finite = finite.to(scale.device)
         good = torch.where(finite, state["good"] + 1, 0)
         full = good >= self.interval
         raised = (scale.double() * self.growth).float()  # one rounding, as torch does it
@@ -171,7 +172,9 @@ class LossScale:
 def _checked_state(verb: str, state: Any) -> Any:
     if not isinstance(state, dict) or {"good", "scale"} - state.keys():
         raise must_be(f"{verb}: state", "that of the loss scale", state, "scale.init()")
-    tree.check_leaves(verb, "state", [state["good"], state["scale"]], Tensor)
+    for name in ("good", "scale"):
+        if not isinstance(state[name], Tensor):
+            raise must_be(f"{verb}: state[{name!r}]", "a Tensor", state[name])
     return state
 
 

@@ -253,7 +253,9 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
         except BaseException as e:
             run.failure = run.failure or e
         run.over.append(rank)
-        is_last = len(run.over) == n  # before the turn ends: the ranks after this one may be over when this line is left
+        is_last = (
+            len(run.over) == n
+        )  # before the turn ends: the ranks after this one may be over when this line is left
         run.end_turn(rank)
         if run.interrupted:
             dismiss(threads[rank])

@@ -111,6 +111,7 @@ def generate(
     mesh. After `eos` a sequence is filled with `pad` (default: `eos`). Prompts of unequal lengths are padded on the
     left, and `mask` [B@data, T] is 0 there. `size` is V.
     """
+    check_ids("generate", ids)
     if temperature < 0 or (temperature > 0 and key is None):
         raise fail(f"generate: temperature={temperature}, key={key}",
                    fix="temperature=0 takes the likeliest; more needs a key")  # fmt: skip

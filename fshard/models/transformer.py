@@ -173,6 +173,9 @@ def check_params(params: Any, described: Any) -> None:
     errors = [fail(f"{tree.show('params', path)}: is missing", f"the model has {want[path]!r} there",
                    fix="pass the whole tree of init, or of load, with the same config")
               for path in want if path not in have]  # fmt: skip
+    errors += [fail(f"{tree.show('params', path)}: is more than the model has", leaf=repr(have[path])[:60],
+                    fix="pass the config of these parameters")
+               for path in have if path not in want and path[:1] in {p[:1] for p in want} | {("h",)}]  # fmt: skip
     for path in [path for path in have if path in want]:
         x, label = have[path], tree.show("params", path)
         if not isinstance(x, Tensor):

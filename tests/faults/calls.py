@@ -60,7 +60,7 @@ import fshard as fs
 from fshard import P
 from fshard.interop import hf
 from tests import test_wrong_arguments as correct
-from tests.test_wrong_arguments import Call, Thing, outside, prefixed
+from tests.test_wrong_arguments import Call, _by_position, outside, prefixed
 
 MOST_SECONDS = 10
 MEMORY = 16 << 30  # of one process: a size without a check ends in a MemoryError, and not the machine
@@ -127,7 +127,7 @@ def _others() -> list[Call]:
     cfg, described = fs.hf.load(folder)
     flat, treedef = fs.tree.flatten(TREE)
     return [
-        Call("check", lambda f, x: fs.check(f, x), {"f": step, "x": V}),
+        Call("check", _by_position(fs.check), {"f": step, "x": V}),
         Call("recording", lambda axis: _recorded(axis), {"axis": "data"}, inside=True),
         outside(fs.replicated),
         *prefixed("tree",
@@ -517,7 +517,9 @@ def classify(made: Made, e: BaseException) -> tuple[str, str]:
     files = [frame.f_code.co_filename for frame in frames]
     # Under a checked call every operation of torch runs through frames of the checker.
     ours = max((i for i, f in enumerate(files) if "/fshard/" in f and "/_typecheck/" not in f), default=-1)
-    callers = max((i for i, frame in enumerate(frames) if frame.f_code in USERS), default=-1)
+    passed = [getattr(x, "__code__", None) for x in made.args.values()]
+    codes = USERS.union(code for code in passed if code is not None and "/tests/" in code.co_filename)
+    callers = max((i for i, frame in enumerate(frames) if frame.f_code in codes), default=-1)
     where = f"{type(e).__name__} at " + (
         f"{files[ours].rpartition('/fshard/')[2]}:{lines[ours]}" if ours >= 0 else "the call"
     )
@@ -545,29 +547,19 @@ def classify(made: Made, e: BaseException) -> tuple[str, str]:
     return "unclear", where
 
 
+_PLACES = re.compile(r"args\[\d|argument|\w\['|\w\[\d|spec|mesh|leaf|region|shard_map|step|is not a checkpoint")
+
+
 def _names(made: Made, text: str) -> bool:
-    names = [
-        made.call.name.rpartition(".")[2].rstrip("()"),
-        made.call.f.__name__,
-        *made.args,
-        *made.call.words.values(),
-    ]
-    names += [
-        r"args\[\d",
-        "argument",
-        r"\w\['",
-        r"\w\[\d",
-        "spec",
-        "mesh",
-        "leaf",
-        "region",
-        "shard_map",
-        "step",
-        "is not a checkpoint",
-    ]
-    return any(
-        re.search(rf"(?<![^\W_]){name.strip('_')}" if name.isidentifier() else name, text) for name in names if name
-    )
+    """Return whether a text names the function, an argument, a leaf, or a string that was passed."""
+    call = made.call
+    names = [call.name.rpartition(".")[2].rstrip("()"), call.f.__name__, *(name.strip("_") for name in made.args)]
+    patterns = [*(rf"(?<![^\W_]){re.escape(name)}" for name in names if name), *call.words.values(), _PLACES.pattern]
+    if {"path", "folder"} & made.args.keys():
+        patterns.append(r"\bfolder\b|config\.json")
+    passed = [repr(x) for x in made.args.values() if isinstance(x, str)]
+    passed += [str(x) for x in made.args.values() if isinstance(x, (str, Path)) and len(str(x)) > 1]
+    return any(re.search(pattern, text) for pattern in patterns) or any(x in text for x in passed)
 
 
 def attempt(seed: int, index: int, calls: dict[str, list[Call]]) -> tuple[Outcome, BaseException | None]:
