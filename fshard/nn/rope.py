@@ -106,6 +106,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, style: Literal["half", "pairs
     >>> rotate(torch.tensor([[[[1.0, 0.0, 7.0]]]]), torch.zeros(1, 1), torch.ones(1, 1))
     tensor([[[[0., 1., 7.]]]])
     """
+    if not x.ndim or not cos.ndim or cos.shape != sin.shape:
+        raise fail("rotate: cos and sin must be those of angles, of one shape", x=list(x.shape), cos=list(cos.shape),
+                   sin=list(sin.shape))  # fmt: skip
     r = 2 * cos.shape[-1]
     if r > x.shape[-1]:
         raise fail(f"rope: cannot rotate {r} dims of a head of {x.shape[-1]}", x=list(x.shape), cos=list(cos.shape))

@@ -50,6 +50,7 @@ class _Step:
         return f"{type(self).__name__}({self.name})"
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Transform(_Step):
     """A change of gradients: `update(grads, state, params) -> (grads, state)`. Comes before the optimizer in a `chain`.
@@ -61,6 +62,7 @@ class Transform(_Step):
     factors: Callable[[Any, Any, Any], tuple[list[Tensor], Any]] | None = None  # one factor per leaf, and the new state
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Optimizer(_Step):
     """A step of the parameters: `update(grads, state, params) -> (params, state)`."""
@@ -311,7 +313,7 @@ def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: 
 
     Raises ShardingError unless gradients and moments are trees like the parameters: the kernels check nothing.
     """
-    keys = sorted(state) if isinstance(state, dict) else type(state).__name__
+    keys = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
     if keys != sorted(["count", *moments]):
         raise fail(f"{name}: the state is not its state", fix="state = opt.init(params)",
                    got=keys, expected=sorted(["count", *moments]))  # fmt: skip

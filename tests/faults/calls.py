@@ -37,6 +37,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import logging
 import os
 import random
 import re
@@ -128,21 +129,22 @@ def _others() -> list[Call]:
     flat, treedef = fs.tree.flatten(TREE)
     return [
         Call("check", _by_position(fs.check), {"f": step, "x": V}),
-        Call("recording", lambda axis: _recorded(axis), {"axis": "data"}, inside=True),
+        Call("recording", _recorded, {"axis": "data"}, inside=True),
         outside(fs.replicated),
         *prefixed("tree",
-            Call("map", lambda f, tree, rest: fs.tree.map(f, tree, rest), {"f": lambda a, b: a, "tree": TREE, "rest": TREE}),
-            Call("map_with_path", lambda f, tree: fs.tree.map_with_path(f, tree), {"f": lambda p, a: a, "tree": TREE}),
+            Call("map", lambda f, tree, rest: fs.tree.map(f, tree, rest),  # noqa: PLW0108  rest has no name
+                 {"f": lambda a, b: a, "tree": TREE, "rest": TREE}),
+            Call("map_with_path", fs.tree.map_with_path, {"f": lambda p, a: a, "tree": TREE}),
             outside(fs.tree.unflatten, treedef=treedef, leaves=flat),
             outside(fs.tree.flatten, tree=TREE),
             outside(fs.tree.leaves, tree=TREE),
             outside(fs.tree.leaves_with_path, tree=TREE),
-            Call("structure", lambda tree: fs.tree.structure(tree), {"tree": TREE}),
+            Call("structure", lambda tree: fs.tree.structure(tree), {"tree": TREE}),  # noqa: PLW0108  by position only
             outside(fs.tree.dotted, path=("h", 3)),
             outside(fs.tree.show, name="params", path=("h", 3)),
-            Call("all", lambda tree: fs.tree.all(tree), {"tree": {"a": True, "b": 1}}),
-            Call("reduce", lambda f, tree: fs.tree.reduce(f, tree), {"f": lambda a, b: a, "tree": TREE}),
-            Call("transpose", lambda outer, inner, tree: fs.tree.transpose(outer, inner, tree), {"outer": treedef,
+            Call("all", fs.tree.all, {"tree": {"a": True, "b": 1}}),
+            Call("reduce", fs.tree.reduce, {"f": lambda a, b: a, "tree": TREE}),
+            Call("transpose", fs.tree.transpose, {"outer": treedef,
                  "inner": fs.tree.structure([1, 2]), "tree": {"w": [1, 2], "b": [3, 4]}}),
             Call("broadcast", fs.tree.broadcast, {"prefix": P(), "tree": TREE, "name": "specs",
                  "leaf": lambda x: isinstance(x, P), "kind": "P"}),
@@ -300,7 +302,7 @@ def changed(rng: random.Random, x: Any) -> Any:
     if isinstance(x, float):
         return rng.choice([0.0, -1.0, float("nan"), float("inf"), -x, 1e308, str(x), 2, True, None, torch.tensor(x)])
     if isinstance(x, str):
-        return rng.choice([*["data", "model", "no_such", "", ("data", "model"), ("data", "data"), ("model",), ()], None, 0,
+        return rng.choice(["data", "model", "no_such", "", ("data", "model"), ("data", "data"), ("model",), (), None, 0,
                            x.upper(), [x], x.encode()])  # fmt: skip
     if isinstance(x, P):
         return rng.choice([P("data"), P(None, "model"), P("data", "model", None, "seq"), P("no_such"), P(..., "model"),
@@ -328,17 +330,22 @@ def changed(rng: random.Random, x: Any) -> Any:
     return rng.choice(KINDS)
 
 
-def _changed_tensor(rng: random.Random, x: Tensor) -> Tensor | Any:
-    n = max(x.shape, default=1)
-    return rng.choice([
-        lambda: x[..., :0] if x.ndim else x, lambda: x[:0] if x.ndim else x[None], lambda: x[None], lambda: x.flatten(),
-        lambda: x.sum(), lambda: x.new_zeros(3, 5), lambda: x.new_ones(n + 1), lambda: torch.cat([x.reshape(-1), x.reshape(-1)]),
-        lambda: x.to(rng.choice(DTYPES)), lambda: x.to(rng.choice(DTYPES)), lambda: x.to("meta"), lambda: x.mT if x.ndim > 1 else x,
-        lambda: x.double().requires_grad_(), lambda: x.float() * float("nan"), lambda: -x.float().long() - 5, lambda: x + 1000 if x.dtype != torch.bool else x,
-        lambda: x.expand(2, *x.shape), lambda: fs.device_put(x, P(), MESH), lambda: fs.init.zeros(tuple(x.shape)),
-        lambda: x.to_sparse(), lambda: x.tolist(), lambda: x.numpy(), lambda: {"x": x}, lambda: [x, x], lambda: None,
-        lambda: P("data"), lambda: x.new_zeros(()), lambda: x.new_zeros(0),
-    ])()  # fmt: skip
+def _changed_tensor(rng: random.Random, x: Tensor) -> Any:
+    n, flat, zeros = max(x.shape, default=1), x.reshape(-1), x.new_zeros
+    makers: list[Callable[[], Any]] = [
+        # other shapes
+        lambda: x[..., :0] if x.ndim else x, lambda: x[:0] if x.ndim else x[None], lambda: x[None], lambda: flat,
+        x.sum, lambda: zeros(3, 5), lambda: x.new_ones(n + 1), lambda: torch.cat([flat, flat]),
+        lambda: x.expand(2, *x.shape), lambda: zeros(()), lambda: zeros(0), lambda: x.mT if x.ndim > 1 else x,
+        # other dtypes, devices, layouts and values
+        lambda: x.to(rng.choice(DTYPES)), lambda: x.to(rng.choice(DTYPES)), lambda: x.to("meta"), x.to_sparse,
+        lambda: x.double().requires_grad_(), lambda: x.float() * float("nan"), lambda: -x.float().long() - 5,
+        lambda: x if x.dtype == torch.bool else x + 1000,
+        # no tensors
+        lambda: fs.device_put(x, P(), MESH), lambda: fs.init.zeros(tuple(x.shape)), x.tolist, x.numpy,
+        lambda: {"x": x}, lambda: [x, x], lambda: None, lambda: P("data"),
+    ]  # fmt: skip
+    return rng.choice(makers)()
 
 
 def _changed_dict(rng: random.Random, x: dict[Any, Any]) -> Any:
@@ -359,8 +366,8 @@ def _changed_sequence(rng: random.Random, x: Any) -> Any:
     at = rng.randrange(len(x))
     if rng.random() < 0.4:
         return kind([*x[:at], changed(rng, x[at]), *x[at + 1 :]])
-    return rng.choice([kind(), x[:at] + x[at + 1 :], x + x[:1], x[::-1], x[0], kind([x]), str(x), set(map(str, x)), iter(x),
-                       torch.ones(2)])  # fmt: skip
+    return rng.choice([kind(), x[:at] + x[at + 1 :], x + x[:1], x[::-1], x[0], kind([x]), str(x), set(map(str, x)),
+                       iter(x), torch.ones(2)])  # fmt: skip
 
 
 def _changed_fields(rng: random.Random, x: Any) -> Any:
@@ -497,14 +504,10 @@ class _TooLong(BaseException):
 
 _VALUE = re.compile(r"""\d|'|"|\[|\(|\bgot\b|fix: """)
 _ARITY = re.compile(r"^[\w.<>]+\(\) (takes|missing|got) |^missing a required argument|^got an unexpected keyword")
-_BYTES = re.compile(
-    r"tried to allocate \d+ bytes|Tried to allocate|Storage size calculation overflowed|invalid memory size"
-)
+_BYTES = re.compile("ried to allocate|Unable to allocate|Storage size calculation overflowed|invalid memory size")
 _TRANSFORM = re.compile(
-    r"vmap|jvp|functorch|forward AD|forward-mode|grad_fn|vjp|batching rule|torch\.func|Function\w* |InferenceMode|double backward|derivative for"
+    "vmap|jvp|vjp|functorch|torch.func|forward AD|forward-mode|grad_fn|double backward|derivative for"
 )
-
-
 _PYTHONS = re.compile(
     "(list|tuple|string) index out of range|values to unpack|math domain|not in list|empty (list|deque)"
 )
@@ -537,7 +540,7 @@ def classify(made: Made, e: BaseException) -> tuple[str, str]:
         return "arity", ""
     if isinstance(e, OSError) and e.filename is not None:
         return "system", ""
-    if (isinstance(e, RuntimeError) and _BYTES.search(text)) or isinstance(e, torch.OutOfMemoryError):
+    if (isinstance(e, (RuntimeError, MemoryError)) and _BYTES.search(text)) or isinstance(e, torch.OutOfMemoryError):
         return "torch", ""
     if isinstance(e, (RuntimeError, ValueError)) and made.transform and _TRANSFORM.search(text):
         return "transform", ""
@@ -550,11 +553,16 @@ def classify(made: Made, e: BaseException) -> tuple[str, str]:
 _PLACES = re.compile(r"args\[\d|argument|\w\['|\w\[\d|spec|mesh|leaf|region|shard_map|step|is not a checkpoint")
 
 
+# Parts of arguments, or the words for them, by which an error may name them.
+_WORDS = {**correct._PARTS, "cfg": r"\bconfig\b", "described": r"\bdescribe"}
+
+
 def _names(made: Made, text: str) -> bool:
     """Return whether a text names the function, an argument, a leaf, or a string that was passed."""
     call = made.call
     names = [call.name.rpartition(".")[2].rstrip("()"), call.f.__name__, *(name.strip("_") for name in made.args)]
     patterns = [*(rf"(?<![^\W_]){re.escape(name)}" for name in names if name), *call.words.values(), _PLACES.pattern]
+    patterns += [_WORDS[name] for name in made.args if name in _WORDS]
     if {"path", "folder"} & made.args.keys():
         patterns.append(r"\bfolder\b|config\.json")
     passed = [repr(x) for x in made.args.values() if isinstance(x, str)]
@@ -613,6 +621,7 @@ def prepared() -> Iterator[dict[str, list[Call]]]:
     """Enter a temporary folder; the correct calls by function. Warnings are no outcome."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
         calls: dict[str, list[Call]] = {}
         for call in correct_calls():
             calls.setdefault(call.name, []).append(call)
@@ -641,8 +650,8 @@ def make(seed: int, runs: int) -> list[Outcome]:
         at = 0
         while at < runs:
             lines.write_text("")
-            command = [sys.executable, "-m", "tests.faults.calls", "--work", str(lines), "--seed", str(seed), "--only", str(at),
-                       "--runs", str(runs)]  # fmt: skip
+            options = {"--work": lines, "--seed": seed, "--only": at, "--runs": runs}
+            command = [sys.executable, "-m", "tests.faults.calls", *(str(x) for pair in options.items() for x in pair)]
             status = subprocess.run(command, check=False).returncode
             read = lines.read_text().splitlines()
             done = [Outcome(*json.loads(line)) for line in read if line.startswith("[")]
