@@ -72,7 +72,7 @@ def frequencies(
     numbers = {name: parameters[name] for name in ("rope_theta", *needs)}
     for name, x in {**numbers, "partial_rotary_factor": partial}.items():
         if isinstance(x, (str, bool)) or not isinstance(x, (int, float, list, tuple)):
-            raise must_be(f"rope: {name}", "a number", x)
+            raise must_be(f"frequencies: parameters[{name!r}]", "a number", x)
     r = int(width * partial)
     if r < 2 or r % 2 or r > width:
         raise fail(f"rope: cannot rotate {r} dims of a head in pairs", width=width, partial_rotary_factor=partial)

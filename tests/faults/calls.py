@@ -532,12 +532,12 @@ def classify(made: Made, e: BaseException) -> tuple[str, str]:
     of_function = re.match(r"([\w.<>]+)\(\) (takes|missing|got) ", text)
     if callers > ours or "of the caller" in text or (of_function and of_function[1].rpartition(".")[2] in _USERS_NAMES):
         return "users", ""
+    if isinstance(e, TypeError) and _ARITY.search(text) and "arity" in made.changes:
+        return "arity", ""
     in_fshard = bool(files) and "/fshard/" in files[-1]
     is_own = isinstance(e, fs.ShardingError) or (type(e) in (TypeError, ValueError) and in_fshard)
     if is_own and _names(made, text) and _VALUE.search(text):
         return "named", ""
-    if isinstance(e, TypeError) and _ARITY.search(text) and "arity" in made.changes:
-        return "arity", ""
     if isinstance(e, OSError) and e.filename is not None:
         return "system", ""
     if (isinstance(e, (RuntimeError, MemoryError)) and _BYTES.search(text)) or isinstance(e, torch.OutOfMemoryError):
@@ -570,9 +570,14 @@ def _names(made: Made, text: str) -> bool:
     return any(re.search(pattern, text) for pattern in patterns) or any(x in text for x in passed)
 
 
+def drawn(seed: int, index: int, calls: dict[str, list[Call]]) -> Made:
+    """Return one call of those of a seed."""
+    return draw(random.Random(f"{seed}:{index}"), calls)
+
+
 def attempt(seed: int, index: int, calls: dict[str, list[Call]]) -> tuple[Outcome, BaseException | None]:
     """Draw and make one call. Return its outcome and its exception."""
-    made = draw(random.Random(f"{seed}:{index}"), calls)
+    made = drawn(seed, index, calls)
     error: BaseException | None = None
     kind, where, text = "returned", "", ""
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,25 +13,35 @@ from tests.lib.assertions import error_text
 from tests.test_wrong_arguments import Call, Thing, outside
 
 
-@pytest.mark.parametrize(("runs", "most"), [(100, 1), pytest.param(1000, 6, marks=pytest.mark.slow)])
-def test_random_calls_end_clearly(runs, most):
-    """At most 40 in 10,000 are unclear; of fewer calls, a few more by chance."""
+@pytest.fixture(scope="module")
+def calls():
     with random_calls.prepared() as calls:
-        outcomes = [random_calls.attempt(7, i, calls)[0] for i in range(runs)]
+        yield calls
+
+
+def loads_much(made):
+    """Return whether a call may be the first to load parts of torch that take seconds: fake tensors, transforms."""
+    return made.mesh == "abstract" or bool(made.transform) or made.call.name == "check"
+
+
+@pytest.mark.parametrize(("runs", "most"), [(100, 1), pytest.param(1000, 6, marks=pytest.mark.slow)])
+def test_random_calls_end_clearly(calls, runs, most):
+    """At most 40 in 10,000 are unclear; of fewer calls, a few more by chance."""
+    drawn = (i for i in range(2 * runs) if runs > 100 or not loads_much(random_calls.drawn(7, i, calls)))
+    outcomes = [random_calls.attempt(7, i, calls)[0] for i in itertools.islice(drawn, runs)]
     unclear = [f"{o.call}\n  {o.text}" for o in outcomes if o.kind == "unclear"]
     assert len(unclear) <= most, "\n".join(unclear)
     assert sum(o.kind == "returned" for o in outcomes) > 0.3 * runs  # else they prove little
     assert sum(o.changes <= 1 for o in outcomes) > 0.6 * runs
 
 
-def test_every_public_function_is_called_and_its_correct_call_returns():
-    with random_calls.prepared() as calls:
-        missing = random_calls.public_functions().keys() - calls.keys() - set(random_calls.NOT_MADE)
-        assert missing <= {"Deferred", "optim.Schedule", "tree.structure"}, missing  # under another name; an alias
-        for name in calls:
-            if name.startswith(("models.", "tree.", "hf.")):
-                for call in calls[name]:
-                    call.run()
+def test_every_public_function_is_called_and_its_correct_call_returns(calls):
+    missing = random_calls.public_functions().keys() - calls.keys() - set(random_calls.NOT_MADE)
+    assert missing <= {"Deferred", "optim.Schedule"}, missing  # under another name; an alias
+    for name in calls:
+        if name.startswith(("models.", "tree.", "hf.")):
+            for call in calls[name]:
+                call.run()
 
 
 def raising(error):
@@ -99,8 +111,8 @@ def test_error_texts():
         error_text(tree.unflatten, 3, [])
         == "unflatten: treedef must be a PyTreeSpec, got 3\n  fix: what flatten returned"
     )
-    assert error_text(tree.unflatten, tree.structure([1, 2]), [1]) == (
-        "unflatten: leaves: Too few leaves for PyTreeSpec; expected: 2, got: 1.\n  fix: as many leaves as flatten returned"
+    assert error_text(tree.unflatten, tree.structure([1, 2]), [1]).startswith(
+        "unflatten: leaves: Too few leaves for PyTreeSpec; expected: 2, got: 1.\n  fix: "
     )
     assert error_text(tree.map, lambda a, b: a, {"a": 1}, [2]).startswith(
         "map: rest[0] has another structure than the tree\n  tree  PyTreeSpec({'a': *})    other  PyTreeSpec([*])\n"
