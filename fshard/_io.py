@@ -168,6 +168,9 @@ def writable(leaf: Any, dtypes: Collection[torch.dtype], supported: str = "a ten
         if leaf.mesh.kind == "abstract":
             raise fail("is on an abstract mesh, where leaves have no values", fix="use another mesh")
         _ = leaf.shards  # raises if the leaf was donated
+    elif leaf.is_meta or leaf.layout is not torch.strided:
+        where = "is on the meta device" if leaf.is_meta else f"is {leaf.layout}"
+        raise fail(f"{where}, and cannot be written", fix="give a tensor with values; x.to_dense() of a sparse one")
     if leaf.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise fail(f"cannot write {leaf.dtype}", fix=f"use one of {names}")

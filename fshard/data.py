@@ -241,6 +241,8 @@ def _tensor(label: str, x: Any) -> Tensor:
 
 
 def _integers(name: str, x: Integers) -> Rows:
+    if isinstance(x, Tensor) and (x.is_meta or x.dtype == torch.bfloat16):  # no array can have it
+        raise fail(f"{name} are {'on the meta device' if x.is_meta else 'bfloat16'}", fix="integers")
     array = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise fail(f"{name} are {array.dtype}", fix="integers")

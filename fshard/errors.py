@@ -153,6 +153,7 @@ def _checked(f: F, verb: str) -> F:
     by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
     others = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+    takes_tensors = any(_fits(_NO_TENSOR, kind) for kind in kinds.values())
 
     @functools.wraps(f)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -164,9 +165,28 @@ def _checked(f: F, verb: str) -> F:
             kind = kinds.get(name) or kinds.get(others)
             if kind is not None and not _fits(x, kind):
                 raise must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
-        return f(*args, **kwargs)
+        try:
+            return f(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError, NotImplementedError) as e:
+            if takes_tensors and not isinstance(e, ShardingError) and not hasattr(e, "__notes__"):
+                e.add_note(_call_note(verb, {**dict(zip(by_position, args, strict=False)), **kwargs}))
+            raise
 
     return typing.cast(F, wrapper)
+
+
+_NO_TENSOR = torch.empty(0)
+
+
+def _call_note(verb: str, args: Mapping[str, Any]) -> str:
+    """Return the line that is added to an error of torch about the tensors of a call: its function and its arguments.
+
+    >>> print(_call_note("linear", {"x": torch.ones(2, 3), "w": torch.ones(4, 4), "b": None}))
+    in linear(x=float32[2, 3], w=float32[4, 4], b=None)
+    """
+    texts = {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else shown(x)
+             for name, x in args.items()}  # fmt: skip
+    return f"in {verb}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 def _too_many(verb: str, parameters: Sequence[inspect.Parameter], got: int, most: int) -> ShardingError:

@@ -23,6 +23,7 @@ from .spec import format_axes
 T = TypeVar("T")
 
 _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.001, 10**8  # seconds: torch counts milliseconds, and C++ nanoseconds in 64 bits
+_MOST_SIMULATED = 4096  # ranks, each a thread
 
 
 @checked
@@ -140,6 +141,10 @@ def make_mesh(
         limits = f"{_LEAST_TIMEOUT} to {_MOST_TIMEOUT:,}"
         raise fail(f"make_mesh: timeout={timeout!r}: not a number of seconds from {limits}",
                    fix="timeout=600 waits ten minutes; None is the default of torch.distributed")  # fmt: skip
+    ranks = math.prod(axes.values())
+    if kind == "simulated" and ranks > _MOST_SIMULATED:
+        raise fail(f"make_mesh({sizes}): {ranks} simulated ranks, each of them a thread of this process",
+                   fix=f"at most {_MOST_SIMULATED}; kind='abstract' has no limit")  # fmt: skip
     if device is None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default) if kind == "process" else torch.get_default_device()

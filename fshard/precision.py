@@ -126,7 +126,8 @@ class LossScale:
     @checked
     def adjust(self, state: Any, finite: Tensor) -> Any:
         """Return the state after a step: a lower scale if it was not finite, a higher one after `interval` finite."""
-        scale, finite = _checked_state("adjust", state)["scale"], finite.to(state["scale"].device)
+        scale = _checked_state("adjust", state, "good")["scale"]
+        finite = finite.to(scale.device)
         good = torch.where(finite, state["good"] + 1, 0)
         full = good >= self.interval
         raised = (scale.double() * self.growth).float()  # one rounding, as torch does it
@@ -168,9 +169,13 @@ class LossScale:
                          f"guarded {optimizer.name}")  # fmt: skip
 
 
-def _checked_state(verb: str, state: Any) -> Any:
-    if not isinstance(state, dict) or "scale" not in state:
+def _checked_state(verb: str, state: Any, *names: str) -> Any:
+    """Return the state of a loss scale. Raises ShardingError unless it is one, with 0-d tensors at these names."""
+    if not isinstance(state, dict) or not {"scale", *names} <= state.keys():
         raise must_be(f"{verb}: state", "that of the loss scale", state, "scale.init()")
+    for name in ("scale", *names):
+        if not isinstance(state[name], Tensor) or state[name].ndim:
+            raise must_be(f"{verb}: state[{name!r}]", "a 0-d Tensor", state[name], "scale.init()")
     return state
 
 

@@ -334,6 +334,11 @@ def place_tree(
             errors.append(fail(f"{label}: cannot place a {type(leaf).__name__}", fix=fix))
         else:
             shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded)) else ()
+            if isinstance(leaf, Tensor) and ((leaf.is_meta and mesh is not None and mesh.kind != "abstract")
+                                             or leaf.layout is not torch.strided):  # fmt: skip
+                errors.append(fail(f"{label}: has no values to place" if leaf.is_meta else f"{label}: is not strided",
+                                   fix="a tensor on a device; x.to_dense() of a sparse one"))  # fmt: skip
+                continue
             errors += spec_errors(label, shape, spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
     raise_all(errors)
     placed: dict[int, Sharded] = {}

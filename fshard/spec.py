@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import tree as _tree
-from .errors import ShardingError, checked, fail, raise_all, shown
+from .errors import ShardingError, checked, fail, must_be, raise_all, shown
 
 Axis = str | tuple[str, ...] | None
 Box = tuple[slice, ...]
@@ -289,6 +289,8 @@ def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
     """
     leaves, treedef = _tree.flatten(tree)
     leaf_specs = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)
+    raise_all([must_be(f"fully_shard: {_tree.show('tree', path)}", "a leaf with a shape", x)
+               for path, x in _tree.leaves_with_path(tree) if not hasattr(x, "shape")])  # fmt: skip
     added = [_add_axis(s, tuple(x.shape), axis, min_size) for s, x in zip(leaf_specs, leaves, strict=True)]
     return _tree.unflatten(treedef, added)
 

@@ -6,18 +6,17 @@ A leaf is any object that optree does not know as a container: a tensor, a `P`, 
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import optree
 import torch
-from optree import tree_all as all
-from optree import tree_reduce as reduce
+from optree import PyTreeSpec
 from optree import tree_structure as structure
-from optree import tree_transpose as transpose
 
-from .errors import a_type, fail, must_be, raise_all
+from .errors import a_type, checked, fail, must_be, raise_all
 
 __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path", "map", "map_with_path", "reduce",
            "show", "structure", "transpose", "unflatten"]  # fmt: skip
@@ -40,7 +39,16 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
     """Return the tree of that structure with these leaves."""
     if not torch.compiler.is_dynamo_compiling():
-        return optree.tree_unflatten(treedef, leaves)
+        try:
+            return optree.tree_unflatten(treedef, leaves)
+        except (AttributeError, TypeError, ValueError) as e:
+            if not isinstance(treedef, PyTreeSpec):
+                raise must_be("unflatten: treedef", "a PyTreeSpec", treedef, "what flatten returned") from None
+            if not isinstance(leaves, Iterable):
+                raise must_be("unflatten: leaves", "an iterable", leaves) from None
+            if isinstance(e, ValueError) and str(e).startswith("Too "):
+                raise fail(f"unflatten: leaves: {e}", fix="as many leaves as flatten returned") from None
+            raise
     return _unflatten_traced(treedef, iter(leaves))
 
 
@@ -56,7 +64,11 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     {'x': 3}
     """
     if not torch.compiler.is_dynamo_compiling():
-        return optree.tree_map(f, tree, *rest)
+        try:
+            return optree.tree_map(f, tree, *rest)
+        except (TypeError, ValueError):
+            _refuse_map("map", f, tree, rest)
+            raise
     first, treedef = flatten(tree)
     columns = [first, *(flatten(other)[0] for other in rest)]
     return unflatten(treedef, [f(*row) for row in zip(*columns, strict=True)])
@@ -112,9 +124,69 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     >>> map_with_path(lambda path, x: f"{dotted(path)}={x}", {"h": [1, 2]})
     {'h': ['h.0=1', 'h.1=2']}
     """
-    return optree.tree_map_with_path(f, tree, *rest)
+    try:
+        return optree.tree_map_with_path(f, tree, *rest)
+    except (TypeError, ValueError):
+        _refuse_map("map_with_path", f, tree, rest)
+        raise
 
 
+def _refuse_map(verb: str, f: Any, tree: Any, rest: tuple[Any, ...]) -> None:
+    """Raise ShardingError if the arguments of a map are what failed, and not `f` itself."""
+    if not callable(f):
+        raise must_be(f"{verb}: f", "a function", f) from None
+    treedef = optree.tree_structure(tree)
+    for i, other in enumerate(rest):
+        try:
+            treedef.flatten_up_to(other)
+        except ValueError as e:
+            raise fail(f"{verb}: rest[{i}] has another structure than the tree", str(e).partition(", got ")[0],
+                       tree=treedef, other=optree.tree_structure(other)) from None  # fmt: skip
+
+
+def all(tree: Any) -> bool:
+    """Return whether every leaf is true.
+
+    >>> all({"a": True, "b": [1, "x"]})
+    True
+    """
+    for path, leaf in leaves_with_path(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.numel() != 1:
+            raise fail(f"all: {show('tree', path)}: a tensor of {leaf.numel()} elements is neither true nor false",
+                       fix="map it to one value first: x.all()")  # fmt: skip
+        if not leaf:
+            return False
+    return True
+
+
+@checked
+def reduce(f: Callable[[Any, Any], Any], tree: Any, *initial: Any) -> Any:
+    """Combine the leaves from the first to the last: f(f(a, b), c); `initial`, if passed, comes before the first.
+
+    >>> reduce(lambda a, b: a + b, {"x": 1, "y": [2, 3]})
+    6
+    """
+    values = leaves(tree)
+    if not values and not initial:
+        raise fail("reduce: the tree has no leaves", fix="pass the result for an empty tree as initial")
+    return functools.reduce(f, values, *initial)
+
+
+@checked
+def transpose(outer: PyTreeSpec, inner: PyTreeSpec, tree: Any) -> Any:
+    """Return a tree of structure inner of outer, from one of outer of inner.
+
+    >>> transpose(structure([0, 0]), structure({"a": 0}), [{"a": 1}, {"a": 2}])
+    {'a': [1, 2]}
+    """
+    try:
+        return optree.tree_transpose(outer, inner, tree)
+    except (TypeError, ValueError) as e:
+        raise fail("transpose: the tree has not the structure of outer with inner at each leaf", str(e),
+                   outer=outer, inner=inner) from None  # fmt: skip
+
+
+@checked
 def dotted(path: Path) -> str:
     """Join a path into one name, as checkpoints, rules and random keys use it.
 
@@ -124,6 +196,7 @@ def dotted(path: Path) -> str:
     return ".".join(str(p) for p in path)
 
 
+@checked
 def show(name: str, path: Path) -> str:
     """Format a path as Python would index it, as errors show it.
 

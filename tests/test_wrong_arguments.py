@@ -366,7 +366,7 @@ def test_correct_calls_run(calls: list[Call]) -> None:
         call.run()
 
 
-@pytest.mark.parametrize("n", [1280, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [640, pytest.param(None, marks=pytest.mark.slow)])
 def test_error_of_a_wrong_argument_names_it(calls: list[Call], n: int | None) -> None:
     every = wrong_calls(calls)
     found = make(every if n is None else random.Random(0).sample(every, n))

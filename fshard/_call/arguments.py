@@ -57,7 +57,8 @@ def call_signature(leaves: Sequence[Any]) -> list[Any]:
 def _leaf_signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         tracked = leaf.requires_grad and torch.is_grad_enabled()
-        return tuple(leaf.shape), leaf.dtype, tracked, is_wrapped(leaf)
+        has_values = not leaf.is_meta and leaf.layout is torch.strided
+        return tuple(leaf.shape), leaf.dtype, tracked, is_wrapped(leaf), has_values
     if isinstance(leaf, Deferred):
         return leaf.shape, leaf.dtype
     if isinstance(leaf, functools.partial):

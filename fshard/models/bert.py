@@ -18,16 +18,19 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis
+from fshard._io import StrPath
 from fshard.collectives import all_gather
-from fshard.errors import fail, raise_all
+from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, read, write
 from fshard.spec import P
 
+from .decoding import check_ids
 from .hf_files import file_tensor, read_config, weight_and_bias
 from .transformer import (
     ONE_DEVICE,
     Layout,
     apply_blocks,
+    check_numbers,
     flat_linear,
     fold_name,
     linear_params,
@@ -43,6 +46,7 @@ _EMBEDDINGS = ("word", "position", "type", "ln")
 _HEADS = {"mlm": "cls.predictions.", "pooler": "pooler.", "nsp": "cls.seq_relationship."}  # prefixes of their tensors
 
 
+@checked
 @dataclass(frozen=True)
 class Config:
     """Sizes and rates, named as in Hugging Face's `BertConfig`, and the heads of the model.
@@ -69,6 +73,7 @@ class Config:
     nsp: bool = False
 
     def __post_init__(self) -> None:
+        check_numbers("bert.Config", self, own=("pad_token_id",))
         d, h, pad, errors = self.hidden_size, self.num_attention_heads, self.pad_token_id, []
         if d % h:
             errors.append(fail("bert.Config: the heads must divide the width", f"{d} % {h} = {d % h}",
@@ -83,6 +88,7 @@ class Config:
         raise_all(errors)
 
 
+@checked
 def init(cfg: Config) -> Any:
     """The described parameters: matrices and embeddings N(0, initializer_range^2), norms 1, biases and padding 0."""
     d, h, f, std = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size, cfg.initializer_range
@@ -111,6 +117,7 @@ def init(cfg: Config) -> Any:
     })  # fmt: skip
 
 
+@checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
     """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
     m = model
@@ -130,6 +137,7 @@ def _with_heads(cfg: Config, params: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in params.items() if name not in _HEADS or getattr(cfg, name)}
 
 
+@checked
 def apply(
     cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, types: Tensor | None = None,
     layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None, remat: bool = False,
@@ -161,9 +169,12 @@ def _encode(
     types: Tensor | None = None, key: Tensor | None = None, remat: bool = False,
 ) -> Tensor:  # fmt: skip
     """The stream after the last block, [B, T, D]{I model}, or [B, T@model, D] under sequence parallelism."""
+    check_ids("bert", ids)
     t = ids.shape[1]
-    errors = [fail(f"bert: {name} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
-              for name, x in (("mask", mask), ("types", types)) if x is not None and x.shape != ids.shape]  # fmt: skip
+    errors = [must_be(f"bert: {name}", "a Tensor or None", x) if not isinstance(x, Tensor) else
+              fail(f"bert: {name} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
+              for name, x in (("mask", mask), ("types", types))
+              if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape)]  # fmt: skip
     if t > cfg.max_position_embeddings:
         errors.append(fail(f"bert: {t} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip
@@ -202,6 +213,7 @@ def _block(
     return layout.layer_norm(x, p["ln_2"], cfg.layer_norm_eps)
 
 
+@checked
 def logits(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, **options: Any
 ) -> Tensor:
@@ -214,6 +226,7 @@ def logits(
     return nn.linear(layout.enter(x, ids.shape[1]), top["word"].transpose(0, 1), head["b"])
 
 
+@checked
 def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, **options: Any
 ) -> Tensor:
@@ -225,6 +238,7 @@ def loss(
     return nn.cross_entropy(out, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
 
 
+@checked
 def embed(cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, **options: Any) -> Tensor:
     """Sentence embeddings of length 1: ids [B@data, T] -> [B@data, D]{I model}; `options` are those of `apply`.
 
@@ -233,6 +247,7 @@ def embed(cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, 
     return F.normalize(pool(apply(cfg, params, ids, mask=mask, **options), mask), dim=-1)
 
 
+@checked
 def pool(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Mean of the states over the tokens whose mask is not 0: x [B, T, D], mask [B, T] -> [B, D].
 
@@ -245,12 +260,14 @@ def pool(x: Tensor, mask: Tensor | None = None) -> Tensor:
     return (x * real).sum(1) / real.sum(1).clamp(min=1e-9)
 
 
+@checked
 def pooled(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
     """The pooler's summary of each sequence: hidden states [B@data, T, D] of `apply` -> [B@data, D]{I model}."""
     p = _unshard(cfg, params, layout, specs, "pooler")["pooler"]
     return torch.tanh(flat_linear(x[:, 0], p))
 
 
+@checked
 def follows(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
     """Logits that the second sentence follows the first (0) or not (1): x of `pooled` -> [B@data, 2]{I model}."""
     return flat_linear(x, _unshard(cfg, params, layout, specs, "nsp")["nsp"])
@@ -291,6 +308,7 @@ _TIED = {
 }
 
 
+@checked
 def theirs(path: tree.Path) -> FileTensor:
     """The Hugging Face file tensor of the leaf at a path.
 
@@ -300,7 +318,8 @@ def theirs(path: tree.Path) -> FileTensor:
     return file_tensor(path, _TOP, _BLOCK, "bert.encoder.layer")
 
 
-def config(folder: str | Path, **heads: bool) -> Config:
+@checked
+def config(folder: StrPath, **heads: bool) -> Config:
     """Read a `Config` from the `config.json` of a folder, which does not list the `heads`.
 
     Raises ShardingError for another type of model.
@@ -308,7 +327,8 @@ def config(folder: str | Path, **heads: bool) -> Config:
     return read_config(folder, Config, _FIXED, **heads)
 
 
-def load(path: str | Path) -> tuple[Config, Any]:
+@checked
+def load(path: StrPath) -> tuple[Config, Any]:
     """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     The config has the heads that the file has. Buffers of position ids are not read.
@@ -331,7 +351,8 @@ def load(path: str | Path) -> tuple[Config, Any]:
     return cfg, read(scan, init(cfg), in_this_file, prefix="bert.", ignored=_IGNORED, copies=_TIED)
 
 
-def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+@checked
+def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `from_pretrained` reads, of a class with the heads of `cfg`; `params` may be placed."""
     kind = "BertForPreTraining" if cfg.nsp else "BertForMaskedLM" if cfg.mlm else "BertModel"
     sizes = {name: value for name, value in asdict(cfg).items() if name not in _HEADS}

@@ -56,6 +56,7 @@ class Tokens(NamedTuple):
     @staticmethod
     def of(ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tokens:
         """ids [B, T]; mask [B, S], nonzero for tokens and 0 for padding, which positions do not count."""
+        check_ids("decoding", ids)
         t, start = ids.shape[1], 0 if cache is None else cache.length
         s, capacity = start + t, 0 if cache is None else cache.capacity
         if cache is not None and s > capacity:
@@ -69,6 +70,13 @@ class Tokens(NamedTuple):
         positions = (real.long().cumsum(1) - 1).clamp(min=0)[:, start:]
         attended = real[:, None, None, :] & nn.causal_mask(t, s, device=ids.device)
         return Tokens(start, t, positions, attended, capacity)
+
+
+def check_ids(verb: str, ids: Tensor) -> None:
+    """Raise ShardingError unless ids are integers [B, T]."""
+    if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64):
+        raise fail(f"{verb}: ids must be int64 or int32 [B, T]", f"got {ids.dtype} of shape {list(ids.shape)}",
+                   fix="ids[None] for one sequence; ids.long()")  # fmt: skip
 
 
 def append_to_cache(
@@ -103,6 +111,7 @@ def generate(
     mesh. After `eos` a sequence is filled with `pad` (default: `eos`). Prompts of unequal lengths are padded on the
     left, and `mask` [B@data, T] is 0 there. `size` is V.
     """
+    check_ids("generate", ids)
     if temperature < 0 or (temperature > 0 and key is None):
         raise fail(f"generate: temperature={temperature}, key={key}",
                    fix="temperature=0 takes the likeliest; more needs a key")  # fmt: skip

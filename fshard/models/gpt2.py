@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +16,8 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis
-from fshard.errors import fail
+from fshard._io import StrPath
+from fshard.errors import checked, fail
 from fshard.interop.hf import FileTensor, read, write
 from fshard.spec import P
 
@@ -28,6 +28,7 @@ from .transformer import (
     Layout,
     apply_blocks,
     causal_attention,
+    check_numbers,
     generate_of,
     linear_params,
     loss_of,
@@ -36,6 +37,7 @@ from .transformer import (
 )
 
 
+@checked
 @dataclass(frozen=True)
 class Config:
     """Sizes and rates, named as in Hugging Face's `GPT2Config`. The head is tied to the token embedding."""
@@ -53,11 +55,13 @@ class Config:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
+        check_numbers("gpt2.Config", self)
         if self.n_embd % self.n_head:
             raise fail("gpt2.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
                        f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
 
 
+@checked
 def init(cfg: Config) -> Any:
     """The described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer)."""
     d, h, k, f = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.n_inner or 4 * cfg.n_embd
@@ -81,6 +85,7 @@ def init(cfg: Config) -> Any:
     }
 
 
+@checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
     """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
     m = model
@@ -95,6 +100,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "wpe": P(), "h": [block] * cfg.n_layer, "ln_f": P()}
 
 
+@checked
 def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
@@ -145,8 +151,8 @@ def _block(
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), cached
 
 
-loss = loss_of(apply)
-generate = generate_of(apply)
+loss = loss_of(apply, Config)
+generate = generate_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -172,6 +178,7 @@ _IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 _TIED = {"lm_head.weight": "transformer.wte.weight"}
 
 
+@checked
 def theirs(path: tree.Path) -> FileTensor:
     """The Hugging Face file tensor of the leaf at a path.
 
@@ -181,12 +188,14 @@ def theirs(path: tree.Path) -> FileTensor:
     return file_tensor(path, _TOP, _BLOCK, "transformer.h")
 
 
-def config(folder: str | Path) -> Config:
+@checked
+def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
     return read_config(folder, Config, _FIXED)
 
 
-def load(path: str | Path) -> tuple[Config, Any]:
+@checked
+def load(path: StrPath) -> tuple[Config, Any]:
     """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     >>> cfg, weights = gpt2.load("my-gpt2")
@@ -198,7 +207,8 @@ def load(path: str | Path) -> tuple[Config, Any]:
     return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_IGNORED, copies=_TIED)
 
 
-def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+@checked
+def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` may be placed on a mesh."""
     config = {"architectures": ["GPT2LMHeadModel"], **_FIXED, **asdict(cfg)}
     write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))

@@ -18,8 +18,9 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis
+from fshard._io import StrPath
 from fshard.collectives import pvary
-from fshard.errors import fail
+from fshard.errors import checked, fail
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
@@ -31,6 +32,7 @@ from .transformer import (
     Layout,
     apply_blocks,
     causal_attention,
+    check_numbers,
     flat_linear,
     generate_of,
     linear_params,
@@ -45,6 +47,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_new
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 
 
+@checked
 @dataclass(frozen=True)
 class Config:
     """Sizes and rates, named as in Hugging Face's `GPTNeoXConfig`.
@@ -70,6 +73,7 @@ class Config:
     rope_parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        check_numbers("gpt_neox.Config", self)
         d, h = self.hidden_size, self.num_attention_heads
         if d % h:
             raise fail("gpt_neox.Config: the heads must divide the width", f"{d} % {h} = {d % h}", hidden_size=d,
@@ -80,6 +84,7 @@ class Config:
         rope.frequencies(self.rope_parameters, d // h, self.max_position_embeddings)  # raises for wrong ones
 
 
+@checked
 def init(cfg: Config) -> Any:
     """The described parameters: matrices are drawn from N(0, initializer_range^2)."""
     d, h, f, v = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size, cfg.vocab_size
@@ -104,6 +109,7 @@ def init(cfg: Config) -> Any:
     }
 
 
+@checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
     """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
     m, bias = model, cfg.attention_bias
@@ -119,6 +125,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "ln_f": P(), **head}
 
 
+@checked
 def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
@@ -200,8 +207,8 @@ def _add_bias(x: Tensor, p: Any, layout: Layout) -> Tensor:
     return x + layout.replicated(p["b"]) if "b" in p else x
 
 
-loss = loss_of(apply)
-generate = generate_of(apply)
+loss = loss_of(apply, Config)
+generate = generate_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -224,6 +231,7 @@ _FIXED = {"model_type": "gpt_neox"}
 _IGNORED = (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")  # buffers of older versions
 
 
+@checked
 def theirs(path: tree.Path) -> FileTensor:
     """The Hugging Face file tensor of the leaf at a path.
 
@@ -233,7 +241,8 @@ def theirs(path: tree.Path) -> FileTensor:
     return file_tensor(path, _TOP, _BLOCK, "gpt_neox.layers")
 
 
-def config(folder: str | Path) -> Config:
+@checked
+def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
     raw = config_of(folder)
     theta = raw.get("rotary_emb_base") or _ROPE["rope_theta"]
@@ -242,7 +251,8 @@ def config(folder: str | Path) -> Config:
     return read_config(folder, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **rotary})
 
 
-def load(path: str | Path) -> tuple[Config, Any]:
+@checked
+def load(path: StrPath) -> tuple[Config, Any]:
     """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     >>> cfg, weights = gpt_neox.load("my-gpt-neox")
@@ -262,7 +272,8 @@ def load(path: str | Path) -> tuple[Config, Any]:
     return cfg, read(scan, init(cfg), in_this_file, prefix="gpt_neox.", ignored=_IGNORED)
 
 
-def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+@checked
+def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `GPTNeoXForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
     config = {"architectures": ["GPTNeoXForCausalLM"], **_FIXED, **asdict(cfg)}
     write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))

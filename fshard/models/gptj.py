@@ -8,7 +8,6 @@ Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJFo
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis
-from fshard.errors import fail
+from fshard._io import StrPath
+from fshard.errors import checked, fail
 from fshard.interop.hf import FileTensor, read, write
 from fshard.nn import rope
 from fshard.spec import P
@@ -29,6 +29,7 @@ from .transformer import (
     Layout,
     apply_blocks,
     causal_attention,
+    check_numbers,
     generate_of,
     linear_params,
     loss_of,
@@ -37,6 +38,7 @@ from .transformer import (
 )
 
 
+@checked
 @dataclass(frozen=True)
 class Config:
     """Sizes and rates, named as in Hugging Face's `GPTJConfig`. `rotary_dim`: rotated dims of each head."""
@@ -56,15 +58,17 @@ class Config:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        check_numbers("gptj.Config", self, own=("rotary_dim",))
         if self.n_embd % self.n_head:
             raise fail("gptj.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
                        f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
         width = self.n_embd // self.n_head
-        if not isinstance(self.rotary_dim, int) or self.rotary_dim % 2 or not 0 < self.rotary_dim <= width:
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= width:
             raise fail(f"gptj.Config: rotary_dim={self.rotary_dim}",
                        fix=f"an even number of at most {width}, the width of a head")  # fmt: skip
 
 
+@checked
 def init(cfg: Config) -> Any:
     """The described parameters: matrices are drawn from N(0, initializer_range^2)."""
     d, h, k, v = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.vocab_size
@@ -89,6 +93,7 @@ def init(cfg: Config) -> Any:
     }
 
 
+@checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
     """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
     m = model
@@ -105,6 +110,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "h": [block] * cfg.n_layer, "ln_f": P(), "head": head}
 
 
+@checked
 def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
@@ -165,8 +171,8 @@ def _block(
     return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", t), cached
 
 
-loss = loss_of(apply)
-generate = generate_of(apply)
+loss = loss_of(apply, Config)
+generate = generate_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -189,6 +195,7 @@ _FIXED = {"model_type": "gptj", "activation_function": "gelu_new"}
 _IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 
 
+@checked
 def theirs(path: tree.Path) -> FileTensor:
     """The Hugging Face file tensor of the leaf at a path.
 
@@ -198,12 +205,14 @@ def theirs(path: tree.Path) -> FileTensor:
     return file_tensor(path, _TOP, _BLOCK, "transformer.h")
 
 
-def config(folder: str | Path) -> Config:
+@checked
+def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
     return read_config(folder, Config, _FIXED)
 
 
-def load(path: str | Path) -> tuple[Config, Any]:
+@checked
+def load(path: StrPath) -> tuple[Config, Any]:
     """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     >>> cfg, weights = gptj.load("my-gptj")
@@ -216,7 +225,8 @@ def load(path: str | Path) -> tuple[Config, Any]:
     return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_IGNORED, copies=tied)
 
 
-def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+@checked
+def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
     config = {"architectures": ["GPTJForCausalLM"], **_FIXED, **asdict(cfg)}
     write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))

@@ -69,7 +69,12 @@ def file_tensor(
     >>> file_tensor(("h", 3, "w"), {}, {"w": FileTensor("ln_1.weight")}, "transformer.h")
     FileTensor(name='transformer.h.3.ln_1.weight', dims=None, at=None)
     """
-    if path[0] != "h":
-        return top[tree.dotted(path)]
-    inner = block[tree.dotted(path[2:])]
+    in_block = bool(path) and path[0] == "h"
+    name, known = tree.dotted(path[2:] if in_block else path), block if in_block else top
+    if name not in known or (in_block and type(path[1]) is not int):
+        raise fail(f"theirs: the model has no leaf at the path {path!r}",
+                   fix=f"one of {', '.join(top)}, or ('h', 0, ...) and one of {', '.join(block)}")  # fmt: skip
+    if not in_block:
+        return top[name]
+    inner = block[name]
     return replace(inner, name=f"{blocks}.{path[1]}.{inner.name}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +18,8 @@ from torch.nn import functional as F  # noqa: N812
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis
-from fshard.errors import fail, raise_all
+from fshard._io import StrPath
+from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
@@ -31,6 +31,7 @@ from .transformer import (
     Layout,
     apply_blocks,
     causal_attention,
+    check_numbers,
     flat_linear,
     generate_of,
     linear_params,
@@ -40,6 +41,7 @@ from .transformer import (
 )
 
 
+@checked
 @dataclass(frozen=True)
 class Config:
     """Sizes, rates and rotary positions, named as in Hugging Face's `LlamaConfig`; see `rope.frequencies` for the last.
@@ -76,6 +78,7 @@ class Config:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def __post_init__(self) -> None:
+        check_numbers("llama.Config", self)
         errors = []
         for rule, n, by in (("the heads must divide the width", self.hidden_size, self.num_attention_heads),
                             ("the groups must divide the heads", self.num_attention_heads, self.groups)):  # fmt: skip
@@ -91,6 +94,7 @@ class Config:
         rope.frequencies(rotary, self.width, self.max_position_embeddings)  # raises for incomplete ones
 
 
+@checked
 def init(cfg: Config) -> Any:
     """The described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
 
@@ -122,6 +126,7 @@ def init(cfg: Config) -> Any:
     }
 
 
+@checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
     """Key and value heads with their queries, hidden units and the vocabulary over `model`; the rest replicated.
 
@@ -145,6 +150,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "norm_f": P(), **head}
 
 
+@checked
 def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
@@ -199,8 +205,8 @@ def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
     return nn.rms_norm(x, layout.replicated(p["w"]), eps=cfg.rms_norm_eps)
 
 
-loss = loss_of(apply)
-generate = generate_of(apply)
+loss = loss_of(apply, Config)
+generate = generate_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -225,6 +231,7 @@ _FIXED = {"model_type": "llama"}
 _IGNORED = ("rotary_emb.inv_freq",)  # a buffer of older versions
 
 
+@checked
 def theirs(path: tree.Path) -> FileTensor:
     """The Hugging Face file tensor of the leaf at a path.
 
@@ -234,12 +241,14 @@ def theirs(path: tree.Path) -> FileTensor:
     return file_tensor(path, _TOP, _BLOCK, "model.layers")
 
 
-def config(folder: str | Path) -> Config:
+@checked
+def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
     return read_config(folder, Config, _FIXED, rope_parameters=rope.parameters(config_of(folder)))
 
 
-def load(path: str | Path) -> tuple[Config, Any]:
+@checked
+def load(path: StrPath) -> tuple[Config, Any]:
     """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     >>> cfg, weights = llama.load("my-llama")
@@ -252,7 +261,8 @@ def load(path: str | Path) -> tuple[Config, Any]:
     return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=_IGNORED, copies=tied)
 
 
-def save(path: str | Path, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+@checked
+def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
     sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups, "head_dim": cfg.width}
     config = {"architectures": ["LlamaForCausalLM"], **_FIXED, **sizes}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from fshard import nn, tree
 from fshard._comm import Axis, live_axes, region
 from fshard._ops import Gather, Vary
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
+from fshard.errors import checked, fail, must_be, raise_all
 from fshard.nn import rope
 from fshard.random import fold_in
 from fshard.schedule.overlap import apply_then_compute
 from fshard.schedule.scan import scan
 from fshard.schedule.unshard import unshard
-from fshard.spec import P, any_on_host, names_of
+from fshard.spec import P, any_on_host, is_spec, names_of
 
 from . import decoding
 from .decoding import Cache, KeyValues, Tokens, append_to_cache, global_batch
@@ -34,6 +35,7 @@ from .decoding import Cache, KeyValues, Tokens, append_to_cache, global_batch
 Block = Callable[[Any, Tensor, Tensor | None, KeyValues | None], tuple[Tensor, KeyValues | None]]
 
 
+@checked
 @dataclass(frozen=True)
 class Layout:
     """The mesh axes each part is split over; `None` leaves it whole.
@@ -62,8 +64,9 @@ class Layout:
 
     def unshard(self, names: Sequence[str], params: Any, specs: Any, described: Any) -> dict[str, Any]:
         """Make the named parameters ready for each rank's own batch: unshard them over `data`, by their specs."""
+        check_params(params, described)
         parts = {name: params[name] for name in names}
-        part_specs = P() if specs is None else {name: specs[name] for name in names}
+        part_specs = P() if specs is None else {name: spec_of(specs, name) for name in names}
         if not self.data and not any_on_host(part_specs):  # without a collective, so also outside a region
             return parts if self.dtype is None else tree.map(lambda x: x.to(self.dtype), parts)
         out: dict[str, Any] = unshard(parts, part_specs, self.data, shapes={name: described[name] for name in names},
@@ -137,6 +140,59 @@ class Layout:
 
 
 ONE_DEVICE = Layout()
+
+
+def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
+    """Raise ShardingError, listing each number of a config that is out of range; `own` fields have their own rules.
+
+    Sizes are 1 or more (of layers there may be none), rates of dropout less than 1, other numbers finite.
+    """
+    errors = []
+    for name, n in [(f.name, getattr(cfg, f.name)) for f in fields(cfg) if f.name not in own]:
+        least, is_rate = 0 if "layer" in name or isinstance(n, float) else 1, "drop" in name
+        most = 1 if is_rate else math.inf if isinstance(n, float) else 2**31
+        if isinstance(n, (int, float)) and not isinstance(n, bool) and not least <= n < most:
+            below = f", less than {most}" * (is_rate or n >= most)
+            errors.append(fail(f"{verb}: {name}={n}", fix=f"{least} or more{below}"))
+    raise_all(errors)
+
+
+def check_params(params: Any, described: Any) -> None:
+    """Raise ShardingError unless `params` has the leaves of the described tree: tensors of as many dims.
+
+    Their shapes are local ones, of which this does not know the split.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
+    leaves, structure = tree.flatten(params)
+    wanted, wanted_structure = tree.flatten(described)
+    if structure == wanted_structure and all(isinstance(x, Tensor) and x.ndim == d.ndim
+                                             for x, d in zip(leaves, wanted, strict=True)):  # fmt: skip
+        return
+    have, want = dict(tree.leaves_with_path(params)), dict(tree.leaves_with_path(described))
+    errors = [fail(f"{tree.show('params', path)}: is missing", f"the model has {want[path]!r} there",
+                   fix="pass the whole tree of init, or of load, with the same config")
+              for path in want if path not in have]  # fmt: skip
+    errors += [fail(f"{tree.show('params', path)}: is more than the model has", leaf=repr(have[path])[:60],
+                    fix="pass the config of these parameters")
+               for path in have if path not in want and path[:1] in {p[:1] for p in want} | {("h",)}]  # fmt: skip
+    for path in [path for path in have if path in want]:
+        x, label = have[path], tree.show("params", path)
+        if not isinstance(x, Tensor):
+            errors.append(must_be(label, "a Tensor", x))
+        elif x.ndim != want[path].ndim:
+            errors.append(fail(f"{label}: a leaf of {x.ndim} dims", shape=list(x.shape), model=repr(want[path])))
+    raise_all(errors)
+
+
+def spec_of(specs: Any, name: str) -> Any:
+    """The specs of a named part of the parameters; `specs` may be one `P` for all of them."""
+    if is_spec(specs):
+        return specs
+    if not isinstance(specs, Mapping) or name not in specs:
+        raise must_be("specs", f"a P, or a dict with the specs of {name!r}", specs,
+                      fix="the specs that the parameters were placed with")  # fmt: skip
+    return specs[name]
 
 
 def fold_name(key: Tensor | None, name: str | int) -> Tensor | None:
@@ -229,35 +285,44 @@ def apply_blocks(
     blocks = params["h"]
     cached = cache.blocks if cache is not None and cache.blocks else [None] * len(blocks)
     inputs = [(fold_name(key, i), cached[i]) for i in range(len(blocks))]
-    out = scan(one, blocks, x, specs=None if specs is None else specs["h"], axis=layout.data, each=inputs,
+    out = scan(one, blocks, x, specs=None if specs is None else spec_of(specs, "h"), axis=layout.data, each=inputs,
                shapes=described["h"], remat=remat, has_aux=cache is not None, dtype=layout.dtype,
                reduce_dtype=layout.reduce_dtype)  # fmt: skip
     return (out, []) if cache is None else out
 
 
-def loss_of(apply: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Make the `loss` of a decoder from its `apply`."""
+def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
+    """Make the `loss` of a decoder from its `apply` and the class of its configs."""
 
+    @checked
     def loss(
         cfg: Any, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
         key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
+        _check_config("loss", cfg, config)
         logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
         return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
 
     return loss
 
 
-def generate_of(apply: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Make the `generate` of a decoder from its `apply`."""
+def _check_config(verb: str, cfg: Any, config: type) -> None:
+    if not isinstance(cfg, config):
+        raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg)
 
+
+def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
+    """Make the `generate` of a decoder from its `apply` and the class of its configs."""
+
+    @checked
     def generate(
         cfg: Any, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
         mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
         key: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map`."""
+        _check_config("generate", cfg, config)
         layout = replace(layout, sequence=False)  # one token has no sequence to split
 
         def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:

@@ -62,6 +62,8 @@ def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None
 
     >>> x = fs.psum(nn.embedding(ids, params["wte"], axis="model", size=50257), "model")
     """
+    if table.ndim != 2:
+        raise fail(f"embedding: table is {list(table.shape)}", fix="[V, D]")
     if not axis:
         return F.embedding(ids, table)
     n = table.shape[0]

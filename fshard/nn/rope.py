@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fshard.errors import checked, fail
+from fshard.errors import checked, fail, must_be
 
 Parameters = Mapping[str, Any]
 
@@ -69,6 +69,10 @@ def frequencies(
     if missing := [name for name in ("rope_theta", *needs) if parameters.get(name) is None]:
         raise fail(f"rope: {kind} needs {missing}", parameters=dict(parameters))
     partial = parameters.get("partial_rotary_factor", 1.0)
+    numbers = {name: parameters[name] for name in ("rope_theta", *needs)}
+    for name, x in {**numbers, "partial_rotary_factor": partial}.items():
+        if isinstance(x, (str, bool)) or not isinstance(x, (int, float, list, tuple)):
+            raise must_be(f"frequencies: parameters[{name!r}]", "a number", x)
     r = int(width * partial)
     if r < 2 or r % 2 or r > width:
         raise fail(f"rope: cannot rotate {r} dims of a head in pairs", width=width, partial_rotary_factor=partial)
@@ -102,6 +106,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, style: Literal["half", "pairs
     >>> rotate(torch.tensor([[[[1.0, 0.0, 7.0]]]]), torch.zeros(1, 1), torch.ones(1, 1))
     tensor([[[[0., 1., 7.]]]])
     """
+    if not x.ndim or not cos.ndim or cos.shape != sin.shape:
+        raise fail("rotate: cos and sin must be those of angles, of one shape", x=list(x.shape), cos=list(cos.shape),
+                   sin=list(sin.shape))  # fmt: skip
     r = 2 * cos.shape[-1]
     if r > x.shape[-1]:
         raise fail(f"rope: cannot rotate {r} dims of a head of {x.shape[-1]}", x=list(x.shape), cos=list(cos.shape))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import common_device
 from fshard.collectives import axis_index, psum, pvary
-from fshard.errors import checked
+from fshard.errors import checked, must_be, raise_all
 from fshard.grad import is_differentiated
 from fshard.spec import is_spec
 
@@ -32,7 +32,14 @@ def global_norm(x: Any, specs: Any) -> Tensor:
     """
     tree.check_leaves("global_norm", "x", x, Tensor)
     leaves, treedef = tree.flatten(x)
+    raise_all([must_be(f"global_norm: {tree.show('x', path)}", "a tensor of floats", leaf)
+               for path, leaf in (tree.leaves_with_path(x) if any(map(_has_no_norm, leaves)) else ())
+               if _has_no_norm(leaf)])  # fmt: skip
     return norm_of(leaves, axes_of(specs, x, treedef))
+
+
+def _has_no_norm(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided
 
 
 def axes_of(specs: Any, x: Any, treedef: Any) -> list[tuple[str, ...]]:

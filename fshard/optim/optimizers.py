@@ -23,7 +23,7 @@ from fshard import init as _init
 from fshard import tree
 from fshard._comm import to_spec_memory, wait_before_writing
 from fshard.collectives import pvary
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import checked, fail, must_be, raise_all
 from fshard.grad import is_differentiated
 from fshard.init import Deferred
 from fshard.sharded import Sharded, from_callback
@@ -50,6 +50,7 @@ class _Step:
         return f"{type(self).__name__}({self.name})"
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Transform(_Step):
     """A change of gradients: `update(grads, state, params) -> (grads, state)`. Comes before the optimizer in a `chain`.
@@ -61,6 +62,7 @@ class Transform(_Step):
     factors: Callable[[Any, Any, Any], tuple[list[Tensor], Any]] | None = None  # one factor per leaf, and the new state
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Optimizer(_Step):
     """A step of the parameters: `update(grads, state, params) -> (params, state)`."""
@@ -311,11 +313,13 @@ def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: 
 
     Raises ShardingError unless gradients and moments are trees like the parameters: the kernels check nothing.
     """
-    keys = sorted(state) if isinstance(state, dict) else type(state).__name__
+    keys = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
     if keys != sorted(["count", *moments]):
         raise fail(f"{name}: the state is not its state", fix="state = opt.init(params)",
                    got=keys, expected=sorted(["count", *moments]))  # fmt: skip
     trees = [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]]
+    if not isinstance(state["count"], Tensor):
+        raise must_be(f"{name}: state['count']", "a Tensor", state["count"])
     for label, other in [("params", params), *trees]:
         tree.check_leaves(name, label, other, Tensor)
     leaves, treedef = tree.flatten(params)

@@ -105,6 +105,10 @@ def routes(
         if host_is_other_memory and x.device == HOST and spec.memory != "host":
             errors.append(fail(f"{verb}: leaf {i} is in host memory, its spec says {spec}",
                                fix="pass fs.on_host(specs), or fs.to_device(params)"))  # fmt: skip
+        if shape is not None and len(shape) != x.ndim:
+            errors.append(fail(f"{verb}: leaf {i} has {x.ndim} dims, and {len(shape)} in shapes", leaf=list(x.shape),
+                               shapes=list(shape), fix="pass the tree that params were materialized from"))  # fmt: skip
+            continue
         if wrong := spec_errors(f"{verb}: leaf {i}", tuple(x.shape), spec, region.sizes):
             errors += wrong
             continue

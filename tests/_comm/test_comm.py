@@ -241,6 +241,24 @@ def test_interrupt_of_the_caller_ends_a_rank_that_catches_everything(monkeypatch
     assert len(caught) == 2
 
 
+def test_run_ends_once_if_a_rank_is_slow_to_leave_its_turn(monkeypatch):
+    """Two ends of one run would unlock twice: the second one's thread dies, and the next run waits for it forever."""
+    end_turn, set_end, ends = simulated._Run.end_turn, simulated._End.set, []
+
+    def slow_to_leave(run, rank):
+        is_last = len(run.over) == len(run.wake)
+        end_turn(run, rank)
+        while not is_last and len(run.over) < len(run.wake):
+            time.sleep(1e-4)  # the others end meanwhile
+
+    monkeypatch.setattr(simulated._Run, "end_turn", slow_to_leave)
+    monkeypatch.setattr(simulated._End, "set", lambda end: (ends.append(end), None if end._is_set else set_end(end)))
+    fs.shard_map(lambda: None, mesh=fs.make_mesh(data=4), out_specs=P(), check="never")()
+    monkeypatch.undo()
+    fs.shard_map(lambda: None, mesh=fs.make_mesh(data=4), out_specs=P(), check="never")()  # waits for the threads
+    assert len(ends) == 1
+
+
 def test_rank_that_an_interrupt_cannot_end_holds_up_no_other_run(monkeypatch):
     if sys.gettrace() is not None:
         pytest.skip("under a tracer, such as coverage, the caller waits until the rank's call into C ends")

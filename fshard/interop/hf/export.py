@@ -31,7 +31,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._io import Ranks, StrPath, assign_writers, bytes_of, local_part, summary, sync, write_errors, write_file
 from fshard._safetensors import BLOCK_BYTES, checksums_of
-from fshard.errors import ShardingError, fail
+from fshard.errors import ShardingError, checked, fail
 from fshard.spec import Box
 
 from .folder import CONFIG, INDEX, SINGLE, read_json
@@ -44,6 +44,7 @@ _UNCHANGED = "the weights in the folder are unchanged"
 Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its file, leaf, box of it, values
 
 
+@checked
 def write(
     folder: StrPath, tree_: Any, theirs: Callable[[tree.Path], FileTensor], *, config: Mapping[str, Any],
     prefix: str = "",

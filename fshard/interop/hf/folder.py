@@ -16,7 +16,7 @@ from typing import Any
 
 from fshard._io import StrPath, cannot_read
 from fshard._safetensors import DTYPES, HeaderEntry, read_header
-from fshard.errors import ShardingError, fail
+from fshard.errors import ShardingError, checked, fail
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -110,6 +110,7 @@ def _refuse_pickles(path: Path, names: list[str]) -> ShardingError:
                     "AutoModel.from_pretrained(a).save_pretrained(b)")  # fmt: skip
 
 
+@checked
 def config_of(folder: StrPath) -> dict[str, Any]:
     """Read `config.json` of a folder.
 
@@ -124,8 +125,10 @@ def config_of(folder: StrPath) -> dict[str, Any]:
     return read_json(path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+@checked
+def read_json(path: StrPath) -> dict[str, Any]:
     """Read a JSON object. Raises ShardingError if the file holds none."""
+    path = Path(path)
     try:
         value = json.loads(path.read_bytes())
     except OSError as e:

@@ -19,7 +19,7 @@ from fshard.spec import describe
 
 from .folder import SINGLE
 from .pattern import Pattern, missing_parts
-from .weights import FileTensor, with_dot
+from .weights import FileTensor, file_tensor_of, with_dot
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def output_tensors(
         label = tree.show("tree", path)
         try:
             leaf = writable(leaf, DTYPES.values())
-            target = theirs(path)
+            target = file_tensor_of("write", theirs, path)
             if prefix and target.name.startswith(prefix):
                 raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
             pattern = target.pattern(leaf.ndim)
@@ -138,10 +138,8 @@ def output_files(
     """Divide the tensors, in order, into files with at most `max_shard_bytes` of tensors each, or with one tensor."""
     if not tensors:
         raise fail("write: there are no leaves", fix="give the parameters")
-    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+    if max_shard_bytes < 1:
         raise fail(f"write: max_shard_bytes={max_shard_bytes!r}", fix="a number of bytes")
-    if not all(isinstance(x, str) for pair in metadata.items() for x in pair):
-        raise fail(f"write: metadata={metadata!r}", fix="from strings to strings, as safetensors has it")
     groups: list[list[OutputTensor]] = [[]]
     for t in tensors:
         if groups[-1] and sum(other.nbytes for other in groups[-1]) + t.nbytes > max_shard_bytes:

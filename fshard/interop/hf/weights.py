@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._io import StrPath, bytes_of, cannot_read
 from fshard._safetensors import BLOCK_BYTES, HeaderEntry
-from fshard.errors import ShardingError, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe
 
@@ -176,6 +176,7 @@ def _changed(entry: HeaderEntry, difference: str) -> ShardingError:
 # --- the leaves -----------------------------------------------------------------------------------------------
 
 
+@checked
 def tensors(path: StrPath) -> dict[str, Deferred]:
     """Describe every tensor of a folder, or of one safetensors file; only the headers are read.
 
@@ -191,6 +192,7 @@ def tensors(path: StrPath) -> dict[str, Deferred]:
             for entry in entries if entry.dtype is not None}  # fmt: skip
 
 
+@checked
 def read(
     folder: StrPath | WeightHeaders, described: Any, theirs: Callable[[tree.Path], FileTensor], *, prefix: str = "",
     ignored: Sequence[str] = (), copies: Mapping[str, str] | None = None,
@@ -222,7 +224,7 @@ def read(
     paths_of: dict[int, list[tuple[tree.Path, FileTensor]]] = {}
     leaves = tree.leaves_with_path(described)
     for path, leaf in leaves:
-        paths_of.setdefault(id(leaf), []).append((path, theirs(path)))
+        paths_of.setdefault(id(leaf), []).append((path, file_tensor_of("read", theirs, path)))
 
     def names_in_file(name: str) -> list[str]:
         names = dict.fromkeys([name, name.removeprefix(prefix), prefix + name])
@@ -271,6 +273,14 @@ def read(
                if name not in used and not name.endswith(tuple(ignored))]  # fmt: skip
     raise_all(errors)
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
+
+
+def file_tensor_of(verb: str, theirs: Callable[[tree.Path], FileTensor], path: tree.Path) -> FileTensor:
+    """Return the file tensor of a leaf. Raises ShardingError if `theirs` returns anything else."""
+    found = theirs(path)
+    if not isinstance(found, FileTensor):
+        raise must_be(f"{verb}: theirs({path!r})", "a FileTensor", found)
+    return found
 
 
 def with_dot(prefix: str) -> str:

@@ -265,7 +265,7 @@ write: config= is not JSON
   Object of type type is not JSON serializable
   fix: numbers, strings, booleans, None, lists and dicts"""),
         ({"max_shard_bytes": 0}, "write: max_shard_bytes=0\n  fix: a number of bytes"),
-        ({"metadata": {"x": 1}}, "write: metadata={'x': 1}\n  fix: from strings to strings, as safetensors has it"),
+        ({"metadata": {"x": 1}}, "write: metadata must be a Mapping of str or None, got {'x': 1}"),
         ({"tree_": {}}, "write: there are no leaves\n  fix: give the parameters"),
     ],
 )  # fmt: skip

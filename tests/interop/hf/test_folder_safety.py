@@ -69,7 +69,7 @@ def test_config_values_of_the_wrong_kind_are_named(name, key, value, tmp_path):
 def test_zero_heads_and_unknown_rope_parameters_are_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gpt2", "n_head": 0}))
-    assert error_text(gpt2.config, tmp_path).startswith(f"{path}: describes no model\n  ZeroDivisionError: ")
+    assert error_text(gpt2.config, tmp_path) == "gpt2.Config: n_head=0\n  fix: 1 or more"
     path.write_text(json.dumps({"model_type": "llama", "rope_parameters": "default"}))
     assert error_text(llama.config, tmp_path).startswith("rope: 'default' is not a dict of parameters\n")
 
