@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
-import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -15,7 +12,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ._comm import AbstractComm, Comm, ProcessComm, Transfer, call_distributed, fake_tensors, refuse_nesting, simulate
+from ._comm import (
+    SLOW,
+    AbstractComm,
+    Comm,
+    ProcessComm,
+    Transfer,
+    Wait,
+    Watchdog,
+    call_at_exit,
+    call_distributed,
+    fake_tensors,
+    refuse_nesting,
+    simulate,
+    start_watchdog,
+)
 from .errors import checked, fail
 from .spec import format_axes
 
@@ -67,7 +78,8 @@ class Mesh:
         """Return the object of each process of the mesh, by rank; there is one process if the ranks are threads."""
         objects = [mine] * (self.size if self.kind == "process" else 1)
         if len(objects) > 1:
-            call_distributed(dist.all_gather_object, objects, mine)
+            with Wait(lambda: ("for other ranks to exchange Python objects", f"one of them {SLOW}")):
+                call_distributed(dist.all_gather_object, objects, mine)
         return objects
 
     def __eq__(self, other: object) -> bool:
@@ -145,26 +157,23 @@ def _start_process(sizes: str, device: torch.device) -> None:
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise fail(f"make_mesh({sizes}, kind='process'): this process was not launched as a rank",
                        fix="start it with torchrun --nproc-per-node N, or use kind='simulated'")  # fmt: skip
-        store, rank, world = next(rendezvous("env://"))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
-        if device.type == "cpu":
-            atexit.register(_leave, store, world)
+        host, port, ranks = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+        with Wait(lambda: (f"for all of {ranks} ranks to start", f"they meet at {host}:{port}")):
+            watch = start_watchdog(int(os.environ["RANK"]), int(ranks))
+            store, rank, world = next(rendezvous("env://"))
+            watch.connect(store, host)  # first: if a rank fails to start, the others end
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        call_at_exit(lambda failed: _leave(watch, failed))
+    start_watchdog(dist.get_rank(), dist.get_world_size())
 
 
-def _leave(store: Any, world: int) -> None:
-    """Wait for the other ranks before this one ends: gloo sometimes aborts a process when another one has left.
-
-    A rank that fails does not wait, and no rank waits long for one that hangs.
-    """
-    if not dist.is_initialized():
-        return
-    end = time.monotonic() + (0 if hasattr(sys, "last_value") else 5)
-    with contextlib.suppress(RuntimeError):  # raised once the rank that has the store has left
-        left = store.add("fshard/left", 1)
-        while left < world and time.monotonic() < end:
-            time.sleep(0.01)
-            left = store.add("fshard/left", 0)
-    dist.destroy_process_group()
+def _leave(watch: Watchdog, failed: bool) -> None:
+    """End the program of this rank: with the others, since gloo sometimes aborts a process when another has left."""
+    watch.leave(failed=failed)
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+    watch.close()
 
 
 def _fit_world_size(axes: dict[str, int], inferred: list[str], sizes: str) -> dict[str, int]:

@@ -14,10 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fshard._torch_compat import foreach_copy_
+from fshard._torch_compat import foreach_copy_, timeout_of
 
 from .functional import call_distributed
 from .packing import pack, unpack
+from .protocol import Axes
+from .record import latest_op
+from .watchdog import SLOW, Wait
 
 _LARGE = 1 << 16  # bytes from which a message of its own costs less than two copies
 _TAGS = range(1 << 20, (1 << 20) + 4096)  # more than there are pending transfers
@@ -30,6 +33,8 @@ class GlooConnections:
     backend: Any
     rank: int
     size: int
+    axes: Axes = ()
+    global_ranks: Sequence[int] = ()  # of the ranks of the group
     sequence_numbers: Iterator[int] = field(default_factory=itertools.count)  # of the transfers
     abandoned: list[PendingMessages] = field(default_factory=list)  # dropped before they were waited for
 
@@ -48,7 +53,8 @@ class PendingMessages:
         if sequence_number is None:
             sequence_number = next(connections.sequence_numbers)
         self._tag = _TAGS[sequence_number % len(_TAGS)]  # messages of one tag arrive in the order they were sent
-        self._works: list[tuple[Any, Tensor]] = []  # with the tensor that each one reads or writes
+        self._works: list[tuple[Any, Tensor, int]] = []  # with the tensor that each reads or writes, and the other rank
+        self._op = latest_op() if sequence_number is None else "all_reduce"  # which has a second round of messages
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
         while connections.abandoned:
             connections.abandoned.pop()._wait_for_works()
@@ -73,7 +79,7 @@ class PendingMessages:
             self._start(self._connections.backend.recv, x, rank)
 
     def _start(self, send_or_receive: Any, x: Tensor, rank: int) -> None:
-        self._works.append((call_distributed(send_or_receive, [x], rank, self._tag), x))
+        self._works.append((call_distributed(send_or_receive, [x], rank, self._tag), x, rank))
 
     def wait(self) -> None:
         """Wait until all is sent and received. Raises ShardingError if a rank has failed or left."""
@@ -82,9 +88,25 @@ class PendingMessages:
             foreach_copy_(targets, unpack(x, targets))
 
     def _wait_for_works(self) -> None:
-        while self._works:
-            call_distributed(self._works[-1][0].wait)
-            self._works.pop()
+        if not self._works:
+            return
+        with Wait(self._describe_wait):
+            while self._works:
+                call_distributed(self._works[-1][0].wait)
+                self._works.pop()
+
+    def _describe_wait(self) -> tuple[str, str]:
+        """Return the words for a report of a long wait, which another thread writes."""
+        works = self._works[:]
+        if not works:
+            return "for other ranks", "all messages have arrived"
+        rank = self._connections.global_ranks[works[-1][2]]
+        size = sum(x.nbytes for _, x, _ in works)
+        seconds = timeout_of(self._connections.backend).total_seconds()
+        dtype = str(works[0][1].dtype).removeprefix("torch.")
+        over = ", ".join(self._connections.axes)
+        waited = f"for rank {rank} in {self._op} over {over} ({dtype}, {size:,} bytes pending)"
+        return waited, f"rank {rank} {SLOW}; the timeout is {seconds:.0f} s"
 
     def __del__(self) -> None:
         # After an error a transfer may be dropped before the wait. Its messages must still be received, or they block

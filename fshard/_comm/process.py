@@ -49,7 +49,8 @@ class ProcessComm:
                 assert group is not None
                 self._group_names[axes] = group.group_name
                 if (backend := _gloo_backend(group)) is not None:
-                    self._connections[axes] = GlooConnections(backend, group.rank(), group.size())
+                    members = ranks_over(axes, self.sizes, self.coords)
+                    self._connections[axes] = GlooConnections(backend, group.rank(), group.size(), axes, members)
 
     def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
         """Return the ranks over the axes, which may be in any order, in the form that sends tensors of this device."""

@@ -32,7 +32,9 @@ class Transfer:
 
 
 _record: list[Transfer] | None = None
-_thread = threading.local()  # `count` of a rank's transfers; `origin` of the collective that is transposed
+_thread = (
+    threading.local()
+)  # `count` of a rank's transfers, `op` of the last; `origin` of the collective that is transposed
 
 
 @contextlib.contextmanager
@@ -54,6 +56,7 @@ def note(op: str, xs: Sequence[Tensor], axes: Axes) -> None:
     """Count a transfer, and add it to the record if there is one."""
     if not torch.compiler.is_dynamo_compiling():
         _thread.count = transfer_count() + 1
+        _thread.op = op
     if _record is not None:
         _record.append(transfer(op, xs, axes))
 
@@ -62,6 +65,12 @@ def transfer_count() -> int:
     """Number of transfers that this rank has started."""
     count: int = getattr(_thread, "count", 0)
     return count
+
+
+def latest_op() -> str:
+    """Operation of the transfer that this thread has started last."""
+    op: str = getattr(_thread, "op", "a transfer")
+    return op
 
 
 def transfer(op: str, xs: Sequence[Tensor], axes: Axes) -> Transfer:
