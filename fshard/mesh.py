@@ -16,6 +16,7 @@ from ._comm import (
     SLOW,
     AbstractComm,
     Comm,
+    GlooConnections,
     ProcessComm,
     Transfer,
     Wait,
@@ -173,6 +174,7 @@ def _leave(watch: Watchdog, failed: bool) -> None:
     watch.leave(failed=failed)
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
+        GlooConnections.close_all()  # of a rank 0 that ends first, and that others may wait for
     watch.close()
 
 

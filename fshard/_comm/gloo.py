@@ -8,9 +8,10 @@ starts.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -26,9 +27,11 @@ _LARGE = 1 << 16  # bytes from which a message of its own costs less than two co
 _TAGS = range(1 << 20, (1 << 20) + 4096)  # more than there are pending transfers
 
 
-@dataclass
+@dataclass(eq=False)
 class GlooConnections:
     """The connections of this rank of a process group, and their state from one transfer to the next."""
+
+    existing: ClassVar[weakref.WeakSet[GlooConnections]] = weakref.WeakSet()
 
     backend: Any
     rank: int
@@ -37,6 +40,16 @@ class GlooConnections:
     global_ranks: Sequence[int] = ()  # of the ranks of the group
     sequence_numbers: Iterator[int] = field(default_factory=itertools.count)  # of the transfers
     abandoned: list[PendingMessages] = field(default_factory=list)  # dropped before they were waited for
+
+    def __post_init__(self) -> None:
+        self.existing.add(self)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Close the sockets of this process at its end. Gloo does so only when nothing refers to a backend."""
+        for connections in list(cls.existing):
+            connections.backend = None
+            connections.abandoned.clear()
 
 
 class PendingMessages:
