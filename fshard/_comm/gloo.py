@@ -63,11 +63,11 @@ class PendingMessages:
         incoming: Mapping[int, Sequence[Tensor]], sequence_number: int | None = None,
     ) -> None:  # fmt: skip
         self._connections = connections
+        self._op = latest_op() if sequence_number is None else "all_reduce"  # which has a second round of messages
         if sequence_number is None:
             sequence_number = next(connections.sequence_numbers)
         self._tag = _TAGS[sequence_number % len(_TAGS)]  # messages of one tag arrive in the order they were sent
         self._works: list[tuple[Any, Tensor, int]] = []  # with the tensor that each reads or writes, and the other rank
-        self._op = latest_op() if sequence_number is None else "all_reduce"  # which has a second round of messages
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
         while connections.abandoned:
             connections.abandoned.pop()._wait_for_works()

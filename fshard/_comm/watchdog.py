@@ -33,6 +33,7 @@ _GRACE = 10.0  # seconds for a rank to end by an error of its own, which says mo
 _LONG_WAIT = 30.0  # seconds of one wait, after which it is reported
 _LEAVE = 5.0  # seconds that a rank waits at its end for the others: none waits long for one that hangs
 _CONNECT = 20.0  # seconds to connect to rank 0, whose host has answered before
+_HELLO_TIMEOUT = 5.0  # seconds for a connected rank to say which it is
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 120_000}
 
 SLOW = "may be compiling, saving, slow, stopped or in a debugger"  # reason of a long wait
@@ -144,10 +145,12 @@ class Watchdog:
         size = len(self._token) + _MESSAGE.size
         with contextlib.suppress(OSError):  # of one that has gone, or of a stranger who says nothing
             connection, _ = self._listener.accept()
-            connection.settimeout(_LEAVE)
-            data = connection.recv(size, socket.MSG_WAITALL)
-            if len(data) == size and data.startswith(self._token):
-                self.add(connection, _MESSAGE.unpack(data[len(self._token) :])[1])
+            connection.settimeout(_HELLO_TIMEOUT)
+            with contextlib.closing(connection):
+                data = connection.recv(size, socket.MSG_WAITALL)
+                if len(data) == size and data.startswith(self._token):
+                    _, rank = _MESSAGE.unpack(data[len(self._token) :])
+                    self.add(connection.dup(), rank)
 
     def _receive(self, connection: socket.socket) -> None:
         """Read one message, or the end of the connection: the failure of a rank that has not left."""
