@@ -110,6 +110,11 @@ def make_mesh(*, kind: str | None = None, device: str | torch.device | None = No
     the default elsewhere: every rank is a thread of this process. "abstract" has no ranks: for dry runs, of any size.
     In a process mesh one axis may be -1: the rest of the world size.
 
+    Where torch.distributed is started here, a rank that raises, is killed or loses its host ends every other one, with
+    a status that is not 0: by the error of its own collective, or else after 10 s, without its `finally` blocks. A rank
+    under torchrun ends when its agent does. In every process mesh a rank that has waited for another one for 30 s
+    prints which, in which collective and at which line, once for each wait (on CUDA only NCCL knows, and says nothing).
+
     >>> make_mesh(data=2, model=4)
     Mesh(data=2, model=4; simulated, 8 x cpu)
 

@@ -255,7 +255,8 @@ class Watchdog:
                 self.failed, self._end_at = self.rank, self._clock() + _GRACE
                 return
             self._note_left(self.rank)
-            self._changed.wait_for(lambda: len(self._left) == self.world, _LEAVE)
+            self._changed.wait_for(lambda: self.failed is not None or len(self._left) == self.world, _LEAVE)
+            self._closed = self.rank != 0 and self.failed is None  # what fails from now on does not end this rank
 
     def close(self) -> None:
         """End the thread and close the connections. A rank 0 that has not failed waits until all others have.

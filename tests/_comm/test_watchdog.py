@@ -115,13 +115,26 @@ def test_rank_that_leaves_ends_no_other(job: Job, first: int) -> None:
     assert [r.failed for r in job.ranks] == [None] * 4
 
 
-def test_ranks_that_all_leave_know_it_and_rank_0_closes_last(job: Job) -> None:
-    job.leave(2, 0, 3)
+def leaving(job: Job, *ranks: int) -> list[threading.Thread]:
+    """Let ranks leave, on threads, and return when each has said so."""
+    threads = [threading.Thread(target=job.ranks[rank].leave, kwargs={"failed": False}) for rank in ranks]
+    for thread, rank in zip(threads, ranks, strict=True):
+        thread.start()
+        while rank not in job.ranks[rank]._left:
+            thread.join(0.001)
+    return threads
+
+
+def test_ranks_wait_until_all_leave_and_rank_0_until_all_have_closed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr("fshard._comm.watchdog._LEAVE", 60.0)
+    threads = leaving(job, 2, 0, 3)
     job.step()
-    assert len(job.ranks[2]._left) < 4
-    job.leave(1)
-    job.step()
-    assert all(r._left == {0, 1, 2, 3} for r in job.ranks)
+    assert all(thread.is_alive() for thread in threads)
+    threads += leaving(job, 1)
+    while any(thread.is_alive() for thread in threads):
+        job.step()
     closing = threading.Thread(target=job.ranks[0].close)
     closing.start()
     for rank in (1, 2, 3):
@@ -133,11 +146,24 @@ def test_ranks_that_all_leave_know_it_and_rank_0_closes_last(job: Job) -> None:
     assert job.ends == {}
 
 
-def test_rank_that_has_left_ends_at_once_when_another_fails(job: Job) -> None:
-    job.leave(0, 2)
+def test_rank_that_waits_for_others_to_leave_ends_at_once_when_one_fails(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr("fshard._comm.watchdog._LEAVE", 60.0)
+    threads = leaving(job, 0, 2)
     job.kill(3)
     job.step()
+    for thread in threads:
+        thread.join(10)
     assert sorted(job.ends) == [0, 2]
+
+
+def test_rank_that_has_waited_ends_without_a_failure_but_rank_0_stays(job: Job) -> None:
+    job.leave(0, 2)
+    job.kill(3)  # since it needs rank 2, which has left
+    job.step()
+    assert sorted(job.ends) == [0]
+    assert job.ranks[1].failed == 3
 
 
 def test_failed_rank_waits_for_none(job: Job) -> None:
