@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import math
 import os
-import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,7 +13,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ._comm import AbstractComm, Comm, ProcessComm, Transfer, call_distributed, fake_tensors, refuse_nesting, simulate
+from ._comm import (
+    SLOW,
+    AbstractComm,
+    Comm,
+    GlooConnections,
+    ProcessComm,
+    Transfer,
+    Wait,
+    Watchdog,
+    call_at_exit,
+    call_distributed,
+    fake_tensors,
+    refuse_nesting,
+    simulate,
+    start_watchdog,
+)
 from .errors import checked, fail
 from .spec import format_axes
 
@@ -76,7 +88,8 @@ class Mesh:
         """Return the object of each process of the mesh, by rank; there is one process if the ranks are threads."""
         objects = [mine] * (self.size if self.kind == "process" else 1)
         if len(objects) > 1:
-            call_distributed(dist.all_gather_object, objects, mine)
+            with Wait(lambda: ("for other ranks to exchange Python objects", f"one of them {SLOW}")):
+                call_distributed(dist.all_gather_object, objects, mine)
         return objects
 
     def __eq__(self, other: object) -> bool:
@@ -113,6 +126,10 @@ def make_mesh(
     all ranks keeps the timeout that it has: in collectives over all axes that are compiled or on CUDA, and where ranks
     exchange Python objects (in a checked call, a checkpoint). It has no effect on other kinds of mesh, which find a
     deadlock at once.
+    Where torch.distributed is started here, a rank that raises, is killed or loses its host ends every other one, with
+    a status that is not 0: by the error of its own collective, or else after 10 s, without its `finally` blocks. A rank
+    under torchrun ends when its agent does. In every process mesh a rank that has waited for another one for 30 s
+    prints which, in which collective and at which line, once for each wait (on CUDA only NCCL knows, and says nothing).
 
     >>> make_mesh(data=2, model=4)
     Mesh(data=2, model=4; simulated, 8 x cpu)
@@ -175,28 +192,27 @@ def _start_process(sizes: str, device: torch.device, timeout: datetime.timedelta
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise fail(f"make_mesh({sizes}, kind='process'): this process was not launched as a rank",
                        fix="start it with torchrun --nproc-per-node N, or use kind='simulated'")  # fmt: skip
-        store, rank, world = next(rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout))
-        cuda = device.type == "cuda"
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout,
-                                device_id=device if cuda else None)  # fmt: skip
-        if device.type == "cpu":
-            atexit.register(_leave, store, world)
+        host, port, ranks = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+        with Wait(lambda: (f"for all of {ranks} ranks to start", f"they meet at {host}:{port}")):
+            watch = start_watchdog(int(os.environ["RANK"]), int(ranks))
+            store, rank, world = next(
+                rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout)
+            )
+            watch.connect(store, host)  # first: if a rank fails to start, the others end
+            cuda = device.type == "cuda"
+            dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world,
+                                    timeout=timeout, device_id=device if cuda else None)  # fmt: skip
+        call_at_exit(lambda failed: _leave(watch, failed))
+    start_watchdog(dist.get_rank(), dist.get_world_size())
 
 
-def _leave(store: Any, world: int) -> None:
-    """Wait for the other ranks before this one ends: gloo sometimes aborts a process when another one has left.
-
-    A rank that fails does not wait, and no rank waits long for one that hangs.
-    """
-    if not dist.is_initialized():
-        return
-    end = time.monotonic() + (0 if hasattr(sys, "last_value") else 5)
-    with contextlib.suppress(RuntimeError):  # raised once the rank that has the store has left
-        left = store.add("fshard/left", 1)
-        while left < world and time.monotonic() < end:
-            time.sleep(0.01)
-            left = store.add("fshard/left", 0)
-    dist.destroy_process_group()
+def _leave(watch: Watchdog, failed: bool) -> None:
+    """End the program of this rank: with the others, since gloo sometimes aborts a process when another has left."""
+    watch.leave(failed=failed)
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+        GlooConnections.close_all()  # of a rank 0 that ends first, and that others may wait for
+    watch.close()
 
 
 def _fit_world_size(axes: dict[str, int], inferred: list[str], sizes: str) -> dict[str, int]:

@@ -9,6 +9,7 @@ from fshard.spec import Axis
 
 from .abstract import AbstractComm, fake_tensors, run_on_meta
 from .functional import call_distributed
+from .gloo import GlooConnections
 from .host_memory import (
     HOST,
     common_device,
@@ -39,12 +40,14 @@ from .region import (
     storage_key,
 )
 from .simulated import simulate
+from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [
-    "HOST", "AbstractComm", "Axis", "Comm", "PendingTransfer", "ProcessComm", "Region", "Transfer", "bind",
-    "call_distributed", "checker", "common_device", "copy_to_device", "empty_part", "fake_tensors", "in_region",
-    "index_of", "is_observed", "is_view", "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated",
-    "memory_device", "pack", "pad", "recording", "refuse_nesting", "region", "run_on_meta", "simulate", "size_of",
-    "split_padded", "start_copy_to_device", "start_copy_to_host", "storage_key", "to_device", "to_spec_memory",
+    "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "PendingTransfer", "ProcessComm", "Region",
+    "Transfer", "Wait", "Watchdog", "bind", "call_at_exit", "call_distributed", "checker", "common_device",
+    "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of", "is_observed", "is_view",
+    "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated", "memory_device", "pack", "pad",
+    "recording", "refuse_nesting", "region", "run_on_meta", "simulate", "size_of", "split_padded",
+    "start_copy_to_device", "start_copy_to_host", "start_watchdog", "storage_key", "to_device", "to_spec_memory",
     "transfer_count", "transposing", "unpack", "wait_before_writing", "wait_for_copies_to_host",
 ]  # fmt: skip

@@ -10,9 +10,10 @@ order of the waits may differ from that of the starts.
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from fshard._torch_compat import foreach_copy_
 from .description import Description, disagreement
 from .functional import call_distributed
 from .packing import pack, unpack
+from .watchdog import SLOW, Wait
 
 _LARGE = 1 << 16  # bytes from which a message of its own costs less than two copies
 HEADER_TAG = 1 << 20
@@ -37,9 +39,11 @@ class Work(NamedTuple):
     tensor: Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class GlooConnections:
     """The connections of this rank to all others of the mesh, and their state from one transfer to the next."""
+
+    existing: ClassVar[weakref.WeakSet[GlooConnections]] = weakref.WeakSet()
 
     backend: Any
     rank: int
@@ -50,6 +54,14 @@ class GlooConnections:
 
     def __post_init__(self) -> None:
         self.started = [0] * self.size
+        self.existing.add(self)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Close the sockets of this process at its end. Gloo does so only when nothing refers to a backend."""
+        for connections in list(cls.existing):
+            connections.backend = None
+            connections.abandoned.clear()
 
 
 class PendingMessages:
@@ -71,6 +83,7 @@ class PendingMessages:
         self.works: list[Work] = []
         self._connections, self._ranks = connections, ranks
         self._headers: list[Work] = []
+        self._awaited = connections.rank  # the rank that is waited for
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
         if second_round_of is not None:
             self._tags: dict[int, int] = {r: tag + _NUMBERS for r, tag in second_round_of._tags.items()}
@@ -122,6 +135,15 @@ class PendingMessages:
             foreach_copy_(targets, unpack(x, targets))
 
     def _wait_for_works(self) -> None:
+        if not self._headers and not self.works:
+            return
+        with Wait(self._describe_wait):
+            self._compare_headers()
+            while self.works:
+                self._wait_for(self.works[-1])
+                self.works.pop()
+
+    def _compare_headers(self) -> None:
         received = {}
         for header in self._headers:
             self._wait_for(header)
@@ -132,12 +154,15 @@ class PendingMessages:
         if different:
             self.works = [work for work in self.works if work.rank not in different]  # theirs will never match
             raise disagreement(self.description, [received.get(r) for r in self._ranks])
-        while self.works:
-            self._wait_for(self.works[-1])
-            self.works.pop()
 
     def _wait_for(self, work: Work) -> None:
+        self._awaited = work.rank
         call_distributed(work.work.wait, self._connections.timeout)
+
+    def _describe_wait(self) -> tuple[str, str]:
+        """Return the words for a report of a long wait, which another thread writes."""
+        rank, seconds = self._awaited, self._connections.timeout.total_seconds()
+        return f"for rank {rank} in {self.description.text}", f"rank {rank} {SLOW}; the timeout is {seconds:.0f} s"
 
     def __del__(self) -> None:
         # After an error a transfer may be dropped before the wait. Its messages must still be received, or they block
