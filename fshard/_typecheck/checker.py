@@ -269,8 +269,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                                                          if a in o.info.type.varying))  # fmt: skip
         gathers = {r.axis: r for o in operands for r in o.info.history.gathers}
         for axis in list(gathers):
-            varying = [o.info.history for o in operands if axis in o.info.type.varying]
-            if not all(axis in h.copies or axis in {r.axis for r in h.gathers} for h in varying):
+            histories = [o.info.history for o in operands if axis in o.info.type.varying]
+            if not all(axis in h.copies or axis in {r.axis for r in h.gathers} for h in histories):
                 del gathers[axis]
         if not (mixtures or reductions or partials or copies or gathers):
             return new, NO_HISTORY
