@@ -15,7 +15,6 @@ from fshard import P
 TEXTS = Path(__file__).with_name("refused.txt")
 MESH = fs.make_mesh(data=2, model=2)
 X, W, B = torch.ones(4, 8), torch.ones(8, 4), torch.ones(8)
-LOGITS, IDS = torch.sin(torch.arange(32.0)).view(4, 8), torch.arange(4) * 2
 ROWS, COLUMNS = P("data"), fs.column("model")
 
 
@@ -182,6 +181,7 @@ def gathered_weights(x, w):
     return fs.grad(loss)(x)
 
 
+LOGITS, IDS = torch.sin(torch.arange(32.0)).view(4, 8), torch.arange(4) * 2
 # name: (program, in_specs, out_specs, arguments)
 CASES = {
     "missing_pvary_of_data": (missing_pvary_of_data, (P(), ROWS), P(), ({"gain": B}, X)),
