@@ -139,6 +139,49 @@ def part_by_rank_number(x):
     return fs.pvary(x.chunk(2)[int(fs.axis_index("data"))], "data") * n
 
 
+def gathered_targets(z, y):
+    def loss(z):
+        targets = fs.all_gather(y, "model")
+        return fs.nn.cross_entropy(z, targets, axis="model")
+
+    return fs.grad(loss)(z)
+
+
+def gathered_targets_of_a_metric(z, y):
+    targets = fs.all_gather(y, "model")
+    hits = (z.argmax(-1) == targets).float()
+    return fs.pmean(hits.mean(), "data")
+
+
+def gathered_targets_of_an_evaluation(z, y):
+    return fs.nn.cross_entropy(z, fs.all_gather(y, "model"), axis="model")
+
+
+def gathered_mask(x, m):
+    def loss(x):
+        keep = fs.all_gather(m, "model")
+        return torch.where(keep, x.square(), 0.0).sum()
+
+    return fs.grad(loss)(x)
+
+
+def gathered_indices(x, ids):
+    def loss(x):
+        rows = x[fs.all_gather(ids, "model")]
+        return rows.square().sum()
+
+    return fs.grad(loss)(x)
+
+
+def gathered_weights(x, w):
+    def loss(x):
+        weights = fs.all_gather(w, "model")
+        return (x.square().sum(-1) * weights).sum()
+
+    return fs.grad(loss)(x)
+
+
+LOGITS, IDS = torch.sin(torch.arange(32.0)).view(4, 8), torch.arange(4) * 2
 # name: (program, in_specs, out_specs, arguments)
 CASES = {
     "missing_pvary_of_data": (missing_pvary_of_data, (P(), ROWS), P(), ({"gain": B}, X)),
@@ -165,6 +208,14 @@ CASES = {
     "torch_generator": (torch_generator, (ROWS,), ROWS, (X,)),
     "rank_dependent_number": (rank_dependent_number, (P(),), P(), (X,)),
     "part_by_rank_number": (part_by_rank_number, (P(),), ROWS, (X,)),
+    "gathered_targets": (gathered_targets, (COLUMNS, P("model")), COLUMNS, (LOGITS, IDS)),
+    "gathered_targets_of_a_metric": (gathered_targets_of_a_metric, (ROWS, P(("data", "model"))), P(), (LOGITS, IDS)),
+    "gathered_targets_of_an_evaluation": (
+        gathered_targets_of_an_evaluation, (COLUMNS, P("model")), P(), (LOGITS, IDS),
+    ),
+    "gathered_mask": (gathered_mask, (P(), P("model")), P(), (LOGITS[0], LOGITS[1] > 0)),
+    "gathered_indices": (gathered_indices, (P(), P("model")), P(), (LOGITS.T, IDS)),
+    "gathered_weights": (gathered_weights, (P(), P("model")), P(), (LOGITS, LOGITS[:, 0])),
 }  # fmt: skip
 
 

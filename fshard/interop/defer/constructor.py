@@ -83,6 +83,9 @@ def defer(
     return Apply(module, whole=whole), tree
 
 
+_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
 def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
     try:
         module = constructor()
@@ -97,6 +100,11 @@ def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
         raise recording_error(what, fix=fix, frame=user_frame(frames[-1])) from e
     if not isinstance(module, nn.Module):
         raise fail(f"defer: the constructor returned {module!r}", fix="return the nn.Module")
+    for name, m in module.named_modules():
+        if kind := next((c.__name__ for c in type(m).__mro__ if c.__name__ in _PARALLEL), None):
+            raise fail(f"defer: {repr(name) if name else 'the module'} is a {kind}",
+                       "it moves parameters and gradients between devices by itself, whatever the mesh",
+                       fix="construct the plain module; specs and fs.unshard do the same on every mesh")  # fmt: skip
     return module
 
 

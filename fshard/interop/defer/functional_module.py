@@ -124,7 +124,7 @@ class Apply:
         """
         module = _deepcopy(self.module)
         for _, m in _batch_norms(module):
-            m.forward = functools.partial(_batch_norm_over, axis, m)  # type: ignore[method-assign]
+            m.forward = functools.partial(_batch_norm_over, axis, m)
         return Apply(module, self.ties, self.whole, self.transient)
 
     def __repr__(self) -> str:
@@ -219,7 +219,7 @@ class Apply:
             for name, norm in _batch_norms(module):
                 if "forward" in vars(norm):  # that of `batch_norm_over`
                     continue
-                norm.forward = functools.partial(_batch_norm_of_one_rank, f"{self!r}", name, norm)  # type: ignore[method-assign]
+                norm.forward = functools.partial(_batch_norm_of_one_rank, f"{self!r}", name, norm)
             return _ModuleCopy(module, places_of(module, self.ties))
 
 
@@ -322,7 +322,8 @@ def _batch_norm_over(axis: Axis, m: Any, x: Tensor) -> Tensor:
         for key, new in (("running_mean", mean), ("running_var", unbiased)):
             old = getattr(m, key)
             setattr(m, key, (old + rate * (new.detach() - old)).to(old.dtype))
-    return y.to(x.dtype)
+    out: Tensor = y.to(x.dtype)
+    return out
 
 
 # --- copies of a module ---------------------------------------------------------------------------------------

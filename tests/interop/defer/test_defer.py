@@ -867,3 +867,9 @@ def test_error_text_of_a_copy_under_another_name():
         f"  'v' does not end with '{name}'\n"
         "  fix: keep the tree that fs.defer returned, or a part of it"
     )
+
+
+def test_a_module_that_is_parallel_by_itself_is_an_error():
+    text = error_text(defer, lambda: nn.Sequential(nn.Identity(), nn.DataParallel(nn.Linear(2, 2))))
+    assert text.startswith("defer: '1' is a DataParallel\n")
+    assert text.endswith("fix: construct the plain module; specs and fs.unshard do the same on every mesh")

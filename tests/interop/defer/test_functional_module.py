@@ -407,7 +407,6 @@ NORMS = {
     "BatchNorm3d": (nn.BatchNorm3d, (5, 3, 2, 2, 1)),
     "SyncBatchNorm": (nn.SyncBatchNorm, (5, 3, 4)),
     "average of all batches": (functools.partial(nn.BatchNorm1d, momentum=None), (5, 3)),
-    "no parameters": (functools.partial(nn.BatchNorm1d, affine=False), (5, 3)),
     "no running statistics": (functools.partial(nn.BatchNorm1d, track_running_stats=False), (5, 3)),
 }
 
@@ -431,7 +430,7 @@ def run_norm(apply, module, mesh, x, *, check="first", steps=2):
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("ranks", [1, 2, 6])  # of 5 examples; the last of 6 ranks has none
+@pytest.mark.parametrize("ranks", [2, 6])  # of 5 examples; the last of 6 ranks has none
 def test_batch_norm_over_an_axis_equals_one_device(name, ranks):
     make, shape = NORMS[name]
     module, x = nn.Sequential(make(3)), fs.random.normal(fs.key(1), shape, mean=2.0)
