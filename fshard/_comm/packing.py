@@ -44,7 +44,7 @@ Positions = tuple[slice, ...]  # of ranks, along each axis
 
 def longest_part(size: int, sizes: Sequence[int]) -> int:
     """Length of the first part of a dim of this size; no other part is longer."""
-    return part_range(size, sizes, [0] * len(sizes))[1]
+    return -(-size // math.prod(sizes))  # as dividing, and rounding up, by one axis after the other
 
 
 def part_shape(x: Tensor, dim: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, ...]:
