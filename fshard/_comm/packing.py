@@ -44,7 +44,7 @@ Positions = tuple[slice, ...]  # of ranks, along each axis
 
 def longest_part(size: int, sizes: Sequence[int]) -> int:
     """Length of the first part of a dim of this size; no other part is longer."""
-    return part_range(size, sizes, [0] * len(sizes))[1]
+    return -(-size // math.prod(sizes))  # as dividing, and rounding up, by one axis after the other
 
 
 def part_shape(x: Tensor, dim: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, ...]:
@@ -85,8 +85,9 @@ def _cut(x: Tensor, dim: int, n: int) -> list[tuple[slice, Tensor]]:
 def split_padded(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Split a dim into padded parts, stacked in front: [.., size, ..] -> [n, .., longest, ..]."""
     n, longest = math.prod(sizes), longest_part(x.shape[dim], sizes)
-    if x.shape[dim] == n * longest:
-        return x.view(*x.shape[:dim], n, longest, *x.shape[dim + 1 :]).movedim(dim, 0)
+    if len(sizes) == 1 or x.shape[dim] == n * longest:  # only the last parts are padded, or none
+        padded = pad(x, dim, n * longest)
+        return padded.view(*x.shape[:dim], n, longest, *x.shape[dim + 1 :]).movedim(dim, 0)
     out = x.new_zeros((*sizes, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
     for at, parts in equal_parts(x, dim, sizes):
         out[at].narrow(len(sizes) + dim, 0, parts.shape[len(sizes) + dim]).copy_(parts)
@@ -95,8 +96,8 @@ def split_padded(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 def join_padded(stack: Tensor, dim: int, size: int, sizes: Sequence[int]) -> Tensor:
     """Undo `split_padded`: [n, .., longest, ..] -> [.., size, ..]."""
-    if size == stack.shape[0] * stack.shape[dim + 1]:
-        return stack.movedim(0, dim).flatten(dim, dim + 1)
+    if len(sizes) == 1 or size == stack.shape[0] * stack.shape[dim + 1]:
+        return stack.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
     out = stack.new_empty((*stack.shape[1 : dim + 1], size, *stack.shape[dim + 2 :]))
     padded = stack.unflatten(0, sizes)  # type: ignore[no-untyped-call]
     for at, parts in equal_parts(out, dim, sizes):

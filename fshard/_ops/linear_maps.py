@@ -245,16 +245,16 @@ class AllToAll(Map):
         return self.split, self.concat
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        stacks = []
+        sizes, coords, stacks = self.sizes, self.coords, []
         for x, (s_dim, _), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
-            stacks.append(split_padded(pad(x, c_dim, longest_part(c_size, self.sizes)), s_dim, self.sizes))
+            stacks.append(split_padded(pad(x, c_dim, longest_part(c_size, sizes)), s_dim, sizes))
         rows = [s.reshape(self.n, -1) for s in stacks]
         received = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(received, [r.shape[1] for r in rows], dim=1)
         out = []
         for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
-            whole = join_padded(part.reshape(s.shape), c_dim, c_size, self.sizes)
-            out.append(whole.narrow(s_dim, 0, part_range(s_size, self.sizes, self.coords)[1]))
+            whole = join_padded(part.reshape(s.shape), c_dim, c_size, sizes)
+            out.append(whole.narrow(s_dim, 0, part_range(s_size, sizes, coords)[1]))
         return out
 
     @property
