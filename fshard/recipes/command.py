@@ -145,9 +145,13 @@ def mesh_of(args: argparse.Namespace) -> fs.Mesh:
                        f"{flags(vars(args), [limit])}: give at most {axis}={getattr(args, limit)}")  # fmt: skip
     sizes = {"data": -1 if "RANK" in os.environ and not args.mesh else 1, "model": 1, **sizes}
     try:
-        return fs.make_mesh(data=sizes["data"], model=sizes["model"])
+        mesh = fs.make_mesh(data=sizes["data"], model=sizes["model"])
     except fs.ShardingError as e:
         raise stop(f"--mesh {args.mesh}: {e}") from None
+    if args.compile and mesh.kind == "simulated" and mesh.size > 1:
+        raise stop(f"--compile --mesh {args.mesh}: the ranks are threads, which one compiler serves: "
+                   f"give one of the two, or run torchrun --nproc-per-node {mesh.size}")  # fmt: skip
+    return mesh
 
 
 def check_folders(args: argparse.Namespace) -> tuple[int, dict[str, Any]] | None:

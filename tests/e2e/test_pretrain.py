@@ -245,6 +245,7 @@ def refusal(*flags):
      "--mesh model=100000000: model=100000000 ranks have nothing to do with --width 8: give at most model=8"),
     ("--mesh data=0", "--mesh data=0: make_mesh(data=0, model=1): not the sizes of a mesh; fix: "),
     ("--mesh data=-1", "--mesh data=-1: make_mesh(data=-1, model=1): a simulated mesh has no world size to infer"),
+    ("--compile --mesh data=2", "--compile --mesh data=2: the ranks are threads, which one compiler serves: give one"),
     ("--text {tmp}/none", "--text {tmp}/none: No such file or directory: give a file of text"),
     ("--text {tmp}", "--text {tmp}: Is a directory: give a file of text"),
     ("--text {tmp}/empty", "the text has 0 tokens, fewer than 2 sequences of 8 + 1: give a longer --text, or less"),

@@ -158,7 +158,7 @@ def save_for_ever(program: Program, folder: Path, first: int, rank: int, store: 
 
 
 def run_and_kill(program: Program, folder: Path, first: int, delay: float, victims: list[int]) -> int:
-    """Start the program, kill the victims `delay` seconds after its first report; return the last state that it saved.
+    """Start the program, kill the victims `delay` seconds after all ranks are ready; return the last saved state.
 
     The other ranks must end by themselves, within a minute.
     """
@@ -168,14 +168,18 @@ def run_and_kill(program: Program, folder: Path, first: int, delay: float, victi
             for rank in range(program.ranks)]  # fmt: skip
     os.close(report)
     try:
-        assert select.select([reader], [], [], 60)[0], "the program does not start"
+        reports = b""
+        while reports.count(b"0\n") < program.ranks:  # all ranks are connected
+            ready = select.select([reader], [], [], 60)[0] and os.read(reader, 2)
+            assert ready, "the program does not start"
+            reports += ready
         time.sleep(delay)
         for rank in victims:
             os.kill(pids[rank], signal.SIGKILL)
-        reports = b""
+        more = b"no end"
         while select.select([reader], [], [], 60)[0] and (more := os.read(reader, 65536)):
             reports += more
-        assert more == b"", "a rank goes on without the one that was killed"
+        assert more == b"", "after a minute a rank still waits for the one that was killed, or goes on"
     finally:
         os.close(reader)
         for pid in pids:
