@@ -35,6 +35,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import json
 import logging
@@ -627,6 +628,10 @@ def prepared() -> Iterator[dict[str, list[Call]]]:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
+        # Import what torch loads on the first use of fake tensors and transforms: seconds, and not of one call.
+        importlib.import_module("torch._dynamo")
+        fs.shard_map(lambda: torch.ones(2) @ torch.ones(2), mesh=MESHES["abstract"], out_specs=P(), check="never")()
+        torch.func.jvp(torch.sin, (V,), (V,))
         calls: dict[str, list[Call]] = {}
         for call in correct_calls():
             calls.setdefault(call.name, []).append(call)
