@@ -16,8 +16,9 @@ or not, and now and then under `torch.func.grad`, `vmap` or `jvp`.
 
 - "returned": a result. Calls of functions without an axis are made twice if nothing is changed, outside and on a
   mesh: a result that differs is unclear ("parity").
-- "named": a ShardingError (or a TypeError or ValueError that fshard raises itself) whose text names the function,
-  an argument or a leaf, and has a value: a number, a quoted string, a list, a call, or a fix.
+- "named": a ShardingError (or a TypeError or ValueError that fshard raises itself) whose text names the function, an
+  argument (by its name, a word of `_WORDS`, or the string that was passed, as a path) or a leaf, and has a value: a
+  number, a quoted string, a list, a call, or a fix.
 - "arity": Python's TypeError of a call without an argument, or with one that the function does not have.
 - "users": the last frame of fshard called a function of the caller (`loss`, `block`), where the error is from.
 - "transform": an error of torch about a transform of torch.func (no jvp of a kernel, `.item()` under vmap).
