@@ -65,7 +65,7 @@ class Config:
 def init(cfg: Config) -> Any:
     """The described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer)."""
     d, h, k, f = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.n_inner or 4 * cfg.n_embd
-    std, residual = cfg.initializer_range, cfg.initializer_range / math.sqrt(2 * cfg.n_layer)
+    std, residual = cfg.initializer_range, cfg.initializer_range / math.sqrt(2 * max(1, cfg.n_layer))
 
     def block() -> Any:
         return {

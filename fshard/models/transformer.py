@@ -148,9 +148,10 @@ def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
     Sizes are 1 or more (of layers there may be none), rates of dropout less than 1, other numbers finite.
     """
     errors = []
-    for name, n in [(f.name, getattr(cfg, f.name)) for f in fields(cfg) if f.name not in own]:
-        least, is_rate = 0 if "layer" in name or isinstance(n, float) else 1, "drop" in name
-        most = 1 if is_rate else math.inf if isinstance(n, float) else 2**31
+    for name, kind, n in [(f.name, str(f.type), getattr(cfg, f.name)) for f in fields(cfg) if f.name not in own]:
+        is_size, is_rate = kind.startswith("int"), "drop" in name
+        least = 1 if is_size and "layer" not in name else 0
+        most = 1 if is_rate else 2**31 if is_size else math.inf
         if isinstance(n, (int, float)) and not isinstance(n, bool) and not least <= n < most:
             below = f", less than {most}" * (is_rate or n >= most)
             errors.append(fail(f"{verb}: {name}={n}", fix=f"{least} or more{below}"))

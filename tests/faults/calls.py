@@ -16,8 +16,9 @@ or not, and now and then under `torch.func.grad`, `vmap` or `jvp`.
 
 - "returned": a result. Calls of functions without an axis are made twice if nothing is changed, outside and on a
   mesh: a result that differs is unclear ("parity").
-- "named": a ShardingError (or a TypeError or ValueError that fshard raises itself) whose text names the function,
-  an argument or a leaf, and has a value: a number, a quoted string, a list, a call, or a fix.
+- "named": a ShardingError (or a TypeError or ValueError that fshard raises itself) whose text names the function, an
+  argument (by its name, a word of `_WORDS`, or the string that was passed, as a path) or a leaf, and has a value: a
+  number, a quoted string, a list, a call, or a fix.
 - "arity": Python's TypeError of a call without an argument, or with one that the function does not have.
 - "users": the last frame of fshard called a function of the caller (`loss`, `block`), where the error is from.
 - "transform": an error of torch about a transform of torch.func (no jvp of a kernel, `.item()` under vmap).
@@ -35,6 +36,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import json
 import logging
@@ -627,6 +629,10 @@ def prepared() -> Iterator[dict[str, list[Call]]]:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
+        # Import what torch loads on the first use of fake tensors and transforms: seconds, and not of one call.
+        importlib.import_module("torch._dynamo")
+        fs.shard_map(lambda: torch.ones(2) @ torch.ones(2), mesh=MESHES["abstract"], out_specs=P(), check="never")()
+        torch.func.jvp(torch.sin, (V,), (V,))
         calls: dict[str, list[Call]] = {}
         for call in correct_calls():
             calls.setdefault(call.name, []).append(call)

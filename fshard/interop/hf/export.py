@@ -71,6 +71,8 @@ def write(
     Raises ShardingError, on every rank, listing every leaf that cannot be written and every tensor of which a part is
     missing; if the ranks have different leaves; if one cannot write. The folder is then unchanged.
     """
+    if "\0" in os.fspath(folder):
+        raise fail(f"write: folder {folder!r} has a null byte, which no path can have")
     leaves = tree.leaves_with_path(tree_)
     ranks = Ranks.of("write", [leaf for _, leaf in leaves])
     final = Path(folder)
