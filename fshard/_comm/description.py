@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from fshard.errors import ShardingError, fail
 from .protocol import Axes
 from .record import call_site
 
-_DIGEST_BYTES, _HEADER_BYTES = 16, 256
+_DIGEST_BYTES, HEADER_BYTES = 16, 256
 _MOST_SIZES = 6  # in a text
 
 
@@ -27,15 +28,15 @@ class Description:
     axes: Axes
     text: str
     header: bytes  # a digest, and the beginning of the text
-    message: Tensor  # the header, uint8[n]
+    message: Tensor  # the header, in the dtype of the transfer
     number: int  # 16 bits of the digest
 
     @staticmethod
-    def of(axes: Axes, text: str, *details: Any) -> Description:
+    def of(axes: Axes, text: str, *details: Any, dtype: torch.dtype = torch.uint8) -> Description:
         """Describe a collective; its ranks must have equal axes, text and details."""
         digest = hashlib.blake2b(repr((axes, text, details)).encode(), digest_size=_DIGEST_BYTES).digest()
-        header = (digest + text.encode())[:_HEADER_BYTES].ljust(_HEADER_BYTES)
-        message = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        header = (digest + text.encode())[:HEADER_BYTES].ljust(HEADER_BYTES)
+        message = torch.frombuffer(bytearray(header), dtype=torch.uint8 if dtype == torch.bool else dtype)
         return Description(axes, text, header, message, int.from_bytes(digest[:2], "big"))
 
 
@@ -51,7 +52,12 @@ def describe_transfer(
         elements += f" in {len(sizes)} parts"
     along = f", pairs {pairs}" if op == "permute" else ""
     text = f"{op} over {', '.join(axes)} of {str(dtype).removeprefix('torch.')}, {elements} elements{along}"
-    return Description.of(axes, text, sizes, pairs)
+    return Description.of(axes, text, sizes, pairs, dtype=dtype)
+
+
+def header_of(message: Tensor) -> bytes:
+    """Return the header with which a received message begins."""
+    return ctypes.string_at(message.data_ptr(), HEADER_BYTES)
 
 
 def disagreement(mine: Description, headers: Sequence[bytes | None]) -> ShardingError:

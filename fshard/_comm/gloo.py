@@ -19,12 +19,13 @@ from torch import Tensor
 
 from fshard._torch_compat import foreach_copy_
 
-from .description import Description, disagreement
+from .description import Description, disagreement, header_of
 from .functional import call_distributed
 from .packing import pack, unpack
 
 _LARGE = 1 << 16  # bytes from which a message of its own costs less than two copies
 HEADER_TAG = 1 << 20
+_INLINE = 1 << 12  # bytes up to which a message follows the header in one message: a copy costs less than a message
 _FIRST_TAG = 1 << 30
 _NUMBERS = 1 << 13  # more than there are pending transfers
 
@@ -70,47 +71,62 @@ class PendingMessages:
         self.description = description
         self.works: list[Work] = []
         self._connections, self._ranks = connections, ranks
-        self._headers: list[Work] = []
+        self._headers: dict[int, list[Work]] = {r: [] for r in ranks if r != connections.rank}  # received, sent
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
+        n, me = connections.size, connections.rank
+        lists = {id(xs): pack_messages(xs) for xs in outgoing.values()}  # a list for several ranks is packed once
         if second_round_of is not None:
+            self._headers = {}
             self._tags: dict[int, int] = {r: tag + _NUMBERS for r, tag in second_round_of._tags.items()}
         else:
             while connections.abandoned:
                 connections.abandoned.pop()._wait_for_works()
-            self._tags = self._exchange_headers()
-        n, me = connections.size, connections.rank
-        for r in sorted(incoming, key=lambda r: (me - r) % n):  # each rank starts with another peer
-            self._receive(r, incoming[r])
-        messages: dict[int, list[Tensor]] = {}  # a list for several ranks is packed once
-        for r in sorted(outgoing, key=lambda r: (r - me) % n):
-            xs = outgoing[r]
-            if id(xs) not in messages:
-                messages[id(xs)] = pack_messages(xs)
-            for x in messages[id(xs)]:
-                self.works.append(self._start(connections.backend.send, x, r, self._tags[r]))
+            lists = {key: self._with_header(messages) for key, messages in lists.items()}
+            self._tags = {r: self._next_tag(r) for r in self._headers}
+        order = sorted(self._tags, key=lambda r: (r - me) % n)  # each rank starts with another peer
+        for r in reversed(order):
+            self._receive(r, incoming.get(r, ()))
+        for r in order:
+            messages = lists[id(outgoing[r])] if r in outgoing else [description.message] * bool(self._headers)
+            self._send(r, messages)
 
-    def _exchange_headers(self) -> dict[int, int]:
-        """Start to exchange headers, and return the tag of the other messages to and from each rank."""
-        connections, message = self._connections, self.description.message
-        tags = {}
-        for r in self._ranks:
-            if r == connections.rank:
-                continue
-            received = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
-            self._headers.append(self._start(connections.backend.recv, received, r, HEADER_TAG))
-            self._headers.append(self._start(connections.backend.send, message, r, HEADER_TAG))
-            tags[r] = _FIRST_TAG + (self.description.number << 14) + connections.started[r] % _NUMBERS
-            connections.started[r] += 1
-        return tags
+    def _next_tag(self, rank: int) -> int:
+        """Return the tag of the messages to and from a rank but the first ones; count the transfer."""
+        number = self._connections.started[rank]
+        self._connections.started[rank] += 1
+        return _FIRST_TAG + (self.description.number << 14) + number % _NUMBERS
+
+    def _with_header(self, messages: list[Tensor]) -> list[Tensor]:
+        """Put a header before the messages: in the last one, if it is small, else in a message of its own."""
+        header = self.description.message
+        if not messages or messages[-1].nbytes > _INLINE:
+            return [header, *messages]
+        last = messages[-1].view(-1)
+        return [torch.cat([header, last if last.dtype == header.dtype else last.view(header.dtype)]), *messages[:-1]]
+
+    def _send(self, rank: int, messages: Sequence[Tensor]) -> None:
+        send = self._connections.backend.send
+        if self._headers:
+            first, *messages = messages
+            self._headers[rank].append(self._start(send, first, rank, HEADER_TAG))
+        self.works += [self._start(send, x, rank, self._tags[rank]) for x in messages]
 
     def _receive(self, rank: int, xs: Sequence[Tensor]) -> None:
-        for indices in _messages(xs):
-            targets = [xs[i] for i in indices]
+        groups, receive = [[xs[i] for i in indices] for indices in _messages(xs)], self._connections.backend.recv
+        if self._headers:  # of any size: that of a rank which is in another collective may be smaller or larger
+            n, dtype = self.description.message.numel(), self.description.message.dtype
+            header = torch.empty(n + _INLINE // dtype.itemsize, dtype=dtype, device="cpu")
+            self._headers[rank].append(self._start(receive, header, rank, HEADER_TAG))
+            if groups and sum([x.nbytes for x in groups[-1]]) <= _INLINE:
+                targets = groups.pop()
+                x = header[n : n + sum([x.numel() for x in targets])]
+                self._packed.append((x if x.dtype == targets[0].dtype else x.view(targets[0].dtype), targets))
+        for targets in groups:
             x = targets[0]
             if len(targets) > 1 or not x.is_contiguous():
                 x = x.new_empty(sum(t.numel() for t in targets))
                 self._packed.append((x, targets))
-            self.works.append(self._start(self._connections.backend.recv, x, rank, self._tags[rank]))
+            self.works.append(self._start(receive, x, rank, self._tags[rank]))
 
     def _start(self, send_or_receive: Any, x: Tensor, rank: int, tag: int) -> Work:
         return Work(call_distributed(send_or_receive, [x], rank, tag), rank, x)
@@ -122,16 +138,16 @@ class PendingMessages:
             foreach_copy_(targets, unpack(x, targets))
 
     def _wait_for_works(self) -> None:
-        received = {}
-        for header in self._headers:
-            self._wait_for(header)
-            if header.tensor is not self.description.message:
-                received[header.rank] = header.tensor.numpy().tobytes()
-        self._headers = []
-        different = {r for r, header in received.items() if header != self.description.header}
+        headers = {}
+        for r, (received, sent) in self._headers.items():
+            self._wait_for(received)
+            self._wait_for(sent)
+            headers[r] = header_of(received.tensor)
+        self._headers = {}
+        different = {r for r, header in headers.items() if header != self.description.header}
         if different:
             self.works = [work for work in self.works if work.rank not in different]  # theirs will never match
-            raise disagreement(self.description, [received.get(r) for r in self._ranks])
+            raise disagreement(self.description, [headers.get(r) for r in self._ranks])
         while self.works:
             self._wait_for(self.works[-1])
             self.works.pop()
