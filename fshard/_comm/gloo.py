@@ -60,7 +60,8 @@ class PendingMessages:
     in the same order. A transfer may have a second round of messages, which is a `PendingMessages` of its own:
     `second_round_of` is the first.
 
-    Attributes: `description`, and `works`: the messages that are not known to have ended.
+    Attributes: `description`; `headers` and then `works`: messages that are not known to have ended; it waits for the
+    last of them.
     """
 
     def __init__(
@@ -71,24 +72,25 @@ class PendingMessages:
         self.description = description
         self.works: list[Work] = []
         self._connections, self._ranks = connections, ranks
-        self._headers: dict[int, list[Work]] = {r: [] for r in ranks if r != connections.rank}  # received, sent
+        self.headers: list[Work] = []  # to and from each rank: the first messages
+        self._received: dict[int, Tensor] = {}  # the header from each rank
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
         n, me = connections.size, connections.rank
         lists = {id(xs): pack_messages(xs) for xs in outgoing.values()}  # a list for several ranks is packed once
         if second_round_of is not None:
-            self._headers = {}
             self._tags: dict[int, int] = {r: tag + _NUMBERS for r, tag in second_round_of._tags.items()}
         else:
             while connections.abandoned:
                 connections.abandoned.pop()._wait_for_works()
             lists = {key: self._with_header(messages) for key, messages in lists.items()}
-            self._tags = {r: self._next_tag(r) for r in self._headers}
+            self._tags = {r: self._next_tag(r) for r in ranks if r != me}
         order = sorted(self._tags, key=lambda r: (r - me) % n)  # each rank starts with another peer
+        first = second_round_of is None
         for r in reversed(order):
-            self._receive(r, incoming.get(r, ()))
+            self._receive(r, incoming.get(r, ()), first)
         for r in order:
-            messages = lists[id(outgoing[r])] if r in outgoing else [description.message] * bool(self._headers)
-            self._send(r, messages)
+            messages = lists[id(outgoing[r])] if r in outgoing else [description.message] * first
+            self._send(r, messages, first)
 
     def _next_tag(self, rank: int) -> int:
         """Return the tag of the messages to and from a rank but the first ones; count the transfer."""
@@ -104,19 +106,20 @@ class PendingMessages:
         last = messages[-1].view(-1)
         return [torch.cat([header, last if last.dtype == header.dtype else last.view(header.dtype)]), *messages[:-1]]
 
-    def _send(self, rank: int, messages: Sequence[Tensor]) -> None:
+    def _send(self, rank: int, messages: Sequence[Tensor], first: bool) -> None:
         send = self._connections.backend.send
-        if self._headers:
-            first, *messages = messages
-            self._headers[rank].append(self._start(send, first, rank, HEADER_TAG))
+        if first:
+            header, *messages = messages
+            self.headers.append(self._start(send, header, rank, HEADER_TAG))
         self.works += [self._start(send, x, rank, self._tags[rank]) for x in messages]
 
-    def _receive(self, rank: int, xs: Sequence[Tensor]) -> None:
+    def _receive(self, rank: int, xs: Sequence[Tensor], first: bool) -> None:
         groups, receive = [[xs[i] for i in indices] for indices in _messages(xs)], self._connections.backend.recv
-        if self._headers:  # of any size: that of a rank which is in another collective may be smaller or larger
+        if first:  # of any size: that of a rank which is in another collective may be smaller or larger
             n, dtype = self.description.message.numel(), self.description.message.dtype
             header = torch.empty(n + _INLINE // dtype.itemsize, dtype=dtype, device="cpu")
-            self._headers[rank].append(self._start(receive, header, rank, HEADER_TAG))
+            self.headers.append(self._start(receive, header, rank, HEADER_TAG))
+            self._received[rank] = header
             if groups and sum([x.nbytes for x in groups[-1]]) <= _INLINE:
                 targets = groups.pop()
                 x = header[n : n + sum([x.numel() for x in targets])]
@@ -138,27 +141,23 @@ class PendingMessages:
             foreach_copy_(targets, unpack(x, targets))
 
     def _wait_for_works(self) -> None:
-        headers = {}
-        for r, (received, sent) in self._headers.items():
-            self._wait_for(received)
-            self._wait_for(sent)
-            headers[r] = header_of(received.tensor)
-        self._headers = {}
+        self._wait_for_each(self.headers)
+        headers, self._received = {r: header_of(x) for r, x in self._received.items()}, {}
         different = {r for r, header in headers.items() if header != self.description.header}
         if different:
             self.works = [work for work in self.works if work.rank not in different]  # theirs will never match
             raise disagreement(self.description, [headers.get(r) for r in self._ranks])
-        while self.works:
-            self._wait_for(self.works[-1])
-            self.works.pop()
+        self._wait_for_each(self.works)
 
-    def _wait_for(self, work: Work) -> None:
-        call_distributed(work.work.wait, self._connections.timeout)
+    def _wait_for_each(self, works: list[Work]) -> None:
+        while works:
+            call_distributed(works[-1].work.wait, self._connections.timeout)
+            works.pop()  # a message must not be waited for twice
 
     def __del__(self) -> None:
         # After an error a transfer may be dropped before the wait. Its messages must still be received, or they block
         # all later ones on the connection: at the next start, because ranks delete objects at different times.
-        if self.works or self._headers:
+        if self.works or self.headers:
             self._connections.abandoned.append(self)
 
 
