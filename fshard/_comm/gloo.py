@@ -83,6 +83,7 @@ class PendingMessages:
         self.works: list[Work] = []
         self._connections, self._ranks = connections, ranks
         self._headers: list[Work] = []
+        self._received: dict[int, Tensor] = {}  # the header from each rank
         self._awaited = connections.rank  # the rank that is waited for
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
         if second_round_of is not None:
@@ -109,8 +110,8 @@ class PendingMessages:
         for r in self._ranks:
             if r == connections.rank:
                 continue
-            received = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
-            self._headers.append(self._start(connections.backend.recv, received, r, HEADER_TAG))
+            self._received[r] = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
+            self._headers.append(self._start(connections.backend.recv, self._received[r], r, HEADER_TAG))
             self._headers.append(self._start(connections.backend.send, message, r, HEADER_TAG))
             tags[r] = _FIRST_TAG + (self.description.number << 14) + connections.started[r] % _NUMBERS
             connections.started[r] += 1
@@ -144,12 +145,10 @@ class PendingMessages:
                 self.works.pop()
 
     def _compare_headers(self) -> None:
-        received = {}
-        for header in self._headers:
-            self._wait_for(header)
-            if header.tensor is not self.description.message:
-                received[header.rank] = header.tensor.numpy().tobytes()
-        self._headers = []
+        while self._headers:
+            self._wait_for(self._headers[-1])
+            self._headers.pop()  # a message must not be waited for twice
+        received, self._received = {r: x.numpy().tobytes() for r, x in self._received.items()}, {}
         different = {r for r, header in received.items() if header != self.description.header}
         if different:
             self.works = [work for work in self.works if work.rank not in different]  # theirs will never match
