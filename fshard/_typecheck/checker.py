@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from fshard import _callsite
 from fshard._operations import OperationMode
@@ -52,7 +53,7 @@ class Checker(OperationMode):
         self.axes, self.sizes = frozenset(axes), sizes
         self.arguments: list[TensorInfo] = []
         self.mixtures: dict[tuple[_callsite.Site, str], Mixture] = {}  # the first of each line and axis
-        self.differentiated = Differentiated(self.check_loss, self.check_gradients)
+        self.differentiated = Differentiated(weakref.proxy(self))  # a cycle would keep the checker after its call
         self.pvaried: set[_callsite.Site | None] = set()  # lines
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
@@ -378,9 +379,9 @@ class Checker(OperationMode):
         """Return a hash of the recorded numbers."""
         return hashlib.blake2b(repr(sorted(self.numbers_to_compare().items(), key=repr)).encode()).hexdigest()
 
-    def captured_writes(self) -> dict[int, tuple[Tensor, _callsite.Site | None]]:
-        """Return the tensors from outside the region that it wrote to, each with a line, by `storage_id`."""
-        return self._table.captured
+    def captured_writes(self) -> Mapping[UntypedStorage, tuple[str, _callsite.Site | None]]:
+        """Return the storages from outside the region that it wrote to: a tensor in each, described, and the line."""
+        return dict(self._table.captured)
 
     # --- losses, gradients, results ---
 

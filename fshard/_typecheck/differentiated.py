@@ -8,8 +8,8 @@ torch, which plain tensors are inside wrappers that require a gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,15 @@ from .types import Operand
 
 _GRAD, _BACKWARD = torch.autograd.grad, Tensor.backward
 
-CheckLoss = Callable[[Sequence[Tensor], Sequence[Tensor] | None], None]  # of the inputs; None: of all leaves
-CheckGradients = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]], None]
+
+class BackwardChecks(Protocol):
+    """Checks before and after a backward pass; inputs of `None` are all leaves of the graph."""
+
+    def check_loss(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> None: ...
+
+    def check_gradients(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> None: ...
 
 
 class Differentiated(TorchFunctionMode):
@@ -34,9 +41,9 @@ class Differentiated(TorchFunctionMode):
     inside it: a missing sum of a gradient was found in the forward pass.
     """
 
-    def __init__(self, check_loss: CheckLoss, check_gradients: CheckGradients) -> None:
+    def __init__(self, checks: BackwardChecks) -> None:
         super().__init__()
-        self._check_loss, self._check_gradients = check_loss, check_gradients
+        self._checks = checks
         self._lowest = 0  # level
         # By id, with the tensors themselves: an id can be used again as soon as its tensor is freed.
         self._inside: dict[int, Tensor] = {}
@@ -79,11 +86,11 @@ class Differentiated(TorchFunctionMode):
         create_graph = args[1] if len(args) > 1 else kwargs.get("create_graph", False)
         ys, xs = tensors_in(outputs), tensors_in(inputs)
         if grad_outputs is None:
-            self._check_loss(ys, xs)
+            self._checks.check_loss(ys, xs)
         with self._backward_pass(create_graph):
             grads = torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
         if grad_outputs is None:
-            self._check_gradients(ys, xs, list(grads.values() if isinstance(grads, dict) else grads))
+            self._checks.check_gradients(ys, xs, list(grads.values() if isinstance(grads, dict) else grads))
         return grads
 
     def _backward(
@@ -91,7 +98,7 @@ class Differentiated(TorchFunctionMode):
         inputs: Any = None,
     ) -> None:  # fmt: skip
         if gradient is None:
-            self._check_loss([loss], None if inputs is None else tensors_in(inputs))
+            self._checks.check_loss([loss], None if inputs is None else tensors_in(inputs))
         with self._backward_pass(create_graph):
             loss.backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
 

@@ -15,7 +15,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard._callsite import Site, site
-from fshard._torch_compat import storage_id, unwrapped
+from fshard._torch_compat import unwrapped
+from fshard.spec import describe
 
 from .types import FREE, TensorInfo, join
 
@@ -35,7 +36,8 @@ class TypeTable:
         self._by_tensor: Any = WeakTensorKeyDictionary()
         self._by_storage: WeakKeyDictionary[UntypedStorage, TensorInfo] = WeakKeyDictionary()  # of its first tensor
         self._writes: WeakKeyDictionary[UntypedStorage, list[_Write]] = WeakKeyDictionary()
-        self.captured: dict[int, tuple[Tensor, Site | None]] = {}  # written tensors from outside the region, and a line
+        # Written storages from outside the region: the first tensor that was written there, described, and the line.
+        self.captured: WeakKeyDictionary[UntypedStorage, tuple[str, Site | None]] = WeakKeyDictionary()
 
     def get(self, x: Tensor) -> TensorInfo:
         """Return the facts of a tensor; of one that no operation made (an nn.Parameter), those of its storage."""
@@ -76,7 +78,7 @@ class TypeTable:
         """
         storage = x.untyped_storage()
         if storage not in self._by_storage:  # no argument's, and of no operation's result
-            self.captured.setdefault(storage_id(x), (x, site()))
+            self.captured.setdefault(storage, (describe(x.dtype, x.shape), site()))
         low, high = _byte_range(x)
         replaces_all = overwrites and high - low == x.numel() * x.element_size()
         old = self.get(x)
