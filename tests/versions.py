@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HEAD = "| Python | torch | fast tests | slow tests |\n|---|---|---|---|"
 TIERS = {"fast": "not slow", "slow": "slow"}
 _NAME = "import sys; print('py%d.%d' % sys.version_info[:2])"
 _VERSIONS = "import sys, torch; print('%d.%d.%d |' % sys.version_info[:3], torch.__version__)"
@@ -69,7 +68,8 @@ def main() -> int:
     parser.add_argument("--pytest", default="", metavar="OPTIONS", help="more options of pytest, as --pytest='-n 2'")
     options = parser.parse_args()
     status = 0
-    print(HEAD, flush=True)
+    columns = ["Python", "torch", *(f"{tier} tests" for tier in options.tiers)]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     for python in options.python:
         for torch in options.torch:
             with tempfile.TemporaryDirectory() as temporary:
