@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 import threading
@@ -506,8 +507,9 @@ def on_ranks():
 @pytest.mark.process
 def test_every_process_raises_the_same_error(ranks):
     first, *others = ranks(4, on_ranks)
-    for other in others:
-        assert other == first
+    without_line = lambda texts: {name: re.sub(", at .*", "", text) for name, text in texts.items()}  # noqa: E731
+    for other in others:  # a rank knows the line of its own collective alone
+        assert without_line(other) == without_line(first)
     assert first["right"] == "passed"
     for name in ("result", "compiled"):
         assert "result varies over 'data', which its out spec does not name" in first[name]
@@ -515,7 +517,7 @@ def test_every_process_raises_the_same_error(ranks):
         "mul of a value that is invariant over 'model' with a number that differs between its ranks" in first["number"]
     )
     assert "model=0  1\n  model=1  2" in first["number"]
-    assert first["other collectives"] == (
+    assert without_line(first)["other collectives"] == (
         "the ranks disagree on a collective\n"
         "  data=0  all_gather over data of torch.float32 ((0, 4),)\n"
         "  data=1  psum over data of torch.float32 [[2, 3]]\n"

@@ -330,11 +330,7 @@ _waits: dict[int, tuple[float, Describe]] = {}  # by thread, with their starts
 
 
 class Wait:
-    """Context in which this thread waits for other ranks. `describe` is called once, if the wait becomes long.
-
-    >>> with Wait(lambda: ("for rank 1 in all_reduce over data", "it may be slow")):
-    ...     work.wait()
-    """
+    """Context in which this thread waits for other ranks. `describe` is called once, if the wait becomes long."""
 
     __slots__ = ("describe",)
 
