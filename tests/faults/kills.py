@@ -21,6 +21,7 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -32,7 +33,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fshard as fs
 from fshard import P, ShardingError, checkpoint
@@ -146,10 +146,11 @@ def fork(job: Callable[[], object]) -> int:
         os._exit(status)
 
 
-def save_for_ever(program: Program, folder: Path, first: int, rank: int, store: str, report: int) -> None:
+def save_for_ever(program: Program, folder: Path, first: int, rank: int, port: int, report: int) -> None:
     """Save state after state, and write the number of each to `report` when its `save` has returned."""
-    if program.ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=program.ranks)
+    if program.ranks > 1:  # as started by a launcher
+        of_launcher = {"RANK": rank, "WORLD_SIZE": program.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in of_launcher.items()}
     mesh = fs.make_mesh(data=2)
     os.write(report, b"0\n")
     for n in range(first, first + 10_000):
@@ -163,8 +164,9 @@ def run_and_kill(program: Program, folder: Path, first: int, delay: float, victi
     The other ranks must end by themselves, within a minute.
     """
     reader, report = os.pipe()
-    store = str(folder.parent / "store")
-    pids = [fork(lambda rank=rank: save_for_ever(program, folder, first, rank, store, report))  # type: ignore[misc]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pids = [fork(lambda rank=rank: save_for_ever(program, folder, first, rank, port, report))  # type: ignore[misc]
             for rank in range(program.ranks)]  # fmt: skip
     os.close(report)
     try:
@@ -186,8 +188,6 @@ def run_and_kill(program: Program, folder: Path, first: int, delay: float, victi
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(store)
     return max(0, *map(int, reports.split()))
 
 
