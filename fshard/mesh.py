@@ -199,10 +199,10 @@ def _start_process(sizes: str, device: torch.device, timeout: datetime.timedelta
                 rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout)
             )
             watch.connect(store, host)  # first: if a rank fails to start, the others end
+            call_at_exit(lambda failed: _leave(watch, failed), lambda: watch.leave(failed=True))
             cuda = device.type == "cuda"
             dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world,
                                     timeout=timeout, device_id=device if cuda else None)  # fmt: skip
-        call_at_exit(lambda failed: _leave(watch, failed))
     start_watchdog(dist.get_rank(), dist.get_world_size())
 
 

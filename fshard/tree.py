@@ -159,17 +159,20 @@ def all(tree: Any) -> bool:
     return True
 
 
+_NO_VALUE = object()
+
+
 @checked
-def reduce(f: Callable[[Any, Any], Any], tree: Any, *initial: Any) -> Any:
+def reduce(f: Callable[[Any, Any], Any], tree: Any, initial: Any = _NO_VALUE) -> Any:
     """Combine the leaves from the first to the last: f(f(a, b), c); `initial`, if passed, comes before the first.
 
     >>> reduce(lambda a, b: a + b, {"x": 1, "y": [2, 3]})
     6
     """
-    values = leaves(tree)
-    if not values and not initial:
+    values = leaves(tree) if initial is _NO_VALUE else [initial, *leaves(tree)]
+    if not values:
         raise fail("reduce: the tree has no leaves", fix="pass the result for an empty tree as initial")
-    return functools.reduce(f, values, *initial)
+    return functools.reduce(f, values)
 
 
 @checked

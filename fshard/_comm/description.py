@@ -17,7 +17,7 @@ from .protocol import Axes
 from .record import call_site
 
 _DIGEST_BYTES, _HEADER_BYTES = 16, 256
-_MOST_SIZES = 6  # in a text
+_MOST_SHAPES = 6  # in a text
 _DETAILS = {"permute": "pairs", "all_gather": "dims", "reduce_scatter": "dims"}
 
 
@@ -42,17 +42,15 @@ class Description:
 
 @functools.lru_cache(maxsize=4096)  # a step of training has the same transfers each time
 def describe_transfer(
-    op: str, axes: Axes, dtype: torch.dtype, sizes: tuple[int, ...], details: tuple[Any, ...] = ()
+    op: str, axes: Axes, dtype: torch.dtype, shapes: tuple[torch.Size, ...], details: tuple[Any, ...] = ()
 ) -> Description:  # fmt: skip
-    """Describe a transfer of tensors of these sizes, in elements, and its pairs of ranks or dims."""
-    elements = f"{sum(sizes):,}"
-    if 1 < len(sizes) <= _MOST_SIZES:
-        elements = " + ".join(f"{n:,}" for n in sizes)
-    elif len(sizes) > 1:
-        elements += f" in {len(sizes)} tensors"
-    along = f", {_DETAILS[op]} {list(details[:_MOST_SIZES])}" if op in _DETAILS else ""
-    text = f"{op} over {', '.join(axes)} of {str(dtype).removeprefix('torch.')}, {elements} elements{along}"
-    return Description.of(axes, text, sizes, details)
+    """Describe a transfer of tensors of these shapes, and its pairs of ranks or dims."""
+    sizes = f"{sum(shape.numel() for shape in shapes):,} elements in {len(shapes)} tensors"
+    if len(shapes) <= _MOST_SHAPES:
+        sizes = " + ".join(str(list(shape)) for shape in shapes)
+    along = f", {_DETAILS[op]} {list(details[:_MOST_SHAPES])}" if op in _DETAILS else ""
+    text = f"{op} over {', '.join(axes)} of {str(dtype).removeprefix('torch.')} {sizes}{along}"
+    return Description.of(axes, text, shapes, details)
 
 
 def disagreement(mine: Description, headers: Sequence[bytes | None]) -> ShardingError:

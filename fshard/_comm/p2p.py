@@ -48,8 +48,8 @@ class PeerGroup:
                                {ranks[r]: xs for r, xs in incoming.items()}, second_round_of)  # fmt: skip
 
     def _describe(self, op: str, xs: Sequence[Tensor], details: Sequence[Any] = ()) -> Description:
-        """Describe a transfer of tensors whose sizes, and other details, are equal on every rank."""
-        return describe_transfer(op, self.axes, xs[0].dtype, tuple([x.numel() for x in xs]), tuple(details))
+        """Describe a transfer of tensors whose shapes, and other details, are equal on every rank."""
+        return describe_transfer(op, self.axes, xs[0].dtype, tuple([x.shape for x in xs]), tuple(details))
 
     def agree(self, description: Description) -> None:
         """Raise ShardingError on every rank unless all pass an equal description."""

@@ -73,16 +73,19 @@ def report(text: str) -> None:
 class Watchdog:
     """The connections of one rank to the others, and the thread that watches them, the launcher and the waits.
 
-    `end` and `report` are called with a text. `launcher` is the id of the parent process that must live, if any.
+    `end` and `report` are called with a text. `launcher` is the id of the parent process that must live, if any;
+    `has_store` says that rank 0 has the store, and not the launcher.
     """
 
     def __init__(
-        self, rank: int, world: int, *, launcher: int | None = None, end: Callable[[str], None] = end_process,
-        report: Callable[[str], None] = report, clock: Callable[[], float] = time.monotonic,
+        self, rank: int, world: int, *, launcher: int | None = None, has_store: bool = True,
+        end: Callable[[str], None] = end_process, report: Callable[[str], None] = report,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.rank, self.world = rank, world
         self.failed: int | None = None  # the first rank that is known to have failed
         self._launcher, self._end, self._report, self._clock = launcher, end, report, clock
+        self._is_needed = rank == 0 and has_store
         self._end_at = math.inf
         self._left: set[int] = set()
         self._reported: set[float] = set()  # starts of the waits that were reported
@@ -226,8 +229,8 @@ class Watchdog:
             return f"rank {self.rank} has failed, and had not ended {_GRACE:.0f} s later" if late else ""
         # A rank that has left has no error to wait for.
         if self.failed is not None and (late or self.rank in self._left):
-            return (f"rank {self.rank} ends, since rank {self.failed} has failed: it raised, was killed, or its host "
-                    f"was lost; see the output of rank {self.failed}")  # fmt: skip
+            return (f"rank {self.rank} ends, since rank {self.failed} has failed: it raised, was killed, called "
+                    f"os._exit, or its host was lost; see the output of rank {self.failed}")  # fmt: skip
         return ""
 
     def _long_waits(self) -> list[str]:
@@ -259,12 +262,12 @@ class Watchdog:
             self._closed = self.rank != 0 and self.failed is None  # what fails from now on does not end this rank
 
     def close(self) -> None:
-        """End the thread and close the connections. A rank 0 that has not failed waits until all others have.
+        """End the thread and close the connections. A rank 0 that has not failed first waits until all others have.
 
-        It tells them of failures, and has the store.
+        It tells them of failures, and has the store. Where the launcher has the store, it watches the ranks too.
         """
         with self._changed:
-            if self.rank == 0 and self.rank in self._left:
+            if self._is_needed and self.rank in self._left:
                 with Wait(self._describe_end):
                     self._changed.wait_for(lambda: not self._connections)
             self._closed = True
@@ -292,7 +295,8 @@ class Watchdog:
 @functools.cache
 def start_watchdog(rank: int, world: int) -> Watchdog:
     """Return the watchdog of this process, which is started at the first call."""
-    out = Watchdog(rank, world, launcher=launcher_id())
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    out = Watchdog(rank, world, launcher=launcher_id(), has_store=has_store)
     out.start()
     return out
 
@@ -302,24 +306,35 @@ def launcher_id() -> int | None:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
-def call_at_exit(f: Callable[[bool], None]) -> None:
-    """Call `f(failed)` when the program ends; `failed` says that an exception ends it.
+def call_at_exit(leave: Callable[[bool], None], fail: Callable[[], None]) -> None:
+    """Call `leave(failed)` when the program ends, after its threads; and `fail()` before that if an exception ends it.
 
-    Python does not say with which status `sys.exit` ends a program that was not started by multiprocessing.
+    Python does not say with which status `sys.exit` ends a program that was not started by multiprocessing. An
+    exception at an interactive prompt ends nothing.
     """
-    before, pid = getattr(sys, "last_value", None), os.getpid()
+    before, pid, print_exception = getattr(sys, "last_value", None), os.getpid(), sys.excepthook
 
-    def leave() -> None:
+    def excepthook(*exception: Any) -> None:
+        print_exception(*exception)
+        if os.getpid() == pid and not _is_interactive():
+            fail()
+
+    def at_exit() -> None:
         if os.getpid() != pid:  # a forked child
             return
         e = sys.exc_info()[1]
         raising = e is not None and not (isinstance(e, SystemExit) and not e.code)
-        f(raising or getattr(sys, "last_value", None) is not before)
+        leave(raising or (getattr(sys, "last_value", None) is not before and not _is_interactive()))
 
+    sys.excepthook = excepthook
     if multiprocessing.parent_process() is None:
-        atexit.register(leave)
+        atexit.register(at_exit)
     else:  # such a process may end by os._exit, after its finalizers
-        multiprocessing.util.Finalize(None, leave, exitpriority=0)
+        multiprocessing.util.Finalize(None, at_exit, exitpriority=0)
+
+
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 # --- waits ------------------------------------------------------------------------------------------------------------

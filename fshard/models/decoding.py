@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
     @staticmethod
     def of(ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tokens:
         """ids [B, T]; mask [B, S], nonzero for tokens and 0 for padding, which positions do not count."""
-        check_ids("decoding", ids)
+        check_ids("model", ids)
         t, start = ids.shape[1], 0 if cache is None else cache.length
         s, capacity = start + t, 0 if cache is None else cache.capacity
         if cache is not None and s > capacity:

@@ -64,7 +64,11 @@ class Layout:
 
     def unshard(self, names: Sequence[str], params: Any, specs: Any, described: Any) -> dict[str, Any]:
         """Make the named parameters ready for each rank's own batch: unshard them over `data`, by their specs."""
-        check_params(params, described)
+        if not isinstance(params, Mapping):
+            raise must_be("params", "a dict", params, fix="the tree of init, or of load")
+        check_params(
+            {name: params[name] for name in names if name in params}, {name: described[name] for name in names}
+        )
         parts = {name: params[name] for name in names}
         part_specs = P() if specs is None else {name: spec_of(specs, name) for name in names}
         if not self.data and not any_on_host(part_specs):  # without a collective, so also outside a region
@@ -176,7 +180,7 @@ def check_params(params: Any, described: Any) -> None:
               for path in want if path not in have]  # fmt: skip
     errors += [fail(f"{tree.show('params', path)}: is more than the model has", leaf=repr(have[path])[:60],
                     fix="pass the config of these parameters")
-               for path in have if path not in want and path[:1] in {p[:1] for p in want} | {("h",)}]  # fmt: skip
+               for path in have if path not in want]  # fmt: skip
     for path in [path for path in have if path in want]:
         x, label = have[path], tree.show("params", path)
         if not isinstance(x, Tensor):

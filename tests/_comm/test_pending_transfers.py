@@ -482,6 +482,8 @@ DISAGREEMENTS: dict[str, tuple[Any, Any]] = {
                             lambda c, x: c.gather([x[:3], x[3:4]], [x[3:12], x[:3].clone()], [0, 0], A)()),
     "dims of a gather": (lambda c, x: c.gather([x[:3].view(1, 3)], [torch.ones(3, 3)], [0], A)(),
                          lambda c, x: c.gather([x[:3].view(3, 1)], [torch.ones(3, 3)], [1], A)()),
+    "shape": (lambda c, x: c.all_reduce(x[:4].view(1, 4), "sum", A),
+              lambda c, x: c.all_reduce(x[:4].view(4, 1), "sum", A)),
     "verb": (lambda c, x: c.all_gather(x, A), lambda c, x: c.all_reduce(x.repeat(3), "sum", A)),
     "scatter": (lambda c, x: c.reduce_scatter(x.expand(3, -1), A), lambda c, x: c.all_to_all(x.repeat(3, 1), A)),
     "pairs": (lambda c, x: c.permute(x, [(0, 1)], A), lambda c, x: c.permute(x, [(1, 0)], A)),
@@ -524,8 +526,8 @@ def test_error_text_of_ranks_in_different_collectives():
     where = f"test_pending_transfers.py:{f.__code__.co_firstlineno + 2} in f"
     assert run_in_memory({"a": 2})(f) == [
         "the ranks disagree on a collective\n"
-        f"  a=0  all_gather over a of float32, 4 elements, dims [0]{at0}\n"
-        f"  a=1  all_reduce over a of float32, 12 elements{at1}\n"
+        f"  a=0  all_gather over a of float32 [4], dims [0]{at0}\n"
+        f"  a=1  all_reduce over a of float32 [12]{at1}\n"
         "  fix: every rank must call the same collectives in the same order, on equal shapes"
         for at0, at1 in ((f", at {where}", ""), ("", f", at {where}"))
     ]

@@ -82,8 +82,8 @@ def test_end_of_a_process_ends_every_other_rank_after_the_grace(job: Job, victim
     job.step()
     assert sorted(job.ends) == others
     assert job.ends[others[1]] == (
-        f"rank {others[1]} ends, since rank {victim} has failed: it raised, was killed, or its host was lost; see the "
-        f"output of rank {victim}"
+        f"rank {others[1]} ends, since rank {victim} has failed: it raised, was killed, called os._exit, or its host "
+        f"was lost; see the output of rank {victim}"
     )
 
 
@@ -267,7 +267,7 @@ def test_long_wait_is_reported_once_with_its_line(monkeypatch: pytest.MonkeyPatc
 
 def test_wait_for_messages_names_the_rank_and_the_collective() -> None:
     waits: list[tuple[str, str]] = []
-    description = describe_transfer("all_gather", ("data",), torch.float32, (90_000,), (0,))
+    description = describe_transfer("all_gather", ("data",), torch.float32, (torch.Size([90_000]),), (0,))
 
     def work(xs: list[torch.Tensor], *_: Any) -> Any:
         if xs[0].dtype == torch.uint8:  # a header
@@ -281,7 +281,7 @@ def test_wait_for_messages_names_the_rank_and_the_collective() -> None:
     messages.wait()
     ranks = [5, 3, 3, 3, 5, 3]  # headers from 5 and 3, messages to and from 3, headers to 5 and 3
     said = "may be compiling, saving, slow, stopped or in a debugger; the timeout is 1800 s"
-    text = "all_gather over data of float32, 90,000 elements, dims [0]"
+    text = "all_gather over data of float32 [90000], dims [0]"
     assert waits == [(f"for rank {rank} in {text}", f"rank {rank} {said}") for rank in ranks]
     GlooConnections.close_all()  # gloo closes its sockets when nothing refers to the backend
     assert connections.backend is None
@@ -300,7 +300,9 @@ def test_end_of_a_program_by_an_exception_is_a_failure(child: bool, monkeypatch:
     else:
         monkeypatch.setattr(atexit, "register", registered.append)
     monkeypatch.setattr(sys, "last_value", ValueError("of an earlier cell"), raising=False)
-    call_at_exit(ends.append)
+    raised: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *_: raised.append("printed"))
+    call_at_exit(ends.append, lambda: raised.append("failed"))
     (leave,) = registered
 
     for e in (None, SystemExit(), SystemExit(0), SystemExit(3), SystemExit("a line"), KeyboardInterrupt(), OSError()):
@@ -319,3 +321,29 @@ def test_end_of_a_program_by_an_exception_is_a_failure(child: bool, monkeypatch:
     monkeypatch.setattr(os, "getpid", lambda: -1)
     leave()  # in a forked child
     assert len(ends) == 7
+    sys.excepthook(OSError, OSError(), None)
+    assert raised == ["printed"]
+    monkeypatch.undo()
+
+
+def test_uncaught_exception_is_told_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of the program may go on for long after it."""
+    raised: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *_: raised.append("printed"))
+    monkeypatch.setattr(atexit, "register", lambda _: None)
+    call_at_exit(lambda _: None, lambda: raised.append("failed"))
+    sys.excepthook(OSError, OSError(), None)
+    assert raised == ["printed", "failed"]
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    sys.excepthook(OSError, OSError(), None)  # at a prompt
+    assert raised == ["printed", "failed", "printed"]
+
+
+def test_rank_0_waits_at_its_end_only_where_it_has_the_store() -> None:
+    first = Job(1).watchdog(0, 2, has_store=False)
+    ours, theirs = socket.socketpair()
+    first.add(ours, 1)
+    first._left.add(0)
+    first.close()  # and does not wait for rank 1
+    theirs.close()
+    assert first._closed
