@@ -26,7 +26,7 @@ from .host_memory import (
 from .packing import join_padded, longest_part, pack, pad, split_padded, unpack
 from .process import ProcessComm
 from .protocol import Comm, PendingTransfer, index_of, size_of
-from .record import Transfer, is_observed, recording, transfer_count, transposing
+from .record import Transfer, is_observed, recording, stop_after_transfers, transfer_count, transposing
 from .region import (
     Region,
     bind,
