@@ -129,12 +129,18 @@ def _differs(how: str) -> ShardingError:
                 fix="a function that is recomputed must do the same operations each time")  # fmt: skip
 
 
+def under_saved_tensor_hooks() -> bool:
+    """Return whether saved tensor hooks are set."""
+    try:
+        with disable_saved_tensors_hooks("scan"):
+            return False
+    except RuntimeError:
+        return True
+
+
 def refuse_saved_tensor_hooks(verb: str) -> None:
     """Raise if saved tensor hooks are set: they do not know that weights are freed and gathered again."""
-    try:
-        with disable_saved_tensors_hooks(verb):
-            pass
-    except RuntimeError as e:
+    if under_saved_tensor_hooks():
         message = fail(f"{verb}: called where saved tensor hooks are set, as in torch.utils.checkpoint",
                        fix=f"use {verb}(..., remat=True) instead")  # fmt: skip
-        raise UnderHooksError(str(message)) from e
+        raise UnderHooksError(str(message))

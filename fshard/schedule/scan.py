@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import Axis, known_axes, live_axes, region
+from fshard._comm import Axis, in_region, known_axes, live_axes, region
 from fshard._torch_compat import in_transform
 from fshard.errors import checked, fail, must_be
 from fshard.spec import P, any_on_host, is_spec
 
 from .buckets import BucketPlan, plan_buckets
 from .executor import Executor, FlatTree, Schedule, run_blocks
+from .recompute import under_saved_tensor_hooks
 from .remat import check_captured
 from .remat import remat as rematerialize
 from .unshard import routes, sizes_of, unshard
@@ -52,7 +53,8 @@ def scan(
         shapes: as for `unshard`, needed only for leaves that the axis does not divide.
         has_aux: `block` returns `(x, out)`; then the result is `(x, outs)`, a list, or stacked like the parameters.
         release: free gathered weights after use and gather them again in backward; if False, keep them.
-        remat: keep only x before each block; in backward recompute the block up to its last saved tensor.
+        remat: keep only x before each block, and tensors saved after the last transfer of a block that has any; in
+            backward recompute the block up to its last saved tensor or before that transfer.
         offload: with `remat`, keep x before each block in host memory, and copy it back one block ahead.
         prefetch: number of blocks to gather ahead; 0 gathers when needed.
         dtype, reduce_dtype: as for `unshard`: mixed precision.
@@ -81,7 +83,9 @@ def scan(
     split = _check_pair if has_aux else lambda x: (x, None)
     plans = None
     # Neither a compiler nor a transform of torch.func can trace a schedule.
-    if (live or host or offload) and not (torch.compiler.is_dynamo_compiling() or in_transform()):
+    # The schedule recomputes no more of a block than backward needs; `remat` the function all of it.
+    recomputes = remat and in_region() and not under_saved_tensor_hooks()
+    if (live or host or offload or recomputes) and not (torch.compiler.is_dynamo_compiling() or in_transform()):
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
         check_captured("scan", block)
