@@ -48,6 +48,7 @@ __all__ = [
     "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of", "is_observed", "is_view",
     "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated", "memory_device", "pack", "pad",
     "recording", "refuse_nesting", "region", "run_on_meta", "simulate", "size_of", "split_padded",
-    "start_copy_to_device", "start_copy_to_host", "start_watchdog", "storage_key", "to_device", "to_spec_memory",
-    "transfer_count", "transposing", "unpack", "wait_before_writing", "wait_for_copies_to_host",
+    "start_copy_to_device", "start_copy_to_host", "start_watchdog", "stop_after_transfers", "storage_key",
+    "to_device", "to_spec_memory", "transfer_count", "transposing", "unpack", "wait_before_writing",
+    "wait_for_copies_to_host",
 ]  # fmt: skip

@@ -53,9 +53,9 @@ def recording() -> Iterator[list[Transfer]]:
 def note(op: str, xs: Sequence[Tensor], axes: Axes) -> None:
     """Count a transfer, and add it to the record if there is one."""
     if not torch.compiler.is_dynamo_compiling():
-        limit, stop = getattr(_thread, "limit", (None, None))
-        if transfer_count() == limit:
-            raise stop
+        limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
+        if limit is not None and transfer_count() == limit[0]:
+            raise limit[1]
         _thread.count = transfer_count() + 1
     if _record is not None:
         _record.append(transfer(op, xs, axes))
@@ -70,7 +70,7 @@ def transfer_count() -> int:
 @contextlib.contextmanager
 def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
     """Let this rank start `n` transfers within, and raise `stop` before one more; a `stop` ends the block."""
-    before = getattr(_thread, "limit", (None, None))
+    before = getattr(_thread, "limit", None)
     _thread.limit = transfer_count() + n, stop
     try:
         with contextlib.suppress(stop):
