@@ -7,10 +7,12 @@ stop may skip transfers that other ranks wait for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
@@ -127,6 +129,22 @@ class _StopRecomputation(BaseException):
 def _differs(how: str) -> ShardingError:
     return fail(f"a recomputed block differs from its forward pass: {how}",
                 fix="a function that is recomputed must do the same operations each time")  # fmt: skip
+
+
+def needs_saved_tensors(e: Exception) -> bool:
+    """Return whether an error says that a computation cannot run where its saved tensors are discarded.
+
+    torch.func raises a plain RuntimeError. Do not run a block again after an error of its own: its transfers would wait
+    for ranks that had no error.
+    """
+    return isinstance(e, UnderHooksError) or "saved tensor hooks" in str(e)
+
+
+def autocast_of(device: str) -> Callable[[], torch.autocast]:
+    """Return a function that enters the present autocast again."""
+    kind = device if torch.amp.is_autocast_available(device) else "cpu"
+    options = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    return functools.partial(torch.autocast, kind, *options)
 
 
 def under_saved_tensor_hooks() -> bool:

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import Axis, in_region, known_axes, live_axes, region
+from fshard._comm import Axis, known_axes, live_axes, region
 from fshard._torch_compat import in_transform
 from fshard.errors import checked, fail, must_be
 from fshard.spec import P, any_on_host, is_spec
 
 from .buckets import BucketPlan, plan_buckets
 from .executor import Executor, FlatTree, Schedule, run_blocks
-from .recompute import under_saved_tensor_hooks
 from .remat import check_captured
 from .remat import remat as rematerialize
 from .unshard import routes, sizes_of, unshard
@@ -83,9 +82,7 @@ def scan(
     split = _check_pair if has_aux else lambda x: (x, None)
     plans = None
     # Neither a compiler nor a transform of torch.func can trace a schedule.
-    # The schedule recomputes no more of a block than backward needs; `remat` the function all of it.
-    recomputes = remat and in_region() and not under_saved_tensor_hooks()
-    if (live or host or offload or recomputes) and not (torch.compiler.is_dynamo_compiling() or in_transform()):
+    if (live or host or offload) and not (torch.compiler.is_dynamo_compiling() or in_transform()):
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
         check_captured("scan", block)
@@ -101,6 +98,8 @@ def scan(
                 return unshard(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
             return p if dtype is None else tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, p)
 
+        if remat:
+            check_captured("scan", block)
         x, outs = _plain_loop(block, blocks, x, whole, split, remat)
     return (x, blocks.like_params(outs)) if has_aux else x
 
