@@ -24,7 +24,9 @@ from .recompute import DiscardedTensors, UnderHooksError, autocast_of, needs_sav
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f` with only its arguments kept for backward, which recomputes `f` (as `jax.checkpoint` does).
 
-    Same values and gradients, less memory, one more forward. Can be nested; works under grad, vjp, vmap and jvp.
+    Same values and gradients, less memory, up to one more forward: the recomputation stops at the last tensor that the
+    gradient needs. Tensors saved after the last transfer of `f` are kept, so that this transfer is not repeated; a
+    transform of torch.func, a checked call and a compiled program recompute all of `f`. Can be nested; works under grad, vjp, vmap and jvp.
     Tensors that are differentiated must be arguments of `f`: capturing one is an error. In a compiled program `f` must
     return a tensor or a tuple of two or more tensors.
 
