@@ -27,8 +27,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     Same values and gradients, less memory, up to one more forward: the recomputation stops at the last tensor that the
     gradient needs. Tensors saved after the last transfer of `f` are kept, so that this transfer is not repeated; a
     transform of torch.func, a checked call and a compiled program recompute all of `f`. Can be nested; works under
-    grad, vjp, vmap and jvp. Tensors that are differentiated must be arguments of `f`: capturing one is an error. In a compiled program `f` must
-    return a tensor or a tuple of two or more tensors.
+    grad, vjp, vmap and jvp. Tensors that are differentiated must be arguments of `f`: capturing one is an error. In a
+    compiled program `f` must return a tensor or a tuple of two or more tensors.
 
     >>> h = remat(block)(params, h)
 
