@@ -26,7 +26,7 @@ from .host_memory import (
 from .packing import join_padded, longest_part, pack, pad, split_padded, unpack
 from .process import ProcessComm
 from .protocol import Comm, PendingTransfer, index_of, size_of
-from .record import Transfer, is_observed, recording, transfer_count, transposing
+from .record import Transfer, is_observed, recording, stop_after_transfers, transfer_count, transposing
 from .region import (
     Region,
     bind,
@@ -48,6 +48,7 @@ __all__ = [
     "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of", "is_observed", "is_view",
     "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated", "memory_device", "pack", "pad",
     "recording", "refuse_nesting", "region", "run_on_meta", "simulate", "size_of", "split_padded",
-    "start_copy_to_device", "start_copy_to_host", "start_watchdog", "storage_key", "to_device", "to_spec_memory",
-    "transfer_count", "transposing", "unpack", "wait_before_writing", "wait_for_copies_to_host",
+    "start_copy_to_device", "start_copy_to_host", "start_watchdog", "stop_after_transfers", "storage_key",
+    "to_device", "to_spec_memory", "transfer_count", "transposing", "unpack", "wait_before_writing",
+    "wait_for_copies_to_host",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ class Transfer:
 
 
 _record: list[Transfer] | None = None
-_thread = threading.local()  # `count` of a rank's transfers; `origin` of the collective that is transposed
+_thread = threading.local()  # of a rank: see `transfer_count`, `transposing`, `stop_after_transfers`
 
 
 @contextlib.contextmanager
@@ -53,6 +53,9 @@ def recording() -> Iterator[list[Transfer]]:
 def note(op: str, xs: Sequence[Tensor], axes: Axes) -> None:
     """Count a transfer, and add it to the record if there is one."""
     if not torch.compiler.is_dynamo_compiling():
+        limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
+        if limit is not None and transfer_count() == limit[0]:
+            raise limit[1]
         _thread.count = transfer_count() + 1
     if _record is not None:
         _record.append(transfer(op, xs, axes))
@@ -62,6 +65,18 @@ def transfer_count() -> int:
     """Number of transfers that this rank has started."""
     count: int = getattr(_thread, "count", 0)
     return count
+
+
+@contextlib.contextmanager
+def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
+    """Let this rank start `n` transfers within, and raise `stop` before one more; a `stop` ends the block."""
+    before = getattr(_thread, "limit", None)
+    _thread.limit = transfer_count() + n, stop
+    try:
+        with contextlib.suppress(stop):
+            yield
+    finally:
+        _thread.limit = before
 
 
 def transfer(op: str, xs: Sequence[Tensor], axes: Axes) -> Transfer:

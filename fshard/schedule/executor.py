@@ -40,7 +40,7 @@ from fshard.grad import Rest, fill_tensors, split_tensors
 
 from .buckets import BucketPlan, GatherBuffer, buffer_pool, start_copy, start_gather, start_reduce
 from .overlap import make_writable
-from .recompute import DiscardedTensors, UnderHooksError, refuse_saved_tensor_hooks
+from .recompute import DiscardedTensors, UnderHooksError, autocast_of, needs_saved_tensors, refuse_saved_tensor_hooks
 
 # (parameters of a block, x, the block's own argument) -> (x, an output of the block)
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -98,9 +98,7 @@ class Executor:
         self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
         self.origin: Site | None = site() if is_observed() else None
         self.token = object()  # marks the buffers that this executor has filled; the executor itself would be a cycle
-        kind = region.device.type if torch.amp.is_autocast_available(region.device.type) else "cpu"
-        options = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
-        self.autocast = functools.partial(torch.autocast, kind, *options)
+        self.autocast = autocast_of(region.device.type)
         # Without discarding, remat runs a block without a graph and recomputes all of it. A checker and a dry run need
         # all of it; and a graph would keep an x that is to be offloaded.
         self.discards = not schedule.offload and checker() is None and region.comm.has_values
@@ -152,9 +150,7 @@ class Executor:
                     graph, y, out = self._run_block(i, weights, x, True)
                 return replace(graph, discarded=discarded), y, out
             except (UnderHooksError, RuntimeError) as e:
-                # torch.func raises a plain RuntimeError. Do not run a block again after an error of its own: its
-                # transfers would wait for ranks that had no error.
-                if not isinstance(e, UnderHooksError) and "saved tensor hooks" not in str(e):
+                if not needs_saved_tensors(e):
                     raise
                 self.discards = False
         _, y, out = self._run_block(i, weights, x, False)

@@ -7,14 +7,16 @@ stop may skip transfers that other ranks wait for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from fshard._comm import transfer_count
+from fshard._comm import stop_after_transfers, transfer_count
 from fshard._torch_compat import version_of
 from fshard.errors import ShardingError, fail
 from fshard.spec import short_dtype
@@ -50,11 +52,11 @@ class _SavedTensor:
 
 
 class DiscardedTensors:
-    """The saved tensors of one computation, discarded until `recompute`.
+    """The saved tensors of one computation, discarded until `recompute`, but for those saved after its last transfer.
 
-    The recomputation stops at the last saved tensor that backward still needs, because the operations after it only
-    produce results, often by a large product. But it never stops before the last transfer: another rank may wait for
-    that.
+    So the recomputation stops before the last transfer, on every rank: ranks may save different tensors, but all start
+    the same transfers, and none may wait for one that another rank skips. It also stops before a large product whose
+    result only that transfer needs: at the last saved tensor that backward needs. Without transfers all are discarded.
     """
 
     def __init__(self) -> None:
@@ -63,25 +65,41 @@ class DiscardedTensors:
 
     @contextlib.contextmanager
     def discard(self) -> Iterator[None]:
-        """Discard all tensors that autograd saves in this context: no gradient can be computed inside it."""
-        before = transfer_count()
-        with saved_tensors_hooks(self._discard, _SavedTensor.get):
+        """Discard the tensors that autograd saves in this context: no gradient can be computed inside it."""
+        before = count = transfer_count()
+        recent: list[tuple[weakref.ref[_SavedTensor], Tensor | None]] = []  # saved after the latest transfer
+
+        def discard_recent() -> None:
+            self._saved += [saved for saved, _ in recent]
+            recent.clear()
+
+        def save(x: Tensor) -> _SavedTensor:
+            nonlocal count
+            if transfer_count() > count:
+                count = transfer_count()
+                discard_recent()
+            saved = _SavedTensor(x)
+            recent.append((weakref.ref(saved), saved.x if count > before else None))
+            saved.x = None
+            return saved
+
+        with saved_tensors_hooks(save, _SavedTensor.get):
             yield
         self._transfers = transfer_count() - before
-
-    def _discard(self, x: Tensor) -> _SavedTensor:
-        saved = _SavedTensor(x)
-        saved.x = None
-        self._saved.append(weakref.ref(saved))
-        return saved
+        if transfer_count() > count or not self._transfers:
+            discard_recent()
+        for ref, x in recent:
+            if (saved := ref()) is not None:
+                saved.x = x
 
     def recompute(self, run: Callable[[], Any]) -> None:
         """Call `run`, which repeats the computation, until every saved tensor that is still needed is recomputed."""
         needed = [saved() for saved in self._saved]
         while needed and needed[-1] is None:
             needed.pop()
-        count, last_transfer = 0, transfer_count() + self._transfers
-        if not needed and not self._transfers:
+        count, repeated = 0, max(self._transfers - 1, 0)
+        last_repeated = transfer_count() + repeated
+        if not needed and not repeated:
             return
 
         def save(x: Tensor) -> _SavedTensor:
@@ -94,18 +112,18 @@ class DiscardedTensors:
                     if (old.shape, old.dtype) != (new.shape, new.dtype):
                         raise _differs(f"{old} in forward, {new} in backward")
                     old.set(x)
-            if count == len(needed) and transfer_count() >= last_transfer:
+            if count == len(needed) and transfer_count() >= last_repeated:
                 raise _StopRecomputation
             return new
 
-        with contextlib.suppress(_StopRecomputation), saved_tensors_hooks(save, _SavedTensor.get):
+        with stop_after_transfers(repeated, _StopRecomputation), saved_tensors_hooks(save, _SavedTensor.get):
             run()
         if count < len(needed):
             raise _differs(f"it saved {len(needed) - count} tensors fewer than in forward")
 
 
 class _StopRecomputation(BaseException):
-    """All saved tensors that are needed are recomputed."""
+    """All saved tensors that are needed are recomputed, and all transfers but the last are started."""
 
 
 def _differs(how: str) -> ShardingError:
@@ -113,12 +131,34 @@ def _differs(how: str) -> ShardingError:
                 fix="a function that is recomputed must do the same operations each time")  # fmt: skip
 
 
+def needs_saved_tensors(e: Exception) -> bool:
+    """Return whether an error says that a computation cannot run where its saved tensors are discarded.
+
+    torch.func raises a plain RuntimeError. Do not run a block again after an error of its own: its transfers would wait
+    for ranks that had no error.
+    """
+    return isinstance(e, UnderHooksError) or "saved tensor hooks" in str(e)
+
+
+def autocast_of(device: str) -> Callable[[], torch.autocast]:
+    """Return a function that enters the present autocast again."""
+    kind = device if torch.amp.is_autocast_available(device) else "cpu"
+    options = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    return functools.partial(torch.autocast, kind, *options)
+
+
+def under_saved_tensor_hooks() -> bool:
+    """Return whether saved tensor hooks are set."""
+    try:
+        with disable_saved_tensors_hooks("scan"):
+            return False
+    except RuntimeError:
+        return True
+
+
 def refuse_saved_tensor_hooks(verb: str) -> None:
     """Raise if saved tensor hooks are set: they do not know that weights are freed and gathered again."""
-    try:
-        with disable_saved_tensors_hooks(verb):
-            pass
-    except RuntimeError as e:
+    if under_saved_tensor_hooks():
         message = fail(f"{verb}: called where saved tensor hooks are set, as in torch.utils.checkpoint",
                        fix=f"use {verb}(..., remat=True) instead")  # fmt: skip
-        raise UnderHooksError(str(message)) from e
+        raise UnderHooksError(str(message))

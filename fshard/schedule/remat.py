@@ -8,21 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from fshard import tree
+from fshard._comm import checker, in_region, region
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
 from fshard.errors import checked, fail
 from fshard.grad import fill_tensors, split_tensors
+
+from .recompute import DiscardedTensors, UnderHooksError, autocast_of, needs_saved_tensors, under_saved_tensor_hooks
 
 
 @checked
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f` with only its arguments kept for backward, which recomputes `f` (as `jax.checkpoint` does).
 
-    Same values and gradients, less memory, one more forward. Can be nested; works under grad, vjp, vmap and jvp.
-    Tensors that are differentiated must be arguments of `f`: capturing one is an error. In a compiled program `f` must
-    return a tensor or a tuple of two or more tensors.
+    Same values and gradients, less memory, up to one more forward: the recomputation stops at the last tensor that the
+    gradient needs. Tensors saved after the last transfer of `f` are kept, so that this transfer is not repeated; a
+    transform of torch.func, a checked call and a compiled program recompute all of `f`. Can be nested; works under
+    grad, vjp, vmap and jvp. Tensors that are differentiated must be arguments of `f`: capturing one is an error. In a
+    compiled program `f` must return a tensor or a tuple of two or more tensors.
 
     >>> h = remat(block)(params, h)
 
@@ -48,7 +54,9 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             views = [x.view_as(x) for x in tensors]  # see _ops.apply_map
             results = _RematCompiled.apply(_Body(of_tensors), *views)  # type: ignore[no-untyped-call]
             return results[0] if len(results) == 1 else results
-        results = _Remat.apply(_Body(of_tensors), *tensors)  # type: ignore[no-untyped-call]
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        function = _RematDiscarded if differentiated and _can_discard(tensors) else _Remat
+        results = function.apply(_Body(of_tensors), *tensors)  # type: ignore[no-untyped-call]
         return fill_tensors(result_rest, results)
 
     return wrapped
@@ -162,6 +170,50 @@ class _Remat(_RematCompiled):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         return ctx.body.jvp(ctx.saved_tensors, tangents)  # type: ignore[no-any-return]
+
+
+class _RematDiscarded(torch.autograd.Function):
+    """A body whose graph is made in forward, without saved tensors; backward recomputes those, and no more."""
+
+    @staticmethod
+    def forward(ctx: Any, body: _Body, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*xs)
+        ctx.body, ctx.wanted, ctx.graph = body, [x.requires_grad for x in xs], None
+        leaves, discarded = [x.detach().requires_grad_(x.requires_grad) for x in xs], DiscardedTensors()
+        try:
+            with torch.enable_grad(), discarded.discard():
+                results = body.f(*leaves)
+            edges = [get_gradient_edge(y) if y.requires_grad else None for y in results]
+            ctx.graph = leaves, edges, discarded, autocast_of(xs[0].device.type)
+        except (UnderHooksError, RuntimeError) as e:
+            if not needs_saved_tensors(e):
+                raise
+            results = body.f(*xs)
+        ctx.mark_non_differentiable(*[y for y in results if not differentiable_dtype(y)])
+        return tuple(y.detach() for y in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        graph, ctx.graph = ctx.graph, None
+        recorded = torch.is_grad_enabled() or in_transform() or any(map(is_wrapped, grads))
+        if recorded or graph is None:
+            return _Remat.backward(ctx, *grads)
+        leaves, edges, discarded, autocast = graph
+        repeated = [x.detach().requires_grad_(x.requires_grad) for x in leaves]
+        with torch.enable_grad(), autocast():
+            discarded.recompute(lambda: ctx.body.f(*repeated))
+        pairs = [(y, g) for y, g in zip(edges, grads, strict=True) if y is not None and g is not None]
+        which = [i for i, x in enumerate(leaves) if ctx.needs_input_grad[i + 1]]
+        inputs = [leaves[i] for i in which]
+        input_grads = torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+        return None, *_replace([None] * len(leaves), which, input_grads)
+
+
+def _can_discard(xs: Sequence[Tensor]) -> bool:
+    """Return whether saved tensors can be discarded: no transform, checker, dry run or other hooks look on."""
+    if in_transform() or any(map(is_wrapped, xs)) or checker() is not None or under_saved_tensor_hooks():
+        return False
+    return not in_region() or region().comm.has_values
 
 
 def check_captured(verb: str, f: Callable[..., Any]) -> None:

@@ -52,7 +52,8 @@ def scan(
         shapes: as for `unshard`, needed only for leaves that the axis does not divide.
         has_aux: `block` returns `(x, out)`; then the result is `(x, outs)`, a list, or stacked like the parameters.
         release: free gathered weights after use and gather them again in backward; if False, keep them.
-        remat: keep only x before each block; in backward recompute the block up to its last saved tensor.
+        remat: keep only x before each block, and tensors saved after the last transfer of a block that has any; in
+            backward recompute the block up to its last saved tensor or before that transfer.
         offload: with `remat`, keep x before each block in host memory, and copy it back one block ahead.
         prefetch: number of blocks to gather ahead; 0 gathers when needed.
         dtype, reduce_dtype: as for `unshard`: mixed precision.
@@ -97,6 +98,8 @@ def scan(
                 return unshard(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
             return p if dtype is None else tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, p)
 
+        if remat:
+            check_captured("scan", block)
         x, outs = _plain_loop(block, blocks, x, whole, split, remat)
     return (x, blocks.like_params(outs)) if has_aux else x
 

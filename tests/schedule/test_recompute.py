@@ -30,10 +30,11 @@ def block_with_inner_fs_grad(p: Any, x: Tensor) -> Tensor:
 
 
 def block_with_inner_autograd(p: Any, x: Tensor) -> Tensor:
+    z = block(p, x)
     with torch.enable_grad():
         y = x.detach().requires_grad_()
         (g,) = torch.autograd.grad(torch.sin(y).sum(), y)
-    return block(p, x) * g
+    return z * g
 
 
 def block_with_inner_scan(p: Any, x: Tensor) -> Tensor:
@@ -64,8 +65,13 @@ def step(body: Any, how: dict[str, Any], mesh: fs.Mesh) -> Any:
     return fs.device_get(out), {k: n // mesh.size for k, n in transfers.items()}
 
 
+def block_that_uses_weights_after_its_last_transfer(p: Any, x: Tensor) -> Tensor:
+    return torch.cat([block(p, x) @ p["up"]] * 2, 1).tanh()
+
+
 BODIES = [
     block, block_with_inner_fs_grad, block_with_inner_autograd, block_with_inner_scan, block_that_saves_its_arguments,
+    block_that_uses_weights_after_its_last_transfer,
 ]  # fmt: skip
 
 
@@ -80,34 +86,47 @@ def test_remat_has_the_numbers_of_the_loop_without_remat(body: Any, release: boo
     assert all(g["up"].abs().sum() > 0 for g in got[1])
 
 
-def test_recomputation_skips_unneeded_products_but_no_transfer() -> None:
-    """Count products and transfers: another rank may wait for a transfer whose result this rank does not need."""
+@pytest.mark.parametrize("sums", [0, 1, 2])
+def test_recomputation_skips_the_last_product_and_the_last_transfer(sums: int) -> None:
     runs: list[Operations] = []
 
-    def without_transfers(p: Any, x: Tensor) -> Tensor:
+    def counted(p: Any, x: Tensor) -> Tensor:
+        h = fs.pvary(x, "model")
         seen = Operations()
         runs.append(seen)
         with seen:
-            return x + torch.tanh(x @ p["up"]).cos() @ p["down"]
+            h = torch.tanh(h @ p["up"])
+            for _ in range(sums - 1):
+                h = torch.tanh(fs.psum(h, "model"))
+            y = h.cos() @ p["down"]
+            return x + (fs.psum(y, "model") if sums else y)
 
     mesh = fs.make_mesh(data=2, model=2)
-    for how, products_of_blocks in (({}, 2), ({"remat": True}, 3)):
+    names = ("all_reduce", ("model",), "forward"), ("all_reduce", ("model",), "backward")
+    plain: list[int] = []
+    for how, products, repeated in (({}, 2, 0), ({"remat": True}, 3, max(0, sums - 1))):
         runs.clear()
-        step(without_transfers, how, mesh)
-        assert sum(seen.counts[torch.ops.aten.mm.default] for seen in runs) == mesh.size * BLOCKS * products_of_blocks
-    sums = ("all_reduce", ("model",), "forward"), ("all_reduce", ("model",), "backward")
-    # The first x has no gradient, and so one sum fewer.
-    for how, backward in (({}, BLOCKS - 1), ({"remat": True}, 2 * BLOCKS - 1)):
-        _, transfers = step(block, how, mesh)
-        assert [transfers[s] for s in sums] == [BLOCKS, backward]
+        _, transfers = step(counted, how, mesh)
+        assert sum(seen.counts[torch.ops.aten.mm.default] for seen in runs) == mesh.size * BLOCKS * products
+        done = [transfers.get(name, 0) for name in names]
+        plain = plain or done
+        assert done == [BLOCKS * sums, plain[1] + BLOCKS * repeated]
 
 
-def test_ranks_that_save_different_tensors_recompute_the_same_transfers() -> None:
+@pytest.mark.parametrize("place", ["before the first transfer", "before the last", "after the last", "in turn"])
+def test_ranks_that_save_different_tensors_recompute_the_same_transfers(place: str) -> None:
     def uneven(p: Any, x: Tensor) -> Tensor:
-        h = fs.all_to_all(x @ p["up"], "data", split=1, concat=0)
-        if int(fs.axis_index("data")) == 0:
-            h = torch.tanh(h)  # the only operation here that saves a tensor
-        return x + fs.all_to_all(h, "data", split=0, concat=1).repeat(1, 2) * 0.5
+        first = int(fs.axis_index("data")) == 0
+        h = x @ p["up"]
+        if place == "before the first transfer" and first:
+            h = torch.tanh(h)
+        h = fs.all_to_all(h, "data", split=1, concat=0)
+        if (place == "before the last" and first) or (place == "in turn" and not first):
+            h = torch.tanh(h)  # the only operation after the first transfer that saves a tensor
+        h = fs.all_to_all(h, "data", split=0, concat=1)
+        if place in ("after the last", "in turn") and first:
+            h = torch.tanh(h)
+        return x + h.repeat(1, 2) * 0.5
 
     mesh = fs.make_mesh(data=2, model=2)
     want, _ = step(uneven, {}, mesh)
@@ -122,9 +141,16 @@ def test_saved_tensor_modified_in_place_is_an_error() -> None:
         h.mul_(0.5)
         return x + (h @ p["down"]).sin() * h.mean()
 
-    for how, kind in (({}, RuntimeError), ({"remat": True}, ShardingError)):
-        with pytest.raises(kind, match="modified by an inplace operation"):
-            step(modified, how, fs.make_mesh(data=2, model=1))
+    def modified_after_the_last_transfer(p: Any, x: Tensor) -> Tensor:
+        h = torch.exp(fs.psum(x @ p["up"], "model"))  # [ROWS, D@model]
+        y = x + (h @ p["down"]).sin()
+        h.mul_(0.5)
+        return y
+
+    for body, model in ((modified, 1), (modified_after_the_last_transfer, 2)):
+        for how, kind in (({}, RuntimeError), ({"remat": True}, ShardingError)):
+            with pytest.raises(kind, match="modified by an inplace operation"):
+                step(body, how, fs.make_mesh(data=2, model=model))
 
 
 def test_error_of_a_block_is_raised_by_its_first_run() -> None:

@@ -184,3 +184,38 @@ def test_inner_remat_that_captures_a_tensor_of_the_outer_body_is_an_error():
 
     with pytest.raises(ShardingError, match="captures 'h', which is being differentiated"):
         fs.grad(lambda p: fs.remat(outer)(p, x).sum())(p)
+
+
+def test_gradient_of_a_remat_is_computed_twice_and_differentiated():
+    p, x = data()
+    x = x.detach().requires_grad_()
+
+    def grads(f):
+        y = f(p, x).square().mean()
+        (again,) = torch.autograd.grad(y, x, retain_graph=True)
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        return again, g, torch.autograd.grad(g.square().sum(), x)[0]
+
+    close(grads(fs.remat(mlp)), grads(mlp))
+
+
+def test_recomputation_of_a_remat_runs_under_the_autocast_of_forward():
+    p, x = data()
+    x = x.detach().requires_grad_()
+
+    def grad(f):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = f(p, x).float().square().mean()
+        return torch.autograd.grad(y, x)[0]
+
+    assert torch.equal(grad(fs.remat(mlp)), grad(mlp))
+
+
+def test_scan_with_remat_and_without_an_axis_refuses_a_captured_tensor_that_is_differentiated():
+    p, x = data()
+
+    def loss(w):
+        return fs.scan(lambda p, x: mlp(p, x) * w, [p], x, specs=None, axis=None, remat=True).sum()
+
+    with pytest.raises(ShardingError, match="captures 'w', which is being differentiated"):
+        fs.grad(loss)(torch.ones(()))

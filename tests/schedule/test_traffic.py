@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fshard as fs
 from fshard import P
-from fshard.models import gpt2
+from fshard.models import gpt2, llama
 
 CFG = gpt2.Config(vocab_size=96, n_positions=8, n_embd=32, n_layer=4, n_head=4)
 ROWS, N = 4, 2
@@ -95,3 +97,44 @@ def test_tensor_parallel_and_fully_sharded_together_have_the_transfers_of_each()
     assert got["all_gather"][0] == gathers + 1
     assert got["reduce_scatter"][0] == CFG.n_layer + 1
     assert got["all_reduce"][0] == 4 * CFG.n_layer + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "sequence"),
+    [({"model": 1}, False), ({"model": N}, False), ({"model": N}, True), ({"data": N, "model": N}, True)],
+)
+@pytest.mark.parametrize("model", [gpt2, llama], ids=lambda m: m.__name__.rpartition(".")[2])
+def test_remat_repeats_the_products_of_a_block_but_the_last(model: Any, axes: dict[str, int], sequence: bool) -> None:
+    """Count products: backward needs the arguments of the last one, but not its result."""
+    t, d, hidden, layers = CFG.n_positions, CFG.n_embd, 4 * CFG.n_embd, 2
+    cfg = replace(CFG, n_layer=layers)
+    if model is llama:
+        cfg = llama.Config(vocab_size=96, hidden_size=d, intermediate_size=hidden, num_hidden_layers=layers,
+                           num_attention_heads=4, num_key_value_heads=4)  # fmt: skip
+    mesh, described, layout = fs.make_mesh(**axes), model.init(cfg), gpt2.Layout("data" if "data" in axes else None,
+                                                                                "model", sequence)  # fmt: skip
+    specs = model.specs(cfg, model="model")
+    products: list[int] = []  # floating-point operations of each rank
+
+    def f(params: Any, ids: Tensor, remat: bool) -> Any:
+        def loss_fn(p: Any) -> Tensor:
+            return model.loss(cfg, fs.pvary(p, layout.data), ids, ids, layout=layout, remat=remat)
+
+        with FlopCounterMode(display=False) as counter:
+            out = fs.value_and_grad(loss_fn)(params)
+        counts = counter.get_flop_counts()["Global"]
+        products.append(counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0))  # those with weights
+        return out
+
+    params = fs.materialize(described, specs, mesh, key=fs.key(0))
+    ids = torch.randint(96, (ROWS, t), generator=torch.Generator().manual_seed(0))
+    got = []
+    for remat in (False, True):
+        g = fs.shard_map(lambda p, ids, r=remat: f(p, ids, r), mesh=mesh, in_specs=(specs, P(layout.data)),
+                         out_specs=(P(), specs), check="never")  # fmt: skip
+        got.append(fs.tree.leaves(fs.device_get(g(params, ids))))
+    for a, b in zip(*got, strict=True):
+        assert torch.equal(a, b)
+    outputs = 4 * d + (2 if model is llama else 1) * hidden  # of all products of a block but the last, from d inputs
+    repeated = layers * 2 * ROWS * t * d * outputs
+    assert sum(products[mesh.size :]) - sum(products[: mesh.size]) == repeated
