@@ -248,7 +248,9 @@ def refusal(*flags):
     ("--compile --mesh data=2", "--compile --mesh data=2: the ranks are threads, which one compiler serves: give one"),
     ("--text {tmp}/none", "--text {tmp}/none: No such file or directory: give a file of text"),
     ("--text {tmp}", "--text {tmp}: Is a directory: give a file of text"),
-    ("--text {tmp}/empty", "the text has 0 tokens, fewer than 2 sequences of 8 + 1: give a longer --text, or less"),
+    ("--text {tmp}/empty", "the text to train on has 0 tokens, fewer than 2 sequences of 8 + 1: give a longer "),
+    ("--text {tmp}/short --out {tmp}/new",
+     "the held-out twentieth of the text has 10 tokens, fewer than 2 sequences of 8 + 1: give a longer --text, or less"),
     ("--out {tmp}/empty", "--out {tmp}/empty: {tmp}/empty is a file: give a folder"),
     ("--out {tmp}/empty/a/b", "--out {tmp}/empty/a/b: {tmp}/empty is a file: give a folder"),
     ("--out {saved}", "--out {saved} holds a run, up to step 2: give --resume {saved}, or another folder"),
@@ -276,12 +278,14 @@ def test_what_no_run_can_have_is_refused_in_one_line(flags, want, text, saved, t
         "damaged": tmp_path / "damaged",
     }
     (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("x" * 200)
     checkpoint.save(tmp_path / "other", {"x": 1}, step=1)
     shutil.copytree(saved, tmp_path / "damaged")
     (tmp_path / "damaged" / "step_000002" / "manifest.json").write_text("{")
     before = {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()}
     assert refusal("--text", text, *flags.format(**names).split()).startswith(want.format(**names))
     assert {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()} == before
+    assert not (tmp_path / "new").exists()  # refused before the first step
 
 
 def test_folders_that_cannot_be_read_or_written_are_refused(saved, tmp_path, monkeypatch):
