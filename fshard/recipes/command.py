@@ -154,10 +154,15 @@ def mesh_of(args: argparse.Namespace) -> fs.Mesh:
     return mesh
 
 
+def resumes_in_place(args: argparse.Namespace) -> bool:
+    """Return whether the run goes on in the folder that it resumes from."""
+    return args.resume is not None and (args.out is None or os.path.realpath(args.out) == os.path.realpath(args.resume))
+
+
 def check_folders(args: argparse.Namespace) -> tuple[int, dict[str, Any]] | None:
     """Return the step to resume from and the saved leaves. Ends the program for folders that do not fit the run."""
     try:
-        if args.out and not args.resume and checkpoint.latest(args.out) is not None:
+        if args.out and not resumes_in_place(args) and checkpoint.latest(args.out) is not None:
             raise stop(f"--out {args.out} holds a run, up to step {checkpoint.latest(args.out)}: "
                        f"give --resume {args.out}, or another folder")  # fmt: skip
         for name in filter(lambda name: getattr(args, name), ("resume", "out")):

@@ -293,7 +293,7 @@ class Log:
             with self.errors():
                 out.mkdir(parents=True, exist_ok=True)
                 path = out / "metrics.jsonl"
-                earlier = [line for step, line in read_metrics(path) if step < begin]
+                earlier = [line for step, line in read_metrics(path) if step < begin and command.resumes_in_place(args)]
                 new = path.with_name(".metrics.jsonl.new")  # renamed: a kill loses no line
                 new.write_text("".join(earlier))
                 os.replace(new, path)

@@ -250,10 +250,11 @@ def refusal(*flags):
     ("--text {tmp}", "--text {tmp}: Is a directory: give a file of text"),
     ("--text {tmp}/empty", "the text to train on has 0 tokens, fewer than 2 sequences of 8 + 1: give a longer "),
     ("--text {tmp}/short --out {tmp}/new",
-     "the held-out twentieth of the text has 10 tokens, fewer than 2 sequences of 8 + 1: give a longer --text, or less"),
+     "the held-out twentieth of the text has 10 tokens, fewer than 2 sequences of 8 + 1: give a longer --text, or "),
     ("--out {tmp}/empty", "--out {tmp}/empty: {tmp}/empty is a file: give a folder"),
     ("--out {tmp}/empty/a/b", "--out {tmp}/empty/a/b: {tmp}/empty is a file: give a folder"),
     ("--out {saved}", "--out {saved} holds a run, up to step 2: give --resume {saved}, or another folder"),
+    ("--resume {saved} --out {other} --steps 3", "--out {other} holds a run, up to step 1: give --resume {other}, or "),
     ("--resume {tmp}/none", "--resume {tmp}/none: there is no complete checkpoint in it"),
     ("--resume {tmp}/empty", "--resume {tmp}/empty: {tmp}/empty is a file: give a folder"),
     ("--resume {saved}/step_000002",
@@ -328,6 +329,17 @@ def test_metrics_cut_short_are_resumed_and_damage_is_named(text, saved, tmp_path
         assert e.value.code == f"pretrain: {path}: line 1 is damaged: remove it, or move the file away"
     refusal("--text", text, "--resume", str(out))
     assert path.read_text() == damage + "\n" + second  # a refused run changes nothing
+
+
+def test_run_resumed_into_another_folder_keeps_no_lines_of_that_folder(text, saved, tmp_path):
+    out, link = tmp_path / "out", tmp_path / "link"
+    out.mkdir()
+    link.symlink_to(out)
+    (out / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\n')  # of a run that ended before its first checkpoint
+    pretrain.main([*TINY, "--text", text, "--resume", str(saved), "--out", str(out), "--steps", "3"])
+    assert [m["step"] for m in metrics(out)] == [2]
+    pretrain.main([*TINY, "--text", text, "--resume", str(out), "--out", str(link), "--steps", "4"])  # the same folder
+    assert [m["step"] for m in metrics(out)] == [2, 3]
 
 
 class Full:
