@@ -429,6 +429,30 @@ def test_interrupt_names_the_command_that_resumes(when, rank, text, tmp_path, mo
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "step_000001"]
 
 
+def test_interrupt_before_the_first_checkpoint_elsewhere_names_both_folders(text, saved, tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as m:
+        m.setattr(pretrain.Log, "write", interrupt)
+        with pytest.raises(SystemExit):
+            pretrain.main([*TINY, "--text", text, "--steps", "3", "--resume", str(saved), "--out", str(out)])
+    command = capsys.readouterr().err.strip().split("resume with python -m fshard.recipes.pretrain ")[1]
+    assert command.startswith(f"--resume {saved} --out {out} ")
+    pretrain.main(shlex.split(command))
+    assert (checkpoint.steps(saved), checkpoint.steps(out)) == ([2], [3])
+
+
+def test_command_that_resumes_on_several_nodes_needs_their_arguments(saved, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    args = pretrain.command.parse([*TINY, "--resume", str(saved)])
+    assert pretrain.command.resume_hint(args).startswith(
+        "step 2 is saved: resume on every node, with its --rdzv arguments, with torchrun --nnodes 2 --nproc-per-node 4 "
+    )
+
+
 def test_interrupt_before_a_checkpoint_says_that_nothing_is_saved(text, monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
