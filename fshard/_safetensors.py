@@ -6,9 +6,9 @@
 
 Files that fshard writes for others have checksums in the header's `__metadata__`, which other readers ignore:
 `"crc32:NAME"` has eight hexadecimal digits for each block of 64 KiB of the tensor's bytes. They are the CRC-32 of
-`NAME DTYPE SHAPE`, as in `w F32 [2, 3]`, followed by the block, so that a block of another tensor does not fit. A
-program that writes other tensors with the metadata of such a file writes checksums that do not fit. The file is refused,
-since a damaged one looks the same, and the error says how to write it without them.
+`NAME DTYPE SHAPE`, as in `w F32 [2, 3]`, followed by the block, so that a block of another tensor does not fit.
+A program that writes other tensors with the metadata of such a file writes checksums that do not fit. That is refused,
+since a damaged file looks the same, and the error says how to write the file without them.
 
 The package `safetensors` cannot write a header alone, for tensors that several processes write later. Its errors name
 at most one damaged tensor, and no duplicate name. It slices a memory map: for an eighth of the columns of a 128 MiB

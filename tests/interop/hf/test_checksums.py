@@ -171,6 +171,23 @@ def test_checksums_of_other_values_are_refused_and_none_are_accepted(tmp_path: P
     assert_same(loaded(tmp_path, changed), changed)
 
 
+def test_shard_written_by_another_program_is_read_after_what_the_error_says(tmp_path: Path) -> None:
+    want = {n: torch.randn(4) for n in "ab"}
+    index = saved(tmp_path, want, max_shard_bytes=16) / "model.safetensors.index.json"
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    save_file(load_file(shard), shard, metadata={"format": "pt"})
+    text = error_text(loaded, tmp_path, want)
+    assert text.startswith(
+        f"{shard}: is not the file that model.safetensors.index.json was written with, by its header\n"
+    )
+    assert text.endswith("  fix: copy the folder again; or, if another program wrote the file and it is the right one, "
+                         'remove "crc32" from "metadata" in model.safetensors.index.json')  # fmt: skip
+    content = json.loads(index.read_text())
+    del content["metadata"]["crc32"]
+    index.write_text(json.dumps(content))
+    assert_same(loaded(tmp_path, want), want)
+
+
 @pytest.mark.parametrize("metadata", [None, [], {"crc32": []}, {"crc32": {"model-00001-of-00002.safetensors": None}}])
 def test_index_without_checksums_is_accepted(metadata: Any, tmp_path: Path) -> None:
     want = {n: torch.randn(4) for n in "ab"}
