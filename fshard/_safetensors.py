@@ -7,6 +7,8 @@
 Files that fshard writes for others have checksums in the header's `__metadata__`, which other readers ignore:
 `"crc32:NAME"` has eight hexadecimal digits for each block of 64 KiB of the tensor's bytes. They are the CRC-32 of
 `NAME DTYPE SHAPE`, as in `w F32 [2, 3]`, followed by the block, so that a block of another tensor does not fit.
+A program that writes other tensors with the metadata of such a file writes checksums that do not fit. That is refused,
+since a damaged file looks the same, and the error says how to write the file without them.
 
 The package `safetensors` cannot write a header alone, for tensors that several processes write later. Its errors name
 at most one damaged tensor, and no duplicate name. It slices a memory map: for an eighth of the columns of a 128 MiB
@@ -40,6 +42,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 BLOCK_BYTES = 1 << 16  # of a checksum: part of the format
 _CHECKSUMS = "crc32:"
+COPY_OR_WRITE = ('copy the file again; or, if another program wrote it with the metadata of an earlier file, write it '
+                 'without the keys "crc32:...": save_file(tensors, path, metadata={"format": "pt"})')  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def read_header(path: Path) -> Header:
         digits = checksums.get(name)
         if checksums and (digits is None or len(digits) != 8 * -(-(stop - start) // BLOCK_BYTES)):
             errors.append(fail(f"{label} has not the checksums of its bytes", f"{len(digits or '')} digits, and 8 for "
-                               f"each {BLOCK_BYTES} of {stop - start} bytes", fix="copy the file again"))  # fmt: skip
+                               f"each {BLOCK_BYTES} of {stop - start} bytes", fix=COPY_OR_WRITE))  # fmt: skip
         entries.append(HeaderEntry(path.absolute(), stat.st_size, stat.st_mtime_ns, name, dtype_name, dtype, shape,
                                    first + start, digits))  # fmt: skip
     if end < available:

@@ -77,14 +77,18 @@ def resume_hint(args: argparse.Namespace) -> str:
     for folder in filter(None, (args.out, args.resume)):
         step = checkpoint.latest(folder)
         if step is not None:
-            return f"step {step} is saved: resume with {resume_command(args, folder)}"
+            ranks, here = ranks_of_launcher()
+            where = "" if ranks == here else "on every node, with its --rdzv arguments, "
+            return f"step {step} is saved: resume {where}with {resume_command(args, folder)}"
     return "nothing is saved yet: --out FOLDER --save-every N save checkpoints"
 
 
 def resume_command(args: argparse.Namespace, folder: Path) -> str:
     command = ["python", "-m", "fshard.recipes.pretrain", "--resume", str(folder)]
+    if args.out not in (None, folder):
+        command += ["--out", str(args.out)]
     if "RANK" in os.environ:
-        ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        ranks, here = ranks_of_launcher()
         nodes = [] if ranks == here else ["--nnodes", str(ranks // here)]
         command[:2] = ["torchrun", *nodes, "--nproc-per-node", str(here), "-m"]
     for name, default in vars(parser().parse_args([])).items():
@@ -92,6 +96,12 @@ def resume_command(args: argparse.Namespace, folder: Path) -> str:
         if value != default and name not in ("out", "resume", "verify"):
             command += [flag(name), *([] if value is True else [str(value)])]
     return shlex.join(command)
+
+
+def ranks_of_launcher() -> tuple[int, int]:
+    """Return how many ranks there are, and how many of them on this node: both 1 without a launcher."""
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return (ranks, here) if "RANK" in os.environ else (1, 1)
 
 
 def flag(name: str) -> str:
@@ -154,10 +164,15 @@ def mesh_of(args: argparse.Namespace) -> fs.Mesh:
     return mesh
 
 
+def resumes_in_place(args: argparse.Namespace) -> bool:
+    """Return whether the run goes on in the folder that it resumes from."""
+    return args.resume is not None and (args.out is None or os.path.realpath(args.out) == os.path.realpath(args.resume))
+
+
 def check_folders(args: argparse.Namespace) -> tuple[int, dict[str, Any]] | None:
     """Return the step to resume from and the saved leaves. Ends the program for folders that do not fit the run."""
     try:
-        if args.out and not args.resume and checkpoint.latest(args.out) is not None:
+        if args.out and not resumes_in_place(args) and checkpoint.latest(args.out) is not None:
             raise stop(f"--out {args.out} holds a run, up to step {checkpoint.latest(args.out)}: "
                        f"give --resume {args.out}, or another folder")  # fmt: skip
         for name in filter(lambda name: getattr(args, name), ("resume", "out")):

@@ -71,11 +71,18 @@ def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
     return np.concatenate(parts[0]), np.concatenate(parts[1])
 
 
-def batches(text: np.ndarray[Any, Any], length: int, batch: int, key: Tensor | None, mesh: fs.Mesh) -> Any:
+def batches(
+    text: np.ndarray[Any, Any],
+    length: int,
+    batch: int,
+    key: Tensor | None,
+    mesh: fs.Mesh,
+    name: str = "text to train on",
+) -> Any:
     """A function from a step to its placed batch {"ids", "targets"}, each [B@data, T]; a rank reads only its rows."""
     size = (len(text) - 1) // length
     if size < batch:
-        raise command.stop(f"the text has {len(text)} tokens, fewer than {batch} sequences of {length} + 1: "
+        raise command.stop(f"the {name} has {len(text)} tokens, fewer than {batch} sequences of {length} + 1: "
                            f"give a longer --text, or less --batch or --context")  # fmt: skip
 
     def fetch(rows: Any) -> dict[str, Tensor]:
@@ -154,6 +161,7 @@ def train(args: argparse.Namespace) -> float:
             return loss_fn(params, batch["ids"], batch["targets"], None)
 
     train_batch = batches(text, args.context, args.batch, fs.fold_in(key, "data"), mesh)
+    eval_batch = batches(held_out, args.context, args.batch, None, mesh, "held-out twentieth of the text")
     if args.verify:
         # A compiled step gets the shape of training, so that it is compiled once.
         rows = args.batch if args.compile else min(args.batch, 2 * mesh.axes["data"])
@@ -181,10 +189,9 @@ def train(args: argparse.Namespace) -> float:
                 except fs.ShardingError as e:
                     raise command.stop(f"{e}\n{command.resume_hint(args)}") from None
 
-    eval_batch = batches(held_out, args.context, args.batch, None, mesh)
-    n = min(50, (len(held_out) - 1) // (args.context * args.batch))
-    every = max(1, (len(held_out) - 1) // (args.context * args.batch) // max(n, 1))
-    val: float = sum(float(eval_step(state["params"], eval_batch(i * every))) for i in range(n)) / max(n, 1)
+    held_out_batches = (len(held_out) - 1) // (args.context * args.batch)  # at least one
+    n = min(50, held_out_batches)
+    val: float = sum(float(eval_step(state["params"], eval_batch(held_out_batches // n * i))) for i in range(n)) / n
     took = f"{args.steps} steps, {time.time() - start:.0f} s"
     say(f"validation loss {val:.3f} nats per byte ({val / np.log(2):.2f} bits) after {took}")
     if args.sample:
@@ -286,7 +293,7 @@ class Log:
             with self.errors():
                 out.mkdir(parents=True, exist_ok=True)
                 path = out / "metrics.jsonl"
-                earlier = [line for step, line in read_metrics(path) if step < begin]
+                earlier = [line for step, line in read_metrics(path) if step < begin and command.resumes_in_place(args)]
                 new = path.with_name(".metrics.jsonl.new")  # renamed: a kill loses no line
                 new.write_text("".join(earlier))
                 os.replace(new, path)

@@ -248,10 +248,13 @@ def refusal(*flags):
     ("--compile --mesh data=2", "--compile --mesh data=2: the ranks are threads, which one compiler serves: give one"),
     ("--text {tmp}/none", "--text {tmp}/none: No such file or directory: give a file of text"),
     ("--text {tmp}", "--text {tmp}: Is a directory: give a file of text"),
-    ("--text {tmp}/empty", "the text has 0 tokens, fewer than 2 sequences of 8 + 1: give a longer --text, or less"),
+    ("--text {tmp}/empty", "the text to train on has 0 tokens, fewer than 2 sequences of 8 + 1: give a longer "),
+    ("--text {tmp}/short --out {tmp}/new",
+     "the held-out twentieth of the text has 10 tokens, fewer than 2 sequences of 8 + 1: give a longer --text, or "),
     ("--out {tmp}/empty", "--out {tmp}/empty: {tmp}/empty is a file: give a folder"),
     ("--out {tmp}/empty/a/b", "--out {tmp}/empty/a/b: {tmp}/empty is a file: give a folder"),
     ("--out {saved}", "--out {saved} holds a run, up to step 2: give --resume {saved}, or another folder"),
+    ("--resume {saved} --out {other} --steps 3", "--out {other} holds a run, up to step 1: give --resume {other}, or "),
     ("--resume {tmp}/none", "--resume {tmp}/none: there is no complete checkpoint in it"),
     ("--resume {tmp}/empty", "--resume {tmp}/empty: {tmp}/empty is a file: give a folder"),
     ("--resume {saved}/step_000002",
@@ -276,12 +279,14 @@ def test_what_no_run_can_have_is_refused_in_one_line(flags, want, text, saved, t
         "damaged": tmp_path / "damaged",
     }
     (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("x" * 200)
     checkpoint.save(tmp_path / "other", {"x": 1}, step=1)
     shutil.copytree(saved, tmp_path / "damaged")
     (tmp_path / "damaged" / "step_000002" / "manifest.json").write_text("{")
     before = {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()}
     assert refusal("--text", text, *flags.format(**names).split()).startswith(want.format(**names))
     assert {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()} == before
+    assert not (tmp_path / "new").exists()  # refused before the first step
 
 
 def test_folders_that_cannot_be_read_or_written_are_refused(saved, tmp_path, monkeypatch):
@@ -324,6 +329,17 @@ def test_metrics_cut_short_are_resumed_and_damage_is_named(text, saved, tmp_path
         assert e.value.code == f"pretrain: {path}: line 1 is damaged: remove it, or move the file away"
     refusal("--text", text, "--resume", str(out))
     assert path.read_text() == damage + "\n" + second  # a refused run changes nothing
+
+
+def test_run_resumed_into_another_folder_keeps_no_lines_of_that_folder(text, saved, tmp_path):
+    out, link = tmp_path / "out", tmp_path / "link"
+    out.mkdir()
+    link.symlink_to(out)
+    (out / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\n')  # of a run that ended before its first checkpoint
+    pretrain.main([*TINY, "--text", text, "--resume", str(saved), "--out", str(out), "--steps", "3"])
+    assert [m["step"] for m in metrics(out)] == [2]
+    pretrain.main([*TINY, "--text", text, "--resume", str(out), "--out", str(link), "--steps", "4"])  # the same folder
+    assert [m["step"] for m in metrics(out)] == [2, 3]
 
 
 class Full:
@@ -411,6 +427,30 @@ def test_interrupt_names_the_command_that_resumes(when, rank, text, tmp_path, mo
     )
     assert err == (want if rank == "0" else "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "step_000001"]
+
+
+def test_interrupt_before_the_first_checkpoint_elsewhere_names_both_folders(text, saved, tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as m:
+        m.setattr(pretrain.Log, "write", interrupt)
+        with pytest.raises(SystemExit):
+            pretrain.main([*TINY, "--text", text, "--steps", "3", "--resume", str(saved), "--out", str(out)])
+    command = capsys.readouterr().err.strip().split("resume with python -m fshard.recipes.pretrain ")[1]
+    assert command.startswith(f"--resume {saved} --out {out} ")
+    pretrain.main(shlex.split(command))
+    assert (checkpoint.steps(saved), checkpoint.steps(out)) == ([2], [3])
+
+
+def test_command_that_resumes_on_several_nodes_needs_their_arguments(saved, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    args = pretrain.command.parse([*TINY, "--resume", str(saved)])
+    assert pretrain.command.resume_hint(args).startswith(
+        "step 2 is saved: resume on every node, with its --rdzv arguments, with torchrun --nnodes 2 --nproc-per-node 4 "
+    )
 
 
 def test_interrupt_before_a_checkpoint_says_that_nothing_is_saved(text, monkeypatch, capsys):

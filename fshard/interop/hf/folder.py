@@ -57,7 +57,8 @@ class WeightHeaders:
         if crc32 not in (None, f"{header.crc32:08x}"):
             self.errors.append(fail(f"{path}: is not the file that {INDEX} was written with, by its header",
                                     expected=f"crc32 {crc32}", got=f"crc32 {header.crc32:08x}",
-                                    fix="copy the folder again"))  # fmt: skip
+                                    fix="copy the folder again; or, if another program wrote the file and it is the "
+                                        f'right one, remove "crc32" from "metadata" in {INDEX}'))  # fmt: skip
         return {entry.name: entry for entry in header.entries}
 
     def _read_index(self, index: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._io import StrPath, bytes_of, cannot_read
-from fshard._safetensors import BLOCK_BYTES, HeaderEntry
+from fshard._safetensors import BLOCK_BYTES, COPY_OR_WRITE, HeaderEntry
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe
@@ -126,8 +126,11 @@ class FromFile:
         if not self.entry.matches(start // BLOCK_BYTES, data):
             _check_unchanged(fd, self.entry)
             at = self.entry.start + start
-            raise fail(f"{self.entry.file}: {self.entry.name!r} is damaged", f"bytes {at} to {at + len(data)} of the "
-                       "file do not have their checksum", fix="copy the file again")  # fmt: skip
+            raise fail(
+                f"{self.entry.file}: {self.entry.name!r} is damaged, or has the checksums of other values",
+                f"bytes {at} to {at + len(data)} of the file do not have their checksum",
+                fix=COPY_OR_WRITE,
+            )
 
     def _read_bytes(self, fd: int, rest: memoryview, start: int) -> None:
         position = self.entry.start + start

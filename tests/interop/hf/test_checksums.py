@@ -22,6 +22,10 @@ from tests.lib.folder_cases import KEY
 
 CPU = torch.device("cpu")
 BLOCK = 1 << 16
+COPY_OR_WRITE = (
+    "  fix: copy the file again; or, if another program wrote it with the metadata of an earlier file, write it "
+    'without the keys "crc32:...": save_file(tensors, path, metadata={"format": "pt"})'
+)
 
 
 def named(path: fs.tree.Path) -> FileTensor:
@@ -80,8 +84,8 @@ def test_damaged_tensor_is_named_with_its_bytes(tmp_path: Path) -> None:
     file.write_bytes(flipped(good, 8 * (len(good) - 1)))
     start = len(good) - x.nbytes + BLOCK
     assert error_text(loaded, tmp_path, {"a": x}) == (
-        f"{file}: 'a' is damaged\n  bytes {start} to {len(good)} of the file do not have their checksum\n"
-        "  fix: copy the file again"
+        f"{file}: 'a' is damaged, or has the checksums of other values\n"
+        f"  bytes {start} to {len(good)} of the file do not have their checksum\n" + COPY_OR_WRITE
     )
 
 
@@ -146,18 +150,42 @@ def test_checksums_of_other_values_are_refused_and_none_are_accepted(tmp_path: P
     file = saved(tmp_path, {"a": x, "b": x.clone()}) / "model.safetensors"
     with safe_open(file, "pt") as f:
         metadata = f.metadata()
-    changed = {"a": x + 1, "b": x.clone()}
-    save_file(changed, file, metadata=metadata)
-    assert "'a' is damaged" in error_text(loaded, tmp_path, changed)
-    save_file(changed, file, metadata={"format": "pt"})
-    assert_same(loaded(tmp_path, changed), changed)
+    for changed, want in (
+        ({"a": x.half(), "b": x.clone()}, "'a' is damaged, or has the checksums of other values\n"),
+        ({"a": x.repeat(BLOCK), "b": x.clone()}, "'a' has not the checksums of its bytes\n"),
+        ({"a": x, "b": x.clone(), "new": x.clone()}, "'new' has not the checksums of its bytes\n"),
+        ({"a": x + 1, "b": x.clone()}, "'a' is damaged, or has the checksums of other values\n"),
+    ):
+        save_file(changed, file, metadata=metadata)
+        text = error_text(loaded, tmp_path, changed)
+        assert text.startswith(f"{file}: {want}")
+        assert text.endswith(COPY_OR_WRITE)
+        save_file(changed, file, metadata={"format": "pt"})  # as it says
+        assert_same(loaded(tmp_path, changed), changed)
     save_file(changed, file, metadata={"crc32:b": metadata["crc32:b"]})
     assert error_text(loaded, tmp_path, changed) == (
         f"{file}: 'a' has not the checksums of its bytes\n  0 digits, and 8 for each 65536 of 16 bytes\n"
-        "  fix: copy the file again"
+        + COPY_OR_WRITE
     )
     saved(tmp_path, changed, metadata=metadata)  # of another file: replaced by its own
     assert_same(loaded(tmp_path, changed), changed)
+
+
+def test_shard_written_by_another_program_is_read_after_what_the_error_says(tmp_path: Path) -> None:
+    want = {n: torch.randn(4) for n in "ab"}
+    index = saved(tmp_path, want, max_shard_bytes=16) / "model.safetensors.index.json"
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    save_file(load_file(shard), shard, metadata={"format": "pt"})
+    text = error_text(loaded, tmp_path, want)
+    assert text.startswith(
+        f"{shard}: is not the file that model.safetensors.index.json was written with, by its header\n"
+    )
+    assert text.endswith("  fix: copy the folder again; or, if another program wrote the file and it is the right one, "
+                         'remove "crc32" from "metadata" in model.safetensors.index.json')  # fmt: skip
+    content = json.loads(index.read_text())
+    del content["metadata"]["crc32"]
+    index.write_text(json.dumps(content))
+    assert_same(loaded(tmp_path, want), want)
 
 
 @pytest.mark.parametrize("metadata", [None, [], {"crc32": []}, {"crc32": {"model-00001-of-00002.safetensors": None}}])
