@@ -220,16 +220,14 @@ def test_the_ranks_that_run_have_every_length_of_a_dim(n, axes):
 @pytest.mark.parametrize(
     ("f", "n", "error", "parts"),
     [
-        (lambda x: fs.pmax(x.amax(0), "data"), 2, RuntimeError,
-         "on rank 3 (data=3), which has none of the 2 of x dim 0"),
         (lambda x: fs.psum(x.squeeze().sum(1).sum(), "data"), 5, IndexError,
          "on rank 2 (data=2), which has 1 of the 5 of x dim 0"),
         (lambda x: total(x) if len(x) else x.sum(), 2, ShardingError,
          "on rank 3 (data=3), which has none of the 2 of x dim 0"),
     ],
-    ids=["maximum of no rows", "squeeze of one row", "types of another branch"],
+    ids=["squeeze of one row", "types of another branch"],
 )  # fmt: skip
-def test_error_that_only_a_smaller_part_raises_names_the_rank(f, n, error, parts, caplog):
+def test_error_that_only_a_smaller_part_raises_names_the_rank(f, n, error, parts):
     assert checked_parts(f, DATA, P(), rows_of(8), data=4).ranks == (0,)
     with pytest.raises(error) as raised:
         checked_parts(f, DATA, P(), rows_of(n), data=4)
@@ -289,6 +287,25 @@ def test_number_that_differs_because_of_the_sizes_is_an_error():
     text = error_text(checked_parts, f, (P(), P("data")), P(), fs.init.zeros(()), rows_of(5), data=4)
     assert "mul of a value that is invariant over 'data' with a number that differs between its ranks" in text
     assert "data=0  2\n  data=2  1\n  data=3  0" in text
+
+
+@pytest.mark.parametrize("name", ["max", "min", "argmin", "amax", "aminmax", "max dim 0", "amax dim 0"])
+def test_reduction_that_only_an_empty_part_refuses_is_an_error(name):
+    op, _, dim = name.partition(" dim ")
+
+    def f(x):
+        assert x.amax(1).shape == x.shape[:1]  # of no rows, none
+        out = getattr(x, op)(dim=int(dim)) if dim else getattr(x, op)()
+        return fs.pmax(out if isinstance(out, torch.Tensor) else out[0], "data")
+
+    for rows in (8, 5):  # every rank has a row
+        assert fs.tree.leaves(checked_parts(f, DATA, P(), rows_of(rows), data=3))
+    text = error_text(checked_parts, f, DATA, P(), rows_of(6), data=4)
+    assert f"{op} of no elements, of a tensor of shape [0, 3]" in text
+    assert "on rank 3 (data=3)" in text
+    for check in ("always", "never"):  # "never": the error of torch
+        with pytest.raises((ShardingError, RuntimeError, IndexError)):
+            mapped(f, fs.make_mesh(data=4), ins=DATA, out=P(), check=check)(torch.ones(6, 3))
 
 
 def test_check_of_a_model_with_empty_heads_and_an_empty_batch():

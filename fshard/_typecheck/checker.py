@@ -198,6 +198,8 @@ class Checker(OperationMode):
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
         if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
+        if op.lacks_a_value(args, kwargs):
+            raise messages.reduction_of_no_value(op.name, args[0])
         new, history = self._result_type(op, operands, args, kwargs)
         written = [Operand(x, self.info(x)) for x in op.written(args, kwargs)]
         self._check_written(op, new, history, written, operands)

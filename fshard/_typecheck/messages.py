@@ -206,6 +206,13 @@ def draw_from_torch_generator(op: str) -> ShardingError:
                       "for an nn.Module, apply.eval() or rates of 0")  # fmt: skip
 
 
+def reduction_of_no_value(op: str, x: Tensor) -> ShardingError:
+    """Word the error of a maximum or minimum of no elements, as of an empty part."""
+    return _error(_callsite.site(), f"{op} of no elements, of a tensor of shape {list(x.shape)}", [],
+                  fix="give each rank a part, or add an element first: torch.cat, with the least value for a maximum"
+                  )  # fmt: skip
+
+
 def number_differs(
     op: str, site: _callsite.Site | str | None, axis: str, numbers: Sequence[tuple[str, tuple[Any, ...]]]
 ) -> ShardingError:

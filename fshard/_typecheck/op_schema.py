@@ -34,6 +34,7 @@ _COMPLETED_BY = {  # the collective that completes a result where an axis splits
     **dict.fromkeys(("argmax", "argmin", "logsumexp", "softmax", "log_softmax", "topk", "sort", "argsort", "median",
                      "var", "var_mean", "std", "linalg_vector_norm", "cumsum", "prod", "all", "any"), "all_gather"),
 }  # fmt: skip
+_OF_SOME_VALUE = {"amax", "amin", "aminmax", "argmax", "argmin", "max", "min"}  # have no result without a value
 _SHAPES = {"size", "stride", "shape", "split_sizes"}
 _SHARED_SCALARS = {"lr", "state_steps", "grad_scale", "found_inf"}  # of a fused step: no gradients, used by every row
 
@@ -65,6 +66,14 @@ class Operation:
         if self.name.endswith("batch_norm") and len(args) > 5 and args[5] is True:  # its schema does not mark them
             written += args[3:5]
         return tensors_in(written)
+
+    def lacks_a_value(self, args: Args, kwargs: Kwargs) -> bool:
+        """Return whether a call has no value to choose; torch's fake tensors do not refuse a `max` or `min` of none."""
+        if self.name not in _OF_SOME_VALUE or args[0].numel():
+            return False
+        dim = {**dict(zip((a.name for a in schema_of(self.func).arguments), args, strict=False)), **kwargs}.get("dim")
+        dims = [dim] if isinstance(dim, int) else dim
+        return not dims or any(args[0].shape[d] == 0 for d in dims)
 
     def reduced_dim(self, args: Args, kwargs: Kwargs) -> int | None:
         """Return the dim that a call reduces; `None` for all or several."""

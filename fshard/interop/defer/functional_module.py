@@ -12,7 +12,6 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from fshard import tree
@@ -21,7 +20,7 @@ from fshard._ops import differentiable_dtype
 from fshard._torch_compat import FakeTensor, unwrapped, version_of
 from fshard.collectives import psum, pvary
 from fshard.errors import ShardingError, checked, fail, raise_all
-from fshard.spec import describe
+from fshard.spec import describe, names_of
 
 Named = Mapping[str, Tensor]
 Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
@@ -120,11 +119,15 @@ class Apply:
         examples would change with the mesh. `None` takes those all the same, as torch's DistributedDataParallel does:
         for ranks that train models of their own. The running statistics are those of all ranks too.
 
+        An axis that splits the channels, and so the norm's leaves, needs nothing: each rank has all examples of its
+        channels. To name it here is an error when the norm runs, as is an input that torch refuses: one with other dims
+        or channels than the norm's, or in train mode with one value of each channel on all ranks together.
+
         >>> apply = Apply(torch.nn.BatchNorm1d(3, device="meta")).batch_norm_over("data")
         """
         module = _deepcopy(self.module)
-        for _, m in _batch_norms(module):
-            m.forward = functools.partial(_batch_norm_over, axis, m)
+        for name, m in _batch_norms(module):
+            m.forward = functools.partial(_batch_norm_over, axis, f"{self!r}: {repr(name) if name else 'it'}", m)
         return Apply(module, self.ties, self.whole, self.transient)
 
     def __repr__(self) -> str:
@@ -219,7 +222,9 @@ class Apply:
             for name, norm in _batch_norms(module):
                 if "forward" in vars(norm):  # that of `batch_norm_over`
                     continue
-                norm.forward = functools.partial(_batch_norm_of_one_rank, f"{self!r}", name, norm)
+                norm.forward = functools.partial(
+                    _batch_norm_of_one_rank, f"{self!r}: {repr(name) if name else 'it'}", norm
+                )
             return _ModuleCopy(module, places_of(module, self.ties))
 
 
@@ -263,61 +268,91 @@ def leaves_at(places: Sequence[Place]) -> Leaves:
 
 # --- batch norms ----------------------------------------------------------------------------------------------
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BATCH_NORMS: dict[type[nn.Module], Sequence[int]] = {  # kind -> the numbers of dims that its input may have
+    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,), nn.SyncBatchNorm: range(2, 64)
+}  # fmt: skip
 
 
 def _batch_norms(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return torch's own batch norms with their names, and none whose forward is another."""
     own = {kind.forward for kind in _BATCH_NORMS}
     return [(name, m) for name, m in module.named_modules()
-            if isinstance(m, _BATCH_NORMS) and type(m).forward in own]  # fmt: skip
+            if any(isinstance(m, kind) for kind in _BATCH_NORMS) and type(m).forward in own]  # fmt: skip
 
 
-def _batch_norm_of_one_rank(apply: str, name: str, m: Any, x: Tensor) -> Tensor:
-    """Run a batch norm. Raise ShardingError if it would take the statistics of one rank's examples."""
+def _axes_of_own_values(x: Tensor) -> frozenset[str]:
+    """Return the axes over which ranks have values of their own, not copies of one; none in calls without checks."""
     types = checker()
-    axes: list[str] = []
+    if types is None:
+        return frozenset()
+    type_, history = types.info(x).type, types.info(x).history
+    return frozenset(type_.varying - history.copies - {g.axis for g in history.gathers})
+
+
+def _axes_of_channels(m: Any) -> frozenset[str]:
+    """Return the axes that split the channels of a batch norm: all its leaves but the counter vary over them."""
+    leaves = [x for x in (m.weight, m.bias, m.running_mean, m.running_var) if x is not None]
+    return frozenset[str].intersection(*map(_axes_of_own_values, leaves)) if leaves else frozenset()
+
+
+def _batch_norm_of_one_rank(name: str, m: Any, x: Tensor) -> Tensor:
+    """Run a batch norm. Raise ShardingError if it would take the statistics of one rank's examples."""
+    axes: frozenset[str] = frozenset()
     if m.training or m.running_mean is None:
-        if isinstance(m, nn.SyncBatchNorm) and in_region():  # its process group is none of the mesh's
-            axes = [a for a, n in region().sizes.items() if n > 1]
-        elif types is not None:
-            info = types.info(x)
-            axes = sorted(info.type.varying - info.history.copies)
+        if not isinstance(m, nn.SyncBatchNorm):
+            axes = _axes_of_own_values(x) - _axes_of_channels(m)
+        elif in_region():  # its process group is none of the mesh's
+            axes = frozenset(a for a, n in region().sizes.items() if n > 1)
     if not axes:
         return type(m).forward(m, x)  # type: ignore[no-any-return]
     kind = type(m).__name__
     state = "in train mode" if m.training else "without running statistics"
     why = ("it would take the statistics of all processes, whatever the mesh; on a simulated mesh, of each rank alone"
            if isinstance(m, nn.SyncBatchNorm) else
-           f"its input varies over {' and '.join(map(repr, axes))}: the statistics of each rank's own examples change "
-           "with the mesh")  # fmt: skip
-    over = f'"{axes[0]}"' if len(axes) == 1 else "the axes that split the batch"
-    raise fail(f"{apply}: {f'{name!r} is ' if name else 'it is '}a {kind} {state}", why,
+           f"its input varies over {' and '.join(map(repr, sorted(axes)))}: the statistics of each rank's own examples "
+           "change with the mesh")  # fmt: skip
+    batch = axes - _axes_of_channels(m)
+    over = "the axes that split the batch" if len(batch) > 1 else f'"{min(batch)}"' if batch else "None"
+    raise fail(f"{name} is a {kind} {state}", why,
                fix=f"apply = apply.batch_norm_over({over}): the statistics of all examples; or apply.eval(); or\n"
-                   "       apply.batch_norm_over(None), if each rank trains a model of its own")  # fmt: skip
+                   "       apply.batch_norm_over(None), if each rank has channels or a model of its own")  # fmt: skip
 
 
-def _batch_norm_over(axis: Axis, m: Any, x: Tensor) -> Tensor:
+def _batch_norm_over(axis: Axis, name: str, m: Any, x: Tensor) -> Tensor:
     """Run a batch norm; in train mode with the mean and the variance of the examples on all ranks of `axis`."""
-    batched = m.training or m.running_mean is None
-    if not batched or axis is None:
-        if m.training and m.num_batches_tracked is not None:
-            m.num_batches_tracked.add_(1)
-        rate = m.momentum if m.momentum is not None else 1 / float(m.num_batches_tracked) if m.training else 0.0
-        return F.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, batched, rate, m.eps)
+    if axis is None or not (m.training or m.running_mean is None):
+        return nn.BatchNorm1d.forward(m, x)  # that of all kinds but SyncBatchNorm's, which uses a process group
+    name = f"{name} is a {type(m).__name__}"
+    if split := sorted(_axes_of_channels(m) & set(names_of(axis))):
+        raise fail(f"{name} whose leaves vary over {split[0]!r}: batch_norm_over({axis!r}) would take the mean over "
+                   "different channels", fix="leave that axis out: each rank has all examples of its channels; "
+                   "for no axis at all, leave out batch_norm_over")  # fmt: skip
+    if x.ndim not in next(ndims for kind, ndims in _BATCH_NORMS.items() if isinstance(m, kind)):
+        raise fail(f"{name}, and its input has {x.ndim} dims", input=describe(x.dtype, x.shape))
+    for key in ("weight", "bias", "running_mean", "running_var"):
+        leaf = getattr(m, key)
+        if leaf is not None and len(leaf) != x.shape[1]:
+            raise fail(f"{name} whose {key} has {len(leaf)} channels, and its input has {x.shape[1]}",
+                       input=describe(x.dtype, x.shape))  # fmt: skip
     dims, shape = [d for d in range(x.ndim) if d != 1], [1, -1] + [1] * (x.ndim - 2)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    count = torch.tensor(x.numel() // max(1, x.shape[1]), dtype=wide.dtype, device=x.device)
+    values = x.numel() // max(1, x.shape[1])  # of each channel on this rank
+    count = torch.tensor(values, dtype=wide.dtype, device=x.device)
     total, count = psum((wide.sum(dims), count), axis)
+    if values <= 1 and _equal(count, torch.ones_like(count), unknown=False):  # read only where so few are possible
+        raise fail(f"{name}, and all ranks of {axis!r} together have one value of each channel: it has no variance",
+                   input=describe(x.dtype, x.shape), fix="a larger batch, or apply.eval()")  # fmt: skip
     mean = total / count
     centred = wide - pvary(mean, axis).view(shape)
     variance = psum(centred.square().sum(dims), axis) / count
     y = centred * pvary(variance + m.eps, axis).rsqrt().view(shape)
     if m.weight is not None:
         y = y * m.weight.view(shape) + m.bias.view(shape)
-    if m.training and m.running_mean is not None:
-        m.num_batches_tracked.add_(1)
-        rate = m.momentum if m.momentum is not None else 1 / m.num_batches_tracked.to(wide.dtype)
+    if m.training and m.track_running_stats and m.running_mean is not None:
+        rate: Any = m.momentum or 0.0
+        if m.num_batches_tracked is not None:
+            m.num_batches_tracked.add_(1)
+            rate = m.momentum if m.momentum is not None else 1 / m.num_batches_tracked.to(wide.dtype)
         unbiased = variance * (count / (count - 1))
         for key, new in (("running_mean", mean), ("running_var", unbiased)):
             old = getattr(m, key)
@@ -397,9 +432,11 @@ def _version(x: Tensor) -> int:
     return version_of(unwrapped(x))
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
-    """Return whether two buffers have the same values; True for tensors without values."""
+def _equal(x: Tensor, y: Tensor, unknown: bool = True) -> bool:
+    """Return whether two tensors have the same values; `unknown` for tensors without values."""
     x, y = unwrapped(x.detach()), unwrapped(y.detach())
-    if x is y or x.is_meta or isinstance(x, FakeTensor):
+    if x is y:
         return True
+    if x.is_meta or isinstance(x, FakeTensor):
+        return unknown
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN equals NaN

@@ -469,6 +469,64 @@ def test_batch_norm_of_one_ranks_examples_is_an_error(name):
         torch.testing.assert_close(run_norm(on_meta(module), module, mesh, x)[0], module(x).detach())
 
 
+@pytest.mark.parametrize("kind", ["BatchNorm1d", "SyncBatchNorm"])
+def test_batch_norm_of_split_channels_equals_one_device(kind):
+    module, x = nn.Sequential(getattr(nn, kind)(4)), fs.random.normal(fs.key(1), (6, 4), mean=2.0)
+    mesh = fs.make_mesh(data=2, model=2)
+    apply, (params, buffers) = on_meta(module), leaves(module)
+    p_specs = {n: P("model") for n in params}
+    b_specs = {n: P("model") if b.ndim else P() for n, b in buffers.items()}
+
+    def run(apply, rows=None):
+        def step(p, b, x):
+            p = fs.unshard(p, P(), rows) if rows else p
+            return apply.with_buffers(p, b, x)
+
+        specs = (p_specs, b_specs, P(rows, "model"))
+        out, new = fs.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(specs[2], b_specs))(params, buffers, x)
+        return fs.device_get(out), fs.device_get(new)
+
+    one = nn.BatchNorm1d(4)
+    expected = one(x).detach(), {f"0.{n}": b for n, b in one.named_buffers()}
+    if kind == "BatchNorm1d":
+        torch.testing.assert_close(run(apply), expected)
+        assert "varies over 'data': the statistics" in error_text(run, apply, "data")
+    else:
+        assert 'batch_norm_over("data"): the statistics of all' in error_text(run, apply)
+        torch.testing.assert_close(run(apply.batch_norm_over(None)), expected)
+    torch.testing.assert_close(run(apply.batch_norm_over("data"), "data"), expected, rtol=1e-4, atol=1e-5)
+    for axis in ("model", ("data", "model")):
+        assert error_text(run, apply.batch_norm_over(axis), "data") == (
+            f"Apply(Sequential): '0' is a {kind} whose leaves vary over 'model': batch_norm_over({axis!r}) would take "
+            "the mean over different channels\n"
+            "  fix: leave that axis out: each rank has all examples of its channels; for no axis at all, leave out "
+            "batch_norm_over"
+        )
+
+
+WRONG = {
+    "dims": (nn.BatchNorm2d(3), (6, 3), "it is a BatchNorm2d, and its input has 2 dims"),
+    "channels": (nn.BatchNorm1d(1), (6, 3), "it is a BatchNorm1d whose weight has 1 channels, and its input has 3"),
+    "one value": (nn.BatchNorm1d(3), (1, 3), "all ranks of 'data' together have one value of each channel"),
+    "one value, no statistics": (nn.BatchNorm1d(3, track_running_stats=False), (1, 3), "have one value of each"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_batch_norm_over_an_axis_refuses_what_torch_refuses(name):
+    module, shape, text = WRONG[name]
+    with pytest.raises((ValueError, RuntimeError)):
+        module(torch.ones(shape))
+    for axis in ("data", None):  # None: torch's own checks
+        with pytest.raises((ValueError, RuntimeError, ShardingError), match=text if axis else None):
+            run_norm(on_meta(module).batch_norm_over(axis), module, fs.make_mesh(data=2), torch.ones(shape), steps=1)
+
+
+def test_batch_norm_over_none_without_a_count_of_batches_equals_torch():
+    module, x = nn.BatchNorm1d(3, track_running_stats=False, momentum=None), torch.randn(4, 3)
+    torch.testing.assert_close(Apply(module).batch_norm_over(None)(*leaves(module), x), module(x).detach())
+
+
 def test_a_batch_norm_with_a_forward_of_its_own_and_instance_norms_run_as_they_are():
     class Own(nn.BatchNorm1d):
         def forward(self, x):
