@@ -517,9 +517,11 @@ def test_batch_norm_over_an_axis_refuses_what_torch_refuses(name):
     module, shape, text = WRONG[name]
     with pytest.raises((ValueError, RuntimeError)):
         module(torch.ones(shape))
-    for axis in ("data", None):  # None: torch's own checks
+    for axis, ranks in (("data", 1), ("data", 2), (None, 2)):  # None: torch's own checks
         with pytest.raises((ValueError, RuntimeError, ShardingError), match=text if axis else None):
-            run_norm(on_meta(module).batch_norm_over(axis), module, fs.make_mesh(data=2), torch.ones(shape), steps=1)
+            run_norm(
+                on_meta(module).batch_norm_over(axis), module, fs.make_mesh(data=ranks), torch.ones(shape), steps=1
+            )
 
 
 def test_batch_norm_over_none_without_a_count_of_batches_equals_torch():
