@@ -116,7 +116,7 @@ def test_errors_of_damaged_files_name_file_and_leaf(tmp_path: Path) -> None:
     one.write_bytes(b"9" + good[1:])
     assert f"{one}: the header is damaged" in error_text(checkpoint.restore, at, state)
     start = manifest.read_manifest(at).leaves["a"].chunks[0].start
-    one.write_bytes(good[:start] + b"\xff" + good[start + 1 :])
+    one.write_bytes(good[:start] + bytes([good[start] ^ 255]) + good[start + 1 :])
     text = error_text(checkpoint.restore, at, state)
     assert text.startswith("a: the data is damaged\n  expected  crc32 ")
     assert f"in {one}, bytes {start} to {start + 24}" in text
