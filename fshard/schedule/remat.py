@@ -37,8 +37,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @named_as(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # dynamo cannot look into closures
-            check_captured("remat", f)
+        check_captured("remat", f)
         tensors, rest = split_tensors((args, kwargs))
         result_rest: list[Any] = []  # the result without its tensors, which alone leave the Function
 
@@ -218,6 +217,8 @@ def _can_discard(xs: Sequence[Tensor]) -> bool:
 
 def check_captured(verb: str, f: Callable[..., Any]) -> None:
     """Raise if `f` captures a tensor that is being differentiated: its gradient would be lost silently."""
+    if torch.compiler.is_dynamo_compiling():  # which cannot look into closures
+        return
     recorded = torch.is_grad_enabled()
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True) if hasattr(f, "__code__") else ():
         try:
