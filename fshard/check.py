@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import tree
 from ._call import compare_result_types, result_types
-from ._comm import Transfer, index_of
+from ._comm import Transfer, coords_of, index_of
 from ._typecheck import same_numbers
 from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .init import Deferred
@@ -192,10 +192,8 @@ def _ranks_to_run(uneven: Sequence[UnevenDim], sizes: Mapping[str, int]) -> list
 
 def _rank_at(axes: Sequence[str], at: int, sizes: Mapping[str, int]) -> int:
     """Return the rank at a position over the flattened axes, and at 0 on the others."""
-    coords = dict.fromkeys(sizes, 0)
-    for a in reversed(axes):
-        at, coords[a] = divmod(at, sizes[a])
-    return index_of(tuple(sizes), sizes, coords)
+    coords = dict(zip(axes, coords_of(at, [sizes[a] for a in axes]), strict=True))
+    return index_of(tuple(sizes), sizes, {**dict.fromkeys(sizes, 0), **coords})
 
 
 # --- ranks with the smaller parts -----------------------------------------------------------------------------

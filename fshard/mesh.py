@@ -24,6 +24,7 @@ from ._comm import (
     Watchdog,
     call_at_exit,
     call_distributed,
+    coords_of,
     fake_tensors,
     refuse_nesting,
     simulate,
@@ -66,10 +67,7 @@ class Mesh:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Position of a rank along each axis."""
-        out = {}
-        for axis, n in reversed(self.axes.items()):
-            rank, out[axis] = divmod(rank, n)
-        return {axis: out[axis] for axis in self.axes}
+        return dict(zip(self.axes, coords_of(rank, list(self.axes.values())), strict=True))
 
     def run(self, f: Callable[[Comm, int], T]) -> list[T]:
         """Call `f(comm, rank)` for every rank of this process, and return the results in the order of `ranks`.

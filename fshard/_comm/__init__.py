@@ -25,7 +25,7 @@ from .host_memory import (
 )
 from .packing import join_padded, longest_part, pack, pad, split_padded, unpack
 from .process import ProcessComm
-from .protocol import Comm, PendingTransfer, index_of, size_of
+from .protocol import Comm, PendingTransfer, coords_of, index_of, size_of
 from .record import Transfer, is_observed, recording, stop_after_transfers, transfer_count, transposing
 from .region import (
     Region,
@@ -45,7 +45,7 @@ from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 __all__ = [
     "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "PendingTransfer", "ProcessComm", "Region",
     "Transfer", "Wait", "Watchdog", "bind", "call_at_exit", "call_distributed", "checker", "common_device",
-    "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of", "is_observed", "is_view",
+    "coords_of", "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of", "is_observed", "is_view",
     "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated", "memory_device", "pack", "pad",
     "recording", "refuse_nesting", "region", "run_on_meta", "simulate", "size_of", "split_padded",
     "start_copy_to_device", "start_copy_to_host", "start_watchdog", "stop_after_transfers", "storage_key",

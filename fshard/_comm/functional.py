@@ -14,7 +14,7 @@ from fshard._torch_compat import foreach_copy_, functional_collectives
 from fshard.errors import fail
 
 from .packing import column_counts, flatten, match_rows, pack, pad, part_shape, unpack
-from .protocol import PendingTransfer
+from .protocol import PendingTransfer, coords_of
 
 _ops = functional_collectives
 
@@ -74,7 +74,7 @@ class FunctionalGroup:
         return wait
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
-        widths, coords = column_counts(xs, dims, self.sizes), _coords(self.me, self.sizes)
+        widths, coords = column_counts(xs, dims, self.sizes), coords_of(self.me, self.sizes)
         even = sum(widths) * self.n == sum(x.numel() for x in xs)
         rows = (torch.empty if even else torch.zeros)((self.n, sum(widths)), dtype=xs[0].dtype, device=xs[0].device)
         parts, places = match_rows(self._by_position(rows), xs, dims, self.sizes)
@@ -114,18 +114,10 @@ class FunctionalGroup:
 
     def _group_rank(self, position: int) -> int:
         """Return the rank in the group of a position over the flattened axes."""
-        coords, rank = _coords(position, self.sizes), 0
+        coords, rank = coords_of(position, self.sizes), 0
         for i in self.order:
             rank = rank * self.sizes[i] + coords[i]
         return rank
-
-
-def _coords(position: int, sizes: Sequence[int]) -> list[int]:
-    """Return the coordinates of a position over flattened axes of these sizes."""
-    coords = [0] * len(sizes)
-    for i in reversed(range(len(sizes))):
-        position, coords[i] = divmod(position, sizes[i])
-    return coords
 
 
 def call_distributed(f: Callable[..., Any], *args: Any) -> Any:

@@ -85,6 +85,14 @@ def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) ->
     return at
 
 
+def coords_of(position: int, sizes: Sequence[int]) -> list[int]:
+    """Coordinates of a position over flattened axes of these sizes: undoes `index_of`."""
+    coords = [0] * len(sizes)
+    for i in reversed(range(len(sizes))):
+        position, coords[i] = divmod(position, sizes[i])
+    return coords
+
+
 def ranks_over(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) -> list[int]:
     """Ranks over the flattened `axes`, in their order, which have these coordinates on the other axes."""
     positions = itertools.product(*[range(sizes[a]) for a in axes])

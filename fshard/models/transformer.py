@@ -66,14 +66,13 @@ class Layout:
         """Make the named parameters ready for each rank's own batch: unshard them over `data`, by their specs."""
         if not isinstance(params, Mapping):
             raise must_be("params", "a dict", params, fix="the tree of init, or of load")
-        check_params(
-            {name: params[name] for name in names if name in params}, {name: described[name] for name in names}
-        )
-        parts = {name: params[name] for name in names}
+        parts = {name: params[name] for name in names if name in params}
+        wanted = {name: described[name] for name in names}
+        check_params(parts, wanted)
         part_specs = P() if specs is None else {name: spec_of(specs, name) for name in names}
         if not self.data and not any_on_host(part_specs):  # without a collective, so also outside a region
             return parts if self.dtype is None else tree.map(lambda x: x.to(self.dtype), parts)
-        out: dict[str, Any] = unshard(parts, part_specs, self.data, shapes={name: described[name] for name in names},
+        out: dict[str, Any] = unshard(parts, part_specs, self.data, shapes=wanted,
                                       dtype=self.dtype, reduce_dtype=self.reduce_dtype)  # fmt: skip
         return out
 
