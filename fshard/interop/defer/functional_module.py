@@ -107,7 +107,7 @@ class Apply:
 
     def train(self, mode: bool = True) -> Apply:
         """Return the function in training mode, as constructors leave modules."""
-        return Apply(_deepcopy(self.module).train(mode), self.ties, self.whole, self.transient)
+        return self._with(_deepcopy(self.module).train(mode))
 
     @checked
     def batch_norm_over(self, axis: Axis) -> Apply:
@@ -128,6 +128,10 @@ class Apply:
         module = _deepcopy(self.module)
         for name, m in _batch_norms(module):
             m.forward = functools.partial(_batch_norm_over, axis, f"{self!r}: {repr(name) if name else 'it'}", m)
+        return self._with(module)
+
+    def _with(self, module: nn.Module) -> Apply:
+        """Return the function of a changed copy of the module."""
         return Apply(module, self.ties, self.whole, self.transient)
 
     def __repr__(self) -> str:
