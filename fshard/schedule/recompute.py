@@ -26,7 +26,7 @@ class UnderHooksError(ShardingError):
     """A computation that cannot run where saved tensor hooks are set."""
 
 
-class _SavedTensor:
+class SavedTensor:
     """A tensor that autograd saved, and that lives as long as its node; `x` is None while it is discarded."""
 
     __slots__ = ("__weakref__", "dtype", "shape", "version", "x")
@@ -60,30 +60,30 @@ class DiscardedTensors:
     """
 
     def __init__(self) -> None:
-        self._saved: list[weakref.ref[_SavedTensor]] = []
+        self._saved: list[weakref.ref[SavedTensor]] = []
         self._transfers = 0
 
     @contextlib.contextmanager
     def discard(self) -> Iterator[None]:
         """Discard the tensors that autograd saves in this context: no gradient can be computed inside it."""
         before = count = transfer_count()
-        recent: list[tuple[weakref.ref[_SavedTensor], Tensor | None]] = []  # saved after the latest transfer
+        recent: list[tuple[weakref.ref[SavedTensor], Tensor | None]] = []  # saved after the latest transfer
 
         def discard_recent() -> None:
             self._saved += [saved for saved, _ in recent]
             recent.clear()
 
-        def save(x: Tensor) -> _SavedTensor:
+        def save(x: Tensor) -> SavedTensor:
             nonlocal count
             if transfer_count() > count:
                 count = transfer_count()
                 discard_recent()
-            saved = _SavedTensor(x)
+            saved = SavedTensor(x)
             recent.append((weakref.ref(saved), saved.x if count > before else None))
             saved.x = None
             return saved
 
-        with saved_tensors_hooks(save, _SavedTensor.get):
+        with saved_tensors_hooks(save, SavedTensor.get):
             yield
         self._transfers = transfer_count() - before
         if transfer_count() > count or not self._transfers:
@@ -102,31 +102,31 @@ class DiscardedTensors:
         if not needed and not repeated:
             return
 
-        def save(x: Tensor) -> _SavedTensor:
+        def save(x: Tensor) -> SavedTensor:
             nonlocal count
-            new = _SavedTensor(x)
+            new = SavedTensor(x)
             if count < len(needed):
                 old, needed[count] = needed[count], None
                 count += 1
                 if old is not None:
                     if (old.shape, old.dtype) != (new.shape, new.dtype):
-                        raise _differs(f"{old} in forward, {new} in backward")
+                        raise recomputation_differs(f"{old} in forward, {new} in backward")
                     old.set(x)
             if count == len(needed) and transfer_count() >= last_repeated:
                 raise _StopRecomputation
             return new
 
-        with stop_after_transfers(repeated, _StopRecomputation), saved_tensors_hooks(save, _SavedTensor.get):
+        with stop_after_transfers(repeated, _StopRecomputation), saved_tensors_hooks(save, SavedTensor.get):
             run()
         if count < len(needed):
-            raise _differs(f"it saved {len(needed) - count} tensors fewer than in forward")
+            raise recomputation_differs(f"it saved {len(needed) - count} tensors fewer than in forward")
 
 
 class _StopRecomputation(BaseException):
     """All saved tensors that are needed are recomputed, and all transfers but the last are started."""
 
 
-def _differs(how: str) -> ShardingError:
+def recomputation_differs(how: str) -> ShardingError:
     return fail(f"a recomputed block differs from its forward pass: {how}",
                 fix="a function that is recomputed must do the same operations each time")  # fmt: skip
 

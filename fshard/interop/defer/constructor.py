@@ -35,6 +35,7 @@ from .functional_module import Apply, Leaves, Place, leaves_at, places_of
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
 from .recorder import EAGER, Recorder, recording, recording_error
 from .replay import Replay, bytes_in_full, is_local
+from .units import Units, choose_units
 
 Tree = dict[str, dict[str, Deferred]]
 Source = tuple[int, int]  # (index of the owner whose key a draw uses, number of the draw among the owner's)
@@ -42,7 +43,7 @@ Source = tuple[int, int]  # (index of the owner whose key a draw uses, number of
 
 @checked
 def defer(
-    constructor: Callable[[], nn.Module], *, budget: int = 1 << 30, reference: int | None = None
+    constructor: Callable[[], nn.Module], *, units: Units = None, budget: int = 1 << 30, reference: int | None = None
 ) -> tuple[Apply, Tree]:
     """Run a constructor without allocating its parameters: return a pure function and a tree of their descriptions.
 
@@ -56,6 +57,9 @@ def defer(
     numpy are drawn once, by this call.
 
     Args:
+        units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
+            ("encoder.block.*"; `**` is any number of parts) or several of both; a function (path, module) -> bool; or a
+            number: the innermost submodules with at least so many parameters. `apply.units` has their leaves.
         budget: the most bytes that may be computed in full for one leaf.
         reference: a seed. The module is built eagerly under `torch.manual_seed(reference)`, and its leaves are
             sliced: they are bitwise those of the constructor, on every mesh, and take as much memory.
@@ -72,7 +76,7 @@ def defer(
     if in_region():
         raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
     if reference is not None:
-        return _eager(constructor, reference)
+        return _eager(constructor, reference, units)
     with recording(budget) as recorder:
         module = _construct(constructor)
         places = places_of(module)
@@ -80,7 +84,7 @@ def defer(
         nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
         _release(module, places, recorder)
     tree, whole = _describe(leaves, nodes, budget)
-    return Apply(module, whole=whole), tree
+    return Apply(module, whole=whole, units=choose_units(module, units)), tree
 
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -263,7 +267,7 @@ def _plain_initializer(node: Node) -> Initializer | None:
     return None
 
 
-def _eager(constructor: Callable[[], nn.Module], seed: int) -> tuple[Apply, Tree]:
+def _eager(constructor: Callable[[], nn.Module], seed: int, units: Units) -> tuple[Apply, Tree]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         module = _construct(constructor)
@@ -273,4 +277,4 @@ def _eager(constructor: Callable[[], nn.Module], seed: int) -> tuple[Apply, Tree
         for kind, named in leaves_at(places).items()
     }
     _release(module, places, None)
-    return Apply(module), tree
+    return Apply(module, units=choose_units(module, units)), tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -20,7 +20,10 @@ from fshard._ops import differentiable_dtype
 from fshard._torch_compat import FakeTensor, unwrapped, version_of
 from fshard.collectives import psum, pvary
 from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.schedule.units import UnitOptions
 from fshard.spec import describe, names_of
+
+from .units import Placeholder, UnitForwards, UnshardedByUnit, leaves_of_units
 
 Named = Mapping[str, Tensor]
 Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
@@ -51,6 +54,7 @@ class Apply:
         ties: tied name -> the name of the leaf it uses, beyond the ties of `module` itself.
         whole: leaves whose initial values are computed in full, and their bytes; for information.
         transient: names of buffers that are not persistent, beyond those of `module` itself.
+        units: names of the submodules that `unshard` gathers one by one.
 
     >>> apply = Apply(torch.nn.Linear(2, 3, device="meta"))
     >>> apply({"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, {}, torch.ones(1, 2))
@@ -63,7 +67,7 @@ class Apply:
 
     def __init__(
         self, module: nn.Module, ties: Mapping[str, str] | None = None, whole: Mapping[str, int] | None = None,
-        transient: frozenset[str] = frozenset(),
+        transient: frozenset[str] = frozenset(), units: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.module, self.ties, self.whole = module, dict(ties or {}), dict(whole or {})
         self._places = places_of(module, self.ties)
@@ -71,16 +75,22 @@ class Apply:
         self.transient = transient | {p.leaf for p in self._places if p.transient}
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
+        self.units = leaves_of_units(module, units, self._places)
         self._free_copies: deque[_ModuleCopy] = deque()
         self._values_compared = False
 
     def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
-        out, _, changed = self._call(params, buffers, args, kwargs)
+        self.check_names(params, buffers)
+        out, _, changed = self.run(params, buffers, args, kwargs)
+        self.refuse_changed(changed)
+        return out
+
+    def refuse_changed(self, changed: Sequence[str]) -> None:
+        """Raise ShardingError if `forward` has changed these buffers."""
         if changed:
             raise fail(f"{self!r}: forward changed buffers, and a plain call returns none: {', '.join(changed)}",
                        fix="out, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()")  # fmt: skip
-        return out
 
     def with_buffers(
         self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any
@@ -98,7 +108,8 @@ class Apply:
         >>> after["running_mean"], before["running_mean"]
         (tensor([1.]), tensor([0.]))
         """
-        out, after, _ = self._call(params, buffers, args, kwargs)
+        self.check_names(params, buffers)
+        out, after, _ = self.run(params, buffers, args, kwargs)
         return out, after
 
     def eval(self) -> Apply:
@@ -130,20 +141,78 @@ class Apply:
             m.forward = functools.partial(_batch_norm_over, axis, f"{self!r}: {repr(name) if name else 'it'}", m)
         return self._with(module)
 
+    @checked
+    def unshard(
+        self, specs: Any, axis: Axis, *, remat: bool = False, release: bool = True, prefetch: int = 1,
+        dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, shapes: Any = None,
+    ) -> UnshardedByUnit:  # fmt: skip
+        """Return the function of shards, which gathers the leaves of each unit just before its forward and frees them.
+
+            f(params {by specs}, buffers {I}, *args, **kwargs)      buffers are replicated
+
+        Its numbers are those of this definition, `how` being `dtype`, `reduce_dtype` and `shapes`:
+
+            apply(fs.unshard(params, specs, axis, **how), fs.unshard(buffers, P(), axis), *args, **kwargs)
+
+        `fs.defer(constructor, units=...)` chooses the units. `prefetch` of them are gathered while one computes, in
+        forward those defined next, in backward those called before; gradients are summed over the ranks while the
+        units before compute theirs. Leaves outside of units, or used by several, are gathered once and kept: without
+        units, all leaves. A leaf that is used outside of its unit's forward is an error that names both.
+
+        All ranks must call the same units in the same order. In a compiled program, and under a transform of
+        torch.func, it is the definition: same numbers, without release. So is a unit with a leaf that is gathered along
+        two dims.
+
+        Args:
+            specs: of the params, or a prefix.
+            release: free gathered leaves after use and gather them again in backward; if False, keep them.
+            remat: keep only the arguments of each unit (of the outermost, if units are nested), and recompute it in
+                backward. A cache that the module fills as it runs would be filled twice: switch it off (`use_cache`).
+            prefetch: number of units to gather ahead; 0 gathers when needed.
+            dtype, reduce_dtype, shapes: as for `fs.unshard`.
+
+        Transfers, for each dtype of a unit and each of its calls: a gather in forward (none if the unit called before
+        is the same), one in backward if a gradient needs its leaves (none for the last unit), and one sum. Frozen
+        leaves have no gradient: no buffer and no sum.
+
+        >>> apply, tree = defer(lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), units="*")
+        >>> apply.units
+        {'0': ('0.weight', '0.bias'), '1': ('1.weight', '1.bias')}
+        >>> mesh = make_mesh(data=2)
+        >>> specs = fully_shard(P(), tree["params"], axis="data")
+        >>> f = shard_map(lambda p, x: apply.unshard(specs, "data")(p, {}, x), mesh=mesh,
+        ...               in_specs=(specs, P("data")), out_specs=P("data"))
+        >>> f(materialize(tree["params"], specs, mesh, key=key(0)), torch.zeros(4, 8))
+        f32[4@data, 8]
+
+        Raises ShardingError, when the result is called, for the errors of `fs.unshard`, and inside
+        torch.utils.checkpoint, which does not know that leaves are freed.
+        """
+        if prefetch < 0:
+            raise fail(f"apply.unshard: prefetch={prefetch}", fix="0 or more")
+        if remat and not self.units:
+            raise fail("apply.unshard: remat=True recomputes each unit, and there are none",
+                       fix="fs.defer(constructor, units=...); or fs.remat around the call")  # fmt: skip
+        options = UnitOptions(release, remat, prefetch)
+        return UnshardedByUnit(self, specs, axis, options, dtype, reduce_dtype, shapes)
+
     def _with(self, module: nn.Module) -> Apply:
         """Return the function of a changed copy of the module."""
-        return Apply(module, self.ties, self.whole, self.transient)
+        return Apply(module, self.ties, self.whole, self.transient, tuple(self.units))
 
     def __repr__(self) -> str:
         return f"Apply({type(self.module).__name__})"
 
-    def _call(
-        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Tensor], list[str]]:
-        """Return the result of forward, the buffers after it, and the names of the buffers that it changed."""
-        self._check(params, buffers)
+    def run(
+        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
+        in_units: Named | None = None,
+    ) -> tuple[Any, dict[str, Tensor], list[str]]:  # fmt: skip
+        """Return the result of forward, the buffers after it, and the names of the buffers that it changed.
+
+        With `calls` (`UnitCalls`) the units run by it, and `in_units` has placeholders for their leaves.
+        """
         copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
-        leaves: dict[str, Named] = {"params": params, "buffers": copies}
+        leaves: dict[str, Named] = {"params": {**params, **(in_units or {})}, "buffers": copies}
         if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call
             named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
@@ -152,6 +221,7 @@ class Apply:
         mine = self._take_copy()
         for p in mine.places:
             p.holder[p.key] = leaves[p.kind][p.leaf]
+        mine.units.calls, mine.units.keep = calls, functools.partial(self._keep_unit, mine)
         try:
             out = mine.module(*args, **kwargs)
         except Exception as e:  # the state of the copy is unknown, so the copy is not used again
@@ -162,8 +232,7 @@ class Apply:
             x = p.holder.get(p.key)
             if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
                 after[p.leaf] = x
-        mine.restore()
-        self._free_copies.append(mine)
+        self._give_back(mine)
         state = {name: x for name, x in after.items() if name not in self.transient}
         changed = [name for name, x in state.items() if x is not copies[name] or _version(x) != versions[name]]
         if not changed and not self._values_compared:  # torch's batch_norm does not count all its writes as versions
@@ -171,7 +240,7 @@ class Apply:
             self._values_compared = not changed
         return out, after, changed
 
-    def _check(self, params: Named, buffers: Named) -> None:
+    def check_names(self, params: Named, buffers: Named) -> None:
         errors: list[ShardingError] = []
         for kind, named in (("params", params), ("buffers", buffers)):
             expected = self._leaves[kind]
@@ -229,7 +298,40 @@ class Apply:
                 norm.forward = functools.partial(
                     _batch_norm_of_one_rank, f"{self!r}: {repr(name) if name else 'it'}", norm
                 )
-            return _ModuleCopy(module, places_of(module, self.ties))
+            return _ModuleCopy(module, places_of(module, self.ties), self.units)
+
+    def _give_back(self, mine: _ModuleCopy) -> None:
+        mine.units.calls, mine.units.keep = None, str
+        mine.restore()
+        self._free_copies.append(mine)
+
+    def _keep_unit(self, mine: _ModuleCopy, name: str) -> Callable[[Sequence[Tensor], Any, Any, Any], None]:
+        """Return a function that repeats a call of a unit with the present values of the other leaves in it."""
+        modules = list(mine.module.get_submodule(name).modules())
+        holders = {id(m._parameters) for m in modules} | {id(m._buffers) for m in modules}
+        own = set(self.units[name])
+        now: dict[str, Tensor] = {}
+        for p in mine.places:
+            if id(p.holder) in holders and not (p.kind == "params" and p.leaf in own):
+                x = p.holder[p.key]
+                if p.kind == "buffers":
+                    now[p.name] = x.clone()  # forward may update it
+                else:
+                    now[p.name] = x if isinstance(x, Placeholder) else x.detach().requires_grad_(x.requires_grad)
+
+        def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
+            copy = self._take_copy()
+            for p in copy.places:
+                if p.name in now:
+                    x = now[p.name]
+                    p.holder[p.key] = x.clone() if p.kind == "buffers" else x
+            copy.units.calls = calls
+            try:
+                copy.units.run(name, leaves, args, kwargs)
+            finally:
+                self._give_back(copy)
+
+        return repeat
 
 
 # --- leaves of a module ---------------------------------------------------------------------------------------
@@ -371,8 +473,9 @@ def _batch_norm_over(axis: Axis, name: str, m: Any, x: Tensor) -> Tensor:
 class _ModuleCopy:
     """A copy of a module, used by one call at a time, and the contents of all its containers."""
 
-    def __init__(self, module: nn.Module, places: list[Place]) -> None:
+    def __init__(self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]]) -> None:
         self.module, self.places = module, places
+        self.units = UnitForwards(module, units, places)
         containers: list[Any] = [x for x in _reachable(module) if isinstance(x, (dict, list, set))]
         self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
         self._contents = [(x, copy.copy(x)) for x in containers if x]

@@ -1,0 +1,260 @@
+"""Units of a module: the submodules whose leaves `Apply.unshard` gathers around their forward, and in backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard import tree
+from fshard._comm import Axis, Region, region
+from fshard._torch_compat import in_transform
+from fshard.errors import fail, must_be, raise_all
+from fshard.schedule.buckets import plan_buckets
+from fshard.schedule.recompute import refuse_saved_tensor_hooks
+from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
+from fshard.schedule.unshard import routes, sizes_of, unshard
+from fshard.spec import P, is_spec, matches
+
+if TYPE_CHECKING:
+    from .functional_module import Apply, Named, Place
+
+Units = str | int | Callable[[str, nn.Module], bool] | Sequence[str] | None
+
+
+# --- the choice of units --------------------------------------------------------------------------------------
+
+
+def choose_units(module: nn.Module, units: Units) -> tuple[str, ...]:
+    """Return the names of the submodules that are units, in the order of their definition; never the module itself."""
+    if units is None:
+        return ()
+    named = {name: m for name, m in module.named_modules() if name}
+    if isinstance(units, int):
+        if units < 1 or isinstance(units, bool):
+            raise must_be("defer: units", "1 or more, the least number of parameters of a unit,", units)
+        large: set[str] = set()
+        _choose_large("", module, units, large, set())
+        return tuple(name for name in named if name in large)
+    if callable(units):
+        chosen = [name for name, m in named.items() if units(name, m)]
+        if not chosen:
+            raise fail(f"defer: units={units!r} chooses none of {len(named)} submodules", _classes(named))
+    else:
+        entries = [units] if isinstance(units, str) else list(units)
+        found = {entry: [name for name, m in named.items() if _is_matched(entry, name, m)] for entry in entries}
+        raise_all([fail(f"defer: units={entry!r} matches no submodule", _classes(named),
+                        fix="the name of a class, or a glob of paths: 'encoder.block.*'")
+                   for entry, names in found.items() if not names])  # fmt: skip
+        chosen = [name for name in named if any(name in names for names in found.values())]
+    raise_all([fail(f"defer: unit {name!r} is a {type(named[name]).__name__}, which has no forward of its own",
+                    "its leaves are used in its children's", fix=f"units='{name}.*'")
+               for name in chosen if not _has_forward(named[name])])  # fmt: skip
+    return tuple(chosen)
+
+
+def _is_matched(entry: str, name: str, m: nn.Module) -> bool:
+    return type(m).__name__ == entry or matches(name.split("."), entry.split("."))
+
+
+def _has_forward(m: nn.Module) -> bool:
+    return getattr(type(m), "forward", None) is not nn.Module.forward
+
+
+def _classes(named: Mapping[str, nn.Module]) -> str:
+    count: dict[str, int] = {}
+    for m in named.values():
+        count[type(m).__name__] = count.get(type(m).__name__, 0) + 1
+    return "classes  " + ", ".join(f"{kind} ({n})" for kind, n in sorted(count.items()))
+
+
+def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: set[int]) -> int:
+    """Choose the innermost submodules with `least` parameters that no unit inside has; return the number left."""
+    if id(m) in seen:
+        return 0
+    seen.add(id(m))
+    own = {id(x): x.numel() for x in m.parameters(recurse=False) if id(x) not in seen}
+    seen.update(own)
+    left = sum(own.values())
+    left += sum(_choose_large(f"{name}.{key}" if name else key, child, least, chosen, seen)
+                for key, child in m.named_children())  # fmt: skip
+    if left >= least and name and _has_forward(m):
+        chosen.add(name)
+        return 0
+    return left
+
+
+def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Place]) -> dict[str, tuple[str, ...]]:
+    """Return the names of each unit's parameters: each is in the innermost unit that has all places of the leaf."""
+    holders = {name: {id(m._parameters) for m in module.get_submodule(name).modules()} for name in names}
+    of_leaf: dict[str, set[int]] = {}
+    for p in places:
+        if p.kind == "params":
+            of_leaf.setdefault(p.leaf, set()).add(id(p.holder))
+    out: dict[str, list[str]] = {name: [] for name in names}
+    for leaf, at in of_leaf.items():
+        around = [name for name in names if at <= holders[name]]
+        if around:
+            out[min(around, key=lambda name: len(holders[name]))].append(leaf)
+    return {name: tuple(leaves) for name, leaves in out.items()}
+
+
+# --- leaves of a unit outside of its forward ------------------------------------------------------------------
+
+_ALLOWED = frozenset({
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__, Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__,
+    torch.is_floating_point, torch.is_complex, torch.numel,
+})  # fmt: skip
+
+
+class Placeholder(Tensor):
+    """A leaf of a unit outside of the unit's forward: it has a shape, a dtype and a device, and no values."""
+
+    leaf: str
+    unit: str
+    _device: torch.device
+
+    @staticmethod
+    def of(leaf: str, unit: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Placeholder:
+        out = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Placeholder)
+        out.leaf, out.unit, out._device = leaf, unit, device
+        return out
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<{self.leaf} of unit {self.unit}>"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALLOWED:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        x = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, Placeholder))
+        parent = x.unit.rpartition(".")[0]
+        fix = f"units={parent!r}" if parent else "leave the unit out"
+        name = getattr(func, "__name__", func)
+        raise fail(f"{x.leaf!r} of unit {x.unit!r} is used outside of the unit's forward, by {name}",
+                   "its values are gathered only while the unit runs",
+                   fix=f"a unit that has all uses of the leaf: {fix}, or what calls it")  # fmt: skip
+
+
+# --- the forward of units -------------------------------------------------------------------------------------
+
+
+class UnitForwards:
+    """The forwards of the units in one copy of a module, which run by the schedule of the call that is running."""
+
+    __slots__ = ("_original", "_places", "calls", "keep")
+
+    def __init__(self, module: nn.Module, units: Mapping[str, Sequence[str]], places: Sequence[Place]) -> None:
+        self.calls: Any = None  # None: a call with whole leaves
+        self.keep: Callable[[str], Any] = str
+        self._original: dict[str, Callable[..., Any]] = {}
+        by_leaf: dict[str, list[Place]] = {}
+        for p in places:
+            if p.kind == "params":
+                by_leaf.setdefault(p.leaf, []).append(p)
+        self._places = {name: [by_leaf[leaf] for leaf in leaves] for name, leaves in units.items()}
+        for name in units:
+            m = module.get_submodule(name)
+            self._original[name] = m.forward
+            m.forward = functools.partial(self._forward, name)
+
+    def _forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.calls is None or name not in self.calls.units:
+            return self._original[name](*args, **kwargs)
+        keep = functools.partial(self.keep, name)
+        return self.calls.run(name, functools.partial(self.run, name), args, kwargs, keep)
+
+    def run(self, name: str, leaves: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run the forward of a unit with these leaves."""
+        places = self._places[name]
+        outside = [[p.holder[p.key] for p in ps] for ps in places]
+        for ps, x in zip(places, leaves, strict=True):
+            for p in ps:
+                p.holder[p.key] = x
+        try:
+            return self._original[name](*args, **kwargs)
+        finally:
+            for ps, xs in zip(places, outside, strict=True):
+                for p, x in zip(ps, xs, strict=True):
+                    p.holder[p.key] = x
+
+
+class UnshardedByUnit:
+    """The function of shards that `Apply.unshard` returns: `f(params, buffers, *args, **kwargs)`."""
+
+    def __init__(
+        self, apply: Apply, specs: Any, axis: Axis, options: UnitOptions, dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None, shapes: Any,
+    ) -> None:  # fmt: skip
+        self._apply, self._specs, self._axis, self._options = apply, specs, axis, options
+        self._dtype, self._reduce_dtype, self._shapes = dtype, reduce_dtype, shapes
+
+        self._placeholders: dict[Any, Placeholder] = {}
+
+    def __repr__(self) -> str:
+        return f"{self._apply!r}.unshard({self._axis!r})"
+
+    def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
+        out, _, changed = self._run(params, buffers, args, kwargs)
+        self._apply.refuse_changed(changed)
+        return out
+
+    def with_buffers(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Return the result of `forward` and the buffers after it, which vary over the axis."""
+        out, after, _ = self._run(params, buffers, args, kwargs)
+        return out, after
+
+    def _run(self, params: Named, buffers: Named, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor], list[str]]:
+        here, apply = region("apply.unshard"), self._apply
+        apply.check_names(params, buffers)
+        whole_buffers = unshard(dict(buffers), P(), self._axis)
+        leaves, structure = tree.flatten(dict(params))
+        flat = tree.broadcast(self._specs, dict(params), name="apply.unshard: specs", leaf=is_spec)
+        specs = tree.unflatten(structure, flat)
+        shapes = None if self._shapes is None else {leaf: self._shapes[leaf] for leaf in params}
+        # Neither a compiler nor a transform of torch.func can trace a schedule.
+        plain = torch.compiler.is_dynamo_compiling() or in_transform()
+        units = {} if plain else self._units(here, params, specs, shapes)
+        in_units = {leaf: name for name in units for leaf in apply.units[name]}
+        root = [leaf for leaf in params if leaf not in in_units]
+        pick = lambda named: {leaf: named[leaf] for leaf in root}  # noqa: E731
+        whole = unshard(pick(params), pick(specs), self._axis, shapes=None if shapes is None else pick(shapes),
+                        dtype=self._dtype, reduce_dtype=self._reduce_dtype)  # fmt: skip
+        if not units:
+            return apply.run(whole, whole_buffers, args, kwargs)
+        refuse_saved_tensor_hooks("apply.unshard")
+        placeholders = {}
+        for name, unit in units.items():
+            for leaf, part, x in zip(apply.units[name], unit.plan.slices, unit.shards, strict=True):
+                shape, dtype = (tuple(x.shape), x.dtype) if part is None else (part.shape, part.dtype)
+                key = leaf, shape, dtype, here.device
+                placeholders[leaf] = self._placeholders.get(key) or self._placeholders.setdefault(
+                    key, Placeholder.of(leaf, name, shape, dtype, here.device))  # fmt: skip
+        shards = [params[leaf] for name in units for leaf in apply.units[name]]
+        calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
+        result = apply.run(whole, whole_buffers, args, kwargs, calls, placeholders)
+        calls.end()
+        return result
+
+    def _units(self, here: Region, params: Named, specs: Any, shapes: Any) -> dict[str, Unit]:
+        """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""
+        out = {}
+        for name, names in self._apply.units.items():
+            xs = [params[leaf] for leaf in names]
+            sizes = sizes_of("apply.unshard", len(xs), None if shapes is None else [shapes[leaf] for leaf in names])
+            found = routes("apply.unshard", here, xs, [specs[leaf] for leaf in names], self._axis, sizes)
+            plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
+            if plan is not None:
+                out[name] = Unit.of(xs, plan)
+        return out

@@ -1,0 +1,468 @@
+"""Units of a program that calls them in its own order: each unit's leaves are gathered around its call, and in backward.
+
+    forward   gather 1 | run unit 0, gather 2 | run unit 1, gather 3 | ...
+    backward  ... | differentiate unit 3, gather 2 | reduce 3, differentiate unit 2, gather 1 | ...
+
+`scan` owns its loop, and gives each block a graph of its own. Here a program that knows nothing of units runs as it is,
+in one graph, so that tensors which pass from unit to unit by any way keep their gradients:
+
+    trained shards -> _Collect -> token -> _Weights of each call -> whole leaves -> the operations of the unit
+
+1. A tensor that autograd saves in a unit is stored as a `_SavedWeight` if it is a view of a gathered leaf: as that leaf
+   and a place in it. So the gathered leaves can be freed after the call.
+2. In backward the first `_SavedWeight` of a call that is needed gathers its unit again, and starts the gather of the
+   unit that was called before. The leaves are freed with the last `_SavedWeight` of the call.
+3. `_Weights` runs backward when all gradients of a call's leaves are there, and starts their sum over the ranks. The
+   sum is waited for later: `_Weights` returns no gradient but that of the token, and `_Collect`, which runs when all
+   units have, returns the sums as the gradients of the shards.
+
+A gathered leaf has memory of its own, freed when nothing refers to it. So a tensor that outlives its unit is never
+overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fshard._callsite import Site, site
+from fshard._comm import (
+    PendingTransfer,
+    Region,
+    checker,
+    is_observed,
+    storage_key,
+    transfer_count,
+    transposing,
+    wait_for_copies_to_host,
+)
+from fshard._torch_compat import version_of
+from fshard.errors import fail
+from fshard.grad import fill_tensors, split_tensors
+
+from .buckets import BucketPlan, GatherBuffer, start_copy, start_gather, start_reduce
+from .recompute import SavedTensor, autocast_of, recomputation_differs
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The leaves of one unit: this rank's shards, their buckets, and for each shard whether it is differentiated."""
+
+    shards: list[Tensor]
+    plan: BucketPlan
+    differentiated: list[bool]
+
+    @staticmethod
+    def of(shards: Sequence[Tensor], plan: BucketPlan) -> Unit:
+        differentiated = [torch.is_grad_enabled() and x.requires_grad for x in shards]
+        return Unit([x.detach() for x in shards], plan, differentiated)
+
+
+# (leaves of the unit, arguments, keyword arguments, calls of units inside it) -> the unit's result
+Rerun = Callable[[list[Tensor], Any, Any, Any], Any]
+
+
+class _Gathered:
+    """The whole leaves of a unit, or their pending gather."""
+
+    def __init__(self, region: Region, name: str, plan: BucketPlan, shards: Sequence[Tensor]) -> None:
+        self.name, buffer = name, None
+        if plan.nbytes:
+            buffer = GatherBuffer(torch.empty(0), torch.empty(0))  # of an abstract mesh
+            if region.comm.has_values:
+                buffer = GatherBuffer.of(plan.nbytes, region.device)
+        self._whole, self._pending = start_gather(region, plan, shards, buffer)
+        self.starts: dict[int, list[tuple[int, int]]] = {}  # storage -> (first byte, leaf) of each leaf in it, sorted
+        for leaf, (x, part) in enumerate(zip(self._whole, plan.slices, strict=True)):
+            if part is not None and x.numel():
+                self.starts.setdefault(storage_key(x), []).append((x.storage_offset() * x.itemsize, leaf))
+        self.versions = [version_of(x) for x in self._whole]
+
+    def wait(self) -> list[Tensor]:
+        while self._pending:
+            self._pending.pop(0)()
+        return self._whole
+
+    def leaf_of(self, x: Tensor) -> int | None:
+        """Return the leaf that a tensor in the memory of this unit is a view of; `None` if its values are others."""
+        if x.is_conj() or x.is_neg():
+            return None
+        starts = self.starts[storage_key(x)]
+        leaf = starts[bisect_right(starts, (x.storage_offset() * x.itemsize, len(self._whole))) - 1][1]
+        same = x.dtype == self._whole[leaf].dtype and version_of(x) == self.versions[leaf]
+        return leaf if same else None
+
+
+class _SavedWeight:
+    """A view of a gathered leaf that autograd saved: its place in the leaf. It lives as long as its node."""
+
+    gathered: _Gathered | None
+    __slots__ = ("__weakref__", "call", "gathered", "leaf", "offset", "size", "stride")
+
+    def __init__(self, call: int, leaf: int, whole: Tensor, x: Tensor) -> None:
+        self.call, self.gathered = call, None  # gathered: in backward
+        self.leaf, self.size, self.stride = leaf, x.size(), x.stride()
+        self.offset = x.storage_offset() - whole.storage_offset()
+
+
+class _Call:
+    """One call of a unit: the saved tensors that need its leaves, and with `remat` its arguments."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.saved: list[weakref.ref[Any]] = []  # _SavedWeight, or with `remat` SavedTensor
+        self.ahead: _Gathered | None = None  # gathered for the backward pass of this call
+        self.rerun: Callable[[list[Tensor]], Any] | None = None
+        self.transfers = False  # whether the unit's own computation starts any
+        self.is_differentiated = False  # whether its backward pass has begun
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a backward pass may gather the unit for this call."""
+        return not self.is_differentiated and any(ref() is not None for ref in self.saved)
+
+
+class _Stop(BaseException):
+    """All saved tensors that are needed are recomputed."""
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """Options of a schedule: see `Apply.unshard`."""
+
+    release: bool = True
+    remat: bool = False
+    prefetch: int = 1
+
+
+class UnitSchedule:
+    """The units of one forward pass and its backward pass. It refers to no tensor with a graph: that would be a cycle."""
+
+    def __init__(self, region: Region, units: Mapping[str, Unit], options: UnitOptions) -> None:
+        self.region, self.units, self.options = region, units, options
+        self.order = list(units)  # that of their definition
+        self.position = {name: i for i, name in enumerate(self.order)}
+        self.origin: Site | None = site() if is_observed() else None
+        self.autocast = autocast_of(region.device.type)
+        self.ready: dict[str, _Gathered] = {}  # in forward: gathered, or to be gathered
+        self.copies: dict[str, PendingTransfer] = {}  # pending copies of shards from host memory
+        self.live: weakref.WeakValueDictionary[str, _Gathered] = weakref.WeakValueDictionary()
+        self.owners: weakref.WeakValueDictionary[int, _Gathered] = weakref.WeakValueDictionary()  # by storage
+        self.calls: list[_Call] = []
+        self.latest: dict[str, int] = {}  # latest call of each unit
+        self.pending: deque[Callable[[], None]] = deque()  # sums of gradients
+        self.sums: dict[tuple[str, int], Tensor] = {}  # gradient of a leaf of a unit
+
+    # --- gathers ---
+
+    def start(self, name: str) -> _Gathered:
+        """Return a unit's leaves, or their pending gather, started now if none is."""
+        gathered = self.live.get(name)
+        if gathered is None:
+            unit = self.units[name]
+            copied = self.copies.pop(name, None) or start_copy(self.region, unit.plan, unit.shards)
+            gathered = self.live[name] = _Gathered(self.region, name, unit.plan, copied())
+            self.owners.update(dict.fromkeys(gathered.starts, gathered))
+        return gathered
+
+    def start_copies(self, name: str) -> None:
+        """Start to copy the shards of a unit from host memory, so that they are on the device when its gather starts."""
+        unit = self.units[name]
+        if name not in self.copies and name not in self.live and any(b.host for b in unit.plan.buckets):
+            self.copies[name] = start_copy(self.region, unit.plan, unit.shards)
+
+    def gather_forward(self, name: str, running: Sequence[str]) -> list[Tensor]:
+        """Return the leaves of a unit that is called now, and start the gathers of those defined after it."""
+        at, ahead = self.position[name], self.options.prefetch
+        window = self.order[at : at + 1 + ahead]
+        if self.options.release:
+            self.drop([other for other in self.ready if other not in window and other not in running])
+        for other in window:
+            if other not in self.ready:
+                self.ready[other] = self.start(other)
+        for other in self.order[at + 1 + ahead : at + 2 + ahead]:
+            self.start_copies(other)
+        return self.ready[name].wait()
+
+    def start_forward(self) -> None:
+        """Start the gathers of the first units, while what comes before them runs."""
+        for name in self.order[: self.options.prefetch]:
+            self.ready[name] = self.start(name)
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Free the leaves of units. A pending gather, started by a wrong guess, must end first."""
+        for name in names:
+            self.ready.pop(name).wait()
+
+    def end_forward(self) -> None:
+        """Free the leaves of all units but the last one called, with which backward begins."""
+        last = self.calls[-1] if self.calls else None
+        if last is not None and last.is_needed and last.unit in self.ready:
+            last.ahead = self.ready[last.unit]
+        if self.options.release:
+            self.drop(list(self.ready))
+
+    def gather_backward(self, at: int) -> _Gathered:
+        """Return the leaves for the backward pass of a call, and start the gathers of those called before it."""
+        call = self.calls[at]
+        call.is_differentiated = True
+        with self._transposing():
+            gathered = call.ahead or self.start(call.unit)
+            call.ahead = None
+            gathered.wait()
+            before = (other for other in reversed(self.calls[:at]) if other.is_needed)
+            for other in itertools.islice(before, self.options.prefetch):
+                other.ahead = other.ahead or self.start(other.unit)
+            for other in itertools.islice(before, 1):
+                self.start_copies(other.unit)
+        return gathered
+
+    # --- saved tensors ---
+
+    def pack(self, x: Tensor) -> _SavedWeight | SavedTensor:
+        """Return what autograd keeps of a tensor that it saves in a unit."""
+        owner = self.owners.get(storage_key(x))
+        leaf = None if owner is None else owner.leaf_of(x)
+        if owner is None or leaf is None:
+            return SavedTensor(x)
+        at = self.latest[owner.name]
+        saved = _SavedWeight(at, leaf, owner.wait()[leaf], x)
+        self.calls[at].saved.append(weakref.ref(saved))
+        return saved
+
+    def unpack(self, saved: _SavedWeight | SavedTensor) -> Tensor:
+        """Return the tensor that `pack` was called with; gather its unit if it is not gathered."""
+        if isinstance(saved, SavedTensor):
+            return saved.get()
+        if saved.gathered is None:
+            gathered = self.gather_backward(saved.call)
+            for ref in self.calls[saved.call].saved:
+                if (other := ref()) is not None:
+                    other.gathered = gathered
+            saved.gathered = gathered
+        whole = saved.gathered.wait()[saved.leaf]
+        return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.offset)
+
+    def discard(self, call: _Call, x: Tensor) -> SavedTensor:
+        """Keep nothing of a tensor that a unit saves, with `remat`."""
+        saved = SavedTensor(x)
+        saved.x = None
+        call.saved.append(weakref.ref(saved))
+        return saved
+
+    def load(self, at: int, saved: SavedTensor) -> Tensor:
+        """Return a discarded tensor, after a recomputation of its unit if there was none."""
+        if saved.x is None:
+            self.recompute(at)
+        return saved.get()
+
+    def recompute(self, at: int) -> None:
+        """Run a unit again, to fill its discarded tensors that are still needed."""
+        call, position = self.calls[at], 0
+        whole = self.gather_backward(at).wait()
+        needed = [ref() for ref in call.saved]
+        while needed and needed[-1] is None:
+            needed.pop()
+        # Ranks must start the same transfers; a checker and a dry run need all operations.
+        whole_unit = call.transfers or checker() is not None or not self.region.comm.has_values
+
+        def fill(x: Tensor) -> SavedTensor:
+            nonlocal position
+            new = SavedTensor(x)
+            if position < len(needed):
+                old, needed[position] = needed[position], None
+                position += 1
+                if old is not None:
+                    if (old.shape, old.dtype) != (new.shape, new.dtype):
+                        raise recomputation_differs(f"{old} in forward, {new} in backward")
+                    old.set(x)
+            if position == len(needed) and not whole_unit:
+                raise _Stop
+            return new
+
+        assert call.rerun is not None
+        differentiated = self.units[call.unit].differentiated
+        leaves = [x.detach().requires_grad_(d) for x, d in zip(whole, differentiated, strict=True)]
+        with self._transposing(), contextlib.suppress(_Stop), torch.enable_grad(), self.autocast(), \
+                saved_tensors_hooks(fill, SavedTensor.get):  # fmt: skip
+            call.rerun(leaves)
+        if position < len(needed):
+            raise recomputation_differs(f"it saved {len(needed) - position} tensors fewer than in forward")
+
+    # --- gradients ---
+
+    def start_sums(self, name: str, grads: Sequence[Tensor | None]) -> None:
+        """Start to sum the gradients of a unit's differentiated leaves over the ranks."""
+        unit, started = self.units[name], []
+        left = {leaf for leaf, d in enumerate(unit.differentiated) if d}
+        filled = dict(enumerate(grads))
+        with self._transposing():
+            for bucket in unit.plan.buckets:
+                chosen = [k for k, leaf in enumerate(bucket.which) if leaf in left]
+                leaves = [bucket.which[k] for k in chosen]
+                left.difference_update(leaves)
+                if not chosen:
+                    continue
+                parts = [self._zeros(unit, leaf) if (g := filled.pop(leaf)) is None else g for leaf in leaves]
+                if bucket.gather is None and bucket.vary is not None:  # a sum in place; others may use the gradient
+                    parts = [g.clone(memory_format=torch.contiguous_format) for g in parts]
+                started.append((leaves, start_reduce(bucket, chosen, [g.contiguous() for g in parts])))
+                del parts
+
+        def finish() -> None:
+            for leaves, wait in started:
+                for leaf, g in zip(leaves, wait(), strict=True):
+                    self._add(name, leaf, g)
+
+        for leaf in left:
+            if (g := filled.pop(leaf)) is not None:
+                self._add(name, leaf, g)
+        self.pending.append(finish)
+        while len(self.pending) > self.options.prefetch:
+            self.pending.popleft()()
+
+    def take_sums(self) -> list[Tensor | None]:
+        """Return the gradients of all differentiated shards, after the wait for their sums."""
+        with self._transposing():
+            while self.pending:
+                self.pending.popleft()()
+            for call in self.calls:
+                if call.ahead is not None:  # a backward pass that does not reach the call
+                    call.ahead.wait()
+                    call.ahead = None
+            if any(b.host for unit in self.units.values() for b in unit.plan.buckets):
+                wait_for_copies_to_host(self.region.device)
+        sums, self.sums = self.sums, {}
+        return [sums.get((name, leaf)) for name, unit in self.units.items()
+                for leaf, d in enumerate(unit.differentiated) if d]  # fmt: skip
+
+    def _add(self, name: str, leaf: int, g: Tensor) -> None:
+        before = self.sums.get((name, leaf))
+        self.sums[name, leaf] = g if before is None else before + g
+
+    def _zeros(self, unit: Unit, leaf: int) -> Tensor:
+        """Return the gradient of a leaf that this rank did not use, and another may have."""
+        part, x = unit.plan.slices[leaf], unit.shards[leaf]
+        shape, dtype = (x.shape, x.dtype) if part is None else (part.shape, part.dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.region.device)
+
+    def _transposing(self) -> contextlib.AbstractContextManager[None]:
+        return transposing(self.origin) if self.origin else contextlib.nullcontext()
+
+
+class UnitCalls:
+    """The forward pass of a schedule, in which a program calls its units by `run`."""
+
+    def __init__(self, schedule: UnitSchedule, shards: Sequence[Tensor]) -> None:
+        """`shards`: those of all units, in order, with their graph."""
+        self.schedule, self.units, self._running = schedule, schedule.units, list[str]()
+        trained = [x for x in shards if x.requires_grad] if torch.is_grad_enabled() else []
+        self._token = _Collect.apply(schedule, *trained) if trained else None  # type: ignore[no-untyped-call]
+        self._discarding: _Call | None = None
+        schedule.start_forward()
+
+    def run(self, name: str, f: Callable[..., Any], args: Any, kwargs: Any, rerun: Callable[[], Rerun]) -> Any:
+        """Return `f(leaves, args, kwargs)` with the leaves of a unit; with `remat`, `rerun()` is kept to repeat it."""
+        schedule = self.schedule
+        whole = schedule.gather_forward(name, self._running)
+        if not torch.is_grad_enabled():
+            with self._in(name):
+                return f(whole, args, kwargs)
+        unit, call = schedule.units[name], _Call(name)
+        at = len(schedule.calls)
+        schedule.calls.append(call)
+        schedule.latest[name] = at
+        leaves = whole
+        if any(unit.differentiated):
+            trained = iter(_Weights.apply(self._token, schedule, name, whole))  # type: ignore[no-untyped-call]
+            leaves = [next(trained) if d else x for x, d in zip(whole, unit.differentiated, strict=True)]
+        with self._in(name):
+            if not schedule.options.remat:
+                with saved_tensors_hooks(schedule.pack, schedule.unpack):
+                    return f(leaves, args, kwargs)
+            if self._discarding is not None:  # that unit is recomputed, and with it the units in it
+                return f(leaves, args, kwargs)
+            tensors, rest = split_tensors((args, kwargs))
+            inputs = [(x.detach(), x.requires_grad) for x in tensors]
+            again = rerun()
+
+            def run_again(leaves: list[Tensor]) -> None:
+                fresh = [x.detach().requires_grad_(d) for x, d in inputs]
+                args, kwargs = fill_tensors(rest, fresh)
+                again(leaves, args, kwargs, _UnitCallsAgain(schedule))
+
+            call.rerun, before, self._discarding = run_again, transfer_count(), call
+            try:
+                with saved_tensors_hooks(
+                    functools.partial(schedule.discard, call), functools.partial(schedule.load, at)
+                ):
+                    return f(leaves, args, kwargs)
+            finally:
+                self._discarding = None
+                call.transfers = transfer_count() > before
+
+    @contextlib.contextmanager
+    def _in(self, name: str) -> Iterator[None]:
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def end(self) -> None:
+        self.schedule.end_forward()
+
+
+class _UnitCallsAgain:
+    """The calls of units inside a unit that is recomputed."""
+
+    def __init__(self, schedule: UnitSchedule) -> None:
+        self.schedule, self.units = schedule, schedule.units
+
+    def run(self, name: str, f: Callable[..., Any], args: Any, kwargs: Any, rerun: Callable[[], Rerun]) -> Any:
+        whole, unit = self.schedule.start(name).wait(), self.schedule.units[name]
+        return f([x.detach().requires_grad_(d) for x, d in zip(whole, unit.differentiated, strict=True)], args, kwargs)
+
+
+class _Weights(torch.autograd.Function):
+    """The differentiated leaves of a unit for one call: (token, schedule, name, whole leaves) -> leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, schedule: UnitSchedule, name: str, whole: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.schedule, ctx.name = schedule, name
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x, d in zip(whole, schedule.units[name].differentiated, strict=True) if d)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise fail("apply.unshard: the gradient of a schedule cannot be differentiated by torch.autograd",
+                       fix="nest fs.grad, or use torch.func: there it is the plain apply")  # fmt: skip
+        remaining = iter(grads)
+        all_grads = [next(remaining) if d else None for d in ctx.schedule.units[ctx.name].differentiated]
+        ctx.schedule.start_sums(ctx.name, all_grads)
+        return torch.zeros((), device=ctx.schedule.region.device), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The start of all units' graphs: (schedule, differentiated shards of all units) -> token."""
+
+    @staticmethod
+    def forward(ctx: Any, schedule: UnitSchedule, *shards: Tensor) -> Tensor:
+        ctx.schedule = schedule
+        return torch.zeros((), device=schedule.region.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.schedule.take_sums()
