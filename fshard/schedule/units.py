@@ -1,4 +1,4 @@
-"""Units of a program that calls them in its own order: each unit's leaves are gathered around its call, and in backward.
+"""Units of a program that calls them in an order of its own: their leaves are gathered for each call, and in backward.
 
     forward   gather 1 | run unit 0, gather 2 | run unit 1, gather 3 | ...
     backward  ... | differentiate unit 3, gather 2 | reduce 3, differentiate unit 2, gather 1 | ...
@@ -86,7 +86,7 @@ class _Gathered:
         self.starts: dict[int, list[tuple[int, int]]] = {}  # storage -> (first byte, leaf) of each leaf in it, sorted
         for leaf, (x, part) in enumerate(zip(self._whole, plan.slices, strict=True)):
             if part is not None and x.numel():
-                self.starts.setdefault(storage_key(x), []).append((x.storage_offset() * x.itemsize, leaf))
+                self.starts.setdefault(storage_key(x), []).append((int(x.storage_offset()) * x.itemsize, leaf))
         self.versions = [version_of(x) for x in self._whole]
 
     def wait(self) -> list[Tensor]:
@@ -129,7 +129,7 @@ class _Call:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a backward pass may gather the unit for this call."""
+        """True if a backward pass may gather the unit for this call."""
         return not self.is_differentiated and any(ref() is not None for ref in self.saved)
 
 
@@ -147,7 +147,10 @@ class UnitOptions:
 
 
 class UnitSchedule:
-    """The units of one forward pass and its backward pass. It refers to no tensor with a graph: that would be a cycle."""
+    """The units of one forward pass and its backward pass.
+
+    The graph refers to it. It refers to no tensor of the graph: that would be a cycle, which Python cannot free.
+    """
 
     def __init__(self, region: Region, units: Mapping[str, Unit], options: UnitOptions) -> None:
         self.region, self.units, self.options = region, units, options
@@ -177,7 +180,7 @@ class UnitSchedule:
         return gathered
 
     def start_copies(self, name: str) -> None:
-        """Start to copy the shards of a unit from host memory, so that they are on the device when its gather starts."""
+        """Start to copy a unit's shards from host memory, so that they are on the device when its gather starts."""
         unit = self.units[name]
         if name not in self.copies and name not in self.live and any(b.host for b in unit.plan.buckets):
             self.copies[name] = start_copy(self.region, unit.plan, unit.shards)

@@ -121,7 +121,7 @@ class Placeholder(Tensor):
     _device: torch.device
 
     @staticmethod
-    def of(leaf: str, unit: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Placeholder:
+    def of(unit: str, leaf: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Placeholder:
         out = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Placeholder)
         out.leaf, out.unit, out._device = leaf, unit, device
         return out
@@ -130,20 +130,17 @@ class Placeholder(Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return self._device
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<{self.leaf} of unit {self.unit}>"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ALLOWED:
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         x = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, Placeholder))
-        parent = x.unit.rpartition(".")[0]
-        fix = f"units={parent!r}" if parent else "leave the unit out"
-        name = getattr(func, "__name__", func)
-        raise fail(f"{x.leaf!r} of unit {x.unit!r} is used outside of the unit's forward, by {name}",
-                   "its values are gathered only while the unit runs",
-                   fix=f"a unit that has all uses of the leaf: {fix}, or what calls it")  # fmt: skip
+        raise fail(f"{x.leaf!r} of unit {x.unit!r} is used outside of the unit's forward, "
+                   f"by {getattr(func, '__name__', func)}", "it is gathered only while the unit runs",
+                   fix=f"leave {x.unit!r} out of units=, or choose the module that uses the leaf there")  # fmt: skip
 
 
 # --- the forward of units -------------------------------------------------------------------------------------
@@ -219,9 +216,8 @@ class UnshardedByUnit:
         here, apply = region("apply.unshard"), self._apply
         apply.check_names(params, buffers)
         whole_buffers = unshard(dict(buffers), P(), self._axis)
-        leaves, structure = tree.flatten(dict(params))
         flat = tree.broadcast(self._specs, dict(params), name="apply.unshard: specs", leaf=is_spec)
-        specs = tree.unflatten(structure, flat)
+        specs = tree.unflatten(tree.structure(dict(params)), flat)
         shapes = None if self._shapes is None else {leaf: self._shapes[leaf] for leaf in params}
         # Neither a compiler nor a transform of torch.func can trace a schedule.
         plain = torch.compiler.is_dynamo_compiling() or in_transform()
@@ -237,10 +233,10 @@ class UnshardedByUnit:
         placeholders = {}
         for name, unit in units.items():
             for leaf, part, x in zip(apply.units[name], unit.plan.slices, unit.shards, strict=True):
-                shape, dtype = (tuple(x.shape), x.dtype) if part is None else (part.shape, part.dtype)
-                key = leaf, shape, dtype, here.device
-                placeholders[leaf] = self._placeholders.get(key) or self._placeholders.setdefault(
-                    key, Placeholder.of(leaf, name, shape, dtype, here.device))  # fmt: skip
+                key = leaf, x.shape if part is None else part.shape, x.dtype if part is None else part.dtype, here.device
+                if key not in self._placeholders:
+                    self._placeholders[key] = Placeholder.of(name, *key)
+                placeholders[leaf] = self._placeholders[key]
         shards = [params[leaf] for name in units for leaf in apply.units[name]]
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
         result = apply.run(whole, whole_buffers, args, kwargs, calls, placeholders)
