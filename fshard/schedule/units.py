@@ -123,7 +123,7 @@ class _Call:
         self.unit = unit
         self.saved: list[weakref.ref[Any]] = []  # _SavedWeight, or with `remat` SavedTensor
         self.ahead: _Gathered | None = None  # gathered for the backward pass of this call
-        self.rerun: Callable[[list[Tensor]], Any] | None = None
+        self.rerun: Callable[[list[Tensor], Any], Any] | None = None  # (leaves, calls of units inside)
         self.transfers = False  # whether the unit's own computation starts any
         self.is_differentiated = False  # whether its backward pass has begun
 
@@ -299,7 +299,7 @@ class UnitSchedule:
         leaves = [x.detach().requires_grad_(d) for x, d in zip(whole, differentiated, strict=True)]
         with self._transposing(), contextlib.suppress(_Stop), torch.enable_grad(), self.autocast(), \
                 saved_tensors_hooks(fill, SavedTensor.get):  # fmt: skip
-            call.rerun(leaves)
+            call.rerun(leaves, _UnitCallsAgain(self))
         if position < len(needed):
             raise recomputation_differs(f"it saved {len(needed) - position} tensors fewer than in forward")
 
@@ -400,10 +400,10 @@ class UnitCalls:
             inputs = [(x.detach(), x.requires_grad) for x in tensors]
             again = rerun()
 
-            def run_again(leaves: list[Tensor]) -> None:
+            def run_again(leaves: list[Tensor], calls: Any) -> None:  # no reference to the schedule: a cycle
                 fresh = [x.detach().requires_grad_(d) for x, d in inputs]
                 args, kwargs = fill_tensors(rest, fresh)
-                again(leaves, args, kwargs, _UnitCallsAgain(schedule))
+                again(leaves, args, kwargs, calls)
 
             call.rerun, before, self._discarding = run_again, transfer_count(), call
             try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard._comm import Axis, Region, region
-from fshard._torch_compat import in_transform
+from fshard._torch_compat import in_transform, without_modes
 from fshard.errors import fail, must_be, raise_all
 from fshard.schedule.buckets import plan_buckets
 from fshard.schedule.recompute import refuse_saved_tensor_hooks
@@ -122,7 +122,8 @@ class Placeholder(Tensor):
 
     @staticmethod
     def of(unit: str, leaf: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Placeholder:
-        out = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Placeholder)
+        with without_modes():  # of a dry run, whose fake tensors have no subclass
+            out = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Placeholder)
         out.leaf, out.unit, out._device = leaf, unit, device
         return out
 
