@@ -324,7 +324,7 @@ def config(folder: StrPath, **heads: bool) -> Config:
 
     Raises ShardingError for another type of model.
     """
-    return read_config(folder, Config, _FIXED, **heads)
+    return read_config(folder, Config, _FIXED, None, **heads)
 
 
 @checked
