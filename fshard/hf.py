@@ -70,23 +70,31 @@ def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequenc
 
 
 @checked
-def save(path: StrPath, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+def save(
+    path: StrPath, cfg: Any, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
     """Write a folder that `from_pretrained` reads; every rank writes its own bytes.
 
     `cfg` is the `Config` of a model in `fs.models`, or, for a module's leaves by their dotted names, the contents of
-    config.json. Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank.
+    config.json. Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank. The dtype in config.json
+    becomes that of the leaves, the widest if they have several.
+
+    Args:
+        like: a folder of the same type of model, such as the one that was loaded. Its tokenizer,
+            generation_config.json, processors, code and licence are copied, and the keys of its config.json that
+            `cfg` lacks. Tokens that differ from those of its config.json replace those of generation_config.json too.
 
     >>> cfg, params = hf.load("my-gpt2")
-    >>> hf.save("again", cfg, fs.materialize(params, P("model"), mesh, key=fs.key(0)))
+    >>> hf.save("again", cfg, fs.materialize(params, P("model"), mesh, key=fs.key(0)), like="my-gpt2")
     """
     if isinstance(cfg, Mapping):
-        write(path, params, by_name, config=cfg, max_shard_bytes=max_shard_bytes)
+        write(path, params, by_name, config=cfg, like=like, max_shard_bytes=max_shard_bytes)
         return
     model = next((m for m in map(model_of, models.__all__) if m is not None and isinstance(cfg, m.Config)), None)
     if model is None:
         raise fail(f"save: {type(cfg).__name__} is not a Config of fs.models", models=", ".join(models.__all__),
                    fix="for a module, pass config.to_dict()")  # fmt: skip
-    model.save(path, cfg, params, max_shard_bytes=max_shard_bytes)
+    model.save(path, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
 
 
 def by_name(path: tree.Path) -> FileTensor:

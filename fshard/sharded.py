@@ -187,9 +187,13 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     """Place a described tree: every device fills only its own part of every `Deferred` leaf.
 
     Each element depends on `key`, the leaf's path and the element's global index alone, so the values are bitwise the
-    same on every mesh and with every spec, and adding a leaf changes no other. Tensors in the tree are placed as they
-    are. One object at several paths is one leaf, with the key of its first path. On a process mesh every rank must
-    call it, with the same key.
+    same on every mesh and with every spec, and adding a leaf changes no other. The path is that in `tree_`:
+    `materialize(tree["a"])` draws other values than `materialize(tree)["a"]`. Leaves of `fs.defer` have a name of their
+    own, so that the values are those of the whole tree for any part of it, `tree["params"]` or
+    `tree["params"]["weight"]`; in a larger tree the path of the module is added.
+
+    Tensors in the tree are placed as they are. One object at several paths is one leaf, with the key of its first path.
+    On a process mesh every rank must call it, with the same key.
 
     Args:
         specs: a `P` per leaf, or a prefix: one `P` for a whole subtree.
@@ -212,27 +216,37 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
 
 
 def _check_names(tree_: Any) -> None:
-    """Raise for two leaves of one dotted name, which would have one key, and so the same values."""
-    names: dict[str, tree.Path] = {}
+    """Raise for two leaves of one name, which would have one key, and so the same values."""
+    names: dict[str, tuple[tree.Path, Any]] = {}
     for path, leaf in tree.leaves_with_path(tree_):
-        twin = names.setdefault(tree.dotted(path), path)
-        if isinstance(leaf, Deferred) and twin != path:
+        name = _names_of(leaf, path)[0] if isinstance(leaf, Deferred) else tree.dotted(path)
+        twin, other = names.setdefault(name, (path, leaf))
+        if isinstance(leaf, Deferred) and twin != path and leaf is not other:
+            fix = "rename one: no dots in keys" if tree.dotted(path) == tree.dotted(twin) else \
+                "put modules under paths of their own: {'a': tree_a, 'b': tree_b}"  # fmt: skip
             raise fail(f"materialize: {tree.show('tree', path)} and {tree.show('tree', twin)} have one name",
-                       f"both are {tree.dotted(path)!r}, and would have the same values",
-                       fix="rename one: no dots in keys")  # fmt: skip
+                       f"both are {name!r}, and would have the same values", fix=fix)  # fmt: skip
+
+
+def _names_of(leaf: Deferred, path: tree.Path) -> tuple[str, list[str]]:
+    """Return the name of a leaf, and the names of the leaves of whose draws it is made, if these are not its own."""
+    name, scope = tree.dotted(path), leaf.scope
+    module = None if scope is None else scope.module_path(name)
+    if scope is not None and module is not None:
+        name, *owners = (module + n.partition(".")[2] for n in (scope.name, *scope.owners))
+        return name, owners
+    if scope is not None and scope.owners:
+        raise fail(f"materialize: {tree.show('tree', path)}: is made of the draws of other leaves, found by its name",
+                   f"{name!r} is not {scope.name!r}, nor a part of it",
+                   fix="keep the tree that fs.defer returned, or a part of it",
+                   draws=", ".join(scope.owners))  # fmt: skip
+    return name, []
 
 
 def _key_of(leaf: Deferred, path: tree.Path, key: Tensor) -> Tensor:
     """Return the leaf's key; for a leaf made of the draws of other leaves, their keys, int64[owners, 2]."""
-    name, scope = tree.dotted(path), leaf.scope
-    if scope is None:
-        return fold_in(key, name)
-    if name != scope.name and not name.endswith(f".{scope.name}"):
-        raise fail(f"materialize: {tree.show('tree', path)}: is made of the draws of other leaves, found by its name",
-                   f"{name!r} does not end with {scope.name!r}",
-                   fix="keep the tree that fs.defer returned, or a part of it",
-                   draws=", ".join(scope.owners))  # fmt: skip
-    return torch.stack([fold_in(key, name.removesuffix(scope.name) + owner) for owner in scope.owners])
+    name, owners = _names_of(leaf, path)
+    return torch.stack([fold_in(key, owner) for owner in owners]) if owners else fold_in(key, name)
 
 
 def _fill(leaf: Deferred, spec: P, mesh: Mesh, key: Tensor, dtype: torch.dtype | None) -> Sharded:

@@ -23,14 +23,32 @@ class Initializer(Protocol):
 
 @dataclass(frozen=True)
 class Scope:
-    """A leaf's name in its module, and the names of the leaves of that module whose draws determine its values.
+    """Name of a leaf in the tree that `fs.defer` returned, such as `params.h.0.weight`, which is part of its key.
 
-    A copy of a leaf has the same values, so it is filled with the keys of `owners` and not with its own: `fill` gets
-    those, int64[owners, 2]. The path of an owner is that of the leaf, with the owner's name in place of `name`.
+    A part of that tree, or the tree as a part of a larger one, so has the same values. `owners` are the names of the
+    leaves whose draws determine the values, if these are not its own: a copy of a leaf has the values of that leaf. It
+    is filled with the keys of the owners, int64[owners, 2].
     """
 
     name: str
-    owners: tuple[str, ...]
+    owners: tuple[str, ...] = ()
+
+    def module_path(self, path: str) -> str | None:
+        """Return the path of the module, with a dot at its end, from the leaf's own path; None if that has no name.
+
+        >>> scope = Scope("params.h.0.weight")
+        >>> [scope.module_path(p) for p in ("params.h.0.weight", "encoder.h.0.weight", "0.weight", "other.weight")]
+        ['', 'encoder.', '', None]
+        """
+        kind, _, name = self.name.partition(".")
+        if f".{path}".endswith(f".{self.name}"):
+            return path.removesuffix(self.name)
+        if f".{path}".endswith(f".{name}"):
+            module = path.removesuffix(name)
+            # Owners of the other kind may be elsewhere: `{"a": tree["params"], "b": tree["buffers"]}`.
+            elsewhere = module and any(not owner.startswith(f"{kind}.") for owner in self.owners)
+            return None if elsewhere else module
+        return "" if not path or self.name.endswith(f".{path}") else None
 
 
 @checked

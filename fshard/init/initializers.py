@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -231,7 +231,7 @@ def zero_row(leaf: Deferred, row: int) -> Deferred:
     """
     if not leaf.ndim or not 0 <= row < leaf.shape[0]:
         raise fail(f"zero_row: {list(leaf.shape)} has no row {row}", fix="an index of dim 0, counted from 0")
-    return Deferred(leaf.shape, leaf.dtype, ZeroRow(leaf.init, row))
+    return replace(leaf, init=ZeroRow(leaf.init, row))
 
 
 @checked

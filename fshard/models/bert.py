@@ -324,7 +324,7 @@ def config(folder: StrPath, **heads: bool) -> Config:
 
     Raises ShardingError for another type of model.
     """
-    return read_config(folder, Config, _FIXED, **heads)
+    return read_config(folder, Config, _FIXED, None, **heads)
 
 
 @checked
@@ -352,12 +352,17 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
 
 @checked
-def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `from_pretrained` reads, of a class with the heads of `cfg`; `params` may be placed."""
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `from_pretrained` reads, of a class with the heads of `cfg`; `params` may be placed.
+
+    `like`: see `hf.save`.
+    """
     kind = "BertForPreTraining" if cfg.nsp else "BertForMaskedLM" if cfg.mlm else "BertModel"
     sizes = {name: value for name, value in asdict(cfg).items() if name not in _HEADS}
     config = {"architectures": [kind], **_FIXED, **sizes}
-    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
+    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = [

@@ -53,6 +53,9 @@ class Config:
     resid_pdrop: float = 0.0
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None  # one or more tokens that end a text
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         check_numbers("gpt2.Config", self)
@@ -174,6 +177,7 @@ _FIXED = {
     "model_type": "gpt2", "tie_word_embeddings": True, "activation_function": "gelu_new", "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
 }  # fmt: skip
+_ABSENT = {"bos_token_id": 50256, "eos_token_id": 50256}  # of a config.json without them
 _IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 _TIED = {"lm_head.weight": "transformer.wte.weight"}
 
@@ -191,7 +195,7 @@ def theirs(path: tree.Path) -> FileTensor:
 @checked
 def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
-    return read_config(folder, Config, _FIXED)
+    return read_config(folder, Config, _FIXED, _ABSENT)
 
 
 @checked
@@ -208,10 +212,15 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
 
 @checked
-def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` may be placed on a mesh."""
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` may be placed on a mesh.
+
+    `like`: see `hf.save`.
+    """
     config = {"architectures": ["GPT2LMHeadModel"], **_FIXED, **asdict(cfg)}
-    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
+    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

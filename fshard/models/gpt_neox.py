@@ -71,6 +71,9 @@ class Config:
     attention_bias: bool = True
     tie_word_embeddings: bool = False
     rope_parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None  # one or more tokens that end a text
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         check_numbers("gpt_neox.Config", self)
@@ -228,6 +231,7 @@ _BLOCK = {  # the matrices in the file are [out, in]; q, k and v are interleaved
     **weight_and_bias("down", "mlp.dense_4h_to_h", "d f -> f d"),
 }
 _FIXED = {"model_type": "gpt_neox"}
+_ABSENT = {"bos_token_id": 0, "eos_token_id": 2}  # of a config.json without them
 _IGNORED = (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")  # buffers of older versions
 
 
@@ -248,7 +252,7 @@ def config(folder: StrPath) -> Config:
     theta = raw.get("rotary_emb_base") or _ROPE["rope_theta"]
     rotary = rope.parameters(raw, theta=theta, partial=raw.get("rotary_pct") or _ROPE["partial_rotary_factor"])
     # `rope.parameters` leaves out a partial_rotary_factor of 1, and the default of a Config is another one.
-    return read_config(folder, Config, _FIXED, rope_parameters={"partial_rotary_factor": 1.0, **rotary})
+    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters={"partial_rotary_factor": 1.0, **rotary})
 
 
 @checked
@@ -273,10 +277,15 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
 
 @checked
-def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `GPTNeoXForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `GPTNeoXForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
+
+    `like`: see `hf.save`.
+    """
     config = {"architectures": ["GPTNeoXForCausalLM"], **_FIXED, **asdict(cfg)}
-    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
+    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

@@ -56,6 +56,9 @@ class Config:
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None  # one or more tokens that end a text
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         check_numbers("gptj.Config", self, own=("rotary_dim",))
@@ -192,6 +195,7 @@ _BLOCK = {  # the matrices in the file are [out, in]
     **weight_and_bias("down", "mlp.fc_out", "d f -> f d"),
 }
 _FIXED = {"model_type": "gptj", "activation_function": "gelu_new"}
+_ABSENT = {"bos_token_id": 50256, "eos_token_id": 50256}  # of a config.json without them
 _IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 
 
@@ -208,7 +212,7 @@ def theirs(path: tree.Path) -> FileTensor:
 @checked
 def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
-    return read_config(folder, Config, _FIXED)
+    return read_config(folder, Config, _FIXED, _ABSENT)
 
 
 @checked
@@ -226,10 +230,15 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
 
 @checked
-def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
+
+    `like`: see `hf.save`.
+    """
     config = {"architectures": ["GPTJForCausalLM"], **_FIXED, **asdict(cfg)}
-    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
+    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

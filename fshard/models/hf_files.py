@@ -17,11 +17,14 @@ from fshard.interop.hf import CONFIG, FileTensor, config_of
 C = TypeVar("C")
 
 
-def read_config(folder: StrPath, cls: type[C], fixed: Mapping[str, Any], **others: Any) -> C:
+def read_config(
+    folder: StrPath, cls: type[C], fixed: Mapping[str, Any], absent: Mapping[str, int] | None = None, **others: Any
+) -> C:
     """Read the fields of `cls` from `config.json`; `others` are fields that have another name there.
 
     `fixed` is what every model of this type has, by name: `model_type`, and options for which there is one choice
-    here. A config without one of these options has that choice.
+    here. A config without one of these options has that choice. `absent` are the tokens of a config that lacks them, as
+    transformers has them, unless they are outside the vocabulary.
 
     Raises ShardingError listing every option with another value, every field of another type, or a missing
     `model_type`.
@@ -32,7 +35,11 @@ def read_config(folder: StrPath, cls: type[C], fixed: Mapping[str, Any], **other
     if different:
         raise fail(f"{Path(folder) / CONFIG}: not a supported {fixed['model_type']}", *different,
                    fix="use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))")  # fmt: skip
+    size = config.get("vocab_size")
+    tokens = {name: n for name, n in (absent or {}).items() if not isinstance(size, int) or n < size}
+    config = tokens | config
     values = {f.name: config[f.name] for f in fields(cls) if f.name in config} | others  # type: ignore[arg-type]
+    values |= {name: _tokens(token) for name, token in values.items() if name.endswith("_token_id")}
     hints = typing.get_type_hints(cls)
     wrong = [f"{name}: {value!r}" for name, value in values.items() if not _has_type(value, hints[name])]
     if wrong:
@@ -44,11 +51,18 @@ def read_config(folder: StrPath, cls: type[C], fixed: Mapping[str, Any], **other
                    fix="copy it again") from e  # fmt: skip
 
 
+def _tokens(value: Any) -> Any:
+    """Return the tokens of a config as a field has them: several as a tuple, and the -1 of old configs as None."""
+    return tuple(value) if isinstance(value, list) else None if value == -1 else value
+
+
 def _has_type(value: Any, hint: Any) -> bool:
     """Return whether a JSON value has the type of a field: an int is also a float, and sizes are not negative."""
     if isinstance(hint, types.UnionType):
         return any(_has_type(value, one) for one in typing.get_args(hint))
     kind = typing.get_origin(hint) or hint
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_has_type(x, typing.get_args(hint)[0]) for x in value)
     if kind is int:
         return type(value) is int and value >= 0
     return type(value) in (int, float) if kind is float else isinstance(value, kind)

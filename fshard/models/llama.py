@@ -66,6 +66,9 @@ class Config:
     attention_dropout: float = 0.0
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None  # one or more tokens that end a text
+    pad_token_id: int | None = None
 
     @property
     def groups(self) -> int:
@@ -228,6 +231,7 @@ _BLOCK = {
     **weight_and_bias("down", "mlp.down_proj", "d f -> f d"),
 }
 _FIXED = {"model_type": "llama"}
+_ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without them
 _IGNORED = ("rotary_emb.inv_freq",)  # a buffer of older versions
 
 
@@ -244,7 +248,7 @@ def theirs(path: tree.Path) -> FileTensor:
 @checked
 def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
-    return read_config(folder, Config, _FIXED, rope_parameters=rope.parameters(config_of(folder)))
+    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rope.parameters(config_of(folder)))
 
 
 @checked
@@ -262,11 +266,16 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
 
 @checked
-def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
+
+    `like`: see `hf.save`.
+    """
     sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups, "head_dim": cfg.width}
     config = {"architectures": ["LlamaForCausalLM"], **_FIXED, **sizes}
-    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
+    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

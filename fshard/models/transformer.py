@@ -148,14 +148,16 @@ ONE_DEVICE = Layout()
 def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
     """Raise ShardingError, listing each number of a config that is out of range; `own` fields have their own rules.
 
-    Sizes are 1 or more (of layers there may be none), rates of dropout less than 1, other numbers finite.
+    Sizes are 1 or more (of layers there may be none), tokens 0 or more, rates of dropout less than 1, other numbers
+    finite.
     """
     errors = []
     for name, kind, n in [(f.name, str(f.type), getattr(cfg, f.name)) for f in fields(cfg) if f.name not in own]:
         is_size, is_rate = kind.startswith("int"), "drop" in name
-        least = 1 if is_size and "layer" not in name else 0
+        least = 1 if is_size and "layer" not in name and not name.endswith("_token_id") else 0
         most = 1 if is_rate else 2**31 if is_size else math.inf
-        if isinstance(n, (int, float)) and not isinstance(n, bool) and not least <= n < most:
+        numbers = [x for x in (n if isinstance(n, tuple) else (n,)) if isinstance(x, (int, float))]
+        if not isinstance(n, bool) and not all(least <= x < most for x in numbers):
             below = f", less than {most}" * (is_rate or n >= most)
             errors.append(fail(f"{verb}: {name}={n}", fix=f"{least} or more{below}"))
     raise_all(errors)

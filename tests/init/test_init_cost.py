@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import tracemalloc
 
 import pytest
@@ -118,6 +119,98 @@ def test_scratch_memory_does_not_grow_with_the_part(spec, dtype):
             )  # 5 int64 rows of 2^15 blocks
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fills(monkeypatch):
+    """(thread, compute threads of torch in it) of each tile."""
+    seen = []
+    philox_in_place = R.philox_in_place
+
+    def watched(*args):
+        seen.append((threading.get_ident(), torch.get_num_threads()))
+        philox_in_place(*args)
+
+    monkeypatch.setattr(R, "philox_in_place", watched)
+    return seen
+
+
+def threads_of_a_new_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_no_operation_is_split_between_threads_of_torch(two_threads, fills, inference):
+    """Torch's threads wait for each other in every operation, which on a busy machine took ten times the CPU time."""
+    here, part = threading.get_ident(), (slice(0, 513), slice(1, 300))
+    shapes = {"large": (513, 400), "small": (128, 128)}
+    made, idents = {}, {}
+    for name, shape in shapes.items():
+        fills.clear()
+        with torch.inference_mode(inference):
+            made[name] = fill(fs.init.normal(shape), part if name == "large" else (slice(0, 128),) * 2)
+        idents[name] = {ident for ident, _ in fills}
+        assert {n for _, n in fills} == {1}
+        assert torch.get_num_threads() == threads_of_a_new_thread() == 2
+    assert idents["small"] == {here}
+    assert here not in idents["large"]
+    torch.set_num_threads(1)
+    assert torch.equal(made["large"], fill(fs.init.normal((513, 400)), part))
+    assert torch.equal(made["small"], fill(fs.init.normal((128, 128)), (slice(0, 128),) * 2))
+
+
+def test_tiles_are_divided_between_threads(two_threads, fills, monkeypatch):
+    both = threading.Barrier(2, timeout=60)  # passed by two threads, each at its first tile
+    first = threading.local()
+    watched = R.philox_in_place
+
+    def wait(*args):
+        if not hasattr(first, "tile"):
+            first.tile = both.wait()
+        watched(*args)
+
+    monkeypatch.setattr(R, "philox_in_place", wait)
+    fill(fs.init.normal(1 << 20), (slice(0, 1 << 20),))
+    assert len(fills) == 8
+    assert len({ident for ident, _ in fills}) == 2
+
+
+def test_error_in_a_thread_is_raised_and_restores_the_number_of_threads(two_threads, monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(R, "philox_in_place", fails)
+    for n in (1 << 20, 1 << 10):
+        with pytest.raises(MemoryError):
+            fill(fs.init.normal(n), (slice(0, n),))
+        assert torch.get_num_threads() == threads_of_a_new_thread() == 2
+
+
+def test_a_draw_in_a_region_stays_in_the_thread_of_its_rank(two_threads, fills):
+    @fs.shard_map(mesh=fs.make_mesh(kind="simulated", n=2), in_specs=(), out_specs=P("n"))
+    def draw():
+        rank = threading.get_ident()
+        with Operations() as seen:
+            x = fs.random.normal(fs.key(0), (1 << 19,), spec=P("n"))
+        assert {ident for ident, _ in fills} >= {rank}
+        assert number_of(seen) > 50
+        return x
+
+    got = draw()
+    assert len({ident for ident, _ in fills}) == 2
+    assert torch.equal(fs.device_get(got), fs.random.normal(fs.key(0), (1 << 19,)))
 
 
 @pytest.mark.parametrize("make", [fs.init.zeros, fs.init.ones, lambda s: fs.init.full(s, 0.5)])

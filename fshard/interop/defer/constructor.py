@@ -53,8 +53,9 @@ def defer(
     at a time, and keeps the part: `apply.whole` has the bytes of each such leaf.
 
     The tree is `{"params": {name: Deferred}, "buffers": {name: Deferred}}`. A tied leaf is in it once, by its first
-    name. Copies of a drawn leaf (`nn.TransformerEncoder` copies its layer) are equal. Random numbers of Python and
-    numpy are drawn once, by this call.
+    name. Any part of the tree, materialized alone, has the same values. Copies of a drawn leaf
+    (`nn.TransformerEncoder` copies its layer) are equal. Random numbers of Python and numpy are drawn once, by this
+    call.
 
     Args:
         units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
@@ -230,14 +231,12 @@ def _describe_leaf(kind: str, name: str, node: Node, owners: Mapping[int, tuple[
     shared = any(o != own for o in names)
     plain = None if shared else _plain_initializer(node)
     if plain is not None:
-        return Deferred(node.shape, node.dtype, plain)
+        return Deferred(node.shape, node.dtype, plain, Scope(own))
     sources = {id(d): (names.index(owners[id(d)][0]), owners[id(d)][1]) for d in drawn}
     if not shared:
-        return Deferred(node.shape, node.dtype, Recorded(node, sources, (), name))
-    one_kind = all(o.startswith(f"{kind}.") for o in names)  # else params and buffers must stay in one tree
-    prefix = len(kind) + 1 if one_kind else 0
-    scope = Scope(own[prefix:], tuple(o[prefix:] for o in names))
-    return Deferred(node.shape, node.dtype, Recorded(node, sources, scope.owners, scope.name), scope)
+        return Deferred(node.shape, node.dtype, Recorded(node, sources, (), name), Scope(own))
+    shown = tuple(o.partition(".")[2] for o in names)
+    return Deferred(node.shape, node.dtype, Recorded(node, sources, shown, name), Scope(own, names))
 
 
 def _bytes_in_full(node: Node) -> int:

@@ -5,7 +5,7 @@
    folder to write.
 3. Every rank writes its bytes into them and flushes them to the disk.
 4. Every rank reads back its share of the tensors, and computes their checksums; rank 0 writes these into the headers.
-5. Rank 0 renames config.json, then the weights.
+5. Rank 0 renames the files that are carried over from another folder, config.json, then the weights.
 
 A reader finds the old weights until one rename, and the new ones after it, never some of each. If old and new shards
 have the same names, the index refers to the new ones in the temporary folder while they are renamed.
@@ -34,6 +34,7 @@ from fshard._safetensors import BLOCK_BYTES, checksums_of
 from fshard.errors import ShardingError, checked, fail
 from fshard.spec import Box
 
+from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
 from .layout import OutputFile, Source, check_described, output_files, output_tensors
 from .weights import CHUNK_BYTES, FileTensor
@@ -47,7 +48,7 @@ Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its
 @checked
 def write(
     folder: StrPath, tree_: Any, theirs: Callable[[tree.Path], FileTensor], *, config: Mapping[str, Any],
-    prefix: str = "",
+    like: StrPath | None = None, prefix: str = "",
     max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None, described: Any = None,
 ) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads: config.json and model.safetensors, or shards of it with an index.
@@ -58,7 +59,9 @@ def write(
 
     Args:
         theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part.
-        config: the contents of config.json.
+        config: the contents of config.json, to which the dtype of the leaves is added.
+        like: a folder of the same type of model, whose tokenizer and other small files are copied, and the keys of its
+            config.json that `config` lacks.
         prefix: put before every name: `"transformer."` for a base model written as part of one with a head.
         max_shard_bytes: the most bytes of tensors in one file, unless a single tensor has more.
         metadata: of the files; `{"format": "pt"}` if left out.
@@ -77,43 +80,42 @@ def write(
     ranks = Ranks.of("write", [leaf for _, leaf in leaves])
     final = Path(folder)
     files: list[OutputFile] = []
+    small: dict[str, bytes] = {}  # the other files, by name
 
     def plan() -> dict[str, str]:
         if described is not None:
             check_described(leaves, tree.leaves_with_path(described))
         tensors = output_tensors(leaves, theirs, prefix)
         files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata))
-        out = {CONFIG: repr(_config_text(config))}
+        small[CONFIG] = complete_config(config, [leaf for _, leaf in leaves], like)
+        out = {CONFIG: repr(small[CONFIG].decode())}
         if not ranks.alone:
             out |= {file.name: f"header of crc32 {zlib.crc32(file.header):08x}" for file in files}
             out |= {s.label: f"{summary(s.leaf)} for {t.name}" for t in tensors for s in t.sources}
         return out
 
+    def create() -> str:
+        small.update(carried_files(config, like))
+        return _create_files(final, files, small)
+
     ranks.check_equal(plan, "plain tensors and the arguments must be the same on every rank")
     is_new = not final.exists()
     try:
-        temporary = final / ranks.run_on_first(lambda: _create_files(final, files, _config_text(config)))
+        temporary = final / ranks.run_on_first(create)
         ranks.run(lambda: _write_parts(temporary, files, ranks))
         checksums = ChainMap(*ranks.run(lambda: _checksums(temporary, files, ranks)))
         files = [replace(f, checksums={t.name: checksums[t.name] for t in f.tensors}) for f in files]
-        ranks.run_on_first(lambda: _publish(final, temporary, files))
+        ranks.run_on_first(lambda: _publish(final, temporary, files, small))
     except BaseException:
         if ranks.rank == 0:
             _discard(final, is_new)
         raise
 
 
-def _config_text(config: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(dict(config), indent=2, sort_keys=True) + "\n"
-    except (TypeError, ValueError) as e:
-        raise fail("write: config= is not JSON", str(e), fix="numbers, strings, booleans, None, lists and dicts") from e
-
-
 # --- the files ------------------------------------------------------------------------------------------------
 
 
-def _create_files(final: Path, files: Sequence[OutputFile], config: str) -> str:
+def _create_files(final: Path, files: Sequence[OutputFile], small: Mapping[str, bytes]) -> str:
     """Create the temporary folder, with files of their final size, and return its name."""
     with write_errors("write", final, _UNCHANGED):
         final.mkdir(parents=True, exist_ok=True)
@@ -122,7 +124,9 @@ def _create_files(final: Path, files: Sequence[OutputFile], config: str) -> str:
         temporary.mkdir()
         for file in files:
             write_file(temporary / file.name, [file.header], file.nbytes)
-        write_file(temporary / CONFIG, [config.encode()])
+        for name, data in small.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            write_file(temporary / name, [data])
     return temporary.name
 
 
@@ -207,7 +211,7 @@ def _checksums(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> di
 # --- replacing the old weights --------------------------------------------------------------------------------
 
 
-def _publish(final: Path, temporary: Path, files: Sequence[OutputFile]) -> None:
+def _publish(final: Path, temporary: Path, files: Sequence[OutputFile], small: Mapping[str, bytes]) -> None:
     with write_errors("write", final, "the folder has all of the old weights, or all of the new ones"):
         names = [file.name for file in files]
         for file in files:
@@ -221,7 +225,9 @@ def _publish(final: Path, temporary: Path, files: Sequence[OutputFile]) -> None:
             for name in names:
                 os.link(temporary / name, temporary / "links" / name)
             _write_index(temporary / f"links.{INDEX}", files, f"{temporary.name}/")
-        os.replace(temporary / CONFIG, final / CONFIG)
+        for name in [*(n for n in small if n != CONFIG), CONFIG]:
+            (final / name).parent.mkdir(exist_ok=True)
+            os.replace(temporary / name, final / name)
         if shared_names:
             os.replace(temporary / f"links.{INDEX}", final / INDEX)  # from here on a reader finds the new weights
             sync(final)

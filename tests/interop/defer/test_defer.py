@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -245,12 +246,85 @@ def test_every_layer_of_torch_nn_is_in_the_table():
 def test_leaf_of_one_draw_equals_the_initializer():
     _, tree = defer(lambda: nn.Linear(64, 256))
     assert repr(tree["params"]["bias"]) == "f32[256] = uniform(low=-0.125, high=0.125)"
-    like = {"params": {"bias": fs.init.uniform(256, low=-0.125, high=0.125)}}
-    assert_same(values_on_one_device(tree)["params"]["bias"], values_on_one_device(like)["params"]["bias"])
+    like = {"bias": fs.init.uniform(256, low=-0.125, high=0.125)}
+    assert_same(values_on_one_device(tree)["params"]["bias"], values_on_one_device(like)["bias"])
     _, tree = defer(lambda: filled(lambda w: w.normal_(0, 0.02)).to(torch.bfloat16))
     assert repr(tree["params"]["w"]) == "bf16[30, 21] = normal(std=0.02)"
     like = fs.init.normal((30, 21), std=0.02, dtype=torch.bfloat16)
     assert_same(values_on_one_device(tree["params"])["w"], values_on_one_device({"w": like})["w"])
+
+
+class Drawn(nn.Module):
+    """Parameters, their copies, and buffers, some of which have the draws of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 3)])
+        self.copy = copy.deepcopy(self.h)
+        self.scale = nn.Parameter(torch.rand(5))
+        self.register_buffer("noise", torch.randn(6))
+        self.register_buffer("shared", self.h[0].weight.detach() * 2)
+
+
+def test_a_part_of_the_tree_has_the_values_of_the_whole():
+    _, tree = defer(Drawn)
+    whole = values_on_one_device(tree)
+    params, buffers = whole["params"], whole["buffers"]
+    assert torch.equal(params["h.0.weight"], params["copy.0.weight"])
+    assert torch.equal(buffers["shared"], params["h.0.weight"] * 2)
+    distinct = [params["h.0.weight"], params["h.1.weight"], params["scale"], buffers["noise"]]
+    assert len({x.flatten()[0].item() for x in distinct}) == 4
+
+    for kind, leaves in tree.items():
+        assert_same(values_on_one_device(leaves), whole[kind])
+        for name, leaf in leaves.items():
+            assert_same(values_on_one_device({name: leaf})[name], whole[kind][name])
+            assert_same(values_on_one_device({kind: {name: leaf}})[kind][name], whole[kind][name])
+            assert_same(values_on_one_device(leaf), whole[kind][name], "a leaf alone")
+            last = name.rpartition(".")[2]
+            assert_same(values_on_one_device({last: leaf})[last], whole[kind][name], "a part of its name")
+    layer = {name.removeprefix("h."): leaf for name, leaf in tree["params"].items() if name.startswith("h.")}
+    assert_same(values_on_one_device(layer), {name: params[f"h.{name}"] for name in layer})
+    nested = {"h": [{n: tree["params"][f"h.{i}.{n}"] for n in ("weight", "bias")} for i in range(2)]}
+    assert_same(values_on_one_device(nested)["h"][1]["weight"], params["h.1.weight"])
+    assert_same(values_on_one_device({**tree, "step": fs.init.zeros(())})["params"], params)
+    bf16 = {name: leaf.to(torch.bfloat16) for name, leaf in tree["params"].items()}
+    assert_same(values_on_one_device(bf16), {name: x.bfloat16() for name, x in params.items()})
+
+
+def test_modules_in_one_tree_have_draws_of_their_own():
+    a, b = defer(Drawn)[1], defer(Drawn)[1]
+    both = values_on_one_device({"a": a, "b": b})
+    first = values_on_one_device(a)
+    for kind, name in (("params", "scale"), ("params", "h.0.weight"), ("buffers", "noise"), ("buffers", "shared")):
+        three = [both["a"][kind][name], both["b"][kind][name], first[kind][name]]
+        assert len({x.flatten()[0].item() for x in three}) == 3
+    assert_same(values_on_one_device({"a": a["params"]})["a"], both["a"]["params"])
+    assert_same(values_on_one_device(a["buffers"] | a["params"])["shared"], first["buffers"]["shared"])
+    for x in (both["a"], both["b"]):  # relations between the leaves of a module hold in each
+        assert torch.equal(x["buffers"]["shared"], x["params"]["copy.0.weight"] * 2)
+    renamed = values_on_one_device({"old": a["params"]["scale"], "new": b["params"]["scale"]})
+    assert_same(renamed["old"], values_on_one_device({"old": fs.init.uniform(5)})["old"])  # by its path, as any leaf
+
+
+def test_error_text_of_leaves_of_two_modules_with_one_name():
+    a, b = defer(Drawn)[1], defer(Drawn)[1]
+    assert error_text(values_on_one_device, {"scale": a["params"]["scale"], "params": {"scale": b["params"]["scale"]}}
+                      ) == (
+        "materialize: tree['scale'] and tree['params']['scale'] have one name\n"
+        "  both are 'scale', and would have the same values\n"
+        "  fix: put modules under paths of their own: {'a': tree_a, 'b': tree_b}"
+    )  # fmt: skip
+    same = a["params"]["scale"]
+    tied = values_on_one_device({"scale": same, "params": {"scale": same}})
+    assert torch.equal(tied["scale"], tied["params"]["scale"])
+
+
+def test_leaf_apart_from_the_leaf_whose_draws_it_has_is_refused():
+    _, tree = defer(Drawn)
+    leaf = tree["buffers"]["shared"]
+    for elsewhere in ({"x": {"shared": leaf}}, {"other": leaf}, {"x": {"y": leaf}}):
+        assert "is made of the draws of other leaves" in error_text(values_on_one_device, elsewhere)
 
 
 def test_repr_of_a_leaf_lists_its_steps():
@@ -863,8 +937,8 @@ def test_error_text_of_a_copy_under_another_name():
     name = "parametrizations.weight.original1"
     assert error_text(values_on_one_device, {"v": tree["params"][name]}) == (
         "materialize: tree['v']: is made of the draws of other leaves, found by its name\n"
-        "  draws  parametrizations.weight.original0\n"
-        f"  'v' does not end with '{name}'\n"
+        "  draws  params.parametrizations.weight.original0\n"
+        f"  'v' is not 'params.{name}', nor a part of it\n"
         "  fix: keep the tree that fs.defer returned, or a part of it"
     )
 
