@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fshard import tree as trees
 from fshard._callsite import user_frame
@@ -31,7 +34,7 @@ from fshard.random import fold_in
 from fshard.spec import Box, describe
 
 from . import graph
-from .functional_module import Apply, Leaves, Place, leaves_at, places_of
+from .functional_module import Apply, Leaves, Place, leaves_at, places_of, reachable
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
 from .recorder import EAGER, Recorder, recording, recording_error
 from .replay import Replay, bytes_in_full, is_local
@@ -114,11 +117,20 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None) -> None:
     """Replace the leaves by tensors on meta, and recorded tensors in other attributes by real ones."""
     on_meta: dict[int, Tensor] = {}
-    for place in places:
-        x = place.holder[place.key]
+    kept: list[Tensor] = []  # so that no id is used again
+
+    def release(x: Tensor) -> None:
         if id(x) not in on_meta:
             y: Tensor = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             on_meta[id(x)] = nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
+            kept.append(x)
+
+    for place in places:
+        release(place.holder[place.key])
+    for part in module.modules():
+        for name in _computed_by_hooks(part):
+            if isinstance(x := vars(part).get(name), Tensor):
+                release(x)
     errors: list[ShardingError] = []
 
     def replace(name: str, path: trees.Path, x: Any) -> Any:
@@ -129,19 +141,30 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
         label = trees.show(name, path)
         if not draws(recorder.node(x)):
             return recorder.value(x, label)
-        fix = f"register_buffer({label.rpartition('.')[2]!r}, ..., persistent=False)"
-        errors.append(fail(f"defer: {label}: is drawn, and neither a parameter nor a buffer", fix=fix))
+        errors.append(fail(f"defer: {label}: is drawn, and neither a parameter nor a buffer",
+                           fix=f"register it: register_buffer(name, ..., persistent=False); or {EAGER}"))  # fmt: skip
         return x
 
-    for prefix, part in module.named_modules():
+    parts: list[tuple[str, Any]] = list(module.named_modules())
+    parts += [(type(x).__name__, x) for x in reachable(module)
+              if hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor))]  # fmt: skip
+    for prefix, part in parts:
         for key, x in list(vars(part).items()):
             if key not in _MODULE_ATTRIBUTES and tensors_in(x):
                 name = f"{prefix}.{key}" if prefix else key
                 part.__dict__[key] = trees.map_with_path(functools.partial(replace, name), x)
     raise_all(errors)
-    for place in places:  # a shared module has the same places under each of its names
-        x = place.holder[place.key]
-        place.holder[place.key] = on_meta.get(id(x), x)
+    for place in places:
+        place.holder[place.key] = on_meta[id(place.holder[place.key])]
+
+
+def _computed_by_hooks(part: nn.Module) -> Iterator[str]:
+    """Yield the names of plain attributes that torch's older hooks compute from parameters before each forward."""
+    for hook in part._forward_pre_hooks.values():
+        if isinstance(hook, (WeightNorm, SpectralNorm)):
+            yield hook.name
+        elif isinstance(hook, BasePruningMethod):
+            yield hook._tensor_name
 
 
 # --- descriptions ---------------------------------------------------------------------------------------------
