@@ -274,7 +274,9 @@ def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[
     return list(places.values())
 
 
-def _named_modules(module: nn.Module, prefix: str = "", parents: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+def _named_modules(
+    module: nn.Module, prefix: str = "", parents: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules with their prefixes, a shared one under each; one that contains itself has no further names."""
     yield prefix, module
     for key, m in module._modules.items():
