@@ -27,7 +27,7 @@ EXAMPLES = (MODELS, os.path.join(HERE, "recipes", ""))  # files to copy: a user'
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 STANDARD_LIBRARY = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
 INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/](\w+)")
-SKIPPED_PACKAGES = ("einops", "functorch", "numpy", "opt_einsum", "optree", "torch", "torchgen")
+SKIPPED_PACKAGES = ("einops", "functorch", "numpy", "opt_einsum", "optree", "torch", "torchgen", "typing_extensions")
 GENERATED = ("<frozen ", "<eval_with_key", "<__array_function__", "<@", "<attrs generated")  # files of generated code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -137,13 +138,21 @@ _PARAMETERS = {"exponential": ("lambd",), "log_normal": ("mean", "std"), "cauchy
 
 
 def drawn_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
-    """Return the value of the tensor that an operation draws. None: no distribution is known for it."""
+    """Return the value of the tensor that an operation draws by a key. None: it cannot be drawn."""
+    value = _drawn_by_position(op, shape, dtype)
+    return generated_value(op, shape, dtype, Draw((), torch.int64, "randint", _SEEDS)) if value is None else value
+
+
+def _drawn_by_position(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+    """Return the value of which each element is drawn by its position. None: no distribution is known for it."""
     args = op.arguments
     if op.name in _RANDINT:
         return _integers(op, shape, dtype)
     if op.name == "bernoulli":
         p = args["self"] if args.get("p") is None else args["p"]
         return _bernoulli(op.node_of(p) if isinstance(p, Tensor) else float(p), shape, dtype)
+    if dtype.is_complex and op.name in (*_UNIFORM, *_NORMAL):
+        return _complex(op, shape, dtype)
     if not dtype.is_floating_point and op.name not in ("geometric", "randperm"):
         return None
     if op.name in _UNIFORM:
@@ -154,6 +163,15 @@ def drawn_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
     if op.name in _PARAMETERS:
         return Draw(shape, dtype, op.name, tuple(args[p] for p in _PARAMETERS[op.name]))
     return None
+
+
+def _complex(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+    """Return real and imaginary parts that are uniform, or normal with half of the variance each."""
+    mean, std = op.arguments.get("mean", 0.0), op.arguments.get("std", 1.0)
+    if isinstance(mean, Tensor) or isinstance(std, Tensor) or mean or op.name == "uniform":
+        return None
+    args = (0.0, 1.0) if op.name in _UNIFORM else (0.0, std / math.sqrt(2))
+    return Draw(shape, dtype, "uniform" if op.name in _UNIFORM else "normal", args)
 
 
 def _normal(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
@@ -192,3 +210,51 @@ def _integers(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
     elif high is None:
         high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
     return Draw(shape, dtype, "randint", (low, high)) if 0 < high - low <= MAX_RANDINT_RANGE else None
+
+
+# --- draws of a torch.Generator -------------------------------------------------------------------------------
+
+_SEEDS = (0, 1 << 32)
+
+
+def explicit_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """Return a generator whose numbers a constructor asks for; None for torch's own and those of other devices."""
+    own = generator is None or generator is torch.default_generator
+    return None if own or generator.device.type != "cpu" else generator
+
+
+def generated(
+    name: str, draw: Callable[..., Tensor], shape: Shape, dtype: torch.dtype, inputs: tuple[Node, ...], seed: Node
+) -> Op:
+    """Return the value of `draw(generator, *inputs)`, computed in full. Output 1 is the generator's state after it.
+
+    seed: the state of the generator (uint8), or a number to seed it with
+    """
+
+    def run(seed: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator()
+        if seed.ndim:
+            generator.set_state(seed)
+        else:
+            generator.manual_seed(int(seed))
+        return draw(generator, *tensors), generator.get_state()
+
+    slots = tuple(map(InputSlot, range(len(inputs) + 1)))
+    return Op(shape, dtype, Call(name, run, slots, {}, (seed, *inputs)), 0)
+
+
+def generated_value(op: AtenCall, shape: Shape, dtype: torch.dtype, seed: Node) -> Op | None:
+    """Return the value that an operation draws from a generator. None: it takes no generator."""
+    if "generator" not in op.arguments:
+        return None
+    # The order of the numbers depends on the strides of a tensor that is overwritten, and not on its old value.
+    strides = op.args[0].stride() if op.inplace else ()
+    func, inplace = op.func, op.inplace
+    kwargs = {k: x for k, x in op.kwargs.items() if k != "generator"}
+    call = AtenCall(func, op.args[inplace:], kwargs, op.node_of).call()
+
+    def draw(generator: torch.Generator, *tensors: Tensor) -> Tensor:
+        target = [torch.empty_strided(shape, strides, dtype=dtype)] if inplace else []
+        return replace(call, func=functools.partial(func, *target, generator=generator)).run(tensors)[0]
+
+    return generated(op.name, draw, shape, dtype, call.inputs, seed)

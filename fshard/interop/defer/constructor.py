@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fshard import tree as trees
 from fshard._callsite import user_frame
 from fshard._comm import in_region
+from fshard._torch_compat import FakeTensor
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import (
     Arange,
@@ -31,9 +38,9 @@ from fshard.random import fold_in
 from fshard.spec import Box, describe
 
 from . import graph
-from .functional_module import Apply, Leaves, Place, leaves_at, places_of
+from .functional_module import Apply, Leaves, Place, leaves_at, places_of, reachable
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
-from .recorder import EAGER, Recorder, recording, recording_error
+from .recorder import EAGER, Recorder, recording, recording_error, why_valueless
 from .replay import Replay, bytes_in_full, is_local
 from .units import Units, choose_units
 
@@ -49,13 +56,16 @@ def defer(
 
     All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, and
     draws from the constructor's distributions by its own key: the values are the same on every mesh, and not those of
-    `torch.manual_seed` or a `generator=`. An operation that needs a whole tensor (a QR) computes it in full, one leaf
+    `torch.manual_seed`. An operation that needs a whole tensor (a QR) computes it in full, one leaf
     at a time, and keeps the part: `apply.whole` has the bytes of each such leaf.
 
     The tree is `{"params": {name: Deferred}, "buffers": {name: Deferred}}`. A tied leaf is in it once, by its first
     name. Any part of the tree, materialized alone, has the same values. Copies of a drawn leaf
-    (`nn.TransformerEncoder` copies its layer) are equal. Random numbers of Python and numpy are drawn once, by this
-    call.
+    (`nn.TransformerEncoder` copies its layer) are equal.
+
+    Other generators draw the same numbers in every process: those of Python and numpy, which are seeded with 0 (or with
+    `reference=`) during the call and restored, and a `torch.Generator` that the constructor passes: a leaf drawn by one
+    has exactly its numbers, and is computed in full. `numpy.random.default_rng()` without a seed is an error.
 
     Args:
         units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
@@ -78,10 +88,11 @@ def defer(
         raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
     if reference is not None:
         return _eager(constructor, reference, units)
-    with recording(budget) as recorder:
+    with recording(budget) as recorder, _seeded(0):
         module = _construct(constructor)
         places = places_of(module)
         leaves = leaves_at(places)
+        _check_leaves(leaves, recorder.why_unrecorded)
         nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
         _release(module, places, recorder)
     tree, whole = _describe(leaves, nodes, budget)
@@ -94,9 +105,12 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
     try:
         module = constructor()
-    except RuntimeError as e:  # of torch: an operation that fake tensors do not support
-        if "FakeTensor" not in str(e):
+    except Exception as e:
+        if not isinstance(e, RuntimeError) or "FakeTensor" not in str(e):
+            if not isinstance(e, ShardingError):
+                e.add_note(f"while fs.defer ran the constructor; if it runs alone: {EAGER}")
             raise
+        # of torch: an operation that fake tensors do not support
         lazy = "Uninitialized" in str(e)
         what = "the shape of a lazy layer is decided by its first call" if lazy else \
             "this operation needs a tensor that has memory"  # fmt: skip
@@ -106,11 +120,34 @@ def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise fail(f"defer: the constructor returned {module!r}", fix="return the nn.Module")
     for name, m in module.named_modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            raise fail(f"defer: {repr(name) if name else 'the module'} is compiled by torch.jit",
+                       "its parameters are in C++, where no pure function can replace them",
+                       fix="construct the plain module")  # fmt: skip
         if kind := next((c.__name__ for c in type(m).__mro__ if c.__name__ in _PARALLEL), None):
             raise fail(f"defer: {repr(name) if name else 'the module'} is a {kind}",
                        "it moves parameters and gradients between devices by itself, whatever the mesh",
                        fix="construct the plain module; specs and fs.unshard do the same on every mesh")  # fmt: skip
     return module
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of Python and numpy, so that they draw the same in every process; restore them."""
+    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)  # noqa: NPY002
+
+
+def _check_leaves(leaves: Leaves, why: Callable[[Tensor], tuple[str, str] | None]) -> None:
+    """Raise ShardingError for the leaves that have no value, with the reasons that `why` returns, and the fixes."""
+    found = [(name, why(x)) for named in leaves.values() for name, x in named.items()]
+    raise_all([fail(f"defer: {name}: {reason[0]}", fix=reason[1]) for name, reason in found if reason])
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -119,34 +156,56 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None) -> None:
     """Replace the leaves by tensors on meta, and recorded tensors in other attributes by real ones."""
     on_meta: dict[int, Tensor] = {}
-    for place in places:
-        x = place.holder[place.key]
+    kept: list[Tensor] = []  # so that no id is used again
+
+    def release(x: Tensor) -> None:
         if id(x) not in on_meta:
             y: Tensor = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             on_meta[id(x)] = nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
+            kept.append(x)
+
+    for place in places:
+        release(place.holder[place.key])
+    for part in module.modules():
+        for name in _computed_by_hooks(part):
+            if isinstance(x := vars(part).get(name), Tensor):
+                release(x)
     errors: list[ShardingError] = []
 
     def replace(name: str, path: trees.Path, x: Any) -> Any:
         if not isinstance(x, Tensor) or id(x) in on_meta:
             return on_meta.get(id(x), x)
+        label = trees.show(name, path)
+        if isinstance(x, FakeTensor) and recorder is not None and (reason := recorder.why_unrecorded(x)):
+            errors.append(fail(f"defer: {label}: {reason[0]}", fix=reason[1]))
         if recorder is None or not recorder.is_recorded(x):
             return x
-        label = trees.show(name, path)
         if not draws(recorder.node(x)):
             return recorder.value(x, label)
-        fix = f"register_buffer({label.rpartition('.')[2]!r}, ..., persistent=False)"
-        errors.append(fail(f"defer: {label}: is drawn, and neither a parameter nor a buffer", fix=fix))
+        errors.append(fail(f"defer: {label}: is drawn, and neither a parameter nor a buffer",
+                           fix=f"make it a buffer, with persistent=False; or {EAGER}"))  # fmt: skip
         return x
 
-    for prefix, part in module.named_modules():
+    parts: list[tuple[str, Any]] = list(module.named_modules())
+    parts += [(type(x).__name__, x) for x in reachable(module)
+              if hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor))]  # fmt: skip
+    for prefix, part in parts:
         for key, x in list(vars(part).items()):
             if key not in _MODULE_ATTRIBUTES and tensors_in(x):
                 name = f"{prefix}.{key}" if prefix else key
                 part.__dict__[key] = trees.map_with_path(functools.partial(replace, name), x)
     raise_all(errors)
-    for place in places:  # a shared module has the same places under each of its names
-        x = place.holder[place.key]
-        place.holder[place.key] = on_meta.get(id(x), x)
+    for place in places:
+        place.holder[place.key] = on_meta[id(place.holder[place.key])]
+
+
+def _computed_by_hooks(part: nn.Module) -> Iterator[str]:
+    """Yield the names of plain attributes that torch's older hooks compute from parameters before each forward."""
+    for hook in part._forward_pre_hooks.values():
+        if isinstance(hook, (WeightNorm, SpectralNorm)):
+            yield hook.name
+        elif isinstance(hook, BasePruningMethod):
+            yield hook._tensor_name
 
 
 # --- descriptions ---------------------------------------------------------------------------------------------
@@ -253,7 +312,7 @@ def _plain_initializer(node: Node) -> Initializer | None:
     match node:
         case graph.Full() if not node.dtype.is_complex:
             return Full(node.value)
-        case Draw() if node.distribution in _INITIALIZERS:
+        case Draw() if node.distribution in _INITIALIZERS and not node.dtype.is_complex:
             return _INITIALIZERS[node.distribution](*node.args)
         case graph.Cast() if isinstance(node.source, Draw) and node.source.distribution == "normal":
             # A draw is rounded to float32, then to its dtype: that is this cast.
@@ -267,10 +326,11 @@ def _plain_initializer(node: Node) -> Initializer | None:
 
 
 def _eager(constructor: Callable[[], nn.Module], seed: int, units: Units) -> tuple[Apply, Tree]:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _seeded(seed):
         torch.manual_seed(seed)
         module = _construct(constructor)
     places = places_of(module)
+    _check_leaves(leaves_at(places), why_valueless)
     tree = {
         kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), seed)) for name, x in named.items()}
         for kind, named in leaves_at(places).items()

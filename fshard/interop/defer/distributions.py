@@ -32,6 +32,9 @@ def draw_box(
     device: torch.device,
 ) -> Tensor:  # fmt: skip
     """Fill a box of a tensor of this shape."""
+    if dtype.is_complex:  # of two real numbers
+        real, parts = dtype.to_real(), (*box, slice(0, 2))
+        return torch.view_as_complex(draw_box(distribution, args, key, (*shape, 2), parts, real, device))
     values: Any = (distribution, *args)
     match values:
         case "normal", mean, std:

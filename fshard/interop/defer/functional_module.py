@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -71,7 +71,7 @@ class Apply:
     ) -> None:  # fmt: skip
         self.module, self.ties, self.whole = module, dict(ties or {}), dict(whole or {})
         self._places = places_of(module, self.ties)
-        self.ties.update((p.name, p.leaf) for p in self._places if p.name != p.leaf)
+        self.ties.update((name, p.leaf) for p in self._places for name in p.names if name != p.leaf)
         self.transient = transient | {p.leaf for p in self._places if p.transient}
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
@@ -339,30 +339,51 @@ class Apply:
 
 @dataclass(frozen=True)
 class Place:
-    """One entry of a module's parameters or buffers: its dotted name, and the name of the leaf it uses."""
+    """One entry of a module's parameters or buffers: its dotted names, and the name of the leaf it uses.
+
+    A module that stands in its parents more than once (`Sequential(a, relu, a)`) gives each of its entries more names.
+    """
 
     holder: dict[str, Any]
     key: str
-    name: str
+    names: tuple[str, ...]
     leaf: str
     kind: str  # "params" or "buffers"
     transient: bool
 
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
 
 def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[Place]:
-    """Return the places of all parameters and buffers. Places of one tensor use one leaf, by the first name."""
+    """Return the places of all parameters and buffers, each once. Those of one tensor use one leaf, by the first name."""
     ties = ties or {}
     first: dict[int, str] = {}
-    places = []
-    for prefix, m in module.named_modules(remove_duplicate=False):
+    places: dict[tuple[int, str], Place] = {}
+    for prefix, m in _named_modules(module):
         for kind, holder in (("params", m._parameters), ("buffers", m._buffers)):
             for key, x in holder.items():
-                if x is not None:
-                    name = f"{prefix}.{key}" if prefix else key
-                    own = first.setdefault(id(x), name)
-                    leaf = ties.get(name, ties.get(own, own))
-                    places.append(Place(holder, key, name, leaf, kind, key in m._non_persistent_buffers_set))
-    return places
+                if x is None:
+                    continue
+                name = f"{prefix}{key}"
+                own = first.setdefault(id(x), name)
+                leaf = ties.get(name, ties.get(own, own))
+                place = Place(holder, key, (name,), leaf, kind, key in m._non_persistent_buffers_set)
+                if known := places.get((id(holder), key)):
+                    place = replace(known, names=(*known.names, name), leaf=leaf if name in ties else known.leaf)
+                places[id(holder), key] = place
+    return list(places.values())
+
+
+def _named_modules(
+    module: nn.Module, prefix: str = "", parents: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with their prefixes, a shared one under each; one that contains itself has no further names."""
+    yield prefix, module
+    for key, m in module._modules.items():
+        if m is not None and m is not module and m not in parents:
+            yield from _named_modules(m, f"{prefix}{key}.", (*parents, module))
 
 
 def leaves_at(places: Sequence[Place]) -> Leaves:
@@ -476,7 +497,7 @@ class _ModuleCopy:
     def __init__(self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]]) -> None:
         self.module, self.places = module, places
         self.units = UnitForwards(module, units, places)
-        containers: list[Any] = [x for x in _reachable(module) if isinstance(x, (dict, list, set))]
+        containers: list[Any] = [x for x in reachable(module) if isinstance(x, (dict, list, set))]
         self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
         self._contents = [(x, copy.copy(x)) for x in containers if x]
 
@@ -500,7 +521,7 @@ def _same_objects(x: Any, before: Any) -> bool:
 
 def _deepcopy(module: nn.Module) -> Any:
     """Copy a module, but share its tensors."""
-    memo = {id(x): x for x in _reachable(module) if isinstance(x, Tensor)}
+    memo = {id(x): x for x in reachable(module) if isinstance(x, Tensor)}
     try:
         return copy.deepcopy(module, memo)
     except Exception as e:
@@ -511,7 +532,7 @@ def _deepcopy(module: nn.Module) -> Any:
         ) from e
 
 
-def _reachable(module: nn.Module) -> Iterator[Any]:
+def reachable(module: nn.Module) -> Iterator[Any]:
     """Yield the objects that a module refers to, directly or not: attributes, containers, tensors."""
     pending: list[Any] = [module]
     seen: dict[int, Any] = {}

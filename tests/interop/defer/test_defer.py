@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import io
 import math
+import pickle
 import random as python_random
 import threading
 import warnings
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import fshard as fs
 from fshard import P
@@ -190,6 +192,13 @@ VARIANTS = {
     "dropout": lambda: filled(lambda w: w.copy_(nn.functional.dropout(torch.ones(30, 21), 0.4))),
     "normal of tensors": lambda: filled(lambda w: w.copy_(torch.normal(torch.arange(21.0).expand(30, 21), 0.5))),
     "randperm": lambda: filled(lambda w: w.copy_(torch.randperm(630).view(30, 21))),
+    "poisson": lambda: filled(lambda w: w.copy_(torch.poisson(torch.full((30, 21), 5.0)))),
+    "gamma": lambda: filled(lambda w: w.copy_(torch.distributions.Gamma(torch.full((30, 21), 2.0), 1.0).sample())),
+    "multinomial": lambda: filled(lambda w: w.copy_(torch.multinomial(torch.ones(30, 99), 21))),
+    "inverse of drawn": lambda: filled(lambda w: w.copy_((torch.eye(30) + torch.rand(30, 30) / 60).inverse()[:, :21])),
+    "weight_norm, old": lambda: nn.utils.weight_norm(nn.Conv1d(6, 9, 3)),
+    "spectral_norm, old": lambda: nn.utils.spectral_norm(nn.Linear(12, 9)),
+    "prune": lambda: prune.l1_unstructured(nn.Linear(12, 9), "weight", 0.3),
 }
 
 
@@ -478,6 +487,49 @@ def test_assignment_to_param_data_is_recorded():
     check_same_on_meshes(tree, values_on_one_device(tree))
 
 
+class Literals(nn.Module):
+    """Parameters whose data is set to tensors that no operation made: of numpy, lists, files."""
+
+    def __init__(self):
+        super().__init__()
+        table = np.arange(12, dtype=np.float32).reshape(3, 4)
+        for name in ("numpy", "view", "list", "file", "drawn", "twice", "of_literal"):
+            setattr(self, name, nn.Parameter(torch.zeros(3, 4)))
+        self.numpy.data = torch.from_numpy(table.copy())
+        self.numpy.data[1] *= 2
+        rows = torch.as_tensor(np.stack([table, table + 100], -1))
+        self.view.data = rows[..., 1].t()[1:3]
+        rows[0, 1, 1] = -5  # in the memory of the parameter
+        self.list.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3)
+        self.list.data = self.list.data.half()
+        file = io.BytesIO()
+        torch.save({"x": torch.tensor([[1.0, 2.0]])}, file)
+        file.seek(0)
+        self.file.data = torch.load(file)["x"]
+        self.drawn.data = torch.tensor(table)
+        nn.init.constant_(self.drawn, 3.0)
+        self.twice.data = self.list.data
+        self.of_literal = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.of_literal.data = torch.full((2,), 7.0)
+        self.register_buffer("scalars", torch.tensor([torch.ones(()) * 2, torch.zeros(())]))
+        self.register_buffer("shared", torch.arange(3.0).share_memory_())
+        self.register_buffer("pickled", pickle.loads(pickle.dumps(torch.arange(3.0))))
+        angle = torch.polar(torch.arange(5.0), torch.arange(5.0))
+        self.register_buffer("conj", angle.conj())
+        self.register_buffer("imag", angle.conj().imag)
+        angle.conj().mul_(1j)
+        self.register_buffer("angle", angle)
+
+
+def test_literals_and_lazy_conjugates_equal_eager():
+    tree = defer(Literals)[1]
+    values, eager = values_on_one_device(tree), Literals()
+    for name, x in [*eager.named_parameters(), *eager.named_buffers()]:
+        x = x.detach().resolve_conj().resolve_neg()
+        assert_same({**values["params"], **values["buffers"]}[name], x, name)
+    check_same_on_meshes(tree, values)
+
+
 class ViewsAndWrites(nn.Module):
     """Views of views, in-place arithmetic, writes to literals, and values that the constructor reads."""
 
@@ -716,12 +768,78 @@ def test_reference_equals_eager_construction_bitwise():
     assert all(x.is_meta for x in apply.module.parameters())
 
 
+def draws_of_other_generators():
+    module = filled(lambda w: w.copy_(torch.from_numpy(np.random.randn(30, 21))))  # noqa: NPY002
+    module.register_buffer("python", torch.tensor([python_random.random() for _ in range(3)]))
+    return module
+
+
+@pytest.mark.parametrize("reference", [None, 5])
+def test_numpy_and_python_draw_the_same_in_every_process(reference):
+    def in_process(n):
+        python_random.seed(n)
+        np.random.seed(n)  # noqa: NPY002
+        tree = defer(draws_of_other_generators, reference=reference)[1]
+        after = python_random.random(), np.random.random()  # noqa: NPY002
+        python_random.seed(n)
+        np.random.seed(n)  # noqa: NPY002
+        assert after == (python_random.random(), np.random.random())  # noqa: NPY002
+        return values_on_one_device(tree)
+
+    before = python_random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        one, two = in_process(1), in_process(2)
+    finally:
+        python_random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+    assert_same(one["params"]["w"], two["params"]["w"])
+    assert_same(one["buffers"]["python"], two["buffers"]["python"])
+    rng = np.random.RandomState(reference or 0)
+    assert_same(one["params"]["w"], torch.from_numpy(rng.randn(30, 21)).float())
+
+
+class OfGenerator(nn.Module):
+    """Draws of a generator that the constructor seeds, read and unread, whole and partial."""
+
+    def __init__(self):
+        super().__init__()
+        g = torch.Generator().manual_seed(3)
+        self.order = torch.randperm(9, generator=g)
+        self.first = int(torch.randint(0, 99, (1,), generator=g))
+        self.w = nn.Parameter(torch.randn(20, 21, generator=g))
+        with torch.no_grad():
+            self.w[3:7].t().uniform_(generator=g)
+            nn.init.trunc_normal_(self.w[10:], std=0.5, a=-0.7, b=0.3, generator=g)
+        self.register_buffer("kept", torch.arange(9.0)[torch.rand(9, generator=g) > 0.5])
+        self.register_buffer("coins", torch.bernoulli(torch.linspace(0, 1, 50), generator=g))
+        self.register_buffer("mean", torch.normal(torch.arange(5.0), 2.0, generator=g))
+        self.register_buffer("some", torch.multinomial(torch.arange(1.0, 9.0), 3, generator=g).double())
+        self.register_buffer("last", torch.rand(3, generator=g))
+
+
+def test_draws_of_a_generator_are_exactly_its_numbers():
+    apply, tree = defer(OfGenerator)
+    values, eager = values_on_one_device(tree), OfGenerator()
+    for name, x in [*eager.named_parameters(), *eager.named_buffers()]:
+        assert_same({**values["params"], **values["buffers"]}[name], x.detach(), name)
+    assert_same(apply.module.order, eager.order)
+    assert apply.module.first == eager.first
+    check_same_on_meshes(tree, values)
+    assert apply.whole["last"] == 3 * 4 + torch.Generator().get_state().numel()
+    drawn = defer(lambda: filled(lambda w: w.normal_(generator=torch.default_generator)))[1]["params"]["w"]
+    assert repr(drawn) == "f32[30, 21] = normal()"  # by key, as without it
+
+
+def patched_functions():
+    return nn.init._no_grad_trunc_normal_, torch.utils.swap_tensors, torch.load, np.random.default_rng
+
+
 def test_recording_restores_random_states_and_patched_functions():
-    before = (torch.get_rng_state(), nn.init._no_grad_trunc_normal_, torch.utils.swap_tensors)
+    before = (torch.get_rng_state(), *patched_functions())
     python, numbers = python_random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     defer(lambda: filled(nn.init.trunc_normal_).half())
     assert torch.equal(torch.get_rng_state(), before[0])
-    assert (nn.init._no_grad_trunc_normal_, torch.utils.swap_tensors) == before[1:]
+    assert patched_functions() == before[1:]
     assert (python_random.getstate(), np.random.get_state()[1].tolist()) == (python, numbers)  # noqa: NPY002
     assert not torch.nn.init.trunc_normal_(torch.empty(3)).isnan().any()
 
@@ -759,10 +877,25 @@ def test_device_argument_of_the_constructor_is_ignored():
     for build in (lambda: nn.Linear(4, 4, device="meta"), lambda: nn.Linear(4, 4, device="cuda")):
         assert_same(values_on_one_device(defer(build)[1]), expected)
 
+    def with_default_device():
+        torch.set_default_device("meta")
+        try:
+            return nn.BatchNorm1d(4)
+        finally:
+            torch.set_default_device(None)
+
+    def in_context():
+        with torch.device("meta"):
+            return nn.BatchNorm1d(4)
+
+    expected = values_on_one_device(defer(lambda: nn.BatchNorm1d(4))[1])
+    for build in (with_default_device, in_context, lambda: nn.BatchNorm1d(4, device="meta")):
+        assert_same(values_on_one_device(defer(build)[1]), expected)
+
 
 # --- pointwise operations ------------------------------------------------------------------------------------
 
-ONE_ARGUMENT = {"abs", "ceil", "cos", "erfinv", "exp", "floor", "log", "neg", "reciprocal", "round", "rsqrt", "sgn",
+ONE_ARGUMENT = {"abs", "ceil", "conj_physical", "cos", "erfinv", "exp", "floor", "log", "neg", "reciprocal", "round", "rsqrt", "sgn",
                 "sign", "sin", "sqrt", "trunc"}  # fmt: skip
 ON_BITS = ("bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor")
 ON_BOOLS = ("logical_and", "logical_not", "logical_or", "logical_xor")
@@ -848,16 +981,16 @@ def test_error_text_of_reading_a_draw():
     )
 
 
-def draws_multinomial():
-    return torch.multinomial(torch.ones(3), 2)
+def draws_two():
+    return torch.native_dropout(torch.ones(3), 0.5, True)
 
 
 def test_error_text_of_a_draw_without_a_rule():
-    assert error_text(defer, draws_multinomial) == (
-        "defer: there is no rule for the draws of aten.multinomial.default\n"
-        f"  test_defer.py:{line_of('return torch.multinomial')} in draws_multinomial\n"
-        "    return torch.multinomial(torch.ones(3), 2)\n"
-        "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^\n"
+    assert error_text(defer, draws_two) == (
+        "defer: there is no rule for the draws of aten.native_dropout.default\n"
+        f"  test_defer.py:{line_of('return torch.native_dropout')} in draws_two\n"
+        "    return torch.native_dropout(torch.ones(3), 0.5, True)\n"
+        "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^\n"
         f"  fix: draw with torch.nn.init or torch.randn; or {EAGER}"
     )
 
@@ -868,15 +1001,13 @@ def test_error_text_of_a_draw_without_a_rule():
         pytest.param(lambda: torch.randn(3).numpy(), ".numpy() needs numbers that are drawn", id="numpy"),
         pytest.param(lambda: torch.randn(3).tolist(), ".item() needs numbers that are drawn", id="tolist"),
         pytest.param(lambda: bool(torch.rand(()) > 0.5), ".item() needs numbers that are drawn", id="bool"),
-        pytest.param(
-            lambda: torch.native_dropout(torch.ones(3), 0.5, True),
-            "there is no rule for the draws of",
-            id="two results",
-        ),
         pytest.param(lambda: torch.randn(3).nonzero(), "nonzero() needs numbers that are drawn", id="nonzero"),
         pytest.param(lambda: torch.equal(torch.randn(3), torch.ones(3)), "torch.equal() needs numbers", id="equal"),
         pytest.param(lambda: torch.empty(3).sum().item(), ".item() reads memory of torch.empty", id="empty"),
         pytest.param(lambda: torch.zeros(3).data_ptr(), "data_ptr() asks for the address of a tensor", id="data_ptr"),
+        pytest.param(lambda: torch.from_dlpack(torch.zeros(3)), "DLPack asks for the memory of a tensor", id="dlpack"),
+        pytest.param(lambda: pickle.dumps(torch.randn(3)), "pickling needs numbers that are drawn", id="pickle"),
+        pytest.param(lambda: np.random.default_rng(), "numpy.random.default_rng() without a seed", id="default_rng"),
         pytest.param(lambda: torch.zeros(3).resize_(5), "resize_ changes the storage of a tensor", id="resize"),
         pytest.param(lambda: torch.zeros(3).to_sparse(), "_to_sparse returns a tensor of layout", id="sparse"),
         pytest.param(lambda: nn.LazyLinear(3), "the shape of a lazy layer is decided by its first call", id="lazy"),
@@ -916,7 +1047,7 @@ class DrawnAttribute(nn.Module):
 def test_error_text_of_a_drawn_attribute_that_is_not_a_leaf():
     assert error_text(defer, DrawnAttribute) == (
         "defer: noise: is drawn, and neither a parameter nor a buffer\n"
-        "  fix: register_buffer('noise', ..., persistent=False)"
+        f"  fix: make it a buffer, with persistent=False; or {EAGER}"
     )
 
 
