@@ -174,7 +174,7 @@ Draws.__torch_dispatch__ = Draws._dispatch  # type: ignore[assignment]
 def _values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
     """Return the arguments of a call by name, defaults included."""
     arguments = schema_of(func).arguments
-    values = {a.name: a.default_value if a.has_default_value() else None for a in arguments}
+    values = {a.name: None if a.name == "dtype" else a.default_value for a in arguments}
     return {**values, **dict(zip(values, args, strict=False)), **kwargs}
 
 
@@ -411,8 +411,9 @@ class _ProbingDraws(Draws):
         if not dims and out.numel() == 1:
             with without_modes():
                 key = fold_in(self.key, self.number)
-                exact = draw_box(distribution, args, key, tuple(shape), full_box(shape), dtype, torch.device("cpu"))
-            out = torch.tensor(exact.tolist(), dtype=dtype, device=device)
+                box, cpu = full_box(shape), torch.device("cpu")
+                exact = draw_box(distribution, args, key, tuple(shape), box, dtype, cpu).tolist()
+            out = torch.tensor(exact, dtype=dtype, device=device)
         self._drawn[out] = None
         self.number += 1
         return out
