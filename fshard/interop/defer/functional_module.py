@@ -26,7 +26,8 @@ from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.random import check_key
 from fshard.spec import describe, names_of, part_lengths, part_range
 
-from .draws import Batch, Draws, Fake, Probe, prime_for, probe
+from .draws import Batch, Draws, Probe
+from .probe import Fake, prime_for, probe
 
 Named = Mapping[str, Tensor]
 Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
@@ -81,8 +82,8 @@ class Apply:
         self._free_copies: deque[_ModuleCopy] = deque()
         self._values_compared = False
         self._key: Tensor | None = None
-        self._draws_over: tuple[Axis, int] | None = None
-        self._probes: dict[Any, Probe] = {}  # by the arguments' structure and shapes
+        self._draws_over: tuple[Axis, int, bool] | None = None
+        self._probes: dict[str, _Probed] = {}  # by the arguments' structure and shapes
         self._forward_has_key = "key" in inspect.signature(module.forward).parameters
 
     def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +172,7 @@ class Apply:
         return other
 
     @checked
-    def draws_over(self, axis: Axis, *, dim: int = 0) -> Apply:
+    def draws_over(self, axis: Axis, *, dim: int = 0, probe: bool = True) -> Apply:
         """Return the function for calls in a region, in which `axis` splits the examples of a batch.
 
             arguments that vary over axis: [B@axis, ...], the examples in dim `dim`; a draw: one for all B examples
@@ -182,12 +183,14 @@ class Apply:
 
         The dims that have the examples are found: the first call for arguments of new shapes, which must be a checked
         one, runs forward on fake tensors with a prime number of examples. An error names the line that flattens [T, B]
-        as [T*B], of which no rank has a range of rows, or draws from `random` or `numpy.random`.
+        as [T*B], of which no rank has a range of rows, or draws from `random` or `numpy.random`. With `probe=False`
+        nothing is run: each draw that has dims is taken to have the examples in dim `dim`, one after the other. That is
+        for a forward that reads values of tensors, which a fake tensor has not; `fs.verify` then shows if it is so.
 
         >>> apply = Apply(torch.nn.Dropout(0.5)).draws_over("data")
         """
         other = copy.copy(self)
-        other._draws_over, other._probes = (axis, dim), {}
+        other._draws_over, other._probes = (axis, dim, probe), {}
         return other
 
     def _with(self, module: nn.Module) -> Apply:
@@ -216,8 +219,10 @@ class Apply:
         for p in mine.places:
             p.holder[p.key] = leaves[p.kind][p.leaf]
         try:
-            with draws:
+            with draws or contextlib.nullcontext():
                 out = mine.module(*args, **kwargs)
+            if draws is not None:
+                draws.check_number()
         except Exception as e:  # the state of the copy is unknown, so the copy is not used again
             self._explain(e, params, buffers, (args, kwargs))
             raise
@@ -235,13 +240,11 @@ class Apply:
             self._values_compared = not changed
         return out, after, changed
 
-    def _draws(
-        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Return the mode that makes the random numbers of a call."""
+    def _draws(self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draws | None:
+        """Return the mode that makes the random numbers of a call; None without a key."""
         key = self._key
         if key is None:
-            return contextlib.nullcontext()
+            return None
         if torch.compiler.is_dynamo_compiling():
             raise fail(f"{self!r}: draws by a key cannot be compiled", fix="call it outside torch.compile")
         if is_batched(key):
@@ -254,11 +257,11 @@ class Apply:
             raise fail(f"{name}: with a key a region must say which axis splits the examples of a batch",
                        fix=f'apply = apply.draws_over("{live[0]}"); apply.draws_over(None) if each rank has all of them'
                        )  # fmt: skip
-        axis, dim = self._draws_over
+        axis, dim, with_probe = self._draws_over
         axes = live_axes(region().comm, known_axes(f"{name}.draws_over", region(), axis))
         if not axes:
             return Draws(name, key)
-        found = self._probed(key, axes, dim, params, buffers, args, kwargs)
+        found = self._probed(key, axes, dim, with_probe, params, buffers, args, kwargs)
         total = global_size(f"{name}.draws_over", found.count, axes)
         sizes, coords = ([values[a] for a in axes] for values in (region().sizes, region().coords))
         start, mine = part_range(total, sizes, coords)
@@ -266,11 +269,11 @@ class Apply:
             raise fail(f"{name}: this rank has {found.count} examples, and its part of {total} over {axes} is {mine}",
                        f"{total} splits into {part_lengths(total, sizes)}",
                        fix="pass the batch by a spec that names the axis")  # fmt: skip
-        return Draws(name, key, Batch(axes, start, mine, total), found.probe.draws)
+        return Draws(name, key, Batch(axes, start, mine, total, dim), found.probe)
 
     def _probed(
-        self, key: Tensor, axes: tuple[str, ...], dim: int, params: Named, buffers: Named, args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, key: Tensor, axes: tuple[str, ...], dim: int, with_probe: bool, params: Named, buffers: Named,
+        args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> _Probed:  # fmt: skip
         """Return the draws of a call, from an earlier one with such arguments if their number cannot have changed."""
         leaves, structure = tree.flatten((args, kwargs))
@@ -278,13 +281,14 @@ class Apply:
         rest = [type(x) if " at 0x" in repr(x) else x for x in leaves if not isinstance(x, Tensor)]
         signature = repr((axes, structure, [(x.dtype, x.shape) for x in xs], rest))
         known = self._probes.get(signature)
-        if known is not None and not known.probe.by_value:
+        if known is not None and not (known.probe and known.probe.by_value):
             return known
         count, split = (known.count, known.split) if known else self._examples(axes, dim, args, kwargs)
         prime = prime_for(n for x in (*xs, *params.values(), *buffers.values()) for n in x.shape)
 
         def run(fake: Fake) -> None:
             mine = self._take_copy()
+            norm: Any
             for _, norm in _batch_norms(mine.module):
                 norm.forward = functools.partial(nn.BatchNorm1d.forward, norm)  # without a collective
             for p in mine.places:
@@ -300,7 +304,7 @@ class Apply:
             mine.restore()
             self._free_copies.append(mine)
 
-        found = _Probed(probe(repr(self), key, prime, run), count, split)
+        found = _Probed(probe(repr(self), key, prime, run) if with_probe else None, count, split)
         self._probes[signature] = found
         return found
 
@@ -318,8 +322,8 @@ class Apply:
         for i, (path, x) in enumerate(named):
             if _axes_of_own_values(x) & set(axes):
                 if not -x.ndim <= dim < x.ndim:
-                    raise fail(f"{name}: {_argument(path)} varies over {axes[0]!r} and has no dim {dim}",
-                               argument=describe(x.dtype, x.shape), fix=f"draws_over(..., dim=): the dim of the examples"
+                    raise fail(f"{name}: {_argument(path)} varies over {axes[0]!r} and has no dim {dim} of examples",
+                               argument=describe(x.dtype, x.shape), fix="draws_over(..., dim=): where they are"
                                )  # fmt: skip
                 sizes[i] = x.shape[dim]
         if not sizes:
@@ -397,7 +401,7 @@ class Apply:
 class _Probed:
     """A probe, the number of examples of this rank, and the positions of the arguments, tensors, that have them."""
 
-    probe: Probe
+    probe: Probe | None
     count: int
     split: frozenset[int]
 
