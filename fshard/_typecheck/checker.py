@@ -83,17 +83,19 @@ class Checker(OperationMode):
 
     def _set_info(
         self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: _callsite.Site | None = None,
-        alias: bool = False, history: History = NO_HISTORY,
+        alias: bool = False, history: History = NO_HISTORY, spec: P | None = None,
     ) -> None:  # fmt: skip
         """Type a tensor as a new root; an `alias` shares memory with a tensor of another type."""
         self._roots += 1
         x, site = unwrapped(x), None if name else site or _callsite.site()
-        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), history)
+        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), history, spec)
         self._table.set(x, info, alias=alias)
 
-    def set_argument_type(self, x: Tensor, varying: frozenset[str], name: str) -> None:
+    def set_argument_type(self, x: Tensor, spec: P, name: str) -> None:
         """Type an argument of the region, which varies over the axes that its spec names."""
-        self._set_info(x, Type(varying & self.axes, self.axes - varying, differentiable_dtype(x)), name=name)
+        varying = frozenset(spec.axes)
+        type_ = Type(varying & self.axes, self.axes - varying, differentiable_dtype(x))
+        self._set_info(x, type_, name=name, spec=spec)
         self.arguments.append(self.info(x))
         self._argument_storages.add(storage_id(x))
 
@@ -358,7 +360,7 @@ class Checker(OperationMode):
         is_draw = not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
         type = new._replace(differentiable=differentiable, drawn=new.drawn if is_draw else NONE)
         if op.view and operands:
-            info = operands[0].info._replace(type=type)
+            info = operands[0].info._replace(type=type, spec=None)
             if op.copies:
                 info = info._replace(start=int(out.storage_offset()))
             self._table.set(out, info, alias=True)

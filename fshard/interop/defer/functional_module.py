@@ -88,7 +88,7 @@ class Apply:
 
     def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
-        if "key" in kwargs and not self._forward_has_key:
+        if self._takes_key(kwargs):
             return self.with_key(kwargs.pop("key"))(params, buffers, *args, **kwargs)
         out, _, changed = self._call(params, buffers, args, kwargs)
         if changed:
@@ -112,7 +112,7 @@ class Apply:
         >>> after["running_mean"], before["running_mean"]
         (tensor([1.]), tensor([0.]))
         """
-        if "key" in kwargs and not self._forward_has_key:
+        if self._takes_key(kwargs):
             return self.with_key(kwargs.pop("key")).with_buffers(params, buffers, *args, **kwargs)
         out, after, _ = self._call(params, buffers, args, kwargs)
         return out, after
@@ -171,15 +171,26 @@ class Apply:
         other._key = key
         return other
 
+    def _takes_key(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an argument `key` is that of the draws, and not one of forward."""
+        if not self._forward_has_key:
+            return "key" in kwargs
+        x = kwargs.get("key")
+        if isinstance(x, Tensor) and x.dtype == torch.int64 and tuple(x.shape) == (2,):
+            raise fail(f"{self!r}: forward has an argument 'key' of its own, and got a key of fs.random",
+                       fix="apply.with_key(key)(params, buffers, ...)")  # fmt: skip
+        return False
+
     @checked
     def draws_over(self, axis: Axis, *, dim: int = 0, probe: bool = True) -> Apply:
         """Return the function for calls in a region, in which `axis` splits the examples of a batch.
 
-            arguments that vary over axis: [B@axis, ...], the examples in dim `dim`; a draw: one for all B examples
+            arguments that vary over axis: [B@axis, ...] or [T, B@axis, ...]; a draw: one for all B examples
 
-        Each rank draws the numbers of its own examples. A rank's arguments may have fewer examples than those of
-        others, or none. Draws without a dim of examples (the skip of a whole layer) are the same on all ranks. `None`
-        for arguments that are the same on all ranks.
+        Each rank draws the numbers of its own examples, which may be fewer than those of other ranks, or none. Draws
+        without a dim of examples (the skip of a whole layer) are the same on all ranks. `None` is for arguments that
+        are the same on all ranks. The spec of an argument tells the dim of its examples; `dim` is that of arguments
+        that were computed in the region.
 
         The dims that have the examples are found: the first call for arguments of new shapes, which must be a checked
         one, runs forward on fake tensors with a prime number of examples. An error names the line that flattens [T, B]
@@ -283,7 +294,7 @@ class Apply:
         known = self._probes.get(signature)
         if known is not None and not (known.probe and known.probe.by_value):
             return known
-        count, split = (known.count, known.split) if known else self._examples(axes, dim, args, kwargs)
+        count, dims = (known.count, known.dims) if known else self._examples(axes, dim, args, kwargs)
         prime = prime_for(n for x in (*xs, *params.values(), *buffers.values()) for n in x.shape)
 
         def run(fake: Fake) -> None:
@@ -294,8 +305,8 @@ class Apply:
             for p in mine.places:
                 x = (params if p.kind == "params" else buffers)[p.leaf]
                 p.holder[p.key] = fake(x, x.shape)
-            sizes = [[prime * (n // max(1, count) or 1) if i in split and d == dim % x.ndim else n
-                      for d, n in enumerate(x.shape)] for i, x in enumerate(xs)]  # fmt: skip
+            sizes = [[prime * (n // max(1, count) or 1) if dims.get(i) == d else n for d, n in enumerate(x.shape)]
+                     for i, x in enumerate(xs)]  # fmt: skip
             fakes = iter([fake(x, size) for x, size in zip(xs, sizes, strict=True)])
             new_args, new_kwargs = tree.unflatten(
                 structure, [next(fakes) if isinstance(x, Tensor) else x for x in leaves]
@@ -304,37 +315,42 @@ class Apply:
             mine.restore()
             self._free_copies.append(mine)
 
-        found = _Probed(probe(repr(self), key, prime, run) if with_probe else None, count, split)
+        found = _Probed(probe(repr(self), key, prime, run) if with_probe else None, count, dims)
         self._probes[signature] = found
         return found
 
     def _examples(
         self, axes: tuple[str, ...], dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[int, frozenset[int]]:
-        """Return the number of examples of this rank, and the positions of the arguments, tensors, that have them."""
+    ) -> tuple[int, Mapping[int, int]]:
+        """Return the number of examples of this rank, and the dim of them by position among the arguments' tensors."""
         types, name = checker(), f"{self!r}: draws_over({axes[0] if len(axes) == 1 else axes!r})"
         if types is None:
             raise fail(f"{name}: the first call for arguments of these shapes must be a checked one",
                        "its types tell which arguments have a part of the batch", fix='shard_map(..., check="first")'
                        )  # fmt: skip
+        dims: dict[int, int] = {}
         named = [(path, x) for path, x in tree.leaves_with_path((args, kwargs)) if isinstance(x, Tensor)]
-        sizes: dict[int, int] = {}
         for i, (path, x) in enumerate(named):
-            if _axes_of_own_values(x) & set(axes):
-                if not -x.ndim <= dim < x.ndim:
-                    raise fail(f"{name}: {_argument(path)} varies over {axes[0]!r} and has no dim {dim} of examples",
-                               argument=describe(x.dtype, x.shape), fix="draws_over(..., dim=): where they are"
-                               )  # fmt: skip
-                sizes[i] = x.shape[dim]
-        if not sizes:
+            if not _axes_of_own_values(x) & set(axes):
+                continue
+            spec = types.info(x).spec
+            parts = dict(enumerate(() if spec is None else spec.parts(x.ndim)))
+            d = next((d for d, over in parts.items() if set(over) & set(axes)), dim)
+            if not -x.ndim <= d < x.ndim or live_axes(region().comm, tuple(parts.get(d, axes))) != axes:
+                raise fail(f"{name}: {_argument(path)} has no dim that {' and '.join(map(repr, axes))} alone split",
+                           argument=describe(x.dtype, x.shape), **({} if spec is None else {"spec": spec}),
+                           fix="name the axes that split its examples, in this order; dim= of an argument that was "
+                           "computed in the region")  # fmt: skip
+            dims[i] = d % x.ndim
+        if not dims:
             raise fail(f"{name}: no argument has a part of the batch: none varies over {' or '.join(map(repr, axes))}",
                        fix="apply.draws_over(None), if each rank has all examples")  # fmt: skip
-        count = math.gcd(*sizes.values())
+        count = math.gcd(*(named[i][1].shape[d] for i, d in dims.items()))
         for i, (_, x) in enumerate(named):  # made in the region from nothing
             type_ = types.info(x).type
             if not type_.varying | type_.invariant and x.ndim > dim >= -x.ndim and x.shape[dim] == count:
-                sizes[i] = count
-        return count, frozenset(sizes)
+                dims[i] = dim % x.ndim
+        return count, dims
 
     def _check(self, params: Named, buffers: Named) -> None:
         errors: list[ShardingError] = []
@@ -366,7 +382,14 @@ class Apply:
                 shapes = f"params[{name!r}] is {list(x.shape)}, and {list(expected)} in the module"
                 e.add_note(f"{shapes}: fs.unshard gathers whole leaves")
         types = checker()
-        if types is None or not isinstance(e, ShardingError) or "invariant" not in str(e):
+        if types is None or not isinstance(e, ShardingError):
+            return
+        if self._key is not None and "random draw" in str(e):
+            stated = self._draws_over[0] if self._draws_over else None
+            what = f"{self!r}.draws_over({stated!r}) is to name the axes that split the examples of the arguments"
+            fix = "name those that split the examples; no draw of a module can be split in another dim"
+            e.args = (f"{str(e).partition('  fix: ')[0]}  {what}\n  fix: {fix}",)
+        if "invariant" not in str(e):
             return
         tensors = [x for x in tree.leaves((params, buffers, arguments)) if isinstance(x, Tensor)]
         floats = {name: types.info(x).type for name, x in params.items() if differentiable_dtype(x)}
@@ -399,11 +422,11 @@ class Apply:
 
 @dataclass(frozen=True)
 class _Probed:
-    """A probe, the number of examples of this rank, and the positions of the arguments, tensors, that have them."""
+    """A probe, the number of examples of this rank, and the dim of them by position among the arguments' tensors."""
 
     probe: Probe | None
     count: int
-    split: frozenset[int]
+    dims: Mapping[int, int]
 
 
 def _argument(path: tree.Path) -> str:
