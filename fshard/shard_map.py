@@ -256,7 +256,7 @@ class ShardMapped:
             if checker is not None:
                 for x, spec, name in zip(local, plan.specs, plan.names, strict=True):
                     if isinstance(x, Tensor):
-                        checker.set_argument_type(x, frozenset(spec.axes), name)
+                        checker.set_argument_type(x, spec, name)
             inputs = tree.unflatten(plan.treedef, local)
             marks = mark_donated([local[i] for i in plan.donated] if self._compiled else [])
             local.clear()

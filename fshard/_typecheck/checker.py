@@ -83,17 +83,19 @@ class Checker(OperationMode):
 
     def _set_info(
         self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: _callsite.Site | None = None,
-        alias: bool = False, history: History = NO_HISTORY,
+        alias: bool = False, history: History = NO_HISTORY, spec: P | None = None,
     ) -> None:  # fmt: skip
         """Type a tensor as a new root; an `alias` shares memory with a tensor of another type."""
         self._roots += 1
         x, site = unwrapped(x), None if name else site or _callsite.site()
-        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), history)
+        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), history, spec)
         self._table.set(x, info, alias=alias)
 
-    def set_argument_type(self, x: Tensor, varying: frozenset[str], name: str) -> None:
+    def set_argument_type(self, x: Tensor, spec: P, name: str) -> None:
         """Type an argument of the region, which varies over the axes that its spec names."""
-        self._set_info(x, Type(varying & self.axes, self.axes - varying, differentiable_dtype(x)), name=name)
+        varying = frozenset(spec.axes)
+        type_ = Type(varying & self.axes, self.axes - varying, differentiable_dtype(x))
+        self._set_info(x, type_, name=name, spec=spec)
         self.arguments.append(self.info(x))
         self._argument_storages.add(storage_id(x))
 
@@ -102,15 +104,20 @@ class Checker(OperationMode):
         operands = [self.info(t).type for t in of if isinstance(t, Tensor)]
         self._set_info(x, join([Type(frozenset(varies) & self.axes), *operands], x), op=op)
 
-    def set_draw_type(self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str]) -> None:
+    def set_draw_type(
+        self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str], shared: Sequence[str] = ()
+    ) -> None:
         """Type a random draw, which varies over the axes of its spec and those of its key.
 
         Over the axes of its spec, ranks have parts of one draw. Over other axes its numbers are the same on each rank,
-        or by a key that varies they have nothing to do with each other.
+        or by a key that varies they have nothing to do with each other. Over the `shared` ones of these it mixes with
+        anything: one device too would use the same numbers for the parts of all ranks.
         """
         varying = (frozenset(spec_axes) & self.axes) | self.info(key).type.varying
         drawn = (self.axes - set(spec_axes)) | self.info(key).type.varying
-        self._set_info(x, Type(varying, self.axes - varying, drawn=drawn), op=op)
+        drawn -= set(shared) - self.info(key).type.varying
+        invariant = self.axes - varying - set(shared)
+        self._set_info(x, Type(varying, invariant, drawn=drawn), op=op)
 
     def record_number(self, verb: str, number: Any, axes: Sequence[str]) -> None:
         """Record a Python number that a collective takes as the same on every rank of these axes."""
@@ -304,7 +311,9 @@ class Checker(OperationMode):
             o for o in invariant if differentiable_dtype(o.tensor) and self.differentiated(o.tensor)
         ]  # fmt: skip
         drawn = [o for o in varying if _is_draw(op, o, axis)]
-        strict = [*differentiated, *(o for o in invariant if _is_draw(op, o, axis))]
+        strict = [*differentiated]
+        if not all(_is_copy(o, axis) for o in varying):  # the same numbers for copies of one value are right
+            strict += [o for o in invariant if _is_draw(op, o, axis)]
         if not strict and drawn and not op.compares:
             strict = [o for o in invariant if o.info.type.differentiable]
         others = drawn or [o for o in varying if differentiable_dtype(o.tensor)]
@@ -351,7 +360,7 @@ class Checker(OperationMode):
         is_draw = not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
         type = new._replace(differentiable=differentiable, drawn=new.drawn if is_draw else NONE)
         if op.view and operands:
-            info = operands[0].info._replace(type=type)
+            info = operands[0].info._replace(type=type, spec=None)
             if op.copies:
                 info = info._replace(start=int(out.storage_offset()))
             self._table.set(out, info, alias=True)
@@ -455,6 +464,11 @@ def same_numbers(mesh: Mesh, checkers: Mapping[int, Checker]) -> None:
                 if any(repr(value) != repr(numbers) for value in values):
                     rows = [(f"{axis}={coords[rank][axis]}", by_rank[rank][place]) for rank in group]
                     raise messages.number_differs(op, site, axis, rows)
+
+
+def _is_copy(o: Operand, axis: str) -> bool:
+    """Return whether an operand that varies over an axis has the same value on each rank of it."""
+    return axis in o.info.history.copies or any(g.axis == axis for g in o.info.history.gathers)
 
 
 def _is_draw(op: Operation, o: Operand, axis: str) -> bool:

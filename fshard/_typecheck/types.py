@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard._callsite import Site
 from fshard._ops import differentiable_dtype
-from fshard.spec import describe
+from fshard.spec import P, describe
 
 NONE: frozenset[str] = frozenset()
 
@@ -99,6 +99,7 @@ class TensorInfo(NamedTuple):
     site: Site | None = None  # the user's line that made it
     start: int = 0  # storage offset of the root
     history: History = NO_HISTORY
+    spec: P | None = None  # of an argument of the region
 
 
 FREE = TensorInfo(Type(), 0)

@@ -295,6 +295,13 @@ def _uniform(low: float, high: float, dtype: torch.dtype) -> _Distribution:
     return _floating(lambda w: w.mul_(scale).add_(low), dtype, low, last)
 
 
+def _bernoulli(p: float) -> _Distribution:
+    if not 0 <= p <= 1:
+        raise fail("random.bernoulli: p is not a probability", p=p, fix="0 <= p <= 1")
+    threshold = round(p * (1 << 32))
+    return _Distribution(lambda w: w < threshold, torch.bool)
+
+
 @checked
 def normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0,
@@ -311,6 +318,14 @@ def trunc_normal_box(
 ) -> Tensor:  # fmt: skip
     """`trunc_normal` for an explicit box of the global shape."""
     return _draw("trunc_normal", key, shape, box, _trunc_normal(mean, std, a, b, dtype), device)
+
+
+@checked
+def bernoulli_box(
+    key: Tensor, shape: Sequence[int], box: Box, *, p: float = 0.5, device: torch.device | None = None
+) -> Tensor:
+    """`bernoulli` for an explicit box of the global shape."""
+    return _draw("bernoulli", key, shape, box, _bernoulli(p), device)
 
 
 @checked
@@ -381,11 +396,7 @@ def bernoulli(
     key: Tensor, shape: Sequence[int], *, p: float = 0.5, spec: P = _REPLICATED, device: torch.device | None = None
 ) -> Tensor:
     """Draw a bool mask, True with probability p to within 2^-33; p = 0 and p = 1 are exact."""
-    if not 0 <= p <= 1:
-        raise fail("random.bernoulli: p is not a probability", p=p, fix="0 <= p <= 1")
-    threshold = round(p * (1 << 32))
-    distribution = _Distribution(lambda w: w < threshold, torch.bool)
-    return _draw_local("bernoulli", key, shape, spec, distribution, device)
+    return _draw_local("bernoulli", key, shape, spec, _bernoulli(p), device)
 
 
 @checked

@@ -214,7 +214,8 @@ class UnshardedByUnit:
         return out, after
 
     def _run(self, params: Named, buffers: Named, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor], list[str]]:
-        here, apply = region("apply.unshard"), self._apply
+        here = region("apply.unshard")
+        apply, kwargs = self._apply.split_key(kwargs)
         apply.check_names(params, buffers)
         whole_buffers = unshard(dict(buffers), P(), self._axis)
         flat = tree.broadcast(self._specs, dict(params), name="apply.unshard: specs", leaf=is_spec)
