@@ -14,13 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
+from fshard import tree
 from fshard._comm import Axis
 from fshard._io import StrPath
-from fshard.errors import checked, fail
+from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, read, write
 from fshard.spec import P
 
+from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import file_tensor, read_config, weight_and_bias
 from .transformer import (
@@ -53,8 +54,10 @@ class Config:
     resid_pdrop: float = 0.0
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+    activation_function: str = "gelu_new"
 
     def __post_init__(self) -> None:
+        raise_all(activation_errors("gpt2.Config", "activation_function", self.activation_function))
         check_numbers("gpt2.Config", self)
         if self.n_embd % self.n_head:
             raise fail("gpt2.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
@@ -146,7 +149,7 @@ def _block(
     x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", t)
 
     h = layout.layer_norm(x, p["ln_2"], cfg.layer_norm_epsilon)
-    h = nn.gelu(layout.column_linear(h, t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = ACTIVATIONS[cfg.activation_function](layout.column_linear(h, t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h = layout.row_linear(h, p["down"]["w"], p["down"]["b"])
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), cached
 
@@ -171,7 +174,7 @@ _BLOCK = {  # the matrices in the file are [in, out], as here
     **weight_and_bias("down", "mlp.c_proj"),
 }
 _FIXED = {
-    "model_type": "gpt2", "tie_word_embeddings": True, "activation_function": "gelu_new", "scale_attn_weights": True,
+    "model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
 }  # fmt: skip
 _IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions

@@ -7,12 +7,11 @@ Source: Black et al., 2022, "GPT-NeoX-20B"; weights as in Hugging Face `GPTNeoXF
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import init as initial
@@ -20,11 +19,12 @@ from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
 from fshard.collectives import pvary
-from fshard.errors import checked, fail
+from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
+from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import file_tensor, read_config, weight_and_bias
 from .transformer import (
@@ -42,8 +42,6 @@ from .transformer import (
     split_qkv,
 )
 
-# By name in Hugging Face, whose gelu_new and gelu_fast differ only in the digits of a constant.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 
 
@@ -78,8 +76,7 @@ class Config:
         if d % h:
             raise fail("gpt_neox.Config: the heads must divide the width", f"{d} % {h} = {d % h}", hidden_size=d,
                        num_attention_heads=h)  # fmt: skip
-        if self.hidden_act not in _ACTIVATIONS:
-            raise fail(f"gpt_neox.Config: hidden_act={self.hidden_act!r}", fix=f"one of {list(_ACTIVATIONS)}")
+        raise_all(activation_errors("gpt_neox.Config", "hidden_act", self.hidden_act))
         object.__setattr__(self, "rope_parameters", {**_ROPE, **self.rope_parameters})
         rope.frequencies(self.rope_parameters, d // h, self.max_position_embeddings)  # raises for wrong ones
 
@@ -199,7 +196,7 @@ def _attention(
 
 def _mlp(cfg: Config, p: Any, h: Tensor) -> Tensor:
     """[B, T, D]{V model} -> a partial result of the sum over model, [B, T, D]{V model}, without the last bias."""
-    h = _ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     return nn.linear(h, p["down"]["w"])
 
 

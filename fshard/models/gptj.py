@@ -17,11 +17,12 @@ from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
-from fshard.errors import checked, fail
+from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
+from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import file_tensor, read_config, weight_and_bias
 from .transformer import (
@@ -55,9 +56,11 @@ class Config:
     resid_pdrop: float = 0.0
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+    activation_function: str = "gelu_new"
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        raise_all(activation_errors("gptj.Config", "activation_function", self.activation_function))
         check_numbers("gptj.Config", self, own=("rotary_dim",))
         if self.n_embd % self.n_head:
             raise fail("gptj.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
@@ -160,7 +163,7 @@ def _block(
     a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attn_pdrop, key=key,
                                  heads=cfg.n_head)  # fmt: skip
     a = nn.linear(a, p["proj"]["w"].flatten(0, 1))
-    h = nn.gelu(nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = ACTIVATIONS[cfg.activation_function](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h, b = nn.linear(h, p["down"]["w"]), layout.replicated(p["down"]["b"])
 
     # a and h are partial results over model. So is their sum, so that one transfer reduces both, unless each has a
@@ -191,7 +194,7 @@ _BLOCK = {  # the matrices in the file are [out, in]
     **weight_and_bias("up", "mlp.fc_in", "f d -> d f"),
     **weight_and_bias("down", "mlp.fc_out", "d f -> f d"),
 }
-_FIXED = {"model_type": "gptj", "activation_function": "gelu_new"}
+_FIXED = {"model_type": "gptj"}
 _IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 
 

@@ -90,6 +90,7 @@ def _models() -> list[Call]:
     configs = {
         fs.models.gpt2: gpt, fs.models.gptj: gpt | {"rotary_dim": 2}, fs.models.gpt_neox: hidden,
         fs.models.llama: hidden, fs.models.bert: hidden | {"pooler": True, "nsp": True},
+        **dict.fromkeys((fs.models.mistral, fs.models.qwen2, fs.models.qwen3), hidden | {"num_key_value_heads": 1}),
     }  # fmt: skip
     calls = []
     one = fs.make_mesh(kind="simulated", data=1)
@@ -108,6 +109,7 @@ def _models() -> list[Call]:
             "generate": {**common, "ids": ids, "new": 2, "temperature": 0.0, "eos": 3, "layout": model.Layout()},
             "theirs": {"path": next(path for path, _ in fs.tree.leaves_with_path(params))},
             "save": {"path": "model", **common},
+            "states": {**common, "ids": ids, **options, "remat": False},
             "embed": {**common, "ids": ids},
             "pool": {"x": W[None], "mask": None},
             "logits": {**common, "ids": ids},

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import fshard as fs
 from fshard import P
-from fshard.models import gpt2, gpt_neox, gptj, llama
+from fshard.models import gpt2, gpt_neox, gptj, llama, mistral, qwen2, qwen3
 from tests.nn.test_rope import LLAMA3, LONG, SHORT
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -89,6 +89,8 @@ LLAMA_ROPES = {
     "llama3": ({"rope_type": "llama3", **LLAMA3}, 64),
     "proportional": ({"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.6}, 64),
 }  # fmt: skip
+LLAMA_SIZES = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2,
+               "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64}  # fmt: skip
 
 DECODERS = {
     "gpt2": Decoder(
@@ -96,7 +98,8 @@ DECODERS = {
         only_theirs={"embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0},
         variants={
             "base": {},
-            "one head, other widths": {"n_embd": 16, "n_layer": 3, "n_head": 1, "n_inner": 10},
+            "one head, other widths": {"n_embd": 16, "n_layer": 3, "n_head": 1, "n_inner": 10,
+                                       "activation_function": "relu2"},
             "large vocabulary": {"vocab_size": 50257, "n_embd": 16, "n_layer": 1, "n_head": 4},
         },
     ),
@@ -107,7 +110,7 @@ DECODERS = {
             "tied": {"tie_word_embeddings": True},
             "tied, shallow": {"tie_word_embeddings": True, "n_layer": 1},
             "one head, all dims rotated": {"n_head": 1, "rotary_dim": 24, "n_inner": None, "n_layer": 1},
-            "large epsilon": {"layer_norm_epsilon": 0.3, "n_layer": 1},
+            "large epsilon, gelu": {"layer_norm_epsilon": 0.3, "n_layer": 1, "activation_function": "gelu"},
         },
     ),
     "gpt_neox": Decoder(
@@ -131,8 +134,7 @@ DECODERS = {
     ),
     "llama": Decoder(
         llama, "Llama",
-        {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2,
-         "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64},
+        LLAMA_SIZES,
         variants={
             "base": {},  # 3 groups, 29 hidden units and 37 tokens: none of them even
             "one group": {"num_key_value_heads": 1, **SHALLOW},  # some ranks have no heads
@@ -143,6 +145,33 @@ DECODERS = {
             **{f"rope {name}": {"head_dim": 8, "max_position_embeddings": longest,
                                 "rope_parameters": {**parameters, "rope_theta": 100.0}, **SHALLOW}
                for name, (parameters, longest) in LLAMA_ROPES.items()},
+        },
+    ),
+    "mistral": Decoder(
+        mistral, "Mistral", {**LLAMA_SIZES, "sliding_window": 4},  # of 9 tokens, 5 are outside of the last one's window
+        variants={
+            "base": {},
+            "wide heads, tied, no window": {"hidden_size": 20, "head_dim": 10, "tie_word_embeddings": True,
+                                            "sliding_window": None, **SHALLOW},
+            "window of two tokens": {"sliding_window": 2, **SHALLOW},
+            "window of all tokens": {"sliding_window": 9, "hidden_act": "gelu_pytorch_tanh", **SHALLOW},
+        },
+    ),
+    "qwen2": Decoder(
+        qwen2, "Qwen2", {**LLAMA_SIZES, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        variants={
+            "base": {},  # one layer without a window, one with
+            "layer types, tied": {"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True},
+            "no window": {"use_sliding_window": False, "num_key_value_heads": 1, **SHALLOW},
+        },
+    ),
+    "qwen3": Decoder(
+        qwen3, "Qwen3", {**LLAMA_SIZES, "head_dim": 8, "rms_norm_eps": 1e-2},
+        variants={
+            "base": {},
+            "biased, window": {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5,
+                               "max_window_layers": 0, "num_key_value_heads": 1, **SHALLOW},
+            "tied": {"tie_word_embeddings": True, "num_key_value_heads": None, **SHALLOW},
         },
     ),
 }  # fmt: skip
