@@ -9,7 +9,7 @@ Source: Touvron et al., 2023, "Llama 2"; Ainslie et al., 2023, for grouped queri
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -237,12 +237,13 @@ def states(
 def forward(
     cfg: BaseConfig, params: Any, ids: Tensor, described: Any, block: Callable[..., Any], *, layout: Layout, specs: Any,
     key: Tensor | None, remat: bool, mask: Tensor | None, cache: Cache | None = None, logits: bool = True,
-    has_aux: bool = False,
+    has_aux: bool = False, each: Sequence[tuple[Any, ...]] = (),
 ) -> tuple[Forward, dict[str, Any], Tensor, list[Any]]:  # fmt: skip
     """Embed ids and apply all blocks, `block(forward, params, x, key, cached, window)`; see `apply_blocks`.
 
     Returns the pass, the unsharded parameters outside of the blocks, the stream after the last block, and the outputs
-    of the blocks. `described` is the tree of `init`; without `logits` the parameters need no head.
+    of the blocks. `described` is the tree of `init`; without `logits` the parameters need no head; `each` has more
+    argument for each block.
     """
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.attention_dropout)
@@ -252,8 +253,9 @@ def forward(
     angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
                          dtype=x.dtype)  # fmt: skip
     run = Forward(cfg, layout, tokens, angles)
+    own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
     x, outs = apply_blocks(functools.partial(block, run), params, x, layout=layout, described=described, specs=specs,
-                           key=key, remat=remat, cache=cache, each=cfg.windows, has_aux=has_aux)  # fmt: skip
+                           key=key, remat=remat, cache=cache, each=own, has_aux=has_aux)  # fmt: skip
     return run, top, x, outs
 
 
@@ -281,7 +283,7 @@ class Forward(NamedTuple):
     def attention(
         self, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
     ) -> tuple[Tensor, KeyValues | None]:
-        """The first half of a block: x + attention(norm(x)), and the updated cache; x as in `_block`."""
+        """Compute the first half of a block, and the updated cache; x is the stream."""
         cfg, layout = self.cfg, self.layout
         h = layout.enter(self.norm(x, p["norm_1"]), self.tokens.t)
         q, k, v = (project_heads(h, p[name]) for name in "qkv")  # [B, H@model, T, K], [B, G@model, T, K] twice
@@ -385,7 +387,9 @@ def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 
 
 def file_config(cfg: BaseConfig, kind: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """The contents of config.json for a class of transformers."""
-    sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups, "head_dim": cfg.width}
+    sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups}
+    if cfg.head_dim is None:  # each class has its own way to leave it out
+        del sizes["head_dim"]
     return {"architectures": [kind], **{name: x for name, x in fixed.items() if x is not None}, **sizes}
 
 

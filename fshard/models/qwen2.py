@@ -98,10 +98,8 @@ def load(path: StrPath) -> tuple[Config, Any]:
 @checked
 def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `Qwen2ForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
-    config = llama.file_config(cfg, "Qwen2ForCausalLM", _FIXED)
-    if cfg.head_dim is None:  # `Qwen2Config` has no such option, and its model would use a null
-        del config["head_dim"]
-    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
+    write(path, params, theirs, config=llama.file_config(cfg, "Qwen2ForCausalLM", _FIXED),
+          max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

@@ -45,7 +45,7 @@ class Layout:
     along time over `model`, between the blocks' halves. `batch`: the number of examples on all ranks, needed only with
     dropout in a compiled program that has an uneven dim anywhere; elsewhere the ranks exchange it. `dtype`: the dtype
     parameters are gathered and computed with, and `reduce_dtype`: the dtype their gradients are summed over `data`
-    with; by default the dtype they are stored in.
+    with; by default the dtype they are stored in. `experts`: the experts of a mixture, by expert; see `mixtral.specs`.
 
     >>> Layout("data", "model", sequence=True).stream
     P('data', 'model')
@@ -57,6 +57,7 @@ class Layout:
     batch: int | None = None
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    experts: Axis = None
 
     @property
     def stream(self) -> P:
@@ -307,13 +308,13 @@ def _window_mask(tokens: Tokens, s: int, window: int) -> Tensor | None:
 
 def apply_blocks(
     block: Block, params: Any, x: Tensor, *, layout: Layout, described: Any, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, cache: Cache | None = None, each: Sequence[Any] | None = None,
-    has_aux: bool = False,
+    key: Tensor | None = None, remat: bool = False, cache: Cache | None = None,
+    each: Sequence[tuple[Any, ...]] | None = None, has_aux: bool = False,
 ) -> tuple[Tensor, list[Any]]:  # fmt: skip
     """Apply the blocks `params["h"]` one after the other: (x, the keys and values of each for the next cache).
 
     Each block is unsharded just before it runs, by `specs["h"]`; `remat` recomputes it in backward. Without a `cache`
-    the keys and values are not kept. `each` has one more argument for each block. With `has_aux` a block returns any
+    the keys and values are not kept. `each` has more arguments for each block. With `has_aux` a block returns any
     tree in the place of its keys and values, which is kept.
     """
     keep = has_aux or cache is not None
@@ -324,7 +325,7 @@ def apply_blocks(
 
     blocks = params["h"]
     cached = cache.blocks if cache is not None and cache.blocks else [None] * len(blocks)
-    inputs = [(fold_name(key, i), cached[i], *([] if each is None else [each[i]])) for i in range(len(blocks))]
+    inputs = [(fold_name(key, i), cached[i], *([] if each is None else each[i])) for i in range(len(blocks))]
     out = scan(one, blocks, x, specs=None if specs is None else spec_of(specs, "h"), axis=layout.data, each=inputs,
                shapes=described["h"], remat=remat, has_aux=keep, dtype=layout.dtype,
                reduce_dtype=layout.reduce_dtype)  # fmt: skip

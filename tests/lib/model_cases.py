@@ -5,10 +5,10 @@ A module is one of `fshard.models`; `theirs` is a transformers model with a head
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import fshard as fs
 from fshard import P
-from fshard.models import gpt2, gpt_neox, gptj, llama, mistral, qwen2, qwen3
+from fshard.models import gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
 from tests.nn.test_rope import LLAMA3, LONG, SHORT
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -157,6 +156,18 @@ DECODERS = {
             "window of all tokens": {"sliding_window": 9, "hidden_act": "gelu_pytorch_tanh", **SHALLOW},
         },
     ),
+    "mixtral": Decoder(
+        mixtral, "Mixtral", {**LLAMA_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2},
+        only_theirs={"experts_implementation": "eager"},  # the other needs widths that are multiples of 4
+        variants={
+            "base": {},
+            "router losses, window": {"output_router_logits": True, "router_aux_loss_coef": 0.3, "sliding_window": 4,
+                                      "num_experts_per_tok": 3},
+            "all experts, tied": {"num_local_experts": 2, "tie_word_embeddings": True, "hidden_act": "gelu", **SHALLOW},
+            "one of many experts": {"num_local_experts": 40, "num_experts_per_tok": 1, **SHALLOW,  # some have no token
+                                    "output_router_logits": True},  # a single weight is 1: no other gradient
+        },
+    ),
     "qwen2": Decoder(
         qwen2, "Qwen2", {**LLAMA_SIZES, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
         variants={
@@ -198,10 +209,13 @@ def reference(name, variant="base"):
     folder = Path(place.name)
     cfg, params = module.load(saved(theirs, folder / "weights"))
     ids = tokens(cfg.vocab_size)
-    logits = theirs(ids).logits
+    out = theirs(ids)
+    logits = out.logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    if getattr(out, "aux_loss", None) is not None:  # the router's
+        loss = loss + theirs.config.router_aux_loss_coef * out.aux_loss
     loss.backward()
-    grads = their_grads(module, theirs, folder / "weights", folder / "gradients")
+    grads = their_grads(module, theirs, folder / "gradients")
     return SimpleNamespace(module=module, theirs=theirs, cfg=cfg, params=params, ids=ids, logits=logits.detach(),
                            loss=loss.detach(), grads=grads, place=place)  # fmt: skip
 
@@ -263,13 +277,13 @@ def logits(module, cfg, params, layout, ids, mask=None):
     return fs.device_get(run(p, ids, mask))
 
 
-def their_grads(module, theirs, folder, destination):
+def their_grads(module, theirs, destination):
     """The gradients of a transformers model as our tree: saved as if they were weights, and loaded."""
-    destination.mkdir()
-    shutil.copy(folder / "config.json", destination)
-    grads = {n: p.grad.contiguous() for n, p in theirs.named_parameters()}
-    save_file(grads, destination / "model.safetensors", metadata={"format": "pt"})
-    _, described = module.load(destination)
+    as_weights = copy.deepcopy(theirs)
+    with torch.no_grad():
+        for p, q in zip(as_weights.parameters(), theirs.parameters(), strict=True):
+            p.copy_(q.grad)
+    _, described = module.load(saved(as_weights, destination))
     return fs.device_get(fs.materialize(described, P(), fs.make_mesh(**ONE), key=fs.key(0)))
 
 

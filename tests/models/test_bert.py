@@ -92,7 +92,7 @@ def known(tmp_path_factory):
     out = model(ids, attention_mask=mask, token_type_ids=types, labels=targets, output_hidden_states=True)
     out.loss.backward()
     cfg, params = bert.load(cases.saved(model, folder / "weights"))
-    grads = cases.their_grads(bert, model, folder / "weights", folder / "gradients")
+    grads = cases.their_grads(bert, model, folder / "gradients")
     return SimpleNamespace(cfg=cfg, params=params, inputs=(ids, targets, mask, types), loss=out.loss.detach(),
                            logits=out.logits.detach(), states=out.hidden_states[-1].detach(), grads=grads)  # fmt: skip
 

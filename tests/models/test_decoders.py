@@ -59,6 +59,10 @@ PARITY = {
     ("qwen3", "base"): [ONE, "model", EVERYTHING],
     ("qwen3", "biased, window"): ["both"],  # one rank has no heads
     ("qwen3", "tied"): ["uneven"],
+    ("mixtral", "base"): [ONE, "model", EVERYTHING],
+    ("mixtral", "router losses, window"): ["uneven", EVERYTHING],
+    ("mixtral", "all experts, tied"): ["model, sequence"],
+    ("mixtral", "one of many experts"): ["both"],
 }  # fmt: skip
 
 
@@ -78,6 +82,7 @@ PADDED = {
     ("llama", "rope longrope"): ["both"],
     ("mistral", "base"): ["model, sequence"],
     ("qwen2", "base"): [EVERYTHING],
+    ("mixtral", "router losses, window"): ["model, sequence"],
 }
 
 
@@ -109,6 +114,8 @@ GENERATION = [  # (model, variant, layout, options), and whether that is slow
     (("mistral", "base", EVERYTHING, {"padded": True, "eos": 25}), False),
     (("mistral", "window of two tokens", "model", {}), True),
     (("mistral", "window of all tokens", "data", {"padded": True}), True),
+    (("mixtral", "base", ONE, {"padded": True}), False),
+    (("mixtral", "router losses, window", EVERYTHING, {"padded": True}), True),
     (("qwen2", "base", "both", {"padded": True}), False),
     (("qwen2", "layer types, tied", ONE, {}), True),
     (("qwen3", "biased, window", "model", {"padded": True}), False),
@@ -143,6 +150,8 @@ FILES = {
     ("qwen2", "layer types, tied"): [ONE],
     ("qwen3", "base"): ["uneven"],
     ("qwen3", "biased, window"): [ONE],
+    ("mixtral", "base"): [EVERYTHING],
+    ("mixtral", "all experts, tied"): [ONE],
 }
 
 
@@ -179,6 +188,8 @@ SAME = [  # (model, changes of its config, layout, remat), and whether that is s
     (("llama", RATES["llama"], EVERYTHING, True), False),
     (("llama", RATES["llama"], "uneven", False), True),
     (("mistral", RATES["mistral"], EVERYTHING, True), False),
+    (("mixtral", {"attention_dropout": 0.3, "router_z_loss_coef": 0.1}, EVERYTHING, True), False),
+    (("mixtral", {"num_hidden_layers": 1}, "model=5, sequence", False), True),
     (("qwen2", {}, "model=4", True), False),
     (("qwen3", {}, "model=5, sequence", False), False),
 ]
