@@ -347,9 +347,14 @@ def load(path: StrPath) -> tuple[Config, Any]:
 def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `from_pretrained` reads, of a class with the heads of `cfg`; `params` may be placed."""
     kind = "BertForPreTraining" if cfg.nsp else "BertForMaskedLM" if cfg.mlm else "BertModel"
-    sizes = {name: value for name, value in asdict(cfg).items() if name not in _HEADS}
-    config = {"architectures": [kind], **_FIXED, **sizes}
+    config = file_config(cfg, kind)
     write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
+
+
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    sizes = {name: value for name, value in asdict(cfg).items() if name not in _HEADS}
+    return {"architectures": [kind], **_FIXED, **sizes}
 
 
 __all__ = [

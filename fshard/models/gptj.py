@@ -7,6 +7,7 @@ Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJFo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -124,13 +125,37 @@ def apply(
     is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
     [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
     """
+    x, top, blocks = _forward(cfg, params, ids, ("wte", "ln_f", "head"), layout, specs, key, remat, mask, cache)
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    logits = nn.linear(layout.enter(x, ids.shape[1]), w, top["head"]["b"])  # [B, T, V@model]
+    return logits if cache is None else (logits, cache.updated(blocks, ids.shape[1]))
+
+
+@checked
+def states(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
+    remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
+
+    The parameters need no head.
+    """
+    x, *_ = _forward(cfg, params, ids, ("wte", "ln_f"), layout, specs, key, remat, mask)
+    return layout.whole(x, ids.shape[1])
+
+
+def _forward(
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], layout: Layout, specs: Any, key: Tensor | None,
+    remat: bool, mask: Tensor | None, cache: Cache | None = None,
+) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
+    """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
     tokens = Tokens.of(ids, mask, cache)
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gptj: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
     layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
     described = init(cfg)
-    top = layout.unshard(("wte", "ln_f", "head"), params, specs, described)
+    top = layout.unshard(names, params, specs, described)
 
     t = tokens.t
     x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
@@ -142,10 +167,7 @@ def apply(
     x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached),
                              params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
                              cache=cache)  # fmt: skip
-    x = layout.enter(layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon), t)
-    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
-    logits = nn.linear(x, w, top["head"]["b"])  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, t))
+    return layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon), top, blocks
 
 
 def _block(
@@ -231,9 +253,14 @@ def load(path: StrPath) -> tuple[Config, Any]:
 @checked
 def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
-    config = {"architectures": ["GPTJForCausalLM"], **_FIXED, **asdict(cfg)}
+    config = file_config(cfg, "GPTJForCausalLM")
     write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    return {"architectures": [kind], **_FIXED, **asdict(cfg)}
+
+
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
-           "theirs"]  # fmt: skip
+           "states", "theirs"]  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -381,11 +382,11 @@ def tied(cfg: BaseConfig) -> dict[str, str]:
 @checked
 def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
-    write(path, params, theirs, config=file_config(cfg, "LlamaForCausalLM", _FIXED), max_shard_bytes=max_shard_bytes,
+    write(path, params, theirs, config=file_config(cfg, "LlamaForCausalLM"), max_shard_bytes=max_shard_bytes,
           described=init(cfg))  # fmt: skip
 
 
-def file_config(cfg: BaseConfig, kind: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
+def file_config(cfg: BaseConfig, kind: str, fixed: Mapping[str, Any] = MappingProxyType(_FIXED)) -> dict[str, Any]:
     """The contents of config.json for a class of transformers."""
     sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups}
     if cfg.head_dim is None:  # each class has its own way to leave it out

@@ -353,13 +353,8 @@ def load(path: StrPath) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not a Mixtral's.
     """
     cfg = config(path)
-    stored = read(path, _one_by_one(init(cfg)), theirs, prefix="model.", ignored=llama.IGNORED, copies=llama.tied(cfg))
-
-    def block(p: Any) -> Any:
-        names = p["experts"][0]
-        return {**p, "experts": {name: _Stack.of([one[name] for one in p["experts"]]) for name in names}}
-
-    return cfg, {**stored, "h": [block(p) for p in stored["h"]]}
+    stored = read(path, one_by_one(init(cfg)), theirs, prefix="model.", ignored=llama.IGNORED, copies=llama.tied(cfg))
+    return cfg, stacked(stored)
 
 
 @checked
@@ -368,18 +363,18 @@ def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 
 
     Experts that are split over an axis are first split in width instead, which moves each once.
     """
-    write(path, _one_by_one(params), theirs, config=llama.file_config(cfg, "MixtralForCausalLM", _FIXED),
-          max_shard_bytes=max_shard_bytes, described=_one_by_one(init(cfg)))  # fmt: skip
+    write(path, one_by_one(params), theirs, config=file_config(cfg, "MixtralForCausalLM"),
+          max_shard_bytes=max_shard_bytes, described=one_by_one(init(cfg)))  # fmt: skip
 
 
-def _one_by_one(params: Any) -> Any:
+def one_by_one(params: Any) -> Any:
     """The tree with a list of one dict for each expert in the place of the stacked leaves, where there are such."""
 
     def block(p: Any) -> Any:
-        stacked = p.get("experts") if isinstance(p, Mapping) else None
-        if not isinstance(stacked, Mapping) or any(getattr(x, "ndim", 0) != 3 for x in stacked.values()):
+        leaves = p.get("experts") if isinstance(p, Mapping) else None
+        if not isinstance(leaves, Mapping) or any(getattr(x, "ndim", 0) != 3 for x in leaves.values()):
             return p
-        parts = {name: _unstack(x) for name, x in stacked.items()}
+        parts = {name: _unstack(x) for name, x in leaves.items()}
         return {**p, "experts": [dict(zip(parts, xs, strict=True)) for xs in itertools.zip_longest(*parts.values())]}
 
     blocks = params.get("h") if isinstance(params, Mapping) else None
@@ -396,6 +391,15 @@ def _unstack(x: Deferred | Sharded | Tensor) -> list[Any]:
     spec = P((*rows, *experts), columns, memory=x.spec.memory)
     whole = reshard(x, P(None, *spec.entries, memory=spec.memory))
     return [Sharded(x.shape[1:], spec, x.mesh, [s[i] for s in whole.shards]) for i in range(x.shape[0])]
+
+
+def stacked(params: Any) -> Any:
+    """The tree with stacked leaves in the place of a list of experts."""
+
+    def block(p: Any) -> Any:
+        return {**p, "experts": {name: _Stack.of([one[name] for one in p["experts"]]) for name in p["experts"][0]}}
+
+    return {**params, "h": [block(p) for p in params["h"]]}
 
 
 @dataclass(frozen=True)
@@ -419,6 +423,11 @@ class _Stack:
         for to, part in zip(out, self.parts[box[0]], strict=True):
             to.copy_(part.init.fill(key, shape[1:], box[1:], dtype, device))
         return out
+
+
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    return llama.file_config(cfg, kind, _FIXED)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "losses", "save",

@@ -98,8 +98,13 @@ def load(path: StrPath) -> tuple[Config, Any]:
 @checked
 def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `Qwen2ForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
-    write(path, params, theirs, config=llama.file_config(cfg, "Qwen2ForCausalLM", _FIXED),
+    write(path, params, theirs, config=file_config(cfg, "Qwen2ForCausalLM"),
           max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
+
+
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    return llama.file_config(cfg, kind, _FIXED)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

@@ -65,8 +65,19 @@ def load(path: StrPath) -> tuple[Config, Any]:
 @checked
 def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that `Qwen3ForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
-    config = {**llama.file_config(cfg, "Qwen3ForCausalLM", _FIXED), "head_dim": cfg.width}  # their default is 128
-    write(path, params, theirs, config=config, max_shard_bytes=max_shard_bytes, described=init(cfg))
+    write(
+        path,
+        params,
+        theirs,
+        config=file_config(cfg, "Qwen3ForCausalLM"),
+        max_shard_bytes=max_shard_bytes,
+        described=init(cfg),
+    )
+
+
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    return {**llama.file_config(cfg, kind, _FIXED), "head_dim": cfg.width}  # where it is missing, theirs is 128
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
