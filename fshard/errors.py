@@ -11,6 +11,7 @@ import inspect
 import itertools
 import numbers
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -139,16 +140,18 @@ def checked(f: F) -> F:
     psum: axis must be a str, a tuple of str or None, got P('data')
     """
     if isinstance(f, type):
-        f.__init__ = _checked(vars(f)["__init__"], f.__name__)  # type: ignore[misc]
+        # An inherited field of a dataclass has the annotation, a text, that it has in the module of its class.
+        names = {name: x for base in reversed(f.__mro__) for name, x in vars(sys.modules[base.__module__]).items()}
+        f.__init__ = _checked(vars(f)["__init__"], f.__name__, names)  # type: ignore[misc]
         return f
-    return _checked(f, f.__name__)
+    return _checked(f, f.__name__, f.__globals__)
 
 
-def _checked(f: F, verb: str) -> F:
+def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
     parameters = list(inspect.signature(f).parameters.values())
     # Without the annotation of the result, which may name a class that is defined further down.
     annotations = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
-    hints = typing.get_type_hints(types.SimpleNamespace(__annotations__=annotations), f.__globals__)
+    hints = typing.get_type_hints(types.SimpleNamespace(__annotations__=annotations), names)
     kinds = {name: _kind(hint) for name, hint in hints.items() if hint not in (Any, object)}
     by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")

@@ -38,8 +38,9 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
     Raises ShardingError listing every tensor that is missing, extra, cut short or of another shape, and every leaf that
     does not fit its spec; for pickles; and for a model_type without a model file.
     """
-    kind = config_of(path).get("model_type")
-    model = model_of(kind)
+    contents = config_of(path)
+    kind = contents.get("model_type")
+    model = models.heads if models.heads.has_head(contents) else model_of(kind)
     if model is None:
         raise fail(f"{Path(path) / CONFIG}: there is no model file for {kind!r}", models=", ".join(models.__all__),
                    fix="apply, module = fs.defer(lambda: AutoModel.from_config(config)); "
@@ -90,7 +91,8 @@ def save(
     if isinstance(cfg, Mapping):
         write(path, params, by_name, config=cfg, like=like, max_shard_bytes=max_shard_bytes)
         return
-    model = next((m for m in map(model_of, models.__all__) if m is not None and isinstance(cfg, m.Config)), None)
+    known = [models.heads, *(getattr(models, name) for name in models.__all__)]
+    model = next((m for m in known if isinstance(cfg, m.Config)), None)
     if model is None:
         raise fail(f"save: {type(cfg).__name__} is not a Config of fs.models", models=", ".join(models.__all__),
                    fix="for a module, pass config.to_dict()")  # fmt: skip

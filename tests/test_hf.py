@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import fshard as fs
 from fshard import P, ShardingError, hf
-from fshard.models import bert, gpt2, gpt_neox, gptj, llama
+from fshard.models import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
 from tests.lib import model_cases
 from tests.lib.assertions import error_text
 
@@ -20,8 +20,12 @@ CONFIGS = {
     gpt2: gpt2.Config(31, 8, 16, 1, 4),
     gptj: gptj.Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=1, n_head=4, rotary_dim=4),
     gpt_neox: gpt_neox.Config(31, 32, 1, 4, 24),
-    llama: llama.Config(31, 16, 24, 1, 4, 2, head_dim=4),  # files always have a head_dim
+    llama: llama.Config(31, 16, 24, 1, 4, 2),
     bert: bert.Config(31, 16, 1, 2, 32),
+    mistral: mistral.Config(31, 16, 24, 1, 4, 2, head_dim=4, sliding_window=3),
+    qwen2: qwen2.Config(31, 16, 24, 1, 4, 2, use_sliding_window=True, layer_types=("sliding_attention",)),
+    qwen3: qwen3.Config(31, 16, 24, 1, 4, 2),
+    mixtral: mixtral.Config(31, 16, 24, 1, 4, 2, num_local_experts=3),
 }
 
 
@@ -93,7 +97,7 @@ def test_type_without_a_model_file_is_refused_with_an_alternative(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     assert error_text(hf.load, tmp_path) == (
         f"{tmp_path}/config.json: there is no model file for 'mamba'\n"
-        "  models  bert, gpt2, gpt_neox, gptj, llama\n"
+        "  models  bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3\n"
         "  fix: apply, module = fs.defer(lambda: AutoModel.from_config(config)); hf.weights(path, module['params'])"
     )
     with pytest.raises(ShardingError, match=r"save: int is not a Config of fs\.models"):

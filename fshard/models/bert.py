@@ -6,7 +6,6 @@ axis; {V} varies over it, {I} does not. Source: Devlin et al., 2018; weights as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
-from fshard.collectives import all_gather
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, read, write
 from fshard.spec import P
 
+from .activations import ACTIVATIONS, activation_errors
 from .decoding import check_ids
 from .hf_files import file_tensor, read_config, weight_and_bias
 from .transformer import (
@@ -38,10 +37,6 @@ from .transformer import (
     project_heads,
 )
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu, "gelu_python": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu, "gelu_pytorch_tanh": nn.gelu,
-    "relu": F.relu, "silu": F.silu, "swish": F.silu, "tanh": torch.tanh,
-}  # fmt: skip
 _EMBEDDINGS = ("word", "position", "type", "ln")
 _HEADS = {"mlm": "cls.predictions.", "pooler": "pooler.", "nsp": "cls.seq_relationship."}  # prefixes of their tensors
 
@@ -78,8 +73,7 @@ class Config:
         if d % h:
             errors.append(fail("bert.Config: the heads must divide the width", f"{d} % {h} = {d % h}",
                                hidden_size=d, num_attention_heads=h))  # fmt: skip
-        if self.hidden_act not in _ACTIVATIONS:
-            errors.append(fail(f"bert.Config: hidden_act={self.hidden_act!r}", fix=f"one of {', '.join(_ACTIVATIONS)}"))
+        errors += activation_errors("bert.Config", "hidden_act", self.hidden_act)
         if pad is not None and not 0 <= pad < self.vocab_size:
             errors.append(fail(f"bert.Config: pad_token_id={pad} is not in a vocabulary of {self.vocab_size}",
                                fix="one of its words, or None"))  # fmt: skip
@@ -151,9 +145,7 @@ def apply(
     """
     top = _unshard(cfg, params, layout, specs, *_EMBEDDINGS)
     x = _encode(cfg, params, top, ids, layout, specs, mask=mask, types=types, key=key, remat=remat)
-    if layout.sequence:
-        x = all_gather(x, layout.model, 1, size=ids.shape[1], to="invariant")
-    return x
+    return layout.whole(x, ids.shape[1])
 
 
 def _unshard(cfg: Config, params: Any, layout: Layout, specs: Any, *names: str) -> Any:
@@ -207,7 +199,7 @@ def _block(
     a = layout.dropout(a, cfg.hidden_dropout_prob, key, "proj", t)
     x = layout.layer_norm(x + a, p["ln_1"], cfg.layer_norm_eps)
 
-    h = _ACTIVATIONS[cfg.hidden_act](nn.linear(layout.enter(x, t), p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = ACTIVATIONS[cfg.hidden_act](nn.linear(layout.enter(x, t), p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h = layout.row_linear(h, p["down"]["w"], p["down"]["b"])
     x = x + layout.dropout(h, cfg.hidden_dropout_prob, key, "down", t)
     return layout.layer_norm(x, p["ln_2"], cfg.layer_norm_eps)
@@ -221,7 +213,7 @@ def logits(
     top = _unshard(cfg, params, layout, specs, *_EMBEDDINGS, "mlm")
     x = _encode(cfg, params, top, ids, layout, specs, **options)
     head = top["mlm"]
-    x = _ACTIVATIONS[cfg.hidden_act](flat_linear(x, layout.replicated(head["dense"])))
+    x = ACTIVATIONS[cfg.hidden_act](flat_linear(x, layout.replicated(head["dense"])))
     x = layout.layer_norm(x, head["ln"], cfg.layer_norm_eps)
     return nn.linear(layout.enter(x, ids.shape[1]), top["word"].transpose(0, 1), head["b"])
 
@@ -360,9 +352,14 @@ def save(
     `like`: see `hf.save`.
     """
     kind = "BertForPreTraining" if cfg.nsp else "BertForMaskedLM" if cfg.mlm else "BertModel"
-    sizes = {name: value for name, value in asdict(cfg).items() if name not in _HEADS}
-    config = {"architectures": [kind], **_FIXED, **sizes}
+    config = file_config(cfg, kind)
     write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
+
+
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    sizes = {name: value for name, value in asdict(cfg).items() if name not in _HEADS}
+    return {"architectures": [kind], **_FIXED, **sizes}
 
 
 __all__ = [

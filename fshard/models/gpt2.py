@@ -8,19 +8,21 @@ Source: Radford et al., 2019; weights as in Hugging Face `GPT2LMHeadModel`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
+from fshard import tree
 from fshard._comm import Axis
 from fshard._io import StrPath
-from fshard.errors import checked, fail
+from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, read, write
 from fshard.spec import P
 
+from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import file_tensor, read_config, weight_and_bias
 from .transformer import (
@@ -53,11 +55,13 @@ class Config:
     resid_pdrop: float = 0.0
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+    activation_function: str = "gelu_new"
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None  # one or more tokens that end a text
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        raise_all(activation_errors("gpt2.Config", "activation_function", self.activation_function))
         check_numbers("gpt2.Config", self)
         if self.n_embd % self.n_head:
             raise fail("gpt2.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
@@ -114,13 +118,36 @@ def apply(
     is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
     [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
     """
+    x, top, blocks = _forward(cfg, params, ids, ("wte", "wpe", "ln_f"), layout, specs, key, remat, mask, cache)
+    logits = layout.column_linear(x, ids.shape[1], top["wte"].transpose(0, 1))  # [B, T, V@model]
+    return logits if cache is None else (logits, cache.updated(blocks, ids.shape[1]))
+
+
+@checked
+def states(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
+    remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
+
+    The parameters need no head.
+    """
+    x, *_ = _forward(cfg, params, ids, ("wte", "wpe", "ln_f"), layout, specs, key, remat, mask)
+    return layout.whole(x, ids.shape[1])
+
+
+def _forward(
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], layout: Layout, specs: Any, key: Tensor | None,
+    remat: bool, mask: Tensor | None, cache: Cache | None = None,
+) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
+    """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
     tokens = Tokens.of(ids, mask, cache)
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gpt2: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
     layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
     described = init(cfg)
-    top = layout.unshard(("wte", "wpe", "ln_f"), params, specs, described)
+    top = layout.unshard(names, params, specs, described)
 
     t = tokens.t
     x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
@@ -130,9 +157,7 @@ def apply(
     x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, cached),
                              params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
                              cache=cache)  # fmt: skip
-    x = layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon)
-    logits = layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, t))
+    return layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon), top, blocks
 
 
 def _block(
@@ -149,7 +174,7 @@ def _block(
     x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", t)
 
     h = layout.layer_norm(x, p["ln_2"], cfg.layer_norm_epsilon)
-    h = nn.gelu(layout.column_linear(h, t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = ACTIVATIONS[cfg.activation_function](layout.column_linear(h, t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h = layout.row_linear(h, p["down"]["w"], p["down"]["b"])
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), cached
 
@@ -174,7 +199,7 @@ _BLOCK = {  # the matrices in the file are [in, out], as here
     **weight_and_bias("down", "mlp.c_proj"),
 }
 _FIXED = {
-    "model_type": "gpt2", "tie_word_embeddings": True, "activation_function": "gelu_new", "scale_attn_weights": True,
+    "model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
 }  # fmt: skip
 _ABSENT = {"bos_token_id": 50256, "eos_token_id": 50256}  # of a config.json without them
@@ -219,9 +244,14 @@ def save(
 
     `like`: see `hf.save`.
     """
-    config = {"architectures": ["GPT2LMHeadModel"], **_FIXED, **asdict(cfg)}
+    config = file_config(cfg, "GPT2LMHeadModel")
     write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    return {"architectures": [kind], **_FIXED, **asdict(cfg)}
+
+
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
-           "theirs"]  # fmt: skip
+           "states", "theirs"]  # fmt: skip

@@ -7,12 +7,11 @@ Source: Black et al., 2022, "GPT-NeoX-20B"; weights as in Hugging Face `GPTNeoXF
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import init as initial
@@ -20,11 +19,12 @@ from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
 from fshard.collectives import pvary
-from fshard.errors import checked, fail
+from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
+from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import file_tensor, read_config, weight_and_bias
 from .transformer import (
@@ -42,8 +42,6 @@ from .transformer import (
     split_qkv,
 )
 
-# By name in Hugging Face, whose gelu_new and gelu_fast differ only in the digits of a constant.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_new": nn.gelu, "gelu_fast": nn.gelu}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 
 
@@ -81,8 +79,7 @@ class Config:
         if d % h:
             raise fail("gpt_neox.Config: the heads must divide the width", f"{d} % {h} = {d % h}", hidden_size=d,
                        num_attention_heads=h)  # fmt: skip
-        if self.hidden_act not in _ACTIVATIONS:
-            raise fail(f"gpt_neox.Config: hidden_act={self.hidden_act!r}", fix=f"one of {list(_ACTIVATIONS)}")
+        raise_all(activation_errors("gpt_neox.Config", "hidden_act", self.hidden_act))
         object.__setattr__(self, "rope_parameters", {**_ROPE, **self.rope_parameters})
         rope.frequencies(self.rope_parameters, d // h, self.max_position_embeddings)  # raises for wrong ones
 
@@ -139,10 +136,35 @@ def apply(
     is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
     [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
     """
+    names = ("wte", "ln_f") if cfg.tie_word_embeddings else ("wte", "ln_f", "head")
+    x, top, blocks = _forward(cfg, params, ids, names, layout, specs, key, remat, mask, cache)
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    logits = nn.linear(layout.enter(x, ids.shape[1]), w)  # [B, T, V@model]
+    return logits if cache is None else (logits, cache.updated(blocks, ids.shape[1]))
+
+
+@checked
+def states(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
+    remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
+
+    The parameters need no head.
+    """
+    x, *_ = _forward(cfg, params, ids, ("wte", "ln_f"), layout, specs, key, remat, mask)
+    return layout.whole(x, ids.shape[1])
+
+
+def _forward(
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], layout: Layout, specs: Any, key: Tensor | None,
+    remat: bool, mask: Tensor | None, cache: Cache | None = None,
+) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
+    """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
     described = init(cfg)
-    top = layout.unshard([name for name in described if name != "h"], params, specs, described)
+    top = layout.unshard(names, params, specs, described)
 
     t = tokens.t
     x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
@@ -153,10 +175,7 @@ def apply(
     x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached),
                              params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
                              cache=cache)  # fmt: skip
-    x = layout.enter(layout.layer_norm(x, top["ln_f"], cfg.layer_norm_eps), t)
-    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
-    logits = nn.linear(x, w)  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, t))
+    return layout.layer_norm(x, top["ln_f"], cfg.layer_norm_eps), top, blocks
 
 
 Angles = tuple[Tensor, Tensor]  # the cos and sin that rotate queries and keys
@@ -202,7 +221,7 @@ def _attention(
 
 def _mlp(cfg: Config, p: Any, h: Tensor) -> Tensor:
     """[B, T, D]{V model} -> a partial result of the sum over model, [B, T, D]{V model}, without the last bias."""
-    h = _ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     return nn.linear(h, p["down"]["w"])
 
 
@@ -284,9 +303,14 @@ def save(
 
     `like`: see `hf.save`.
     """
-    config = {"architectures": ["GPTNeoXForCausalLM"], **_FIXED, **asdict(cfg)}
+    config = file_config(cfg, "GPTNeoXForCausalLM")
     write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    return {"architectures": [kind], **_FIXED, **asdict(cfg)}
+
+
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
-           "theirs"]  # fmt: skip
+           "states", "theirs"]  # fmt: skip

@@ -7,6 +7,7 @@ Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJFo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
-from fshard.errors import checked, fail
+from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
+from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import file_tensor, read_config, weight_and_bias
 from .transformer import (
@@ -55,12 +57,14 @@ class Config:
     resid_pdrop: float = 0.0
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+    activation_function: str = "gelu_new"
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None  # one or more tokens that end a text
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        raise_all(activation_errors("gptj.Config", "activation_function", self.activation_function))
         check_numbers("gptj.Config", self, own=("rotary_dim",))
         if self.n_embd % self.n_head:
             raise fail("gptj.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
@@ -124,13 +128,37 @@ def apply(
     is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
     [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
     """
+    x, top, blocks = _forward(cfg, params, ids, ("wte", "ln_f", "head"), layout, specs, key, remat, mask, cache)
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    logits = nn.linear(layout.enter(x, ids.shape[1]), w, top["head"]["b"])  # [B, T, V@model]
+    return logits if cache is None else (logits, cache.updated(blocks, ids.shape[1]))
+
+
+@checked
+def states(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
+    remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
+
+    The parameters need no head.
+    """
+    x, *_ = _forward(cfg, params, ids, ("wte", "ln_f"), layout, specs, key, remat, mask)
+    return layout.whole(x, ids.shape[1])
+
+
+def _forward(
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], layout: Layout, specs: Any, key: Tensor | None,
+    remat: bool, mask: Tensor | None, cache: Cache | None = None,
+) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
+    """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
     tokens = Tokens.of(ids, mask, cache)
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gptj: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
     layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
     described = init(cfg)
-    top = layout.unshard(("wte", "ln_f", "head"), params, specs, described)
+    top = layout.unshard(names, params, specs, described)
 
     t = tokens.t
     x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
@@ -142,10 +170,7 @@ def apply(
     x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached),
                              params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
                              cache=cache)  # fmt: skip
-    x = layout.enter(layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon), t)
-    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
-    logits = nn.linear(x, w, top["head"]["b"])  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, t))
+    return layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon), top, blocks
 
 
 def _block(
@@ -163,7 +188,7 @@ def _block(
     a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attn_pdrop, key=key,
                                  heads=cfg.n_head)  # fmt: skip
     a = nn.linear(a, p["proj"]["w"].flatten(0, 1))
-    h = nn.gelu(nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+    h = ACTIVATIONS[cfg.activation_function](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h, b = nn.linear(h, p["down"]["w"]), layout.replicated(p["down"]["b"])
 
     # a and h are partial results over model. So is their sum, so that one transfer reduces both, unless each has a
@@ -194,7 +219,7 @@ _BLOCK = {  # the matrices in the file are [out, in]
     **weight_and_bias("up", "mlp.fc_in", "f d -> d f"),
     **weight_and_bias("down", "mlp.fc_out", "d f -> f d"),
 }
-_FIXED = {"model_type": "gptj", "activation_function": "gelu_new"}
+_FIXED = {"model_type": "gptj"}
 _ABSENT = {"bos_token_id": 50256, "eos_token_id": 50256}  # of a config.json without them
 _IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
 
@@ -237,9 +262,14 @@ def save(
 
     `like`: see `hf.save`.
     """
-    config = {"architectures": ["GPTJForCausalLM"], **_FIXED, **asdict(cfg)}
+    config = file_config(cfg, "GPTJForCausalLM")
     write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    return {"architectures": [kind], **_FIXED, **asdict(cfg)}
+
+
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
-           "theirs"]  # fmt: skip
+           "states", "theirs"]  # fmt: skip

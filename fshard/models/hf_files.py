@@ -40,6 +40,7 @@ def read_config(
     config = tokens | config
     values = {f.name: config[f.name] for f in fields(cls) if f.name in config} | others  # type: ignore[arg-type]
     values |= {name: _tokens(token) for name, token in values.items() if name.endswith("_token_id")}
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}  # a Config has a hash
     hints = typing.get_type_hints(cls)
     wrong = [f"{name}: {value!r}" for name, value in values.items() if not _has_type(value, hints[name])]
     if wrong:

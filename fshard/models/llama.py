@@ -8,22 +8,25 @@ Source: Touvron et al., 2023, "Llama 2"; Ainslie et al., 2023, for grouped queri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
+from fshard.collectives import pvary
 from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, config_of, read, write
 from fshard.nn import rope
 from fshard.spec import P
 
+from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import file_tensor, read_config, weight_and_bias
 from .transformer import (
@@ -41,13 +44,11 @@ from .transformer import (
 )
 
 
-@checked
 @dataclass(frozen=True)
-class Config:
-    """Sizes, rates and rotary positions, named as in Hugging Face's `LlamaConfig`; see `rope.frequencies` for the last.
+class BaseConfig:
+    """The options that Llama and its relatives share, named as in Hugging Face; a model is a `Config` made of it.
 
-    >>> Config(num_key_value_heads=8).groups, Config(hidden_size=2048).width
-    (8, 64)
+    `rope_parameters` are those of `rope.frequencies`.
     """
 
     vocab_size: int = 32000
@@ -61,8 +62,6 @@ class Config:
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: rope.parameters({}), hash=False)
-    attention_bias: bool = False
-    mlp_bias: bool = False
     attention_dropout: float = 0.0
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
@@ -80,44 +79,87 @@ class Config:
         """K, the width of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """The linear layers of a block that have a bias."""
+        return ()
+
+    @property
+    def qk_norm(self) -> bool:
+        """True if each head of queries and keys is normalized before its rotation."""
+        return False
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer, in tokens; None attends to all before."""
+        return [None] * self.num_hidden_layers
+
     def __post_init__(self) -> None:
-        check_numbers("llama.Config", self)
+        verb = f"{type(self).__module__.rpartition('.')[2]}.Config"
+        check_numbers(verb, self)
         errors = []
-        for rule, n, by in (("the heads must divide the width", self.hidden_size, self.num_attention_heads),
-                            ("the groups must divide the heads", self.num_attention_heads, self.groups)):  # fmt: skip
+        rules = [("the groups must divide the heads", self.num_attention_heads, self.groups)]
+        if self.head_dim is None or isinstance(self, Config):  # `LlamaConfig` asks for it with a head_dim too
+            rules.insert(0, ("the heads must divide the width", self.hidden_size, self.num_attention_heads))
+        for rule, n, by in rules:
             if n % by:
-                errors.append(fail(f"llama.Config: {rule}", f"{n} % {by} = {n % by}"))
-        if self.hidden_act != "silu":
-            errors.append(fail(f"llama.Config: hidden_act={self.hidden_act!r}", fix="silu, the activation of Llama"))
+                errors.append(fail(f"{verb}: {rule}", f"{n} % {by} = {n % by}"))
+        errors += activation_errors(verb, "hidden_act", self.hidden_act)
         rotary = self.rope_parameters
         if rotary.get("partial_rotary_factor", 1.0) != 1.0 and rotary.get("rope_type") != "proportional":
-            errors.append(fail("llama.Config: Llama rotates all dims of a head", rope_parameters=dict(rotary),
+            errors.append(fail(f"{verb}: all dims of a head are rotated", rope_parameters=dict(rotary),
                                fix="leave out partial_rotary_factor"))  # fmt: skip
         raise_all(errors)
         rope.frequencies(rotary, self.width, self.max_position_embeddings)  # raises for incomplete ones
 
 
 @checked
-def init(cfg: Config) -> Any:
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    """Sizes, rates and rotary positions, named as in Hugging Face's `LlamaConfig`; see `rope.frequencies` for the last.
+
+    >>> Config(num_key_value_heads=8).groups, Config(hidden_size=2048).width
+    (8, 64)
+    """
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """The linear layers of a block that have a bias."""
+        return ("q", "k", "v", "proj") * self.attention_bias + ("gate", "up", "down") * self.mlp_bias
+
+
+@checked
+def init(cfg: BaseConfig) -> Any:
     """The described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
 
     >>> init(Config(num_key_value_heads=8))["h"][0]["q"]
     {'w': f32[4096, 8, 4, 128] = normal(std=0.02)}
     """
-    d, f, g, k, std = cfg.hidden_size, cfg.intermediate_size, cfg.groups, cfg.width, cfg.initializer_range
+    d, f, std = cfg.hidden_size, cfg.intermediate_size, cfg.initializer_range
+
+    def mlp() -> Any:
+        shapes = {"gate": (d, f), "up": (d, f), "down": (f, d)}
+        return {name: linear_params((i,), (o,), std, bias=name in cfg.biased) for name, (i, o) in shapes.items()}
+
+    return init_with(cfg, mlp)
+
+
+def init_with(cfg: BaseConfig, mlp: Callable[[], Any]) -> Any:
+    """The described parameters of a decoder whose blocks have the leaves of `mlp()` for the layer after attention."""
+    d, g, k, std = cfg.hidden_size, cfg.groups, cfg.width, cfg.initializer_range
     r = cfg.num_attention_heads // g
 
     def block() -> Any:
+        shapes = {"q": ((d,), (g, r, k)), "k": ((d,), (g, k)), "v": ((d,), (g, k)), "proj": ((g, r, k), (d,))}
         return {
             "norm_1": {"w": initial.ones(d)},
-            "q": linear_params((d,), (g, r, k), std, bias=cfg.attention_bias),
-            "k": linear_params((d,), (g, k), std, bias=cfg.attention_bias),
-            "v": linear_params((d,), (g, k), std, bias=cfg.attention_bias),
-            "proj": linear_params((g, r, k), (d,), std, bias=cfg.attention_bias),
+            **{name: linear_params(i, o, std, bias=name in cfg.biased) for name, (i, o) in shapes.items()},
+            **({f"{name}_norm": {"w": initial.ones(k)} for name in "qk"} if cfg.qk_norm else {}),
             "norm_2": {"w": initial.ones(d)},
-            "gate": linear_params((d,), (f,), std, bias=cfg.mlp_bias),
-            "up": linear_params((d,), (f,), std, bias=cfg.mlp_bias),
-            "down": linear_params((f,), (d,), std, bias=cfg.mlp_bias),
+            **mlp(),
         }
 
     head = {} if cfg.tie_word_embeddings else {"head": linear_params((d,), (cfg.vocab_size,), std, bias=False)}
@@ -130,33 +172,42 @@ def init(cfg: Config) -> Any:
 
 
 @checked
-def specs(cfg: Config, *, model: Axis = None) -> Any:
+def specs(cfg: BaseConfig, *, model: Axis = None) -> Any:
     """Key and value heads with their queries, hidden units and the vocabulary over `model`; the rest replicated.
 
     `fs.fully_shard` adds a data axis.
     """
-    m = model
+    return specs_with(cfg, model, {
+        "gate": column_specs(cfg, "gate", model), "up": column_specs(cfg, "up", model),
+        "down": row_specs(cfg, "down", model),
+    })  # fmt: skip
 
-    def column(bias: bool) -> Any:
-        return {"w": P(None, m), "b": P(m)} if bias else {"w": P(None, m)}
 
-    def row(bias: bool) -> Any:
-        return {"w": P(m), "b": P()} if bias else {"w": P(m)}
-
+def specs_with(cfg: BaseConfig, model: Axis, mlp: Any) -> Any:
+    """The specs of a decoder whose blocks have the specs `mlp` for the layer after attention."""
     block = {
-        "norm_1": P(), **{name: column(cfg.attention_bias) for name in ("q", "k", "v")},
-        "proj": row(cfg.attention_bias),
-        "norm_2": P(), **{name: column(cfg.mlp_bias) for name in ("gate", "up")},
-        "down": row(cfg.mlp_bias),
+        "norm_1": P(), **{name: column_specs(cfg, name, model) for name in "qkv"},
+        "proj": row_specs(cfg, "proj", model),
+        **({"q_norm": P(), "k_norm": P()} if cfg.qk_norm else {}), "norm_2": P(), **mlp,
     }  # fmt: skip
-    head = {} if cfg.tie_word_embeddings else {"head": {"w": P(None, m)}}
-    return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "norm_f": P(), **head}
+    head = {} if cfg.tie_word_embeddings else {"head": {"w": P(None, model)}}
+    return {"wte": P(model), "h": [block] * cfg.num_hidden_layers, "norm_f": P(), **head}
+
+
+def column_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
+    """The specs of a linear layer whose outputs are split."""
+    return {"w": P(None, model), "b": P(model)} if name in cfg.biased else {"w": P(None, model)}
+
+
+def row_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
+    """The specs of a linear layer whose inputs are split."""
+    return {"w": P(model), "b": P()} if name in cfg.biased else {"w": P(model)}
 
 
 @checked
 def apply(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
+    cfg: BaseConfig, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
 ) -> Any:  # fmt: skip
     """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
 
@@ -167,45 +218,97 @@ def apply(
     With the rope_type dynamic or longrope, angles depend on the longest sequence of the batch so far. Cached keys are
     not rotated again, as in transformers: the logits are not those of one call with all the tokens.
     """
+    run, top, x, blocks = forward(cfg, params, ids, init(cfg), _block, layout=layout, specs=specs, key=key,
+                                  remat=remat, mask=mask, cache=cache)  # fmt: skip
+    logits = run.logits(top, x)
+    return logits if cache is None else (logits, cache.updated(blocks, run.tokens.t))
+
+
+@checked
+def states(
+    cfg: BaseConfig, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
+
+    The parameters need no head.
+    """
+    run, top, x, _ = forward(cfg, params, ids, init(cfg), _block, layout=layout, specs=specs, key=key, remat=remat,
+                             mask=mask, logits=False)  # fmt: skip
+    return run.states(top, x)
+
+
+def forward(
+    cfg: BaseConfig, params: Any, ids: Tensor, described: Any, block: Callable[..., Any], *, layout: Layout, specs: Any,
+    key: Tensor | None, remat: bool, mask: Tensor | None, cache: Cache | None = None, logits: bool = True,
+    has_aux: bool = False, each: Sequence[tuple[Any, ...]] = (),
+) -> tuple[Forward, dict[str, Any], Tensor, list[Any]]:  # fmt: skip
+    """Embed ids and apply all blocks, `block(forward, params, x, key, cached, window)`; see `apply_blocks`.
+
+    Returns the pass, the unsharded parameters outside of the blocks, the stream after the last block, and the outputs
+    of the blocks. `described` is the tree of `init`; without `logits` the parameters need no head; `each` has more
+    argument for each block.
+    """
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.attention_dropout)
-    described = init(cfg)
-    top = layout.unshard([name for name in described if name != "h"], params, specs, described)
-
-    t = tokens.t
+    names = [name for name in described if name != "h" and (logits or name != "head")]
+    top = layout.unshard(names, params, specs, described)
     x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
     angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
                          dtype=x.dtype)  # fmt: skip
+    run = Forward(cfg, layout, tokens, angles)
+    own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
+    x, outs = apply_blocks(functools.partial(block, run), params, x, layout=layout, described=described, specs=specs,
+                           key=key, remat=remat, cache=cache, each=own, has_aux=has_aux)  # fmt: skip
+    return run, top, x, outs
 
-    x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached),
-                             params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
-                             cache=cache)  # fmt: skip
-    x = layout.enter(_norm(cfg, x, top["norm_f"], layout), t)
-    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
-    logits = nn.linear(x, w)  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, t))
+
+class Forward(NamedTuple):
+    """The arguments that all blocks of one forward pass share."""
+
+    cfg: BaseConfig
+    layout: Layout
+    tokens: Tokens
+    angles: tuple[Tensor, Tensor]  # the cos and sin that rotate queries and keys
+
+    def norm(self, x: Tensor, p: Any) -> Tensor:
+        """The norm of the stream."""
+        return nn.rms_norm(x, self.layout.replicated(p["w"]), eps=self.cfg.rms_norm_eps)
+
+    def states(self, top: Any, x: Tensor) -> Tensor:
+        """The last hidden states [B, T, D]{I model} of the stream after the last block."""
+        return self.layout.whole(self.norm(x, top["norm_f"]), self.tokens.t)
+
+    def logits(self, top: Any, x: Tensor) -> Tensor:
+        """The logits [B, T, V@model] of the stream after the last block."""
+        x = self.layout.enter(self.norm(x, top["norm_f"]), self.tokens.t)
+        return nn.linear(x, top["wte"].transpose(0, 1) if self.cfg.tie_word_embeddings else top["head"]["w"])
+
+    def attention(
+        self, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
+    ) -> tuple[Tensor, KeyValues | None]:
+        """Compute the first half of a block, and the updated cache; x is the stream."""
+        cfg, layout = self.cfg, self.layout
+        h = layout.enter(self.norm(x, p["norm_1"]), self.tokens.t)
+        q, k, v = (project_heads(h, p[name]) for name in "qkv")  # [B, H@model, T, K], [B, G@model, T, K] twice
+        if cfg.qk_norm:
+            q_norm, k_norm = pvary((p["q_norm"]["w"], p["k_norm"]["w"]), layout.model)
+            q, k = nn.rms_norm(q, q_norm, eps=cfg.rms_norm_eps), nn.rms_norm(k, k_norm, eps=cfg.rms_norm_eps)
+        q, k = (rope.rotate(y, *self.angles) for y in (q, k))
+        a, cached = causal_attention(q, k, v, self.tokens, cached, layout=layout, rate=cfg.attention_dropout, key=key,
+                                     heads=cfg.num_attention_heads, group=cfg.num_attention_heads // cfg.groups,
+                                     window=window)  # fmt: skip
+        return x + layout.row_linear(a, p["proj"]["w"].flatten(0, -2), p["proj"].get("b")), cached
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: tuple[Tensor, Tensor],
-    cached: KeyValues | None,
-) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
+    run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
+) -> tuple[Tensor, KeyValues | None]:
     """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
-    h = layout.enter(_norm(cfg, x, p["norm_1"], layout), tokens.t)
-    q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # [B, H@model, T, K], [B, G@model, T, K] twice
-    q, k = (rope.rotate(y, *angles) for y in (q, k))
-    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attention_dropout, key=key,
-                                 heads=cfg.num_attention_heads,
-                                 group=cfg.num_attention_heads // cfg.groups)  # fmt: skip
-    x = x + layout.row_linear(a, p["proj"]["w"].flatten(0, -2), p["proj"].get("b"))
-
-    h = layout.enter(_norm(cfg, x, p["norm_2"], layout), tokens.t)
-    h = F.silu(flat_linear(h, p["gate"])) * flat_linear(h, p["up"])  # [B, T, F@model]
-    return x + layout.row_linear(h, p["down"]["w"], p["down"].get("b")), cached
-
-
-def _norm(cfg: Config, x: Tensor, p: Any, layout: Layout) -> Tensor:
-    return nn.rms_norm(x, layout.replicated(p["w"]), eps=cfg.rms_norm_eps)
+    x, cached = run.attention(p, x, key, cached, window)
+    h = run.layout.enter(run.norm(x, p["norm_2"]), run.tokens.t)
+    h = ACTIVATIONS[run.cfg.hidden_act](flat_linear(h, p["gate"])) * flat_linear(h, p["up"])  # [B, T, F@model]
+    return x + run.layout.row_linear(h, p["down"]["w"], p["down"].get("b")), cached
 
 
 loss = loss_of(apply, Config)
@@ -214,25 +317,31 @@ generate = generate_of(apply, Config)
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_TOP = {
+TOP = {
     "wte": FileTensor("model.embed_tokens.weight"),
     "norm_f.w": FileTensor("model.norm.weight"),
     "head.w": FileTensor("lm_head.weight", "v d -> d v"),
 }
-_BLOCK = {
+ATTENTION = {
     "norm_1.w": FileTensor("input_layernorm.weight"),
     **weight_and_bias("q", "self_attn.q_proj", "(g r k) d -> d g r k", "(g r k) -> g r k"),
     **weight_and_bias("k", "self_attn.k_proj", "(g k) d -> d g k", "(g k) -> g k"),
     **weight_and_bias("v", "self_attn.v_proj", "(g k) d -> d g k", "(g k) -> g k"),
     **weight_and_bias("proj", "self_attn.o_proj", "d (g r k) -> g r k d"),
+    "q_norm.w": FileTensor("self_attn.q_norm.weight"),
+    "k_norm.w": FileTensor("self_attn.k_norm.weight"),
     "norm_2.w": FileTensor("post_attention_layernorm.weight"),
+}
+_BLOCK = {
+    **ATTENTION,
     **weight_and_bias("gate", "mlp.gate_proj", "f d -> d f"),
     **weight_and_bias("up", "mlp.up_proj", "f d -> d f"),
     **weight_and_bias("down", "mlp.down_proj", "d f -> f d"),
 }
 _FIXED = {"model_type": "llama"}
 _ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without them
-_IGNORED = ("rotary_emb.inv_freq",)  # a buffer of older versions
+IGNORED = ("rotary_emb.inv_freq",)  # a buffer of older versions
+BLOCKS = "model.layers"
 
 
 @checked
@@ -242,7 +351,7 @@ def theirs(path: tree.Path) -> FileTensor:
     >>> theirs(("h", 3, "q", "w"))
     FileTensor(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
     """
-    return file_tensor(path, _TOP, _BLOCK, "model.layers")
+    return file_tensor(path, TOP, _BLOCK, BLOCKS)
 
 
 @checked
@@ -261,8 +370,17 @@ def load(path: StrPath) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not a Llama's.
     """
     cfg = config(path)
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tie_word_embeddings else {}
-    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=_IGNORED, copies=tied)
+    return cfg, read_weights(path, cfg)
+
+
+def read_weights(path: StrPath, cfg: BaseConfig) -> Any:
+    """The described parameters of a folder whose config is known."""
+    return read(path, init(cfg), theirs, prefix="model.", ignored=IGNORED, copies=tied(cfg))
+
+
+def tied(cfg: BaseConfig) -> dict[str, str]:
+    """The other names of tensors in a file, by `copies` of `hf.read`."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tie_word_embeddings else {}
 
 
 @checked
@@ -274,9 +392,17 @@ def save(
     `like`: see `hf.save`.
     """
     sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups, "head_dim": cfg.width}
-    config = {"architectures": ["LlamaForCausalLM"], **_FIXED, **sizes}
-    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
+    write(path, params, theirs, config=file_config(cfg, "LlamaForCausalLM"), like=like, max_shard_bytes=max_shard_bytes,
+          described=init(cfg))  # fmt: skip
+
+
+def file_config(cfg: BaseConfig, kind: str, fixed: Mapping[str, Any] = MappingProxyType(_FIXED)) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups}
+    if cfg.head_dim is None:  # each class has its own way to leave it out
+        del sizes["head_dim"]
+    return {"architectures": [kind], **{name: x for name, x in fixed.items() if x is not None}, **sizes}
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
-           "theirs"]  # fmt: skip
+           "states", "theirs"]  # fmt: skip

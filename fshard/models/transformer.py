@@ -31,8 +31,9 @@ from fshard.spec import P, any_on_host, is_spec, names_of
 from . import decoding
 from .decoding import Cache, KeyValues, Tokens, append_to_cache, global_batch
 
-# A block: its unsharded parameters, x [B, T, D], its key and its cached keys and values -> x and the updated ones.
-Block = Callable[[Any, Tensor, Tensor | None, KeyValues | None], tuple[Tensor, KeyValues | None]]
+# A block: its unsharded parameters, x [B, T, D], its key, its cached keys and values[, its own argument] -> x and the
+# updated keys and values.
+Block = Callable[..., tuple[Tensor, Any]]
 
 
 @checked
@@ -44,7 +45,7 @@ class Layout:
     along time over `model`, between the blocks' halves. `batch`: the number of examples on all ranks, needed only with
     dropout in a compiled program that has an uneven dim anywhere; elsewhere the ranks exchange it. `dtype`: the dtype
     parameters are gathered and computed with, and `reduce_dtype`: the dtype their gradients are summed over `data`
-    with; by default the dtype they are stored in.
+    with; by default the dtype they are stored in. `experts`: the experts of a mixture, by expert; see `mixtral.specs`.
 
     >>> Layout("data", "model", sequence=True).stream
     P('data', 'model')
@@ -56,6 +57,7 @@ class Layout:
     batch: int | None = None
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    experts: Axis = None
 
     @property
     def stream(self) -> P:
@@ -108,6 +110,11 @@ class Layout:
             return nn.linear(x, w, b)  # one operation
         out = self.leave(nn.linear(x, w))
         return out if b is None else out + self.replicated(b)
+
+    def whole(self, x: Tensor, t: int) -> Tensor:
+        """The stream without a split along time: [B, T@model, D] -> [B, T, D]{I model}."""
+        out: Tensor = all_gather(x, self.model, 1, size=t, to="invariant") if self.sequence else x
+        return out
 
     def layer_norm(self, x: Tensor, p: Any, eps: float) -> Tensor:
         """Layer norm of the stream, or of this rank's part of it."""
@@ -256,15 +263,21 @@ def rope_angles(
 
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None, *, layout: Layout, rate: float = 0.0,
-    key: Tensor | None = None, heads: int, group: int = 1, scale: float | None = None,
+    key: Tensor | None = None, heads: int, group: int = 1, scale: float | None = None, window: int | None = None,
 ) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
     """Causal attention over cached and new tokens: q [B, H@model, T, K] -> [B, T, HK@model], and the updated cache.
 
     k and v may have fewer heads, each for a `group` of neighbouring heads of q on the same rank. `heads` is H; the
-    dropout of weights by `key` needs it.
+    dropout of weights by `key` needs it. With a `window` a token attends to itself and the `window` - 1 before it,
+    padding included, and no more are cached.
     """
-    k, v, cached = append_to_cache(k, v, tokens, cached)
-    mask, shape = tokens.mask, [heads]
+    if window is None:
+        k, v, cached = append_to_cache(k, v, tokens, cached)
+        mask = tokens.mask
+    else:
+        k, v, cached = _append_to_window(k, v, tokens, cached, window)
+        mask = _window_mask(tokens, k.shape[2], window)
+    shape = [heads]
     if group > 1 and rate and key is not None:  # the split is by groups, so the drawn mask must have a dim of groups
         q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
         mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
@@ -274,27 +287,51 @@ def causal_attention(
     return a.flatten(1, -3).transpose(1, 2).flatten(2), cached
 
 
+def _append_to_window(
+    k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None, window: int
+) -> tuple[Tensor, Tensor, KeyValues | None]:
+    """Append keys and values [B, H, T, K] to those of the `window` - 1 tokens before: all, and the last of them."""
+    if cached is not None:
+        k, v = torch.cat([cached.k, k], 2), torch.cat([cached.v, v], 2)
+    if not tokens.capacity:
+        return k, v, None
+    kept = slice(max(0, k.shape[2] - window + 1), None)
+    return k, v, KeyValues(k[:, :, kept].clone(), v[:, :, kept].clone())  # a view would keep all of them
+
+
+def _window_mask(tokens: Tokens, s: int, window: int) -> Tensor | None:
+    """The mask [1 or B, 1, T, s] of the last `s` positions under a sliding window; None: all up to its own."""
+    mask = None if tokens.mask is None else tokens.mask[..., tokens.mask.shape[-1] - s :]
+    if s <= window:
+        return mask
+    near = nn.causal_mask(tokens.t, s, device=tokens.positions.device).triu(s - tokens.t - window + 1)[None, None]
+    return near if mask is None else mask & near
+
+
 def apply_blocks(
     block: Block, params: Any, x: Tensor, *, layout: Layout, described: Any, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, cache: Cache | None = None,
-) -> tuple[Tensor, list[KeyValues]]:  # fmt: skip
+    each: Sequence[tuple[Any, ...]] | None = None, has_aux: bool = False,
+) -> tuple[Tensor, list[Any]]:  # fmt: skip
     """Apply the blocks `params["h"]` one after the other: (x, the keys and values of each for the next cache).
 
     Each block is unsharded just before it runs, by `specs["h"]`; `remat` recomputes it in backward. Without a `cache`
-    the keys and values are not kept.
+    the keys and values are not kept. `each` has more arguments for each block. With `has_aux` a block returns any
+    tree in the place of its keys and values, which is kept.
     """
+    keep = has_aux or cache is not None
 
-    def one(p: Any, x: Tensor, inputs: tuple[Tensor | None, KeyValues | None]) -> Any:
+    def one(p: Any, x: Tensor, inputs: tuple[Any, ...]) -> Any:
         out = block(p, x, *inputs)
-        return out[0] if cache is None else out
+        return out if keep else out[0]
 
     blocks = params["h"]
     cached = cache.blocks if cache is not None and cache.blocks else [None] * len(blocks)
-    inputs = [(fold_name(key, i), cached[i]) for i in range(len(blocks))]
+    inputs = [(fold_name(key, i), cached[i], *([] if each is None else each[i])) for i in range(len(blocks))]
     out = scan(one, blocks, x, specs=None if specs is None else spec_of(specs, "h"), axis=layout.data, each=inputs,
-               shapes=described["h"], remat=remat, has_aux=cache is not None, dtype=layout.dtype,
+               shapes=described["h"], remat=remat, has_aux=keep, dtype=layout.dtype,
                reduce_dtype=layout.reduce_dtype)  # fmt: skip
-    return (out, []) if cache is None else out
+    return out if keep else (out, [])
 
 
 def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:

@@ -215,6 +215,11 @@ from fshard.models import llama
 cfg = llama.Config(32, 16, 24, 1, 4, 2)
 llama.save("my-llama", cfg, fs.materialize(llama.init(cfg), P(), mesh, key=fs.key(0)))
 """
+MIXTRAL = """
+from fshard.models import mixtral
+cfg = mixtral.Config(32, 16, 24, 1, 4, 2)
+mixtral.save("my-mixtral", cfg, fs.materialize(mixtral.init(cfg), P(), mesh, key=fs.key(0)))
+"""
 GPTJ = """
 gptj = fs.models.gptj
 cfg = gptj.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=4, rotary_dim=4)
@@ -263,6 +268,7 @@ SETUP = {
     "fshard.models.gpt_neox.load": NEOX,
     "fshard.models.gptj.load": GPTJ,
     "fshard.models.llama.load": LLAMA,
+    "fshard.models.mixtral.load": MIXTRAL,
     "fshard.nn.layers.attention": "q = k = v = torch.ones(2, 3, 4, 8)\nkey = fs.key(0)",
     "fshard.nn.layers.dropout": "x, key, layer = torch.ones(2, 3, 4), fs.key(0), 2",
     "fshard.nn.layers.embedding": VOCABULARY + 'params = {"wte": torch.ones(v, 4)}',

@@ -90,6 +90,8 @@ def _models() -> list[Call]:
     configs = {
         fs.models.gpt2: gpt, fs.models.gptj: gpt | {"rotary_dim": 2}, fs.models.gpt_neox: hidden,
         fs.models.llama: hidden, fs.models.bert: hidden | {"pooler": True, "nsp": True},
+        **{getattr(fs.models, name): hidden | {"num_key_value_heads": 1}
+           for name in ("mistral", "mixtral", "qwen2", "qwen3")},
     }  # fmt: skip
     calls = []
     one = fs.make_mesh(kind="simulated", data=1)
@@ -105,9 +107,11 @@ def _models() -> list[Call]:
             "specs": {"cfg": cfg, "model": "model"},
             "apply": {**common, "ids": ids, **options, "remat": False},
             "loss": {**common, "ids": ids, "targets": ids, **options},
+            "losses": {**common, "ids": ids, "targets": ids, **options},
             "generate": {**common, "ids": ids, "new": 2, "temperature": 0.0, "eos": 3, "layout": model.Layout()},
             "theirs": {"path": next(path for path, _ in fs.tree.leaves_with_path(params))},
             "save": {"path": "model", **common},
+            "states": {**common, "ids": ids, **options, "remat": False},
             "embed": {**common, "ids": ids},
             "pool": {"x": W[None], "mask": None},
             "logits": {**common, "ids": ids},

@@ -5,10 +5,10 @@ A module is one of `fshard.models`; `theirs` is a transformers model with a head
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import fshard as fs
 from fshard import P
-from fshard.models import gpt2, gpt_neox, gptj, llama
+from fshard.models import gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
 from tests.nn.test_rope import LLAMA3, LONG, SHORT
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -89,6 +88,8 @@ LLAMA_ROPES = {
     "llama3": ({"rope_type": "llama3", **LLAMA3}, 64),
     "proportional": ({"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.6}, 64),
 }  # fmt: skip
+LLAMA_SIZES = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2,
+               "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64}  # fmt: skip
 
 DECODERS = {
     "gpt2": Decoder(
@@ -96,7 +97,8 @@ DECODERS = {
         only_theirs={"embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0},
         variants={
             "base": {},
-            "one head, other widths": {"n_embd": 16, "n_layer": 3, "n_head": 1, "n_inner": 10},
+            "one head, other widths": {"n_embd": 16, "n_layer": 3, "n_head": 1, "n_inner": 10,
+                                       "activation_function": "relu2"},
             "large vocabulary": {"vocab_size": 50257, "n_embd": 16, "n_layer": 1, "n_head": 4},
         },
     ),
@@ -107,7 +109,7 @@ DECODERS = {
             "tied": {"tie_word_embeddings": True},
             "tied, shallow": {"tie_word_embeddings": True, "n_layer": 1},
             "one head, all dims rotated": {"n_head": 1, "rotary_dim": 24, "n_inner": None, "n_layer": 1},
-            "large epsilon": {"layer_norm_epsilon": 0.3, "n_layer": 1},
+            "large epsilon, gelu": {"layer_norm_epsilon": 0.3, "n_layer": 1, "activation_function": "gelu"},
         },
     ),
     "gpt_neox": Decoder(
@@ -131,8 +133,7 @@ DECODERS = {
     ),
     "llama": Decoder(
         llama, "Llama",
-        {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2,
-         "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64},
+        LLAMA_SIZES,
         variants={
             "base": {},  # 3 groups, 29 hidden units and 37 tokens: none of them even
             "one group": {"num_key_value_heads": 1, **SHALLOW},  # some ranks have no heads
@@ -143,6 +144,45 @@ DECODERS = {
             **{f"rope {name}": {"head_dim": 8, "max_position_embeddings": longest,
                                 "rope_parameters": {**parameters, "rope_theta": 100.0}, **SHALLOW}
                for name, (parameters, longest) in LLAMA_ROPES.items()},
+        },
+    ),
+    "mistral": Decoder(
+        mistral, "Mistral", {**LLAMA_SIZES, "sliding_window": 4},  # of 9 tokens, 5 are outside of the last one's window
+        variants={
+            "base": {},
+            "wide heads, tied, no window": {"hidden_size": 20, "head_dim": 10, "tie_word_embeddings": True,
+                                            "sliding_window": None, **SHALLOW},
+            "window of two tokens": {"sliding_window": 2, **SHALLOW},
+            "window of all tokens": {"sliding_window": 9, "hidden_act": "gelu_pytorch_tanh", **SHALLOW},
+        },
+    ),
+    "mixtral": Decoder(
+        mixtral, "Mixtral", {**LLAMA_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2},
+        only_theirs={"experts_implementation": "eager"},  # the other needs widths that are multiples of 4
+        variants={
+            "base": {},
+            "router losses, window": {"output_router_logits": True, "router_aux_loss_coef": 0.3, "sliding_window": 4,
+                                      "num_experts_per_tok": 3},
+            "all experts, tied": {"num_local_experts": 2, "tie_word_embeddings": True, "hidden_act": "gelu", **SHALLOW},
+            "one of many experts": {"num_local_experts": 40, "num_experts_per_tok": 1, **SHALLOW,  # some have no token
+                                    "output_router_logits": True},  # a single weight is 1: no other gradient
+        },
+    ),
+    "qwen2": Decoder(
+        qwen2, "Qwen2", {**LLAMA_SIZES, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        variants={
+            "base": {},  # one layer without a window, one with
+            "layer types, tied": {"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True},
+            "no window": {"use_sliding_window": False, "num_key_value_heads": 1, **SHALLOW},
+        },
+    ),
+    "qwen3": Decoder(
+        qwen3, "Qwen3", {**LLAMA_SIZES, "head_dim": 8, "rms_norm_eps": 1e-2},
+        variants={
+            "base": {},
+            "biased, window": {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5,
+                               "max_window_layers": 0, "num_key_value_heads": 1, **SHALLOW},
+            "tied": {"tie_word_embeddings": True, "num_key_value_heads": None, **SHALLOW},
         },
     ),
 }  # fmt: skip
@@ -169,10 +209,13 @@ def reference(name, variant="base"):
     folder = Path(place.name)
     cfg, params = module.load(saved(theirs, folder / "weights"))
     ids = tokens(cfg.vocab_size)
-    logits = theirs(ids).logits
+    out = theirs(ids)
+    logits = out.logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    if getattr(out, "aux_loss", None) is not None:  # the router's
+        loss = loss + theirs.config.router_aux_loss_coef * out.aux_loss
     loss.backward()
-    grads = their_grads(module, theirs, folder / "weights", folder / "gradients")
+    grads = their_grads(module, theirs, folder / "gradients")
     return SimpleNamespace(module=module, theirs=theirs, cfg=cfg, params=params, ids=ids, logits=logits.detach(),
                            loss=loss.detach(), grads=grads, place=place)  # fmt: skip
 
@@ -234,13 +277,13 @@ def logits(module, cfg, params, layout, ids, mask=None):
     return fs.device_get(run(p, ids, mask))
 
 
-def their_grads(module, theirs, folder, destination):
+def their_grads(module, theirs, destination):
     """The gradients of a transformers model as our tree: saved as if they were weights, and loaded."""
-    destination.mkdir()
-    shutil.copy(folder / "config.json", destination)
-    grads = {n: p.grad.contiguous() for n, p in theirs.named_parameters()}
-    save_file(grads, destination / "model.safetensors", metadata={"format": "pt"})
-    _, described = module.load(destination)
+    as_weights = copy.deepcopy(theirs)
+    with torch.no_grad():
+        for p, q in zip(as_weights.parameters(), theirs.parameters(), strict=True):
+            p.copy_(q.grad)
+    _, described = module.load(saved(as_weights, destination))
     return fs.device_get(fs.materialize(described, P(), fs.make_mesh(**ONE), key=fs.key(0)))
 
 
@@ -317,15 +360,22 @@ def check_files(ref, layout, folder):
     """Loaded, placed on a mesh and saved from there: transformers reads the folder and gives the same logits."""
     _, _, _, p = placed(ref.module, ref.cfg, ref.params, layout)
     ref.module.save(folder, ref.cfg, p)
-    again, info = type(ref.theirs).from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"], info
-    assert not info["unexpected_keys"], info
-    assert not info["mismatched_keys"], info
+    again = read_by_transformers(type(ref.theirs), folder)
     with torch.no_grad():
-        assert torch.equal(again.eval()(ref.ids).logits, ref.theirs(ref.ids).logits)
+        assert torch.equal(again(ref.ids).logits, ref.theirs(ref.ids).logits)
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == ref.theirs.config.model_type
     assert ref.module.load(folder)[0] == ref.module.config(folder) == ref.cfg
+
+
+def read_by_transformers(cls, folder):
+    """The model that transformers reads, without anything missing or left over; experts as in `hugging_face`."""
+    options = {"experts_implementation": "eager"} if cls.__name__.startswith("Mixtral") else {}
+    model, info = cls.from_pretrained(folder, output_loading_info=True, **options)
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    assert not info["mismatched_keys"], info
+    return model.eval()
 
 
 def check_the_mesh_never_changes_the_answer(module, cfg, layout, *, remat=False):

@@ -1,4 +1,4 @@
-"""The four decoders equal transformers' in logits, gradients, generation and files, and are the same on every mesh.
+"""The decoders equal transformers' in logits, gradients, generation and files, and are the same on every mesh.
 
 One table for each property: (model, variant of its config) -> layouts. The default tier runs one device and the layout
 in which everything is split; other layouts are slow if one of these is in the same row.
@@ -39,7 +39,7 @@ PARITY = {
     ("gptj", "base"): LAYOUTS,
     ("gptj", "tied, shallow"): [EVERYTHING],
     ("gptj", "one head, all dims rotated"): ["both"],
-    ("gptj", "large epsilon"): [ONE],
+    ("gptj", "large epsilon, gelu"): [ONE],
     ("gpt_neox", "base"): LAYOUTS,
     **{("gpt_neox", name): [EVERYTHING] for name in DECODERS["gpt_neox"].variants
        if name != "base" and not name.startswith("rope ")},
@@ -49,6 +49,20 @@ PARITY = {
     ("llama", "biased"): [ONE, "both", EVERYTHING],
     ("llama", "wide heads, tied"): [ONE, "model, sequence"],
     **{("llama", f"rope {name}"): ["model, sequence"] for name in LLAMA_ROPES},
+    ("mistral", "base"): [ONE, "model, sequence", EVERYTHING],
+    ("mistral", "wide heads, tied, no window"): ["both"],
+    ("mistral", "window of two tokens"): ["model"],
+    ("mistral", "window of all tokens"): [ONE],
+    ("qwen2", "base"): [ONE, "uneven", EVERYTHING],
+    ("qwen2", "layer types, tied"): ["both"],
+    ("qwen2", "no window"): ["model, sequence"],
+    ("qwen3", "base"): [ONE, "model", EVERYTHING],
+    ("qwen3", "biased, window"): ["both"],  # one rank has no heads
+    ("qwen3", "tied"): ["uneven"],
+    ("mixtral", "base"): [ONE, "model", EVERYTHING],
+    ("mixtral", "router losses, window"): ["uneven", EVERYTHING],
+    ("mixtral", "all experts, tied"): ["model, sequence"],
+    ("mixtral", "one of many experts"): ["both"],
 }  # fmt: skip
 
 
@@ -66,6 +80,9 @@ PADDED = {
     ("llama", "no groups, tied"): [EVERYTHING],
     ("llama", "rope dynamic"): ["both"],  # padding does not count as length
     ("llama", "rope longrope"): ["both"],
+    ("mistral", "base"): ["model, sequence"],
+    ("qwen2", "base"): [EVERYTHING],
+    ("mixtral", "router losses, window"): ["model, sequence"],
 }
 
 
@@ -93,6 +110,16 @@ GENERATION = [  # (model, variant, layout, options), and whether that is slow
     (("llama", "base", EVERYTHING, {"padded": True, "eos": 25}), False),
     (("llama", "one group", "model", {}), False),
     (("llama", "no groups, tied", "data", {"padded": True}), True),
+    (("mistral", "base", ONE, {}), False),  # the window moves past the prompt meanwhile
+    (("mistral", "base", EVERYTHING, {"padded": True, "eos": 25}), False),
+    (("mistral", "window of two tokens", "model", {}), True),
+    (("mistral", "window of all tokens", "data", {"padded": True}), True),
+    (("mixtral", "base", ONE, {"padded": True}), False),
+    (("mixtral", "router losses, window", EVERYTHING, {"padded": True}), True),
+    (("qwen2", "base", "both", {"padded": True}), False),
+    (("qwen2", "layer types, tied", ONE, {}), True),
+    (("qwen3", "biased, window", "model", {"padded": True}), False),
+    (("qwen3", "base", EVERYTHING, {"new": 4}), True),
     *((("llama", f"rope {name}", layout, {"new": 5, "padded": padded}), padded)  # the angles change meanwhile
       for name in ("dynamic", "longrope") for layout, padded in ((ONE, False), ("both", True))),
 ]  # fmt: skip
@@ -117,6 +144,14 @@ FILES = {
     ("llama", "no groups, tied"): ["both"],
     ("llama", "biased"): [EVERYTHING],
     **{("llama", f"rope {name}"): [ONE] for name in LLAMA_ROPES},
+    ("mistral", "base"): ["both"],
+    ("mistral", "wide heads, tied, no window"): [ONE],
+    ("qwen2", "base"): [EVERYTHING],
+    ("qwen2", "layer types, tied"): [ONE],
+    ("qwen3", "base"): ["uneven"],
+    ("qwen3", "biased, window"): [ONE],
+    ("mixtral", "base"): [EVERYTHING],
+    ("mixtral", "all experts, tied"): [ONE],
 }
 
 
@@ -132,6 +167,7 @@ RATES = {
     "gptj": {"embd_pdrop": 0.2, "attn_pdrop": 0.3, "resid_pdrop": 0.1},
     "gpt_neox": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
     "llama": {"attention_dropout": 0.3},
+    "mistral": {"attention_dropout": 0.3},
 }
 SERIAL = {**RATES["gpt_neox"], "use_parallel_residual": False}
 SAME = [  # (model, changes of its config, layout, remat), and whether that is slow
@@ -151,6 +187,11 @@ SAME = [  # (model, changes of its config, layout, remat), and whether that is s
     (("llama", RATES["llama"], "model", False), False),  # 3 groups of 2 heads over 2 ranks: 4 heads and 2
     (("llama", RATES["llama"], EVERYTHING, True), False),
     (("llama", RATES["llama"], "uneven", False), True),
+    (("mistral", RATES["mistral"], EVERYTHING, True), False),
+    (("mixtral", {"attention_dropout": 0.3, "router_z_loss_coef": 0.1}, EVERYTHING, True), False),
+    (("mixtral", {"num_hidden_layers": 1}, "model=5, sequence", False), True),
+    (("qwen2", {}, "model=4", True), False),
+    (("qwen3", {}, "model=5, sequence", False), False),
 ]
 
 

@@ -56,10 +56,6 @@ def test_another_model_or_other_sizes_are_refused(tmp_path):
     text = error_text(gpt_neox.load, folder)
     assert "'gpt_neox.layers.0.mlp.dense_h_to_4h.weight' has another shape" in text
     assert "'gpt_neox.layers.0.attention.dense.bias' is not part of this model" in text
-    assert (
-        error_text(gpt_neox.Config, hidden_act="relu")
-        == "gpt_neox.Config: hidden_act='relu'\n  fix: one of ['gelu', 'gelu_new', 'gelu_fast']"
-    )
     with pytest.raises(ShardingError, match="cannot rotate 3 dims of a head in pairs"):
         DECODERS["gpt_neox"].config(rope_parameters={"partial_rotary_factor": 0.4})
     with pytest.raises(ShardingError, match="unknown rope_type 'spiral'"):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import fshard as fs
 from fshard import P
 from fshard.models import llama
+from fshard.models.activations import ACTIVATIONS
 from tests.lib import model_cases as cases
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import DECODERS
@@ -67,11 +68,12 @@ llama.Config: the heads must divide the width
   10 % 4 = 2
 llama.Config: the groups must divide the heads
   4 % 3 = 1"""),
-    ({"hidden_act": "gelu"}, """\
-llama.Config: hidden_act='gelu'
-  fix: silu, the activation of Llama"""),
+    ({"hidden_act": "prelu"}, f"""\
+llama.Config: hidden_act='prelu'
+  it has parameters of its own, for which the model has no leaf
+  fix: one of {", ".join(ACTIVATIONS)}"""),
     ({"rope_parameters": {"rope_theta": 10.0, "partial_rotary_factor": 0.5}}, """\
-llama.Config: Llama rotates all dims of a head
+llama.Config: all dims of a head are rotated
   rope_parameters  {'rope_theta': 10.0, 'partial_rotary_factor': 0.5}
   fix: leave out partial_rotary_factor"""),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10.0}}, """\

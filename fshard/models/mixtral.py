@@ -1,0 +1,434 @@
+"""Mixtral as pure functions: Llama with a mixture of experts in each block, of which a router chooses some per token.
+
+No token is dropped: an expert computes however many tokens choose it. Experts may be split in width over `model`, or by
+expert over any axis, with `Layout(experts=)`: every rank computes its own experts for the tokens of all.
+
+Legend: B batch, T time, N the tokens of a rank, D width, E experts, F hidden width of an expert, V vocabulary;
+[E@model] is a dim split over an axis; {V} varies over it, {I} does not.
+Source: Jiang et al., 2024, "Mixtral of experts"; Fedus et al., 2021, "Switch transformers", for the balance loss; Zoph
+et al., 2022, "ST-MoE", for the z-loss; weights as in Hugging Face `MixtralForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fshard import init as initial
+from fshard import nn, tree
+from fshard._comm import Axis, in_region, region
+from fshard._io import StrPath
+from fshard._ops import local_range
+from fshard.collectives import all_gather, psum, psum_scatter, pvary
+from fshard.errors import checked, fail
+from fshard.init.deferred import Deferred, describe_initializer
+from fshard.interop.hf import FileTensor, config_of, read, write
+from fshard.nn import rope
+from fshard.reshard import reshard
+from fshard.schedule.unshard import unshard
+from fshard.sharded import Sharded
+from fshard.spec import Box, P, box_shape, names_of
+
+from . import llama
+from .activations import ACTIVATIONS
+from .decoding import Cache, KeyValues
+from .hf_files import file_tensor, read_config
+from .llama import Forward
+from .transformer import ONE_DEVICE, Layout, generate_of, linear_params, spec_of
+
+_THETA = 1e6  # of rotary positions
+
+
+@checked
+@dataclass(frozen=True)
+class Config(llama.BaseConfig):
+    """Sizes, rates and coefficients, named as in Hugging Face's `MixtralConfig`.
+
+    Each token goes to `num_experts_per_tok` of `num_local_experts` experts, the likeliest, the first among equals.
+    `loss` adds the load balancing loss of the router times `router_aux_loss_coef` if `output_router_logits`, as
+    transformers does, and its z-loss times `router_z_loss_coef`, which transformers has not.
+    """
+
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: rope.parameters({}, theta=_THETA), hash=False)
+    sliding_window: int | None = None
+    num_experts_per_tok: int = 2
+    num_local_experts: int = 8
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    router_z_loss_coef: float = 0.0
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer, in tokens; None attends to all before."""
+        return [self.sliding_window] * self.num_hidden_layers
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts_per_tok > self.num_local_experts:
+            raise fail(f"mixtral.Config: {self.num_experts_per_tok} experts per token, of {self.num_local_experts}",
+                       fix=f"num_experts_per_tok of 1 to {self.num_local_experts}")  # fmt: skip
+
+
+@checked
+def init(cfg: Config) -> Any:
+    """The described parameters: matrices are drawn from N(0, initializer_range^2), norms are 1.
+
+    >>> init(Config())["h"][0]["experts"]["down"]
+    f32[8, 14336, 4096] = normal(std=0.02)
+    """
+    e, d, f, std = cfg.num_local_experts, cfg.hidden_size, cfg.intermediate_size, cfg.initializer_range
+
+    def mlp() -> Any:
+        shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
+        return {"router": linear_params((d,), (e,), std, bias=False),
+                "experts": {name: initial.normal(shape, std=std) for name, shape in shapes.items()}}  # fmt: skip
+
+    return llama.init_with(cfg, mlp)
+
+
+@checked
+def specs(cfg: Config, *, model: Axis = None, experts: Axis = None) -> Any:
+    """Heads, hidden units and the vocabulary over `model`, and experts over `experts`; the rest replicated.
+
+    With `experts`, pass it to `Layout` too. `fs.fully_shard` adds a data axis.
+
+    >>> specs(Config(), model="model", experts="model")["h"][0]["experts"]["down"]
+    P('model', None, None)
+    """
+    width = tuple(name for name in names_of(model) if name not in names_of(experts)) or None
+    hidden = P(experts, None, width)
+    return llama.specs_with(cfg, model, {
+        "router": P(), "experts": {"gate": hidden, "up": hidden, "down": P(experts, width, None)},
+    })  # fmt: skip
+
+
+@checked
+def apply(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
+    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
+) -> Any:  # fmt: skip
+    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
+
+    The arguments are those of `llama.apply`. Where two experts are about equally likely, rounding decides which a token
+    goes to, which may differ between meshes.
+
+    A program that is compiled, where shapes may not depend on values, computes every expert for every token.
+    """
+    run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
+                                 cache=cache)  # fmt: skip
+    logits = run.logits(top, x)
+    return logits if cache is None else (logits, cache.updated([cached for cached, _ in outs], run.tokens.t))
+
+
+@checked
+def states(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
+    remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
+
+    The parameters need no head.
+    """
+    run, top, x, _ = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
+                              logits=False)  # fmt: skip
+    return run.states(top, x)
+
+
+@checked
+def losses(
+    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The parts of the loss, each [] {I}: "cross_entropy", and of the router "balance" and "z".
+
+    "balance" is E times the sum over experts of the share of tokens that choose it (K in all, for K experts per token)
+    times its mean probability: K if balanced. "z" is the mean square of the log of the sum of exponentials of the
+    router's logits. Both are over the tokens of all layers and ranks, without those that `mask` leaves out.
+    """
+    run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    ce = nn.cross_entropy(run.logits(top, x), targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+    counted = torch.ones_like(ids) if mask is None else mask != 0
+    sums = torch.stack([s for _, s in outs]).sum(0) if outs else x.new_zeros(2 * cfg.num_local_experts + 1)
+    rows = counted.sum() * cfg.num_hidden_layers
+    sums = psum(sums, layout.model) if layout.sequence else sums  # each rank has its part of time
+    sums, rows = psum((sums, rows), layout.data)
+    chosen, probability, squares = (sums / rows).split([cfg.num_local_experts, cfg.num_local_experts, 1])
+    return {"cross_entropy": ce, "balance": cfg.num_local_experts * (chosen * probability).sum(), "z": squares.sum()}
+
+
+@checked
+def loss(
+    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Mean cross-entropy in nats over the targets of all ranks, and the router's losses as `cfg` weighs them: [] {I}.
+
+    Targets of -100 are ignored.
+    """
+    parts = losses(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    out = parts["cross_entropy"] + cfg.router_z_loss_coef * parts["z"]
+    return out + cfg.router_aux_loss_coef * parts["balance"] if cfg.output_router_logits else out
+
+
+generate = generate_of(apply, Config)
+
+
+# --- the mixture ----------------------------------------------------------------------------------------------
+
+
+def _forward(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout, specs: Any, **options: Any
+) -> tuple[Forward, dict[str, Any], Tensor, list[Any]]:
+    """`llama.forward`, whose blocks return (cached keys and values, sums of the router).
+
+    Experts that are split over the data axes are not unsharded: they go to the blocks beside the other parameters.
+    """
+    data, axes = names_of(layout.data), names_of(layout.experts)
+    described, mask = init(cfg), options["mask"]
+    block = functools.partial(_block, counted=None if mask is None else layout.time_slice(mask != 0))
+    _check_layout(layout)
+    if not set(axes) & set(data):
+        return llama.forward(cfg, params, ids, described, block, layout=layout, specs=specs, has_aux=True, **options)
+    if specs is None:
+        raise fail("mixtral: experts are split over a data axis", layout=layout, fix="pass the specs of the parameters")
+    rest = tuple(name for name in data if name not in axes) or None
+    split = [s["experts"] for s in spec_of(specs, "h")]
+    blocks = [{**p, "experts": {}} for p in params["h"]]
+    own = [unshard(p["experts"], s, rest, shapes=d["experts"], dtype=layout.dtype, reduce_dtype=layout.reduce_dtype)
+           for p, s, d in zip(params["h"], split, described["h"], strict=True)]  # fmt: skip
+    return llama.forward(
+        cfg, {**params, "h": blocks}, ids, {**described, "h": [{**d, "experts": {}} for d in described["h"]]}, block,
+        layout=layout, specs={**specs, "h": [{**s, "experts": {}} for s in specs["h"]]}, has_aux=True,
+        each=[(x,) for x in own], **options,
+    )  # fmt: skip
+
+
+def _check_layout(layout: Layout) -> None:
+    """Raise ShardingError if experts are split over axes of two kinds."""
+    axes = set(names_of(layout.experts))
+    for kind in (layout.data, layout.model):
+        if axes & set(names_of(kind)) and not axes <= set(names_of(kind)):
+            raise fail(f"mixtral: experts={layout.experts!r} has axes of {kind!r} and others", layout=layout,
+                       fix="split experts over axes of data, over axes of model, or over other axes")  # fmt: skip
+
+
+def _block(
+    run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None,
+    experts: Any = None, *, counted: Tensor | None,
+) -> tuple[Tensor, tuple[KeyValues | None, Tensor]]:  # fmt: skip
+    """x + attention(norm(x)), then x + mixture(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
+    cfg, layout, t = run.cfg, run.layout, run.tokens.t
+    assert isinstance(cfg, Config)
+    x, cached = run.attention(p, x, key, cached, window)
+    h = run.norm(x, p["norm_2"])
+    weights, sums = _route(cfg, h, layout.replicated(p["router"]["w"]), counted)
+    both: Any = (h, weights)
+    h, weights = layout.enter(both, t)  # [B, T, D] and [B, T, E]
+    out = _mixture(cfg, p["experts"] if experts is None else experts, h, weights, layout)
+    return x + layout.leave(out), (cached, sums)
+
+
+def _route(cfg: Config, h: Tensor, w: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Choose experts for the stream: h [B, T, D], w [D, E] -> their weights [B, T, E], 0 where not chosen, and sums.
+
+    The sums [2E + 1], over the tokens of this rank that are `counted` [B, T]: how many chose each expert, its
+    probabilities, and the squares of the log-sum-exp of the logits.
+    """
+    e, k = cfg.num_local_experts, cfg.num_experts_per_tok
+    logits = nn.linear(h, w)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    p = logits.softmax(-1)
+    # A stable sort, unlike topk, has one order of equal probabilities whatever the number of rows.
+    chosen = F.one_hot(p.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k], e).sum(-2)  # [B, T, E]
+    weights = p * chosen
+    weights = weights / weights.sum(-1, keepdim=True)
+    rows = torch.cat([chosen.to(p.dtype), p, logits.logsumexp(-1, keepdim=True).square()], -1)
+    rows = rows if counted is None else rows * counted.unsqueeze(-1)
+    return weights, rows.flatten(0, 1).sum(0)
+
+
+def _mixture(cfg: Config, p: Any, h: Tensor, weights: Tensor, layout: Layout) -> Tensor:
+    """Compute this rank's part of the mixture: h [B, T, D]{V model}, weights [B, T, E] -> [B, T, D], to be summed."""
+    axis = layout.experts
+    over_data, over_others = (
+        bool(axis) and set(names_of(axis)) <= set(names_of(layout.data)),
+        bool(axis) and not set(names_of(axis)) & {*names_of(layout.data), *names_of(layout.model)},
+    )
+    n = len(p["gate"])
+    if not axis and n != cfg.num_local_experts:
+        raise fail(f"mixtral: this rank has {n} of {cfg.num_local_experts} experts", layout=layout,
+                   fix="Layout(experts=), the axis that specs(experts=) splits them over")  # fmt: skip
+    if over_data:  # the tokens of all ranks
+        h, weights = all_gather((h, weights), axis)
+    elif over_others:
+        h, weights = pvary((h, weights), axis)
+    if axis:
+        start, _ = local_range("mixtral: experts", n, axis, cfg.num_local_experts)
+        weights = weights[..., start : start + n]
+    act = ACTIVATIONS[cfg.hidden_act]
+    out = _of_experts(cfg, p, h.flatten(0, 1), weights.flatten(0, 1), act).view(h.shape)
+    return psum_scatter(out, axis) if over_data else psum(out, axis) if over_others else out
+
+
+def _of_experts(cfg: Config, p: Any, x: Tensor, weights: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum the experts' results: x [N, D], weights [N, E] -> [N, D]; gate, up [E, D, F] and down [E, F, D]."""
+
+    def expert(i: int, x: Tensor) -> Tensor:
+        return nn.linear(act(nn.linear(x, p["gate"][i])) * nn.linear(x, p["up"][i]), p["down"][i])
+
+    n = len(p["gate"])
+    if torch.compiler.is_dynamo_compiling():
+        out = torch.zeros_like(x)
+        for i in range(n):
+            out = out + (expert(i, x) * weights[:, i : i + 1]).to(x.dtype)
+        return out
+    which, token, counts = _assignments(cfg, weights.detach())
+    rows = torch.split(x[token], counts)  # the tokens of each expert; an expert without any computes an empty matrix
+    y = torch.cat([x[:0], *(expert(i, row) for i, row in enumerate(rows))]) * weights[token, which].unsqueeze(-1)
+    return torch.zeros_like(x).index_add(0, token, y.to(x.dtype))
+
+
+def _assignments(cfg: Config, weights: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """The pairs of (expert, token) with a weight [N, E], by expert, and their number for each expert.
+
+    On an abstract mesh, without values, experts are assumed to have equally many tokens.
+    """
+    n, e = weights.shape
+    if in_region() and not region().comm.has_values:
+        each = n * cfg.num_experts_per_tok // cfg.num_local_experts
+        pairs = torch.arange(each * e, device=weights.device)
+        return pairs // max(1, each), pairs % max(1, n), [each] * e
+    which, token = weights.t().nonzero(as_tuple=True)
+    return which, token, (weights != 0).sum(0).tolist()
+
+
+# --- Hugging Face files: of experts, every matrix is a tensor of its own ---------------------------------------
+
+_BLOCK = {**llama.ATTENTION, "router.w": FileTensor("block_sparse_moe.gate.weight", "e d -> d e")}
+_EXPERT = {
+    "gate": FileTensor("w1.weight", "f d -> d f"),
+    "up": FileTensor("w3.weight", "f d -> d f"),
+    "down": FileTensor("w2.weight", "d f -> f d"),
+}
+_FIXED = {"model_type": "mixtral", "layer_types": None, "router_jitter_noise": 0.0}
+
+
+@checked
+def theirs(path: tree.Path) -> FileTensor:
+    """The Hugging Face file tensor of the leaf at a path, or, with the number of an expert, of its part of the leaf.
+
+    >>> theirs(("h", 3, "experts", 7, "up"))
+    FileTensor(name='model.layers.3.block_sparse_moe.experts.7.w3.weight', dims='f d -> d f', at=None)
+    """
+    if len(path) == 5 and path[0] == "h" and path[2] == "experts" and type(path[3]) is int:
+        _, layer, _, expert, name = path
+        return file_tensor(("h", expert, name), {}, _EXPERT, f"{llama.BLOCKS}.{layer}.block_sparse_moe.experts")
+    return file_tensor(path, llama.TOP, _BLOCK, llama.BLOCKS)
+
+
+@checked
+def config(folder: StrPath) -> Config:
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    return read_config(folder, Config, _FIXED, rope_parameters=rope.parameters(config_of(folder), theta=_THETA))
+
+
+@checked
+def load(path: StrPath) -> tuple[Config, Any]:
+    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
+
+    >>> cfg, weights = mixtral.load("my-mixtral")
+    >>> params = fs.materialize(weights, mixtral.specs(cfg, experts="model"), mesh, key=fs.key(0))
+
+    Raises ShardingError listing every tensor that is missing, of another shape, or not a Mixtral's.
+    """
+    cfg = config(path)
+    stored = read(path, one_by_one(init(cfg)), theirs, prefix="model.", ignored=llama.IGNORED, copies=llama.tied(cfg))
+    return cfg, stacked(stored)
+
+
+@checked
+def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Write a folder that `MixtralForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
+
+    Experts that are split over an axis are first split in width instead, which moves each once.
+    """
+    write(path, one_by_one(params), theirs, config=file_config(cfg, "MixtralForCausalLM"),
+          max_shard_bytes=max_shard_bytes, described=one_by_one(init(cfg)))  # fmt: skip
+
+
+def one_by_one(params: Any) -> Any:
+    """The tree with a list of one dict for each expert in the place of the stacked leaves, where there are such."""
+
+    def block(p: Any) -> Any:
+        leaves = p.get("experts") if isinstance(p, Mapping) else None
+        if not isinstance(leaves, Mapping) or any(getattr(x, "ndim", 0) != 3 for x in leaves.values()):
+            return p
+        parts = {name: _unstack(x) for name, x in leaves.items()}
+        return {**p, "experts": [dict(zip(parts, xs, strict=True)) for xs in itertools.zip_longest(*parts.values())]}
+
+    blocks = params.get("h") if isinstance(params, Mapping) else None
+    return {**params, "h": [block(p) for p in blocks]} if isinstance(blocks, (list, tuple)) else params
+
+
+def _unstack(x: Deferred | Sharded | Tensor) -> list[Any]:
+    """The matrices [..] of a stacked leaf [E, ..]; what split its experts over ranks splits the rows of each."""
+    if isinstance(x, Deferred):
+        return [Deferred(x.shape[1:], x.dtype, x.init) for _ in range(x.shape[0])]
+    if isinstance(x, Tensor):
+        return list(x.unbind(0))
+    experts, rows, columns = x.spec.parts(3)
+    spec = P((*rows, *experts), columns, memory=x.spec.memory)
+    whole = reshard(x, P(None, *spec.entries, memory=spec.memory))
+    return [Sharded(x.shape[1:], spec, x.mesh, [s[i] for s in whole.shards]) for i in range(x.shape[0])]
+
+
+def stacked(params: Any) -> Any:
+    """The tree with stacked leaves in the place of a list of experts."""
+
+    def block(p: Any) -> Any:
+        return {**p, "experts": {name: _Stack.of([one[name] for one in p["experts"]]) for name in p["experts"][0]}}
+
+    return {**params, "h": [block(p) for p in params["h"]]}
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """An initializer of a leaf [E, ..] by those of its parts [..], of which a box reads its own."""
+
+    parts: Sequence[Deferred]
+
+    @staticmethod
+    def of(parts: Sequence[Deferred]) -> Deferred:
+        dtype = functools.reduce(torch.promote_types, [x.dtype for x in parts])
+        return Deferred((len(parts), *parts[0].shape), dtype, _Stack(tuple(parts)))
+
+    def describe(self) -> str:
+        """Return the text that is shown after a leaf."""
+        return f"stack of {len(self.parts)}, first {describe_initializer(self.parts[0].init)}"
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Fill the box, one part after the other."""
+        out = torch.empty(box_shape(box), dtype=dtype, device=device)
+        for to, part in zip(out, self.parts[box[0]], strict=True):
+            to.copy_(part.init.fill(key, shape[1:], box[1:], dtype, device))
+        return out
+
+
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    return llama.file_config(cfg, kind, _FIXED)
+
+
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "losses", "save",
+           "specs", "states", "theirs"]  # fmt: skip

@@ -1,0 +1,111 @@
+"""Qwen 2 and 2.5 as pure functions: Llama with biases of queries, keys and values, and sliding windows in some layers.
+
+Source: Yang et al., 2024, "Qwen2 technical report"; weights as in Hugging Face `Qwen2ForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fshard._io import StrPath
+from fshard.errors import checked, fail, raise_all
+from fshard.interop.hf import config_of, write
+from fshard.nn import rope
+
+from . import llama
+from .decoding import Cache
+from .hf_files import read_config
+from .llama import apply, init, specs, states, theirs
+from .transformer import Layout, generate_of, loss_of
+
+
+@dataclass(frozen=True)
+class BaseConfig(llama.BaseConfig):
+    """The options that Qwen 2 and 3 share.
+
+    With `use_sliding_window`, layers from `max_window_layers` on have a `sliding_window`: a token attends to itself and
+    the `sliding_window` - 1 tokens before it. `layer_types` states it for each layer instead, "full_attention" or
+    "sliding_attention".
+    """
+
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
+    max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer, in tokens; None attends to all before."""
+        window, n = self.sliding_window if self.use_sliding_window else None, self.num_hidden_layers
+        if self.layer_types is not None:
+            return [window if kind == "sliding_attention" else None for kind in self.layer_types]
+        return [window if i >= self.max_window_layers else None for i in range(n)]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kinds, n, verb = self.layer_types, self.num_hidden_layers, f"{type(self).__module__.rpartition('.')[2]}.Config"
+        if kinds is None:
+            return
+        errors = [fail(f"{verb}: layer_types has {kind!r}", fix="full_attention or sliding_attention")
+                  for kind in dict.fromkeys(kinds) if kind not in ("full_attention", "sliding_attention")]  # fmt: skip
+        if len(kinds) != n:
+            errors.append(fail(f"{verb}: layer_types has {len(kinds)} entries for {n} layers", fix="one for each"))
+        if "sliding_attention" in kinds and (self.sliding_window is None or not self.use_sliding_window):
+            errors.append(fail(f"{verb}: layer_types has 'sliding_attention', and there is no window",
+                               use_sliding_window=self.use_sliding_window, sliding_window=self.sliding_window,
+                               fix="use_sliding_window=True, and a sliding_window"))  # fmt: skip
+        raise_all(errors)
+
+
+@checked
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    """Sizes and rates, named as in Hugging Face's `Qwen2Config`; see `BaseConfig` for the sliding window.
+
+    >>> Config(num_hidden_layers=3, use_sliding_window=True, max_window_layers=2).windows
+    [None, None, 4096]
+    """
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """The linear layers of a block that have a bias."""
+        return ("q", "k", "v")
+
+
+loss = loss_of(apply, Config)
+generate = generate_of(apply, Config)
+
+_FIXED = {"model_type": "qwen2", "use_mrope": False}
+
+
+@checked
+def config(folder: StrPath) -> Config:
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    return read_config(folder, Config, _FIXED, rope_parameters=rope.parameters(config_of(folder)))
+
+
+@checked
+def load(path: StrPath) -> tuple[Config, Any]:
+    """The config and the described parameters of a folder written by `save_pretrained`; see `llama.load`."""
+    cfg = config(path)
+    return cfg, llama.read_weights(path, cfg)
+
+
+@checked
+def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Write a folder that `Qwen2ForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
+    write(path, params, theirs, config=file_config(cfg, "Qwen2ForCausalLM"),
+          max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
+
+
+def file_config(cfg: Config, kind: str) -> dict[str, Any]:
+    """The contents of config.json for a class of transformers."""
+    return llama.file_config(cfg, kind, _FIXED)
+
+
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",
+           "states", "theirs"]  # fmt: skip

@@ -1,0 +1,198 @@
+"""Mixtral's own properties: experts over an axis, losses of the router, ties, files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fshard as fs
+from fshard import P
+from fshard.models import mixtral
+from tests.lib import model_cases as cases
+from tests.lib.assertions import error_text
+from tests.lib.model_cases import DECODERS, reference
+
+VARIANT = "router losses, window"  # 5 experts, 3 for each token, 2 layers
+
+# name: (mesh, data axes, axis of the experts, fully sharded, sequence, remat)
+SPLITS = {
+    "model": ({"data": 1, "model": 2}, "data", "model", False, False, False),  # 3 experts and 2
+    "model, all": ({"data": 2, "model": 3}, "data", "model", True, True, True),
+    "data": ({"data": 2, "model": 1}, "data", "data", False, False, False),
+    "data, all": ({"data": 2, "model": 2}, "data", "data", True, True, True),
+    "more ranks than experts": ({"data": 6, "model": 1}, "data", "data", False, False, False),
+    "an axis of their own": ({"data": 2, "model": 1, "expert": 2}, "data", "expert", True, False, False),
+    "one of two data axes": ({"replica": 2, "data": 3, "model": 1}, ("replica", "data"), "data", False, False, True),
+}
+
+
+def placed(ref, name):
+    """The mesh, specs and layout by the name of a split, and the parameters placed on that mesh."""
+    sizes, data, experts, fully_sharded, sequence, remat = SPLITS[name]
+    mesh, specs = fs.make_mesh(**sizes), mixtral.specs(ref.cfg, model="model", experts=experts)
+    if fully_sharded:
+        specs = fs.fully_shard(specs, mixtral.init(ref.cfg), axis="data")
+    layout = mixtral.Layout(data, "model", sequence, experts=experts)
+    return mesh, specs, layout, remat, fs.materialize(ref.params, specs, mesh, key=fs.key(0))
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_experts_over_an_axis_have_the_logits_loss_and_gradients_of_transformers(name):
+    ref = reference("mixtral", VARIANT)
+    mesh, specs, layout, remat, p = placed(ref, name)
+    targets = torch.cat([ref.ids[:, 1:], torch.full_like(ref.ids[:, :1], -100)], 1)
+    batch = P(layout.data)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, batch, batch), out_specs=(P(layout.data, None, "model"), P(), specs))
+    def run(p, ids, targets):
+        options = {"layout": layout, "specs": specs, "remat": remat}
+        loss, grads = fs.value_and_grad(lambda p: mixtral.loss(ref.cfg, p, ids, targets, **options))(p)
+        return mixtral.apply(ref.cfg, p, ids, **options), loss, grads
+
+    logits, loss, grads = fs.device_get(run(p, ref.ids, targets))
+    cases.close(logits, ref.logits, 1e-5, 1e-5)
+    torch.testing.assert_close(loss, ref.loss, rtol=1e-5, atol=0)
+    cases.close(grads, ref.grads, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["model", "data, all", "an axis of their own"])
+def test_experts_over_an_axis_generate_the_tokens_of_transformers(name):
+    ref = reference("mixtral", "base")
+    mesh, specs, layout, _, p = placed(ref, name)
+    ids = cases.tokens(37, t=5)
+    want = ref.theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
+    def run(p, ids):
+        return mixtral.generate(ref.cfg, p, ids, new=4, layout=layout, specs=specs)
+
+    assert torch.equal(fs.device_get(run(p, ids)), want)
+
+
+@pytest.mark.parametrize("name", ["model, all", "data, all"])
+def test_losses_of_the_router_equal_transformers_without_padding(name):
+    ref = reference("mixtral", VARIANT)
+    mesh, specs, layout, remat, p = placed(ref, name)
+    mask = cases.left_padding(*ref.ids.shape)
+    with torch.no_grad():
+        out = ref.theirs(ref.ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    z = torch.stack([logits.logsumexp(-1).square()[mask.flatten() != 0] for logits in out.router_logits]).mean()
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P())
+    def run(p, ids, mask):
+        return mixtral.losses(ref.cfg, p, ids, ids, mask=mask, layout=layout, specs=specs, remat=remat)
+
+    got = fs.device_get(run(p, ref.ids, mask))
+    cases.close({"balance": got["balance"], "z": got["z"]}, {"balance": out.aux_loss, "z": z}, 1e-5, 0)
+
+
+def test_a_balanced_router_has_the_least_balance_loss_and_the_loss_weighs_its_parts():
+    cfg = DECODERS["mixtral"].config(output_router_logits=True, router_aux_loss_coef=0.5, router_z_loss_coef=0.25)
+    ids, p = cases.tokens(37), fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.2), mixtral.init(cfg))
+    p = fs.device_get(fs.materialize(p, P(), fs.make_mesh(data=1), key=fs.key(0)))
+    parts = mixtral.losses(cfg, p, ids, ids)
+    want = parts["cross_entropy"] + 0.5 * parts["balance"] + 0.25 * parts["z"]
+    torch.testing.assert_close(mixtral.loss(cfg, p, ids, ids), want)
+    assert parts["balance"] > 2 + 1e-3
+    for block in p["h"]:
+        block["router"]["w"] *= 0
+    even = mixtral.losses(cfg, p, ids, ids)
+    torch.testing.assert_close(even["balance"], torch.tensor(2.0))  # probabilities are equal
+    torch.testing.assert_close(even["z"], torch.tensor(5.0).log().square())
+
+
+def test_among_equal_experts_a_token_goes_to_the_first():
+    """With tied probabilities the experts 0 and 1 compute, whatever the number of tokens."""
+    cfg = DECODERS["mixtral"].config(num_hidden_layers=1)
+    p = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.2), mixtral.init(cfg))
+    p = fs.device_get(fs.materialize(p, P(), fs.make_mesh(data=1), key=fs.key(0)))
+    p["h"][0]["router"]["w"] = torch.zeros(24, 5)
+    for ids in (cases.tokens(37), cases.tokens(37, b=1, t=1)):
+        p = fs.tree.map(lambda x: x.detach().requires_grad_(), p)
+        mixtral.apply(cfg, p, ids).sum().backward()
+        used = p["h"][0]["experts"]["down"].grad.abs().amax((1, 2)) > 0
+        assert used.tolist() == [True, True, False, False, False]
+
+
+def test_a_compiled_program_computes_the_same_mixture(monkeypatch):
+    """A compiler that traces is imitated: the whole program compiles in minutes."""
+    ref = reference("mixtral", "base")
+    p = fs.device_get(fs.materialize(ref.params, P(), fs.make_mesh(data=1), key=fs.key(0)))["h"][0]["experts"]
+    x = torch.randn(7, 24, generator=torch.Generator().manual_seed(0))
+    weights = torch.zeros(7, 5).index_put((torch.arange(7), torch.arange(7) % 4), torch.rand(7))
+    want = mixtral._of_experts(ref.cfg, p, x, weights, torch.tanh)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    torch.testing.assert_close(mixtral._of_experts(ref.cfg, p, x, weights, torch.tanh), want)
+
+
+def test_shapes_are_checked_without_values():
+    cfg = DECODERS["mixtral"].config()
+    specs, ids = mixtral.specs(cfg, model="model", experts="model"), torch.zeros(4, 6, dtype=torch.int64)
+    layout = mixtral.Layout("data", "model", experts="model")
+
+    def run(p, ids):
+        return fs.value_and_grad(lambda p: mixtral.loss(cfg, p, ids, ids, layout=layout, specs=specs))(p)
+
+    mapped = fs.shard_map(run, mesh=fs.make_mesh(kind="abstract", data=2, model=5),
+                          in_specs=(specs, P("data")), out_specs=(P(), specs))  # fmt: skip
+    fs.check(mapped, mixtral.init(cfg), ids)
+
+
+@pytest.mark.parametrize("name", ["model", "data, all", "one of two data axes"])
+def test_split_experts_are_written_as_transformers_writes_them(name, tmp_path):
+    ref = reference("mixtral", "base")
+    *_, p = placed(ref, name)
+    mixtral.save(tmp_path / "ours", ref.cfg, p)
+    cases.saved(ref.theirs, tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / x / "model.safetensors") for x in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert mixtral.load(tmp_path / "ours")[0] == ref.cfg
+
+
+def test_a_stored_leaf_of_experts_names_its_first_tensor():
+    assert repr(reference("mixtral", "base").params["h"][1]["experts"]["up"]) == (
+        "f32[5, 24, 29] = stack of 5, first "
+        "stored(model.safetensors: model.layers.1.block_sparse_moe.experts.0.w3.weight)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1, not 0.0"),
+        ({"model_type": "qwen3_moe"}, "model_type: 'qwen3_moe', not 'mixtral'"),
+        ({"num_local_experts": 4}, "experts.4.w1.weight' is not part of this model"),
+        ({"num_local_experts": 6}, "experts.5.w1.weight' is missing"),
+        ({"num_experts_per_tok": 9}, "9 experts per token, of 5\n  fix: num_experts_per_tok of 1 to 5"),
+    ],
+)
+def test_folders_of_other_models_are_refused(change, text, tmp_path):
+    folder = cases.saved(reference("mixtral", "base").theirs, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    assert text in error_text(mixtral.load, folder)
+
+
+def test_wrong_trees_and_layouts_are_refused(tmp_path):
+    ref = reference("mixtral", "base")
+    mesh, specs, _, _, p = placed(ref, "model")
+
+    def logits(layout, specs):
+        run = fs.shard_map(lambda p, ids: mixtral.apply(ref.cfg, p, ids, layout=layout), mesh=mesh,
+                           in_specs=(specs, P()), out_specs=P(None, None, "model"))  # fmt: skip
+        return error_text(run, p, ref.ids)
+
+    text = logits(mixtral.Layout("data", "model"), specs)
+    assert "mixtral: this rank has 3 of 5 experts" in text
+    assert "fix: Layout(experts=), the axis that specs(experts=) splits them over" in text
+    assert "experts=('data', 'model') has axes of 'data' and others" in logits(
+        mixtral.Layout("data", "model", experts=("data", "model")), specs)  # fmt: skip
+    assert "fix: pass the specs of the parameters" in logits(mixtral.Layout("data", "model", experts="data"), specs)
+    del p["h"][0]["experts"]["up"]
+    assert "params['h'][0]['experts'][0]['up']" in error_text(mixtral.save, tmp_path, ref.cfg, p).replace(
+        "tree", "params"
+    )
