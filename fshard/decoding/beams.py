@@ -19,8 +19,8 @@ _NEVER = 1e9  # added to or taken from a score, it decides
 
 
 def search(
-    decoder: Decoder, ids: Tensor, *, new: int, size: int, options: Options, model: Axis, mask: Tensor | None
-) -> Tensor:
+    decoder: Decoder, ids: Tensor, *, new: int, options: Options, size: int | None, model: Axis, mask: Tensor | None
+) -> Tensor:  # fmt: skip
     """Return the best sequence that the search finds for each prompt: ids [B@data, T] -> [B@data, T + new].
 
     A prompt's result does not depend on the others of the batch. The scores and their ties are those of `transformers`.
@@ -33,16 +33,21 @@ def search(
     best, best_scores = live, torch.full_like(scores, -_NEVER)
     has_ended = torch.zeros_like(scores, dtype=torch.bool)
     open_ = torch.ones(b, 1, dtype=torch.bool, device=ids.device)  # a better sequence may yet be found
-    mask = None if mask is None else mask.repeat_interleave(k, 0)
-    cache, last = decoder.cache, ids.repeat_interleave(k, 0)
+    cache, last = decoder.cache, ids
     for i in range(new):
         # 1. The best candidates: a beam and its next token.
         logits, cache = decoder.step(last, mask, cache)
         vocabulary = Vocabulary.of(logits, model, size)
+        if i == 0:  # the prompts were run once
+            if size is None:
+                options.check_vocabulary(vocabulary.size)
+            rows = torch.arange(b, device=ids.device).repeat_interleave(k)
+            logits, cache = logits[rows], decoder.reorder(cache, rows)
+            mask = None if mask is None else mask[rows]
         logs = filtered(log_softmax(logits.float(), vocabulary), vocabulary, options,
                         ids=live[:, :, : t + i].flatten(0, 1), mask=mask, step=i, new=new)  # fmt: skip
         totals = logs.view(b, k, logs.shape[-1]) + scores.unsqueeze(-1)
-        top, beam, token = _best_candidates(totals, vocabulary, min(count, k * size))
+        top, beam, token = _best_candidates(totals, vocabulary, min(count, k * vocabulary.size))
         candidates = _rows(live, beam)  # [B, C, T + new]
         candidates[:, :, t + i] = token
         ends = ended(candidates[:, :, t : t + i + 1], options) & (i >= options.min_new)

@@ -34,7 +34,7 @@ class Vocabulary(NamedTuple):
     axis: Axis
 
     @classmethod
-    def of(cls, logits: Tensor, axis: Axis, size: int) -> Vocabulary:
+    def of(cls, logits: Tensor, axis: Axis, size: int | None) -> Vocabulary:
         first, size = local_range("generate", logits.shape[-1], axis, size)
         return cls(first, logits.shape[-1], size, axis)
 
@@ -49,7 +49,7 @@ class Vocabulary(NamedTuple):
     def only(self, logits: Tensor, tokens: list[int]) -> Tensor:
         """Give some tokens the logit 0, and all others -inf."""
         named = self.marked(torch.tensor([tokens], device=logits.device))
-        return torch.where(named, 0.0, -math.inf).to(logits).expand_as(logits)
+        return logits.masked_fill(~named, -math.inf).masked_fill(named, 0.0)
 
     def max(self, x: Tensor) -> Tensor:
         """Return the maximum over the vocabulary: [B, V@model] -> [B, 1]{I}."""

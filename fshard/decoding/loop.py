@@ -25,23 +25,28 @@ from .options import Options
 
 
 def generate(
-    decoder: Decoder, ids: Tensor, *, new: int, size: int, options: Options, data: Axis = None, model: Axis = None,
-    mask: Tensor | None = None, key: Tensor | None = None, on_token: Callable[[int, Tensor], object] | None = None,
+    decoder: Decoder, ids: Tensor, *, new: int, options: Options, size: int | None = None, data: Axis = None,
+    model: Axis = None, mask: Tensor | None = None, key: Tensor | None = None,
+    on_token: Callable[[int, Tensor], object] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Generate `new` more tokens for each sequence: ids [B@data, T] -> [B@data, T + new]; `size` is V.
+    """Generate `new` more tokens for each sequence: ids [B@data, T] -> [B@data, T + new].
+
+    `size` is V; `None`: as many as the model gives logits, if no axis splits them.
 
     The loop ends with the last sequence of all ranks: they agree on it by a transfer of one number for each token. A
     compiled program and an abstract mesh run all steps.
     """
     check_ids("generate", ids)
-    options.check(prompt=ids.shape[1], new=new, size=size, key=key)
+    options.check_call(prompt=ids.shape[1], new=new, key=key)
+    if size is not None:
+        options.check_vocabulary(size)
     if mask is not None and mask.shape != ids.shape:
         raise fail("generate: the mask must have one entry for each token", mask=list(mask.shape), ids=list(ids.shape))
     if on_token is not None and options.beams > 1:
         raise fail(f"generate: on_token with beams={options.beams}: no token is final before the last", fix="beams=1")
     if options.beams > 1:
         with torch.no_grad():
-            return search(decoder, ids, new=new, size=size, options=options, model=model, mask=mask)
+            return search(decoder, ids, new=new, options=options, size=size, model=model, mask=mask)
     batch = 0
     if options.temperature:
         _check_axes_of_draws(ids, data)
@@ -52,10 +57,12 @@ def generate(
         for i in range(new):
             logits, cache = decoder.step(last, mask, cache)
             vocabulary = Vocabulary.of(logits, model, size)
+            if i == 0 and size is None:
+                options.check_vocabulary(vocabulary.size)
             logits = filtered(logits.float(), vocabulary, options, ids=out, mask=mask, step=i, new=new)
             if options.temperature and key is not None:
-                logits = logits + gumbel_noise(fold_in(key, i), logits, (batch, size), P(data, model))
-            token = argmax(logits, model, size).to(ids.dtype)
+                logits = logits + gumbel_noise(fold_in(key, i), logits, (batch, vocabulary.size), P(data, model))
+            token = argmax(logits, model, vocabulary.size).to(ids.dtype)
             if options.ends:
                 token = token.where(unfinished, options.fill)
             last = token.unsqueeze(1)

@@ -116,8 +116,8 @@ class Options:
                                fix="name the token that fills up a sequence: pad="))  # fmt: skip
         raise_all(errors)
 
-    def check(self, *, prompt: int, new: int, size: int, key: Tensor | None) -> None:
-        """Raise ShardingError unless the options fit a call: `new` tokens after `prompt`, of a vocabulary of `size`."""
+    def check_call(self, *, prompt: int, new: int, key: Tensor | None) -> None:
+        """Raise ShardingError unless the options fit a call: `new` tokens after `prompt`."""
         errors: list[ShardingError] = []
         if self.temperature > 0 and key is None:
             errors.append(fail(f"generate: temperature={self.temperature}, key=None",
@@ -127,12 +127,15 @@ class Options:
                                fix="new=0 or more, after one token or more"))  # fmt: skip
         if self.min_new > max(new, 0):
             errors.append(fail(f"generate: min_new={self.min_new} of {new} new tokens", fix=f"at most {new}"))
+        raise_all(errors)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ShardingError listing the tokens that a vocabulary of `size` does not have."""
         named = {"eos": token_list(self.eos), "forced_bos": token_list(self.forced_bos),
                  "forced_eos": token_list(self.forced_eos), "stop": [t for s in self.stop for t in s]}  # fmt: skip
-        errors += [fail(f"generate: {name} has the token {token}, and the vocabulary has {size}",
+        raise_all([fail(f"generate: {name} has the token {token}, and the vocabulary has {size}",
                         fix=f"0 to {size - 1}")
-                   for name, tokens in named.items() for token in tokens if not 0 <= token < size]  # fmt: skip
-        raise_all(errors)
+                   for name, tokens in named.items() for token in tokens if not 0 <= token < size])  # fmt: skip
 
 
 def token_list(tokens: int | Sequence[int] | None) -> list[int]:
