@@ -17,7 +17,8 @@ from fshard._comm import Axis
 from fshard.decoding import Decoder, Options, check_ids
 from fshard.errors import checked, fail, must_be
 
-_CACHES = ("past_key_values", "cache_params", "state")  # names of results that are arguments of the next call
+# Names of results that are arguments of the next call. Not "state", of RWKV: it mixes the rows of a batch.
+_CACHES = ("past_key_values", "cache_params")
 
 
 @checked
@@ -144,7 +145,8 @@ def _step(
         if not source and "position_ids" in model.takes:
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
             inputs["position_ids"] = positions[:, -ids.shape[1] :]
-    inputs |= {name: value for name, value in (("use_cache", True), ("logits_to_keep", 1)) if name in model.takes}
+    has_cache = not model.takes.isdisjoint(_CACHES)
+    inputs |= {name: x for name, x in (("use_cache", has_cache), ("logits_to_keep", 1)) if name in model.takes}
     out = run(**inputs)
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
