@@ -1,4 +1,4 @@
-"""Generation of tokens by any model that gives logits: options, filters of logits, the loop, beam search."""
+"""Generation of tokens by any model that gives logits: `Options`, and `generate`, the loop over a `Decoder`."""
 
 from .decoder import Decoder, check_ids
 from .filters import argmax

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fshard import random
-from fshard._comm import Axis, checker, region
+from fshard._comm import Axis, checker, known_axes, region
 from fshard._ops import global_size
 from fshard.collectives import axis_size
-from fshard.errors import fail
+from fshard.errors import checked, fail
 from fshard.random import fold_in
 from fshard.spec import P, names_of
 
@@ -24,6 +24,7 @@ from .filters import Vocabulary, argmax, filtered
 from .options import Options
 
 
+@checked
 def generate(
     decoder: Decoder, ids: Tensor, *, new: int, options: Options, size: int | None = None, data: Axis = None,
     model: Axis = None, mask: Tensor | None = None, key: Tensor | None = None,
@@ -40,6 +41,9 @@ def generate(
     options.check_call(prompt=ids.shape[1], new=new, key=key)
     if size is not None:
         options.check_vocabulary(size)
+    for name, axis in (("data", data), ("model", model)):
+        if axis:
+            known_axes(f"generate: {name}", region("generate"), axis)
     if mask is not None and mask.shape != ids.shape:
         raise fail("generate: the mask must have one entry for each token", mask=list(mask.shape), ids=list(ids.shape))
     if on_token is not None and options.beams > 1:
