@@ -42,7 +42,7 @@ def generate(
     if size is not None:
         options.check_vocabulary(size)
     for name, axis in (("data", data), ("model", model)):
-        if axis:
+        if axis is not None and axis != ():
             known_axes(f"generate: {name}", region("generate"), axis)
     if mask is not None and mask.shape != ids.shape:
         raise fail("generate: the mask must have one entry for each token", mask=list(mask.shape), ids=list(ids.shape))
