@@ -6,6 +6,7 @@ hf.save("again", cfg, params)                              # each rank writes it
 
 apply, module = fs.defer(lambda: AutoModel.from_config(config))
 params = hf.weights("folder", module["params"])            # the module's leaves, by their names in the files
+ids = hf.generate(apply, params, {}, ids, new=20, **hf.generation_options("folder"))     # whole leaves, in shard_map
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from fshard.errors import checked, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
-from .interop.hf import CONFIG, FileTensor, config_of, read, write
+from .interop.defer import generate
+from .interop.hf import CONFIG, FileTensor, config_of, generation_options, read, write
 
 
 @checked
@@ -107,4 +109,4 @@ def model_of(kind: object) -> ModuleType | None:
     return getattr(models, str(kind)) if kind in models.__all__ else None
 
 
-__all__ = ["load", "save", "weights"]
+__all__ = ["generate", "generation_options", "load", "save", "weights"]

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,20 @@ def double(x: Any) -> Any:
 
 
 STEP = fs.shard_map(double, mesh=MESH, in_specs=(P("data"),), out_specs=P("data"), check="never")
+
+
+def next_logits(ids: Any, mask: Any, cache: Any) -> Any:
+    """Return logits of the next of 12 tokens, and a cache."""
+    return torch.eye(12)[ids[:, -1]], cache
+
+
+class Language(torch.nn.Module):
+    """A language model of 12 tokens, with the arguments and results of transformers'."""
+
+    config = SimpleNamespace(is_encoder_decoder=False)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+        return SimpleNamespace(logits=torch.eye(12)[input_ids])
 
 
 # The spec of a leaf; the directory of a path or a step; a size, shown in the shape that it makes.
@@ -252,6 +267,17 @@ CALLS = [
     Call("scale.adjust", fs.LossScale().adjust, {"state": fs.LossScale().init(), "finite": torch.tensor(True)}),
     Call("policy.to_compute", lambda compute, x: fs.Policy(compute=compute).to_compute(x),
          {"compute": torch.float32, "x": TREE}),
+    # generation
+    outside(fs.decoding.Options, eos=(2, 3), pad=0, stop=[[1, 2]], min_new=0, temperature=1.0, top_k=3, top_p=0.5,
+            min_p=0.1, typical_p=0.9, repetition_penalty=1.5, no_repeat_ngram=2, forced_bos=1, forced_eos=2),
+    outside(fs.decoding.Options, eos=2, beams=2, length_penalty=1.0, early_stopping="never"),
+    inside(fs.decoding.generate, decoder=fs.decoding.Decoder(next_logits, next_logits, None), ids=IDS[None], new=2,
+           options=fs.decoding.Options(), size=12, data="data", model=None, mask=None, key=KEY, on_token=None),
+    Call("hf.generate", lambda apply, **args: fs.hf.generate(apply, {}, {}, **args),
+         {"apply": lambda p, b, **inputs: Language()(**inputs), "module": Language(), "ids": IDS[None], "new": 2,
+          "data": "data", "mask": None, "key": KEY, "on_token": None, "top_k": 3, "temperature": 1.0}, inside=True),
+    Call("hf.generation_options", fs.hf.generation_options, {"source": {"eos_token_id": 2}},
+         words={"source": r"config\.json|^generation_options: w=1 is no option"}),
     # data and checkpoints
     *prefixed("data",
         outside(fs.data.permute, key=KEY, positions=IDS, size=4),

@@ -1,4 +1,4 @@
-"""Decoding: positions of tokens, the cache of keys and values, and the loop that generates more tokens.
+"""Decoding: positions of tokens, and the cache of keys and values.
 
 Legend: B batch, T the tokens of this call, S those and all before, H heads, K head width, V vocabulary;
 [V@model] is a dim split over an axis; {I} does not vary over it.
@@ -6,20 +6,15 @@ Legend: B batch, T the tokens of this call, S those and all before, H heads, K h
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard import nn, random
-from fshard._comm import Axis, region
-from fshard._ops import global_size, local_range
-from fshard.collectives import axis_size, pmax, pmin, pvary
+from fshard import nn
+from fshard.decoding import check_ids
 from fshard.errors import fail
-from fshard.random import fold_in
-from fshard.spec import P
 
 
 class KeyValues(NamedTuple):
@@ -38,6 +33,11 @@ class Cache(NamedTuple):
     capacity: int
     length: int = 0
     blocks: Sequence[KeyValues] = ()
+
+    def reordered(self, rows: Tensor) -> Cache:
+        """The cache of these rows [B] of the batch."""
+        blocks = tuple(KeyValues(b.k.index_select(0, rows), b.v.index_select(0, rows)) for b in self.blocks)
+        return Cache(self.capacity, self.length, blocks)
 
     def updated(self, blocks: Sequence[KeyValues], count: int) -> Cache:
         """The cache with `count` more tokens, which `blocks` have."""
@@ -72,13 +72,6 @@ class Tokens(NamedTuple):
         return Tokens(start, t, positions, attended, capacity)
 
 
-def check_ids(verb: str, ids: Tensor) -> None:
-    """Raise ShardingError unless ids are integers [B, T]."""
-    if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64):
-        raise fail(f"{verb}: ids must be int64 or int32 [B, T]", f"got {ids.dtype} of shape {list(ids.shape)}",
-                   fix="ids[None] for one sequence; ids.long()")  # fmt: skip
-
-
 def append_to_cache(
     k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None
 ) -> tuple[Tensor, Tensor, KeyValues | None]:
@@ -95,75 +88,3 @@ def append_to_cache(
     cached.k[:, :, tokens.start : stop] = k
     cached.v[:, :, tokens.start : stop] = v
     return cached.k[:, :, :stop], cached.v[:, :, :stop], cached
-
-
-# A model with its other arguments: (ids [B, T], mask [B, S], cache) -> logits [B, T, V@model] and the updated cache.
-Step = Callable[[Tensor, Tensor | None, Cache], tuple[Tensor, Cache]]
-
-
-def generate(
-    step: Step, ids: Tensor, *, new: int, size: int, data: Axis = None, model: Axis = None, mask: Tensor | None = None,
-    eos: int | None = None, pad: int | None = None, temperature: float = 0.0, key: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Generate `new` more tokens for each sequence: ids [B@data, T] -> [B@data, T + new].
-
-    Takes the likeliest token, the first among equals; with a `temperature`, draws one by `key`, the same on every
-    mesh. After `eos` a sequence is filled with `pad` (default: `eos`). Prompts of unequal lengths are padded on the
-    left, and `mask` [B@data, T] is 0 there. `size` is V.
-    """
-    check_ids("generate", ids)
-    if temperature < 0 or (temperature > 0 and key is None):
-        raise fail(f"generate: temperature={temperature}, key={key}",
-                   fix="temperature=0 takes the likeliest; more needs a key")  # fmt: skip
-    if eos is None and pad is not None:
-        raise fail(f"generate: pad={pad} without eos", fix="name the token that ends a sequence: eos=")
-    if new < 0 or not ids.shape[1]:
-        raise fail(f"generate: {new} new tokens after {ids.shape[1]}", fix="new=0 or more, after one token or more")
-    pad = eos if pad is None else pad
-    batch = global_batch("generate", len(ids), data, word="prompts that the data axis divides") if temperature else 0
-    cache = Cache(ids.shape[1] + new)
-    unfinished = torch.ones_like(ids[:, 0], dtype=torch.bool)
-    out, last = [ids], ids
-    with torch.no_grad():
-        for i in range(new):
-            all_logits, cache = step(last, mask, cache)
-            logits = all_logits[:, -1]
-            if temperature and key is not None:
-                logits = logits / temperature + _gumbel_noise(fold_in(key, i), logits, (batch, size), P(data, model))
-            token = argmax(logits, model, size)
-            if eos is not None:
-                token = torch.where(unfinished, token, torch.full_like(token, pad or 0))
-                unfinished = unfinished & (token != eos)
-            last = token.unsqueeze(1)
-            out.append(last)
-            if mask is not None:
-                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-    return torch.cat(out, 1)
-
-
-def argmax(logits: Tensor, axis: Axis, size: int) -> Tensor:
-    """The class of the highest logit, the first among equals: [B, V@axis] -> [B]{I}; `size` is V."""
-    first, whole = local_range("argmax", logits.shape[-1], axis, size)
-    if not axis:
-        return logits.argmax(-1)
-    local = logits if logits.shape[-1] else logits.new_full((len(logits), 1), -math.inf)
-    value, index = local.max(-1)
-    best = pvary(pmax(value, axis), axis)
-    out: Tensor = pmin(torch.where(value == best, index + first, whole), axis)
-    return out
-
-
-def _gumbel_noise(key: Tensor, logits: Tensor, shape: tuple[int, int], spec: P) -> Tensor:
-    """Noise that makes the argmax of logits a draw from their softmax; `shape` is global. Source: Gumbel, 1954."""
-    uniform = random.uniform(key, shape, spec=spec, device=logits.device)
-    return -(-uniform.log()).log()
-
-
-def global_batch(verb: str, n: int, axis: Axis, *, word: str) -> int:
-    """The rows of all ranks over `axis`, of which this rank has `n`; `word` says in errors how to state it.
-
-    Without values, on an abstract mesh, every rank is assumed to have `n`.
-    """
-    if axis and not region(verb).comm.has_values:
-        return n * axis_size(axis)
-    return global_size(verb, n, axis, word=word) if axis else n

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard import decoding, nn, tree
 from fshard import init as initial
-from fshard import nn, tree
 from fshard._comm import Axis, live_axes, region
 from fshard._ops import Gather, Vary
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
+from fshard.decoding import Decoder, Options, global_batch
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.nn import rope
 from fshard.random import fold_in
@@ -28,8 +29,7 @@ from fshard.schedule.scan import scan
 from fshard.schedule.unshard import unshard
 from fshard.spec import P, any_on_host, is_spec, names_of
 
-from . import decoding
-from .decoding import Cache, KeyValues, Tokens, append_to_cache, global_batch
+from .decoding import Cache, KeyValues, Tokens, append_to_cache
 
 # A block: its unsharded parameters, x [B, T, D], its key, its cached keys and values[, its own argument] -> x and the
 # updated keys and values.
@@ -361,17 +361,26 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
     @checked
     def generate(
         cfg: Any, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
-        mask: Tensor | None = None, eos: int | None = None, pad: int | None = None, temperature: float = 0.0,
-        key: Tensor | None = None,
+        mask: Tensor | None = None, key: Tensor | None = None, on_token: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Generate `new` tokens: ids [B@data, T] -> [B@data, T + new]; see `decoding.generate`. Inside `shard_map`."""
+        """Generate `new` more tokens for each sequence: ids [B@data, T] -> [B@data, T + new]. Inside `shard_map`.
+
+        Takes the likeliest token, the first among equals; with a `temperature`, draws one by `key`, the same on every
+        mesh; `fs.decoding.Options` has all `options`. Prompts of unequal lengths are padded on the left, and `mask`
+        [B@data, T] is 0 there. `on_token(step, tokens)` is called on every rank with the new tokens [B@data] of each
+        step, until all sequences of all ranks have ended.
+        """
         _check_config("generate", cfg, config)
         layout = replace(layout, sequence=False)  # one token has no sequence to split
+        chosen = Options.of(options)
 
-        def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> Any:
-            return apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
+        def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> tuple[Tensor, Cache]:
+            logits, cache = apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
+            return logits[:, -1], cache
 
-        return decoding.generate(step, ids, new=new, size=cfg.vocab_size, data=layout.data, model=layout.model,
-                                 mask=mask, eos=eos, pad=pad, temperature=temperature, key=key)  # fmt: skip
+        decoder = Decoder(step, Cache.reordered, Cache(ids.shape[1] + new if ids.ndim > 1 else 0))
+        return decoding.generate(decoder, ids, new=new, size=cfg.vocab_size, options=chosen, data=layout.data,
+                                 model=layout.model, mask=mask, key=key, on_token=on_token)  # fmt: skip
 
     return generate

@@ -210,6 +210,10 @@ gpt2 = fs.models.gpt2
 cfg = gpt2.Config(32, 8, 16, 1, 4)
 gpt2.save("my-gpt2", cfg, fs.device_get(fs.materialize(gpt2.init(cfg), P(), mesh, key=fs.key(0))))
 """
+GENERATOR = """
+from transformers import GPT2Config, GPT2LMHeadModel
+config = GPT2Config(vocab_size=31, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+"""
 LLAMA = """
 from fshard.models import llama
 cfg = llama.Config(32, 16, 24, 1, 4, 2)
@@ -257,6 +261,7 @@ SETUP = {
     "fshard.data.load": IMAGES,
     "fshard.nn.loss.cross_entropy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
     "fshard.cli.inspect": GPT2,
+    "fshard.interop.defer.generation.generate": GENERATOR,
     "fshard.interop.hf.folder.config_of": GPT2,
     "fshard.hf.load": GPT2,
     "fshard.hf.save": GPT2,

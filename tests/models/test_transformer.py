@@ -9,7 +9,8 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.models import bert, decoding, gpt2, gpt_neox, gptj, llama
+from fshard.decoding import loop
+from fshard.models import bert, gpt2, gpt_neox, gptj, llama
 from tests.lib.model_cases import close, tokens
 
 MODELS = {
@@ -90,7 +91,7 @@ def test_the_batch_is_exchanged_once_with_dropout_and_never_without(name, monkey
     """With an uneven dim, here the vocabulary, each exchange costs a transfer and a wait."""
     model, cfg = MODELS[name]
     exchanged = []
-    monkeypatch.setattr(decoding, "global_size", lambda verb, n, axis, word: exchanged.append(verb) or n)
+    monkeypatch.setattr(loop, "global_size", lambda verb, n, axis, word: exchanged.append(verb) or n)
     for config, times in ((cfg, 1), (replace(cfg, **{f.name: 0.0 for f in fields(cfg) if "drop" in f.name}), 0)):
         exchanged.clear()
         loss_and_grads(model, config, {"r": 1, "d": 1}, tokens(5, b=2, t=4), key=fs.key(1))

@@ -2,5 +2,6 @@
 
 from .constructor import defer
 from .functional_module import Apply
+from .generation import generate
 
-__all__ = ["Apply", "defer"]
+__all__ = ["Apply", "defer", "generate"]

@@ -2,7 +2,9 @@
 
 from .export import write
 from .folder import CONFIG, INDEX, PICKLES, SINGLE, WeightHeaders, config_of, read_json
+from .generation_config import generation_options
 from .weights import FileTensor, read, tensors
 
-__all__ = ["CONFIG", "INDEX", "PICKLES", "SINGLE", "FileTensor", "WeightHeaders", "config_of", "read", "read_json",
+__all__ = ["CONFIG", "INDEX", "PICKLES", "SINGLE", "FileTensor", "WeightHeaders", "config_of",
+           "generation_options", "read", "read_json",
            "tensors", "write"]  # fmt: skip

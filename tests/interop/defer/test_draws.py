@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import os
-import random
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P
 from fshard.interop.defer import Apply
-from tests.lib.assertions import error_text
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

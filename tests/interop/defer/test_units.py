@@ -279,7 +279,7 @@ class Norms(nn.Module):
 @pytest.mark.parametrize("how", HOWS[:2], ids=str)
 def test_buffers_that_forward_updates_are_updated_once(how: dict[str, Any]) -> None:
     mesh, x = fs.make_mesh(data=2), torch.randn(8, D, generator=torch.Generator().manual_seed(0))
-    apply, tree = defer(Norms, units="Norms.Block Block".split()[1], reference=0)
+    apply, tree = defer(Norms, units=["Norms.Block", "Block"][1], reference=0)
     apply = apply.batch_norm_over("data")
     assert list(apply.units) == ["blocks.0", "blocks.1"]  # kept by batch_norm_over, eval and train
     specs = {name: P("data") for name in tree["params"]}
