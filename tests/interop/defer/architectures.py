@@ -70,6 +70,8 @@ SMALL = {
     "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "classifier_proj_size": 16, "state_size": 4,
     "mamba_d_state": 4, "fusion_hidden_size": 16, "decoder_hidden_size": 16, "num_queries": 5, "out_hidden_size": 32,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3,
+    "dim": 32, "emb_dim": 32, "d_head": 8, "d_inner": 37, "encoder_hidden_size": 32, "num_query_tokens": 3,
+    "max_2d_position_embeddings": 64, "visual_feat_dim": 6, "expert_ffn_hidden_size": 24,
     "codevector_dim": 8, "proj_codevector_dim": 8, "num_codevectors_per_group": 6, "num_negatives": 2,
 }  # fmt: skip
 TOKEN_IDS = {"image": 60, "video": 59, "audio": 58, "vision_start": 57, "vision_end": 56}  # by the start of a field
@@ -82,6 +84,8 @@ def small_config(config: Any, **sizes: Any) -> Any:
     for name, value in defaults.items():
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY:
             small[name] = next((i for start, i in TOKEN_IDS.items() if name.startswith(start)), 55)
+    if any("expert" in name for name in defaults) and "intermediate_size" in small:
+        small["intermediate_size"] = 40  # grouped matrix products need rows of multiples of 16 bytes
     parts = {}
     for name, part in config.sub_configs_defaults.items():
         given = sizes.pop(name, {})
@@ -149,4 +153,169 @@ def usual_inputs(module: Any) -> dict[str, Input]:
     return inputs
 
 
-CASES: dict[str, Case] = {}
+
+def case(model: str, sizes: Mapping[str, Any] | None = None, **inputs: Any) -> Case:
+    return Case(model, "transformers", sizes or {}, inputs)
+
+
+def diffusion(model: str, sizes: Mapping[str, Any], **inputs: Any) -> Case:
+    return Case(model, "diffusers", sizes, inputs)
+
+
+PIXELS = floats(3, IMAGE, IMAGE)
+BOXES = ints(30, TOKENS, 4)
+MASK = constant(1, TOKENS)
+STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16]}
+WINDOWS = {"embed_dim": 8, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 2, "image_size": 16}
+RESNET = {"model_type": "resnet", "embedding_size": 8, **STAGES}
+BACKBONE = {"backbone_config": {**RESNET, "out_features": ["stage4"]}}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+SSM = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
+SERIES = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2], "num_time_features": 2}
+HISTORY = {"past_values": floats(14), "past_time_features": floats(14, 2), "past_observed_mask": constant(1.0, 14),
+           "future_values": floats(4), "future_time_features": floats(4, 2)}  # fmt: skip
+CODEC = {"hidden_size": 16, "num_filters": 4, "upsampling_ratios": [2, 2], "codebook_size": 12, "codebook_dim": 16}
+ROPE_3D = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}}
+PATCHES = {"pixel_values": lambda g: torch.randn(BATCH * 16, 3 * 2 * 8 * 8, generator=g),
+           "image_grid_thw": lambda g: torch.tensor([[1, 4, 4]] * BATCH)}  # fmt: skip
+UNET = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
+CROSS = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "cross_attention_dim": 16, "attention_head_dim": 4}
+LATENT = floats(4, 16, 16)
+TIMES = ints(1000)
+
+FAMILIES: dict[str, list[Case]] = {
+    "Decoders": [
+        case("GPT2LMHeadModel"), case("GPTJForCausalLM", {"rotary_dim": 4}), case("GPTNeoXForCausalLM"),
+        case("GPTNeoForCausalLM", {"attention_types": [[["global", "local"], 1]], "window_size": 4}),
+        case("GPTBigCodeForCausalLM"), case("OpenAIGPTLMHeadModel"), case("CodeGenForCausalLM", {"rotary_dim": 4}),
+        case("LlamaForCausalLM", {"pad_token_id": 3}), case("MistralForCausalLM", {"sliding_window": 4}),
+        case("Ministral3ForCausalLM"), case("Qwen2ForCausalLM"), case("Qwen3ForCausalLM"), case("GemmaForCausalLM"),
+        case("Gemma2ForCausalLM", {"sliding_window": 4}), case("Gemma3ForCausalLM", {"sliding_window": 4}),
+        case("PhiForCausalLM"), case("Phi3ForCausalLM"), case("OPTForCausalLM", {"word_embed_proj_dim": 16}),
+        case("BloomForCausalLM"), case("FalconForCausalLM"), case("MptForCausalLM"), case("StableLmForCausalLM"),
+        case("OlmoForCausalLM"), case("Olmo2ForCausalLM"), case("Olmo3ForCausalLM"), case("Starcoder2ForCausalLM"),
+        case("CohereForCausalLM"), case("Cohere2ForCausalLM"), case("GraniteForCausalLM"), case("GlmForCausalLM"),
+        case("Glm4ForCausalLM"), case("SmolLM3ForCausalLM"), case("HeliumForCausalLM"), case("PersimmonForCausalLM"),
+        case("NemotronForCausalLM"), case("Exaone4ForCausalLM"), case("SeedOssForCausalLM"), case("ApertusForCausalLM"),
+        case("NanoChatForCausalLM"), case("ModernBertDecoderForCausalLM"), case("BioGptForCausalLM"),
+        case("XGLMForCausalLM"), case("CTRLLMHeadModel", {"dff": 37}), case("ImageGPTForCausalImageModeling"),
+        case("DiffLlamaForCausalLM"), case("BitNetForCausalLM"),
+    ],
+    "Encoders": [
+        case("BertForMaskedLM"), case("RobertaForMaskedLM"), case("XLMRobertaForMaskedLM"), case("CamembertForMaskedLM"),
+        case("DistilBertForMaskedLM", {"hidden_dim": 37}), case("ElectraForPreTraining"),
+        case("DebertaForMaskedLM", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+        case("DebertaV2ForMaskedLM", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}),
+        case("AlbertForMaskedLM"), case("XLNetLMHeadModel"), case("MPNetForMaskedLM"),
+        case("LongformerForMaskedLM", {"attention_window": 4}), case("BigBirdForMaskedLM", {"attention_type": "original_full"}),
+        case("FunnelForMaskedLM", {"block_sizes": [1, 1]}), case("ConvBertForMaskedLM"), case("ModernBertForMaskedLM"),
+        case("MobileBertForMaskedLM"), case("SqueezeBertForMaskedLM", {"embedding_size": 32, "intermediate_size": 40}),
+        case("NystromformerForMaskedLM"), case("FNetForMaskedLM"), case("RoFormerForMaskedLM"), case("RemBertForMaskedLM"),
+        case("CanineModel"), case("YosoForMaskedLM"), case("XLMWithLMHeadModel"), case("IBertForMaskedLM"),
+        case("EsmForMaskedLM", {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2}), case("TapasForMaskedLM"),
+        case("LukeForMaskedLM", {"entity_vocab_size": 7, "entity_emb_size": 8}), case("DPRQuestionEncoder"),
+    ],
+    "Encoder-decoders": [
+        case("T5ForConditionalGeneration"), case("MT5ForConditionalGeneration"), case("UMT5ForConditionalGeneration"),
+        case("LongT5ForConditionalGeneration"), case("BartForConditionalGeneration"), case("MBartForConditionalGeneration"),
+        case("PegasusForConditionalGeneration"), case("MarianMTModel"), case("LEDForConditionalGeneration", {"attention_window": 4}),
+        case("ProphetNetForConditionalGeneration", {"num_buckets": 8, "relative_max_distance": 16}),
+        case("M2M100ForConditionalGeneration"), case("BlenderbotForConditionalGeneration"),
+        case("BigBirdPegasusForConditionalGeneration", {"attention_type": "original_full"}), case("T5GemmaForConditionalGeneration"),
+        case("PLBartForConditionalGeneration"), case("FSMTForConditionalGeneration", {"src_vocab_size": 61, "tgt_vocab_size": 59}),
+        case("EncoderDecoderModel"), case("SwitchTransformersForConditionalGeneration"), case("NllbMoeForConditionalGeneration"),
+    ],
+    "Mixtures of experts": [
+        case("MixtralForCausalLM"), case("Qwen2MoeForCausalLM"), case("Qwen3MoeForCausalLM"),
+        case("Qwen3NextForCausalLM", {**HYBRID, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                                      "linear_key_head_dim": 8, "linear_value_head_dim": 8}),
+        case("DeepseekV2ForCausalLM", {"num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 8}),
+        case("DeepseekV3ForCausalLM", {"num_key_value_heads": 4}), case("OlmoeForCausalLM"), case("GraniteMoeForCausalLM"),
+        case("DbrxForCausalLM", {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+                                 "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}}),
+        case("PhimoeForCausalLM"), case("GptOssForCausalLM"), case("Glm4MoeForCausalLM"), case("Ernie4_5_MoeForCausalLM"),
+        case("JetMoeForCausalLM"), case("MiniMaxForCausalLM"), case("Llama4ForCausalLM"),
+        case("JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4}),
+    ],
+    "State spaces and recurrences": [
+        case("MambaForCausalLM"), case("Mamba2ForCausalLM", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
+        case("FalconMambaForCausalLM"), case("RwkvForCausalLM", {"context_length": 8, "attention_hidden_size": 32}),
+        case("RecurrentGemmaForCausalLM", {"block_types": ["recurrent", "attention"]}), case("BambaForCausalLM", {**SSM, "attn_layer_indices": [1]}),
+        case("ZambaForCausalLM", {"layers_block_type": ["linear_attention", "hybrid"]}),
+        case("Zamba2ForCausalLM", {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 8, "n_mamba_heads": 8, "chunk_size": 8}),
+        case("GraniteMoeHybridForCausalLM", {**SSM, **HYBRID, "shared_intermediate_size": 24}),
+        case("FalconH1ForCausalLM", {**SSM, "mamba_d_ssm": 64}), case("Lfm2ForCausalLM"), case("OlmoHybridForCausalLM"),
+        case("xLSTMForCausalLM", {"chunk_size": 8}),
+    ],
+    "Vision": [
+        case("ViTForImageClassification"), case("DeiTForImageClassification"), case("BeitForImageClassification"),
+        case("Dinov2ForImageClassification"), case("DINOv3ViTModel"), case("ViTMAEForPreTraining", {"decoder_num_attention_heads": 4, "decoder_num_hidden_layers": 1, "decoder_intermediate_size": 24}, noise=floats(16)),
+        case("ViTMSNForImageClassification"), case("SwinForImageClassification", WINDOWS), case("Swinv2ForImageClassification", WINDOWS),
+        case("ConvNextForImageClassification", {**STAGES, "image_size": 64}), case("ConvNextV2ForImageClassification", {**STAGES, "image_size": 64}),
+        case("ResNetForImageClassification", {"embedding_size": 8, **STAGES}), case("RegNetForImageClassification", {"embedding_size": 8, **STAGES, "groups_width": 4}),
+        case("SegformerForSemanticSegmentation", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}), case("MobileViTForImageClassification", {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 16]}),
+        case("MobileNetV2ForImageClassification", {"depth_multiplier": 0.25}), case("EfficientNetForImageClassification", {"width_coefficient": 0.1, "depth_coefficient": 0.2, "hidden_dim": 32, "image_size": 32}),
+        case("PvtForImageClassification", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}), case("PoolFormerForImageClassification", STAGES), case("FocalNetForImageClassification", {"embed_dim": 8, **STAGES}),
+        case("LevitForImageClassification", {"hidden_sizes": [8, 16, 16], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [4, 4, 4], "image_size": 64}),
+        case("HieraForImageClassification", {"embed_dim": 8, "image_size": [32, 32], "depths": [1, 1, 1], "num_heads": [1, 2, 4], "num_query_pool": 2, "masked_unit_size": [2, 2], "masked_unit_attention": [True, True, False]}),
+        case("DPTForDepthEstimation", {"backbone_out_indices": [0, 1, 1, 1], "neck_hidden_sizes": [8, 8, 8, 8]}), case("GLPNForDepthEstimation", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}),
+        case("DetrForObjectDetection", BACKBONE, pixel_values=floats(3, 64, 64)), case("DeformableDetrForObjectDetection", {**BACKBONE, "num_feature_levels": 2}, pixel_values=floats(3, 64, 64)),
+        case("YolosForObjectDetection", {"image_size": [32, 32], "num_detection_tokens": 5}),
+        case("Mask2FormerForUniversalSegmentation", {"backbone_config": {"model_type": "swin", "embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2], "window_size": 4, "image_size": 64, "out_features": ["stage1", "stage2", "stage3", "stage4"]}, "feature_size": 16, "mask_feature_size": 16, "encoder_feedforward_dim": 24, "dim_feedforward": 24, "encoder_layers": 1, "decoder_layers": 3}, pixel_values=floats(3, 64, 64)),
+        case("SamModel", {"vision_config": {"hidden_size": 32, "output_channels": 16, "num_pos_feats": 8, "global_attn_indexes": [1], "window_size": 2}, "prompt_encoder_config": {"hidden_size": 16}, "mask_decoder_config": {"hidden_size": 16, "iou_head_hidden_dim": 16}}, input_points=floats(1, 2, 2)),
+        case("VideoMAEForVideoClassification", {"num_frames": 4}, pixel_values=floats(4, 3, IMAGE, IMAGE)), case("TimesformerForVideoClassification", {"num_frames": 2}, pixel_values=floats(2, 3, IMAGE, IMAGE)),
+        case("VivitForVideoClassification", {"num_frames": 4, "tubelet_size": [2, 8, 8]}, pixel_values=floats(4, 3, IMAGE, IMAGE)),
+    ],
+    "Audio": [
+        case("WhisperForConditionalGeneration", {"max_source_positions": 10}), case("Wav2Vec2ForCTC"), case("HubertForCTC"), case("WavLMForCTC"),
+        case("UniSpeechForCTC"), case("Data2VecAudioForCTC"), case("SEWForCTC"), case("Wav2Vec2ConformerForCTC", {"vocab_size": 31}), case("Wav2Vec2BertForCTC", {"vocab_size": 31, "feature_projection_input_dim": 16}, input_features=floats(20, 16)),
+        case("Speech2TextForConditionalGeneration", {"input_feat_per_channel": 16, "conv_channels": 16}, input_features=floats(20, 16)), case("ASTForAudioClassification", {"max_length": 40}, input_values=floats(40, 16)),
+        case("EncodecModel", CODEC, input_values=floats(1, 64)), case("SpeechT5ForSpeechToText"),
+        case("ClapModel", {"audio_config": {"spec_size": 32, "num_mel_bins": 8, "patch_embeds_hidden_size": 8, "depths": [1, 1], "num_attention_heads": [2, 4], "hidden_size": 16, "num_hidden_layers": 2, "window_size": 4}}, input_features=floats(1, 32, 8)),
+        case("MusicgenForConditionalGeneration", {"audio_encoder": CODEC, "decoder": {"vocab_size": 12, "pad_token_id": 11, "num_codebooks": 2}}, decoder_input_ids=lambda g: torch.randint(0, 11, (BATCH * 2, 5), generator=g)),
+        case("SeamlessM4TForTextToText"),
+    ],
+    "Images, texts and pages": [
+        case("CLIPModel", pixel_values=PIXELS), case("ChineseCLIPModel", pixel_values=PIXELS), case("AltCLIPModel", pixel_values=PIXELS), case("SiglipModel", pixel_values=PIXELS), case("BlipForConditionalGeneration", pixel_values=PIXELS, input_ids=ids()),
+        case("Blip2ForConditionalGeneration", {"image_token_index": 60, "qformer_config": {"cross_attention_frequency": 1}}, input_ids=ids_with((60, 3))),
+        case("LlavaForConditionalGeneration", {"vision_config": {"num_hidden_layers": 2}}, pixel_values=PIXELS, input_ids=ids_with((60, 16), tokens=20)),
+        case("Qwen2VLForConditionalGeneration", ROPE_3D, **PATCHES, input_ids=ids_with((57, 1), (60, 4), (56, 1))),
+        case("Qwen2_5_VLForConditionalGeneration", {**ROPE_3D, "vision_config": {"fullatt_block_indexes": [1], "window_size": 16}}, **PATCHES, input_ids=ids_with((57, 1), (60, 4), (56, 1))),
+        case("Qwen3VLForConditionalGeneration"), case("Idefics3ForConditionalGeneration"),
+        case("IdeficsForVisionText2Text", {"freeze_text_layers": False}, pixel_values=floats(1, 3, IMAGE, IMAGE), image_attention_mask=constant(1, TOKENS, 1)),
+        case("PaliGemmaForConditionalGeneration", {"vision_config": {"projection_dim": 32}, "projection_dim": 32}, pixel_values=PIXELS, input_ids=ids_with((60, 16), tokens=20)),
+        case("Gemma3ForConditionalGeneration"), case("InternVLForConditionalGeneration"), case("MllamaForCausalLM"),
+        case("FlavaModel", pixel_values=PIXELS), case("ViltModel", pixel_values=PIXELS), case("GitForCausalLM", pixel_values=PIXELS), case("OwlViTModel", pixel_values=PIXELS, attention_mask=MASK),
+        case("LayoutLMForMaskedLM", bbox=BOXES), case("LayoutLMv3Model", {"coordinate_size": 5, "shape_size": 6, "input_size": IMAGE}, bbox=BOXES, pixel_values=PIXELS), case("LiltModel", bbox=BOXES), case("BrosModel", bbox=floats(TOKENS, 4)), case("UdopForConditionalGeneration", bbox=floats(TOKENS, 4)),
+        case("LxmertModel", {"l_layers": 1, "x_layers": 1, "r_layers": 1}, visual_feats=floats(3, 6), visual_pos=floats(3, 4)), case("VisualBertModel"),
+        case("VisionEncoderDecoderModel", {"encoder": {"model_type": "donut-swin", **WINDOWS}}), case("TrOCRForCausalLM"), case("VisionTextDualEncoderModel", pixel_values=PIXELS),
+    ],
+    "Series, decisions and structures": [
+        case("PatchTSTForPrediction", {"num_input_channels": 2, "patch_length": 4, "patch_stride": 4}, past_values=floats(32, 2)), case("PatchTSMixerForPrediction", {"num_input_channels": 2}, past_values=floats(32, 2)),
+        case("InformerModel", SERIES, **HISTORY), case("AutoformerModel", {**SERIES, "label_length": 4, "moving_average": 3}, **HISTORY), case("TimeSeriesTransformerModel", SERIES, **HISTORY),
+        case("DecisionTransformerModel", {"state_dim": 5, "act_dim": 3, "max_ep_len": 20}, states=floats(4, 5), actions=floats(4, 3), rewards=floats(4, 1), returns_to_go=floats(4, 1), timesteps=ints(20, 4), attention_mask=constant(1, 4)),
+    ],
+    "Diffusion": [
+        diffusion("UNet2DModel", {**UNET, "sample_size": 16, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 4}, sample=floats(3, 16, 16), timestep=TIMES),
+        diffusion("UNet2DConditionModel", {**UNET, **CROSS, "sample_size": 16, "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}, sample=LATENT, timestep=TIMES, encoder_hidden_states=floats(5, 16)),
+        diffusion("UNet3DConditionModel", {**UNET, "cross_attention_dim": 16, "attention_head_dim": 4, "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D")}, sample=floats(4, 2, 8, 8), timestep=TIMES, encoder_hidden_states=floats(5, 16)),
+        diffusion("UNet1DModel", {"block_out_channels": (8, 16), "in_channels": 4, "out_channels": 4, "extra_in_channels": 8, "down_block_types": ("DownBlock1D", "AttnDownBlock1D"), "up_block_types": ("AttnUpBlock1D", "UpBlock1D")}, sample=floats(4, 16), timestep=TIMES),
+        diffusion("ControlNetModel", {**UNET, **CROSS, "conditioning_embedding_out_channels": (4, 8)}, sample=LATENT, timestep=TIMES, encoder_hidden_states=floats(5, 16), controlnet_cond=floats(3, 32, 32)),
+        diffusion("DiTTransformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "norm_num_groups": 4, "num_embeds_ada_norm": 10}, hidden_states=floats(4, 8, 8), timestep=TIMES, class_labels=ints(10)),
+        diffusion("PixArtTransformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "cross_attention_dim": 16, "caption_channels": 12, "norm_num_groups": 4}, hidden_states=floats(4, 8, 8), timestep=TIMES, encoder_hidden_states=floats(5, 12), added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
+        diffusion("SD3Transformer2DModel", {"sample_size": 8, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 12, "caption_projection_dim": 16, "pooled_projection_dim": 10, "out_channels": 4}, hidden_states=floats(4, 8, 8), timestep=TIMES, encoder_hidden_states=floats(5, 12), pooled_projections=floats(10)),
+        diffusion("FluxTransformer2DModel", {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 12, "pooled_projection_dim": 10, "axes_dims_rope": (2, 2, 4)}, hidden_states=floats(16, 4), encoder_hidden_states=floats(5, 12), pooled_projections=floats(10), timestep=floats(), img_ids=torch.zeros(16, 3), txt_ids=torch.zeros(5, 3)),
+        diffusion("AutoencoderKL", {**UNET, "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}, sample=floats(3, 16, 16)),
+        diffusion("VQModel", {**UNET, "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2, "num_vq_embeddings": 12, "vq_embed_dim": 3}, sample=floats(3, 16, 16)),
+        diffusion("Transformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 8, "norm_num_groups": 4, "cross_attention_dim": 16}, hidden_states=floats(8, 8, 8), encoder_hidden_states=floats(5, 16)),
+        diffusion("AuraFlowTransformer2DModel", {"sample_size": 8, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 12, "caption_projection_dim": 16, "pos_embed_max_size": 64}, hidden_states=floats(4, 8, 8), encoder_hidden_states=floats(5, 12), timestep=floats()),
+        diffusion("HunyuanDiT2DModel", {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "cross_attention_dim": 12, "cross_attention_dim_t5": 10, "pooled_projection_dim": 6, "hidden_size": 16, "text_len": 4, "text_len_t5": 5}, hidden_states=floats(4, 8, 8), timestep=TIMES, encoder_hidden_states=floats(4, 12), text_embedding_mask=constant(1, 4), encoder_hidden_states_t5=floats(5, 10), text_embedding_mask_t5=constant(1, 5), image_meta_size=ints(8, 6), style=ints(1), image_rotary_emb=(torch.ones(16, 8), torch.zeros(16, 8))),
+        diffusion("SanaTransformer2DModel", {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 12, "sample_size": 8}, hidden_states=floats(4, 8, 8), encoder_hidden_states=floats(5, 12), timestep=TIMES),
+        diffusion("WanTransformer3DModel", {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 12, "freq_dim": 8, "ffn_dim": 20, "num_layers": 2, "rope_max_seq_len": 32}, hidden_states=floats(4, 2, 8, 8), timestep=TIMES, encoder_hidden_states=floats(5, 12)),
+        diffusion("CogVideoXTransformer3DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 12, "num_layers": 2, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "max_text_seq_length": 5}, hidden_states=floats(2, 4, 8, 8), encoder_hidden_states=floats(5, 12), timestep=TIMES),
+        diffusion("PriorTransformer", {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "embedding_dim": 12, "num_embeddings": 5}, hidden_states=floats(12), timestep=TIMES, proj_embedding=floats(12), encoder_hidden_states=floats(5, 12)),
+        diffusion("UNetSpatioTemporalConditionModel", {"block_out_channels": (8, 16), "layers_per_block": 1, "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"), "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), "cross_attention_dim": 16, "num_attention_heads": (2, 4), "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 24, "in_channels": 8}, sample=floats(2, 8, 8, 8), timestep=TIMES, encoder_hidden_states=floats(1, 16), added_time_ids=floats(3)),
+        diffusion("AutoencoderTiny", {"encoder_block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (8, 8, 8, 8)}, sample=floats(3, 16, 16)),
+    ],
+}
+CASES = {c.model: c for cases in FAMILIES.values() for c in cases}
