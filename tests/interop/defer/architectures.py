@@ -90,7 +90,8 @@ def small_config(config: Any, **sizes: Any) -> Any:
     for name, part in config.sub_configs_defaults.items():
         given = sizes.pop(name, {})
         parts[name] = given if not isinstance(given, Mapping) else small_config(part_class(part, given), **{
-            **part.init_kwargs, **{k: v for k, v in given.items() if k != "model_type"}})  # fmt: skip
+            **{k: v for k, v in part.init_kwargs.items() if k not in SMALL},
+            **{k: v for k, v in given.items() if k != "model_type"}})  # fmt: skip
     return config(**{**small, **parts, **sizes})
 
 
@@ -130,11 +131,12 @@ class Case:
         model = getattr(transformers, self.model)
         return model._from_config(small_config(model.config_class, **self.sizes)).eval()
 
-    def arguments(self, module: nn.Module) -> dict[str, Any]:
-        """Return the inputs of a batch: the usual ones of the module, replaced by those of the case."""
+    def arguments(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the inputs of a batch, the usual ones of the module replaced by those of the case; and the others."""
         g = torch.Generator().manual_seed(1)
-        inputs = {**usual_inputs(module), **self.inputs}
-        return {k: x(g) if callable(x) else x for k, x in inputs.items() if x is not None}
+        inputs = {k: x for k, x in {**usual_inputs(module), **self.inputs}.items() if x is not None}
+        others = {k: x for k, x in inputs.items() if not callable(x)}
+        return {k: x(g) for k, x in inputs.items() if k not in others}, others
 
 
 def usual_inputs(module: Any) -> dict[str, Input]:
@@ -163,7 +165,7 @@ def diffusion(model: str, sizes: Mapping[str, Any], **inputs: Any) -> Case:
 
 
 PIXELS = floats(3, IMAGE, IMAGE)
-BOXES = ints(30, TOKENS, 4)
+BOXES = lambda g: torch.cat([ints(30, TOKENS, 2)(g), ints(60, TOKENS, 2, low=30)(g)], -1)  # noqa: E731
 MASK = constant(1, TOKENS)
 STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16]}
 WINDOWS = {"embed_dim": 8, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 2, "image_size": 16}
@@ -174,10 +176,11 @@ SSM = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 8, "mamba_n_gr
 SERIES = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2], "num_time_features": 2}
 HISTORY = {"past_values": floats(14), "past_time_features": floats(14, 2), "past_observed_mask": constant(1.0, 14),
            "future_values": floats(4), "future_time_features": floats(4, 2)}  # fmt: skip
-CODEC = {"hidden_size": 16, "num_filters": 4, "upsampling_ratios": [2, 2], "codebook_size": 12, "codebook_dim": 16}
+CODEC = {"hidden_size": 16, "num_filters": 4, "upsampling_ratios": [2, 2], "codebook_size": 16, "codebook_dim": 16}
 ROPE_3D = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}}
 PATCHES = {"pixel_values": lambda g: torch.randn(BATCH * 16, 3 * 2 * 8 * 8, generator=g),
            "image_grid_thw": lambda g: torch.tensor([[1, 4, 4]] * BATCH)}  # fmt: skip
+IMAGE_TOKENS = lambda g: torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 0]] * BATCH)  # noqa: E731
 UNET = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
 CROSS = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "cross_attention_dim": 16, "attention_head_dim": 4}
 LATENT = floats(4, 16, 16)
@@ -196,7 +199,7 @@ FAMILIES: dict[str, list[Case]] = {
         case("OlmoForCausalLM"), case("Olmo2ForCausalLM"), case("Olmo3ForCausalLM"), case("Starcoder2ForCausalLM"),
         case("CohereForCausalLM"), case("Cohere2ForCausalLM"), case("GraniteForCausalLM"), case("GlmForCausalLM"),
         case("Glm4ForCausalLM"), case("SmolLM3ForCausalLM"), case("HeliumForCausalLM"), case("PersimmonForCausalLM"),
-        case("NemotronForCausalLM"), case("Exaone4ForCausalLM"), case("SeedOssForCausalLM"), case("ApertusForCausalLM"),
+        case("NemotronForCausalLM", {"head_dim": 8, "num_key_value_heads": 2}), case("Exaone4ForCausalLM"), case("SeedOssForCausalLM"), case("ApertusForCausalLM"),
         case("NanoChatForCausalLM"), case("ModernBertDecoderForCausalLM"), case("BioGptForCausalLM"),
         case("XGLMForCausalLM"), case("CTRLLMHeadModel", {"dff": 37}), case("ImageGPTForCausalImageModeling"),
         case("DiffLlamaForCausalLM"), case("BitNetForCausalLM"),
@@ -211,7 +214,7 @@ FAMILIES: dict[str, list[Case]] = {
         case("FunnelForMaskedLM", {"block_sizes": [1, 1]}), case("ConvBertForMaskedLM"), case("ModernBertForMaskedLM"),
         case("MobileBertForMaskedLM"), case("SqueezeBertForMaskedLM", {"embedding_size": 32, "intermediate_size": 40}),
         case("NystromformerForMaskedLM"), case("FNetForMaskedLM"), case("RoFormerForMaskedLM"), case("RemBertForMaskedLM"),
-        case("CanineModel"), case("YosoForMaskedLM"), case("XLMWithLMHeadModel"), case("IBertForMaskedLM"),
+        case("CanineModel", {"num_hash_buckets": 64}), case("YosoForMaskedLM"), case("XLMWithLMHeadModel"), case("IBertForMaskedLM"),
         case("EsmForMaskedLM", {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2}), case("TapasForMaskedLM"),
         case("LukeForMaskedLM", {"entity_vocab_size": 7, "entity_emb_size": 8}), case("DPRQuestionEncoder"),
     ],
@@ -231,7 +234,7 @@ FAMILIES: dict[str, list[Case]] = {
                                       "linear_key_head_dim": 8, "linear_value_head_dim": 8}),
         case("DeepseekV2ForCausalLM", {"num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 8}),
         case("DeepseekV3ForCausalLM", {"num_key_value_heads": 4}), case("OlmoeForCausalLM"), case("GraniteMoeForCausalLM"),
-        case("DbrxForCausalLM", {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        case("DbrxForCausalLM", {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
                                  "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}}),
         case("PhimoeForCausalLM"), case("GptOssForCausalLM"), case("Glm4MoeForCausalLM"), case("Ernie4_5_MoeForCausalLM"),
         case("JetMoeForCausalLM"), case("MiniMaxForCausalLM"), case("Llama4ForCausalLM"),
@@ -239,13 +242,13 @@ FAMILIES: dict[str, list[Case]] = {
     ],
     "State spaces and recurrences": [
         case("MambaForCausalLM"), case("Mamba2ForCausalLM", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
-        case("FalconMambaForCausalLM"), case("RwkvForCausalLM", {"context_length": 8, "attention_hidden_size": 32}),
+        case("FalconMambaForCausalLM"), case("RwkvForCausalLM", {"context_length": 8, "attention_hidden_size": 32}, use_cache=False),
         case("RecurrentGemmaForCausalLM", {"block_types": ["recurrent", "attention"]}), case("BambaForCausalLM", {**SSM, "attn_layer_indices": [1]}),
-        case("ZambaForCausalLM", {"layers_block_type": ["linear_attention", "hybrid"]}),
-        case("Zamba2ForCausalLM", {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 8, "n_mamba_heads": 8, "chunk_size": 8}),
+        case("ZambaForCausalLM", {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),
+        case("Zamba2ForCausalLM", {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 8, "n_mamba_heads": 8, "chunk_size": 8}),
         case("GraniteMoeHybridForCausalLM", {**SSM, **HYBRID, "shared_intermediate_size": 24}),
         case("FalconH1ForCausalLM", {**SSM, "mamba_d_ssm": 64}), case("Lfm2ForCausalLM"), case("OlmoHybridForCausalLM"),
-        case("xLSTMForCausalLM", {"chunk_size": 8}),
+        case("xLSTMForCausalLM", {"chunk_size": 8, "hidden_size": 64, "num_heads": 2, "mode": "train"}, input_ids=ids(8)),
     ],
     "Vision": [
         case("ViTForImageClassification"), case("DeiTForImageClassification"), case("BeitForImageClassification"),
@@ -254,14 +257,14 @@ FAMILIES: dict[str, list[Case]] = {
         case("ConvNextForImageClassification", {**STAGES, "image_size": 64}), case("ConvNextV2ForImageClassification", {**STAGES, "image_size": 64}),
         case("ResNetForImageClassification", {"embedding_size": 8, **STAGES}), case("RegNetForImageClassification", {"embedding_size": 8, **STAGES, "groups_width": 4}),
         case("SegformerForSemanticSegmentation", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}), case("MobileViTForImageClassification", {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 16]}),
-        case("MobileNetV2ForImageClassification", {"depth_multiplier": 0.25}), case("EfficientNetForImageClassification", {"width_coefficient": 0.1, "depth_coefficient": 0.2, "hidden_dim": 32, "image_size": 32}),
+        case("MobileNetV2ForImageClassification", {"depth_multiplier": 0.25}), case("EfficientNetForImageClassification", {"width_coefficient": 0.1, "depth_coefficient": 0.2, "hidden_dim": 128, "image_size": 32}),
         case("PvtForImageClassification", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}), case("PoolFormerForImageClassification", STAGES), case("FocalNetForImageClassification", {"embed_dim": 8, **STAGES}),
-        case("LevitForImageClassification", {"hidden_sizes": [8, 16, 16], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [4, 4, 4], "image_size": 64}),
-        case("HieraForImageClassification", {"embed_dim": 8, "image_size": [32, 32], "depths": [1, 1, 1], "num_heads": [1, 2, 4], "num_query_pool": 2, "masked_unit_size": [2, 2], "masked_unit_attention": [True, True, False]}),
-        case("DPTForDepthEstimation", {"backbone_out_indices": [0, 1, 1, 1], "neck_hidden_sizes": [8, 8, 8, 8]}), case("GLPNForDepthEstimation", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}),
+        case("LevitForImageClassification", {"hidden_sizes": [8, 16, 16], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [4, 4, 4], "image_size": 64, "patch_size": 16}),
+        case("HieraForImageClassification", {"embed_dim": 8, "image_size": [32, 32], "depths": [1, 1, 1], "num_heads": [1, 2, 4], "num_query_pool": 2, "masked_unit_size": [4, 4], "masked_unit_attention": [True, True, False]}),
+        case("DPTForDepthEstimation", {"num_hidden_layers": 4, "backbone_config": None, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8]}), case("GLPNForDepthEstimation", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}),
         case("DetrForObjectDetection", BACKBONE, pixel_values=floats(3, 64, 64)), case("DeformableDetrForObjectDetection", {**BACKBONE, "num_feature_levels": 2}, pixel_values=floats(3, 64, 64)),
         case("YolosForObjectDetection", {"image_size": [32, 32], "num_detection_tokens": 5}),
-        case("Mask2FormerForUniversalSegmentation", {"backbone_config": {"model_type": "swin", "embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2], "window_size": 4, "image_size": 64, "out_features": ["stage1", "stage2", "stage3", "stage4"]}, "feature_size": 16, "mask_feature_size": 16, "encoder_feedforward_dim": 24, "dim_feedforward": 24, "encoder_layers": 1, "decoder_layers": 3}, pixel_values=floats(3, 64, 64)),
+        case("Mask2FormerForUniversalSegmentation", {"backbone_config": {"model_type": "swin", "embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2], "window_size": 4, "image_size": 64, "out_features": ["stage1", "stage2", "stage3", "stage4"]}, "feature_size": 32, "mask_feature_size": 32, "encoder_feedforward_dim": 24, "dim_feedforward": 24, "encoder_layers": 1, "decoder_layers": 3}, pixel_values=floats(3, 64, 64)),
         case("SamModel", {"vision_config": {"hidden_size": 32, "output_channels": 16, "num_pos_feats": 8, "global_attn_indexes": [1], "window_size": 2}, "prompt_encoder_config": {"hidden_size": 16}, "mask_decoder_config": {"hidden_size": 16, "iou_head_hidden_dim": 16}}, input_points=floats(1, 2, 2)),
         case("VideoMAEForVideoClassification", {"num_frames": 4}, pixel_values=floats(4, 3, IMAGE, IMAGE)), case("TimesformerForVideoClassification", {"num_frames": 2}, pixel_values=floats(2, 3, IMAGE, IMAGE)),
         case("VivitForVideoClassification", {"num_frames": 4, "tubelet_size": [2, 8, 8]}, pixel_values=floats(4, 3, IMAGE, IMAGE)),
@@ -279,27 +282,27 @@ FAMILIES: dict[str, list[Case]] = {
         case("CLIPModel", pixel_values=PIXELS), case("ChineseCLIPModel", pixel_values=PIXELS), case("AltCLIPModel", pixel_values=PIXELS), case("SiglipModel", pixel_values=PIXELS), case("BlipForConditionalGeneration", pixel_values=PIXELS, input_ids=ids()),
         case("Blip2ForConditionalGeneration", {"image_token_index": 60, "qformer_config": {"cross_attention_frequency": 1}}, input_ids=ids_with((60, 3))),
         case("LlavaForConditionalGeneration", {"vision_config": {"num_hidden_layers": 2}}, pixel_values=PIXELS, input_ids=ids_with((60, 16), tokens=20)),
-        case("Qwen2VLForConditionalGeneration", ROPE_3D, **PATCHES, input_ids=ids_with((57, 1), (60, 4), (56, 1))),
-        case("Qwen2_5_VLForConditionalGeneration", {**ROPE_3D, "vision_config": {"fullatt_block_indexes": [1], "window_size": 16}}, **PATCHES, input_ids=ids_with((57, 1), (60, 4), (56, 1))),
+        case("Qwen2VLForConditionalGeneration", ROPE_3D, **PATCHES, input_ids=ids_with((57, 1), (60, 4), (56, 1)), mm_token_type_ids=IMAGE_TOKENS),
+        case("Qwen2_5_VLForConditionalGeneration", {**ROPE_3D, "vision_config": {"fullatt_block_indexes": [1], "window_size": 16}}, **PATCHES, input_ids=ids_with((57, 1), (60, 4), (56, 1)), mm_token_type_ids=IMAGE_TOKENS),
         case("Qwen3VLForConditionalGeneration"), case("Idefics3ForConditionalGeneration"),
         case("IdeficsForVisionText2Text", {"freeze_text_layers": False}, pixel_values=floats(1, 3, IMAGE, IMAGE), image_attention_mask=constant(1, TOKENS, 1)),
         case("PaliGemmaForConditionalGeneration", {"vision_config": {"projection_dim": 32}, "projection_dim": 32}, pixel_values=PIXELS, input_ids=ids_with((60, 16), tokens=20)),
         case("Gemma3ForConditionalGeneration"), case("InternVLForConditionalGeneration"), case("MllamaForCausalLM"),
-        case("FlavaModel", pixel_values=PIXELS), case("ViltModel", pixel_values=PIXELS), case("GitForCausalLM", pixel_values=PIXELS), case("OwlViTModel", pixel_values=PIXELS, attention_mask=MASK),
-        case("LayoutLMForMaskedLM", bbox=BOXES), case("LayoutLMv3Model", {"coordinate_size": 5, "shape_size": 6, "input_size": IMAGE}, bbox=BOXES, pixel_values=PIXELS), case("LiltModel", bbox=BOXES), case("BrosModel", bbox=floats(TOKENS, 4)), case("UdopForConditionalGeneration", bbox=floats(TOKENS, 4)),
+        case("FlavaModel", pixel_values=PIXELS), case("ViltModel", pixel_values=None, image_embeds=floats(4, 32), pixel_mask=constant(1, 2, 2)), case("GitForCausalLM", pixel_values=PIXELS), case("OwlViTModel", pixel_values=PIXELS, attention_mask=MASK),
+        case("LayoutLMForMaskedLM", bbox=BOXES), case("LayoutLMv3Model", {"coordinate_size": 5, "shape_size": 6, "input_size": IMAGE}, bbox=BOXES, pixel_values=PIXELS), case("LiltModel", {"hidden_size": 48}, bbox=BOXES), case("BrosModel", {"hidden_size": 64}, bbox=floats(TOKENS, 4)), case("UdopForConditionalGeneration", bbox=floats(TOKENS, 4)),
         case("LxmertModel", {"l_layers": 1, "x_layers": 1, "r_layers": 1}, visual_feats=floats(3, 6), visual_pos=floats(3, 4)), case("VisualBertModel"),
         case("VisionEncoderDecoderModel", {"encoder": {"model_type": "donut-swin", **WINDOWS}}), case("TrOCRForCausalLM"), case("VisionTextDualEncoderModel", pixel_values=PIXELS),
     ],
     "Series, decisions and structures": [
         case("PatchTSTForPrediction", {"num_input_channels": 2, "patch_length": 4, "patch_stride": 4}, past_values=floats(32, 2)), case("PatchTSMixerForPrediction", {"num_input_channels": 2}, past_values=floats(32, 2)),
-        case("InformerModel", SERIES, **HISTORY), case("AutoformerModel", {**SERIES, "label_length": 4, "moving_average": 3}, **HISTORY), case("TimeSeriesTransformerModel", SERIES, **HISTORY),
+        case("InformerModel", {**SERIES, "attention_type": "full"}, **HISTORY), case("AutoformerModel", {**SERIES, "label_length": 4, "moving_average": 3}, **HISTORY), case("TimeSeriesTransformerModel", SERIES, **HISTORY),
         case("DecisionTransformerModel", {"state_dim": 5, "act_dim": 3, "max_ep_len": 20}, states=floats(4, 5), actions=floats(4, 3), rewards=floats(4, 1), returns_to_go=floats(4, 1), timesteps=ints(20, 4), attention_mask=constant(1, 4)),
     ],
     "Diffusion": [
         diffusion("UNet2DModel", {**UNET, "sample_size": 16, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 4}, sample=floats(3, 16, 16), timestep=TIMES),
         diffusion("UNet2DConditionModel", {**UNET, **CROSS, "sample_size": 16, "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}, sample=LATENT, timestep=TIMES, encoder_hidden_states=floats(5, 16)),
         diffusion("UNet3DConditionModel", {**UNET, "cross_attention_dim": 16, "attention_head_dim": 4, "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D")}, sample=floats(4, 2, 8, 8), timestep=TIMES, encoder_hidden_states=floats(5, 16)),
-        diffusion("UNet1DModel", {"block_out_channels": (8, 16), "in_channels": 4, "out_channels": 4, "extra_in_channels": 8, "down_block_types": ("DownBlock1D", "AttnDownBlock1D"), "up_block_types": ("AttnUpBlock1D", "UpBlock1D")}, sample=floats(4, 16), timestep=TIMES),
+        diffusion("UNet1DModel", {"block_out_channels": (8, 8, 16, 16), "in_channels": 6, "out_channels": 6, "time_embedding_type": "positional", "use_timestep_embedding": True, "flip_sin_to_cos": False, "freq_shift": 1.0, "layers_per_block": 1, "out_block_type": "OutConv1DBlock", "mid_block_type": "MidResTemporalBlock1D", "down_block_types": ("DownResnetBlock1D",) * 4, "up_block_types": ("UpResnetBlock1D",) * 3, "act_fn": "swish"}, sample=floats(6, 16), timestep=TIMES),
         diffusion("ControlNetModel", {**UNET, **CROSS, "conditioning_embedding_out_channels": (4, 8)}, sample=LATENT, timestep=TIMES, encoder_hidden_states=floats(5, 16), controlnet_cond=floats(3, 32, 32)),
         diffusion("DiTTransformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "norm_num_groups": 4, "num_embeds_ada_norm": 10}, hidden_states=floats(4, 8, 8), timestep=TIMES, class_labels=ints(10)),
         diffusion("PixArtTransformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "cross_attention_dim": 16, "caption_channels": 12, "norm_num_groups": 4}, hidden_states=floats(4, 8, 8), timestep=TIMES, encoder_hidden_states=floats(5, 12), added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
@@ -309,12 +312,12 @@ FAMILIES: dict[str, list[Case]] = {
         diffusion("VQModel", {**UNET, "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2, "num_vq_embeddings": 12, "vq_embed_dim": 3}, sample=floats(3, 16, 16)),
         diffusion("Transformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 8, "norm_num_groups": 4, "cross_attention_dim": 16}, hidden_states=floats(8, 8, 8), encoder_hidden_states=floats(5, 16)),
         diffusion("AuraFlowTransformer2DModel", {"sample_size": 8, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 12, "caption_projection_dim": 16, "pos_embed_max_size": 64}, hidden_states=floats(4, 8, 8), encoder_hidden_states=floats(5, 12), timestep=floats()),
-        diffusion("HunyuanDiT2DModel", {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "cross_attention_dim": 12, "cross_attention_dim_t5": 10, "pooled_projection_dim": 6, "hidden_size": 16, "text_len": 4, "text_len_t5": 5}, hidden_states=floats(4, 8, 8), timestep=TIMES, encoder_hidden_states=floats(4, 12), text_embedding_mask=constant(1, 4), encoder_hidden_states_t5=floats(5, 10), text_embedding_mask_t5=constant(1, 5), image_meta_size=ints(8, 6), style=ints(1), image_rotary_emb=(torch.ones(16, 8), torch.zeros(16, 8))),
+        diffusion("HunyuanDiT2DModel", {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "cross_attention_dim": 12, "cross_attention_dim_t5": 10, "pooled_projection_dim": 6, "hidden_size": 16, "text_len": 4, "text_len_t5": 5}, hidden_states=floats(4, 8, 8), timestep=floats(), encoder_hidden_states=floats(4, 12), text_embedding_mask=constant(1, 4), encoder_hidden_states_t5=floats(5, 10), text_embedding_mask_t5=constant(1, 5), image_meta_size=floats(6), style=ints(1), image_rotary_emb=(torch.ones(16, 8), torch.zeros(16, 8))),
         diffusion("SanaTransformer2DModel", {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 12, "sample_size": 8}, hidden_states=floats(4, 8, 8), encoder_hidden_states=floats(5, 12), timestep=TIMES),
         diffusion("WanTransformer3DModel", {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 12, "freq_dim": 8, "ffn_dim": 20, "num_layers": 2, "rope_max_seq_len": 32}, hidden_states=floats(4, 2, 8, 8), timestep=TIMES, encoder_hidden_states=floats(5, 12)),
         diffusion("CogVideoXTransformer3DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 12, "num_layers": 2, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "max_text_seq_length": 5}, hidden_states=floats(2, 4, 8, 8), encoder_hidden_states=floats(5, 12), timestep=TIMES),
         diffusion("PriorTransformer", {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "embedding_dim": 12, "num_embeddings": 5}, hidden_states=floats(12), timestep=TIMES, proj_embedding=floats(12), encoder_hidden_states=floats(5, 12)),
-        diffusion("UNetSpatioTemporalConditionModel", {"block_out_channels": (8, 16), "layers_per_block": 1, "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"), "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), "cross_attention_dim": 16, "num_attention_heads": (2, 4), "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 24, "in_channels": 8}, sample=floats(2, 8, 8, 8), timestep=TIMES, encoder_hidden_states=floats(1, 16), added_time_ids=floats(3)),
+        diffusion("UNetSpatioTemporalConditionModel", {"block_out_channels": (32, 64), "layers_per_block": 1, "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"), "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), "cross_attention_dim": 16, "num_attention_heads": (2, 4), "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 24, "in_channels": 8}, sample=floats(2, 8, 8, 8), timestep=TIMES, encoder_hidden_states=floats(1, 16), added_time_ids=floats(3)),
         diffusion("AutoencoderTiny", {"encoder_block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (8, 8, 8, 8)}, sample=floats(3, 16, 16)),
     ],
 }
