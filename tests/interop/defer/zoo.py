@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +192,103 @@ def difference(x: Tensor, y: Tensor, least: float = 0.0) -> float:
     """Return the largest difference, relative to the largest number of `y`, or to `least` if that is larger."""
     assert (x.dtype, x.shape) == (y.dtype, y.shape)
     return 0.0 if torch.equal(x, y) else float((x - y).abs().max()) / max(float(y.abs().max()), least)
+
+
+# --- the page -------------------------------------------------------------------------------------------------
+
+HEAD = """# Architectures
+
+Each row is a class of transformers or diffusers, made small, that `fs.defer` records without a change in it. It is
+compared with the module itself, run by torch:
+
+- *leaves*, *parameters*: parameters and buffers of the described tree, and numbers in its parameters. Their names, ties
+  and constants are those of the constructor, their draws are distributed as its own, and their values on a mesh of
+  data=2, model=2, sharded over both axes, are bitwise those on one device.
+- *units*: the classes of its blocks (transformers' `_no_split_modules`, or the most frequent class in its lists), as
+  for `fs.defer(constructor, units=...)`.
+- *forward*: the outputs in eval mode on data=2, fully sharded, beside the module's own outputs for each rank's
+  examples: *equal*, bit by bit, or the largest difference relative to the largest number.
+- *FSDP*: the gradient of all parameters there beside torch's autograd on each rank's examples, summed. Forward and
+  gradient are compared with all leaves gathered at once and, by `apply.unshard`, unit by unit; the larger difference
+  stands here. A unit that runs more than once adds its sums in another order.
+- *one device*: the same gradient beside torch's autograd on the whole batch. Sums of float32 have another order there.
+- *s*: seconds for all of this.
+
+`python -m tests.interop.defer.zoo` writes this page; inputs and sizes are in `tests/interop/defer/zoo_cases.py`.
+"""
+REFUSALS = """
+## Refused, and the way out
+
+Forward draws from torch's own generator, also in eval mode, so another mesh would give another answer. The error names
+the line.
+
+| class | arguments | error | way out |
+|---|---|---|---|
+"""
+COLUMNS = "class", "leaves", "parameters", "units", "forward", "FSDP", "one device", "s"
+
+
+def cells(row: Row) -> list[str]:
+    def shown(error: float | None) -> str:
+        return "mixes examples" if error is None else "equal" if error == 0 else f"{error:.0e}"
+
+    return [f"`{row.model}`", f"{row.leaves:,}", f"{row.parameters:,}", row.units, shown(row.forward),
+            shown(row.gradient), shown(row.batch), f"{row.seconds:.1f}"]  # fmt: skip
+
+
+def page(rows: Mapping[str, Sequence[str]], refusals: Mapping[str, Sequence[str]]) -> str:
+    """Return the page of the rows, in the order of the list of cases."""
+    text = HEAD
+    for family, cases in FAMILIES.items():
+        done = [rows[c.model] for c in cases if c.model in rows]
+        text += f"\n## {family}\n\n" + "".join(line(x) for x in (COLUMNS, ["---"] * len(COLUMNS), *done))
+    return text + REFUSALS + "".join(line(refusals[m]) for m in REFUSED if m in refusals)
+
+
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def read_page() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the cells of the page's rows and of its refusals, by class."""
+    text = TABLE.read_text() if TABLE.exists() else ""
+    lines = [x[2:-2].split(" | ") for x in text.splitlines() if x.startswith("| `")]
+    found = {n: {x[0].strip("`"): x for x in lines if len(x) == n} for n in (len(COLUMNS), 4)}
+    return found[len(COLUMNS)], found[4]
+
+
+def refusal(model: str) -> list[str]:
+    """Return the row of an architecture that is refused. Raises AssertionError if it is not."""
+    case, arguments, way_out = REFUSED[model]
+    try:
+        measure(case)
+    except fs.ShardingError as e:
+        place, error = str(e).splitlines()[0].split(": ", 1)
+        return [f"`{model}`", arguments, f"{error}, in `{place.split(' in ')[1]}`", way_out]
+    raise AssertionError(f"{model} runs")
+
+
+def main(names: Sequence[str]) -> int:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows, refusals = read_page()
+    every, failed = names == ["all"], 0
+    for model, case in CASES.items():
+        if every or model in names or not (names or model in rows):
+            try:
+                rows[model] = cells(measure(case))
+                print(line(rows[model]), end="", flush=True)
+            except Exception as e:
+                failed += 1
+                rows.pop(model, None)
+                print(f"{model}: {type(e).__name__}: {e}\n  {traceback.extract_tb(e.__traceback__)[-1]}", flush=True)
+            TABLE.write_text(page(rows, refusals))
+    TABLE.write_text(page(rows, {m: refusal(m) for m in REFUSED}))
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

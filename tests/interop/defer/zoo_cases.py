@@ -187,6 +187,8 @@ CROSS = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "cross_att
 LATENT = floats(4, 16, 16)
 TIMES = ints(1000)
 
+MAE = {"decoder_num_attention_heads": 4, "decoder_num_hidden_layers": 1, "decoder_intermediate_size": 24}
+AXIAL = {"is_decoder": True, "attention_head_size": 8, "feed_forward_size": 37, "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [8, 24], "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "max_position_embeddings": 16}
 FAMILIES: dict[str, list[Case]] = {
     "Decoders": [
         case("GPT2LMHeadModel"), case("GPTJForCausalLM", {"rotary_dim": 4}), case("GPTNeoXForCausalLM"),
@@ -218,6 +220,7 @@ FAMILIES: dict[str, list[Case]] = {
         case("CanineModel", {"num_hash_buckets": 64}), case("YosoForMaskedLM"), case("XLMWithLMHeadModel"), case("IBertForMaskedLM"),
         case("EsmForMaskedLM", {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2}), case("TapasForMaskedLM"),
         case("LukeForMaskedLM", {"entity_vocab_size": 7, "entity_emb_size": 8}), case("DPRQuestionEncoder"),
+        case("ReformerModelWithLMHead", {**AXIAL, "attn_layers": ["local", "local"]}, input_ids=ids(16)),
     ],
     "Encoder-decoders": [
         case("T5ForConditionalGeneration"), case("MT5ForConditionalGeneration"), case("UMT5ForConditionalGeneration"),
@@ -243,17 +246,17 @@ FAMILIES: dict[str, list[Case]] = {
     ],
     "State spaces and recurrences": [
         case("MambaForCausalLM"), case("Mamba2ForCausalLM", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
-        case("FalconMambaForCausalLM"), case("RwkvForCausalLM", {"context_length": 8, "attention_hidden_size": 32}, use_cache=False),
+        case("FalconMambaForCausalLM"), case("RwkvForCausalLM", {"context_length": 8, "attention_hidden_size": 32, "rescale_every": 0}, use_cache=False),
         case("RecurrentGemmaForCausalLM", {"block_types": ["recurrent", "attention"]}), case("BambaForCausalLM", {**SSM, "attn_layer_indices": [1]}),
         case("ZambaForCausalLM", {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),
         case("Zamba2ForCausalLM", {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 8, "n_mamba_heads": 8, "chunk_size": 8}),
         case("GraniteMoeHybridForCausalLM", {**SSM, **HYBRID, "shared_intermediate_size": 24}),
         case("FalconH1ForCausalLM", {**SSM, "mamba_d_ssm": 64}), case("Lfm2ForCausalLM"), case("OlmoHybridForCausalLM"),
-        case("xLSTMForCausalLM", {"chunk_size": 8, "hidden_size": 64, "num_heads": 2, "mode": "train"}, input_ids=ids(8)),
+        case("xLSTMForCausalLM", {"chunk_size": 8, "hidden_size": 64, "num_heads": 2, "qk_dim_factor": 1.0, "mode": "train"}, input_ids=ids(8)),
     ],
     "Vision": [
         case("ViTForImageClassification"), case("DeiTForImageClassification"), case("BeitForImageClassification"),
-        case("Dinov2ForImageClassification"), case("DINOv3ViTModel"), case("ViTMAEForPreTraining", {"decoder_num_attention_heads": 4, "decoder_num_hidden_layers": 1, "decoder_intermediate_size": 24}, noise=floats(16)),
+        case("Dinov2ForImageClassification"), case("DINOv3ViTModel"), case("ViTMAEForPreTraining", MAE, noise=floats(16)),
         case("ViTMSNForImageClassification"), case("SwinForImageClassification", WINDOWS), case("Swinv2ForImageClassification", WINDOWS),
         case("ConvNextForImageClassification", {**STAGES, "image_size": 64}), case("ConvNextV2ForImageClassification", {**STAGES, "image_size": 64}),
         case("ResNetForImageClassification", {"embedding_size": 8, **STAGES}), case("RegNetForImageClassification", {"embedding_size": 8, **STAGES, "groups_width": 4}),
@@ -323,4 +326,11 @@ FAMILIES: dict[str, list[Case]] = {
     ],
 }
 CASES = {c.model: c for cases in FAMILIES.values() for c in cases}
-REFUSED = []
+
+REFUSED = {  # class -> the case, its arguments in words, and the way out
+    "BigBirdForMaskedLM": (case("BigBirdForMaskedLM"), "a short sequence", '`attention_type="original_full"`'),
+    "InformerModel": (case("InformerModel", SERIES, **HISTORY), '`attention_type="prob"`', '`attention_type="full"`'),
+    "ReformerModelWithLMHead": (case("ReformerModelWithLMHead", {**AXIAL, "attn_layers": ["lsh"], "num_buckets": 2}), '`attn_layers=["lsh"]`', '`attn_layers=["local"]`'),
+    "ViltModel": (case("ViltModel", pixel_values=PIXELS), "`pixel_values`", "`image_embeds`"),
+    "ViTMAEForPreTraining": (case("ViTMAEForPreTraining", MAE), "`pixel_values`", "`noise`, drawn by a key"),
+}
