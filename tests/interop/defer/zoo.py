@@ -63,7 +63,7 @@ class Row:
 
 def measure(case: Case) -> Row:
     """Record, materialize, run and differentiate an architecture. Raises AssertionError for a difference."""
-    start = time.perf_counter()
+    start = time.process_time()
     module = eager(case)
     units = unit_classes(module)
     apply, tree = fs.defer(case.construct, **({"units": units} if UNITS else {}))
@@ -106,7 +106,7 @@ def measure(case: Case) -> Row:
     assert mixes == case.mixes, "one example's output depends on the others" if mixes else "it does not mix examples"
     assert mixes or error <= TOLERANCE, f"gradient differs from that of the whole batch by {error:.1g}"
     return Row(case.model, len(fs.tree.leaves(tree)), sum(x.numel() for x in values["params"].values()),
-               ", ".join(units), forward, gradient, None if mixes else error, time.perf_counter() - start)  # fmt: skip
+               ", ".join(units), forward, gradient, None if mixes else error, time.process_time() - start)  # fmt: skip
 
 
 def train_step(apply, tree, by_units, values, batch, others):
@@ -155,8 +155,9 @@ def unit_classes(module: nn.Module) -> list[str]:
     known = {type(m).__name__ for m in module.modules()} - {type(module).__name__}
     if own := sorted(known & set(getattr(module, "_no_split_modules", None) or ())):
         return own
-    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    counts = Counter(type(x).__name__ for m in lists for x in m if any(True for _ in x.parameters()))
+    listed = [x for m in module.modules() if isinstance(m, nn.ModuleList) for x in m if isinstance(x, nn.Module)]
+    blocks = [x for x in listed if len(list(x.modules())) > 1 and len(list(x.parameters())) > 0]
+    counts = Counter(type(x).__name__ for x in blocks)
     return [counts.most_common(1)[0][0]] if counts else []
 
 
@@ -212,7 +213,7 @@ compared with the module itself, run by torch:
   gradient are compared with all leaves gathered at once and, by `apply.unshard`, unit by unit; the larger difference
   stands here. A unit that runs more than once adds its sums in another order.
 - *one device*: the same gradient beside torch's autograd on the whole batch. Sums of float32 have another order there.
-- *s*: seconds for all of this.
+- *s*: seconds of one core for all of this.
 
 `python -m tests.interop.defer.zoo` writes this page; inputs and sizes are in `tests/interop/defer/zoo_cases.py`.
 """
