@@ -51,6 +51,8 @@ class Apply:
     A buffer that `forward` updates is returned by `with_buffers`; a plain call, which would lose it, is an error. A
     buffer that is not persistent is a cache (the frequencies of dynamic rope) and no state: a plain call may lose it.
 
+    Parameters that `forward` changes in place (`nn.Embedding(max_norm=)`, RWKV in eval mode) are an error.
+
     Dropout and other draws are by a key, `apply(params, buffers, x, key=key)`: see `with_key`. Without a key they are
     from torch's generator, which is an error in a region; `.eval()` has none. Hugging Face's
     `gradient_checkpointing` is an error: `torch.utils.checkpoint` fails under torch.func, and elsewhere would recompute
@@ -298,6 +300,7 @@ class Apply:
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
         versions = {name: _version(x) for name, x in copies.items()}
+        versions_of_params = {name: _version(x) for name, x in params.items()}
         mine = self._take_copy()
         for p in mine.places:
             p.holder[p.key] = leaves[p.kind][p.leaf]
@@ -316,6 +319,11 @@ class Apply:
             if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
                 after[p.leaf] = x
         self._give_back(mine)
+        if written := [name for name, x in params.items() if _version(x) != versions_of_params[name]]:
+            raise fail(f"{self!r}: forward changed params in place: {', '.join(written)}",
+                       "a function may not: the next call has other values, but on a mesh, where leaves are gathered, "
+                       "it has the old ones", fix="switch that off, as max_norm= of nn.Embedding or rescale_every= of "
+                       "RWKV; do it between steps, to the params")  # fmt: skip
         state = {name: x for name, x in after.items() if name not in self.transient}
         changed = [name for name, x in state.items() if x is not copies[name] or _version(x) != versions[name]]
         if not changed and not self._values_compared:  # torch's batch_norm does not count all its writes as versions

@@ -341,6 +341,21 @@ def test_buffer_that_changes_in_a_later_call_under_vmap_is_an_error():
     assert torch.equal(many["n"], torch.zeros(3))
 
 
+@pytest.mark.parametrize("in_region", [False, True])
+def test_forward_that_changes_parameters_in_place_is_an_error(in_region):
+    """On a mesh forward would change a gathered copy, and on one device the parameter."""
+    apply = Apply(nn.Embedding(5, 3, max_norm=1.0))
+    params, ids = {"weight": torch.full((5, 3), 2.0)}, torch.tensor([1, 2])
+    call = lambda p, ids: fs.grad(lambda p: apply(p, {}, ids).sum())(p)  # noqa: E731
+    if in_region:
+        run = fs.shard_map(lambda p, ids: call(fs.unshard(p, P("a"), "a", shapes=params), ids),
+                           mesh=fs.make_mesh(a=2), in_specs=(P("a"), P("a")), out_specs=P("a"))  # fmt: skip
+    else:
+        run = call
+    with pytest.raises(ShardingError, match=r"Apply\(Embedding\): forward changed params in place: weight"):
+        run(params, ids)
+
+
 @pytest.mark.parametrize("under", ["plain", "grad", "vmap", "inference"])
 def test_with_buffers_returns_the_buffers_of_the_module(under):
     norm = nn.BatchNorm1d(2, momentum=0.3)
