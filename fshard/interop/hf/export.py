@@ -32,11 +32,11 @@ from fshard import tree
 from fshard._io import Ranks, StrPath, assign_writers, bytes_of, local_part, summary, sync, write_errors, write_file
 from fshard._safetensors import BLOCK_BYTES, checksums_of
 from fshard.errors import ShardingError, checked, fail
-from fshard.spec import Box
+from fshard.spec import Box, relative_box
 
 from .folder import CONFIG, INDEX, SINGLE, read_json
 from .layout import OutputFile, Source, check_described, output_files, output_tensors
-from .weights import CHUNK_BYTES, FileTensor
+from .weights import CHUNK_BYTES, FilePart, FileTensor, overlap
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY = ".saving-"
@@ -46,7 +46,7 @@ Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its
 
 @checked
 def write(
-    folder: StrPath, tree_: Any, theirs: Callable[[tree.Path], FileTensor], *, config: Mapping[str, Any],
+    folder: StrPath, tree_: Any, theirs: Callable[[tree.Path], FileTensor | tuple[FilePart, ...]], *, config: Mapping[str, Any],
     prefix: str = "",
     max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None, described: Any = None,
 ) -> None:  # fmt: skip
@@ -57,7 +57,7 @@ def write(
     are replaced all at once; files of other names stay. On a process mesh every rank calls this, on a shared folder.
 
     Args:
-        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part.
+        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or all parts of several.
         config: the contents of config.json.
         prefix: put before every name: `"transformer."` for a base model written as part of one with a head.
         max_shard_bytes: the most bytes of tensors in one file, unless a single tensor has more.
@@ -162,8 +162,12 @@ def _write_into(path: Path, parts: Parts) -> None:
     try:
         for start, source, box, part in parts:
             itemsize = part.dtype.itemsize
-            for region in source.pattern.regions(source.leaf.shape, box):
-                view = region.view_of(part)
+            common = overlap(source.part.box, box)
+            if common is None:
+                continue
+            inside = part[relative_box(common, box)]
+            for region in source.part.places.regions(relative_box(common, source.part.box)):
+                view = region.view_of(inside)
                 for chunk, offsets, run in region.chunks(CHUNK_BYTES // itemsize):
                     data, size = bytes_of(view[chunk]), run * itemsize
                     for i, offset in enumerate(offsets):
