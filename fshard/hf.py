@@ -21,7 +21,8 @@ from fshard.errors import checked, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
-from .interop.hf import CONFIG, FileTensor, config_of, read, write
+from .interop.defer import Apply
+from .interop.hf import CONFIG, FileTensor, config_of, file_parts, read_module, write
 
 
 @checked
@@ -57,7 +58,10 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
 
 
 @checked
-def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequence[str] = ()) -> Any:
+def weights(
+    path: StrPath, described: Any, *, of: Apply | None = None, prefix: str = "", ignored: Sequence[str] = (),
+    missing: Sequence[str] = (),
+) -> Any:  # fmt: skip
     """Return the leaves of a described module with their values in a folder, by the same dotted names.
 
     >>> apply, module = fs.defer(lambda: torch.nn.LayerNorm(16))
@@ -66,7 +70,7 @@ def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequenc
 
     Raises ShardingError listing every tensor that is missing, extra, cut short or of another shape.
     """
-    return read(path, described, by_name, prefix=prefix, ignored=ignored)
+    return read_module(path, described, of, prefix=prefix, ignored=ignored, missing=missing)
 
 
 @checked

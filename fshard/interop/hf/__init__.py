@@ -2,7 +2,8 @@
 
 from .export import write
 from .folder import CONFIG, INDEX, PICKLES, SINGLE, WeightHeaders, config_of, read_json
+from .module import file_parts, read_module
 from .weights import FileTensor, read, tensors
 
-__all__ = ["CONFIG", "INDEX", "PICKLES", "SINGLE", "FileTensor", "WeightHeaders", "config_of", "read", "read_json",
-           "tensors", "write"]  # fmt: skip
+__all__ = ["CONFIG", "INDEX", "PICKLES", "SINGLE", "FileTensor", "WeightHeaders", "config_of",
+           "file_parts", "read", "read_json", "read_module", "tensors", "write"]  # fmt: skip

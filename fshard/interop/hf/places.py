@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fshard.errors import fail
-from fshard.spec import Box, box_shape
+from fshard.spec import Box, box_shape, full_box
 
 Factor = tuple[int, int]  # (size, stride) of a part of a dim, as of `h` and `k` in `(h k)`
 _MAX_RUNS = 1 << 16  # in one chunk: the list of their offsets takes memory too
@@ -34,10 +34,12 @@ class Places:
     offset: int = 0
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> Places:
-        """Return the places of a whole tensor in the file, in its own order."""
+    def of(cls, shape: Sequence[int], box: Box | None = None) -> Places:
+        """Return the places of a whole tensor in the file, in its own order, or of a box of it."""
+        box = full_box(shape) if box is None else box
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return cls(tuple(((n, stride),) for n, stride in zip(shape, strides, strict=True)))
+        dims = tuple(((s.stop - s.start, stride),) for s, stride in zip(box, strides, strict=True))
+        return cls(dims, sum(s.start * stride for s, stride in zip(box, strides, strict=True))).reshape(box_shape(box))
 
     @property
     def shape(self) -> tuple[int, ...]:
