@@ -10,7 +10,7 @@ params = hf.weights("folder", module["params"])            # the module's leaves
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,7 @@ from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
 from .interop.defer import Apply
-from .interop.hf import CONFIG, FileTensor, config_of, file_parts, read_module, write
+from .interop.hf import CONFIG, FileTensor, config_of, file_parts, name_of, read_module, write
 
 
 @checked
@@ -74,17 +74,24 @@ def weights(
 
 
 @checked
-def save(path: StrPath, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+def save(
+    path: StrPath, cfg: Any, params: Any, *, of: Apply | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads; every rank writes its own bytes.
 
     `cfg` is the `Config` of a model in `fs.models`, or, for a module's leaves by their dotted names, the contents of
     config.json. Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank.
 
+    `of` is the function that `fs.defer` returned with a module: with it `params` may be the whole tree, with buffers
+    (of which those that are not persistent are left out), and the leaves of a model of transformers are written under
+    the names and in the shapes that its `save_pretrained` gives them.
+
     >>> cfg, params = hf.load("my-gpt2")
     >>> hf.save("again", cfg, fs.materialize(params, P("model"), mesh, key=fs.key(0)))
     """
     if isinstance(cfg, Mapping):
-        write(path, params, by_name, config=cfg, max_shard_bytes=max_shard_bytes)
+        theirs = by_name(params) if of is None else file_parts(params, of)
+        write(path, params, theirs, config=cfg, max_shard_bytes=max_shard_bytes)
         return
     model = next((m for m in map(model_of, models.__all__) if m is not None and isinstance(cfg, m.Config)), None)
     if model is None:
@@ -93,8 +100,8 @@ def save(path: StrPath, cfg: Any, params: Any, *, max_shard_bytes: int = 5 * 10*
     model.save(path, cfg, params, max_shard_bytes=max_shard_bytes)
 
 
-def by_name(path: tree.Path) -> FileTensor:
-    return FileTensor(tree.dotted(path))
+def by_name(params: Any) -> Callable[[tree.Path], FileTensor]:
+    return lambda path: FileTensor(name_of(path, params))
 
 
 def model_of(kind: object) -> ModuleType | None:

@@ -14,12 +14,13 @@ import torch
 
 from fshard import tree
 from fshard._io import StrPath
-from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
+from fshard.errors import ShardingError, checked, fail, join_limited, must_be, raise_all
 from fshard.init import Deferred
 from fshard.init.initializers import Full
 from fshard.interop.defer import Apply
 from fshard.interop.defer.constructor import Recorded
 from fshard.interop.defer.graph import draws
+from fshard.sharded import Sharded
 from fshard.spec import box_shape, describe
 
 from .conversion import Converted, Library, from_files, library_of, to_files
@@ -31,29 +32,37 @@ KINDS = ("params", "buffers")
 
 
 @checked
-def file_parts(described: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, ...]]:
+def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, ...]]:
     """Return the function from the path of a leaf to the parts of tensors in files that it is written to.
 
-    `described` has the leaves of the module, all of them: with a shape and a dtype.
+    `leaves` are all that the module stores: those of a buffer that is not persistent have no parts.
+
+    Raises ShardingError listing every leaf that is missing or not the module's, and leaves that peft has added.
     """
     names = Names.of(of)
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    plain: dict[tree.Path, str] = {}
     errors: list[ShardingError] = []
-    for path, leaf in tree.leaves_with_path(described):
-        name = name_of(path, described)
-        plain[path] = names.plain(name)
-        shapes[plain[path]] = (tuple(leaf.shape), leaf.dtype)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    found: set[str] = set()
+    for path, leaf in tree.leaves_with_path(leaves):
+        name, label = name_of(path, leaves), tree.show("tree", path)
+        found.add(name)
         if name not in names.kinds:
-            errors.append(fail(f"save: {tree.show('tree', path)} is not a leaf of {of!r}"))
-    stored = {name for name in names.kinds if name not in names.transient and name not in names.ties}
-    for name in sorted(stored - {name_of(path, described) for path in plain}):
-        errors.append(fail(f"save: {names.kinds[name]}[{name!r}] is missing, and {of!r} stores it",
-                           fix="pass the whole tree: {'params': ..., 'buffers': ...}"))  # fmt: skip
+            errors.append(fail(f"save: {label} is not a leaf of {of!r}"))
+        elif not isinstance(leaf, (Sharded, torch.Tensor)):
+            errors.append(must_be(f"save: {label}", "a tensor or a Sharded", leaf))
+        elif name not in names.transient:
+            shapes[names.plain(name)] = tuple(leaf.shape), leaf.dtype
+    errors += [fail(f"save: {kind}[{name!r}] is missing", fix="save the whole tree: {'params': ..., 'buffers': ...}")
+               for name, kind in names.kinds.items()
+               if name not in found and name not in names.transient and name not in names.ties]  # fmt: skip
     raise_all(errors)
-    library = names.library
-    parts = to_files(library, shapes) if library else {n: trace(n, *of_leaf) for n, of_leaf in shapes.items()}
-    return lambda path: parts[plain[path]].parts
+    parts = {name: trace(name, *of_leaf).parts for name, of_leaf in shapes.items()}
+    if names.library is not None:
+        if names.library.adapted:
+            raise fail(f"save: {of!r} has adapters of peft, which its base model's folder has no place for",
+                       fix="merge them into the base layers, and save the tree of the base model")  # fmt: skip
+        parts = {name: x.parts for name, x in to_files(names.library, shapes).items()}
+    return lambda path: parts.get(names.plain(name_of(path, leaves)), ())
 
 
 def name_of(path: tree.Path, described: Any) -> str:
