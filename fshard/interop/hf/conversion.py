@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +45,11 @@ class Library:
             return name
         name = name.removeprefix(f"{self.prefix}.")
         return re.sub(r"(?<![^.])(base_layer|original_module|modules_to_save\.[^.]+)\.", "", name)
+
+    @property
+    def tied(self) -> Collection[str]:
+        """Names that `save_pretrained` leaves out, since `from_pretrained` ties them to others."""
+        return getattr(self.model, "all_tied_weights_keys", {})
 
     def may_lack(self, name: str) -> bool:
         """Return whether transformers writes no file with this tensor, or reads one without it as complete."""
@@ -81,8 +86,8 @@ def library_of(module: nn.Module) -> Library | None:
     return None
 
 
-def from_files(library: Library, shapes: Mapping[str, Shape], stored: Mapping[str, Traced]) -> Converted:
-    """Convert the tensors in files, by name, to the leaves of a model with these `shapes`, as `from_pretrained` does."""
+def from_files(library: Library, shapes: dict[str, Shape], stored: Mapping[str, Traced]) -> Converted:
+    """Convert the tensors in files, by name, to a model's leaves, of these `shapes`, as `from_pretrained` does."""
     out = Converted()
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -93,7 +98,7 @@ def from_files(library: Library, shapes: Mapping[str, Shape], stored: Mapping[st
         return out
     mapping = get_model_conversion_mapping(library.model)
     converters = [x for x in mapping if isinstance(x, WeightConverter)]
-    renamings = [x for x in mapping if not isinstance(x, WeightConverter)]
+    renamings: list[Any] = [x for x in mapping if not isinstance(x, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     base = library.model.base_model_prefix
     groups: dict[str, tuple[Any, list[str]]] = {}
@@ -129,7 +134,7 @@ def to_files(library: Library, shapes: Mapping[str, tuple[Shape, torch.dtype]]) 
     The result has for each leaf the parts of the tensors in files. Raises ShardingError unless `from_pretrained` gives
     exactly these leaves back.
     """
-    leaves = {name: trace(name, shape, dtype) for name, (shape, dtype) in shapes.items()}
+    leaves: dict[str, Any] = {name: trace(name, shape, dtype) for name, (shape, dtype) in shapes.items()}
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # version 4
@@ -152,9 +157,13 @@ def to_files(library: Library, shapes: Mapping[str, tuple[Shape, torch.dtype]]) 
 
 def _is_whole(x: Traced | None, name: str, leaf: Traced) -> bool:
     """Return whether the parts of a tensor are all of a leaf, each element at its place."""
-    return x is not None and x.shape == leaf.shape and all(
-        part.name == name and part.places.reshape(box_shape(part.box)) == Places.of(leaf.shape, part.box)
-        for part in x.parts
+    return (
+        x is not None
+        and x.shape == leaf.shape
+        and all(
+            part.name == name and part.places.reshape(box_shape(part.box)) == Places.of(leaf.shape, part.box)
+            for part in x.parts
+        )
     )
 
 

@@ -21,7 +21,7 @@ import secrets
 import shutil
 import zlib
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ from fshard.errors import ShardingError, checked, fail
 from fshard.spec import Box, relative_box
 
 from .folder import CONFIG, INDEX, SINGLE, read_json
-from .layout import OutputFile, Source, check_described, output_files, output_tensors
-from .weights import CHUNK_BYTES, FilePart, FileTensor, overlap
+from .layout import OutputFile, Source, Theirs, check_described, output_files, output_tensors
+from .weights import CHUNK_BYTES, overlap
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY = ".saving-"
@@ -46,8 +46,7 @@ Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its
 
 @checked
 def write(
-    folder: StrPath, tree_: Any, theirs: Callable[[tree.Path], FileTensor | tuple[FilePart, ...]], *, config: Mapping[str, Any],
-    prefix: str = "",
+    folder: StrPath, tree_: Any, theirs: Theirs, *, config: Mapping[str, Any], prefix: str = "",
     max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None, described: Any = None,
 ) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads: config.json and model.safetensors, or shards of it with an index.

@@ -19,7 +19,9 @@ from fshard.spec import box_shape, describe
 
 from .folder import SINGLE
 from .pattern import Pattern, missing_parts
-from .weights import FilePart, FileTensor, file_tensor_of, with_dot
+from .weights import FilePart, FileTensor, file_tensor, with_dot
+
+Theirs = Callable[[tree.Path], FileTensor | tuple[FilePart, ...]]  # path of a leaf -> its places in the files
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ class OutputFile:
 
 
 def output_tensors(
-    leaves: Sequence[tuple[tree.Path, Any]], theirs: Callable[[tree.Path], FileTensor | tuple[FilePart, ...]],
-    prefix: str,
+    leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs, prefix: str
 ) -> list[OutputTensor]:  # fmt: skip
     """Return the tensors to write, in the order of the leaves.
 
@@ -83,12 +84,12 @@ def output_tensors(
         label = tree.show("tree", path)
         try:
             leaf = writable(leaf, DTYPES.values())
-            target = theirs(path)
-            if isinstance(target, tuple):
-                for part in target:
+            found = theirs(path)
+            if isinstance(found, tuple):
+                for part in found:
                     sources.setdefault(part.name, []).append(Source(label, leaf, part))
                 continue
-            target = file_tensor_of("write", theirs, path)
+            target = file_tensor("write", path, found)
             if prefix and target.name.startswith(prefix):
                 raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
             source = Source(label, leaf, target.part(leaf.shape), target.pattern(leaf.ndim))

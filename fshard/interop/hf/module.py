@@ -51,7 +51,7 @@ def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, 
         elif not isinstance(leaf, (Sharded, torch.Tensor)):
             errors.append(must_be(f"save: {label}", "a tensor or a Sharded", leaf))
         elif name not in names.transient:
-            shapes[names.plain(name)] = tuple(leaf.shape), leaf.dtype
+            shapes[names.stored(name)] = tuple(leaf.shape), leaf.dtype
     errors += [fail(f"save: {kind}[{name!r}] is missing", fix="save the whole tree: {'params': ..., 'buffers': ...}")
                for name, kind in names.kinds.items()
                if name not in found and name not in names.transient and name not in names.ties]  # fmt: skip
@@ -62,7 +62,7 @@ def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, 
             raise fail(f"save: {of!r} has adapters of peft, which its base model's folder has no place for",
                        fix="merge them into the base layers, and save the tree of the base model")  # fmt: skip
         parts = {name: x.parts for name, x in to_files(names.library, shapes).items()}
-    return lambda path: parts.get(names.plain(name_of(path, leaves)), ())
+    return lambda path: parts.get(names.stored(name_of(path, leaves)), ())
 
 
 def name_of(path: tree.Path, described: Any) -> str:
@@ -79,35 +79,44 @@ class Names:
     """Names of a module's parameters and buffers; all empty if it is not known.
 
     `kinds`: the kind of each, tied ones too. `ties`: tied name -> the name of the leaf that it uses. `transient`:
-    buffers that are not persistent.
+    buffers that are not persistent. `frozen`: parameters that need no gradient.
     """
 
     kinds: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
     ties: Mapping[str, str]
     transient: frozenset[str]
+    frozen: frozenset[str]
     library: Library | None
     shown: str
 
     @classmethod
     def of(cls, apply: Apply | None) -> Names:
         if apply is None:
-            return cls({}, {}, {}, frozenset(), None, "")
+            return cls({}, {}, {}, frozenset(), frozenset(), None, "")
         named = {"params": apply.module.named_parameters(remove_duplicate=False),
                  "buffers": apply.module.named_buffers(remove_duplicate=False)}  # fmt: skip
         leaves = {name: (kind, tuple(x.shape)) for kind in KINDS for name, x in named[kind]}
         return cls({name: kind for name, (kind, _) in leaves.items()}, {name: s for name, (_, s) in leaves.items()},
-                   apply.ties, apply.transient, library_of(apply.module), repr(apply))  # fmt: skip
+                   apply.ties, apply.transient, apply.frozen, library_of(apply.module), repr(apply))  # fmt: skip
 
     def plain(self, name: str) -> str:
         return self.library.plain_name(name) if self.library else name
 
+    def stored(self, name: str) -> str:
+        """Return the name under which a leaf is written: of a tied one that which its library keeps."""
+        tied = self.library.tied if self.library else ()
+        names = [name, *(other for other, first in self.ties.items() if first == name)]
+        return self.plain(next((n for n in names if self.plain(n) not in tied), name))
+
     def may_lack(self, names: Sequence[str], leaf: Deferred) -> bool:
-        """Return whether a folder may lack a leaf: its values are those of the constructor, and never stored."""
+        """Return whether a folder may lack a leaf: not trained, not drawn, and not stored by its library."""
         if any(name in self.transient for name in names):
             return True
+        trained = any(self.kinds.get(name) == "params" and name not in self.frozen for name in names)
         constant = isinstance(leaf.init, Full) or (isinstance(leaf.init, Recorded) and not draws(leaf.init.node))
-        return constant and self.library is not None and any(self.library.may_lack(self.plain(n)) for n in names)
+        library = self.library
+        return constant and not trained and library is not None and any(library.may_lack(self.plain(n)) for n in names)
 
 
 # --- reading --------------------------------------------------------------------------------------------------
@@ -166,7 +175,7 @@ def read_module(
     extra = _extra(headers, names, stored, used, kinds, ignored)
     errors += [_unused(headers, name, stored, names) for name in extra] + _rests(headers, stored, used, set(extra))
     own = [name for of_leaf in names_of.values() for name in of_leaf]
-    errors += [fail(f"weights: missing= has {pattern!r}, and no leaf has such a name", fix="correct it, or leave it out")
+    errors += [fail(f"weights: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
                for pattern in missing if not matches(own, [pattern])]  # fmt: skip
     if lacking or extra:
         errors.append(_advice(names, lacking, extra, own, list(headers.tensors), (missing, ignored)))

@@ -149,8 +149,9 @@ def _reshape_part(part: FilePart, before: tuple[int, ...], after: tuple[int, ...
 
     Dims at both ends that stay as they are may be split among parts, and so may others if they become one dim.
     """
-    head = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
-    most = min(len(before), len(after)) - head
+    most = min(len(before), len(after))
+    head = next((i for i in range(most) if before[i] != after[i]), most)
+    most -= head
     tail = next((i for i in range(most) if before[-1 - i] != after[-1 - i]), most)
     old, new = part.box[head : len(before) - tail], after[head : len(after) - tail]
     sizes = before[head : len(before) - tail]

@@ -231,7 +231,8 @@ def tensors(path: StrPath) -> dict[str, Deferred]:
     headers = WeightHeaders(Path(path))
     entries = headers.tensors.values()
     raise_all(headers.errors + [unsupported_dtype(entry) for entry in entries if entry.dtype is None])
-    return {entry.name: Deferred(entry.shape, entry.dtype, FromFile([(entry, FileTensor(entry.name).part(entry.shape))]))
+    parts = {entry.name: FileTensor(entry.name).part(entry.shape) for entry in entries}
+    return {entry.name: Deferred(entry.shape, entry.dtype, FromFile([(entry, parts[entry.name])]))
             for entry in entries if entry.dtype is not None}  # fmt: skip
 
 
@@ -267,7 +268,7 @@ def read(
     paths_of: dict[int, list[tuple[tree.Path, FileTensor]]] = {}
     leaves = tree.leaves_with_path(described)
     for path, leaf in leaves:
-        paths_of.setdefault(id(leaf), []).append((path, file_tensor_of("read", theirs, path)))
+        paths_of.setdefault(id(leaf), []).append((path, file_tensor("read", path, theirs(path))))
 
     def names_in_file(name: str) -> list[str]:
         names = dict.fromkeys([name, name.removeprefix(prefix), prefix + name])
@@ -318,9 +319,8 @@ def read(
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
 
 
-def file_tensor_of(verb: str, theirs: Callable[[tree.Path], FileTensor], path: tree.Path) -> FileTensor:
-    """Return the file tensor of a leaf. Raises ShardingError if `theirs` returns anything else."""
-    found = theirs(path)
+def file_tensor(verb: str, path: tree.Path, found: Any) -> FileTensor:
+    """Return what `theirs` has returned for a leaf. Raises ShardingError if that is not a FileTensor."""
     if not isinstance(found, FileTensor):
         raise must_be(f"{verb}: theirs({path!r})", "a FileTensor", found)
     return found

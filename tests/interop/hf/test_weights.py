@@ -425,6 +425,7 @@ def test_file_that_changed_after_its_header_was_read_is_refused(single: Path, ch
            "padded": f"{size} bytes then, {size + 1} now",
            "other": f"{size} bytes then, {size} now"}  # fmt: skip
     text = error_text(fs.materialize, {"x": leaf}, P(), fs.make_mesh(data=1), key=KEY)
+    name = leaf.init.parts[0][0].name
     assert text == (f"{file}: cannot be read\n  No such file or directory" if change == "gone" else
-                    f"{file}: has changed since its header was read\n  {why[change]}\n  in {leaf.init.parts[0][0].name!r}\n"
+                    f"{file}: has changed since its header was read\n  {why[change]}\n  in {name!r}\n"
                     "  fix: read the folder again, when nothing writes to it")  # fmt: skip
