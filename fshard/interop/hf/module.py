@@ -214,9 +214,9 @@ def _leaf(headers: WeightHeaders, found: Sequence[tuple[str, Traced]], label: st
         sources.append(parts)
     dtypes = {entry.dtype for parts in sources for entry, _ in parts if entry.dtype is not None} or {leaf.dtype}
     if len(dtypes) > 1:
-        first = {entry.dtype: entry for parts in sources for entry, _ in parts}
-        raise fail(f"{headers.path}: the tensors of {label} have different dtypes",
-                   *(describe(e.dtype, e.shape) + f"  {e.name}" for e in first.values() if e.dtype))  # fmt: skip
+        first = {e.dtype: f"{describe(e.dtype, e.shape)}  {e.name}"
+                 for parts in reversed(sources) for e, _ in reversed(parts) if e.dtype is not None}  # fmt: skip
+        raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *reversed(first.values()))
     first_source, *copies = map(FromFile, sources)
     return Deferred(leaf.shape, dtypes.pop(), FromFile(first_source.parts, copies))
 
@@ -303,7 +303,7 @@ def globs(chosen: Sequence[str], every: Iterable[str]) -> list[str]:
     rest, out = list(dict.fromkeys(chosen)), []
     while rest:
         count = Counter(glob for name in rest for glob in candidates(name) if glob not in refused)
-        best = min(count, key=lambda glob: (-count[glob], len(glob)), default=rest[0])
+        best = min(count, key=lambda glob: (-count[glob], glob[0] == "*", len(glob)), default=rest[0])
         out.append(best)
         rest = [name for name in rest if not matches([name], [best])]
     return out

@@ -51,7 +51,7 @@ class Places:
     def narrow(self, dim: int, start: int, stop: int) -> Iterator[tuple[int, int, Places]]:
         """Split a range of a dim into as few parts as possible; yield (start, stop, places) of each."""
         factors = self.dims[dim]
-        for part in _split([n for n, _ in factors], start, stop):
+        for part in split([n for n, _ in factors], start, stop):
             inside = tuple((b - a, stride) for (a, b), (_, stride) in zip(part.ends, factors, strict=True))
             offset = self.offset + sum(a * stride for (a, _), (_, stride) in zip(part.ends, factors, strict=True))
             yield part.start, part.stop, Places((*self.dims[:dim], inside, *self.dims[dim + 1 :]), offset)
@@ -86,7 +86,7 @@ class Places:
             return
         factors = [factor for of_dim in self.dims for factor in of_dim]
         order = tuple(sorted(range(len(factors)), key=lambda i: (-factors[i][1], -factors[i][0])))
-        ranges = [list(_split([n for n, _ in of_dim], s.start, s.stop))
+        ranges = [list(split([n for n, _ in of_dim], s.start, s.stop))
                   for of_dim, s in zip(self.dims, box, strict=True)]  # fmt: skip
         for of_dims in itertools.product(*ranges):
             inner = [ends for r in of_dims for ends in r.ends]
@@ -158,7 +158,7 @@ class FileRegion:
 
 
 @dataclass(frozen=True)
-class _Range:
+class Range:
     """A range of a dim of the leaf that is a box of the names in it: `ends` has (start, stop) for each name."""
 
     start: int
@@ -166,10 +166,10 @@ class _Range:
     ends: tuple[tuple[int, int], ...]
 
 
-def _split(sizes: Sequence[int], start: int, stop: int) -> Iterator[_Range]:
+def split(sizes: Sequence[int], start: int, stop: int) -> Iterator[Range]:
     """Split a range into as few boxes as possible: of (3 4), range(2, 11) is the end of a row, a row, and a start."""
     if len(sizes) <= 1:
-        yield _Range(start, stop, ((start, stop),) * len(sizes))
+        yield Range(start, stop, ((start, stop),) * len(sizes))
         return
     row = math.prod(sizes[1:])
     first, last = -(-start // row), stop // row  # the whole rows
@@ -179,12 +179,12 @@ def _split(sizes: Sequence[int], start: int, stop: int) -> Iterator[_Range]:
     if start < first * row:
         yield from _split_row(sizes, first - 1, start, first * row)
     if first < last:
-        yield _Range(first * row, last * row, ((first, last), *((0, n) for n in sizes[1:])))
+        yield Range(first * row, last * row, ((first, last), *((0, n) for n in sizes[1:])))
     if last * row < stop:
         yield from _split_row(sizes, last, last * row, stop)
 
 
-def _split_row(sizes: Sequence[int], i: int, start: int, stop: int) -> Iterator[_Range]:
+def _split_row(sizes: Sequence[int], i: int, start: int, stop: int) -> Iterator[Range]:
     base = i * math.prod(sizes[1:])
-    for r in _split(sizes[1:], start - base, stop - base):
-        yield _Range(r.start + base, r.stop + base, ((i, i + 1), *r.ends))
+    for r in split(sizes[1:], start - base, stop - base):
+        yield Range(r.start + base, r.stop + base, ((i, i + 1), *r.ends))

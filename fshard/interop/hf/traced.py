@@ -7,6 +7,7 @@ torch computes the shapes, and the rules here the places. An operation that comp
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fshard.errors import fail
-from fshard.spec import full_box
+from fshard.spec import box_shape, full_box
 
-from .places import Places
+from .places import Places, split
 from .weights import FilePart
 
 Parts = tuple[FilePart, ...]
@@ -30,7 +31,7 @@ class Traced(Tensor):
     >>> [(part.name, part.box[0]) for part in x.parts]
     [('q', slice(0, 2, None)), ('k', slice(2, 6, None))]
 
-    Raises ShardingError for an operation that does not only move elements.
+    Raises ShardingError for an operation that has no rule here.
     """
 
     parts: Parts
@@ -47,7 +48,8 @@ class Traced(Tensor):
             return out
         rule = _RULES.get(func.__name__)
         if rule is None:
-            raise fail(f"{func.__name__} computes values, and a conversion may only move them")
+            raise fail(f"{func.__name__}: the places of its result in files are not known",
+                       f"operations that are followed: {', '.join(sorted(_RULES))}")  # fmt: skip
         for x, parts in zip(results, rule(results, *args, **kwargs), strict=True):
             x.parts = tuple(parts)
         return out
@@ -71,7 +73,7 @@ def _same(results: Results, x: Traced, *_: Any, **__: Any) -> list[Parts]:
 
 def _reshape(results: Results, x: Traced, *_: Any, **__: Any) -> list[Parts]:
     shape = tuple(results[0].shape)
-    return [tuple(_reshape_part(part, tuple(x.shape), shape) for part in x.parts)]
+    return [tuple(new for part in x.parts for new in _reshape_part(part, tuple(x.shape), shape))]
 
 
 def _permute(results: Results, x: Traced, *order: Any, dims: Any = None) -> list[Parts]:
@@ -86,7 +88,7 @@ def _transpose(results: Results, x: Traced, dim0: int = 0, dim1: int = 1) -> lis
     return _permute(results, x, order)
 
 
-def _split(results: Results, x: Traced, _: Any = None, dim: int = 0) -> list[Parts]:
+def _chunk(results: Results, x: Traced, _: Any = None, dim: int = 0) -> list[Parts]:
     dim %= x.ndim
     stops = list(itertools.accumulate(y.shape[dim] for y in results))
     return [tuple(_narrow(x.parts, dim, a, b)) for a, b in zip([0, *stops], stops, strict=False)]
@@ -94,11 +96,11 @@ def _split(results: Results, x: Traced, _: Any = None, dim: int = 0) -> list[Par
 
 def _unbind(results: Results, x: Traced, dim: int = 0) -> list[Parts]:
     dim %= x.ndim
+    row = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
     return [
-        tuple(_reshape_part(part, (*x.shape[:dim], 1, *x.shape[dim + 1 :]), tuple(y.shape))
-              for part in _narrow(x.parts, dim, i, i + 1))
+        tuple(new for part in _narrow(x.parts, dim, i, i + 1) for new in _reshape_part(part, row, tuple(y.shape)))
         for i, y in enumerate(results)
-    ]  # fmt: skip
+    ]
 
 
 def _cat(results: Results, tensors: Sequence[Traced], dim: int = 0) -> list[Parts]:
@@ -124,7 +126,7 @@ _RULES: dict[str, Callable[..., list[Parts]]] = {
     "contiguous": _same, "clone": _same, "detach": _same,
     "reshape": _reshape, "view": _reshape, "flatten": _reshape, "squeeze": _reshape, "unsqueeze": _reshape,
     "permute": _permute, "transpose": _transpose,
-    "chunk": _split, "split": _split, "unbind": _unbind, "cat": _cat, "stack": _stack,
+    "chunk": _chunk, "split": _chunk, "unbind": _unbind, "cat": _cat, "stack": _stack,
 }  # fmt: skip
 
 
@@ -144,23 +146,35 @@ def _narrow(parts: Parts, dim: int, start: int, stop: int) -> Iterator[FilePart]
             yield replace(part, box=(*part.box[:dim], inside, *part.box[dim + 1 :]), places=places)
 
 
-def _reshape_part(part: FilePart, before: tuple[int, ...], after: tuple[int, ...]) -> FilePart:
-    """Return a part of a tensor of shape `before`, once that has shape `after`.
+def _reshape_part(part: FilePart, before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[FilePart]:
+    """Yield the parts of a tensor of shape `before`, once that has shape `after`, of one part of it.
 
-    Dims at both ends that stay as they are may be split among parts, and so may others if they become one dim.
+    1. Dims at both ends that stay as they are keep their ranges.
+    2. The other dims become one, of which the part is a range, or is split into ranges.
+    3. That range is split into boxes of the new dims.
     """
+    if 0 in before:
+        yield replace(part, box=full_box(after), places=part.places.reshape(after))
+        return
     most = min(len(before), len(after))
     head = next((i for i in range(most) if before[i] != after[i]), most)
     most -= head
     tail = next((i for i in range(most) if before[-1 - i] != after[-1 - i]), most)
-    old, new = part.box[head : len(before) - tail], after[head : len(after) - tail]
-    sizes = before[head : len(before) - tail]
-    if all(s.start == 0 and s.stop == n for s, n in zip(old, sizes, strict=True)):
-        middle = full_box(new)
-    elif len(new) == 1 and all(s.start == 0 and s.stop == n for s, n in zip(old[1:], sizes[1:], strict=True)):
-        row = new[0] // sizes[0]
-        middle = (slice(old[0].start * row, old[0].stop * row),)
-    else:
-        raise fail(f"a tensor of several parts cannot be reshaped from {list(before)} to {list(after)}")
-    box = (*part.box[:head], *middle, *part.box[len(before) - tail :])
-    return replace(part, box=box, places=part.places.reshape([s.stop - s.start for s in box]))
+    old, new = slice(head, len(before) - tail), slice(head, len(after) - tail)
+    strides = [math.prod(before[old][i + 1 :]) for i in range(len(before[old]))]
+    start = sum(s.start * n for s, n in zip(part.box[old], strides, strict=True))
+    last = sum((s.stop - 1) * n for s, n in zip(part.box[old], strides, strict=True))
+    kept = [s.stop - s.start for s in part.box]
+    if math.prod(kept[old]) != last + 1 - start:  # as every other row of the new dims: each index is a range
+        dim = next(d for d in range(old.start, old.stop) if kept[d] > 1)
+        for i in range(part.box[dim].start, part.box[dim].stop):
+            for row in _narrow((part,), dim, i, i + 1):
+                yield from _reshape_part(replace(row, box=_moved(row, dim, i)), before, after)
+        return
+    flat = part.places.reshape([*kept[:head], last + 1 - start, *kept[old.stop :]])
+    for r in split(after[new], start, last + 1):
+        pieces = list(flat.narrow(head, r.start - start, r.stop - start))
+        if len(pieces) > 1:
+            raise fail(f"a part of a tensor cannot be reshaped from {list(before)} to {list(after)}")
+        box = (*part.box[:head], *(slice(a, b) for a, b in r.ends), *part.box[old.stop :])
+        yield replace(part, box=box, places=pieces[0][2].reshape(box_shape(box)))
