@@ -14,7 +14,7 @@ import torch
 
 from fshard import tree
 from fshard._io import StrPath
-from fshard.errors import ShardingError, checked, fail, join_limited, must_be, raise_all
+from fshard.errors import ShardingError, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.init.initializers import Full
 from fshard.interop.defer import Apply
@@ -31,7 +31,6 @@ from .weights import FilePart, FromFile, with_dot
 KINDS = ("params", "buffers")
 
 
-@checked
 def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, ...]]:
     """Return the function from the path of a leaf to the parts of tensors in files that it is written to.
 
@@ -122,7 +121,6 @@ class Names:
 # --- reading --------------------------------------------------------------------------------------------------
 
 
-@checked
 def read_module(
     folder: StrPath, described: Any, of: Apply | None = None, *, prefix: str = "", ignored: Sequence[str] = (),
     missing: Sequence[str] = (),
@@ -164,7 +162,7 @@ def read_module(
                 raise fail(f"{label}: {names.shown} has no leaf {unknown[0]!r}",
                            fix="pass the tree that fs.defer returned with it")  # fmt: skip
             if found:
-                out[id(leaf)] = _leaf(headers, [(n, stored.leaves[n]) for n in found], label, leaf)
+                out[id(leaf)] = _leaf(headers, [stored.leaves[n] for n in found], label, leaf)
             elif headers.complete and not names.may_lack(own, leaf) and not matches(own, missing):
                 lacking.append(own[0])
                 errors.append(fail(f"{headers.path}: {names.plain(own[0])!r} is missing",
@@ -195,14 +193,15 @@ def _stored(headers: WeightHeaders, names: Names) -> Converted:
     return stored
 
 
-def _leaf(headers: WeightHeaders, found: Sequence[tuple[str, Traced]], label: str, leaf: Deferred) -> Deferred:
+def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Deferred) -> Deferred:
     """Return a leaf with the values of a tensor, and of those that must be equal to it."""
     sources = []
-    for name, x in found:
+    for x in found:
         parts = [(headers.tensors[part.name], part) for part in x.parts]
-        of_name = repr(name) if name in headers.tensors else join_limited([repr(e.name) for e, _ in parts], 2)
         if x.shape != leaf.shape:
-            raise fail(f"{headers.path}: {of_name} has another shape, for {label}",
+            files = list(dict.fromkeys(repr(entry.name) for entry, _ in parts))
+            which = f"{files[0]} has" if len(files) == 1 else f"{len(files)} tensors, {files[0]} to {files[-1]}, make"
+            raise fail(f"{headers.path}: {which} another shape, for {label}",
                        got=list(x.shape), expected=list(leaf.shape))  # fmt: skip
         for entry, _ in parts:
             if entry.dtype is None:
@@ -214,9 +213,11 @@ def _leaf(headers: WeightHeaders, found: Sequence[tuple[str, Traced]], label: st
         sources.append(parts)
     dtypes = {entry.dtype for parts in sources for entry, _ in parts if entry.dtype is not None} or {leaf.dtype}
     if len(dtypes) > 1:
-        first = {e.dtype: f"{describe(e.dtype, e.shape)}  {e.name}"
-                 for parts in reversed(sources) for e, _ in reversed(parts) if e.dtype is not None}  # fmt: skip
-        raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *reversed(first.values()))
+        first: dict[torch.dtype, str] = {}
+        for entry, _ in (pair for parts in sources for pair in parts):
+            if entry.dtype is not None:
+                first.setdefault(entry.dtype, f"{describe(entry.dtype, entry.shape)}  {entry.name}")
+        raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *first.values())
     first_source, *copies = map(FromFile, sources)
     return Deferred(leaf.shape, dtypes.pop(), FromFile(first_source.parts, copies))
 
@@ -246,8 +247,7 @@ def _unused(headers: WeightHeaders, name: str, stored: Converted, names: Names) 
                  and any(part.name == name for part in stored.leaves[names.plain(n)].parts)]  # fmt: skip
     text = f"{entry.dtype_name.lower()}{list(entry.shape)}"
     if of_module:
-        kind = names.kinds[of_module[0]]
-        return fail(f"{headers.path}: {name!r} is one of the module's {kind}, {of_module[0]!r}, and not in this tree",
+        return fail(f"{headers.path}: {name!r} is in the module's {names.kinds[of_module[0]]}, and not in this tree",
                     text, fix="read the whole tree: {'params': ..., 'buffers': ...}")  # fmt: skip
     return fail(f"{headers.path}: {name!r} is not part of this model", text)
 
