@@ -11,7 +11,7 @@ ids = hf.generate(apply, params, {}, ids, new=20, **hf.generation_options("folde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,8 +22,8 @@ from fshard.errors import checked, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
-from .interop.defer import generate
-from .interop.hf import CONFIG, FileTensor, config_of, generation_options, read, write
+from .interop.defer import Apply, generate
+from .interop.hf import CONFIG, FileTensor, config_of, file_parts, generation_options, name_of, read_module, write
 
 
 @checked
@@ -60,7 +60,10 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
 
 
 @checked
-def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequence[str] = ()) -> Any:
+def weights(
+    path: StrPath, described: Any, *, of: Apply | None = None, prefix: str = "", ignored: Sequence[str] = (),
+    missing: Sequence[str] = (),
+) -> Any:  # fmt: skip
     """Return the leaves of a described module with their values in a folder, by the same dotted names.
 
     >>> apply, module = fs.defer(lambda: torch.nn.LayerNorm(16))
@@ -69,13 +72,14 @@ def weights(path: StrPath, described: Any, *, prefix: str = "", ignored: Sequenc
 
     Raises ShardingError listing every tensor that is missing, extra, cut short or of another shape.
     """
-    return read(path, described, by_name, prefix=prefix, ignored=ignored)
+    return read_module(path, described, of, prefix=prefix, ignored=ignored, missing=missing)
 
 
 @checked
 def save(
-    path: StrPath, cfg: Any, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
+    path: StrPath, cfg: Any, params: Any, *, of: Apply | None = None, like: StrPath | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads; every rank writes its own bytes.
 
     `cfg` is the `Config` of a model in `fs.models`, or, for a module's leaves by their dotted names, the contents of
@@ -87,11 +91,16 @@ def save(
             generation_config.json, processors, code and licence are copied, and the keys of its config.json that
             `cfg` lacks. Tokens that differ from those of its config.json replace those of generation_config.json too.
 
+    `of` is the function that `fs.defer` returned with a module: with it `params` may be the whole tree, with buffers
+    (of which those that are not persistent are left out), and the leaves of a model of transformers are written under
+    the names and in the shapes that its `save_pretrained` gives them.
+
     >>> cfg, params = hf.load("my-gpt2")
     >>> hf.save("again", cfg, fs.materialize(params, P("model"), mesh, key=fs.key(0)), like="my-gpt2")
     """
     if isinstance(cfg, Mapping):
-        write(path, params, by_name, config=cfg, like=like, max_shard_bytes=max_shard_bytes)
+        theirs = by_name(params) if of is None else file_parts(params, of)
+        write(path, params, theirs, config=cfg, like=like, max_shard_bytes=max_shard_bytes)
         return
     known = [models.heads, *(getattr(models, name) for name in models.__all__)]
     model = next((m for m in known if isinstance(cfg, m.Config)), None)
@@ -101,8 +110,8 @@ def save(
     model.save(path, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
 
 
-def by_name(path: tree.Path) -> FileTensor:
-    return FileTensor(tree.dotted(path))
+def by_name(params: Any) -> Callable[[tree.Path], FileTensor]:
+    return lambda path: FileTensor(name_of(path, params))
 
 
 def model_of(kind: object) -> ModuleType | None:

@@ -391,7 +391,6 @@ def save(
 
     `like`: see `hf.save`.
     """
-    sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups, "head_dim": cfg.width}
     write(path, params, theirs, config=file_config(cfg, "LlamaForCausalLM"), like=like, max_shard_bytes=max_shard_bytes,
           described=init(cfg))  # fmt: skip
 

@@ -21,7 +21,7 @@ import secrets
 import shutil
 import zlib
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ from fshard import tree
 from fshard._io import Ranks, StrPath, assign_writers, bytes_of, local_part, summary, sync, write_errors, write_file
 from fshard._safetensors import BLOCK_BYTES, checksums_of
 from fshard.errors import ShardingError, checked, fail
-from fshard.spec import Box
+from fshard.spec import Box, relative_box
 
 from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
-from .layout import OutputFile, Source, check_described, output_files, output_tensors
-from .weights import CHUNK_BYTES, FileTensor
+from .layout import OutputFile, Source, Theirs, check_described, output_files, output_tensors
+from .weights import CHUNK_BYTES, overlap
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY = ".saving-"
@@ -47,8 +47,8 @@ Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its
 
 @checked
 def write(
-    folder: StrPath, tree_: Any, theirs: Callable[[tree.Path], FileTensor], *, config: Mapping[str, Any],
-    like: StrPath | None = None, prefix: str = "",
+    folder: StrPath, tree_: Any, theirs: Theirs, *, config: Mapping[str, Any], like: StrPath | None = None,
+    prefix: str = "",
     max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None, described: Any = None,
 ) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads: config.json and model.safetensors, or shards of it with an index.
@@ -58,7 +58,7 @@ def write(
     are replaced all at once; files of other names stay. On a process mesh every rank calls this, on a shared folder.
 
     Args:
-        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part.
+        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or all parts of several.
         config: the contents of config.json, to which the dtype of the leaves is added.
         like: a folder of the same type of model, whose tokenizer and other small files are copied, and the keys of its
             config.json that `config` lacks.
@@ -166,8 +166,12 @@ def _write_into(path: Path, parts: Parts) -> None:
     try:
         for start, source, box, part in parts:
             itemsize = part.dtype.itemsize
-            for region in source.pattern.regions(source.leaf.shape, box):
-                view = region.view_of(part)
+            common = overlap(source.part.box, box)
+            if common is None:
+                continue
+            inside = part[relative_box(common, box)]
+            for region in source.part.places.regions(relative_box(common, source.part.box)):
+                view = region.view_of(inside)
                 for chunk, offsets, run in region.chunks(CHUNK_BYTES // itemsize):
                     data, size = bytes_of(view[chunk]), run * itemsize
                     for i, offset in enumerate(offsets):

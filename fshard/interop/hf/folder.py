@@ -101,6 +101,11 @@ def _no_weights(path: Path) -> ShardingError:
     others = [n for n in names if n.endswith(".safetensors")]
     if pickles and not others:
         return _refuse_pickles(path, pickles)
+    if "adapter_model.safetensors" in names:
+        return fail(f"{path}: has the adapters of peft, and not the weights of the base model",
+                    f"it holds {', '.join(others)}",
+                    fix="give the folder of the base model, and name the adapters: "
+                        "missing=('*.lora_*',)")  # fmt: skip
     return fail(f"{path}: has neither {SINGLE} nor {INDEX}", f"it holds {', '.join(others) or 'no safetensors'}",
                 fix="give one of these files" if others else _SAVED)  # fmt: skip
 

@@ -15,20 +15,23 @@ from fshard._io import writable
 from fshard._safetensors import BLOCK_BYTES, DTYPES, encode_header
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
-from fshard.spec import describe
+from fshard.spec import box_shape, describe
 
 from .folder import SINGLE
 from .pattern import Pattern, missing_parts
-from .weights import FileTensor, file_tensor_of, with_dot
+from .weights import FilePart, FileTensor, file_tensor, with_dot
+
+Theirs = Callable[[tree.Path], FileTensor | tuple[FilePart, ...]]  # path of a leaf -> its places in the files
 
 
 @dataclass(frozen=True)
 class Source:
-    """A leaf that is a tensor in the file, or a part of one; `label` is the leaf's path."""
+    """A leaf, or a box of one, that is a tensor in the file or a part of one; `label` is the leaf's path."""
 
     label: str
     leaf: Sharded | Tensor
-    pattern: Pattern
+    part: FilePart
+    pattern: Pattern | None = None  # which the part follows from
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class OutputFile:
 
 
 def output_tensors(
-    leaves: Sequence[tuple[tree.Path, Any]], theirs: Callable[[tree.Path], FileTensor], prefix: str
-) -> list[OutputTensor]:
+    leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs, prefix: str
+) -> list[OutputTensor]:  # fmt: skip
     """Return the tensors to write, in the order of the leaves.
 
     Raises ShardingError listing every leaf that cannot be written, and every tensor of which a part is missing.
@@ -81,12 +84,16 @@ def output_tensors(
         label = tree.show("tree", path)
         try:
             leaf = writable(leaf, DTYPES.values())
-            target = file_tensor_of("write", theirs, path)
+            found = theirs(path)
+            if isinstance(found, tuple):
+                for part in found:
+                    sources.setdefault(part.name, []).append(Source(label, leaf, part))
+                continue
+            target = file_tensor("write", path, found)
             if prefix and target.name.startswith(prefix):
                 raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
-            pattern = target.pattern(leaf.ndim)
-            pattern.file_shape(leaf.shape)
-            sources.setdefault(prefix + target.name, []).append(Source(label, leaf, pattern))
+            source = Source(label, leaf, target.part(leaf.shape), target.pattern(leaf.ndim))
+            sources.setdefault(prefix + target.name, []).append(source)
         except ShardingError as e:
             errors.append(ShardingError(f"write: {label}: {e}"))
     tensors = []
@@ -100,21 +107,34 @@ def output_tensors(
 
 
 def _output_tensor(name: str, sources: Sequence[Source]) -> OutputTensor:
-    shapes = {s.pattern.file_shape(s.leaf.shape) for s in sources}
+    shapes = {s.part.shape for s in sources}
     dtypes = {s.leaf.dtype for s in sources}
     if len(shapes) > 1 or len(dtypes) > 1:
-        shown = [f"{s.label}  {describe(s.leaf.dtype, s.pattern.file_shape(s.leaf.shape))}" for s in sources]
+        shown = [f"{s.label}  {describe(s.leaf.dtype, s.part.shape)}" for s in sources]
         raise fail("has parts of different shapes or dtypes", *shown, fix="they are parts of one tensor in the file")
-    missing = missing_parts(s.pattern for s in sources)
+    patterns = [s.pattern for s in sources if s.pattern is not None]
+    if not patterns:
+        _check_elements(sources)
+        return OutputTensor(name, dtypes.pop(), shapes.pop(), tuple(sources))
+    missing = missing_parts(patterns)
     if missing:
         raise fail("lacks a part", f"{', '.join(s.label for s in sources)} leave out {', '.join(missing)}",
                    fix="give a leaf for each part")  # fmt: skip
     first: dict[Any, str] = {}
     for s in sources:
-        other = first.setdefault(s.pattern.part, s.label)
+        other = first.setdefault(s.pattern.part if s.pattern else None, s.label)
         if other != s.label:
             raise fail("would be written twice", f"{other} and {s.label}", fix="give each leaf a name of its own")
     return OutputTensor(name, dtypes.pop(), shapes.pop(), tuple(sources))
+
+
+def _check_elements(sources: Sequence[Source]) -> None:
+    """Raise ShardingError unless the parts have as many elements as the tensor in the file."""
+    written, total = sum(math.prod(box_shape(s.part.box)) for s in sources), math.prod(sources[0].part.shape)
+    if written != total:
+        labels = ", ".join(dict.fromkeys(s.label for s in sources))
+        raise fail("lacks a part" if written < total else "would be written twice",
+                   f"{labels} give {written} of its {total} elements", fix="pass the whole tree")  # fmt: skip
 
 
 def check_described(leaves: Sequence[tuple[tree.Path, Any]], described: Sequence[tuple[tree.Path, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Patterns: the dims of a tensor in a file as the dims of a leaf, and the offsets in the file of a box of the leaf.
+"""Patterns: the dims of a tensor in a file as the dims of a leaf.
 
 `Pattern("(h three k) d -> d three h k")`: the dims in the file on the left, those of the leaf on the right. Names in
 parentheses are one dim, the first of them the slowest. Every name appears once on each side. A size that does not
@@ -12,18 +12,15 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from torch import Tensor
-
 from fshard.errors import ShardingError, fail
-from fshard.spec import Box, box_shape
+
+from .places import Places
 
 Group = tuple[str, ...]  # the names in one dim
 
-_MAX_RUNS = 1 << 16  # in one chunk: the list of their offsets takes memory too
 _TOKEN = re.compile(r"\s*(?:([()])|([A-Za-z_]\w*)(?:=(\d+))?(?!\w)|(1)(?!\w)|(->))")
 
 
@@ -90,84 +87,15 @@ class Pattern:
         """The part of the tensor in the file that the leaf is: (name, index, size), for each name of `at`."""
         return tuple((name, index, _parse(self.text).sizes[name]) for name, index in sorted((self.at or {}).items()))
 
-    def regions(self, shape: Sequence[int], box: Box) -> Iterator[FileRegion]:
-        """Split a box of a leaf of `shape` into regions, most often one, that are boxes of the named dims."""
-        if 0 in box_shape(box):
-            return
+    def places(self, shape: Sequence[int]) -> Places:
+        """Return the places, in the tensor in the file, of the elements of a leaf of `shape`."""
         sizes, parsed, at = self._sizes(shape), _parse(self.text), self.at or {}
         strides, stride, offset = {}, 1, 0
         for name in reversed([name for group in parsed.file for name in group]):
             strides[name] = stride
             stride *= sizes[name]
             offset += at.get(name, 0) * strides[name]
-        names = [name for group in parsed.leaf for name in group]
-        order = tuple(sorted(range(len(names)), key=lambda i: (-strides[names[i]], -sizes[names[i]])))
-        ranges = [list(_split([sizes[n] for n in group], s.start, s.stop))
-                  for group, s in zip(parsed.leaf, box, strict=True)]  # fmt: skip
-        for of_dims in itertools.product(*ranges):
-            inner = [ends for r in of_dims for ends in r.ends]
-            yield FileRegion(
-                box=tuple(slice(r.start - s.start, r.stop - s.start) for r, s in zip(of_dims, box, strict=True)),
-                split_shape=tuple(b - a for a, b in inner),
-                order=order,
-                offset=offset + sum(a * strides[name] for (a, _), name in zip(inner, names, strict=True)),
-                strides=tuple(strides[names[i]] for i in order),
-            )
-
-
-@dataclass(frozen=True)
-class FileRegion:
-    """A part of a box of a leaf, and its position in the tensor in the file, counted in elements.
-
-    `box`: slices of the leaf's box. `split_shape`: its shape with one dim for each name. `order`: these dims in the
-    order of the file. `offset`: the first element in the file. `strides`: those in the file, in that order.
-    """
-
-    box: Box
-    split_shape: tuple[int, ...]
-    order: tuple[int, ...]
-    offset: int
-    strides: tuple[int, ...]
-
-    def view_of(self, x: Tensor) -> Tensor:
-        """Return the region as a view of `x`, the tensor of the box, with its dims in the order of the file."""
-        return x[self.box].view(self.split_shape).permute(self.order)
-
-    def chunks(self, max_elements: int) -> Iterator[tuple[Box, list[int], int]]:
-        """Split the region into chunks of at most `max_elements`, in the order of the file.
-
-        Each is a box of `view_of(x)`, the offsets in the file of its contiguous runs, and the length of each run. The
-        runs of a chunk, one after the other, are its elements in order.
-        """
-        sizes = [self.split_shape[i] for i in self.order]
-        max_elements = min(max_elements, _MAX_RUNS * self._runs(sizes)[0])
-        dim, inner = len(sizes), 1
-        while dim and inner * sizes[dim - 1] <= max_elements:
-            dim -= 1
-            inner *= sizes[dim]
-        outer, rest = sizes[: max(0, dim - 1)], tuple(slice(0, n) for n in sizes[dim:])
-        rows = max(1, max_elements // inner)
-        ranges = [(slice(i, min(i + rows, sizes[dim - 1])),) for i in range(0, sizes[dim - 1], rows)] if dim else [()]
-        for index in itertools.product(*(range(n) for n in outer)):
-            for of_dim in ranges:
-                box = (*(slice(i, i + 1) for i in index), *of_dim, *rest)
-                run, dims = self._runs(box_shape(box))
-                first = self.offset + sum(s.start * stride for s, stride in zip(box, self.strides, strict=True))
-                offsets = np.array([first])
-                for n, stride in dims:
-                    offsets = np.add.outer(offsets, np.arange(n) * stride)
-                yield box, offsets.ravel().tolist(), run
-
-    def _runs(self, sizes: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-        """Return the length of the contiguous runs in a box of these sizes, and (size, stride) of the dims of runs."""
-        run = 1
-        dims: list[tuple[int, int]] = []
-        for n, stride in zip(reversed(sizes), reversed(self.strides), strict=True):
-            if stride == run:  # never again after a larger one: strides grow
-                run *= n
-            else:
-                dims.insert(0, (n, stride))
-        return run, dims
+        return Places(tuple(tuple((sizes[name], strides[name]) for name in group) for group in parsed.leaf), offset)
 
 
 def identity(ndim: int) -> Pattern:
@@ -248,39 +176,3 @@ def _parse(text: str) -> _Parsed:
 
 def _marked(problem: str, text: str, at: int) -> ShardingError:
     return fail(f"Pattern: {problem}", text, " " * at + "^", fix='e.g. "(h three k) d -> d three h k", file -> leaf')
-
-
-# --- a range of a dim that has several names ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Range:
-    """A range of a dim of the leaf that is a box of the names in it: `ends` has (start, stop) for each name."""
-
-    start: int
-    stop: int
-    ends: tuple[tuple[int, int], ...]
-
-
-def _split(sizes: Sequence[int], start: int, stop: int) -> Iterator[_Range]:
-    """Split a range into as few boxes as possible: of (3 4), range(2, 11) is the end of a row, a row, and a start."""
-    if len(sizes) <= 1:
-        yield _Range(start, stop, ((start, stop),) * len(sizes))
-        return
-    row = math.prod(sizes[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # within one row
-        yield from _split_row(sizes, last, start, stop)
-        return
-    if start < first * row:
-        yield from _split_row(sizes, first - 1, start, first * row)
-    if first < last:
-        yield _Range(first * row, last * row, ((first, last), *((0, n) for n in sizes[1:])))
-    if last * row < stop:
-        yield from _split_row(sizes, last, last * row, stop)
-
-
-def _split_row(sizes: Sequence[int], i: int, start: int, stop: int) -> Iterator[_Range]:
-    base = i * math.prod(sizes[1:])
-    for r in _split(sizes[1:], start - base, stop - base):
-        yield _Range(r.start + base, r.stop + base, ((i, i + 1), *r.ends))

@@ -17,10 +17,11 @@ from fshard._io import StrPath, bytes_of, cannot_read
 from fshard._safetensors import BLOCK_BYTES, COPY_OR_WRITE, HeaderEntry
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
-from fshard.spec import Box, box_shape, describe
+from fshard.spec import Box, box_shape, describe, full_box, relative_box
 
 from .folder import WeightHeaders, unsupported_dtype
 from .pattern import Pattern, identity, missing_parts
+from .places import Places
 
 CHUNK_BYTES = 8 << 20  # in memory beside the part itself, while it is read or written
 
@@ -41,19 +42,40 @@ class FileTensor:
         """Return the pattern for a leaf with `ndim` dims."""
         return identity(ndim) if self.dims is None else Pattern(self.dims, self.at)
 
+    def part(self, shape: Sequence[int]) -> FilePart:
+        """Return the places of a leaf of `shape`, which is all of the tensor in the file or a part of it."""
+        pattern = self.pattern(len(shape))
+        return FilePart(full_box(shape), self.name, pattern.file_shape(shape), pattern.places(shape))
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A box of a leaf, and the places of its elements in a tensor in a file, which has `shape`.
+
+    A leaf is one part, the whole of it, or several: the experts of a layer, each a tensor in the file.
+    """
+
+    box: Box
+    name: str
+    shape: tuple[int, ...]
+    places: Places
+
 
 class FromFile:
     """An initializer that reads its box from a file. Shown as `stored(model.safetensors: h.0.ln_1.weight)`.
 
-    `copy` is a tensor that must have the same values, since the config ties the two.
+    `parts` are the tensors in files that make up the leaf. `copies` must have the same values, since the config ties
+    them to it.
     """
 
-    def __init__(self, entry: HeaderEntry, pattern: Pattern, copy: HeaderEntry | None = None) -> None:
-        self.entry, self.pattern, self.copy = entry, pattern, copy
+    def __init__(self, parts: Sequence[tuple[HeaderEntry, FilePart]], copies: Sequence[FromFile] = ()) -> None:
+        self.parts, self.copies = tuple(parts), tuple(copies)
 
     def describe(self) -> str:
         """Return the text that is shown after a leaf."""
-        return f"stored({self.entry.file.name}: {self.entry.name})"
+        entry = self.parts[0][0]
+        others = len({e.name for e, _ in self.parts}) - 1
+        return f"stored({entry.file.name}: {entry.name}{f' and {others} more' if others else ''})"
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Read the box of the leaf, rounded to `dtype`.
@@ -65,81 +87,99 @@ class FromFile:
         Raises ShardingError if the file cannot be read, is damaged, or has changed since its header was read.
         """
         out = torch.empty(box_shape(box), dtype=dtype, device=device)
-        file_dtype = self.entry.dtype
-        assert file_dtype is not None
-        buffer = torch.empty(0, dtype=file_dtype, device="cpu")
-        with _open(self.entry) as fd:
-            for region in self.pattern.regions(shape, box):
-                view = region.view_of(out)
-                for chunk, offsets, run in region.chunks(CHUNK_BYTES // file_dtype.itemsize):
-                    target = view[chunk]
-                    if target.dtype == file_dtype and target.device.type == "cpu" and target.is_contiguous():
-                        self._read(fd, target, offsets, run)
-                        continue
-                    if buffer.numel() < target.numel():
-                        buffer = torch.empty(target.numel(), dtype=file_dtype, device="cpu")
-                    values = buffer[: target.numel()]
-                    self._read(fd, values, offsets, run)
-                    target.copy_(values.view(target.shape))
-        if self.copy is not None:
-            other = FromFile(self.copy, self.pattern).fill(key, shape, box, dtype, device)
+        for entry, part in self.parts:
+            common = overlap(part.box, box)
+            if common is not None:
+                _fill(out[relative_box(common, box)], entry, part.places, relative_box(common, part.box))
+        for copy in self.copies:
+            other = copy.fill(key, shape, box, dtype, device)
             if not torch.equal(out.flatten().view(torch.uint8), other.flatten().view(torch.uint8)):
-                raise fail(f"{self.copy.file}: {self.copy.name!r} is not equal to {self.entry.name!r}",
+                first, second = self.parts[0][0], copy.parts[0][0]
+                raise fail(f"{second.file}: {second.name!r} is not equal to {first.name!r}",
                            "the config ties them: they would be one leaf",
                            fix="tie_word_embeddings: false in config.json, or take it out of the file")  # fmt: skip
         return out
 
-    def _read(self, fd: int, values: Tensor, offsets: Sequence[int], run: int) -> None:
-        """Fill a contiguous tensor from the runs of `run` elements at `offsets` of the tensor in the file."""
-        buffer, size = bytes_of(values), run * values.itemsize  # no copy: it is contiguous and on the CPU
-        starts = [offset * values.itemsize for offset in offsets]
-        if self.entry.checksums is not None and _is_dense(starts, size):
-            self._read_blocks(fd, buffer, starts, size)
-            return
-        for i, start in enumerate(starts):
-            self._read_bytes(fd, buffer[i * size : (i + 1) * size], start)
 
-    def _read_blocks(self, fd: int, buffer: memoryview, starts: Sequence[int], size: int) -> None:
-        """Fill a buffer from the runs of `size` bytes at ascending `starts`, reading and checking whole blocks."""
-        nbytes = self.entry.nbytes
-        block, in_block = memoryview(bytearray(BLOCK_BYTES)), -1  # the last block that a run has a part of
-        for i, start in enumerate(starts):
-            at, stop = start, start + size
-            while at < stop:
-                target = buffer[i * size + at - start : (i + 1) * size]
-                first, end = at - at % BLOCK_BYTES, min(at - at % BLOCK_BYTES + BLOCK_BYTES, nbytes)
-                if at == first and stop >= end:  # read whole blocks in place
-                    end = stop if stop == nbytes else stop - stop % BLOCK_BYTES
-                    self._read_bytes(fd, target[: end - at], at)
-                    for j in range(at, end, BLOCK_BYTES):
-                        self._check(fd, j, target[j - at : min(j + BLOCK_BYTES, end) - at])
-                else:
-                    if in_block != first:
-                        self._read_bytes(fd, block[: end - first], first)
-                        self._check(fd, first, block[: end - first])
-                        in_block = first
-                    end = min(end, stop)
-                    target[: end - at] = block[at - first : end - first]
-                at = end
+def overlap(a: Box, b: Box) -> Box | None:
+    """Return the box that two boxes have in common; None if they have no element in common."""
+    common = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
+    return common if all(s.start < s.stop for s in common) else None
 
-    def _check(self, fd: int, start: int, data: memoryview) -> None:
-        if not self.entry.matches(start // BLOCK_BYTES, data):
-            _check_unchanged(fd, self.entry)
-            at = self.entry.start + start
-            raise fail(
-                f"{self.entry.file}: {self.entry.name!r} is damaged, or has the checksums of other values",
-                f"bytes {at} to {at + len(data)} of the file do not have their checksum",
-                fix=COPY_OR_WRITE,
-            )
 
-    def _read_bytes(self, fd: int, rest: memoryview, start: int) -> None:
-        position = self.entry.start + start
-        end = position + len(rest)
-        while rest:
-            count = os.preadv(fd, (rest,), position)
-            if not count:
-                raise _changed(self.entry, f"it ends before byte {end}")
-            rest, position = rest[count:], position + count
+def _fill(out: Tensor, entry: HeaderEntry, places: Places, box: Box) -> None:
+    """Fill `out` with a box of a tensor that has these places in a tensor in a file."""
+    assert entry.dtype is not None
+    buffer = torch.empty(0, dtype=entry.dtype, device="cpu")
+    with _open(entry) as fd:
+        for region in places.regions(box):
+            view = region.view_of(out)
+            for chunk, offsets, run in region.chunks(CHUNK_BYTES // entry.dtype.itemsize):
+                target = view[chunk]
+                if target.dtype == entry.dtype and target.device.type == "cpu" and target.is_contiguous():
+                    _read(fd, entry, target, offsets, run)
+                    continue
+                if buffer.numel() < target.numel():
+                    buffer = torch.empty(target.numel(), dtype=entry.dtype, device="cpu")
+                values = buffer[: target.numel()]
+                _read(fd, entry, values, offsets, run)
+                target.copy_(values.view(target.shape))
+
+
+def _read(fd: int, entry: HeaderEntry, values: Tensor, offsets: Sequence[int], run: int) -> None:
+    """Fill a contiguous tensor from the runs of `run` elements at `offsets` of the tensor in the file."""
+    buffer, size = bytes_of(values), run * values.itemsize  # no copy: it is contiguous and on the CPU
+    starts = [offset * values.itemsize for offset in offsets]
+    if entry.checksums is not None and _is_dense(starts, size):
+        _read_blocks(fd, entry, buffer, starts, size)
+        return
+    for i, start in enumerate(starts):
+        _read_bytes(fd, entry, buffer[i * size : (i + 1) * size], start)
+
+
+def _read_blocks(fd: int, entry: HeaderEntry, buffer: memoryview, starts: Sequence[int], size: int) -> None:
+    """Fill a buffer from the runs of `size` bytes at ascending `starts`, reading and checking whole blocks."""
+    nbytes = entry.nbytes
+    block, in_block = memoryview(bytearray(BLOCK_BYTES)), -1  # the last block that a run has a part of
+    for i, start in enumerate(starts):
+        at, stop = start, start + size
+        while at < stop:
+            target = buffer[i * size + at - start : (i + 1) * size]
+            first, end = at - at % BLOCK_BYTES, min(at - at % BLOCK_BYTES + BLOCK_BYTES, nbytes)
+            if at == first and stop >= end:  # read whole blocks in place
+                end = stop if stop == nbytes else stop - stop % BLOCK_BYTES
+                _read_bytes(fd, entry, target[: end - at], at)
+                for j in range(at, end, BLOCK_BYTES):
+                    _check(fd, entry, j, target[j - at : min(j + BLOCK_BYTES, end) - at])
+            else:
+                if in_block != first:
+                    _read_bytes(fd, entry, block[: end - first], first)
+                    _check(fd, entry, first, block[: end - first])
+                    in_block = first
+                end = min(end, stop)
+                target[: end - at] = block[at - first : end - first]
+            at = end
+
+
+def _check(fd: int, entry: HeaderEntry, start: int, data: memoryview) -> None:
+    if not entry.matches(start // BLOCK_BYTES, data):
+        _check_unchanged(fd, entry)
+        at = entry.start + start
+        raise fail(
+            f"{entry.file}: {entry.name!r} is damaged, or has the checksums of other values",
+            f"bytes {at} to {at + len(data)} of the file do not have their checksum",
+            fix=COPY_OR_WRITE,
+        )
+
+
+def _read_bytes(fd: int, entry: HeaderEntry, rest: memoryview, start: int) -> None:
+    position = entry.start + start
+    end = position + len(rest)
+    while rest:
+        count = os.preadv(fd, (rest,), position)
+        if not count:
+            raise _changed(entry, f"it ends before byte {end}")
+        rest, position = rest[count:], position + count
 
 
 def _is_dense(starts: Sequence[int], size: int) -> bool:
@@ -191,7 +231,8 @@ def tensors(path: StrPath) -> dict[str, Deferred]:
     headers = WeightHeaders(Path(path))
     entries = headers.tensors.values()
     raise_all(headers.errors + [unsupported_dtype(entry) for entry in entries if entry.dtype is None])
-    return {entry.name: Deferred(entry.shape, entry.dtype, FromFile(entry, identity(len(entry.shape))))
+    parts = {entry.name: FileTensor(entry.name).part(entry.shape) for entry in entries}
+    return {entry.name: Deferred(entry.shape, entry.dtype, FromFile([(entry, parts[entry.name])]))
             for entry in entries if entry.dtype is not None}  # fmt: skip
 
 
@@ -227,7 +268,7 @@ def read(
     paths_of: dict[int, list[tuple[tree.Path, FileTensor]]] = {}
     leaves = tree.leaves_with_path(described)
     for path, leaf in leaves:
-        paths_of.setdefault(id(leaf), []).append((path, file_tensor_of("read", theirs, path)))
+        paths_of.setdefault(id(leaf), []).append((path, file_tensor("read", path, theirs(path))))
 
     def names_in_file(name: str) -> list[str]:
         names = dict.fromkeys([name, name.removeprefix(prefix), prefix + name])
@@ -278,9 +319,8 @@ def read(
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
 
 
-def file_tensor_of(verb: str, theirs: Callable[[tree.Path], FileTensor], path: tree.Path) -> FileTensor:
-    """Return the file tensor of a leaf. Raises ShardingError if `theirs` returns anything else."""
-    found = theirs(path)
+def file_tensor(verb: str, path: tree.Path, found: Any) -> FileTensor:
+    """Return what `theirs` has returned for a leaf. Raises ShardingError if that is not a FileTensor."""
     if not isinstance(found, FileTensor):
         raise must_be(f"{verb}: theirs({path!r})", "a FileTensor", found)
     return found
@@ -312,4 +352,6 @@ def _leaf_from_file(
         raise fail(f"{folder}: {copy.name!r} is tied to {entry.name!r} by the config, and is another tensor",
                    got=f"{copy.dtype_name}{list(copy.shape)}",
                    expected=f"{entry.dtype_name}{list(entry.shape)}")  # fmt: skip
-    return Deferred(leaf.shape, entry.dtype, FromFile(entry, pattern, copy)), pattern
+    part = tensor.part(leaf.shape)
+    copies = [FromFile([(copy, part)])] if copy is not None else []
+    return Deferred(leaf.shape, entry.dtype, FromFile([(entry, part)], copies)), pattern

@@ -80,7 +80,7 @@ def test_tensors_are_aligned_and_large_ones_have_files_of_their_own(tmp_path: Pa
     mixed["d"] = torch.ones(2).double()
     export.write(tmp_path / "one", mixed, lambda path: FileTensor(path[0]), config={})
     for name, x in tensors(tmp_path / "one").items():
-        assert x.init.entry.start % x.dtype.itemsize == 0, name  # type: ignore[attr-defined]
+        assert x.init.parts[0][0].start % x.dtype.itemsize == 0, name  # type: ignore[attr-defined]
     export.write(tmp_path / "some", mixed, lambda path: FileTensor(path[0]), config={}, max_shard_bytes=2)
     assert {n: list(load_file(tmp_path / "some" / n)) for n in files(tmp_path / "some") if "-of-" in n} == {
         f"model-0000{i + 1}-of-00004.safetensors": [n] for i, n in enumerate("abcd")

@@ -22,7 +22,7 @@ def read_box(pattern: Pattern, in_file: Tensor, shape: tuple[int, ...], box: Box
     """Read a box by the runs of its chunks, and check that these are exact."""
     out = torch.full(box_shape(box), -1)
     flat, read = in_file.flatten(), []
-    for region in pattern.regions(shape, box):
+    for region in pattern.places(shape).regions(box):
         view = region.view_of(out)
         before = -1
         for part, offsets, run in region.chunks(max_elements):
@@ -117,23 +117,23 @@ def test_layouts_of_known_models(name: str) -> None:
 
 def test_contiguous_elements_are_one_run() -> None:
     heads = (slice(0, 8), slice(0, 3), slice(2, 4), slice(0, 5))
-    (region,) = Pattern("(h c k) d -> d c h k").regions((8, 3, 4, 5), heads)
+    (region,) = Pattern("(h c k) d -> d c h k").places((8, 3, 4, 5)).regions(heads)
     assert list(region.chunks(10**6)) == [((slice(0, 2), slice(0, 3), slice(0, 5), slice(0, 8)), [240], 240)]
-    (region,) = identity(3).regions((4, 5, 6), (slice(1, 3), slice(1, 3), slice(0, 6)))
+    (region,) = identity(3).places((4, 5, 6)).regions((slice(1, 3), slice(1, 3), slice(0, 6)))
     assert list(region.chunks(10**6)) == [((slice(0, 2), slice(0, 2), slice(0, 6)), [36, 66], 12)]
-    (region,) = identity(1).regions((10,), (slice(2, 9),))
+    (region,) = identity(1).places((10,)).regions((slice(2, 9),))
     assert [offsets for _, offsets, _ in region.chunks(3)] == [[2], [5], [8]]
 
 
 def test_chunk_of_short_runs_has_a_limited_number_of_them() -> None:
-    (region,) = identity(2).regions((200_000, 2), (slice(0, 200_000), slice(0, 1)))
+    (region,) = identity(2).places((200_000, 2)).regions((slice(0, 200_000), slice(0, 1)))
     assert max(len(offsets) for _, offsets, _ in region.chunks(1 << 22)) == 1 << 16
 
 
 def test_leaf_without_dims_and_empty_box() -> None:
-    (region,) = identity(0).regions((), ())
+    (region,) = identity(0).places(()).regions(())
     assert list(region.chunks(8)) == [((), [0], 1)]
-    assert list(identity(2).regions((3, 0), full_box((3, 0)))) == []
+    assert list(identity(2).places((3, 0)).regions(full_box((3, 0)))) == []
     assert Pattern("(h k) d -> d h k").file_shape((0, 2, 3)) == (6, 0)
 
 

@@ -291,10 +291,10 @@ def test_error_lists_all_damaged_tensors_of_a_file(tmp_path: Path) -> None:
 def test_error_of_truncated_file_names_only_the_missing_tensors(single: Path) -> None:
     file = single / "model.safetensors"
     size = file.stat().st_size
-    last = max(tensors(single).values(), key=lambda x: x.init.entry.start)  # type: ignore[attr-defined]
+    last = max(tensors(single).values(), key=lambda x: x.init.parts[0][0].start)  # type: ignore[attr-defined]
     os.truncate(file, size - 1)
     assert error_text(read, single, described(), theirs) == (
-        f"{file}: {last.init.entry.name!r} is cut short\n"  # type: ignore[attr-defined]
+        f"{file}: {last.init.parts[0][0].name!r} is cut short\n"  # type: ignore[attr-defined]
         f"  it ends at byte {size}, the file has {size - 1}\n  fix: copy the file again"
     )
     os.truncate(file, size + 2)
@@ -409,7 +409,7 @@ def test_config_json_is_read_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["shorter", "longer", "padded", "gone", "other"])
 def test_file_that_changed_after_its_header_was_read_is_refused(single: Path, change: str) -> None:
     file = single / "model.safetensors"
-    leaf = max(read(single, described(), theirs).values(), key=lambda x: x.init.entry.start)
+    leaf = max(read(single, described(), theirs).values(), key=lambda x: x.init.parts[0][0].start)
     size = file.stat().st_size
     if change == "gone":
         file.unlink()
@@ -425,6 +425,7 @@ def test_file_that_changed_after_its_header_was_read_is_refused(single: Path, ch
            "padded": f"{size} bytes then, {size + 1} now",
            "other": f"{size} bytes then, {size} now"}  # fmt: skip
     text = error_text(fs.materialize, {"x": leaf}, P(), fs.make_mesh(data=1), key=KEY)
+    name = leaf.init.parts[0][0].name
     assert text == (f"{file}: cannot be read\n  No such file or directory" if change == "gone" else
-                    f"{file}: has changed since its header was read\n  {why[change]}\n  in {leaf.init.entry.name!r}\n"
+                    f"{file}: has changed since its header was read\n  {why[change]}\n  in {name!r}\n"
                     "  fix: read the folder again, when nothing writes to it")  # fmt: skip

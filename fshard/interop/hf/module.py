@@ -1,0 +1,309 @@
+"""Leaves of a module from a folder: its names, ties and buffers, and the names that its library gives them in files."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fshard import tree
+from fshard._io import StrPath
+from fshard.errors import ShardingError, fail, must_be, raise_all
+from fshard.init import Deferred
+from fshard.init.initializers import Full
+from fshard.interop.defer import Apply
+from fshard.interop.defer.constructor import Recorded
+from fshard.interop.defer.graph import draws
+from fshard.sharded import Sharded
+from fshard.spec import box_shape, describe
+
+from .conversion import Converted, Library, from_files, library_of, to_files
+from .folder import WeightHeaders, unsupported_dtype
+from .traced import Traced, trace
+from .weights import FilePart, FromFile, with_dot
+
+KINDS = ("params", "buffers")
+
+
+def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, ...]]:
+    """Return the function from the path of a leaf to the parts of tensors in files that it is written to.
+
+    `leaves` are all that the module stores: those of a buffer that is not persistent have no parts.
+
+    Raises ShardingError listing every leaf that is missing or not the module's, and leaves that peft has added.
+    """
+    names = Names.of(of)
+    errors: list[ShardingError] = []
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    found: set[str] = set()
+    for path, leaf in tree.leaves_with_path(leaves):
+        name, label = name_of(path, leaves), tree.show("tree", path)
+        found.add(name)
+        if name not in names.kinds:
+            errors.append(fail(f"save: {label} is not a leaf of {of!r}"))
+        elif not isinstance(leaf, (Sharded, torch.Tensor)):
+            errors.append(must_be(f"save: {label}", "a tensor or a Sharded", leaf))
+        elif name not in names.transient:
+            shapes[names.stored(name)] = tuple(leaf.shape), leaf.dtype
+    errors += [fail(f"save: {kind}[{name!r}] is missing", fix="save the whole tree: {'params': ..., 'buffers': ...}")
+               for name, kind in names.kinds.items()
+               if name not in found and name not in names.transient and name not in names.ties]  # fmt: skip
+    raise_all(errors)
+    parts = {name: trace(name, *of_leaf).parts for name, of_leaf in shapes.items()}
+    if names.library is not None:
+        if names.library.adapted:
+            raise fail(f"save: {of!r} has adapters of peft, which its base model's folder has no place for",
+                       fix="merge them into the base layers, and save the tree of the base model")  # fmt: skip
+        parts = {name: x.parts for name, x in to_files(names.library, shapes).items()}
+    return lambda path: parts.get(names.stored(name_of(path, leaves)), ())
+
+
+def name_of(path: tree.Path, described: Any) -> str:
+    """Return the dotted name of a leaf in its module; `described` may be the whole tree that `defer` returns."""
+    return tree.dotted(path[1:] if _is_whole(described) else path)
+
+
+def _is_whole(described: Any) -> bool:
+    return isinstance(described, Mapping) and set(described) == set(KINDS)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a module's parameters and buffers; all empty if it is not known.
+
+    `kinds`: the kind of each, tied ones too. `ties`: tied name -> the name of the leaf that it uses. `transient`:
+    buffers that are not persistent. `frozen`: parameters that need no gradient.
+    """
+
+    kinds: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    ties: Mapping[str, str]
+    transient: frozenset[str]
+    frozen: frozenset[str]
+    library: Library | None
+    shown: str
+
+    @classmethod
+    def of(cls, apply: Apply | None) -> Names:
+        if apply is None:
+            return cls({}, {}, {}, frozenset(), frozenset(), None, "")
+        named = {"params": apply.module.named_parameters(remove_duplicate=False),
+                 "buffers": apply.module.named_buffers(remove_duplicate=False)}  # fmt: skip
+        leaves = {name: (kind, tuple(x.shape)) for kind in KINDS for name, x in named[kind]}
+        return cls({name: kind for name, (kind, _) in leaves.items()}, {name: s for name, (_, s) in leaves.items()},
+                   apply.ties, apply.transient, apply.frozen, library_of(apply.module), repr(apply))  # fmt: skip
+
+    def plain(self, name: str) -> str:
+        return self.library.plain_name(name) if self.library else name
+
+    def stored(self, name: str) -> str:
+        """Return the name under which a leaf is written: of a tied one that which its library keeps."""
+        tied = self.library.tied if self.library else ()
+        names = [name, *(other for other, first in self.ties.items() if first == name)]
+        return self.plain(next((n for n in names if self.plain(n) not in tied), name))
+
+    def may_lack(self, names: Sequence[str], leaf: Deferred) -> bool:
+        """Return whether a folder may lack a leaf: not trained, not drawn, and not stored by its library."""
+        if any(name in self.transient for name in names):
+            return True
+        trained = any(self.kinds.get(name) == "params" and name not in self.frozen for name in names)
+        constant = isinstance(leaf.init, Full) or (isinstance(leaf.init, Recorded) and not draws(leaf.init.node))
+        library = self.library
+        return constant and not trained and library is not None and any(library.may_lack(self.plain(n)) for n in names)
+
+
+# --- reading --------------------------------------------------------------------------------------------------
+
+
+def read_module(
+    folder: StrPath, described: Any, of: Apply | None = None, *, prefix: str = "", ignored: Sequence[str] = (),
+    missing: Sequence[str] = (),
+) -> Any:  # fmt: skip
+    """Return the leaves of a module with their values in a folder; `fs.hf.weights` says more.
+
+    Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of an
+    unsupported dtype, cut short or out of place in its file.
+    """
+    headers, names, prefix = WeightHeaders(Path(folder)), Names.of(of), with_dot(prefix)
+    stored = _stored(headers, names)
+    errors = [*headers.errors, *(ShardingError(f"{headers.path}: {e}") for e in stored.errors)]
+    leaves = tree.leaves_with_path(described)
+    names_of: dict[int, list[str]] = {}  # of each leaf: a tie has several
+    for path, leaf in leaves:
+        names_of.setdefault(id(leaf), []).append(name_of(path, described))
+    for of_leaf in names_of.values():
+        of_leaf += [tied for tied, name in names.ties.items() if name in of_leaf and tied not in of_leaf]
+
+    def in_file(name: str) -> list[str]:
+        name = names.plain(name)
+        options = dict.fromkeys([name, name.removeprefix(prefix), prefix + name])
+        return [n for n in options if n in stored.leaves]
+
+    out: dict[int, Deferred] = {}
+    used: set[str] = set()  # of `stored.leaves`
+    lacking: list[str] = []
+    for path, leaf in leaves:
+        if id(leaf) in out:
+            continue
+        out[id(leaf)] = leaf
+        label, own = tree.show("tree", path), names_of[id(leaf)]
+        found = list(dict.fromkeys(n for name in own for n in in_file(name)))
+        used |= set(found)
+        try:
+            if not isinstance(leaf, Deferred):
+                raise fail(f"{label}: is a {type(leaf).__name__}", fix="describe it: fs.init.*")
+            if unknown := [n for n in own if names.kinds and n not in names.kinds]:
+                raise fail(f"{label}: {names.shown} has no leaf {unknown[0]!r}",
+                           fix="pass the tree that fs.defer returned with it")  # fmt: skip
+            if found:
+                out[id(leaf)] = _leaf(headers, [stored.leaves[n] for n in found], label, leaf)
+            elif headers.complete and not names.may_lack(own, leaf) and not matches(own, missing):
+                lacking.append(own[0])
+                errors.append(fail(f"{headers.path}: {names.plain(own[0])!r} is missing",
+                                   f"for {label}, {describe(leaf.dtype, leaf.shape)}"))  # fmt: skip
+        except ShardingError as e:
+            errors.append(e)
+    kinds = {names.kinds.get(name) for of_leaf in names_of.values() for name in of_leaf}
+    extra = _extra(headers, names, stored, used, kinds, ignored)
+    errors += [_unused(headers, name, stored, names) for name in extra] + _rests(headers, stored, used, set(extra))
+    own = [name for of_leaf in names_of.values() for name in of_leaf]
+    errors += [fail(f"weights: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
+               for pattern in missing if not matches(own, [pattern])]  # fmt: skip
+    if lacking or extra:
+        errors.append(_advice(names, lacking, extra, own, list(headers.tensors), (missing, ignored)))
+    raise_all(errors)
+    return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
+
+
+def _stored(headers: WeightHeaders, names: Names) -> Converted:
+    """Return the tensors of a folder, by the names that they have in the module."""
+    entries = {name: trace(name, x.shape, x.dtype or torch.uint8) for name, x in headers.tensors.items()}
+    if names.library is None:
+        return Converted(entries)
+    shapes = {names.plain(n): shape for n, shape in names.shapes.items() if n not in names.transient}
+    stored = from_files(names.library, shapes, entries)
+    if not headers.complete:  # a conversion may lack a tensor of the file that cannot be read
+        stored.errors.clear()
+    return stored
+
+
+def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Deferred) -> Deferred:
+    """Return a leaf with the values of a tensor, and of those that must be equal to it."""
+    sources = []
+    for x in found:
+        parts = [(headers.tensors[part.name], part) for part in x.parts]
+        if x.shape != leaf.shape:
+            files = list(dict.fromkeys(repr(entry.name) for entry, _ in parts))
+            which = f"{files[0]} has" if len(files) == 1 else f"{len(files)} tensors, {files[0]} to {files[-1]}, make"
+            raise fail(f"{headers.path}: {which} another shape, for {label}",
+                       got=list(x.shape), expected=list(leaf.shape))  # fmt: skip
+        for entry, _ in parts:
+            if entry.dtype is None:
+                raise unsupported_dtype(entry)
+            if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
+                raise fail(f"{headers.path}: {entry.name!r} has a dtype of another kind, for {label}",
+                           got=describe(entry.dtype, entry.shape),
+                           expected=describe(leaf.dtype, leaf.shape))  # fmt: skip
+        sources.append(parts)
+    dtypes = {entry.dtype for parts in sources for entry, _ in parts if entry.dtype is not None} or {leaf.dtype}
+    if len(dtypes) > 1:
+        first: dict[torch.dtype, str] = {}
+        for entry, _ in (pair for parts in sources for pair in parts):
+            if entry.dtype is not None:
+                first.setdefault(entry.dtype, f"{describe(entry.dtype, entry.shape)}  {entry.name}")
+        raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *first.values())
+    first_source, *copies = map(FromFile, sources)
+    return Deferred(leaf.shape, dtypes.pop(), FromFile(first_source.parts, copies))
+
+
+def _extra(
+    headers: WeightHeaders, names: Names, stored: Converted, used: set[str], kinds: set[str | None],
+    ignored: Sequence[str],
+) -> list[str]:  # fmt: skip
+    """Return the names in the files that no leaf uses, and that may not be unused."""
+    in_use = {part.name for name in used for part in stored.leaves[name].parts}
+    module_name = {names.plain(name): name for name in names.kinds}
+    target = {part.name: module_name.get(name) for name, x in stored.leaves.items() for part in x.parts}
+    skipped = {names.plain(name) for name in names.transient}
+
+    def may_be_unused(name: str) -> bool:
+        if matches([name], ignored) or name in skipped or (names.library is not None and names.library.skips(name)):
+            return True
+        kind = names.kinds.get(target.get(name) or "")  # parameters, where only buffers are read
+        return kind == "params" and kind not in kinds
+
+    return [name for name in headers.tensors if name not in in_use and not may_be_unused(name)]
+
+
+def _unused(headers: WeightHeaders, name: str, stored: Converted, names: Names) -> ShardingError:
+    entry = headers.tensors[name]
+    of_module = [n for n in names.kinds if names.plain(n) in stored.leaves
+                 and any(part.name == name for part in stored.leaves[names.plain(n)].parts)]  # fmt: skip
+    text = f"{entry.dtype_name.lower()}{list(entry.shape)}"
+    if of_module:
+        return fail(f"{headers.path}: {name!r} is in the module's {names.kinds[of_module[0]]}, and not in this tree",
+                    text, fix="read the whole tree: {'params': ..., 'buffers': ...}")  # fmt: skip
+    return fail(f"{headers.path}: {name!r} is not part of this model", text)
+
+
+def _rests(headers: WeightHeaders, stored: Converted, used: set[str], extra: set[str]) -> list[ShardingError]:
+    """Return an error for each tensor of which the leaves use a part."""
+    count = Counter[str]()
+    for name in used:
+        for part in stored.leaves[name].parts:
+            count[part.name] += math.prod(box_shape(part.box))
+    totals = {name: math.prod(headers.tensors[name].shape) for name in count}
+    return [fail(f"{headers.path}: no leaf is the rest of {name!r}", f"{n} of its {totals[name]} elements are used")
+            for name, n in count.items() if n < totals[name] and name not in extra]  # fmt: skip
+
+
+# --- names that may be missing or unused ----------------------------------------------------------------------
+
+
+def matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Return whether a name ends with one of the patterns, or, if that has a `*`, is matched by it."""
+    return any(fnmatch.fnmatchcase(n, p) if "*" in p else n.endswith(p) for n in names for p in patterns)
+
+
+def _advice(
+    names: Names, lacking: Sequence[str], extra: Sequence[str], leaves: Sequence[str], tensors: Sequence[str],
+    now: tuple[Sequence[str], Sequence[str]],
+) -> ShardingError:  # fmt: skip
+    """Return the error that names the arguments with which the folder is accepted."""
+    accepted = (*now[0], *globs(lacking, leaves)), (*now[1], *globs(extra, tensors))
+    arguments = [f"{key}={value!r}" for key, value in zip(("missing", "ignored"), accepted, strict=True) if value]
+    notes = ["leaves named by missing= keep their initializers; tensors named by ignored= are not read"]
+    if not names.kinds:
+        notes.append("for the names, ties and buffers of fs.defer's module: of=apply")
+    return fail(f"weights: {len(lacking)} leaves have no tensor in the folder, {len(extra)} tensors have no leaf",
+                *notes, fix=f"if that is intended, hf.weights(..., {', '.join(arguments)})")  # fmt: skip
+
+
+def globs(chosen: Sequence[str], every: Iterable[str]) -> list[str]:
+    """Return few patterns that match the chosen names and none of the others.
+
+    >>> globs(["classifier.weight", "classifier.bias"], ["classifier.weight", "classifier.bias", "bert.weight"])
+    ['classifier.*']
+    >>> globs(["h.0.lora_A.weight", "h.1.lora_A.weight"], ["h.0.lora_A.weight", "h.1.lora_A.weight", "h.0.weight"])
+    ['*.lora_A.*']
+    """
+
+    def candidates(name: str) -> list[str]:
+        parts = name.split(".")
+        return [*(".".join(parts[:i]) + ".*" for i in range(1, len(parts))),
+                *(f"*.{part}.*" for part in parts[1:-1] if not part.isdigit())]  # fmt: skip
+
+    refused = {glob for name in set(every) - set(chosen) for glob in candidates(name)}
+    rest, out = list(dict.fromkeys(chosen)), []
+    while rest:
+        count = Counter(glob for name in rest for glob in candidates(name) if glob not in refused)
+        best = min(count, key=lambda glob: (-count[glob], glob[0] == "*", len(glob)), default=rest[0])
+        out.append(best)
+        rest = [name for name in rest if not matches([name], [best])]
+    return out
