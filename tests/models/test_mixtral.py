@@ -128,6 +128,21 @@ def test_a_compiled_program_computes_the_same_mixture(monkeypatch):
     torch.testing.assert_close(mixtral._of_experts(ref.cfg, p, x, weights, torch.tanh), want)
 
 
+@pytest.mark.parametrize("split", [("data", "data", True), ("data", "model", False)])
+def test_the_step_verifies_on_smaller_meshes_with_an_uneven_batch(split):
+    data, experts, sequence = split
+    cfg = DECODERS["mixtral"].config(output_router_logits=True, router_z_loss_coef=0.1, num_hidden_layers=1)
+    mesh, specs = fs.make_mesh(data=2, model=2), mixtral.specs(cfg, model="model", experts=experts)
+    described = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.2), mixtral.init(cfg))
+    layout = mixtral.Layout(data, "model", sequence, experts=experts)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))
+    def step(p, ids):
+        return fs.value_and_grad(lambda p: mixtral.loss(cfg, p, ids, ids, layout=layout, specs=specs))(p)
+
+    fs.verify(step, fs.materialize(described, specs, mesh, key=fs.key(0)), cases.tokens(37, b=5))
+
+
 def test_shapes_are_checked_without_values():
     cfg = DECODERS["mixtral"].config()
     specs, ids = mixtral.specs(cfg, model="model", experts="model"), torch.zeros(4, 6, dtype=torch.int64)
