@@ -207,6 +207,7 @@ def test_wrong_trees_and_layouts_are_refused(tmp_path):
     assert "experts=('data', 'model') has axes of 'data' and others" in logits(
         mixtral.Layout("data", "model", experts=("data", "model")), specs)  # fmt: skip
     assert "fix: pass the specs of the parameters" in logits(mixtral.Layout("data", "model", experts="data"), specs)
+    assert "fix: ('h', 0, 'experts', 0, 'up') for the first" in error_text(mixtral.theirs, ("h", 0, "experts", "up"))
     del p["h"][0]["experts"]["up"]
     assert "params['h'][0]['experts'][0]['up']" in error_text(mixtral.save, tmp_path, ref.cfg, p).replace(
         "tree", "params"
