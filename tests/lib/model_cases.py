@@ -164,8 +164,10 @@ DECODERS = {
             "router losses, window": {"output_router_logits": True, "router_aux_loss_coef": 0.3, "sliding_window": 4,
                                       "num_experts_per_tok": 3},
             "all experts, tied": {"num_local_experts": 2, "tie_word_embeddings": True, "hidden_act": "gelu", **SHALLOW},
-            "one of many experts": {"num_local_experts": 40, "num_experts_per_tok": 1, **SHALLOW,  # some have no token
-                                    "output_router_logits": True},  # a single weight is 1: no other gradient
+            "one of many experts": {  # some have no token
+                "num_local_experts": 40, "num_experts_per_tok": 1, **SHALLOW,
+                "output_router_logits": True, "router_aux_loss_coef": 0.5,  # a single weight is 1: no other gradient
+            },
         },
     ),
     "qwen2": Decoder(
