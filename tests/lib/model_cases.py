@@ -365,6 +365,8 @@ def check_files(ref, layout, folder):
     again = read_by_transformers(type(ref.theirs), folder)
     with torch.no_grad():
         assert torch.equal(again(ref.ids).logits, ref.theirs(ref.ids).logits)
+    greedy = {"attention_mask": torch.ones_like(ref.ids), "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(again.generate(ref.ids, **greedy), ref.theirs.generate(ref.ids, **greedy))  # the cache's window
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == ref.theirs.config.model_type
     assert ref.module.load(folder)[0] == ref.module.config(folder) == ref.cfg
