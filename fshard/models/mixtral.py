@@ -104,12 +104,12 @@ def specs(cfg: Config, *, model: Axis = None, experts: Axis = None) -> Any:
     With `experts`, pass it to `Layout` too. `fs.fully_shard` adds a data axis.
 
     >>> specs(Config(), model="model", experts="model")["h"][0]["experts"]["down"]
-    P('model', None, None)
+    P('model')
     """
     width = tuple(name for name in names_of(model) if name not in names_of(experts)) or None
     hidden = P(experts, None, width)
     return llama.specs_with(cfg, model, {
-        "router": P(), "experts": {"gate": hidden, "up": hidden, "down": P(experts, width, None)},
+        "router": P(), "experts": {"gate": hidden, "up": hidden, "down": P(experts, width)},
     })  # fmt: skip
 
 
@@ -334,6 +334,8 @@ def theirs(path: tree.Path) -> FileTensor:
     if len(path) == 5 and path[0] == "h" and path[2] == "experts" and type(path[3]) is int:
         _, layer, _, expert, name = path
         return file_tensor(("h", expert, name), {}, _EXPERT, f"{llama.BLOCKS}.{layer}.block_sparse_moe.experts")
+    if len(path) == 4 and path[0] == "h" and path[2] == "experts":
+        raise fail(f"theirs: {path!r} is one tensor for each expert", fix=f"{(*path[:3], 0, path[3])!r} for the first")
     return file_tensor(path, llama.TOP, _BLOCK, llama.BLOCKS)
 
 

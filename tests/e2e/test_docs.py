@@ -224,6 +224,11 @@ from fshard.models import mixtral
 cfg = mixtral.Config(32, 16, 24, 1, 4, 2)
 mixtral.save("my-mixtral", cfg, fs.materialize(mixtral.init(cfg), P(), mesh, key=fs.key(0)))
 """
+HEADS = """
+from fshard.models import heads
+cfg = heads.Config(fs.models.gpt2.Config(32, 8, 16, 1, 4), "sequence", pad_token_id=0)
+heads.save("my-classifier", cfg, fs.materialize(heads.init(cfg), P(), mesh, key=fs.key(0)))
+"""
 GPTJ = """
 gptj = fs.models.gptj
 cfg = gptj.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=4, rotary_dim=4)
@@ -272,6 +277,7 @@ SETUP = {
     "fshard.models.gpt2.load": GPT2,
     "fshard.models.gpt_neox.load": NEOX,
     "fshard.models.gptj.load": GPTJ,
+    "fshard.models.heads.load": HEADS,
     "fshard.models.llama.load": LLAMA,
     "fshard.models.mixtral.load": MIXTRAL,
     "fshard.nn.layers.attention": "q = k = v = torch.ones(2, 3, 4, 8)\nkey = fs.key(0)",

@@ -109,7 +109,7 @@ def _models() -> list[Call]:
             "loss": {**common, "ids": ids, "targets": ids, **options},
             "losses": {**common, "ids": ids, "targets": ids, **options},
             "generate": {**common, "ids": ids, "new": 2, "temperature": 0.0, "eos": 3, "layout": model.Layout()},
-            "theirs": {"path": next(path for path, _ in fs.tree.leaves_with_path(params))},
+            "theirs": {"path": fs.tree.leaves_with_path(params)[-1][0]},
             "save": {"path": "model", **common},
             "states": {**common, "ids": ids, **options, "remat": False},
             "embed": {**common, "ids": ids},
@@ -124,7 +124,26 @@ def _models() -> list[Call]:
         model.save(given["load"]["path"], cfg, params)
         found = [Call(name, getattr(model, name), args) for name, args in given.items() if hasattr(model, name)]
         calls += prefixed(model.__name__.removeprefix("fshard."), *found)
-    return calls
+    heads, base = fs.models.heads, fs.models.gpt2.Config(vocab_size=12, **gpt)
+    head = {"base": base, "task": "sequence", "labels": ("a", "b"), "pad_token_id": 0}
+    cfg = heads.Config(**head)
+    params = fs.device_get(fs.materialize(heads.init(cfg), P(), one, key=KEY))
+    common, options = {"cfg": cfg, "params": params, "ids": ids}, {"layout": heads.Layout(), "mask": None}
+    heads.save("heads_saved", cfg, params)
+    given = {
+        "Config": head,
+        "init": {"cfg": cfg},
+        "specs": {"cfg": cfg, "model": "model"},
+        "apply": {**common, **options, "specs": heads.specs(cfg), "key": None},
+        "loss": {**common, **options, "targets": ids[:, 0] % 2},
+        "embed": {"cfg": base, "params": params["base"], "ids": ids, "mask": None, "pooling": "mean"},
+        "has_head": {"config": {"model_type": "gpt2"}},
+        "theirs": {"path": ("score", "w"), "cfg": cfg},
+        "config": {"folder": "heads_saved"},
+        "load": {"path": "heads_saved"},
+        "save": {"path": "heads", "cfg": cfg, "params": params},
+    }
+    return calls + prefixed("models.heads", *(Call(name, getattr(heads, name), args) for name, args in given.items()))
 
 
 def _others() -> list[Call]:

@@ -28,6 +28,6 @@ def test_a_folder_of_another_model_or_without_tensors_is_refused(tmp_path):
         f"{tmp_path}/config.json: not a supported gpt2\n  model_type: 'llama', not 'gpt2'\n"
         "  fix: use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))"
     )
-    (tmp_path / "config.json").write_text(json.dumps({**config, "activation_function": "relu"}))
-    with pytest.raises(ShardingError, match="activation_function: 'relu', not 'gelu_new'"):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "scale_attn_by_inverse_layer_idx": True}))
+    with pytest.raises(ShardingError, match="scale_attn_by_inverse_layer_idx: True, not False"):
         gpt2.load(tmp_path)

@@ -39,7 +39,10 @@ def placed(ref, name):
     return mesh, specs, layout, remat, fs.materialize(ref.params, specs, mesh, key=fs.key(0))
 
 
-@pytest.mark.parametrize("name", SPLITS)
+FAST = ("model, all", "data, all", "more ranks than experts")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in SPLITS])
 def test_experts_over_an_axis_have_the_logits_loss_and_gradients_of_transformers(name):
     ref = reference("mixtral", VARIANT)
     mesh, specs, layout, remat, p = placed(ref, name)
@@ -58,7 +61,8 @@ def test_experts_over_an_axis_have_the_logits_loss_and_gradients_of_transformers
     cases.close(grads, ref.grads, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["model", "data, all", "an axis of their own"])
+@pytest.mark.parametrize("name", ["data, all", *(pytest.param(name, marks=pytest.mark.slow)
+                                                 for name in ("model", "an axis of their own"))])  # fmt: skip
 def test_experts_over_an_axis_generate_the_tokens_of_transformers(name):
     ref = reference("mixtral", "base")
     mesh, specs, layout, _, p = placed(ref, name)
@@ -72,7 +76,7 @@ def test_experts_over_an_axis_generate_the_tokens_of_transformers(name):
     assert torch.equal(fs.device_get(run(p, ids)), want)
 
 
-@pytest.mark.parametrize("name", ["model, all", "data, all"])
+@pytest.mark.parametrize("name", [pytest.param("model, all", marks=pytest.mark.slow), "data, all"])
 def test_losses_of_the_router_equal_transformers_without_padding(name):
     ref = reference("mixtral", VARIANT)
     mesh, specs, layout, remat, p = placed(ref, name)
@@ -128,6 +132,22 @@ def test_a_compiled_program_computes_the_same_mixture(monkeypatch):
     torch.testing.assert_close(mixtral._of_experts(ref.cfg, p, x, weights, torch.tanh), want)
 
 
+@pytest.mark.parametrize("split", [("data", "data", True), pytest.param(("data", "model", False),
+                                                                         marks=pytest.mark.slow)])  # fmt: skip
+def test_the_step_verifies_on_smaller_meshes_with_an_uneven_batch(split):
+    data, experts, sequence = split
+    cfg = DECODERS["mixtral"].config(output_router_logits=True, router_z_loss_coef=0.1, num_hidden_layers=1)
+    mesh, specs = fs.make_mesh(data=2, model=2), mixtral.specs(cfg, model="model", experts=experts)
+    described = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.2), mixtral.init(cfg))
+    layout = mixtral.Layout(data, "model", sequence, experts=experts)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))
+    def step(p, ids):
+        return fs.value_and_grad(lambda p: mixtral.loss(cfg, p, ids, ids, layout=layout, specs=specs))(p)
+
+    fs.verify(step, fs.materialize(described, specs, mesh, key=fs.key(0)), cases.tokens(37, b=5))
+
+
 def test_shapes_are_checked_without_values():
     cfg = DECODERS["mixtral"].config()
     specs, ids = mixtral.specs(cfg, model="model", experts="model"), torch.zeros(4, 6, dtype=torch.int64)
@@ -141,7 +161,7 @@ def test_shapes_are_checked_without_values():
     fs.check(mapped, mixtral.init(cfg), ids)
 
 
-@pytest.mark.parametrize("name", ["model", "data, all", "one of two data axes"])
+@pytest.mark.parametrize("name", ["model", pytest.param("data, all", marks=pytest.mark.slow), "one of two data axes"])
 def test_split_experts_are_written_as_transformers_writes_them(name, tmp_path):
     ref = reference("mixtral", "base")
     *_, p = placed(ref, name)
@@ -192,6 +212,7 @@ def test_wrong_trees_and_layouts_are_refused(tmp_path):
     assert "experts=('data', 'model') has axes of 'data' and others" in logits(
         mixtral.Layout("data", "model", experts=("data", "model")), specs)  # fmt: skip
     assert "fix: pass the specs of the parameters" in logits(mixtral.Layout("data", "model", experts="data"), specs)
+    assert "fix: ('h', 0, 'experts', 0, 'up') for the first" in error_text(mixtral.theirs, ("h", 0, "experts", "up"))
     del p["h"][0]["experts"]["up"]
     assert "params['h'][0]['experts'][0]['up']" in error_text(mixtral.save, tmp_path, ref.cfg, p).replace(
         "tree", "params"
