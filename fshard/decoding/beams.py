@@ -57,9 +57,8 @@ def search(
         # 2. Those among the first K that end replace worse ones.
         full = has_ended.all(1, keepdim=True) & (options.early_stopping is True)
         now_ended = ends & (torch.arange(ends.shape[1], device=ids.device) < k)
-        final = top / (i + 1) ** options.length_penalty - _NEVER * (
-            full.float() + (~open_).float() + (~now_ended).float()
-        )
+        refused = full.float() + (~open_).float() + (~now_ended).float()
+        final = top / (i + 1) ** options.length_penalty - _NEVER * refused
         best_scores, kept = torch.cat([best_scores, final], 1).topk(k)
         best = _rows(torch.cat([best, candidates], 1), kept)
         has_ended = torch.cat([has_ended, now_ended], 1).gather(1, kept)

@@ -118,7 +118,7 @@ def test_on_token_has_the_tokens_of_each_step_on_every_rank(sizes):
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3, "top_p": 0.9}, {"min_p": 0.01, "typical_p": 0.8, "eos": 4}])
 def test_a_draw_is_the_same_on_every_mesh(options):
-    options = {"new": 5, "temperature": 0.9, **options}
+    options = {"new": 3, "temperature": 0.9, **options}
     for ids in (prompts(4), prompts(5)):
         want = generated(MESHES[0], ids, key=fs.key(5), **options)
         assert not torch.equal(want, generated(MESHES[0], ids, key=fs.key(6), **options))
@@ -162,17 +162,21 @@ def best_of_all(row, new, eos, penalty):
     return best[1]
 
 
-def test_beams_do_not_depend_on_the_batch_or_the_mesh():
-    ids = prompts(5, 4)
-    mask = torch.ones_like(ids)
-    for options in (
-        {"beams": 3, "eos": 2},
-        {"beams": 2, "eos": [2, 7], "early_stopping": True, "length_penalty": 2.0},
-        {"beams": 4, "eos": 2, "repetition_penalty": 1.4, "no_repeat_ngram": 2, "forced_eos": 2},
-    ):
-        want = torch.cat([generated(MESHES[0], row[None], new=5, **options) for row in ids])
-        for sizes in MESHES:
-            assert torch.equal(generated(sizes, ids, new=5, mask=mask, **options), want)
+@pytest.mark.parametrize("options", [
+    {"beams": 3, "eos": [1, 5, 9], "length_penalty": 2.0},
+    {"beams": 2, "eos": [2, 7], "early_stopping": True, "length_penalty": 3.0},
+    {"beams": 4, "eos": 2, "early_stopping": "never", "length_penalty": -1.0},
+    {"beams": 2, "stop": [[3], [1, 4]], "pad": 0, "repetition_penalty": 1.4, "no_repeat_ngram": 2, "forced_eos": 2},
+])  # fmt: skip
+def test_beams_do_not_depend_on_the_batch_or_the_mesh(options):
+    ids = prompts(40)
+
+    def alone(ids):
+        return generate(table_model(TABLE), ids, new=8, size=V, options=Options(**options))
+
+    want = torch.cat([alone(row) for row in ids.split(1)])
+    assert torch.equal(alone(ids), want)
+    assert torch.equal(generated(MESHES[1], ids[:5], mask=torch.ones(5, 3), new=8, **options), want[:5])
 
 
 # --- errors ---------------------------------------------------------------------------------------------------

@@ -135,11 +135,8 @@ def _step(
         else:
             inputs["encoder_outputs"] = (state.encoded,)
             mask = None if mask is None else mask.repeat_interleave(len(ids) // len(mask), 0)  # of beams
-    if (
-        mask is not None
-        and "attention_mask" in model.takes
-        and not (state.cache and "past_key_values" not in state.cache)
-    ):
+    # Padding is no part of a state: its mask is that of the prompt alone.
+    if mask is not None and "attention_mask" in model.takes and "cache_params" not in (state.cache or {}):
         mask = _at_least_one_row(mask)
         inputs["attention_mask"] = mask
         if not source and "position_ids" in model.takes:
