@@ -74,6 +74,7 @@ class Apply:
         self.ties.update((p.name, p.leaf) for p in self._places if p.name != p.leaf)
         self.transient = transient | {p.leaf for p in self._places if p.transient}
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
+        self.shapes: Named = self._leaves["params"]
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self.units = leaves_of_units(module, units, self._places)
         self._free_copies: deque[_ModuleCopy] = deque()
@@ -169,11 +170,12 @@ class Apply:
             remat: keep only the arguments of each unit (of the outermost, if units are nested), and recompute it in
                 backward. A cache that the module fills as it runs would be filled twice: switch it off (`use_cache`).
             prefetch: number of units to gather ahead; 0 gathers when needed.
-            dtype, reduce_dtype, shapes: as for `fs.unshard`.
+            dtype, reduce_dtype: as for `fs.unshard`.
+            shapes: as for `fs.unshard`; by default the shapes of the module's own parameters.
 
-        Transfers, for each dtype of a unit and each of its calls: a gather in forward (none if the unit called before
-        is the same), one in backward if a gradient needs its leaves (none for the last unit), and one sum. Frozen
-        leaves have no gradient: no buffer and no sum.
+        Transfers, for each dtype of a unit and each of its calls: a gather in forward, one in backward if a gradient
+        needs its leaves, and one sum. Frozen leaves have no gradient: no buffer and no sum. A unit that is called again
+        and again, as ALBERT's, is gathered for the first two calls and once in backward.
 
         >>> apply, tree = defer(lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), units="*")
         >>> apply.units

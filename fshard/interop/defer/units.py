@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from fshard.errors import fail, must_be, raise_all
 from fshard.schedule.buckets import plan_buckets
 from fshard.schedule.recompute import refuse_saved_tensor_hooks
 from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
-from fshard.schedule.unshard import routes, sizes_of, unshard
+from fshard.schedule.unshard import routes, unshard
 from fshard.spec import P, is_spec, matches
 
 if TYPE_CHECKING:
@@ -195,7 +196,12 @@ class UnshardedByUnit:
         reduce_dtype: torch.dtype | None, shapes: Any,
     ) -> None:  # fmt: skip
         self._apply, self._specs, self._axis, self._options = apply, specs, axis, options
-        self._dtype, self._reduce_dtype, self._shapes = dtype, reduce_dtype, shapes
+        self._dtype, self._reduce_dtype = dtype, reduce_dtype
+        shapes = apply.shapes if shapes is None else shapes
+        if not isinstance(shapes, Mapping) or apply.shapes.keys() - shapes.keys():
+            raise must_be("apply.unshard: shapes", f"a dict of the {len(apply.shapes)} params", shapes,
+                          "pass the tree that params were materialized from")  # fmt: skip
+        self._shapes = {name: SimpleNamespace(shape=tuple(shapes[name].shape)) for name in apply.shapes}
 
         self._placeholders: dict[Any, Placeholder] = {}
 
@@ -217,24 +223,32 @@ class UnshardedByUnit:
         here, apply = region("apply.unshard"), self._apply
         apply.check_names(params, buffers)
         whole_buffers = unshard(dict(buffers), P(), self._axis)
-        flat = tree.broadcast(self._specs, dict(params), name="apply.unshard: specs", leaf=is_spec)
-        specs = tree.unflatten(tree.structure(dict(params)), flat)
-        shapes = None if self._shapes is None else {leaf: self._shapes[leaf] for leaf in params}
+        named: Any = dict(params)
+        flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec)
+        specs = tree.unflatten(tree.structure(named), flat)
         # Neither a compiler nor a transform of torch.func can trace a schedule.
         plain = torch.compiler.is_dynamo_compiling() or in_transform()
-        units = {} if plain else self._units(here, params, specs, shapes)
+        units = {} if plain else self._units(here, params, specs)
         in_units = {leaf: name for name in units for leaf in apply.units[name]}
         root = [leaf for leaf in params if leaf not in in_units]
-        pick = lambda named: {leaf: named[leaf] for leaf in root}  # noqa: E731
-        whole = unshard(pick(params), pick(specs), self._axis, shapes=None if shapes is None else pick(shapes),
-                        dtype=self._dtype, reduce_dtype=self._reduce_dtype)  # fmt: skip
+
+        def pick(named: Mapping[str, Any]) -> dict[str, Any]:
+            return {leaf: named[leaf] for leaf in root}
+
+        whole = unshard(pick(params), pick(specs), self._axis, shapes=pick(self._shapes), dtype=self._dtype,
+                        reduce_dtype=self._reduce_dtype)  # fmt: skip
         if not units:
             return apply.run(whole, whole_buffers, args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
         placeholders = {}
         for name, unit in units.items():
             for leaf, part, x in zip(apply.units[name], unit.plan.slices, unit.shards, strict=True):
-                key = leaf, x.shape if part is None else part.shape, x.dtype if part is None else part.dtype, here.device
+                key = (
+                    leaf,
+                    x.shape if part is None else part.shape,
+                    x.dtype if part is None else part.dtype,
+                    here.device,
+                )
                 if key not in self._placeholders:
                     self._placeholders[key] = Placeholder.of(name, *key)
                 placeholders[leaf] = self._placeholders[key]
@@ -244,13 +258,14 @@ class UnshardedByUnit:
         calls.end()
         return result
 
-    def _units(self, here: Region, params: Named, specs: Any, shapes: Any) -> dict[str, Unit]:
+    def _units(self, here: Region, params: Named, specs: Any) -> dict[str, Unit]:
         """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""
         out = {}
         for name, names in self._apply.units.items():
-            xs = [params[leaf] for leaf in names]
-            sizes = sizes_of("apply.unshard", len(xs), None if shapes is None else [shapes[leaf] for leaf in names])
-            found = routes("apply.unshard", here, xs, [specs[leaf] for leaf in names], self._axis, sizes)
+            xs, found = [params[leaf] for leaf in names], []
+            for leaf, x in zip(names, xs, strict=True):
+                verb, shape = f"apply.unshard: params[{leaf!r}]", tuple(self._shapes[leaf].shape)
+                found += routes(verb, here, [x], [specs[leaf]], self._axis, [shape])
             plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
             if plan is not None:
                 out[name] = Unit.of(xs, plan)
