@@ -175,6 +175,10 @@ class UnitSchedule:
         gathered = self.live.get(name)
         if gathered is None:
             unit = self.units[name]
+            for bucket in unit.plan.buckets if checker() is not None else ():
+                if bucket.gather is not None:  # equal blocks have equal shapes: nothing else would notice
+                    what = f"gather of unit {name!r}; each rank must call the same units in the same order"
+                    bucket.gather.comm.agree(what, bucket.gather.axes, self.region.device)
             copied = self.copies.pop(name, None) or start_copy(self.region, unit.plan, unit.shards)
             gathered = self.live[name] = _Gathered(self.region, name, unit.plan, copied())
             self.owners.update(dict.fromkeys(gathered.starts, gathered))

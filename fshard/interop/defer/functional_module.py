@@ -23,7 +23,7 @@ from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.schedule.units import UnitOptions
 from fshard.spec import describe, names_of
 
-from .units import Placeholder, UnitForwards, UnshardedByUnit, leaves_of_units
+from .units import Placeholder, UnitForwards, UnshardedByUnit, leaves_of_units, shapes_of
 
 Named = Mapping[str, Tensor]
 Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
@@ -74,7 +74,7 @@ class Apply:
         self.ties.update((p.name, p.leaf) for p in self._places if p.name != p.leaf)
         self.transient = transient | {p.leaf for p in self._places if p.transient}
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
-        self.shapes: Named = self._leaves["params"]
+        self.shapes = shapes_of(self._leaves["params"])
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self.units = leaves_of_units(module, units, self._places)
         self._free_copies: deque[_ModuleCopy] = deque()
@@ -234,6 +234,7 @@ class Apply:
             x = p.holder.get(p.key)
             if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
                 after[p.leaf] = x
+        mine.contents.restore()
         self._give_back(mine)
         state = {name: x for name, x in after.items() if name not in self.transient}
         changed = [name for name, x in state.items() if x is not copies[name] or _version(x) != versions[name]]
@@ -304,7 +305,6 @@ class Apply:
 
     def _give_back(self, mine: _ModuleCopy) -> None:
         mine.units.calls, mine.units.keep = None, str
-        mine.restore()
         self._free_copies.append(mine)
 
     def _keep_unit(self, mine: _ModuleCopy, name: str) -> Callable[[Sequence[Tensor], Any, Any, Any], None]:
@@ -323,6 +323,7 @@ class Apply:
 
         def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
             copy = self._take_copy()
+            before = copy.unit_contents(name)
             for p in copy.places:
                 if p.name in now:
                     x = now[p.name]
@@ -331,6 +332,7 @@ class Apply:
             try:
                 copy.units.run(name, leaves, args, kwargs)
             finally:
+                before.restore()
                 self._give_back(copy)
 
         return repeat
@@ -472,12 +474,10 @@ def _batch_norm_over(axis: Axis, name: str, m: Any, x: Tensor) -> Tensor:
 # --- copies of a module ---------------------------------------------------------------------------------------
 
 
-class _ModuleCopy:
-    """A copy of a module, used by one call at a time, and the contents of all its containers."""
+class _Contents:
+    """The contents of all containers that a module refers to, to be restored."""
 
-    def __init__(self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]]) -> None:
-        self.module, self.places = module, places
-        self.units = UnitForwards(module, units, places)
+    def __init__(self, module: nn.Module) -> None:
         containers: list[Any] = [x for x in _reachable(module) if isinstance(x, (dict, list, set))]
         self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
         self._contents = [(x, copy.copy(x)) for x in containers if x]
@@ -490,6 +490,22 @@ class _ModuleCopy:
             if not _same_objects(x, before):
                 x.clear()
                 x.extend(before) if isinstance(x, list) else x.update(before)
+
+
+class _ModuleCopy:
+    """A copy of a module, used by one call at a time, and the contents of all its containers."""
+
+    def __init__(self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]]) -> None:
+        self.module, self.places = module, places
+        self.units = UnitForwards(module, units, places)
+        self.contents = _Contents(module)
+        self._unit_contents: dict[str, _Contents] = {}
+
+    def unit_contents(self, name: str) -> _Contents:
+        """Return the contents of the containers of a unit, before anything in them is changed."""
+        if name not in self._unit_contents:
+            self._unit_contents[name] = _Contents(self.module.get_submodule(name))
+        return self._unit_contents[name]
 
 
 def _same_objects(x: Any, before: Any) -> bool:

@@ -103,6 +103,11 @@ def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Pl
     return {name: tuple(leaves) for name, leaves in out.items()}
 
 
+def shapes_of(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return objects that have the shapes of these leaves, and nothing else."""
+    return {name: SimpleNamespace(shape=tuple(x.shape)) for name, x in named.items()}
+
+
 # --- leaves of a unit outside of its forward ------------------------------------------------------------------
 
 _ALLOWED = frozenset({
@@ -201,7 +206,8 @@ class UnshardedByUnit:
         if not isinstance(shapes, Mapping) or apply.shapes.keys() - shapes.keys():
             raise must_be("apply.unshard: shapes", f"a dict of the {len(apply.shapes)} params", shapes,
                           "pass the tree that params were materialized from")  # fmt: skip
-        self._shapes = {name: SimpleNamespace(shape=tuple(shapes[name].shape)) for name in apply.shapes}
+        # Shapes alone: a described tree may refer to whole tensors.
+        self._shapes = shapes if shapes is apply.shapes else shapes_of({name: shapes[name] for name in apply.shapes})
 
         self._placeholders: dict[Any, Placeholder] = {}
 
@@ -222,24 +228,18 @@ class UnshardedByUnit:
     def _run(self, params: Named, buffers: Named, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor], list[str]]:
         here, apply = region("apply.unshard"), self._apply
         apply.check_names(params, buffers)
-        whole_buffers = unshard(dict(buffers), P(), self._axis)
         named: Any = dict(params)
-        flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec)
-        specs = tree.unflatten(tree.structure(named), flat)
         # Neither a compiler nor a transform of torch.func can trace a schedule.
-        plain = torch.compiler.is_dynamo_compiling() or in_transform()
-        units = {} if plain else self._units(here, params, specs)
-        in_units = {leaf: name for name in units for leaf in apply.units[name]}
-        root = [leaf for leaf in params if leaf not in in_units]
-
-        def pick(named: Mapping[str, Any]) -> dict[str, Any]:
-            return {leaf: named[leaf] for leaf in root}
-
-        whole = unshard(pick(params), pick(specs), self._axis, shapes=pick(self._shapes), dtype=self._dtype,
-                        reduce_dtype=self._reduce_dtype)  # fmt: skip
-        if not units:
-            return apply.run(whole, whole_buffers, args, kwargs)
+        if not apply.units or torch.compiler.is_dynamo_compiling() or in_transform():
+            return apply.run(self._whole(named, self._specs), self._whole_buffers(buffers), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
+        flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec)
+        specs: Any = tree.unflatten(tree.structure(named), flat)
+        units = self._units(here, params, specs)
+        in_units = {leaf for name in units for leaf in apply.units[name]}
+        root = [leaf for leaf in named if leaf not in in_units]
+        whole = self._whole({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
+        whole_buffers = self._whole_buffers(buffers)
         placeholders = {}
         for name, unit in units.items():
             for leaf, part, x in zip(apply.units[name], unit.plan.slices, unit.shards, strict=True):
@@ -257,6 +257,13 @@ class UnshardedByUnit:
         result = apply.run(whole, whole_buffers, args, kwargs, calls, placeholders)
         calls.end()
         return result
+
+    def _whole(self, params: dict[str, Tensor], specs: Any) -> Any:
+        shapes = {name: self._shapes[name] for name in params}
+        return unshard(params, specs, self._axis, shapes=shapes, dtype=self._dtype, reduce_dtype=self._reduce_dtype)
+
+    def _whole_buffers(self, buffers: Named) -> Any:
+        return unshard(dict(buffers), P(), self._axis)
 
     def _units(self, here: Region, params: Named, specs: Any) -> dict[str, Unit]:
         """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""

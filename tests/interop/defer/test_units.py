@@ -459,7 +459,18 @@ def test_second_derivative_vmap_and_functional_calls_are_those_of_the_definition
         assert_same(run(by_unit(apply, specs, remat=True), of), run(plain(apply, specs), of))
 
 
-def test_check_verify_and_plan_take_units() -> None:
+@pytest.mark.slow
+def test_compiled_program_is_the_definition() -> None:
+    mesh = fs.make_mesh(data=1)
+    apply, specs, params = placed(Stack, "Block", mesh)
+    loss = lambda p, ids: fs.pmean(apply.unshard(specs, "data")(p, {}, ids).square().mean(), "data")  # noqa: E731
+    step = fs.shard_map(fs.value_and_grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs),
+                        compile=True)  # fmt: skip
+    want = step_of(plain(apply, specs), mesh, specs)(params, IDS)
+    assert_same(step(params, IDS), want, rtol=1e-5, atol=1e-6)  # the compiler reorders sums
+
+
+def test_check_and_verify_take_units() -> None:
     apply, tree = defer(Stack, units="Block", reference=0)
     specs = {name: P("data") for name in tree["params"]}
     for how in HOWS[:2]:
@@ -530,7 +541,7 @@ def test_invalid_calls_are_errors() -> None:
         return error_text(body, params, IDS)
 
     f = apply.unshard(specs, "data")
-    wrong = {**apply.shapes, "blocks.0.up.weight": torch.empty(F + 5, D)}
+    wrong = {**apply.shapes, "blocks.0.up.weight": torch.empty(F + 5, D, device="meta")}
     text = run(lambda p, ids: apply.unshard(specs, "data", shapes=wrong)(p, {}, ids))
     assert "has the wrong size for a dim of global size 15" in text
     assert "shapes must be a dict of the 20 params" in error_text(apply.unshard, specs, "data", shapes={})
