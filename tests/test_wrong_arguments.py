@@ -160,7 +160,8 @@ CALLS = [
     outside(fs.cast, x=TREE, dtype=torch.float16),
     outside(fs.Policy, param=torch.float32, compute=torch.float16, output=torch.float32),
     outside(fs.LossScale, initial=8.0, growth=2.0, backoff=0.5, interval=10, floor=1.0),
-    outside(fs.defer, constructor=lambda: torch.nn.Linear(2, 2), budget=100, reference=None),
+    outside(fs.defer, constructor=lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), units="0", budget=100,
+            reference=None),
     # collectives
     inside(fs.psum, x=TREE, axis="data"),
     inside(fs.pmean, x=TREE, axis="data"),

@@ -159,6 +159,7 @@ class UnitSchedule:
         self.origin: Site | None = site() if is_observed() else None
         self.autocast = autocast_of(region.device.type)
         self.ready: dict[str, _Gathered] = {}  # in forward: gathered, or to be gathered
+        self.before: str | None = None  # in forward: the unit of the call before
         self.copies: dict[str, PendingTransfer] = {}  # pending copies of shards from host memory
         self.live: weakref.WeakValueDictionary[str, _Gathered] = weakref.WeakValueDictionary()
         self.owners: weakref.WeakValueDictionary[int, _Gathered] = weakref.WeakValueDictionary()  # by storage
@@ -174,6 +175,10 @@ class UnitSchedule:
         gathered = self.live.get(name)
         if gathered is None:
             unit = self.units[name]
+            for bucket in unit.plan.buckets if checker() is not None else ():
+                if bucket.gather is not None:  # equal blocks have equal shapes: nothing else would notice
+                    what = f"gather of unit {name!r}; each rank must call the same units in the same order"
+                    bucket.gather.comm.agree(what, bucket.gather.axes, self.region.device)
             copied = self.copies.pop(name, None) or start_copy(self.region, unit.plan, unit.shards)
             gathered = self.live[name] = _Gathered(self.region, name, unit.plan, copied())
             self.owners.update(dict.fromkeys(gathered.starts, gathered))
@@ -208,11 +213,13 @@ class UnitSchedule:
         for name in names:
             self.ready.pop(name).wait()
 
+    def release(self, name: str) -> None:
+        """Free the leaves of a unit after its call, if the call before was not of the same unit: then keep them."""
+        repeated, self.before = self.before == name, name
+        if self.options.release and not repeated:
+            self.drop([name])
+
     def end_forward(self) -> None:
-        """Free the leaves of all units but the last one called, with which backward begins."""
-        last = self.calls[-1] if self.calls else None
-        if last is not None and last.is_needed and last.unit in self.ready:
-            last.ahead = self.ready[last.unit]
         if self.options.release:
             self.drop(list(self.ready))
 
@@ -422,6 +429,8 @@ class UnitCalls:
             yield
         finally:
             self._running.pop()
+        if name not in self._running:
+            self.schedule.release(name)
 
     def end(self) -> None:
         self.schedule.end_forward()

@@ -29,7 +29,7 @@ from fshard.spec import describe, names_of, part_lengths, part_range
 
 from .draws import Batch, Draws, Probe
 from .probe import Fake, prime_for, probe
-from .units import Placeholder, UnitForwards, UnshardedByUnit, leaves_of_units
+from .units import Placeholder, UnitForwards, UnshardedByUnit, leaves_of_units, shapes_of
 
 Named = Mapping[str, Tensor]
 Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
@@ -83,6 +83,7 @@ class Apply:
         self.ties.update((name, p.leaf) for p in self._places for name in p.names if name != p.leaf)
         self.transient = transient | {p.leaf for p in self._places if p.transient}
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
+        self.shapes = shapes_of(self._leaves["params"])
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self.units = leaves_of_units(module, units, self._places)
         self._free_copies: deque[_ModuleCopy] = deque()
@@ -188,11 +189,12 @@ class Apply:
             remat: keep only the arguments of each unit (of the outermost, if units are nested), and recompute it in
                 backward. A cache that the module fills as it runs would be filled twice: switch it off (`use_cache`).
             prefetch: number of units to gather ahead; 0 gathers when needed.
-            dtype, reduce_dtype, shapes: as for `fs.unshard`.
+            dtype, reduce_dtype: as for `fs.unshard`.
+            shapes: as for `fs.unshard`; by default the shapes of the module's own parameters.
 
-        Transfers, for each dtype of a unit and each of its calls: a gather in forward (none if the unit called before
-        is the same), one in backward if a gradient needs its leaves (none for the last unit), and one sum. Frozen
-        leaves have no gradient: no buffer and no sum.
+        Transfers, for each dtype of a unit and each of its calls: a gather in forward, one in backward if a gradient
+        needs its leaves, and one sum. Frozen leaves have no gradient: no buffer and no sum. A unit that is called again
+        and again, as ALBERT's, is gathered for the first two calls and once in backward.
 
         >>> apply, tree = defer(lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), units="*")
         >>> apply.units
@@ -318,6 +320,7 @@ class Apply:
             x = p.holder.get(p.key)
             if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
                 after[p.leaf] = x
+        mine.contents.restore()
         self._give_back(mine)
         if written := [name for name, x in params.items() if _version(x) != versions_of_params[name]]:
             raise fail(f"{self!r}: forward changed params in place: {', '.join(written)}",
@@ -392,6 +395,7 @@ class Apply:
                 structure, [next(fakes) if isinstance(x, Tensor) else x for x in leaves]
             )
             mine.module(*new_args, **new_kwargs)
+            mine.contents.restore()
             self._give_back(mine)
 
         found = _Probed(probe(repr(self), key, prime, run) if with_probe else None, count, dims)
@@ -500,7 +504,6 @@ class Apply:
 
     def _give_back(self, mine: _ModuleCopy) -> None:
         mine.units.calls, mine.units.keep = None, str
-        mine.restore()
         self._free_copies.append(mine)
 
     def _keep_unit(
@@ -522,6 +525,7 @@ class Apply:
 
         def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
             copy = self._take_copy()
+            before = copy.unit_contents(name)
             for p in copy.places:
                 if p.name in now:
                     x = now[p.name]
@@ -531,6 +535,7 @@ class Apply:
                 with contextlib.nullcontext() if draws is None else draws.resumed(number):
                     copy.units.run(name, leaves, args, kwargs)
             finally:
+                before.restore()
                 self._give_back(copy)
 
         return repeat
@@ -707,12 +712,10 @@ def _batch_norm_over(axis: Axis, name: str, m: Any, x: Tensor) -> Tensor:
 # --- copies of a module ---------------------------------------------------------------------------------------
 
 
-class _ModuleCopy:
-    """A copy of a module, used by one call at a time, and the contents of all its containers."""
+class _Contents:
+    """The contents of all containers that a module refers to, to be restored."""
 
-    def __init__(self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]]) -> None:
-        self.module, self.places = module, places
-        self.units = UnitForwards(module, units, places)
+    def __init__(self, module: nn.Module) -> None:
         containers: list[Any] = [x for x in reachable(module) if isinstance(x, (dict, list, set))]
         self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
         self._contents = [(x, copy.copy(x)) for x in containers if x]
@@ -725,6 +728,22 @@ class _ModuleCopy:
             if not _same_objects(x, before):
                 x.clear()
                 x.extend(before) if isinstance(x, list) else x.update(before)
+
+
+class _ModuleCopy:
+    """A copy of a module, used by one call at a time, and the contents of all its containers."""
+
+    def __init__(self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]]) -> None:
+        self.module, self.places = module, places
+        self.units = UnitForwards(module, units, places)
+        self.contents = _Contents(module)
+        self._unit_contents: dict[str, _Contents] = {}
+
+    def unit_contents(self, name: str) -> _Contents:
+        """Return the contents of the containers of a unit, before anything in them is changed."""
+        if name not in self._unit_contents:
+            self._unit_contents[name] = _Contents(self.module.get_submodule(name))
+        return self._unit_contents[name]
 
 
 def _same_objects(x: Any, before: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from fshard.errors import fail, must_be, raise_all
 from fshard.schedule.buckets import plan_buckets
 from fshard.schedule.recompute import refuse_saved_tensor_hooks
 from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
-from fshard.schedule.unshard import routes, sizes_of, unshard
+from fshard.schedule.unshard import routes, unshard
 from fshard.spec import P, is_spec, matches
 
 if TYPE_CHECKING:
@@ -100,6 +101,11 @@ def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Pl
         if around:
             out[min(around, key=lambda name: len(holders[name]))].append(leaf)
     return {name: tuple(leaves) for name, leaves in out.items()}
+
+
+def shapes_of(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return objects that have the shapes of these leaves, and nothing else."""
+    return {name: SimpleNamespace(shape=tuple(x.shape)) for name, x in named.items()}
 
 
 # --- leaves of a unit outside of its forward ------------------------------------------------------------------
@@ -195,7 +201,13 @@ class UnshardedByUnit:
         reduce_dtype: torch.dtype | None, shapes: Any,
     ) -> None:  # fmt: skip
         self._apply, self._specs, self._axis, self._options = apply, specs, axis, options
-        self._dtype, self._reduce_dtype, self._shapes = dtype, reduce_dtype, shapes
+        self._dtype, self._reduce_dtype = dtype, reduce_dtype
+        shapes = apply.shapes if shapes is None else shapes
+        if not isinstance(shapes, Mapping) or apply.shapes.keys() - shapes.keys():
+            raise must_be("apply.unshard: shapes", f"a dict of the {len(apply.shapes)} params", shapes,
+                          "pass the tree that params were materialized from")  # fmt: skip
+        # Shapes alone: a described tree may refer to whole tensors.
+        self._shapes = shapes if shapes is apply.shapes else shapes_of({name: shapes[name] for name in apply.shapes})
 
         self._placeholders: dict[Any, Placeholder] = {}
 
@@ -217,25 +229,27 @@ class UnshardedByUnit:
         here = region("apply.unshard")
         apply, kwargs = self._apply.split_key(kwargs)
         apply.check_names(params, buffers)
-        whole_buffers = unshard(dict(buffers), P(), self._axis)
-        flat = tree.broadcast(self._specs, dict(params), name="apply.unshard: specs", leaf=is_spec)
-        specs = tree.unflatten(tree.structure(dict(params)), flat)
-        shapes = None if self._shapes is None else {leaf: self._shapes[leaf] for leaf in params}
+        named: Any = dict(params)
         # Neither a compiler nor a transform of torch.func can trace a schedule.
-        plain = torch.compiler.is_dynamo_compiling() or in_transform()
-        units = {} if plain else self._units(here, params, specs, shapes)
-        in_units = {leaf: name for name in units for leaf in apply.units[name]}
-        root = [leaf for leaf in params if leaf not in in_units]
-        pick = lambda named: {leaf: named[leaf] for leaf in root}  # noqa: E731
-        whole = unshard(pick(params), pick(specs), self._axis, shapes=None if shapes is None else pick(shapes),
-                        dtype=self._dtype, reduce_dtype=self._reduce_dtype)  # fmt: skip
-        if not units:
-            return apply.run(whole, whole_buffers, args, kwargs)
+        if not apply.units or torch.compiler.is_dynamo_compiling() or in_transform():
+            return apply.run(self._whole(named, self._specs), self._whole_buffers(buffers), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
+        flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec)
+        specs: Any = tree.unflatten(tree.structure(named), flat)
+        units = self._units(here, params, specs)
+        in_units = {leaf for name in units for leaf in apply.units[name]}
+        root = [leaf for leaf in named if leaf not in in_units]
+        whole = self._whole({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
+        whole_buffers = self._whole_buffers(buffers)
         placeholders = {}
         for name, unit in units.items():
             for leaf, part, x in zip(apply.units[name], unit.plan.slices, unit.shards, strict=True):
-                key = leaf, x.shape if part is None else part.shape, x.dtype if part is None else part.dtype, here.device
+                key = (
+                    leaf,
+                    x.shape if part is None else part.shape,
+                    x.dtype if part is None else part.dtype,
+                    here.device,
+                )
                 if key not in self._placeholders:
                     self._placeholders[key] = Placeholder.of(name, *key)
                 placeholders[leaf] = self._placeholders[key]
@@ -245,13 +259,21 @@ class UnshardedByUnit:
         calls.end()
         return result
 
-    def _units(self, here: Region, params: Named, specs: Any, shapes: Any) -> dict[str, Unit]:
+    def _whole(self, params: dict[str, Tensor], specs: Any) -> Any:
+        shapes = {name: self._shapes[name] for name in params}
+        return unshard(params, specs, self._axis, shapes=shapes, dtype=self._dtype, reduce_dtype=self._reduce_dtype)
+
+    def _whole_buffers(self, buffers: Named) -> Any:
+        return unshard(dict(buffers), P(), self._axis)
+
+    def _units(self, here: Region, params: Named, specs: Any) -> dict[str, Unit]:
         """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""
         out = {}
         for name, names in self._apply.units.items():
-            xs = [params[leaf] for leaf in names]
-            sizes = sizes_of("apply.unshard", len(xs), None if shapes is None else [shapes[leaf] for leaf in names])
-            found = routes("apply.unshard", here, xs, [specs[leaf] for leaf in names], self._axis, sizes)
+            xs, found = [params[leaf] for leaf in names], []
+            for leaf, x in zip(names, xs, strict=True):
+                verb, shape = f"apply.unshard: params[{leaf!r}]", tuple(self._shapes[leaf].shape)
+                found += routes(verb, here, [x], [specs[leaf]], self._axis, [shape])
             plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
             if plan is not None:
                 out[name] = Unit.of(xs, plan)

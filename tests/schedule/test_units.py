@@ -1,0 +1,118 @@
+"""Units of a program without modules: its own order of calls, prefetch, and transfers that no call waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import P
+from fshard._comm import region
+from fshard.schedule.buckets import plan_buckets
+from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
+from fshard.schedule.unshard import routes
+
+D = 6
+SPECS = {name: {"w": P("data"), "b": P()} for name in "abc"}
+
+
+def run_by_units(order: str, params: Any, x: Tensor, seen: list[Any] | None = None, **options: Any) -> Tensor:
+    """Apply tanh(x @ w + b) of each unit in this order."""
+    units = {}
+    for name, p in params.items():
+        xs, specs = [p["w"], p["b"]], [SPECS[name]["w"], SPECS[name]["b"]]
+        plan = plan_buckets(region(), xs, routes("test", region(), xs, specs, "data", [(D, D), (D,)]))
+        assert plan is not None
+        units[name] = Unit.of(xs, plan)
+    schedule = UnitSchedule(region(), units, UnitOptions(**options))
+    calls = UnitCalls(schedule, [x for p in params.values() for x in (p["w"], p["b"])])
+
+    def layer(leaves: Any, args: Any, kwargs: Any, calls: Any = None) -> Tensor:
+        w, b = leaves
+        return torch.tanh(args[0] @ w + b)
+
+    for name in order:
+        x = calls.run(name, layer, (x,), {}, lambda: layer)
+        if seen is not None:
+            seen.append(sorted(schedule.live))
+    calls.end()
+    return x
+
+
+def plain(order: str, params: Any, x: Tensor) -> Tensor:
+    whole = fs.unshard(params, SPECS, "data")
+    for name in order:
+        x = torch.tanh(x @ whole[name]["w"] + whole[name]["b"])
+    return x
+
+
+def grads(f: Any, mesh: fs.Mesh) -> Any:
+    tree = {name: {"w": fs.init.normal((D, D)), "b": fs.init.normal((D,))} for name in "abc"}
+    loss = lambda p, x: fs.pmean(f(p, x).square().mean(), "data")  # noqa: E731
+    step = fs.shard_map(fs.value_and_grad(loss), mesh=mesh, in_specs=(SPECS, P("data")), out_specs=(P(), SPECS),
+                        check="never")  # fmt: skip
+    x = torch.randn(4, D, generator=torch.Generator().manual_seed(0))
+    return step(fs.materialize(tree, SPECS, mesh, key=fs.key(0)), x)
+
+
+def test_any_order_of_calls_has_the_numbers_of_whole_leaves() -> None:
+    mesh = fs.make_mesh(data=2)
+    for order in ("abc", "cba", "b", "acac"):
+        loss, want = grads(lambda p, x, o=order: plain(o, p, x), mesh)
+        for options in ({}, {"prefetch": 2}, {"prefetch": 0}, {"release": False}, {"remat": True}):
+            got_loss, got = grads(lambda p, x, o=order, s=options: run_by_units(o, p, x, **s), mesh)
+            assert torch.equal(fs.device_get(got_loss), fs.device_get(loss))
+            for g, w in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
+                g, w = fs.device_get([g, w])
+                # A unit that is called twice has two sums over the ranks, which are added after.
+                torch.testing.assert_close(
+                    g, w, rtol=2e-6 if order == "acac" else 0, atol=2e-8 if order == "acac" else 0
+                )
+
+
+def test_gathered_units_after_each_call() -> None:
+    """Expect the unit defined next, a guess, and none that ran: its leaves are freed although the graph needs them."""
+    mesh = fs.make_mesh(data=2)
+    seen: dict[str, list[Any]] = {}
+    for name, options in {"ahead": {}, "none ahead": {"prefetch": 0}, "kept": {"release": False}}.items():
+
+        def f(p: Any, x: Tensor, name: str = name, options: Any = options) -> Tensor:
+            found: list[Any] = []
+            y = run_by_units("bac", p, x, found, **options)
+            seen[name] = found
+            return y
+
+        grads(f, mesh)
+    assert seen == {
+        "ahead": [["c"], ["b"], []],
+        "none ahead": [[], [], []],
+        "kept": [["a", "b", "c"], ["a", "b", "c"], ["a", "b", "c"]],
+    }
+
+
+def test_gradient_of_an_intermediate_tensor_does_not_wait_for_units_before_it() -> None:
+    """Differentiate the last unit alone, twice, then all of them in the same graph."""
+    mesh = fs.make_mesh(data=2)
+
+    def body(p: Any, x: Tensor) -> Any:
+        with torch.enable_grad():
+            p = fs.tree.map(lambda w: w.detach().requires_grad_(), p)
+            h = run_by_units("ab", p, x)
+            y = run_by_units("c", {"c": p["c"]}, h).sum()
+            first = torch.autograd.grad(y, h, retain_graph=True)[0]
+            again = torch.autograd.grad(y, h, retain_graph=True)[0]
+            weights = [p["a"]["w"], p["c"]["w"]]
+            both = [torch.autograd.grad(y, weights, retain_graph=True), torch.autograd.grad(y, weights)]
+            assert torch.equal(first, again)
+            assert all(torch.equal(g, h) for g, h in zip(*both, strict=True))
+            (want,) = torch.autograd.grad(plain("abc", p, x).sum(), p["a"]["w"])
+            assert torch.equal(both[0][0], want)
+        return first
+
+    params = fs.materialize({n: {"w": fs.init.normal((D, D)), "b": fs.init.normal((D,))} for n in "abc"}, SPECS, mesh,
+                            key=fs.key(0))  # fmt: skip
+    fs.shard_map(body, mesh=mesh, in_specs=(SPECS, P("data")), out_specs=P("data"), check="never")(
+        params, torch.ones(4, D)
+    )
