@@ -40,7 +40,7 @@ from fshard.spec import Box, describe
 from . import graph
 from .functional_module import Apply, Leaves, Place, leaves_at, places_of, reachable
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
-from .recorder import EAGER, Recorder, recording, recording_error, why_valueless
+from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
 from .replay import Replay, bytes_in_full, is_local
 
 Tree = dict[str, dict[str, Deferred]]
@@ -98,8 +98,10 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
+    hooks: Any = GradientHooks()
     try:
-        module = constructor()
+        with hooks:
+            module = constructor()
     except Exception as e:
         if not isinstance(e, RuntimeError) or "FakeTensor" not in str(e):
             if not isinstance(e, ShardingError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +19,12 @@ from torch import Tensor, nn
 from fshard import tree
 from fshard._comm import Axis, checker, in_region, region
 from fshard._ops import differentiable_dtype
-from fshard._torch_compat import FakeTensor, unwrapped, version_of
+from fshard._torch_compat import FakeTensor, TorchDispatchMode, storage_id, unwrapped, version_of
 from fshard.collectives import psum, pvary
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.spec import describe, names_of
+
+from .aten_rules import written_tensors
 
 Named = Mapping[str, Tensor]
 Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
@@ -34,6 +38,8 @@ class Apply:
     The module is a skeleton: its own parameters and buffers are never read and may be on meta. All changes that
     `forward` makes to the module (an attribute, an entry of a list or dict, a hook) are undone after each call. Calls
     that run at the same time, as those of simulated ranks do, each use a copy of the module, which shares its tensors.
+
+    A write to a parameter in `forward` (`self.weight.data.clamp_(...)`) is an error in the first call.
 
     A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
 
@@ -72,7 +78,7 @@ class Apply:
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self._free_copies: deque[_ModuleCopy] = deque()
-        self._values_compared = False
+        self._writes_checked = self._values_compared = False
 
     def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
@@ -152,16 +158,25 @@ class Apply:
         mine = self._take_copy()
         for p in mine.places:
             p.holder[p.key] = leaves[p.kind][p.leaf]
+        guard: Any = contextlib.nullcontext() if self._writes_checked else _ParameterWrites(self, params)
         try:
-            out = mine.module(*args, **kwargs)
+            with guard:
+                out = mine.module(*args, **kwargs)
         except Exception as e:  # the state of the copy is unknown, so the copy is not used again
             self._explain(e, params, buffers, (args, kwargs))
             raise
-        after = dict(copies)
+        self._writes_checked = True
+        after, replaced = dict(copies), list[str]()
         for p in mine.places:
             x = p.holder.get(p.key)
             if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
                 after[p.leaf] = x
+            if p.kind == "params" and isinstance(x, nn.Parameter) and x is not params[p.leaf]:
+                replaced.append(p.leaf)
+        if replaced and torch.is_grad_enabled():
+            raise fail(f"{self!r}: forward replaced parameters: {', '.join(replaced)}",
+                       "no gradient reaches those of the call, and the new ones are lost after it",
+                       fix="do it in the constructor; or compute a tensor and leave the parameter")  # fmt: skip
         mine.restore()
         self._free_copies.append(mine)
         state = {name: x for name, x in after.items() if name not in self.transient}
@@ -194,7 +209,12 @@ class Apply:
         raise_all(sorted(errors, key=str))
 
     def _explain(self, e: Exception, params: Named, buffers: Named, arguments: Any) -> None:
-        """Add to an error of forward the names of the leaves that were not unsharded."""
+        """Add to an error of forward its cause: a tie, or the names of the leaves that were not unsharded."""
+        if isinstance(e, TypeError) and (assigned := _ASSIGNED.search(str(e))):
+            raise fail(f"{self!r}: forward assigns a tensor to the parameter {assigned[1]!r}",
+                       "parameters are plain tensors in a pure call, which torch does not register",
+                       fix="assign it in the constructor (self.head.weight = self.embedding.weight ties them there), "
+                       "not in forward") from e  # fmt: skip
         for name, x in params.items():
             expected = self._leaves["params"][name].shape
             if x.shape != expected:
@@ -255,7 +275,7 @@ class Place:
 
 
 def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[Place]:
-    """Return the places of all parameters and buffers, each once. Those of one tensor use one leaf, by the first name."""
+    """Return the places of parameters and buffers, once each. Those of one tensor use one leaf, by the first name."""
     ties = ties or {}
     first: dict[int, str] = {}
     places: dict[tuple[int, str], Place] = {}
@@ -451,6 +471,30 @@ def reachable(module: nn.Module) -> Iterator[Any]:
             pending += [x.func, *x.args, x.keywords]
         if hasattr(x, "__dict__"):
             pending.append(x.__dict__)
+
+
+_ASSIGNED = re.compile(r"cannot assign '.*' as parameter '(\w+)'")  # torch's error
+
+
+class _ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses writes to the memory of parameters: they reach the caller's leaf on some meshes and not on others."""
+
+    def __init__(self, apply: Apply, params: Named) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.apply = apply
+        plain = {name: unwrapped(x) for name, x in params.items()}
+        self.names = {storage_id(x): name for name, x in plain.items() if x.layout is torch.strided and x.numel()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for x in written_tensors(func, args, kwargs or {}):
+            if x.layout is torch.strided and (name := self.names.get(storage_id(x))):
+                raise fail(f"{self.apply!r}: forward writes to params[{name!r}]: {func}",
+                           "a pure function leaves its arguments as they are",
+                           fix="write in the train step, to the new parameters; or switch it off in the module's "
+                           "configuration; or apply.eval(), if it is done in training alone")  # fmt: skip
+        return func(*args, **(kwargs or {}))
 
 
 def _version(x: Tensor) -> int:
