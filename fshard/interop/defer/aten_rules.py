@@ -26,7 +26,9 @@ class AtenCall:
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node_of: Callable[[Tensor], Node]
     ) -> None:
-        self.func, self.args, self.kwargs, self.node_of = func, args, kwargs, node_of
+        self.generator = explicit_generator(kwargs.get("generator"))
+        self.func, self.args, self.node_of = func, args, node_of
+        self.kwargs = {k: None if k == "generator" else x for k, x in kwargs.items()}
         self.full_name = schema_of(func).name.split("::")[-1]
         self.name = self.full_name.rstrip("_") if self.full_name[0] != "_" else self.full_name
         self.inplace = self.full_name.endswith("_") and not self.full_name.endswith("__")

@@ -169,13 +169,15 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
                 release(x)
     errors: list[ShardingError] = []
 
+    def is_replaced(x: Tensor) -> bool:
+        return id(x) in on_meta or isinstance(x, FakeTensor) or (recorder is not None and recorder.is_recorded(x))
+
     def replace(name: str, path: trees.Path, x: Any) -> Any:
-        if not isinstance(x, Tensor) or id(x) in on_meta:
+        if not isinstance(x, Tensor) or recorder is None or not is_replaced(x) or id(x) in on_meta:
             return on_meta.get(id(x), x)
         label = trees.show(name, path)
-        if isinstance(x, FakeTensor) and recorder is not None and (reason := recorder.why_unrecorded(x)):
+        if reason := recorder.why_unrecorded(x):
             errors.append(fail(f"defer: {label}: {reason[0]}", fix=reason[1]))
-        if recorder is None or not recorder.is_recorded(x):
             return x
         if not draws(recorder.node(x)):
             return recorder.value(x, label)
@@ -188,7 +190,7 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
               if hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor))]  # fmt: skip
     for prefix, part in parts:
         for key, x in list(vars(part).items()):
-            if key not in _MODULE_ATTRIBUTES and tensors_in(x):
+            if key not in _MODULE_ATTRIBUTES and any(map(is_replaced, tensors_in(x))):  # others keep their containers
                 name = f"{prefix}.{key}" if prefix else key
                 part.__dict__[key] = trees.map_with_path(functools.partial(replace, name), x)
     raise_all(errors)

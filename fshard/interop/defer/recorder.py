@@ -342,13 +342,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _drawn(self, op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
         """Return the value that an operation draws: by the leaf's key, or exactly that of a generator it is passed."""
-        generator = explicit_generator(op.kwargs.pop("generator", None))
-        if generator is None:
+        if op.generator is None:
             value = drawn_value(op, shape, dtype)
         else:
-            value = generated_value(op, shape, dtype, constant(generator.get_state()))
+            value = generated_value(op, shape, dtype, constant(op.generator.get_state()))
             if value is not None:
-                self.advance(generator, value, f"{op.name}(generator=)")
+                self.advance(op.generator, value, f"{op.name}(generator=)")
         if value is None:
             raise _no_distribution(op)
         return value

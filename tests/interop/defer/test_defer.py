@@ -9,6 +9,7 @@ import math
 import pickle
 import random as python_random
 import threading
+import types
 import warnings
 
 import numpy as np
@@ -456,6 +457,9 @@ def test_literals_and_lazy_conjugates_equal_eager():
     check_same_on_meshes(tree, values)
 
 
+NAMES = [torch.ones(2)]  # of the program, not of the module
+
+
 class ViewsAndWrites(nn.Module):
     """Views of views, in-place arithmetic, writes to literals, and values that the constructor reads."""
 
@@ -498,6 +502,7 @@ class ViewsAndWrites(nn.Module):
         self.total = torch.arange(5).sum().item() if torch.ones(2).any() else None
         self.array = torch.arange(4).numpy()
         self.plain = [torch.arange(3.0), {"one": torch.ones(())}]
+        self.object = types.SimpleNamespace(table=torch.arange(3.0), names=NAMES)
 
 
 def test_views_and_writes_equal_eager():
@@ -509,6 +514,8 @@ def test_views_and_writes_equal_eager():
     assert (module.steps, module.total, module.array.tolist()) == (eager.steps, eager.total, [0, 1, 2, 3])
     assert_same(module.plain[0], eager.plain[0])
     assert_same(module.plain[1]["one"], eager.plain[1]["one"])
+    assert_same(module.object.table, eager.object.table)
+    assert module.object.names is NAMES
 
 
 def random_program(steps):
