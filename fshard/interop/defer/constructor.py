@@ -55,15 +55,16 @@ def defer(
 
     All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, and
     draws from the constructor's distributions by its own key: the values are the same on every mesh, and not those of
-    `torch.manual_seed`. An operation that needs a whole tensor (a QR) computes it in full, one leaf
-    at a time, and keeps the part: `apply.whole` has the bytes of each such leaf.
+    `torch.manual_seed`. An operation that needs a whole tensor (a QR) computes it in full, one leaf at a time, and
+    keeps the part: `apply.whole` has the bytes of each such leaf.
 
     The tree is `{"params": {name: Deferred}, "buffers": {name: Deferred}}`. A tied leaf is in it once, by its first
     name. Copies of a drawn leaf (`nn.TransformerEncoder` copies its layer) are equal.
 
     Other generators draw the same numbers in every process: those of Python and numpy, which are seeded with 0 (or with
     `reference=`) during the call and restored, and a `torch.Generator` that the constructor passes: a leaf drawn by one
-    has exactly its numbers, and is computed in full. `numpy.random.default_rng()` without a seed is an error.
+    has exactly its numbers, and is computed in full. `numpy.random.default_rng()` without a seed is an error. Numbers
+    of other sources (`os.urandom`, the clock) are not seen: make them the same on every rank.
 
     Args:
         budget: the most bytes that may be computed in full for one leaf.
