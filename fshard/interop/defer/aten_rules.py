@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fshard import tree
 from fshard._torch_compat import schema_of, without_modes
 
 from .distributions import MAX_RANDINT_RANGE
-from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, view, write
+from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, tensors_in, view, write
 from .replay import is_pointwise
 from .strided_view import Shape, broadcast_view, row_major_strides, strided_view
 
@@ -26,7 +26,9 @@ class AtenCall:
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node_of: Callable[[Tensor], Node]
     ) -> None:
-        self.func, self.args, self.kwargs, self.node_of = func, args, kwargs, node_of
+        self.generator = explicit_generator(kwargs.get("generator"))
+        self.func, self.args, self.node_of = func, args, node_of
+        self.kwargs = {k: None if k == "generator" else x for k, x in kwargs.items()}
         self.full_name = schema_of(func).name.split("::")[-1]
         self.name = self.full_name.rstrip("_") if self.full_name[0] != "_" else self.full_name
         self.inplace = self.full_name.endswith("_") and not self.full_name.endswith("__")
@@ -55,6 +57,17 @@ class AtenCall:
         args, kwargs = tree.map(replace, self.args), tree.map(replace, self.kwargs)
         kwargs.pop("pin_memory", None)
         return Call(self.full_name, self.func, args, kwargs, tuple(inputs))
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to, by its schema."""
+    if schema_of(func).name == "aten::native_batch_norm":  # the running statistics are not in its schema
+        return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
+    targets: list[Tensor] = []
+    for i, a in enumerate(schema_of(func).arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            targets += tensors_in(args[i] if i < len(args) else kwargs.get(a.name))
+    return targets
 
 
 # --- tensors that an operation allocates or overwrites --------------------------------------------------------
@@ -219,8 +232,9 @@ _SEEDS = (0, 1 << 32)
 
 def explicit_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """Return a generator whose numbers a constructor asks for; None for torch's own and those of other devices."""
-    own = generator is None or generator is torch.default_generator
-    return None if own or generator.device.type != "cpu" else generator
+    if generator is None or generator is torch.default_generator:
+        return None
+    return generator if generator.device.type == "cpu" else None
 
 
 def generated(

@@ -40,7 +40,7 @@ from fshard.spec import Box, describe
 from . import graph
 from .functional_module import Apply, Leaves, Place, leaves_at, places_of, reachable
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
-from .recorder import EAGER, Recorder, recording, recording_error, why_valueless
+from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
 from .replay import Replay, bytes_in_full, is_local
 from .units import Units, choose_units
 
@@ -56,8 +56,8 @@ def defer(
 
     All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, and
     draws from the constructor's distributions by its own key: the values are the same on every mesh, and not those of
-    `torch.manual_seed`. An operation that needs a whole tensor (a QR) computes it in full, one leaf
-    at a time, and keeps the part: `apply.whole` has the bytes of each such leaf.
+    `torch.manual_seed`. An operation that needs a whole tensor (a QR) computes it in full, one leaf at a time, and
+    keeps the part: `apply.whole` has the bytes of each such leaf.
 
     The tree is `{"params": {name: Deferred}, "buffers": {name: Deferred}}`. A tied leaf is in it once, by its first
     name. Any part of the tree, materialized alone, has the same values. Copies of a drawn leaf
@@ -65,7 +65,8 @@ def defer(
 
     Other generators draw the same numbers in every process: those of Python and numpy, which are seeded with 0 (or with
     `reference=`) during the call and restored, and a `torch.Generator` that the constructor passes: a leaf drawn by one
-    has exactly its numbers, and is computed in full. `numpy.random.default_rng()` without a seed is an error.
+    has exactly its numbers, and is computed in full. `numpy.random.default_rng()` without a seed is an error. Numbers
+    of other sources (`os.urandom`, the clock) are not seen: make them the same on every rank.
 
     Args:
         units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
@@ -103,8 +104,10 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
+    hooks: Any = GradientHooks()
     try:
-        module = constructor()
+        with hooks:
+            module = constructor()
     except Exception as e:
         if not isinstance(e, RuntimeError) or "FakeTensor" not in str(e):
             if not isinstance(e, ShardingError):
@@ -172,13 +175,15 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
                 release(x)
     errors: list[ShardingError] = []
 
+    def is_replaced(x: Tensor) -> bool:
+        return id(x) in on_meta or isinstance(x, FakeTensor) or (recorder is not None and recorder.is_recorded(x))
+
     def replace(name: str, path: trees.Path, x: Any) -> Any:
-        if not isinstance(x, Tensor) or id(x) in on_meta:
+        if not isinstance(x, Tensor) or recorder is None or not is_replaced(x) or id(x) in on_meta:
             return on_meta.get(id(x), x)
         label = trees.show(name, path)
-        if isinstance(x, FakeTensor) and recorder is not None and (reason := recorder.why_unrecorded(x)):
+        if reason := recorder.why_unrecorded(x):
             errors.append(fail(f"defer: {label}: {reason[0]}", fix=reason[1]))
-        if recorder is None or not recorder.is_recorded(x):
             return x
         if not draws(recorder.node(x)):
             return recorder.value(x, label)
@@ -191,7 +196,7 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
               if hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor))]  # fmt: skip
     for prefix, part in parts:
         for key, x in list(vars(part).items()):
-            if key not in _MODULE_ATTRIBUTES and tensors_in(x):
+            if key not in _MODULE_ATTRIBUTES and any(map(is_replaced, tensors_in(x))):  # others keep their containers
                 name = f"{prefix}.{key}" if prefix else key
                 part.__dict__[key] = trees.map_with_path(functools.partial(replace, name), x)
     raise_all(errors)

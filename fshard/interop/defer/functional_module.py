@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,16 +21,17 @@ from torch import Tensor, nn
 from fshard import tree
 from fshard._comm import Axis, checker, in_region, known_axes, live_axes, region
 from fshard._ops import differentiable_dtype, global_size
-from fshard._torch_compat import FakeTensor, is_batched, unwrapped, version_of
+from fshard._torch_compat import FakeTensor, TorchDispatchMode, is_batched, storage_id, unwrapped, version_of
 from fshard.collectives import psum, pvary
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.random import check_key
 from fshard.schedule.units import UnitOptions
 from fshard.spec import describe, names_of, part_lengths, part_range
 
+from .aten_rules import written_tensors
 from .draws import Batch, Draws, Probe
 from .probe import Fake, prime_for, probe
-from .units import Placeholder, UnitForwards, UnshardedByUnit, leaves_of_units, shapes_of
+from .units import Placeholder, UnitForwards, UnshardedByUnit, leaves_of_units, shapes_of, unwatched
 
 Named = Mapping[str, Tensor]
 Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
@@ -43,6 +45,8 @@ class Apply:
     The module is a skeleton: its own parameters and buffers are never read and may be on meta. All changes that
     `forward` makes to the module (an attribute, an entry of a list or dict, a hook) are undone after each call. Calls
     that run at the same time, as those of simulated ranks do, each use a copy of the module, which shares its tensors.
+
+    A write to a parameter in `forward` (`self.weight.data.clamp_(...)`) is an error in the first call.
 
     A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
 
@@ -87,7 +91,7 @@ class Apply:
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self.units = leaves_of_units(module, units, self._places)
         self._free_copies: deque[_ModuleCopy] = deque()
-        self._values_compared = False
+        self._writes_checked = self._values_compared = False
         self._key: Tensor | None = None
         self._draws_over: tuple[Axis, int, bool] | None = None
         self._probes: dict[str, _Probed] = {}  # by the arguments' structure and shapes
@@ -302,31 +306,36 @@ class Apply:
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
         versions = {name: _version(x) for name, x in copies.items()}
-        versions_of_params = {name: _version(x) for name, x in params.items()}
         mine = self._take_copy()
         for p in mine.places:
             p.holder[p.key] = leaves[p.kind][p.leaf]
         mine.units.calls, mine.units.keep = calls, functools.partial(self._keep_unit, mine, draws)
+        guard: Any = contextlib.nullcontext()
+        if not self._writes_checked:
+            guard = _ParameterWrites(self, params)
+            mine.units.watch = guard.watch
         try:
-            with draws or contextlib.nullcontext():
+            with guard, draws or contextlib.nullcontext():
                 out = mine.module(*args, **kwargs)
             if draws is not None:
                 draws.check_number()
         except Exception as e:  # the state of the copy is unknown, so the copy is not used again
             self._explain(e, params, buffers, (args, kwargs))
             raise
-        after = dict(copies)
+        self._writes_checked = True
+        after, replaced = dict(copies), list(mine.units.replaced)
         for p in mine.places:
             x = p.holder.get(p.key)
             if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
                 after[p.leaf] = x
+            if p.kind == "params" and isinstance(x, nn.Parameter) and x is not leaves["params"][p.leaf]:
+                replaced.append(p.leaf)
+        if replaced and torch.is_grad_enabled():
+            raise fail(f"{self!r}: forward replaced parameters: {', '.join(replaced)}",
+                       "no gradient reaches those of the call, and the new ones are lost after it",
+                       fix="do it in the constructor; or compute a tensor and leave the parameter")  # fmt: skip
         mine.contents.restore()
         self._give_back(mine)
-        if written := [name for name, x in params.items() if _version(x) != versions_of_params[name]]:
-            raise fail(f"{self!r}: forward changed params in place: {', '.join(written)}",
-                       "a function may not: the next call has other values, but on a mesh, where leaves are gathered, "
-                       "it has the old ones", fix="switch that off, as max_norm= of nn.Embedding or rescale_every= of "
-                       "RWKV; do it between steps, to the params")  # fmt: skip
         state = {name: x for name, x in after.items() if name not in self.transient}
         changed = [name for name, x in state.items() if x is not copies[name] or _version(x) != versions[name]]
         if not changed and not self._values_compared:  # torch's batch_norm does not count all its writes as versions
@@ -458,7 +467,12 @@ class Apply:
         raise_all(sorted(errors, key=str))
 
     def _explain(self, e: Exception, params: Named, buffers: Named, arguments: Any) -> None:
-        """Add to an error of forward the names of the leaves that were not unsharded."""
+        """Add to an error of forward its cause: a tie, or the names of the leaves that were not unsharded."""
+        if isinstance(e, TypeError) and (assigned := _ASSIGNED.search(str(e))):
+            raise fail(f"{self!r}: forward assigns a tensor to the parameter {assigned[1]!r}",
+                       "parameters are plain tensors in a pure call, which torch does not register",
+                       fix="assign it in the constructor (self.head.weight = self.embedding.weight ties them there), "
+                       "not in forward") from e  # fmt: skip
         for name, x in params.items():
             expected = self._leaves["params"][name].shape
             if x.shape != expected:
@@ -503,7 +517,7 @@ class Apply:
             return _ModuleCopy(module, places_of(module, self.ties), self.units)
 
     def _give_back(self, mine: _ModuleCopy) -> None:
-        mine.units.calls, mine.units.keep = None, str
+        mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, unwatched, []
         self._free_copies.append(mine)
 
     def _keep_unit(
@@ -578,7 +592,7 @@ class Place:
 
 
 def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[Place]:
-    """Return the places of all parameters and buffers, each once. Those of one tensor use one leaf, by the first name."""
+    """Return the places of parameters and buffers, once each. Those of one tensor use one leaf, by the first name."""
     ties = ties or {}
     first: dict[int, str] = {}
     places: dict[tuple[int, str], Place] = {}
@@ -789,6 +803,46 @@ def reachable(module: nn.Module) -> Iterator[Any]:
             pending += [x.func, *x.args, x.keywords]
         if hasattr(x, "__dict__"):
             pending.append(x.__dict__)
+
+
+_ASSIGNED = re.compile(r"cannot assign '.*' as parameter '(\w+)'")  # torch's error
+
+
+class _ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses writes to the memory of parameters: they reach the caller's leaf on some meshes and not on others."""
+
+    def __init__(self, apply: Apply, params: Named) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.apply = apply
+        self.names = self._names_of(params)
+
+    @staticmethod
+    def _names_of(params: Named) -> dict[Any, str]:
+        plain = {name: unwrapped(x) for name, x in params.items()}
+        return {storage_id(x): name for name, x in plain.items() if x.layout is torch.strided and x.numel()}
+
+    @contextlib.contextmanager
+    def watch(self, params: Named) -> Iterator[None]:
+        """Refuse writes to these too, the gathered leaves of a unit, while it runs: their memory is used again later."""
+        before = self.names
+        self.names = before | self._names_of(params)
+        yield
+        self.names = before
+
+    def _dispatch(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for x in written_tensors(func, args, kwargs or {}):
+            if x.layout is torch.strided and (name := self.names.get(storage_id(x))):
+                raise fail(f"{self.apply!r}: forward writes to params[{name!r}]: {func}",
+                           "a pure function leaves its arguments as they are",
+                           fix="write in the train step, to the new parameters; or switch it off in the module's "
+                           "configuration; or apply.eval(), if it is done in training alone")  # fmt: skip
+        return func(*args, **(kwargs or {}))
+
+
+# A __torch_dispatch__ in the class body would be wrapped by torch: the first operation would import dynamo for seconds.
+_ParameterWrites.__torch_dispatch__ = _ParameterWrites._dispatch  # type: ignore[assignment]
 
 
 def _version(x: Tensor) -> int:

@@ -43,6 +43,7 @@ from .aten_rules import (
     generated_value,
     new_value,
     overwriting_value,
+    written_tensors,
 )
 from .graph import (
     Call,
@@ -264,7 +265,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif op.name == "set" or op.name.startswith("resize"):
                 raise recording_error(f"{op.full_name} changes the storage of a tensor", fix="make a new tensor")
             return self._run_view(op, tensors[0])
-        targets = _targets(func, args, kwargs)
+        targets = written_tensors(func, args, kwargs)
         if targets:
             return self._record_write(op, targets, is_draw)
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(func).returns):
@@ -272,7 +273,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._record_new(op, is_draw)
 
     def _recorded_source(self, dtype: torch.dtype, *source: Any) -> tuple[Any, ...]:
-        """Return the arguments of `x.set_` with the tensor or storage that it is set to recorded, if it is a literal."""
+        """Return the arguments of `x.set_`, with a tensor or storage that is a literal recorded."""
         first, rest = source[0], source[1:]
         if isinstance(first, torch.UntypedStorage) and first.device.type != "meta":  # as unpickling does
             with without_modes():
@@ -341,13 +342,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _drawn(self, op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
         """Return the value that an operation draws: by the leaf's key, or exactly that of a generator it is passed."""
-        generator = explicit_generator(op.kwargs.pop("generator", None))
-        if generator is None:
+        if op.generator is None:
             value = drawn_value(op, shape, dtype)
         else:
-            value = generated_value(op, shape, dtype, constant(generator.get_state()))
+            value = generated_value(op, shape, dtype, constant(op.generator.get_state()))
             if value is not None:
-                self.advance(generator, value, f"{op.name}(generator=)")
+                self.advance(op.generator, value, f"{op.name}(generator=)")
         if value is None:
             raise _no_distribution(op)
         return value
@@ -404,17 +404,6 @@ def _no_key(draw: Draw) -> Tensor:
     raise AssertionError(draw)
 
 
-def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation writes to, by its schema."""
-    if schema_of(func).name == "aten::native_batch_norm":  # the running statistics are not in its schema
-        return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
-    targets: list[Tensor] = []
-    for i, a in enumerate(schema_of(func).arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            targets += tensors_in(args[i] if i < len(args) else kwargs.get(a.name))
-    return targets
-
-
 # --- access to memory without an operation --------------------------------------------------------------------
 
 
@@ -439,6 +428,20 @@ class MemoryAccess(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class GradientHooks(TorchFunctionMode):
+    """Refuses hooks on the gradients of parameters."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        hooks = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+        if func in hooks and isinstance(args[0], nn.Parameter):
+            raise recording_error("a hook on the gradient of a parameter would never be called",
+                                  "parameters are arguments of a pure function, which has no hooks",
+                                  fix="change the gradients that fs.value_and_grad returns")  # fmt: skip
+        return func(*args, **(kwargs or {}))
+
+
 def _numpy(recorder: Recorder, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     out = recorder.value(x, ".numpy()").numpy()
     out.flags.writeable = False  # a write to it would not reach the tensor
@@ -454,7 +457,8 @@ def _dlpack(recorder: Recorder, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pickled(recorder: Recorder, x: Tensor, protocol: Any) -> Any:
-    return recorder.value(x, "pickling").__reduce_ex__(protocol)
+    value: Any = recorder.value(x, "pickling")
+    return value.__reduce_ex__(protocol)
 
 
 def _tensor(recorder: Recorder, data: Any, *args: Any, **kwargs: Any) -> Tensor:

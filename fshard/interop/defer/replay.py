@@ -37,9 +37,9 @@ from .strided_view import row_major_strides
 
 POINTWISE = frozenset([
     "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min",
-    "conj_physical", "cos", "div", "eq", "erfinv", "exp", "floor", "ge", "gt", "le", "log", "logical_and", "logical_not", "logical_or",
-    "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "neg", "reciprocal", "round", "rsqrt",
-    "rsub", "sgn", "sign", "sin", "sqrt", "sub", "trunc", "where",
+    "conj_physical", "cos", "div", "eq", "erfinv", "exp", "floor", "ge", "gt", "le", "log", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "neg",
+    "reciprocal", "round", "rsqrt", "rsub", "sgn", "sign", "sin", "sqrt", "sub", "trunc", "where",
 ])  # fmt: skip
 _CHUNK = 1 << 20  # most elements that are computed at a time
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -153,14 +154,24 @@ class Placeholder(Tensor):
 # --- the forward of units -------------------------------------------------------------------------------------
 
 
+Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
+
+
+def unwatched(leaves: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Let the forward of a unit write to its leaves: an earlier call has shown that it does not."""
+    return contextlib.nullcontext()
+
+
 class UnitForwards:
     """The forwards of the units in one copy of a module, which run by the schedule of the call that is running."""
 
-    __slots__ = ("_original", "_places", "calls", "keep")
+    __slots__ = ("_original", "_places", "calls", "keep", "replaced", "watch")
 
     def __init__(self, module: nn.Module, units: Mapping[str, Sequence[str]], places: Sequence[Place]) -> None:
         self.calls: Any = None  # None: a call with whole leaves
         self.keep: Callable[[str], Any] = str
+        self.watch: Watch = unwatched
+        self.replaced: list[str] = []  # parameters that the forward of a unit has replaced
         self._original: dict[str, Callable[..., Any]] = {}
         by_leaf: dict[str, list[Place]] = {}
         for p in places:
@@ -186,10 +197,13 @@ class UnitForwards:
             for p in ps:
                 p.holder[p.key] = x
         try:
-            return self._original[name](*args, **kwargs)
+            with self.watch({ps[0].leaf: x for ps, x in zip(places, leaves, strict=True)}):
+                return self._original[name](*args, **kwargs)
         finally:
-            for ps, xs in zip(places, outside, strict=True):
+            for ps, xs, own in zip(places, outside, leaves, strict=True):
                 for p, x in zip(ps, xs, strict=True):
+                    if isinstance(new := p.holder.get(p.key), nn.Parameter) and new is not own:
+                        self.replaced.append(p.leaf)
                     p.holder[p.key] = x
 
 

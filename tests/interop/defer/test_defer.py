@@ -10,6 +10,7 @@ import math
 import pickle
 import random as python_random
 import threading
+import types
 import warnings
 
 import numpy as np
@@ -530,6 +531,9 @@ def test_literals_and_lazy_conjugates_equal_eager():
     check_same_on_meshes(tree, values)
 
 
+NAMES = [torch.ones(2)]  # of the program, not of the module
+
+
 class ViewsAndWrites(nn.Module):
     """Views of views, in-place arithmetic, writes to literals, and values that the constructor reads."""
 
@@ -572,6 +576,7 @@ class ViewsAndWrites(nn.Module):
         self.total = torch.arange(5).sum().item() if torch.ones(2).any() else None
         self.array = torch.arange(4).numpy()
         self.plain = [torch.arange(3.0), {"one": torch.ones(())}]
+        self.object = types.SimpleNamespace(table=torch.arange(3.0), names=NAMES)
 
 
 def test_views_and_writes_equal_eager():
@@ -583,6 +588,8 @@ def test_views_and_writes_equal_eager():
     assert (module.steps, module.total, module.array.tolist()) == (eager.steps, eager.total, [0, 1, 2, 3])
     assert_same(module.plain[0], eager.plain[0])
     assert_same(module.plain[1]["one"], eager.plain[1]["one"])
+    assert_same(module.object.table, eager.object.table)
+    assert module.object.names is NAMES
 
 
 def random_program(steps):
@@ -895,8 +902,8 @@ def test_device_argument_of_the_constructor_is_ignored():
 
 # --- pointwise operations ------------------------------------------------------------------------------------
 
-ONE_ARGUMENT = {"abs", "ceil", "conj_physical", "cos", "erfinv", "exp", "floor", "log", "neg", "reciprocal", "round", "rsqrt", "sgn",
-                "sign", "sin", "sqrt", "trunc"}  # fmt: skip
+ONE_ARGUMENT = {"abs", "ceil", "conj_physical", "cos", "erfinv", "exp", "floor", "log", "neg", "reciprocal", "round",
+                "rsqrt", "sgn", "sign", "sin", "sqrt", "trunc"}  # fmt: skip
 ON_BITS = ("bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor")
 ON_BOOLS = ("logical_and", "logical_not", "logical_or", "logical_xor")
 
@@ -1007,9 +1014,12 @@ def test_error_text_of_a_draw_without_a_rule():
         pytest.param(lambda: torch.zeros(3).data_ptr(), "data_ptr() asks for the address of a tensor", id="data_ptr"),
         pytest.param(lambda: torch.from_dlpack(torch.zeros(3)), "DLPack asks for the memory of a tensor", id="dlpack"),
         pytest.param(lambda: pickle.dumps(torch.randn(3)), "pickling needs numbers that are drawn", id="pickle"),
-        pytest.param(lambda: np.random.default_rng(), "numpy.random.default_rng() without a seed", id="default_rng"),
+        pytest.param(lambda: [np.random.default_rng()], "numpy.random.default_rng() without a seed", id="default_rng"),
         pytest.param(lambda: torch.zeros(3).resize_(5), "resize_ changes the storage of a tensor", id="resize"),
         pytest.param(lambda: torch.zeros(3).to_sparse(), "_to_sparse returns a tensor of layout", id="sparse"),
+        pytest.param(
+            lambda: parametrizations.orthogonal(nn.Linear(3, 3)), "allclose() needs numbers that are drawn", id="branch"
+        ),
         pytest.param(lambda: nn.LazyLinear(3), "the shape of a lazy layer is decided by its first call", id="lazy"),
         pytest.param(lambda: 3, "the constructor returned 3", id="not a module"),
     ],
@@ -1020,6 +1030,45 @@ def test_unrecordable_operation_is_an_error_with_its_line(constructor, start_of_
     if "constructor returned" not in start_of_text:
         assert "test_defer.py" in text
         assert "^" in text
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_error_text_of_leaves_without_values():
+    def valueless():
+        module = nn.Module()
+        module.register_buffer(
+            "graph", torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], (3, 3), check_invariants=True)
+        )
+        with torch.utils._python_dispatch._disable_current_modes():  # as by a library with operations of its own
+            module.register_buffer("table", torch.ones(2, device="meta"))
+            module.register_buffer("bytes", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+        return module
+
+    expected = (
+        "3 problems\n"
+        "defer: graph: has the layout torch.sparse_coo\n"
+        "  fix: keep the dense tensor, or indices and values; make the other in forward\n"
+        "defer: table: is on the meta device, without values\n"
+        "  fix: construct it on the CPU: fs.defer allocates no parameters\n"
+        "defer: bytes: is quantized, as torch.qint8\n"
+        "  fix: keep the integers and the scale; quantize in forward"
+    )
+    assert error_text(defer, valueless) == expected
+    assert error_text(defer, valueless, reference=0) == expected
+
+
+def test_error_text_of_a_module_compiled_by_jit():
+    assert error_text(defer, lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2)))) == (
+        "defer: '0' is compiled by torch.jit\n"
+        "  its parameters are in C++, where no pure function can replace them\n"
+        "  fix: construct the plain module"
+    )
+
+
+def test_error_of_the_constructor_says_that_it_was_recorded():
+    with pytest.raises(ZeroDivisionError) as e:
+        defer(lambda: 1 // 0)
+    assert e.value.__notes__ == [f"while fs.defer ran the constructor; if it runs alone: {EAGER}"]
 
 
 def test_error_text_of_leaves_beyond_the_budget():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import fshard as fs
 from fshard import P, ShardingError
@@ -164,6 +165,176 @@ def test_hugging_face_model_trains_on_every_mesh_as_torch_on_the_whole_batch(nam
     close(fs.device_get(p), expected_params, size=1.0)
 
 
+# --- shared modules, and tensors that hooks compute ---------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """A module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.alias = self.a
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.alias(self.a(x)))
+
+
+def repeated():
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(), layer, Twice())
+
+
+def of_lstm(f, *names):
+    """An LSTM whose weights of these names a hook computes; it returns its output alone."""
+
+    class Lstm(nn.LSTM):
+        def forward(self, x):
+            return super().forward(x.unflatten(1, (2, 2)))[0]
+
+    return functools.reduce(f, names, Lstm(2, 4, batch_first=True))
+
+
+SPECIAL = {
+    "shared": repeated,
+    "weight_norm": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh()),
+    "weight_norm of a conv": lambda: nn.Sequential(nn.Unflatten(1, (4, 1)), nn.utils.weight_norm(nn.Conv1d(4, 3, 1))),
+    "weight_norm of an LSTM": lambda: of_lstm(nn.utils.weight_norm, "weight_hh_l0", "weight_ih_l0"),
+    "spectral_norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Tanh()),
+    "spectral_norm, parametrized": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh()),
+    "prune": lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.4),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("name", SPECIAL)
+def test_shared_modules_and_hooked_tensors_train_as_the_eager_module(name):
+    module = SPECIAL[name]().double()
+    apply, tree = fs.defer(SPECIAL[name])
+    params, buffers = leaves(module)
+    assert {kind: list(named) for kind, named in tree.items()} == {"params": list(params), "buffers": list(buffers)}
+    specs, x = fs.fully_shard(P(), params, axis="data"), torch.randn(6, 4, dtype=torch.float64)
+    apply = apply.batch_norm_over("data")
+
+    @fs.shard_map(mesh=fs.make_mesh(data=3), in_specs=(specs, P(), P("data")), out_specs=(P(), specs, P()))
+    def step(p, b, x):
+        def loss_fn(p):
+            out, new = apply.with_buffers(fs.unshard(p, specs, "data"), fs.pvary(b, "data"), x)
+            return fs.pmean(out.sin().add(0.5).square().mean(), "data"), new
+
+        (loss, new), grads = fs.value_and_grad(loss_fn, has_aux=True)(p)
+        one = lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data")  # noqa: E731
+        return loss, grads, fs.tree.map(one, new)
+
+    loss, grads, new = fs.device_get(step(fs.device_put(params, specs, fs.make_mesh(data=3)), buffers, x))
+    expected = module(x).sin().add(0.5).square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    close(grads, {n: p.grad for n, p in module.named_parameters()})
+    close(new, dict(module.named_buffers()), size=1.0)
+
+
+def test_shared_module_has_a_tie_for_each_of_its_names():
+    apply, tree = fs.defer(repeated)
+    assert apply.ties == {"2.weight": "0.weight", "2.bias": "0.bias", "3.alias.weight": "3.a.weight",
+                          "3.alias.bias": "3.a.bias"}  # fmt: skip
+    assert [p.names for p in apply._places][:2] == [("0.weight", "2.weight"), ("0.bias", "2.bias")]
+    assert len(apply._places) == sum(map(len, tree.values()))
+
+
+def test_module_that_contains_itself_has_each_leaf_once():
+    def cycle():
+        module = nn.Sequential(nn.Linear(4, 4))
+        module[0].parent = module
+        return module
+
+    apply, tree = fs.defer(cycle)
+    assert list(tree["params"]) == ["0.weight", "0.bias"]
+    module, x = cycle(), torch.randn(2, 4)
+    params = dict(nn.Sequential(module[0]).named_parameters())
+    assert torch.equal(apply({n: params[n] for n in tree["params"]}, {}, x), module(x))
+
+
+class InForward(nn.Module):
+    """A forward that changes its parameters."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+        self.change = change
+
+    def forward(self, x):
+        self.change(self)
+        return self.head(self.emb(x))
+
+
+def tie(m):
+    m.head.weight = m.emb.weight
+
+
+def replace(m):
+    m.head.weight = nn.Parameter(m.head.weight * 0.5)
+
+
+def write(m):
+    m.head.weight.data.clamp_(-0.5, 0.5)
+
+
+def write_under_no_grad(m):
+    with torch.no_grad():
+        m.head.weight[1:].zero_()
+
+
+CHANGES = {
+    tie: "Apply(InForward): forward assigns a tensor to the parameter 'weight'\n"
+    "  parameters are plain tensors in a pure call, which torch does not register\n"
+    "  fix: assign it in the constructor (self.head.weight = self.embedding.weight ties them there), not in forward",
+    replace: "Apply(InForward): forward replaced parameters: head.weight\n"
+    "  no gradient reaches those of the call, and the new ones are lost after it\n"
+    "  fix: do it in the constructor; or compute a tensor and leave the parameter",
+    write: "Apply(InForward): forward writes to params['head.weight']: aten.clamp_.default\n"
+    "  a pure function leaves its arguments as they are\n"
+    "  fix: write in the train step, to the new parameters; or switch it off in the module's configuration; or "
+    "apply.eval(), if it is done in training alone",
+    write_under_no_grad: "Apply(InForward): forward writes to params['head.weight']: aten.zero_.default\n",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_error_text_of_a_forward_that_changes_its_parameters(change):
+    module = InForward(change)
+    apply, (params, _) = Apply(module), leaves(module)
+    before = copy.deepcopy(params)
+    for call in (apply, lambda p, *args: fs.value_and_grad(lambda p: apply(p, *args).sum())(p)):
+        assert error_text(call, params, {}, torch.arange(3)).startswith(CHANGES[change])
+    torch.testing.assert_close(params, before, rtol=0, atol=0)
+    if change is replace:  # for values alone it is as good as eager
+        with torch.no_grad():
+            torch.testing.assert_close(apply(params, {}, torch.arange(3)), module(torch.arange(3)))
+
+
+def test_embedding_that_renormalizes_its_rows_in_forward_is_an_error():
+    module = nn.Embedding(4, 3, max_norm=0.1)
+    assert error_text(Apply(module), *leaves(module), torch.arange(2)).startswith(
+        "Apply(Embedding): forward writes to params['weight']: aten.embedding_renorm_.default\n"
+    )
+
+
+@pytest.mark.parametrize("reference", [None, 0])
+def test_hook_on_the_gradient_of_a_parameter_is_an_error(reference):
+    def hooked():
+        module = nn.Linear(2, 2)
+        module.weight.register_hook(lambda g: g * 2)
+        return module
+
+    text = error_text(fs.defer, hooked, reference=reference)
+    assert text.startswith("defer: a hook on the gradient of a parameter would never be called\n")
+    assert "    module.weight.register_hook(lambda g: g * 2)\n" in text
+    assert text.endswith("fix: change the gradients that fs.value_and_grad returns")
+
+
 # --- calls at the same time -----------------------------------------------------------------------------------
 
 
@@ -235,7 +406,7 @@ def test_exception_in_forward_discards_the_copy():
     class Fails(nn.Linear):
         def forward(self, x):
             if x.sum() > 0:
-                self.weight.data.zero_()
+                self.bias = None
                 raise RuntimeError("too large")
             return super().forward(x)
 
@@ -352,7 +523,7 @@ def test_forward_that_changes_parameters_in_place_is_an_error(in_region):
                            mesh=fs.make_mesh(a=2), in_specs=(P("a"), P("a")), out_specs=P("a"))  # fmt: skip
     else:
         run = call
-    with pytest.raises(ShardingError, match=r"Apply\(Embedding\): forward changed params in place: weight"):
+    with pytest.raises(ShardingError, match=r"Apply\(Embedding\): forward writes to params\['weight'\]"):
         run(params, ids)
 
 
@@ -640,7 +811,8 @@ def test_remat_of_a_call_has_equal_gradients():
 
 
 def test_apply_compiles_without_graph_breaks():
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    shared = nn.Linear(4, 4)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), shared, nn.Tanh(), shared)
     apply, (params, buffers) = Apply(module), leaves(module)
     x = torch.randn(5, 3)
 
