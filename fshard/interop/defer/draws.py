@@ -129,7 +129,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, rule: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
         """Run a random operation by its rule, unless it draws nothing or by a generator of its own."""
-        values = _values(func, args, kwargs)
+        values = values_of(func, args, kwargs)
         name = func.overloadpacket.__name__
         rate = values.get("dropout_p", values.get("dropout", values.get("p") if "dropout" in name else None))
         off = rate == 0 or values.get("train") is False or values.get("training") is False
@@ -206,7 +206,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 Draws.__torch_dispatch__ = Draws._dispatch  # type: ignore[assignment]
 
 
-def _values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
+def values_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
     """Return the arguments of a call by name, defaults included."""
     arguments = schema_of(func).arguments
     values = {a.name: None if a.name == "dtype" else a.default_value for a in arguments}
