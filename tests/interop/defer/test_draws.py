@@ -145,20 +145,42 @@ def fractional_max_pool(x):
     return F.fractional_max_pool2d(x.unsqueeze(1), 2, output_size=(3, 5))
 
 
+OPERATIONS = {  # of [B, 4, 8], with a result of B rows
+    "in place": lambda x: F.dropout(x * 1, 0.3, inplace=True),
+    "dropout2d": lambda x: F.dropout2d(x.unsqueeze(-1), 0.3),
+    "dropout3d": lambda x: F.dropout3d(x[..., None, None], 0.3),
+    "rrelu in place": lambda x: F.rrelu(x * 1, training=True, inplace=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, hard=True) + F.gumbel_softmax(x),
+    "rand": lambda x: x * torch.rand(x.shape[0], 1, 1),
+    "rand_like": lambda x: x + torch.rand_like(x),
+    "randn": lambda x: x + torch.randn(x.shape),
+    "randn_like": lambda x: x + torch.randn_like(x),
+    "randint": lambda x: x + torch.randint(3, 9, x.shape) + torch.randint(5, (8,)),
+    "randint_like": lambda x: x + torch.randint_like(x, 5),
+    "randperm": lambda x: x[:, :, torch.randperm(8)],
+    "random_": lambda x: x + torch.empty_like(x).random_(4) + torch.empty_like(x).random_(),
+    "normal": lambda x: torch.normal(x, 0.1) + torch.normal(0.0, x.abs()) + torch.normal(x, x.abs()),
+    "normal of a size": lambda x: x + torch.normal(1.0, 2.0, x.shape),
+    "bernoulli of probabilities": lambda x: x.sigmoid().bernoulli() + x.clone().bernoulli_(x.sigmoid()),
+    "bernoulli of a number": lambda x: torch.bernoulli(x, 0.3),
+    "exponential": lambda x: x + torch.empty_like(x).exponential_(2.0),
+    "cauchy": lambda x: x + torch.empty_like(x).cauchy_().sign(),
+    "log_normal": lambda x: x + torch.empty_like(x).log_normal_(),
+    "geometric": lambda x: x + torch.empty_like(x).geometric_(0.5),
+    "uniform": lambda x: x + torch.empty_like(x).uniform_(-1, 3),
+    "multinomial": lambda x: torch.multinomial(x.flatten(1).abs(), 3),
+    "multinomial, replacement": lambda x: torch.multinomial(x.flatten(1).abs(), 20, replacement=True),
+    "fractional max pool": fractional_max_pool,
+}  # fmt: skip
 KINDS = {
+    "sdpa": lambda: Function(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.4, is_causal=True)),
     "dropout": lambda: nn.Dropout(0.3),
     "dropout of the whole": lambda: nn.Dropout(1.0),
     "dropout of nothing": lambda: nn.Dropout(0.0),
-    "in place": lambda: Function(lambda x: F.dropout(x * 1, 0.3, inplace=True)),
     "dropout1d": lambda: nn.Dropout1d(0.3),
-    "dropout2d": lambda: Function(lambda x: F.dropout2d(x.unsqueeze(-1), 0.3)),
-    "dropout3d": lambda: Function(lambda x: F.dropout3d(x[..., None, None], 0.3)),
     "alpha_dropout": lambda: nn.AlphaDropout(0.3),
     "feature_alpha_dropout": lambda: nn.FeatureAlphaDropout(0.3),
     "rrelu": nn.RReLU,
-    "rrelu in place": lambda: Function(lambda x: F.rrelu(x * 1, training=True, inplace=True)),
-    "gumbel_softmax": lambda: Function(lambda x: F.gumbel_softmax(x, hard=True) + F.gumbel_softmax(x)),
-    "sdpa": lambda: Function(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.4, is_causal=True)),
     "attention": lambda: Attention(need_weights=False),
     "attention with weights": lambda: Attention(need_weights=True),
     "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.3, batch_first=True),
@@ -172,26 +194,6 @@ KINDS = {
     "drop connect": lambda: DropConnect(8, 8),
     "shared mask": SharedMask,
     "heads as rows": lambda: Function(lambda x: F.dropout(x.view(-1, 8), 0.5).view(x.shape)),
-    "rand": lambda: Function(lambda x: x * torch.rand(x.shape[0], 1, 1)),
-    "rand_like": lambda: Function(lambda x: x + torch.rand_like(x)),
-    "randn": lambda: Function(lambda x: x + torch.randn(x.shape)),
-    "randn_like": lambda: Function(lambda x: x + torch.randn_like(x)),
-    "randint": lambda: Function(lambda x: x + torch.randint(3, 9, x.shape) + torch.randint(5, (8,))),
-    "randint_like": lambda: Function(lambda x: x + torch.randint_like(x, 5)),
-    "randperm": lambda: Function(lambda x: x[:, :, torch.randperm(8)]),
-    "random_": lambda: Function(lambda x: x + torch.empty_like(x).random_(4) + torch.empty_like(x).random_()),
-    "normal": lambda: Function(lambda x: torch.normal(x, 0.1) + torch.normal(0.0, x.abs()) + torch.normal(x, x.abs())),
-    "normal of a size": lambda: Function(lambda x: x + torch.normal(1.0, 2.0, x.shape)),
-    "bernoulli of probabilities": lambda: Function(lambda x: x.sigmoid().bernoulli() + x.clone().bernoulli_(x.sigmoid())),
-    "bernoulli of a number": lambda: Function(lambda x: torch.bernoulli(x, 0.3)),
-    "exponential": lambda: Function(lambda x: x + torch.empty_like(x).exponential_(2.0)),
-    "cauchy": lambda: Function(lambda x: x + torch.empty_like(x).cauchy_().sign()),
-    "log_normal": lambda: Function(lambda x: x + torch.empty_like(x).log_normal_()),
-    "geometric": lambda: Function(lambda x: x + torch.empty_like(x).geometric_(0.5)),
-    "uniform": lambda: Function(lambda x: x + torch.empty_like(x).uniform_(-1, 3)),
-    "multinomial": lambda: Function(lambda x: torch.multinomial(x.flatten(1).abs(), 3)),
-    "multinomial, replacement": lambda: Function(lambda x: torch.multinomial(x.flatten(1).abs(), 20, replacement=True)),
-    "fractional max pool": lambda: Function(fractional_max_pool),
 }  # fmt: skip
 MESHES = {
     "two axes": ({"replica": 2, "shard": 2}, ("replica", "shard"), 8),
@@ -210,9 +212,20 @@ def alone(module, x, key=KEY):
     return Apply(module)(*leaves(module), x.clone(), key=key).detach()
 
 
+def test_every_operation_draws_the_same_on_every_mesh():
+    """The operations are one forward, since a call of a mesh costs more than they all."""
+    x = input_of(5)  # 3 rows and 2
+    results = Function(lambda x: torch.cat([f(x).flatten(1).float() for f in OPERATIONS.values()], 1))
+    width = [f(x).flatten(1).shape[1] for f in OPERATIONS.values()]
+    mesh, one, other_key = on_mesh(results, x), alone(results, x), alone(results, x, fs.key(8))
+    for name, a, b, c in zip(OPERATIONS, *(y.split(width, 1) for y in (mesh, one, other_key)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert not torch.equal(c, b), name
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_draw_by_a_key_is_the_same_on_every_mesh(kind):
-    module, x = KINDS[kind](), input_of(5)  # 3 rows and 2
+def test_module_draws_the_same_on_every_mesh(kind):
+    module, x = KINDS[kind](), input_of(5)
     expected = alone(module, x)
     torch.testing.assert_close(on_mesh(module, x), expected, rtol=1e-5, atol=1e-6)
     if kind not in ("dropout of nothing", "dropout of the whole"):
@@ -360,7 +373,7 @@ def model(name):
 
 
 @pytest.mark.parametrize("layout", [
-    pytest.param(name, marks=() if name in ("data=1", "data=2, model=2", "data=3") else pytest.mark.slow)
+    pytest.param(name, marks=() if name == "data=2, model=2" else pytest.mark.slow)
     for name in LAYOUTS
 ])  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
@@ -477,7 +490,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name == "one by one" else ()) for name in REFUSED
+])  # fmt: skip
 def test_draw_that_would_differ_between_meshes_is_refused_at_its_line(name):
     f, text = REFUSED[name]
     message = error_text(on_mesh, Function(f), input_of(4))
