@@ -163,7 +163,7 @@ class Apply:
 
         >>> apply = Apply(torch.nn.Dropout(0.5))
         >>> apply({}, {}, torch.ones(8), key=fs.key(0))
-        tensor([0., 2., 0., 0., 2., 2., 0., 2.])
+        tensor([2., 2., 0., 0., 2., 0., 2., 0.])
         """
         if key is not None:
             check_key(f"{self!r}: key=", key)
