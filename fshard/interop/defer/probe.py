@@ -47,7 +47,6 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         super().__init__(name, key)
         self.prime = prime
         self.found: list[Drawn] = []
-        self.by_value = False
         self._outer: Any = WeakTensorKeyDictionary()
         self._drawn: Any = WeakTensorKeyDictionary()  # tensors made of draws alone -> None
         self._ranges: Any = WeakTensorKeyDictionary()  # and of torch.arange alone
@@ -56,13 +55,14 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         kwargs, name = kwargs or {}, schema_of(func).name.split("::")[-1]
         operands, rule = tensors_in(args, kwargs), rule_of(func)
         drawn = bool(operands) and all(x in self._drawn for x in operands)
-        self.by_value |= drawn and name == "_local_scalar_dense"
         if rule is not None:
             out = self._run(rule, func, args, kwargs)
         elif name == "_grouped_mm" and args[0].ndim == 2 and args[1].ndim == 3:  # torch's fake one refuses float32
             out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         else:
             out = func(*args, **kwargs)
+        if drawn and name == "_local_scalar_dense":
+            self.read.append((self.number, out))
         for y in tensors_in(out):
             if drawn:
                 self._drawn[y] = None
@@ -196,7 +196,7 @@ def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any], 
             sys.setprofile(former)
     if foreign:
         raise foreign[0]
-    return Probe(mode.found, mode.by_value, failure)
+    return Probe(mode.found, mode.read, failure)
 
 
 def _foreign_draw(name: str, source: str, frame: FrameType) -> ShardingError:
