@@ -201,6 +201,7 @@ CALLS = [
         outside(fs.random.randint, key=KEY, shape=(4,), low=0, high=2, spec=P(), device=None),
         outside(fs.random.bits, key=KEY, shape=(4,), spec=P(), device=None),
         outside(fs.random.normal_box, key=KEY, shape=(4, 4), box=BOX, mean=0.0, std=1.0),
+        outside(fs.random.bernoulli_box, key=KEY, shape=(4, 4), box=BOX, p=0.5),
         inside(fs.random.normal, key=KEY, shape=(4,), spec=P("data")),
     ),
     *prefixed("init",

@@ -203,7 +203,7 @@ def draw_from_torch_generator(op: str) -> ShardingError:
     return _error(_callsite.site(), f"{op} draws from torch's own generator", [],
                   "its numbers depend on the process and on earlier draws, so another mesh would give another answer",
                   fix="use fs.random.* or fs.nn.dropout, with a key: element i is a function of the key and i; "
-                      "for an nn.Module, apply.eval() or rates of 0")  # fmt: skip
+                      "for a module of fs.defer, apply(params, buffers, ..., key=key), or apply.eval()")  # fmt: skip
 
 
 def reduction_of_no_value(op: str, x: Tensor) -> ShardingError:

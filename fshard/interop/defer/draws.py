@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard._callsite import quote, site
 from fshard._comm import checker
@@ -29,6 +30,7 @@ from fshard.spec import Box, full_box
 from .distributions import MAX_RANDINT_RANGE, draw_box
 
 Values = dict[str, Any]  # argument name -> value, of one call of an operation
+Read = tuple[int, Any]  # a Python number computed from draws alone, and the number of draws before
 
 
 def draw_error(what: str, *notes: str, fix: str, **facts: object) -> ShardingError:
@@ -60,8 +62,12 @@ class Probe:
     """The draws of forward, found on fake tensors."""
 
     draws: Sequence[Drawn]
-    by_value: bool  # a drawn number decided what forward does
+    read: Sequence[Read]  # the drawn numbers that forward read, to skip a layer or not
     failure: ShardingError | None  # of a run that could not go on; only a draw needs to know
+
+    def read_until(self, number: int) -> list[Read]:
+        """Return what forward read before draw `number`."""
+        return [r for r in self.read if r[0] <= number]
 
 
 @dataclass(frozen=True)
@@ -94,26 +100,40 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         name: of the function, for errors.
         batch: this rank's part of the batch; None where nothing is split.
-        probe: the draws that are expected, of a split batch.
+        probes: the draws that may be expected, of a split batch; they differ in the numbers that forward reads.
+        find: makes another probe, by the key of this call, and adds it to those.
     """
 
-    def __init__(self, name: str, key: Tensor, batch: Batch | None = None, probe: Probe | None = None) -> None:
+    def __init__(
+        self, name: str, key: Tensor, batch: Batch | None = None, probes: Sequence[Probe] | None = None,
+        find: Callable[[], Probe] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
-        self.name, self.key, self.batch, self.probe = name, key, batch, probe
+        self.name, self.key, self.batch, self.probes, self.find = name, key, batch, probes, find
         self.number = 0
+        self.read: list[Read] = []
+        self._scalars: Any = WeakTensorKeyDictionary()  # tensors of one number, made of draws alone
 
     def resumed(self, number: int) -> Draws:
         """Return a mode that goes on from draw `number`."""
-        other = Draws(self.name, self.key, self.batch, self.probe)
-        other.number = number
+        other = Draws(self.name, self.key, self.batch, self.probes, self.find)
+        other.number, other.read = number, [r for r in self.read if r[0] <= number]
         return other
 
     def check_number(self) -> None:
         """Raise ShardingError after a call that drew fewer times than expected."""
-        if self.probe is None or self.batch is None or self.probe.failure is not None or not self.batch.count:
+        if self.probes is None or self.batch is None or not self.batch.count:
             return
-        if self.number < len(self.probe.draws):
-            raise self._unexpected(f"{self.number} draws were made", f"{len(self.probe.draws)}")
+        found = self._probe()
+        if found.failure is None and self.number < len(found.draws):
+            raise self._unexpected(f"{self.number} draws were made", f"{len(found.draws)}")
+
+    def _probe(self) -> Probe:
+        """Return a probe that read what this call has read, and so makes the same draws so far."""
+        assert self.probes is not None
+        assert self.find is not None
+        known = (probe for probe in self.probes if probe.read_until(self.number) == self.read)
+        return next(known, None) or self.find()
 
     def _unexpected(self, here: str, there: str) -> ShardingError:
         return draw_error(f"{self.name}: {here}, and {there} in a run with another number of examples",
@@ -122,14 +142,25 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                           )  # fmt: skip
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        rule = rule_of(func)
-        if rule is None:
-            return func(*args, **(kwargs or {}))
-        return self._run(rule, func, args, kwargs or {})
+        rule, kwargs = rule_of(func), kwargs or {}
+        if rule is not None:
+            return self._run(rule, func, args, kwargs)
+        out = func(*args, **kwargs)
+        if len(self._scalars):
+            self._follow(func, tensors_in(args, kwargs), out)
+        return out
+
+    def _follow(self, func: Any, operands: Sequence[Tensor], out: Any) -> None:
+        """Record the numbers that are read of tensors made of draws alone."""
+        if operands and all(x in self._scalars for x in operands):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                self.read.append((self.number, out))
+            for y in tensors_in(out):
+                self._scalars[y] = None
 
     def _run(self, rule: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
         """Run a random operation by its rule, unless it draws nothing or by a generator of its own."""
-        values = _values(func, args, kwargs)
+        values = values_of(func, args, kwargs)
         name = func.overloadpacket.__name__
         rate = values.get("dropout_p", values.get("dropout", values.get("p") if "dropout" in name else None))
         off = rate == 0 or values.get("train") is False or values.get("training") is False
@@ -159,13 +190,15 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             types.set_draw_type(out, op, self.key, self.batch.axes if split else (), shared=self.batch.axes)
         elif types is not None:
             types.set_draw_type(out, op, self.key, ())
+        if self.probes is not None and not split and out.numel() == 1:
+            self._scalars[out] = None
         return out
 
     def _part(self, op: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Box, bool]:
         """Return the global shape of a draw, this rank's box of it, and if the batch splits it."""
         if self.batch is None:
             return shape, full_box(shape), False
-        examples = self._stated(op, shape, self.batch) if self.probe is None else self._found(op, shape, self.probe)
+        examples = self._stated(op, shape, self.batch) if self.probes is None else self._found(op, shape)
         if examples is None:
             return shape, full_box(shape), False
         whole, box, n = list(shape), list(full_box(shape)), examples.each
@@ -173,9 +206,10 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         box[examples.dim] = slice(n * self.batch.start, n * (self.batch.start + self.batch.count))
         return tuple(whole), tuple(box), True
 
-    def _found(self, op: str, shape: tuple[int, ...], probe: Probe) -> Examples | None:
+    def _found(self, op: str, shape: tuple[int, ...]) -> Examples | None:
         """Return the dim of the examples that the probe found. Raises ShardingError for another draw than its."""
         assert self.batch is not None
+        probe = self._probe()
         if probe.failure is not None:
             raise probe.failure
         last = len(probe.draws) if not self.batch.count else self.number + 1  # torch may draw nothing for no examples
@@ -206,7 +240,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 Draws.__torch_dispatch__ = Draws._dispatch  # type: ignore[assignment]
 
 
-def _values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
+def values_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
     """Return the arguments of a call by name, defaults included."""
     arguments = schema_of(func).arguments
     values = {a.name: None if a.name == "dtype" else a.default_value for a in arguments}

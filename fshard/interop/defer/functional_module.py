@@ -238,7 +238,7 @@ class Apply:
 
         >>> apply = Apply(torch.nn.Dropout(0.5))
         >>> apply({}, {}, torch.ones(8), key=fs.key(0))
-        tensor([0., 2., 0., 0., 2., 2., 0., 2.])
+        tensor([2., 2., 0., 0., 2., 0., 2., 0.])
         """
         if key is not None:
             check_key(f"{self!r}: key=", key)
@@ -364,7 +364,9 @@ class Apply:
         axes = live_axes(region().comm, known_axes(f"{name}.draws_over", region(), axis))
         if not axes:
             return Draws(name, key)
-        found = self._probed(key, axes, dim, with_probe, params, buffers, args, kwargs)
+        found, find = self._probed(key, axes, dim, params, buffers, args, kwargs)
+        if with_probe and not found.probes:
+            find()
         total = global_size(f"{name}.draws_over", found.count, axes)
         sizes, coords = ([values[a] for a in axes] for values in (region().sizes, region().coords))
         start, mine = part_range(total, sizes, coords)
@@ -372,22 +374,26 @@ class Apply:
             raise fail(f"{name}: this rank has {found.count} examples, and its part of {total} over {axes} is {mine}",
                        f"{total} splits into {part_lengths(total, sizes)}",
                        fix="pass the batch by a spec that names the axis")  # fmt: skip
-        return Draws(name, key, Batch(axes, start, mine, total, dim), found.probe)
+        batch = Batch(axes, start, mine, total, dim)
+        return Draws(name, key, batch, found.probes, find) if with_probe else Draws(name, key, batch)
 
     def _probed(
-        self, key: Tensor, axes: tuple[str, ...], dim: int, with_probe: bool, params: Named, buffers: Named,
-        args: tuple[Any, ...], kwargs: dict[str, Any],
-    ) -> _Probed:  # fmt: skip
-        """Return the draws of a call, from an earlier one with such arguments if their number cannot have changed."""
+        self, key: Tensor, axes: tuple[str, ...], dim: int, params: Named, buffers: Named, args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[_Probed, Callable[[], Probe]]:  # fmt: skip
+        """Return the facts about calls with such arguments, and a function that probes this one and adds the result."""
         leaves, structure = tree.flatten((args, kwargs))
         xs = [x for x in leaves if isinstance(x, Tensor)]
         rest = [type(x) if " at 0x" in repr(x) else x for x in leaves if not isinstance(x, Tensor)]
         signature = repr((axes, structure, [(x.dtype, x.shape) for x in xs], rest))
         known = self._probes.get(signature)
-        if known is not None and not (known.probe and known.probe.by_value):
-            return known
-        count, dims = (known.count, known.dims) if known else self._examples(axes, dim, args, kwargs)
-        prime = prime_for(n for x in (*xs, *params.values(), *buffers.values()) for n in x.shape)
+        if known is None or checker() is not None:
+            count, dims = self._examples(axes, dim, args, kwargs)
+            if known is not None and known.dims != dims:
+                raise fail(f"{self!r}.draws_over: in an earlier call, of the same shapes, other dims had the examples",
+                           fix="draws_over once for each of the two functions that call it")  # fmt: skip
+            known = self._probes.setdefault(signature, _Probed([], count, dims))
+        probed = known
 
         def run(fake: Fake) -> None:
             mine = self._take_copy()
@@ -397,8 +403,8 @@ class Apply:
             for p in mine.places:
                 x = (params if p.kind == "params" else buffers)[p.leaf]
                 p.holder[p.key] = fake(x, x.shape)
-            sizes = [[prime * (n // max(1, count) or 1) if dims.get(i) == d else n for d, n in enumerate(x.shape)]
-                     for i, x in enumerate(xs)]  # fmt: skip
+            sizes = [[prime * (n // max(1, probed.count) or 1) if probed.dims.get(i) == d else n
+                      for d, n in enumerate(x.shape)] for i, x in enumerate(xs)]  # fmt: skip
             fakes = iter([fake(x, size) for x, size in zip(xs, sizes, strict=True)])
             new_args, new_kwargs = tree.unflatten(
                 structure, [next(fakes) if isinstance(x, Tensor) else x for x in leaves]
@@ -407,9 +413,12 @@ class Apply:
             mine.contents.restore()
             self._give_back(mine)
 
-        found = _Probed(probe(repr(self), key, prime, run) if with_probe else None, count, dims)
-        self._probes[signature] = found
-        return found
+        def find() -> Probe:
+            probed.probes.append(probe(repr(self), key, prime, run))
+            return probed.probes[-1]
+
+        prime = prime_for(n for x in (*xs, *params.values(), *buffers.values()) for n in x.shape)
+        return probed, find
 
     def _examples(
         self, axes: tuple[str, ...], dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -557,9 +566,9 @@ class Apply:
 
 @dataclass(frozen=True)
 class _Probed:
-    """A probe, the number of examples of this rank, and the dim of them by position among the arguments' tensors."""
+    """The probes, the number of examples of this rank, and the dim of them by position among the arguments' tensors."""
 
-    probe: Probe | None
+    probes: list[Probe]
     count: int
     dims: Mapping[int, int]
 
@@ -823,7 +832,7 @@ class _ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def watch(self, params: Named) -> Iterator[None]:
-        """Refuse writes to these too, the gathered leaves of a unit, while it runs: their memory is used again later."""
+        """Refuse writes to these too: gathered leaves of a unit, while it runs. Their memory is used again later."""
         before = self.names
         self.names = before | self._names_of(params)
         yield

@@ -30,38 +30,45 @@ from fshard.random import fold_in
 from fshard.spec import full_box, short_dtype
 
 from .distributions import draw_box
-from .draws import Drawn, Draws, Examples, Probe, draw_error, rule_of
+from .draws import Drawn, Draws, Examples, Probe, draw_error, rule_of, values_of
+
+_REORDER = {"index", "index_select", "gather", "sort", "argsort", "topk", "flip", "roll"}
 
 
 class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
     """The draws of a run on fake tensors with a prime number of examples.
 
     Entry i of a dim of size outer * prime * inner belongs to example i // inner % prime. `_outer` has the outer factor
-    of a tensor where it is not 1: there the entries of one example are no contiguous range.
+    of a tensor where it is not 1: there the entries of one example are no contiguous range. It is NaN if unknown, of
+    entries that were sorted or picked; added to others they are in the order of those.
     """
 
     def __init__(self, name: str, key: Tensor, prime: int) -> None:
         super().__init__(name, key)
         self.prime = prime
         self.found: list[Drawn] = []
-        self.by_value = False
         self._outer: Any = WeakTensorKeyDictionary()
-        self._drawn: Any = WeakTensorKeyDictionary()  # tensors of draws alone -> None
+        self._drawn: Any = WeakTensorKeyDictionary()  # tensors made of draws alone -> None
+        self._ranges: Any = WeakTensorKeyDictionary()  # and of torch.arange alone
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        operands = tensors_in(args, kwargs)
+        kwargs, name = kwargs or {}, schema_of(func).name.split("::")[-1]
+        operands, rule = tensors_in(args, kwargs), rule_of(func)
         drawn = bool(operands) and all(x in self._drawn for x in operands)
-        if drawn and func is torch.ops.aten._local_scalar_dense.default:
-            self.by_value = True
-        rule = rule_of(func)
-        out = func(*args, **kwargs) if rule is None else self._run(rule, func, args, kwargs)
+        if rule is not None:
+            out = self._run(rule, func, args, kwargs)
+        elif name == "_grouped_mm" and args[0].ndim == 2 and args[1].ndim == 3:  # torch's fake one refuses float32
+            out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        else:
+            out = func(*args, **kwargs)
+        if drawn and name == "_local_scalar_dense":
+            self.read.append((self.number, out))
         for y in tensors_in(out):
             if drawn:
                 self._drawn[y] = None
-            outer = self._outer_of(schema_of(func).name.split("::")[-1], operands, y)
-            if outer != 1:
-                self._outer[y] = outer
+            if name == "arange" or (operands and all(x in self._ranges for x in operands)):
+                self._ranges[y] = None
+            self._outer[y] = self._outer_of(func, name, args, kwargs, y)
         return out
 
     def _dim(self, x: Tensor) -> int | None:
@@ -71,21 +78,33 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
     def _factor(self, x: Tensor) -> float:
         return float(self._outer.get(x, 1))
 
-    def _outer_of(self, op: str, operands: Sequence[Tensor], y: Tensor) -> float:
-        """Return the outer factor of a result: of a view by its place in memory, else the largest of the operands."""
+    def _outer_of(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> float:
+        """Return the outer factor of a result: of a view by its place in memory, else that of the operands."""
+        operands = tensors_in(args, kwargs)
         dim, known = self._dim(y), [(x, d, self._factor(x)) for x in operands if (d := self._dim(x)) is not None]
         if dim is None or not known:
             return 1
         x, d, outer = known[0]
-        share = y.shape[dim] / x.shape[d]
-        if op in ("view", "_unsafe_view", "_reshape_alias", "view_copy"):
+        if name in ("view", "_unsafe_view", "_reshape_alias", "view_copy"):
             return outer * (math.prod(x.shape[:d]) / math.prod(y.shape[:dim]))
-        if op in ("repeat", "cat", "slice", "split", "split_with_sizes"):
-            return outer * share
-        factors = [o for _, _, o in known if o != 1]
-        if factors and len(factors) < len(known) and any(x in self._drawn for x, _, _ in known):
-            raise self._interleaved(f"{op} of", next(x for x, _, o in known if o != 1))
-        return factors[0] if factors else 1
+        if name in ("repeat", "cat", "slice", "split", "split_with_sizes"):
+            return outer * (y.shape[dim] / x.shape[d])
+        if name in _REORDER and x is args[0] and self._reorders(func, name, args, kwargs, d):
+            return math.nan
+        others = [o for _, _, o in known if o != 1]
+        if others and len(others) < len(known) and any(x in self._drawn for x, _, _ in known):
+            raise self._interleaved(f"{name} of", next(x for x, _, o in known if o != 1))
+        certain = [o for o in others if not math.isnan(o)]
+        return certain[0] if certain else math.nan if len(others) == len(known) else 1
+
+    def _reorders(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> bool:
+        """Return whether an operation sorts or picks the entries of a dim of its first argument."""
+        values = values_of(func, args, kwargs)
+        if name == "index":  # by torch.arange over the examples they keep their order
+            index = values["indices"][dim] if dim < len(values["indices"]) else None
+            return index is not None and (index not in self._ranges or self._factor(index) != 1)
+        dims = values["dims"] if "dims" in values else [values.get("dim", -1)]
+        return dim in [d % args[0].ndim for d in dims]
 
     def _interleaved(self, what: str, x: Tensor) -> ShardingError:
         return draw_error(f"{self.name}: {what} {self._shown(x)}, in which the entries of one example are not together",
@@ -177,7 +196,7 @@ def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any], 
             sys.setprofile(former)
     if foreign:
         raise foreign[0]
-    return Probe(mode.found, mode.by_value, failure)
+    return Probe(mode.found, mode.read, failure)
 
 
 def _foreign_draw(name: str, source: str, frame: FrameType) -> ShardingError:

@@ -771,23 +771,6 @@ def test_train_and_eval_return_new_applies():
     assert apply.train() is not apply
 
 
-def test_dropout_is_refused_in_a_region_and_not_in_evaluation_mode():
-    config = {**MODELS["gpt2"][1], "resid_pdrop": 0.1}
-    module = hugging_face_model("GPT2LMHeadModel", config)
-    apply, (params, buffers) = on_meta(module), leaves(module)
-
-    def loss(apply):
-        @fs.shard_map(mesh=fs.make_mesh(data=2), in_specs=(P(), P(), P("data")), out_specs=P())
-        def run(p, b, batch):
-            return fs.pmean(apply(fs.pvary(p, "data"), fs.pvary(b, "data"), **batch).loss, "data")
-
-        return fs.device_get(run(params, buffers, text()))
-
-    with pytest.raises(ShardingError, match="draws from torch's own generator"):
-        loss(apply)
-    torch.testing.assert_close(loss(apply.eval()), module.eval()(**text()).loss.detach())
-
-
 def test_gradient_checkpointing_is_refused():
     module = hugging_face_model("LlamaForCausalLM", LM)
     for m in module.modules():
