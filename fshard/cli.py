@@ -94,7 +94,7 @@ def inspect(
         raw: name tensors as the files do, even if there is a model file.
 
     >>> print(inspect("my-gpt2/config.json", mesh="model=4"))
-    my-gpt2/config.json: gpt2, as fs.models.gpt2 describes it
+    my-gpt2/config.json: gpt2, as fs.models.gpt2 describes it, in its float32
     ...
     total  3,952 parameters, 15.4 KiB; 4.6 KiB on each of 4 devices (model=4)
 
