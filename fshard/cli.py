@@ -19,7 +19,7 @@ import torch
 
 from . import checkpoint, models, tree
 from .checkpoint.commit import is_complete
-from .errors import ShardingError, fail, raise_all
+from .errors import ShardingError, fail, join_limited, raise_all
 from .hf import model_of
 from .init import Deferred
 from .interop.defer import defer
@@ -28,7 +28,8 @@ from .show.table import show
 from .spec import P, column, fully_shard, replicated, row, rules
 
 _MAX_DEVICES = 1 << 20
-_PATHS = "a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint"
+_PATHS = "a Hugging Face folder, one of an adapter, a config.json, a .safetensors file, or a checkpoint"
+_ADAPTER_CONFIG, _ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 _SPECS: dict[str, Callable[..., P]] = {"P": P, "row": row, "column": column, "replicated": replicated}
 
 
@@ -50,12 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     command = commands.add_parser("inspect", help="print a tree: leaves, shapes, placement, source, bytes per device")
     add = command.add_argument
-    add("path", metavar="PATH", help="a Hugging Face folder, a config.json, a .safetensors file or a checkpoint")
+    add("path", metavar="PATH", help=_PATHS)
     add("--mesh", default="", metavar="AXES", help="axis sizes: data=8,model=4")
     add("--specs", nargs="+", default=["auto"], metavar="RULE",
         help="auto (the model's own), or rules 'GLOB=P(...)' and .json files of them: the first match")  # fmt: skip
     add("--fully-shard", default="", metavar="AXIS", help="also split every leaf over this axis")
-    add("--dtype", default="", help="cast floating leaves: bfloat16")
+    add("--dtype", default="", help="cast floating leaves: bfloat16 (default: as stored, or as config.json says)")
     add("--no-fold", action="store_true", help="show every layer")
     add("--raw", action="store_true", help="name tensors as the files do")
     command.set_defaults(run=lambda options: inspect(
@@ -71,6 +72,7 @@ class Contents:
     source: str
     tree: Any
     specs: Callable[[str | None], Any] = lambda axis: P()
+    dtype: str = ""  # of the config, by which the leaves are described
 
 
 def inspect(
@@ -80,17 +82,19 @@ def inspect(
     """Return a table of the leaves at a path, below a line about their source: the text of `python -m fshard inspect`.
 
     Args:
-        path: a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint or a directory of them.
+        path: a Hugging Face folder, a config.json, a .safetensors file, the folder of an adapter, or a checkpoint or a
+            directory of them.
         mesh: axis sizes, `data=8,model=4`. Without it there are no bytes per device.
         specs: `auto` is the model's own, over the axis `model` if the mesh has it. Or rules, `GLOB=SPEC`, and .json
             files of them, as for `fs.rules`: the first match wins, and every leaf needs one.
         fully_sharded: an axis to add to every leaf, by `fs.fully_shard`.
-        dtype: the dtype that floating leaves are cast to, `bfloat16`.
-        fold: show equal neighbours once.
+        dtype: the dtype that floating leaves are cast to, `bfloat16`. By default leaves have the dtype of the file;
+            those of a config.json alone, the dtype in it.
+        fold: show equal layers once.
         raw: name tensors as the files do, even if there is a model file.
 
     >>> print(inspect("my-gpt2/config.json", mesh="model=4"))
-    my-gpt2/config.json: gpt2, as fs.models.gpt2 describes it
+    my-gpt2/config.json: gpt2, as fs.models.gpt2 describes it, in its float32
     ...
     total  3,952 parameters, 15.4 KiB; 4.6 KiB on each of 4 devices (model=4)
 
@@ -111,7 +115,8 @@ def inspect(
     if fully_sharded:
         spec_tree = fully_shard(spec_tree, leaves, axis=fully_sharded)
     table = show(leaves, specs=spec_tree, mesh=sizes or None, fold=fold)
-    return f"{path}: {contents.source}\n{table.text}"
+    in_dtype = f", in its {contents.dtype}" if contents.dtype and cast is None else ""
+    return f"{path}: {contents.source}{in_dtype}\n{table.text}"
 
 
 # --- the leaves at a path -------------------------------------------------------------------------------------
@@ -130,6 +135,8 @@ def read(path: str | Path, *, raw: bool = False) -> Contents:
     if not path.is_dir():
         return Contents("tensors, as the file names them", nested(tensors(path)))
     has_weights = any((path / name).is_file() for name in (SINGLE, INDEX))
+    if (path / _ADAPTER_CONFIG).is_file() and not has_weights:
+        return _read_adapter(path)
     if not (path / CONFIG).is_file() or (not has_weights and any(f.suffix in PICKLES for f in path.iterdir())):
         return Contents("tensors, as the files name them", nested(tensors(path)))
     if not has_weights:
@@ -143,6 +150,27 @@ def read(path: str | Path, *, raw: bool = False) -> Contents:
     except ShardingError as e:
         raise ShardingError(f"{e}\n  (--raw shows the tensors of any folder by their names)") from e
     return Contents(f"{kind}, its files read by fs.models.{kind}", leaves, lambda axis: model.specs(cfg, model=axis))
+
+
+def _read_adapter(path: Path) -> Contents:
+    """Describe the tensors of an adapter that `peft` saved, and its options."""
+    config = read_json(path / _ADAPTER_CONFIG)
+    if not (path / _ADAPTER).is_file():
+        if pickle := next((f for f in path.iterdir() if f.suffix in PICKLES), None):
+            tensors(pickle)  # raises
+        raise fail(f"{path}: has {_ADAPTER_CONFIG}, and no {_ADAPTER}", fix="copy the folder again")
+    options = [f"{name}={config[name]}" for name in ("r", "lora_alpha") if isinstance(config.get(name), int | float)]
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and targets:
+        options.append("on " + join_limited(sorted(map(str, targets)), 8))
+    elif isinstance(targets, str):
+        options.append(f"on {targets}")
+    kind, base = (
+        config.get("peft_type") or "an",
+        config.get("base_model_name_or_path") or "a model that it does not name",
+    )
+    source = f"{kind} adapter of {base}{' (' * bool(options)}{', '.join(options)}{')' * bool(options)}"
+    return Contents(f"{source}, as its file names the tensors", nested(tensors(path / _ADAPTER)))
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Contents:
@@ -164,16 +192,24 @@ def _read_config(path: Path) -> Contents:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise fail(f"{path}: it has no model_type", fix="give the config.json of a Hugging Face model")
+    name = config.get("dtype") or config.get("torch_dtype") or ""
+    dtype = getattr(torch, str(name), None)
+    if name and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise fail(f"{path}: dtype {name!r} is not a floating dtype of torch", fix="float32, bfloat16, float16")
     model = model_of(kind)
     if model is None or path.name != CONFIG:
-        return _read_constructor(path, kind, config)
+        return _read_constructor(path, kind, config, dtype)
     cfg = model.config(path.parent)
+    leaves = model.init(cfg) if dtype is None else _cast(model.init(cfg), dtype)
     source = f"{kind}, as fs.models.{kind} describes it"
-    return Contents(source, model.init(cfg), lambda axis: model.specs(cfg, model=axis))
+    return Contents(source, leaves, lambda axis: model.specs(cfg, model=axis), name)
 
 
-def _read_constructor(path: Path, kind: str, config: dict[str, Any]) -> Contents:
-    """Describe a model by its constructor in transformers, which runs without values."""
+def _read_constructor(path: Path, kind: str, config: dict[str, Any], dtype: torch.dtype | None) -> Contents:
+    """Describe a model by its constructor in transformers, which runs without values.
+
+    Only parameters are cast: a buffer, such as rotary frequencies, may keep its dtype.
+    """
     try:
         import transformers
     except ImportError as e:
@@ -194,7 +230,10 @@ def _read_constructor(path: Path, kind: str, config: dict[str, Any]) -> Contents
     except Exception as e:
         raise fail(f"{path}: its constructor in transformers fails", _first_line(e), model_type=kind) from e
     source = f"{usable[0].__name__ if usable else kind}, as its constructor in transformers describes it"
-    return Contents(source, {group: nested(flat) for group, flat in leaves.items() if flat})
+    params = leaves["params"] if dtype is None else _cast(leaves["params"], dtype)
+    groups = {"params": params, "buffers": leaves["buffers"]}
+    name = "" if dtype is None else str(dtype).removeprefix("torch.")
+    return Contents(source, {group: nested(flat) for group, flat in groups.items() if flat}, dtype=name)
 
 
 def _first_line(e: Exception) -> str:

@@ -210,17 +210,19 @@ def test_raw_names_and_single_files_are_those_of_the_file(capsys):
 def test_checkpoint_and_last_of_several_are_shown(capsys):
     mesh = fs.make_mesh(data=2)
     w = fs.device_put(torch.ones(4, 2), P("data"), mesh)
-    state = {"params": {"h": [{"w": w}, {"w": fs.device_put(torch.ones(4, 2), P(), mesh)}], "tied": w}, "n": 7}
+    state = {"params": {"h": [{"w": w}, {"w": fs.device_put(torch.ones(4, 2), P(), mesh)}], "tied": w}, "n": 7,
+             "opt": {"m": torch.zeros(3)}}  # fmt: skip
     for step in (1, 2):
         fs.checkpoint.save("out", state, step=step)
     assert output(capsys, "out", "--mesh", "model=2", "--specs", "params.**=P('model')", "**=P()") == text("""
         out: its last checkpoint, step 2
                                                         per device
         n              7
+        opt.m          f32[3]                                 12 B
         params                                                32 B
           h.0–1.w  ×2  f32[4@model, 2]                    2 × 16 B
           tied         f32[4@model, 2]  = params.h.0.w
-        total  16 parameters, 64 B; 32 B on each of 2 devices (model=2)
+        total  16 parameters, 64 B, and 3 other values (opt), 12 B; 44 B on each of 2 devices (model=2)
     """) + "\n"  # fmt: skip
     cast = output(capsys, "out", "--dtype", "bfloat16")
     assert "  tied         bf16[4, 2]  = params.h.0.w" in cast  # still one leaf
@@ -238,6 +240,99 @@ def test_model_type_without_a_model_file_is_described_by_its_constructor(capsys)
     assert "  embeddings.weight    f32[10, 8@data]     normal(std=0.1) " in out
     folder("mamba", {"model_type": "mamba", "architectures": ["MambaConfig"], **sizes})
     assert output(capsys, "mamba").startswith("mamba: mamba, as its constructor in transformers describes it\n")
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_config_alone_has_the_dtype_in_it(capsys, key):
+    folder("tiny", {**CONFIG, key: "bfloat16"})
+    for path in ("tiny", "tiny/config.json"):
+        out = output(capsys, path)
+        assert out.startswith(f"{path}: gpt2, as fs.models.gpt2 describes it, in its bfloat16\n")
+        assert "f32" not in out
+        assert out.endswith("\ntotal  7,248 parameters, 14.2 KiB\n")
+    out = output(capsys, "tiny", "--dtype", "float64")
+    assert out.startswith("tiny: gpt2, as fs.models.gpt2 describes it\n")
+    assert out.endswith("\ntotal  7,248 parameters, 56.6 KiB\n")
+    for wrong in ("int8", "float33", 3):
+        folder("tiny", {**CONFIG, key: wrong})
+        assert error(capsys, "tiny") == text(f"""
+            tiny/config.json: dtype {wrong!r} is not a floating dtype of torch
+              fix: float32, bfloat16, float16
+        """)
+
+
+def test_llama_405b_takes_756_gib(capsys):
+    sizes = {"vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
+             "num_attention_heads": 128, "num_key_value_heads": 8, "torch_dtype": "bfloat16"}  # fmt: skip
+    folder("llama", {"model_type": "llama", **sizes})
+    out = output(capsys, "llama", "--mesh", "data=64,model=8", "--fully-shard", "data")
+    assert out.endswith(
+        "\ntotal  405,853,388,800 parameters, 756.0 GiB; 1.5 GiB on each of 512 devices (data=64, model=8)\n"
+    )
+
+
+def test_constructor_of_a_config_in_half_precision(capsys):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "state_size": 2, "time_step_rank": 1}
+    folder("mamba", {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "dtype": "bfloat16", **sizes})
+    out = output(capsys, "mamba")
+    assert out.startswith("mamba: MambaForCausalLM, as its constructor in transformers describes it, in its bfloat16\n")
+    assert "bf16[10, 8]" in out
+    assert "f32" not in out
+
+
+@pytest.mark.parametrize("raw", [[], ["--raw"]], ids=["model", "raw"])
+def test_layers_of_a_folder_with_many_files_are_one_row(capsys, raw):
+    cfg = gpt2.Config(33, 8, 16, 16, 4)
+    params = fs.device_get(fs.materialize(gpt2.init(cfg), P(), fs.make_mesh(data=1), key=fs.key(0)))
+    gpt2.save("sharded", cfg, params, max_shard_bytes=7000)
+    assert len(list(Path("sharded").glob("model-*"))) > 10
+    out = output(capsys, "sharded", *raw)
+    assert len(out.splitlines()) < 30
+    assert "h.0–15  ×16" in out
+    assert re.search(r"stored\(model-\*-of-000\d\d\.safetensors: transformer\.h\.\*\.mlp\.c_fc\.weight\)", out)
+    assert f"total  {sum(x.numel() for x in fs.tree.leaves(params)):,} parameters" in out
+
+
+def test_adapter_is_shown_with_its_base_model(capsys):
+    low_rank = {"lora_A": torch.zeros(4, 16), "lora_B": torch.zeros(16, 4)}
+    tensors = {
+        f"base_model.model.h.{i}.attn.{name}.weight": x.clone() for i in range(3) for name, x in low_rank.items()
+    }
+    options = {"peft_type": "LORA", "base_model_name_or_path": "me/base", "r": 4, "lora_alpha": 8}
+    folder("adapter", None, None)
+    save_file(tensors, "adapter/adapter_model.safetensors")
+    Path("adapter/adapter_config.json").write_text(json.dumps(options | {"target_modules": ["v_proj", "attn"]}))
+    assert output(capsys, "adapter").splitlines() == [
+        "adapter: LORA adapter of me/base (r=4, lora_alpha=8, on attn, v_proj), as its file names the tensors",
+        f"base_model.model.h.0–2.attn  ×3{'':90}3 × 512 B",
+        *(f"  {name}.weight                  f32{shape}  stored(adapter_model.safetensors: base_model.model.h.*.attn."
+          f"{name}.weight)      256 B" for name, shape in (("lora_A", [4, 16]), ("lora_B", [16, 4]))),
+        "total  384 parameters, 1.5 KiB",
+    ]  # fmt: skip
+    Path("adapter/adapter_config.json").write_text(json.dumps({"target_modules": "all-linear"}))
+    assert output(capsys, "adapter").startswith(
+        "adapter: an adapter of a model that it does not name (on all-linear), as"
+    )
+    Path("adapter/adapter_model.safetensors").unlink()
+    assert error(capsys, "adapter") == text("""
+        adapter: has adapter_config.json, and no adapter_model.safetensors
+          fix: copy the folder again
+    """)
+    Path("adapter/adapter_model.bin").write_bytes(b"\x80")
+    assert error(capsys, "adapter").startswith("adapter/adapter_model.bin: pickles are refused\n")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapter_that_peft_saved_is_shown():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=2, n_head=2, n_positions=4)
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora).save_pretrained("adapter")
+    out = inspect("adapter")
+    assert out.startswith("adapter: LORA adapter of ")
+    assert "(r=2, lora_alpha=8, on c_attn), as its file names the tensors\n" in out
+    assert out.endswith("\ntotal  128 parameters, 512 B")
 
 
 def test_rules_may_come_from_a_file_and_the_first_match_wins(capsys):
@@ -290,7 +385,7 @@ def test_closed_pipe_is_not_an_error(monkeypatch):
 def test_paths_without_tensors_are_refused(capsys):
     assert error(capsys, "nowhere") == text("""
         nowhere: there is no such file or folder
-          fix: a Hugging Face folder, a config.json, a .safetensors file, or a checkpoint
+          fix: a Hugging Face folder, one of an adapter, a config.json, a .safetensors file, or a checkpoint
     """)
     folder("pickled", CONFIG)
     Path("pickled/pytorch_model.bin").write_bytes(b"\x80")

@@ -30,7 +30,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +42,12 @@ from fshard.spec import Box, P, box_shape, full_box, local_box, spec_errors
 
 from .keys import DRAW, key_words
 from .philox import M, Word, philox, philox_in_place
+from .threads import run_in_threads, threads_to_fill
 
 VERSION = 1
 
 _REPLICATED = P()
 _TILE_BLOCKS = 1 << 15  # Philox blocks per tile and CPU thread; torch splits no operation finer between threads
-_LEAST_BLOCKS = 1 << 14  # for each thread that is started, which takes 0.1 ms: fills of 1 ms
 
 
 # --- any part of a draw -----------------------------------------------------------------------------------
@@ -143,16 +142,14 @@ def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, distribution: 
 def _fill(distribution: _Distribution, k: Sequence[int], runs: _Runs, out: Tensor) -> None:
     """Fill `out`, one tile of runs and elements at a time.
 
-    On a CPU, outside `shard_map`, each tile is filled by one of several threads of Python, whose operations torch does
-    not split: the threads of one operation wait for each other by spinning, which on a busy machine takes many times
-    the CPU time of the work. Inside a region an operation in another thread would be hidden from torch's modes.
+    On a CPU, outside `shard_map`, each tile is filled by one of several threads: see `threads`.
     """
-    threads = min(torch.get_num_threads(), 2 if runs.offset() is None else 4)  # a gather takes more memory
+    most = 2 if runs.offset() is None else 4  # a gather takes more memory
     on_cpu, total = out.device.type == "cpu", runs.number * runs.blocks(runs.length)
-    workers = 0 if in_region() or not on_cpu else max(1, min(threads, total // _LEAST_BLOCKS))
-    blocks = _TILE_BLOCKS * (1 if workers else threads) if on_cpu else 1 << 20
-    if workers > 1:  # as many tiles for each
-        blocks = -(-total // (workers * -(-total // (workers * blocks))))
+    threads = min(most, threads_to_fill(4 * total, out.device))
+    blocks = _TILE_BLOCKS * (1 if threads else min(most, torch.get_num_threads())) if on_cpu else 1 << 20
+    if threads > 1:  # as many tiles for each
+        blocks = -(-total // (threads * -(-total // (threads * blocks))))
     width = min(runs.length, 4 * blocks)
     height = min(runs.number, max(1, blocks // runs.blocks(width)))
     rows = out.view(runs.number, runs.length)
@@ -167,34 +164,10 @@ def _fill(distribution: _Distribution, k: Sequence[int], runs: _Runs, out: Tenso
                 return
             _fill_tile(distribution, k, runs, (top, left), rows[top : top + height, left : left + width], scratch)
 
-    if workers:
-        _run_in_threads(fill_tiles, workers)
+    if threads:
+        run_in_threads(fill_tiles, threads)
     else:
         fill_tiles()
-
-
-def _run_in_threads(job: Callable[[], None], workers: int) -> None:
-    """Run `job` in this thread, or in several others, with one compute thread of torch each.
-
-    `torch.set_num_threads` sets the number of the calling thread, and that of all threads that begin later: both are
-    restored.
-    """
-    compute_threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
-
-    def run() -> None:
-        torch.set_num_threads(1)
-        try:
-            with torch.inference_mode(inference):
-                job()
-        finally:
-            torch.set_num_threads(compute_threads)
-
-    if workers == 1:
-        run()
-        return
-    with ThreadPoolExecutor(workers, "fshard-draw") as pool:
-        for done in [pool.submit(run) for _ in range(workers)]:
-            done.result()
 
 
 def _fill_tile(

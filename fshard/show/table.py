@@ -18,7 +18,7 @@ import optree
 import torch
 
 from fshard import tree
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred, describe_initializer
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
@@ -28,7 +28,9 @@ from .grid import Sizes, View, div, mesh_grid, picture, sizes_of
 
 # Bytes on each device: an int where all devices have the same number, else an array that broadcasts over the mesh.
 Bytes = Any
-_NUMBER = r"((?<=[.: ])(?:\d+|\*)(?=[.)]))"  # a number in a dotted name: `0` in `stored(h.0.w)`
+# The number of a file in `stored(model-00001-of-00004.safetensors: h.0.w)`, and a number in the dotted name: 00001, 0.
+_NUMBER = r"((?<=-)(?:\d{5}|\*)(?=-of-\d{5}\.)|(?<=[.: ])(?:\d+|\*)(?=[.)]))"
+_CANDIDATES = 16  # rows of one look that a sibling is compared with: the longest period of layers that is found
 
 
 @checked
@@ -41,7 +43,7 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
         tree: `Deferred`, `Sharded` or tensor leaves, or specs, or a mesh.
         mesh: a mesh, or axis sizes such as `{"data": 64, "model": 8}`; by default that of the placed leaves.
         specs: the leaves' specs, a prefix tree; by default those of the placed leaves.
-        fold: show equal neighbours (`h.0`, `h.1`, ...) once.
+        fold: show equal siblings with numbers for names (`h.0`, `h.1`, ...; `h.0`, `h.2`, ...) once.
 
     >>> h = [{"up": fs.init.normal((64, 256), std=0.02)} for _ in range(12)]
     >>> specs = {"h": fs.column("model"), "scale": P()}
@@ -50,6 +52,8 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
     h.0–11.up  ×12  f32[64, 256@model]  normal(std=0.02)  12 × 16.0 KiB
     scale           f32[64]             ones                      256 B
     total  196,672 parameters, 768.2 KiB; 192.2 KiB on each of 4 devices (model=4)
+
+    The total of a tree with a group `params`, such as a train state, counts the parameters apart from other values.
 
     Raises ShardingError listing every leaf that does not fit its spec, and for leaves on different meshes.
     """
@@ -155,6 +159,7 @@ class _Node:
     one: Bytes  # bytes on each device of one of the `times` equal subtrees
     host: Bytes  # and in the memory of its host
     key: Any  # equal for subtrees that look the same
+    look: Any  # the same without initializers
 
 
 def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node | None:
@@ -164,7 +169,7 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
     if optree.tree_is_leaf(tree_):
         leaf = next(leaves)
         key = (leaf.type, leaf.init)
-        return _Node(name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.has_bytes, leaf.local, leaf.host, key)
+        return _Node(name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.has_bytes, leaf.local, leaf.host, key, leaf.type)
     values, _, entries, _ = optree.tree_flatten_one_level(tree_)
     made = {e: _node(str(e), v, leaves, fold) for e, v in zip(entries, values, strict=True)}
     order = list(tree_) if isinstance(tree_, dict) else list(entries)  # dicts in their own order: optree sorts keys
@@ -185,6 +190,7 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
         one=sum(c.one * c.times for c in children),
         host=sum(c.host * c.times for c in children),
         key=_key(children),
+        look=tuple((c.name, c.times, c.look) for c in children),
     )
 
 
@@ -193,21 +199,39 @@ def _key(children: Sequence[_Node]) -> Any:
 
 
 def _fold(nodes: Sequence[_Node]) -> list[_Node]:
-    """Merge each run of equal neighbours with successive numbers into one node."""
-    out: list[_Node] = []
+    """Merge equal siblings whose names are numbers into one node, at the place of the first."""
+    rows: list[tuple[_Node, list[int]]] = []  # the first of equal nodes, and the numbers of all
+    of_look: dict[Any, list[int]] = {}  # indices of rows
     for node in nodes:
-        run = out[-1] if out else node
-        first, _, last = run.name.partition("–")
-        merged = None
-        if out and first.isdecimal() and node.name == str(int(last or first) + 1):
-            merged = _merged(run, node, (first, node.name))
-        if merged is None:
-            out.append(node)
-            continue
-        n = run.times + 1
-        numel, nbytes = node.numel * n, node.nbytes * n
-        out[-1] = replace(merged, name=f"{first}–{node.name}", times=n, numel=numel, nbytes=nbytes)
-    return out
+        same = of_look.setdefault(node.look, []) if node.name.isdecimal() else []
+        for i in reversed(same[-_CANDIDATES:]):
+            first, numbers = rows[i]
+            merged = _merged(first, node, (first.name, node.name))
+            if merged is not None:
+                rows[i] = (merged, [*numbers, int(node.name)])
+                break
+        else:
+            same.append(len(rows))
+            rows.append((node, [int(node.name)] if node.name.isdecimal() else []))
+    return [replace(node, name=_numbers(sorted(numbers)), times=len(numbers), numel=node.numel * len(numbers),
+                    nbytes=node.nbytes * len(numbers)) if len(numbers) > 1 else node
+            for node, numbers in rows]  # fmt: skip
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Format ascending numbers: runs, of which the middle ones are left out if there are many.
+
+    >>> _numbers([0, 1, 2, 3]), _numbers([0, 1, 4, 6, 7]), _numbers([*range(0, 32, 2)])
+    ('0–3', '0–1,4,6–7', '0,2,…,30')
+    """
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
+    return ",".join(texts if len(texts) <= 4 else [*texts[:2], "…", texts[-1]])
 
 
 def _merged(a: _Node, b: _Node, numbers: tuple[str, str]) -> _Node | None:
@@ -225,11 +249,20 @@ def _merged(a: _Node, b: _Node, numbers: tuple[str, str]) -> _Node | None:
 
 
 def _starred(a: str, b: str, numbers: tuple[str, str]) -> str | None:
-    """Merge `stored(h.0.w)`, or `stored(h.*.w)`, with `stored(h.1.w)` to `stored(h.*.w)`; None if more differs."""
-    parts = list(zip(re.split(_NUMBER, a), re.split(_NUMBER, b), strict=False))
-    same = [x if x == y else "*" if (x, y) in (numbers, ("*", numbers[1])) else None for x, y in parts]
-    known = [part for part in same if part is not None]
-    return "".join(known) if len(known) == len(same) and len(same) == len(re.split(_NUMBER, b)) else None
+    """Merge `stored(h.0.w)`, or `stored(h.*.w)`, with `stored(h.1.w)` to `stored(h.*.w)`; None if more differs.
+
+    Numbers of files may differ at will: `stored(model-*-of-00004.safetensors: h.*.w)`.
+    """
+    parts, others = re.split(_NUMBER, a), re.split(_NUMBER, b)
+    if len(parts) != len(others):
+        return None
+    out = []
+    for i, (x, y) in enumerate(zip(parts, others, strict=True)):
+        of_file = i % 2 == 1 and parts[i - 1].endswith("-")
+        if x != y and not of_file and (x, y) not in (numbers, ("*", numbers[1])):
+            return None
+        out.append(x if x == y else "*")
+    return "".join(out)
 
 
 def _chain(node: _Node) -> tuple[str, int, _Node]:
@@ -291,6 +324,12 @@ def _rows(nodes: Sequence[_Node], depth: int = 0) -> Iterator[tuple[str, str, st
 
 def _total(root: _Node, sizes: Sizes) -> str:
     whole = f"{root.numel:,} parameters, {size(root.nbytes)}"
+    params = [c for c in root.children if c.name == "params"]
+    others = [c for c in root.children if c.name != "params" and c.has_bytes]
+    if params and others:  # a train state: optimizer states are no parameters
+        count, nbytes = sum(c.numel for c in others), sum(c.nbytes for c in others)
+        whole = (f"{params[0].numel:,} parameters, {size(params[0].nbytes)}, and {count:,} other values "
+                 f"({join_limited([c.name for c in others], 4)}), {size(nbytes)}")  # fmt: skip
     if not sizes:
         return whole
     n = math.prod(sizes.values())

@@ -149,6 +149,18 @@ def test_specs_alone_and_meshless_specs():
     assert show({"w": fs.init.zeros((8, 4))}, specs=P("x")).text.splitlines()[0] == "w  f32[8@x, 4]  zeros  128 B"
 
 
+def test_optimizer_states_are_counted_apart_from_parameters():
+    params = {"w": fs.init.normal((4, 2)), "b": fs.init.zeros(2)}
+    state = {"params": params, "opt": fs.optim.adamw(1e-3).init(params), "step": 7}
+    total = show(state, specs=P(), mesh={"data": 2}).text.splitlines()[-1]
+    assert total == "total  10 parameters, 40 B, and 21 other values (opt), 88 B; 128 B on each of 2 devices (data=2)"
+    assert show(params).text.endswith("\ntotal  10 parameters, 40 B")
+    assert show({"params": params, "step": 7}).text.endswith("\ntotal  10 parameters, 40 B")
+    assert show({"params": params, "tied": params["w"]}).text.endswith("\ntotal  10 parameters, 40 B")
+    _, tree = fs.defer(lambda: torch.nn.BatchNorm1d(3))
+    assert show(tree).text.endswith("\ntotal  6 parameters, 24 B, and 7 other values (buffers), 32 B")
+
+
 def test_equal_neighbours_are_folded():
     one, two = fs.init.zeros(2), fs.init.ones(2)
 
@@ -158,13 +170,19 @@ def test_equal_neighbours_are_folded():
     assert rows({"h": [fs.init.zeros(2) for _ in range(4)]}) == ["h.0–3"]
     assert rows({"h": [fs.init.zeros(2) for _ in range(4)]}, fold=False) == ["h", "0", "1", "2", "3"]
     assert rows({"h": [one, two]}) == ["h", "0", "1"]
-    assert rows({"h": [fs.init.zeros(2), fs.init.zeros(2), two, fs.init.zeros(2)]}) == ["h", "0–1", "2", "3"]
+    assert rows({"h": [fs.init.zeros(2), fs.init.zeros(2), two, fs.init.zeros(2)]}) == ["h", "0–1,3", "2"]
     # other names below, other numbers, no numbers
     assert rows({"h": [{"a": fs.init.zeros(2)}, {"b": fs.init.zeros(2)}]}) == ["h", "0.a", "1.b"]
-    assert rows({"1": fs.init.zeros(2), "3": fs.init.zeros(2)}) == ["1", "3"]
+    assert rows({"1": fs.init.zeros(2), "3": fs.init.zeros(2)}) == ["1,3"]
     assert rows({"a": fs.init.zeros(2), "b": fs.init.zeros(2)}) == ["a", "b"]
     # digits as keys, in the order of the numbers
     assert rows({str(i): fs.init.zeros(2) for i in sorted(range(12), key=str)}) == ["0–11"]
+    periodic = [{"moe": [one] * 2} if i % 4 == 3 else two if i % 2 else one for i in range(16)]
+    assert rows({"h": [fs.tree.map(lambda x: fs.init.full(2, x.init.value), x) for x in periodic]}) == [
+        "h", "0,2,…,14", "1,5,9,13", "3,7,11,15.moe", "0–1"]  # fmt: skip
+    skipped = {str(i): fs.init.zeros(2) for i in (10, 3, 0, 7)}  # modules without leaves have numbers too
+    assert rows(skipped) == ["0,3,7,10"]
+    assert "4 × 8 B" in show(skipped).text
     # nested folds: an only-child chain that would need two counts is not joined
     nested = [[fs.init.zeros(2) for _ in range(2)] for _ in range(3)]
     assert rows({"h": nested}) == ["h.0–2", "0–1"]

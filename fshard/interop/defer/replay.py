@@ -8,13 +8,14 @@ each leaf, on the CPU, and the box is cut out.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fshard.errors import ShardingError, fail
+from fshard.random.threads import run_in_threads, threads_to_fill
 from fshard.spec import Box, box_bounds, box_shape, full_box, relative_box
 
 from .distributions import draw_box
@@ -83,20 +84,44 @@ class Replay:
         self._on_cpu = self if device.type == "cpu" else Replay(root, key_of, torch.device("cpu"))
 
     def fill(self, box: Box, dtype: torch.dtype) -> Tensor:
-        """Return a box of the root in a dtype, computed in steps along one dim into memory of that size."""
+        """Return a box of the root in a dtype, computed in steps along one dim into memory of that size.
+
+        On a CPU the steps are divided between threads, unless a value is computed in full, once for all of them.
+        """
         sizes = box_shape(box)
-        with torch.no_grad():
-            if math.prod(sizes) <= _CHUNK or isinstance(self.root, (Draw, Full)):
+        in_steps = not isinstance(self.root, (Draw, Full)) and all(map(is_local, topological_order(self.root)))
+        threads = threads_to_fill(math.prod(sizes), self.device) if in_steps else 0
+        chunk = _CHUNK // max(1, threads)
+
+        def whole() -> Tensor:
+            with torch.no_grad():
                 return self.evaluate(self.root, box).to(dtype).contiguous()
-            out = torch.empty(sizes, dtype=dtype, device=self.device)
-            dim = next(d for d, n in enumerate(sizes) if n > 1)
-            step = max(1, _CHUNK * sizes[dim] // math.prod(sizes))
-            for start in range(0, sizes[dim], step):
-                n = min(step, sizes[dim] - start)
-                part = slice(box[dim].start + start, box[dim].start + start + n)
-                self._cached.clear()
-                out.narrow(dim, start, n).copy_(self.evaluate(self.root, (*box[:dim], part, *box[dim + 1 :])))
-            return out
+
+        if math.prod(sizes) <= chunk or isinstance(self.root, (Draw, Full)):
+            return run_in_threads(whole, 1)[0] if threads else whole()
+        out = torch.empty(sizes, dtype=dtype, device=self.device)
+        dim = next(d for d, n in enumerate(sizes) if n > 1)
+        step = max(1, chunk * sizes[dim] // math.prod(sizes))
+        starts = deque(range(0, sizes[dim], step))
+
+        def fill_steps(replay: Replay) -> None:
+            with torch.no_grad():
+                while starts:
+                    try:
+                        start = starts.popleft()
+                    except IndexError:  # another thread has taken the last one
+                        return
+                    n = min(step, sizes[dim] - start)
+                    part = slice(box[dim].start + start, box[dim].start + start + n)
+                    replay._cached.clear()
+                    x = replay.evaluate(self.root, (*box[:dim], part, *box[dim + 1 :]))
+                    out.narrow(dim, start, n).copy_(x)
+
+        if threads:  # each with boxes of shared nodes of its own
+            run_in_threads(lambda: fill_steps(Replay(self.root, self.key_of, self.device)), threads)
+        else:
+            fill_steps(self)
+        return out
 
     def evaluate(self, node: Node, box: Box) -> Tensor:
         """Return a box of a value, in memory that the caller may overwrite."""

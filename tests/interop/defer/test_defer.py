@@ -264,6 +264,40 @@ def test_leaf_of_one_draw_equals_the_initializer():
     assert_same(values_on_one_device(tree["params"])["w"], values_on_one_device({"w": like})["w"])
 
 
+class Clamped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        x = torch.randn(1300, 512)
+        self.large = nn.Parameter((x * 0.02).clamp(-0.04, 0.04) + x)  # x is drawn once for both
+        self.small = nn.Parameter(torch.rand(64, 512).mul(2))
+        self.whole = nn.Parameter(torch.linalg.qr(torch.randn(64, 64))[0])
+
+
+def test_no_recorded_operation_is_split_between_threads_of_torch(monkeypatch):
+    tree = defer(Clamped)[1]["params"]
+    threads, evaluate = torch.get_num_threads(), Replay.evaluate
+    torch.set_num_threads(1)
+    one = values_on_one_device(tree)
+    seen: dict[str, set] = {}
+
+    def watched(replay, node, box):
+        seen.setdefault(name, set()).add((threading.get_ident() == here, torch.get_num_threads()))
+        return evaluate(replay, node, box)
+
+    monkeypatch.setattr(Replay, "evaluate", watched)
+    here = threading.get_ident()
+    try:
+        torch.set_num_threads(2)
+        for name, leaf in tree.items():
+            got = values_on_one_device({name: leaf})[name]
+            assert torch.get_num_threads() == 2
+            if name != "whole":  # LAPACK rounds by its number of threads
+                assert_same(got, one[name])
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == {"large": {(False, 1)}, "small": {(True, 1)}, "whole": {(True, 2)}}
+
+
 class Drawn(nn.Module):
     """Parameters, their copies, and buffers, some of which have the draws of a parameter."""
 

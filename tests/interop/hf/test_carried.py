@@ -180,6 +180,19 @@ def test_small_files_are_carried_over_and_weights_are_not(tmp_path):
     assert files(tmp_path / "new").keys() == got.keys() | {"mine.txt"}
 
 
+def test_tokenizer_of_transformers_reads_a_saved_folder(tmp_path):
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[PAD]": 2}, unk_token="b"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", chat_template="{{ 1 }}")
+    like = folder(tmp_path / "like")
+    fast.save_pretrained(like)
+    write(tmp_path / "new", like)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert again(["a b a", "b"], padding=True)["input_ids"] == [[0, 1, 0], [1, 2, 2]]
+    assert (again.pad_token, again.chat_template) == ("[PAD]", "{{ 1 }}")
+
+
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
 def test_failed_save_leaves_no_partial_folder(tmp_path, monkeypatch, fails):
     like = folder(tmp_path / "like", CONFIG, **CARRIED)
@@ -267,6 +280,22 @@ def test_folder_of_another_model_is_refused(tmp_path):
     )
     write(tmp_path / "new", like, CONFIG | {"layer_types": ["a", "a"]})
     assert "there is no such file" in error_text(write, tmp_path / "new", tmp_path / "nowhere")
+
+
+def test_described_module_is_saved_like_the_folder_it_was_read_from(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs = their_folder("LlamaForCausalLM", tmp_path / "theirs", eos_token_id=[4, 5], dtype=torch.bfloat16)
+    write_files(tmp_path / "theirs", {"tokenizer.json": b"{}"})
+    write_keys(tmp_path / "theirs", mine=1)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "theirs")
+    _, module = fs.defer(lambda: transformers.LlamaForCausalLM(config))
+    params = fs.materialize(hf.weights(tmp_path / "theirs", module["params"]), P(), fs.make_mesh(a=2), key=fs.key(0))
+    own = {key: value for key, value in config.to_dict().items() if key != "mine"}
+    hf.save(tmp_path / "ours", own, params, like=tmp_path / "theirs")
+    again = read_again("LlamaForCausalLM", tmp_path / "ours")
+    assert (again.dtype, again.config.mine, again.generation_config.eos_token_id) == (torch.bfloat16, 1, [4, 5])
+    assert greedy(again) == greedy(theirs)
+    assert (tmp_path / "ours" / "tokenizer.json").exists()
 
 
 # --- tokens ---------------------------------------------------------------------------------------------------

@@ -132,9 +132,9 @@ def named(path: fs.tree.Path) -> FileTensor:
     return FileTensor(path[0])
 
 
-def save(folder: Path, kind: str, add: float) -> None:
+def save(folder: Path, kind: str, add: float, like: Path | None = None) -> None:
     ours = {n: torch.arange(2.0) + add for n in "abc"}
-    export.write(folder, ours, named, config={"add": add}, max_shard_bytes=KINDS[kind])
+    export.write(folder, ours, named, config={"add": add}, like=like, max_shard_bytes=KINDS[kind])
 
 
 def holds(folder: Path) -> float | None:
@@ -169,12 +169,15 @@ class Killed(BaseException):
 def test_killed_write_leaves_the_old_weights_or_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str | None, new: str
 ) -> None:
-    start, folder, fresh = tmp_path / "start", tmp_path / "folder", tmp_path / "fresh"
+    start, folder, fresh, like = (tmp_path / name for name in ("start", "folder", "fresh", "like"))
     start.mkdir()
+    like.mkdir()
+    (like / "config.json").write_text("{}")
+    (like / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     if old is not None:
         save(start, old, 1.0)
-    save(fresh, new, 3.0)
+    save(fresh, new, 3.0, like)
     results = []
     for k in itertools.count():
         shutil.copytree(start, folder)
@@ -184,15 +187,15 @@ def test_killed_write_leaves_the_old_weights_or_the_new_ones(
                 m.setattr(os, name, dying(getattr(os, name), calls))
             m.setattr(export, "_discard", lambda *_: None)
             with contextlib.suppress(Killed):
-                save(folder, new, 2.0)
+                save(folder, new, 2.0, like)
         results.append(holds(folder))
         with monkeypatch.context() as m:
             m.setattr(export, "_publish", dying(export._publish, iter([True])))
             m.setattr(export, "_discard", lambda *_: None)
             with pytest.raises(Killed):
-                save(folder, new, 4.0)  # a second write, killed before it publishes
+                save(folder, new, 4.0, like)  # a second write, killed before it publishes
         assert holds(folder) == results[-1], k
-        save(folder, new, 3.0)  # removes the files of killed writes
+        save(folder, new, 3.0, like)  # removes the files of killed writes
         assert files(folder) == files(fresh), k
         shutil.rmtree(folder)
         if next(calls, False):
@@ -398,9 +401,10 @@ def _rank(directory: str) -> dict[str, Any]:
         os.preadv, os.pwrite = functions["preadv"], functions["pwrite"]
     results["bytes of shards"] = sum(x.shards[0].nbytes for x in params.values())
 
-    def attempt(path: str, leaves: Any, metadata: dict[str, str] | None = None, **config: Any) -> str:
+    def attempt(path: str, leaves: Any, metadata: dict[str, str] | None = None, like: str = "", **config: Any) -> str:
         try:
-            export.write(out / path, leaves, theirs, config=CONFIG | config, metadata=metadata)
+            export.write(out / path, leaves, theirs, config=CONFIG | config, metadata=metadata,
+                         like=out / like if like else None)  # fmt: skip
         except ShardingError as e:
             return str(e)
         return "nothing was raised"
@@ -416,6 +420,7 @@ def _rank(directory: str) -> dict[str, Any]:
     results["not shared"] = attempt(f"host{rank}", params)
     results["differ"] = attempt("differ", params, seed=rank)
     results["metadata"] = attempt("differ", params, metadata={"rank": "0" * rank})
+    results["like"] = attempt("like", params, like="nowhere" if rank else "want")
     results["object"] = attempt("object", {**params, "norm": object() if rank else params["norm"]})
     gathered = fs.device_get(params)
     before = results["written"]
@@ -451,6 +456,7 @@ def test_process_ranks_read_and_write_only_their_own_bytes(ranks: Pool, tmp_path
         assert result["differ"].startswith("write: the ranks do not have the same leaves\n  config.json    rank 0  '{")
         assert result["metadata"].startswith(
             "write: the ranks do not have the same leaves\n  model.safetensors    rank 0  header of ")  # fmt: skip
+        assert re.fullmatch(r"rank 1: \S+/nowhere/config.json: there is no such file\n  fix: .*", result["like"])
         assert result["object"] == "rank 1: write: tree['norm']: cannot write a object\n  fix: give a tensor"
         assert result["plain"] == "nothing was raised"
         assert re.fullmatch(
