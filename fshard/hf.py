@@ -5,7 +5,7 @@ params = fs.materialize(params, specs, mesh, key=key)      # each rank reads its
 hf.save("again", cfg, params)                              # each rank writes its own bytes
 
 apply, module = fs.defer(lambda: AutoModel.from_config(config))
-params = hf.weights("folder", module["params"])            # the module's leaves, by their names in the files
+values = hf.weights("folder", module, of=apply)            # the module's leaves, by their names in the files
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
 from .interop.defer import Apply
-from .interop.hf import CONFIG, FileTensor, config_of, file_parts, name_of, read_module, write
+from .interop.hf import CONFIG, FileTensor, config_of, name_of, read_module, write
 
 
 @checked
@@ -44,7 +44,7 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
     if model is None:
         raise fail(f"{Path(path) / CONFIG}: there is no model file for {kind!r}", models=", ".join(models.__all__),
                    fix="apply, module = fs.defer(lambda: AutoModel.from_config(config)); "
-                       "hf.weights(path, module['params'])")  # fmt: skip
+                       "hf.weights(path, module, of=apply)")  # fmt: skip
     if (specs is None) != (mesh is None):
         raise fail("load: specs and mesh are checked against each other", fix="give both, or neither")
     cfg, params = model.load(path)
@@ -62,13 +62,25 @@ def weights(
     path: StrPath, described: Any, *, of: Apply | None = None, prefix: str = "", ignored: Sequence[str] = (),
     missing: Sequence[str] = (),
 ) -> Any:  # fmt: skip
-    """Return the leaves of a described module with their values in a folder, by the same dotted names.
+    """Return the leaves of a described module with their values in a folder: each rank will read only its own bytes.
+
+    The dtypes are those of the file. `described` is the tree that `fs.defer` returned, or its params or buffers alone.
+
+    Args:
+        of: the function that `fs.defer` returned with it. It knows the module's ties, of which the file may have any or
+            all (equal ones), its buffers, of which those that are not persistent are not stored, and, for a model of
+            transformers, the names and shapes that the library converts between a module and its files. A module that
+            peft has wrapped reads the folder of its base model. Without it names are those in the file.
+        prefix: names are looked up unchanged, without this prefix (`"transformer."`), and with it.
+        ignored: names of tensors that are not read: their ends, or globs (`"cls.*"`).
+        missing: names of leaves that keep their initializers if the folder does not have them: ends, or globs.
 
     >>> apply, module = fs.defer(lambda: torch.nn.LayerNorm(16))
     >>> hf.weights("my-gpt2", module["params"], prefix="transformer.ln_f.", ignored=("weight", "bias"))["bias"]
     f32[16] = stored(model.safetensors: transformer.ln_f.bias)
 
-    Raises ShardingError listing every tensor that is missing, extra, cut short or of another shape.
+    Raises ShardingError, before any value is read, listing every tensor that is missing, extra, cut short or of another
+    shape, and naming the arguments with which the folder is accepted; for folders of adapters, and pickles.
     """
     return read_module(path, described, of, prefix=prefix, ignored=ignored, missing=missing)
 
@@ -90,8 +102,7 @@ def save(
     >>> hf.save("again", cfg, fs.materialize(params, P("model"), mesh, key=fs.key(0)))
     """
     if isinstance(cfg, Mapping):
-        theirs = by_name(params) if of is None else file_parts(params, of)
-        write(path, params, theirs, config=cfg, max_shard_bytes=max_shard_bytes)
+        write(path, params, by_name(params) if of is None else of, config=cfg, max_shard_bytes=max_shard_bytes)
         return
     model = next((m for m in map(model_of, models.__all__) if m is not None and isinstance(cfg, m.Config)), None)
     if model is None:

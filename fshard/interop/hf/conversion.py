@@ -38,7 +38,7 @@ class Library:
     def plain_name(self, name: str) -> str:
         """Return the name that a leaf has in the model before peft wraps its layers.
 
-        >>> library.plain_name("base_model.model.lm_head.base_layer.weight")
+        >>> Library(None, "base_model.model", adapted=True).plain_name("base_model.model.lm_head.base_layer.weight")
         'lm_head.weight'
         """
         if not self.adapted:

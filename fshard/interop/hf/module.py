@@ -46,20 +46,20 @@ def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, 
         name, label = name_of(path, leaves), tree.show("tree", path)
         found.add(name)
         if name not in names.kinds:
-            errors.append(fail(f"save: {label} is not a leaf of {of!r}"))
+            errors.append(fail(f"write: {label} is not a leaf of {of!r}"))
         elif not isinstance(leaf, (Sharded, torch.Tensor)):
-            errors.append(must_be(f"save: {label}", "a tensor or a Sharded", leaf))
+            errors.append(must_be(f"write: {label}", "a tensor or a Sharded", leaf))
         elif name not in names.transient:
             shapes[names.stored(name)] = tuple(leaf.shape), leaf.dtype
-    errors += [fail(f"save: {kind}[{name!r}] is missing", fix="save the whole tree: {'params': ..., 'buffers': ...}")
+    errors += [fail(f"write: {kind}[{name!r}] is missing", fix="write the whole tree: {'params': ..., 'buffers': ...}")
                for name, kind in names.kinds.items()
                if name not in found and name not in names.transient and name not in names.ties]  # fmt: skip
     raise_all(errors)
     parts = {name: trace(name, *of_leaf).parts for name, of_leaf in shapes.items()}
     if names.library is not None:
         if names.library.adapted:
-            raise fail(f"save: {of!r} has adapters of peft, which its base model's folder has no place for",
-                       fix="merge them into the base layers, and save the tree of the base model")  # fmt: skip
+            raise fail(f"write: {of!r} has adapters of peft, which its base model's folder has no place for",
+                       fix="merge them into the base layers, and write the tree of the base model")  # fmt: skip
         parts = {name: x.parts for name, x in to_files(names.library, shapes).items()}
     return lambda path: parts.get(names.stored(name_of(path, leaves)), ())
 
@@ -281,7 +281,9 @@ def _advice(
     notes = ["leaves named by missing= keep their initializers; tensors named by ignored= are not read"]
     if not names.kinds:
         notes.append("for the names, ties and buffers of fs.defer's module: of=apply")
-    return fail(f"weights: {len(lacking)} leaves have no tensor in the folder, {len(extra)} tensors have no leaf",
+    leaves_have = "1 leaf has" if len(lacking) == 1 else f"{len(lacking)} leaves have"
+    tensors_have = "1 tensor has" if len(extra) == 1 else f"{len(extra)} tensors have"
+    return fail(f"weights: {leaves_have} no tensor in the folder, {tensors_have} no leaf",
                 *notes, fix=f"if that is intended, hf.weights(..., {', '.join(arguments)})")  # fmt: skip
 
 

@@ -355,13 +355,28 @@ def test_buffers_are_read_and_never_forgotten(tmp_path: Path) -> None:
     fs.hf.save(tmp_path / "again", {"model_type": "norms"}, full, of=apply)
     assert_same(load_file(tmp_path / "again" / "model.safetensors"), dict(theirs.state_dict()))
     text = error_text(fs.hf.save, tmp_path / "again", {}, full["params"], of=apply)
-    assert "save: buffers['norm.running_var'] is missing\n  fix: save the whole tree" in text
+    assert "write: buffers['norm.running_var'] is missing\n  fix: write the whole tree" in text
     assert_same(load_file(tmp_path / "again" / "model.safetensors"), dict(theirs.state_dict()))
     other = {"params": {**full["params"], "w": torch.ones(1)}, "buffers": full["buffers"]}
     assert error_text(fs.hf.save, tmp_path / "again", {}, other, of=apply) == \
-        "save: tree['params']['w'] is not a leaf of Apply(Norms)"  # fmt: skip
+        "write: tree['params']['w'] is not a leaf of Apply(Norms)"  # fmt: skip
     wrong = {"params": {**tree["params"], "w": tree["params"]["norm.bias"]}, "buffers": tree["buffers"]}
     assert "Apply(Norms) has no leaf 'w'" in error_text(fs.hf.weights, tmp_path, wrong, of=apply)
+
+
+def test_without_the_function_of_the_module_names_are_those_in_the_file(tmp_path: Path) -> None:
+    theirs = randomized(Norms())
+    tensors = {**theirs.state_dict(), "table": torch.arange(4.0) + 1}
+    save_file({f"model.{n}": x for n, x in tensors.items()}, tmp_path / "model.safetensors")
+    _, tree = fs.defer(Norms)
+    for described in (tree, {**tree["params"], **tree["buffers"]}):
+        stored = fs.hf.weights(tmp_path, described, prefix="model")
+        full = fs.device_get(fs.materialize(stored, P(), fs.make_mesh(data=2), key=fs.key(0)))
+        assert_same(full if described is not tree else {**full["params"], **full["buffers"]}, tensors)
+    text = error_text(fs.hf.weights, tmp_path, tree["params"], prefix="model")
+    assert "for the names, ties and buffers of fs.defer's module: of=apply" in text
+    fs.hf.save(tmp_path / "again", {}, {"params": {"w": torch.ones(2)}, "buffers": {"b": torch.ones(1)}})
+    assert sorted(load_file(tmp_path / "again" / "model.safetensors")) == ["b", "w"]
 
 
 def test_positions_that_are_not_stored_keep_the_values_of_the_constructor(tmp_path: Path) -> None:
