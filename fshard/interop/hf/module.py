@@ -23,7 +23,7 @@ from fshard.interop.defer.graph import draws
 from fshard.sharded import Sharded
 from fshard.spec import box_shape, describe
 
-from .conversion import Converted, Library, from_files, library_of, to_files
+from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
 from .folder import WeightHeaders, unsupported_dtype
 from .traced import Traced, trace
 from .weights import FilePart, FromFile, with_dot
@@ -56,11 +56,11 @@ def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, 
                if name not in found and name not in names.transient and name not in names.ties]  # fmt: skip
     raise_all(errors)
     parts = {name: trace(name, *of_leaf).parts for name, of_leaf in shapes.items()}
-    if names.library is not None:
-        if names.library.adapted:
+    if names.pretrained is not None:
+        if names.pretrained.adapted:
             raise fail(f"write: {of!r} has adapters of peft, which its base model's folder has no place for",
                        fix="merge them into the base layers, and write the tree of the base model")  # fmt: skip
-        parts = {name: x.parts for name, x in to_files(names.library, shapes).items()}
+        parts = {name: x.parts for name, x in to_files(names.pretrained, shapes).items()}
     return lambda path: parts.get(names.stored(name_of(path, leaves)), ())
 
 
@@ -86,7 +86,7 @@ class Names:
     ties: Mapping[str, str]
     transient: frozenset[str]
     frozen: frozenset[str]
-    library: Library | None
+    pretrained: Pretrained | None
     shown: str
 
     @classmethod
@@ -97,14 +97,14 @@ class Names:
                  "buffers": apply.module.named_buffers(remove_duplicate=False)}  # fmt: skip
         leaves = {name: (kind, tuple(x.shape)) for kind in KINDS for name, x in named[kind]}
         return cls({name: kind for name, (kind, _) in leaves.items()}, {name: s for name, (_, s) in leaves.items()},
-                   apply.ties, apply.transient, apply.frozen, library_of(apply.module), repr(apply))  # fmt: skip
+                   apply.ties, apply.transient, apply.frozen, pretrained_in(apply.module), repr(apply))  # fmt: skip
 
     def plain(self, name: str) -> str:
-        return self.library.plain_name(name) if self.library else name
+        return self.pretrained.plain_name(name) if self.pretrained else name
 
     def stored(self, name: str) -> str:
         """Return the name under which a leaf is written: of a tied one that which its library keeps."""
-        tied = self.library.tied if self.library else ()
+        tied = self.pretrained.tied if self.pretrained else ()
         names = [name, *(other for other, first in self.ties.items() if first == name)]
         return self.plain(next((n for n in names if self.plain(n) not in tied), name))
 
@@ -114,8 +114,8 @@ class Names:
             return True
         trained = any(self.kinds.get(name) == "params" and name not in self.frozen for name in names)
         constant = isinstance(leaf.init, Full) or (isinstance(leaf.init, Recorded) and not draws(leaf.init.node))
-        library = self.library
-        return constant and not trained and library is not None and any(library.may_lack(self.plain(n)) for n in names)
+        theirs = self.pretrained
+        return constant and not trained and theirs is not None and any(theirs.may_lack(self.plain(n)) for n in names)
 
 
 # --- reading --------------------------------------------------------------------------------------------------
@@ -184,10 +184,10 @@ def read_module(
 def _stored(headers: WeightHeaders, names: Names) -> Converted:
     """Return the tensors of a folder, by the names that they have in the module."""
     entries = {name: trace(name, x.shape, x.dtype or torch.uint8) for name, x in headers.tensors.items()}
-    if names.library is None:
+    if names.pretrained is None:
         return Converted(entries)
     shapes = {names.plain(n): shape for n, shape in names.shapes.items() if n not in names.transient}
-    stored = from_files(names.library, shapes, entries)
+    stored = from_files(names.pretrained, shapes, entries)
     if not headers.complete:  # a conversion may lack a tensor of the file that cannot be read
         stored.errors.clear()
     return stored
@@ -233,7 +233,11 @@ def _extra(
     skipped = {names.plain(name) for name in names.transient}
 
     def may_be_unused(name: str) -> bool:
-        if matches([name], ignored) or name in skipped or (names.library is not None and names.library.skips(name)):
+        if (
+            matches([name], ignored)
+            or name in skipped
+            or (names.pretrained is not None and names.pretrained.skips(name))
+        ):
             return True
         kind = names.kinds.get(target.get(name) or "")  # parameters, where only buffers are read
         return kind == "params" and kind not in kinds
