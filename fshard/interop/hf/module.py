@@ -14,7 +14,7 @@ import torch
 
 from fshard import tree
 from fshard._io import StrPath
-from fshard.errors import ShardingError, fail, must_be, raise_all
+from fshard.errors import ShardingError, fail, join_limited, must_be, raise_all
 from fshard.init import Deferred
 from fshard.init.initializers import Full
 from fshard.interop.defer import Apply
@@ -169,6 +169,7 @@ def read_module(
                                    f"for {label}, {describe(leaf.dtype, leaf.shape)}"))  # fmt: skip
         except ShardingError as e:
             errors.append(e)
+    errors += _stale(leaves, out, names_of)
     kinds = {names.kinds.get(name) for of_leaf in names_of.values() for name in of_leaf}
     extra = _extra(headers, names, stored, used, kinds, ignored)
     errors += [_unused(headers, name, stored, names) for name in extra] + _rests(headers, stored, used, set(extra))
@@ -220,6 +221,22 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
         raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *first.values())
     first_source, *copies = map(FromFile, sources)
     return Deferred(leaf.shape, dtypes.pop(), FromFile(first_source.parts, copies))
+
+
+def _stale(
+    leaves: Sequence[tuple[tree.Path, Any]], out: Mapping[int, Any], names_of: Mapping[int, Sequence[str]]
+) -> list[ShardingError]:
+    """Return an error for each leaf whose initial values the constructor computed from others, now read from files."""
+    read = {name for path, leaf in leaves if out[id(leaf)] is not leaf for name in names_of[id(leaf)]}
+    read |= {f"{kind}.{name}" for kind in KINDS for name in read}
+    errors = []
+    for path, leaf in leaves:
+        scope = leaf.scope if isinstance(leaf, Deferred) and out[id(leaf)] is leaf else None
+        if scope is not None and (sources := [owner for owner in scope.owners if owner in read]):
+            errors.append(fail(f"weights: {tree.show('tree', path)} is computed from {join_limited(sources, 2)}",
+                               "that is read from the folder, and this leaf would have the value for another one",
+                               fix="take it out of the tree, read the rest, and compute it from that"))  # fmt: skip
+    return errors
 
 
 def _extra(

@@ -252,12 +252,12 @@ def test_expert_that_is_missing_or_of_another_shape_or_dtype_is_an_error(tmp_pat
 
 
 def test_sharded_folders_have_an_index_and_split_the_experts_of_a_leaf(tmp_path: Path) -> None:
-    theirs = randomized(construct("mixtral"))
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=4000)
+    theirs = randomized(construct("mixtral")).bfloat16()
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=2000)
     apply, tree = deferred("mixtral")
     mesh = fs.make_mesh(data=2)
     values, _ = placed(fs.hf.weights(tmp_path / "theirs", tree, of=apply), tree, mesh)
-    fs.hf.save(tmp_path / "ours", theirs.config.to_dict(), values, of=apply, max_shard_bytes=4000)
+    fs.hf.save(tmp_path / "ours", theirs.config.to_dict(), values, of=apply, max_shard_bytes=2000)
     indexes = [json.loads((tmp_path / n / "model.safetensors.index.json").read_text()) for n in ("theirs", "ours")]
     assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
     again = type(theirs).from_pretrained(tmp_path / "ours")
@@ -410,6 +410,14 @@ def test_base_folder_is_read_into_a_module_that_peft_has_wrapped(tmp_path: Path)
     with torch.no_grad():  # B is zero: the adapters change nothing yet
         assert torch.equal(apply(full["params"], full["buffers"], **inputs).logits, wrapped(**inputs).logits)
     assert "has adapters of peft" in error_text(fs.hf.save, tmp_path / "out", {}, full, of=apply)
+    dora = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    apply, tree = fs.defer(lambda: peft.get_peft_model(construct("mixtral"), dora).eval())
+    text = error_text(fs.hf.weights, tmp_path / "base", tree, of=apply, missing=("*.lora_*",))
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert text.startswith(
+        f"weights: tree['params']['{layer}.lora_magnitude_vector.default.weight'] is computed from "
+        f"{layer}.base_layer.weight\n  that is read from the folder, and this leaf would have the value for another one"
+    )
     wrapped.save_pretrained(tmp_path / "adapters")
     text = error_text(fs.hf.weights, tmp_path / "adapters", tree, of=apply)
     assert text == (
