@@ -5,7 +5,7 @@ params = fs.materialize(params, specs, mesh, key=key)      # each rank reads its
 hf.save("again", cfg, params)                              # each rank writes its own bytes
 
 apply, module = fs.defer(lambda: AutoModel.from_config(config))
-params = hf.weights("folder", module["params"])            # the module's leaves, by their names in the files
+values = hf.weights("folder", module, of=apply)            # the module's leaves, by their names in the files
 ids = hf.generate(apply, params, {}, ids, new=20, **hf.generation_options("folder"))     # whole leaves, in shard_map
 """
 
@@ -23,7 +23,7 @@ from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
 from .interop.defer import Apply, generate
-from .interop.hf import CONFIG, FileTensor, config_of, file_parts, generation_options, name_of, read_module, write
+from .interop.hf import CONFIG, FileTensor, config_of, generation_options, name_of, read_module, write
 
 
 @checked
@@ -46,7 +46,7 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
     if model is None:
         raise fail(f"{Path(path) / CONFIG}: there is no model file for {kind!r}", models=", ".join(models.__all__),
                    fix="apply, module = fs.defer(lambda: AutoModel.from_config(config)); "
-                       "hf.weights(path, module['params'])")  # fmt: skip
+                       "hf.weights(path, module, of=apply)")  # fmt: skip
     if (specs is None) != (mesh is None):
         raise fail("load: specs and mesh are checked against each other", fix="give both, or neither")
     cfg, params = model.load(path)
@@ -64,13 +64,25 @@ def weights(
     path: StrPath, described: Any, *, of: Apply | None = None, prefix: str = "", ignored: Sequence[str] = (),
     missing: Sequence[str] = (),
 ) -> Any:  # fmt: skip
-    """Return the leaves of a described module with their values in a folder, by the same dotted names.
+    """Return the leaves of a described module with their values in a folder: each rank will read only its own bytes.
+
+    The dtypes are those of the file. `described` is the tree that `fs.defer` returned, or its params or buffers alone.
+
+    Args:
+        of: the function that `fs.defer` returned with it. It knows the module's ties, of which the file may have any or
+            all (equal ones), its buffers, of which those that are not persistent are not stored, and, for a model of
+            transformers, the names and shapes that the library converts between a module and its files. A module that
+            peft has wrapped reads the folder of its base model. Without it names are those in the file.
+        prefix: names are looked up unchanged, without this prefix (`"transformer."`), and with it.
+        ignored: names of tensors that are not read: their ends, or globs (`"cls.*"`).
+        missing: names of leaves that keep their initializers if the folder does not have them: ends, or globs.
 
     >>> apply, module = fs.defer(lambda: torch.nn.LayerNorm(16))
     >>> hf.weights("my-gpt2", module["params"], prefix="transformer.ln_f.", ignored=("weight", "bias"))["bias"]
     f32[16] = stored(model.safetensors: transformer.ln_f.bias)
 
-    Raises ShardingError listing every tensor that is missing, extra, cut short or of another shape.
+    Raises ShardingError, before any value is read, listing every tensor that is missing, extra, cut short or of another
+    shape, and naming the arguments with which the folder is accepted; for folders of adapters, and pickles.
     """
     return read_module(path, described, of, prefix=prefix, ignored=ignored, missing=missing)
 
@@ -99,7 +111,7 @@ def save(
     >>> hf.save("again", cfg, fs.materialize(params, P("model"), mesh, key=fs.key(0)), like="my-gpt2")
     """
     if isinstance(cfg, Mapping):
-        theirs = by_name(params) if of is None else file_parts(params, of)
+        theirs = by_name(params) if of is None else of
         write(path, params, theirs, config=cfg, like=like, max_shard_bytes=max_shard_bytes)
         return
     known = [models.heads, *(getattr(models, name) for name in models.__all__)]

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import fshard as fs
 from fshard import P, ShardingError, hf
 from fshard.models import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
 from tests.lib import model_cases
 from tests.lib.assertions import error_text
-
-transformers = pytest.importorskip("transformers")
 
 CONFIGS = {
     gpt2: gpt2.Config(31, 8, 16, 1, 4),
@@ -47,33 +43,6 @@ def test_load_and_save_use_the_model_file_of_the_type(model, tmp_path):
     model_cases.close(full(stored, split(cfg)), fs.device_get(params), 0, 0)
 
 
-def test_described_module_reads_its_leaves_from_a_folder_by_name(tmp_path):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                                      num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    theirs.save_pretrained(tmp_path / "theirs")
-    apply, module = fs.defer(lambda: transformers.LlamaForCausalLM(config).eval())
-    stored = hf.weights(tmp_path / "theirs", module["params"])
-    mesh, specs = fs.make_mesh(data=2), fs.fully_shard(P(), module["params"], axis="data")
-    params = fs.materialize(stored, specs, mesh, key=fs.key(0))
-    buffers = fs.materialize(module["buffers"], P(), mesh, key=fs.key(0))
-
-    @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=P("data"))
-    def logits(p, b, ids):
-        return apply(fs.unshard(p, specs, "data"), fs.unshard(b, P(), "data"), input_ids=ids).logits
-
-    ids = model_cases.tokens(31, 4, 6)
-    torch.testing.assert_close(fs.device_get(logits(params, buffers, ids)), theirs(ids).logits.detach())
-
-    hf.save(tmp_path / "ours", config.to_dict(), params)
-    want, got = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
-    assert want.keys() == got.keys()
-    assert all(torch.equal(want[n], got[n]) for n in want)
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert torch.equal(again(ids).logits, theirs(ids).logits)
-
-
 def test_load_lists_leaves_that_do_not_fit_the_mesh(tmp_path):
     cfg = CONFIGS[gpt2]
     gpt2.save(tmp_path, cfg, full(gpt2.init(cfg), P()))
@@ -98,7 +67,7 @@ def test_type_without_a_model_file_is_refused_with_an_alternative(tmp_path):
     assert error_text(hf.load, tmp_path) == (
         f"{tmp_path}/config.json: there is no model file for 'mamba'\n"
         "  models  bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3\n"
-        "  fix: apply, module = fs.defer(lambda: AutoModel.from_config(config)); hf.weights(path, module['params'])"
+        "  fix: apply, module = fs.defer(lambda: AutoModel.from_config(config)); hf.weights(path, module, of=apply)"
     )
     with pytest.raises(ShardingError, match=r"save: int is not a Config of fs\.models"):
         hf.save(tmp_path, 3, {})

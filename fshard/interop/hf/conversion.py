@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Library:
+class Pretrained:
     """A module of transformers: `model`, at the path `prefix` of the module that contains it; `adapted` by peft."""
 
     model: Any
@@ -38,7 +38,7 @@ class Library:
     def plain_name(self, name: str) -> str:
         """Return the name that a leaf has in the model before peft wraps its layers.
 
-        >>> library.plain_name("base_model.model.lm_head.base_layer.weight")
+        >>> Pretrained(None, "base_model.model", adapted=True).plain_name("base_model.model.lm_head.base_layer.weight")
         'lm_head.weight'
         """
         if not self.adapted:
@@ -59,8 +59,11 @@ class Library:
 
     def skips(self, name: str) -> bool:
         """Return whether transformers reads no tensor of this name: a buffer that older versions stored."""
-        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        return any(re.search(p, name) for p in (*patterns, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"))
+        patterns = list(getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        for buffer in ("rotary_emb.inv_freq", "position_ids"):  # once of each layer, or persistent
+            if any(n.endswith(buffer) for n, _ in self.model.named_buffers()):
+                patterns.append(rf"(^|\.){re.escape(buffer)}$")
+        return any(re.search(pattern, name) for pattern in patterns)
 
 
 @dataclass
@@ -72,21 +75,21 @@ class Converted:
     errors: list[ShardingError] = field(default_factory=list)
 
 
-def library_of(module: nn.Module) -> Library | None:
+def pretrained_in(module: nn.Module) -> Pretrained | None:
     """Return the module as one of transformers, or the one that peft has wrapped; None for any other module."""
     transformers = sys.modules.get("transformers.modeling_utils")  # an instance exists only if it is imported
     if transformers is None:
         return None
     if isinstance(module, transformers.PreTrainedModel):
-        return Library(module, "", hasattr(module, "peft_config"))
+        return Pretrained(module, "", hasattr(module, "peft_config"))
     if hasattr(module, "peft_config"):
         for name, m in module.named_modules():
             if isinstance(m, transformers.PreTrainedModel):
-                return Library(m, name, True)
+                return Pretrained(m, name, True)
     return None
 
 
-def from_files(library: Library, shapes: dict[str, Shape], stored: Mapping[str, Traced]) -> Converted:
+def from_files(pretrained: Pretrained, shapes: dict[str, Shape], stored: Mapping[str, Traced]) -> Converted:
     """Convert the tensors in files, by name, to a model's leaves, of these `shapes`, as `from_pretrained` does."""
     out = Converted()
     try:
@@ -96,11 +99,11 @@ def from_files(library: Library, shapes: dict[str, Shape], stored: Mapping[str, 
         out.leaves.update({name: x for name, x in stored.items() if name in shapes})
         out.unknown += [name for name in stored if name not in shapes]
         return out
-    mapping = get_model_conversion_mapping(library.model)
+    mapping = get_model_conversion_mapping(pretrained.model)
     converters = [x for x in mapping if isinstance(x, WeightConverter)]
     renamings: list[Any] = [x for x in mapping if not isinstance(x, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    base = library.model.base_model_prefix
+    base = pretrained.model.base_model_prefix
     groups: dict[str, tuple[Any, list[str]]] = {}
     source_of: dict[str, str] = {}
     for name in sorted(stored, key=dot_natural_key):
@@ -118,17 +121,17 @@ def from_files(library: Library, shapes: dict[str, Shape], stored: Mapping[str, 
                                    fix="take one of them out of the file"))  # fmt: skip
         else:
             out.leaves[target] = stored[name]
-    like = SimpleNamespace(config=library.model.config,
+    like = SimpleNamespace(config=pretrained.model.config,
                            get_parameter=lambda name: torch.empty(shapes[name], device="meta"))  # fmt: skip
     for target, (converter, names) in groups.items():
         try:
-            out.leaves.update(_one(converter.convert(target, model=like, config=library.model.config)))
+            out.leaves.update(_one(converter.convert(target, model=like, config=pretrained.model.config)))
         except Exception as e:  # of an operation of the library, on tensors that are missing or of other shapes
             out.errors.append(_cannot_convert(names, target, e))
     return out
 
 
-def to_files(library: Library, shapes: Mapping[str, tuple[Shape, torch.dtype]]) -> dict[str, Traced]:
+def to_files(pretrained: Pretrained, shapes: Mapping[str, tuple[Shape, torch.dtype]]) -> dict[str, Traced]:
     """Convert the leaves of a model to the tensors in files, by name, as `save_pretrained` does.
 
     The result has for each leaf the parts of the tensors in files. Raises ShardingError unless `from_pretrained` gives
@@ -140,19 +143,19 @@ def to_files(library: Library, shapes: Mapping[str, tuple[Shape, torch.dtype]]) 
     except ImportError:  # version 4
         return leaves
     try:
-        written = _one(revert_weight_conversion(library.model, leaves))
+        written = _one(revert_weight_conversion(pretrained.model, leaves))
     except Exception as e:  # of an operation of the library
         raise _cannot_convert(list(leaves), "its files", e) from e
     only_shapes = {name: shape for name, (shape, _) in shapes.items()}
-    back = from_files(library, only_shapes, written)
+    back = from_files(pretrained, only_shapes, written)
     errors = [*back.errors, *(fail(f"{name!r} of the file is not read again") for name in back.unknown)]
     errors += [fail(f"{name!r} of the module is not the same when its file is read again")
                for name, x in leaves.items() if not _is_whole(back.leaves.get(name), name, x)]  # fmt: skip
     if errors:
-        raise fail(f"{type(library.model).__name__}: transformers cannot read what its conversion writes",
+        raise fail(f"{type(pretrained.model).__name__}: transformers cannot read what its conversion writes",
                    *map(str, errors[:3]))  # fmt: skip
     stored = {name: trace(name, x.shape, x.dtype) for name, x in written.items()}
-    return from_files(library, only_shapes, stored).leaves
+    return from_files(pretrained, only_shapes, stored).leaves
 
 
 def _is_whole(x: Traced | None, name: str, leaf: Traced) -> bool:

@@ -32,11 +32,13 @@ from fshard import tree
 from fshard._io import Ranks, StrPath, assign_writers, bytes_of, local_part, summary, sync, write_errors, write_file
 from fshard._safetensors import BLOCK_BYTES, checksums_of
 from fshard.errors import ShardingError, checked, fail
+from fshard.interop.defer import Apply
 from fshard.spec import Box, relative_box
 
 from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
 from .layout import OutputFile, Source, Theirs, check_described, output_files, output_tensors
+from .module import file_parts
 from .weights import CHUNK_BYTES, overlap
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -47,7 +49,7 @@ Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its
 
 @checked
 def write(
-    folder: StrPath, tree_: Any, theirs: Theirs, *, config: Mapping[str, Any], like: StrPath | None = None,
+    folder: StrPath, tree_: Any, theirs: Theirs | Apply, *, config: Mapping[str, Any], like: StrPath | None = None,
     prefix: str = "",
     max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None, described: Any = None,
 ) -> None:  # fmt: skip
@@ -58,7 +60,8 @@ def write(
     are replaced all at once; files of other names stay. On a process mesh every rank calls this, on a shared folder.
 
     Args:
-        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or all parts of several.
+        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or the function that
+            `fs.defer` returned with a module, all of whose leaves are written as its library does.
         config: the contents of config.json, to which the dtype of the leaves is added.
         like: a folder of the same type of model, whose tokenizer and other small files are copied, and the keys of its
             config.json that `config` lacks.
@@ -85,7 +88,7 @@ def write(
     def plan() -> dict[str, str]:
         if described is not None:
             check_described(leaves, tree.leaves_with_path(described))
-        tensors = output_tensors(leaves, theirs, prefix)
+        tensors = output_tensors(leaves, file_parts(tree_, theirs) if isinstance(theirs, Apply) else theirs, prefix)
         files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata))
         small[CONFIG] = complete_config(config, [leaf for _, leaf in leaves], like)
         out = {CONFIG: repr(small[CONFIG].decode())}

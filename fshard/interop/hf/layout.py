@@ -161,10 +161,13 @@ def output_files(
     if max_shard_bytes < 1:
         raise fail(f"write: max_shard_bytes={max_shard_bytes!r}", fix="a number of bytes")
     groups: list[list[OutputTensor]] = [[]]
+    nbytes = 0  # of the last group: a model of experts has tens of thousands of tensors
     for t in tensors:
-        if groups[-1] and sum(other.nbytes for other in groups[-1]) + t.nbytes > max_shard_bytes:
+        if groups[-1] and nbytes + t.nbytes > max_shard_bytes:
             groups.append([])
+            nbytes = 0
         groups[-1].append(t)
+        nbytes += t.nbytes
     files = []
     for i, group in enumerate(groups):
         group.sort(key=lambda t: -t.dtype.itemsize)  # the widest first: every tensor is aligned

@@ -14,7 +14,7 @@ import torch
 
 from fshard import tree
 from fshard._io import StrPath
-from fshard.errors import ShardingError, fail, must_be, raise_all
+from fshard.errors import ShardingError, fail, join_limited, must_be, raise_all
 from fshard.init import Deferred
 from fshard.init.initializers import Full
 from fshard.interop.defer import Apply
@@ -23,7 +23,7 @@ from fshard.interop.defer.graph import draws
 from fshard.sharded import Sharded
 from fshard.spec import box_shape, describe
 
-from .conversion import Converted, Library, from_files, library_of, to_files
+from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
 from .folder import WeightHeaders, unsupported_dtype
 from .traced import Traced, trace
 from .weights import FilePart, FromFile, with_dot
@@ -46,21 +46,21 @@ def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, 
         name, label = name_of(path, leaves), tree.show("tree", path)
         found.add(name)
         if name not in names.kinds:
-            errors.append(fail(f"save: {label} is not a leaf of {of!r}"))
+            errors.append(fail(f"write: {label} is not a leaf of {of!r}"))
         elif not isinstance(leaf, (Sharded, torch.Tensor)):
-            errors.append(must_be(f"save: {label}", "a tensor or a Sharded", leaf))
+            errors.append(must_be(f"write: {label}", "a tensor or a Sharded", leaf))
         elif name not in names.transient:
             shapes[names.stored(name)] = tuple(leaf.shape), leaf.dtype
-    errors += [fail(f"save: {kind}[{name!r}] is missing", fix="save the whole tree: {'params': ..., 'buffers': ...}")
+    errors += [fail(f"write: {kind}[{name!r}] is missing", fix="write the whole tree: {'params': ..., 'buffers': ...}")
                for name, kind in names.kinds.items()
                if name not in found and name not in names.transient and name not in names.ties]  # fmt: skip
     raise_all(errors)
     parts = {name: trace(name, *of_leaf).parts for name, of_leaf in shapes.items()}
-    if names.library is not None:
-        if names.library.adapted:
-            raise fail(f"save: {of!r} has adapters of peft, which its base model's folder has no place for",
-                       fix="merge them into the base layers, and save the tree of the base model")  # fmt: skip
-        parts = {name: x.parts for name, x in to_files(names.library, shapes).items()}
+    if names.pretrained is not None:
+        if names.pretrained.adapted:
+            raise fail(f"write: {of!r} has adapters of peft, which its base model's folder has no place for",
+                       fix="merge them into the base layers, and write the tree of the base model")  # fmt: skip
+        parts = {name: x.parts for name, x in to_files(names.pretrained, shapes).items()}
     return lambda path: parts.get(names.stored(name_of(path, leaves)), ())
 
 
@@ -86,7 +86,7 @@ class Names:
     ties: Mapping[str, str]
     transient: frozenset[str]
     frozen: frozenset[str]
-    library: Library | None
+    pretrained: Pretrained | None
     shown: str
 
     @classmethod
@@ -97,14 +97,14 @@ class Names:
                  "buffers": apply.module.named_buffers(remove_duplicate=False)}  # fmt: skip
         leaves = {name: (kind, tuple(x.shape)) for kind in KINDS for name, x in named[kind]}
         return cls({name: kind for name, (kind, _) in leaves.items()}, {name: s for name, (_, s) in leaves.items()},
-                   apply.ties, apply.transient, apply.frozen, library_of(apply.module), repr(apply))  # fmt: skip
+                   apply.ties, apply.transient, apply.frozen, pretrained_in(apply.module), repr(apply))  # fmt: skip
 
     def plain(self, name: str) -> str:
-        return self.library.plain_name(name) if self.library else name
+        return self.pretrained.plain_name(name) if self.pretrained else name
 
     def stored(self, name: str) -> str:
         """Return the name under which a leaf is written: of a tied one that which its library keeps."""
-        tied = self.library.tied if self.library else ()
+        tied = self.pretrained.tied if self.pretrained else ()
         names = [name, *(other for other, first in self.ties.items() if first == name)]
         return self.plain(next((n for n in names if self.plain(n) not in tied), name))
 
@@ -114,8 +114,8 @@ class Names:
             return True
         trained = any(self.kinds.get(name) == "params" and name not in self.frozen for name in names)
         constant = isinstance(leaf.init, Full) or (isinstance(leaf.init, Recorded) and not draws(leaf.init.node))
-        library = self.library
-        return constant and not trained and library is not None and any(library.may_lack(self.plain(n)) for n in names)
+        theirs = self.pretrained
+        return constant and not trained and theirs is not None and any(theirs.may_lack(self.plain(n)) for n in names)
 
 
 # --- reading --------------------------------------------------------------------------------------------------
@@ -169,6 +169,7 @@ def read_module(
                                    f"for {label}, {describe(leaf.dtype, leaf.shape)}"))  # fmt: skip
         except ShardingError as e:
             errors.append(e)
+    errors += _stale(leaves, out, names_of)
     kinds = {names.kinds.get(name) for of_leaf in names_of.values() for name in of_leaf}
     extra = _extra(headers, names, stored, used, kinds, ignored)
     errors += [_unused(headers, name, stored, names) for name in extra] + _rests(headers, stored, used, set(extra))
@@ -184,10 +185,10 @@ def read_module(
 def _stored(headers: WeightHeaders, names: Names) -> Converted:
     """Return the tensors of a folder, by the names that they have in the module."""
     entries = {name: trace(name, x.shape, x.dtype or torch.uint8) for name, x in headers.tensors.items()}
-    if names.library is None:
+    if names.pretrained is None:
         return Converted(entries)
     shapes = {names.plain(n): shape for n, shape in names.shapes.items() if n not in names.transient}
-    stored = from_files(names.library, shapes, entries)
+    stored = from_files(names.pretrained, shapes, entries)
     if not headers.complete:  # a conversion may lack a tensor of the file that cannot be read
         stored.errors.clear()
     return stored
@@ -222,6 +223,22 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
     return Deferred(leaf.shape, dtypes.pop(), FromFile(first_source.parts, copies))
 
 
+def _stale(
+    leaves: Sequence[tuple[tree.Path, Any]], out: Mapping[int, Any], names_of: Mapping[int, Sequence[str]]
+) -> list[ShardingError]:
+    """Return an error for each leaf whose initial values the constructor computed from others, now read from files."""
+    read = {name for path, leaf in leaves if out[id(leaf)] is not leaf for name in names_of[id(leaf)]}
+    read |= {f"{kind}.{name}" for kind in KINDS for name in read}
+    errors = []
+    for path, leaf in leaves:
+        scope = leaf.scope if isinstance(leaf, Deferred) and out[id(leaf)] is leaf else None
+        if scope is not None and (sources := [owner for owner in scope.owners if owner in read]):
+            errors.append(fail(f"weights: {tree.show('tree', path)} is computed from {join_limited(sources, 2)}",
+                               "that is read from the folder, and this leaf would have the value for another one",
+                               fix="take it out of the tree, read the rest, and compute it from that"))  # fmt: skip
+    return errors
+
+
 def _extra(
     headers: WeightHeaders, names: Names, stored: Converted, used: set[str], kinds: set[str | None],
     ignored: Sequence[str],
@@ -233,7 +250,11 @@ def _extra(
     skipped = {names.plain(name) for name in names.transient}
 
     def may_be_unused(name: str) -> bool:
-        if matches([name], ignored) or name in skipped or (names.library is not None and names.library.skips(name)):
+        if (
+            matches([name], ignored)
+            or name in skipped
+            or (names.pretrained is not None and names.pretrained.skips(name))
+        ):
             return True
         kind = names.kinds.get(target.get(name) or "")  # parameters, where only buffers are read
         return kind == "params" and kind not in kinds
@@ -281,7 +302,9 @@ def _advice(
     notes = ["leaves named by missing= keep their initializers; tensors named by ignored= are not read"]
     if not names.kinds:
         notes.append("for the names, ties and buffers of fs.defer's module: of=apply")
-    return fail(f"weights: {len(lacking)} leaves have no tensor in the folder, {len(extra)} tensors have no leaf",
+    leaves_have = "1 leaf has" if len(lacking) == 1 else f"{len(lacking)} leaves have"
+    tensors_have = "1 tensor has" if len(extra) == 1 else f"{len(extra)} tensors have"
+    return fail(f"weights: {leaves_have} no tensor in the folder, {tensors_have} no leaf",
                 *notes, fix=f"if that is intended, hf.weights(..., {', '.join(arguments)})")  # fmt: skip
 
 

@@ -252,12 +252,12 @@ def test_expert_that_is_missing_or_of_another_shape_or_dtype_is_an_error(tmp_pat
 
 
 def test_sharded_folders_have_an_index_and_split_the_experts_of_a_leaf(tmp_path: Path) -> None:
-    theirs = randomized(construct("mixtral"))
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=4000)
+    theirs = randomized(construct("mixtral")).bfloat16()
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=2000)
     apply, tree = deferred("mixtral")
     mesh = fs.make_mesh(data=2)
     values, _ = placed(fs.hf.weights(tmp_path / "theirs", tree, of=apply), tree, mesh)
-    fs.hf.save(tmp_path / "ours", theirs.config.to_dict(), values, of=apply, max_shard_bytes=4000)
+    fs.hf.save(tmp_path / "ours", theirs.config.to_dict(), values, of=apply, max_shard_bytes=2000)
     indexes = [json.loads((tmp_path / n / "model.safetensors.index.json").read_text()) for n in ("theirs", "ours")]
     assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
     again = type(theirs).from_pretrained(tmp_path / "ours")
@@ -355,13 +355,28 @@ def test_buffers_are_read_and_never_forgotten(tmp_path: Path) -> None:
     fs.hf.save(tmp_path / "again", {"model_type": "norms"}, full, of=apply)
     assert_same(load_file(tmp_path / "again" / "model.safetensors"), dict(theirs.state_dict()))
     text = error_text(fs.hf.save, tmp_path / "again", {}, full["params"], of=apply)
-    assert "save: buffers['norm.running_var'] is missing\n  fix: save the whole tree" in text
+    assert "write: buffers['norm.running_var'] is missing\n  fix: write the whole tree" in text
     assert_same(load_file(tmp_path / "again" / "model.safetensors"), dict(theirs.state_dict()))
     other = {"params": {**full["params"], "w": torch.ones(1)}, "buffers": full["buffers"]}
     assert error_text(fs.hf.save, tmp_path / "again", {}, other, of=apply) == \
-        "save: tree['params']['w'] is not a leaf of Apply(Norms)"  # fmt: skip
+        "write: tree['params']['w'] is not a leaf of Apply(Norms)"  # fmt: skip
     wrong = {"params": {**tree["params"], "w": tree["params"]["norm.bias"]}, "buffers": tree["buffers"]}
     assert "Apply(Norms) has no leaf 'w'" in error_text(fs.hf.weights, tmp_path, wrong, of=apply)
+
+
+def test_without_the_function_of_the_module_names_are_those_in_the_file(tmp_path: Path) -> None:
+    theirs = randomized(Norms())
+    tensors = {**theirs.state_dict(), "table": torch.arange(4.0) + 1}
+    save_file({f"model.{n}": x for n, x in tensors.items()}, tmp_path / "model.safetensors")
+    _, tree = fs.defer(Norms)
+    for described in (tree, {**tree["params"], **tree["buffers"]}):
+        stored = fs.hf.weights(tmp_path, described, prefix="model")
+        full = fs.device_get(fs.materialize(stored, P(), fs.make_mesh(data=2), key=fs.key(0)))
+        assert_same(full if described is not tree else {**full["params"], **full["buffers"]}, tensors)
+    text = error_text(fs.hf.weights, tmp_path, tree["params"], prefix="model")
+    assert "for the names, ties and buffers of fs.defer's module: of=apply" in text
+    fs.hf.save(tmp_path / "again", {}, {"params": {"w": torch.ones(2)}, "buffers": {"b": torch.ones(1)}})
+    assert sorted(load_file(tmp_path / "again" / "model.safetensors")) == ["b", "w"]
 
 
 def test_positions_that_are_not_stored_keep_the_values_of_the_constructor(tmp_path: Path) -> None:
@@ -395,6 +410,14 @@ def test_base_folder_is_read_into_a_module_that_peft_has_wrapped(tmp_path: Path)
     with torch.no_grad():  # B is zero: the adapters change nothing yet
         assert torch.equal(apply(full["params"], full["buffers"], **inputs).logits, wrapped(**inputs).logits)
     assert "has adapters of peft" in error_text(fs.hf.save, tmp_path / "out", {}, full, of=apply)
+    dora = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    apply, tree = fs.defer(lambda: peft.get_peft_model(construct("mixtral"), dora).eval())
+    text = error_text(fs.hf.weights, tmp_path / "base", tree, of=apply, missing=("*.lora_*",))
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert text.startswith(
+        f"weights: tree['params']['{layer}.lora_magnitude_vector.default.weight'] is computed from "
+        f"{layer}.base_layer.weight\n  that is read from the folder, and this leaf would have the value for another one"
+    )
     wrapped.save_pretrained(tmp_path / "adapters")
     text = error_text(fs.hf.weights, tmp_path / "adapters", tree, of=apply)
     assert text == (
