@@ -135,15 +135,15 @@ class Case:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     mixes: bool = False
 
-    def construct(self) -> nn.Module:
+    def construct(self, **options: Any) -> nn.Module:
         if self.library == "diffusers":
             import diffusers
 
-            return getattr(diffusers, self.model)(**self.sizes).eval()
+            return getattr(diffusers, self.model)(**self.sizes, **options).eval()
         import transformers
 
         model = getattr(transformers, self.model)
-        return model._from_config(small_config(model.config_class, **self.sizes)).eval()
+        return model._from_config(small_config(model.config_class, **self.sizes), **options).eval()
 
     def arguments(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the inputs of a batch, the usual ones of the module replaced by those of the case; and the others."""
@@ -211,7 +211,8 @@ FAMILIES: dict[str, list[Case]] = {
         case("LlamaForCausalLM", {"pad_token_id": 3}), case("MistralForCausalLM", {"sliding_window": 4}),
         case("Ministral3ForCausalLM"), case("Qwen2ForCausalLM"), case("Qwen3ForCausalLM"), case("GemmaForCausalLM"),
         case("Gemma2ForCausalLM", {"sliding_window": 4}), case("Gemma3ForCausalLM", {"sliding_window": 4}),
-        case("PhiForCausalLM"), case("Phi3ForCausalLM"), case("OPTForCausalLM", {"word_embed_proj_dim": 16}),
+        case("PhiForCausalLM"), case("Phi3ForCausalLM"),
+        case("OPTForCausalLM", {"word_embed_proj_dim": 16, "pad_token_id": 1}),
         case("BloomForCausalLM"), case("FalconForCausalLM"), case("MptForCausalLM"), case("StableLmForCausalLM"),
         case("OlmoForCausalLM"), case("Olmo2ForCausalLM"), case("Olmo3ForCausalLM"), case("Starcoder2ForCausalLM"),
         case("CohereForCausalLM"), case("Cohere2ForCausalLM"), case("GraniteForCausalLM"), case("GlmForCausalLM"),
@@ -328,7 +329,8 @@ FAMILIES: dict[str, list[Case]] = {
              IMAGE, IMAGE)),
     ],
     "Audio": [
-        case("WhisperForConditionalGeneration", {"max_source_positions": 10}), case("Wav2Vec2ForCTC"),
+        case("WhisperForConditionalGeneration", {"max_source_positions": 10, "pad_token_id": 5}),
+        case("Wav2Vec2ForCTC"),
         case("HubertForCTC"), case("WavLMForCTC"), case("UniSpeechForCTC"), case("Data2VecAudioForCTC"),
         case("SEWForCTC"), case("Wav2Vec2ConformerForCTC", {"vocab_size": 31}),
         case("Wav2Vec2BertForCTC", {"vocab_size": 31, "feature_projection_input_dim": 16}, input_features=floats(20,
