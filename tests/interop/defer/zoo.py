@@ -109,9 +109,10 @@ def measure(case: Case) -> Row:
     mixes = any(a.shape == b.shape and difference(a, b) > TOLERANCE for a, b in zip(expected, dense, strict=True))
     assert mixes == case.mixes, "one example's output depends on the others" if mixes else "it does not mix examples"
     assert mixes or error <= TOLERANCE, f"gradient differs from that of the whole batch by {error:.1g}"
+    same = None if mixes else error
     check = checked(step, tree, batch)
     return Row(case.model, len(fs.tree.leaves(tree)), sum(x.numel() for x in values["params"].values()),
-               ", ".join(units), forward, gradient, None if mixes else error, check, time.process_time() - start)  # fmt: skip
+               ", ".join(units), forward, gradient, same, check, time.process_time() - start)  # fmt: skip
 
 
 def fully_sharded(tree: Any) -> Any:
@@ -175,14 +176,17 @@ def check_leaves(apply: fs.interop.defer.Apply, tree: Any, module: nn.Module) ->
 
 
 def unit_classes(module: nn.Module) -> list[str]:
-    """Return the classes that transformers does not split over devices, else the most frequent one in module lists."""
+    """Return the classes that transformers does not split over devices, else the largest one that lists repeat."""
     known = {type(m).__name__ for m in module.modules()} - {type(module).__name__}
     if own := sorted(known & set(getattr(module, "_no_split_modules", None) or ())):
         return own
-    listed = [x for m in module.modules() if isinstance(m, nn.ModuleList) for x in m if isinstance(x, nn.Module)]
-    blocks = [x for x in listed if len(list(x.modules())) > 1 and len(list(x.parameters())) > 0]
-    counts = Counter(type(x).__name__ for x in blocks)
-    return [counts.most_common(1)[0][0]] if counts else []
+    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    blocks = [x for m in lists for x in m if isinstance(x, nn.Module) and len(list(x.modules())) > 1]
+    often, sizes = Counter(type(x).__name__ for x in blocks), Counter[str]()
+    for x in blocks:
+        if often[type(x).__name__] > 1:
+            sizes[type(x).__name__] += sum(p.numel() for p in x.parameters())
+    return [max(sizes, key=sizes.__getitem__)] if any(sizes.values()) else []
 
 
 def moved(x: Tensor) -> Tensor:
@@ -229,8 +233,8 @@ compared with the module itself, run by torch:
 - *leaves*, *parameters*: parameters and buffers of the described tree, and numbers in its parameters. Their names, ties
   and constants are those of the constructor, their draws are distributed as its own, and their values on a mesh of
   data=2, model=2, sharded over both axes, are bitwise those on one device.
-- *units*: the classes of its blocks (transformers' `_no_split_modules`, or the most frequent class in its lists), as
-  for `fs.defer(constructor, units=...)`.
+- *units*: the classes of its blocks (transformers' `_no_split_modules`, or the largest class that its lists repeat),
+  as for `fs.defer(constructor, units=...)`.
 - *forward*: the outputs in eval mode on data=2, fully sharded, beside the module's own outputs for each rank's
   examples: *equal*, bit by bit, or the largest difference relative to the largest number. Caches are left out, and
   `logits_per_image`, which compares each image of a batch with each text: on a mesh, all-gather the embeddings.
