@@ -1,4 +1,4 @@
-"""`defer` of Hugging Face's architectures, from small configurations: equal on meshes, distributions, ties, dtypes.
+"""`defer` of Hugging Face's architectures: ties, padding rows, dtypes, training. `test_zoo.py` has the rest.
 
 transformers (5) wraps `torch.nn.init` and skips its own initialization only for tensors that are on the meta device or
 marked as loaded; a recorded tensor says it is on the CPU, so every model initializes itself as it does eagerly.
@@ -17,104 +17,43 @@ from fshard import P
 from fshard.interop.defer.constructor import defer
 from tests.interop.defer.test_defer import (
     check_distribution,
-    check_same_on_meshes,
     construct_eagerly,
     is_drawn,
     values_on_one_device,
     without_warnings,
 )
+from tests.interop.defer.zoo_cases import CASES, small_config
 from tests.lib.assertions import assert_same
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 hf = pytest.importorskip("transformers")
 
-SMALL = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
-GROUPED = {**SMALL, "num_key_value_heads": 2}
-BERT = {**SMALL, "max_position_embeddings": 12}
-GPT = {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 12, "bos_token_id": 1,
-       "eos_token_id": 2}  # fmt: skip
-VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24, "image_size": 8,
-        "patch_size": 4}  # fmt: skip
-AUDIO = {**SMALL, "conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_conv_pos_embeddings": 4,
-         "num_conv_pos_embedding_groups": 2}  # fmt: skip
-SPEECH = {"vocab_size": 61, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_source_positions": 10,
-        "max_target_positions": 10, "num_mel_bins": 8, "pad_token_id": 5, "decoder_start_token_id": 6,
-        "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
-
-MODELS = {
-    "GPT2": ("GPT2LMHeadModel", "GPT2Config", GPT),
-    "GPTJ": ("GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 4}),
-    "GPTNeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", BERT),
-    "Llama": ("LlamaForCausalLM", "LlamaConfig", {**GROUPED, "pad_token_id": 3}),
-    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 3}),
-    "T5": ("T5ForConditionalGeneration", "T5Config",
-           {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}),
-    "BERT": ("BertForMaskedLM", "BertConfig", BERT),
-    "ViT": ("ViTForImageClassification", "ViTConfig", VISION),
-    "ResNet": ("ResNetForImageClassification", "ResNetConfig",
-               {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "bottleneck"}),
-    "Mamba": ("MambaForCausalLM", "MambaConfig",
-              {"vocab_size": 61, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}),
-    "RWKV": ("RwkvForCausalLM", "RwkvConfig",
-             {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 8}),
-    "CLIP": ("CLIPModel", "CLIPConfig",
-             {"text_config": {**BERT, "bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION,
-              "projection_dim": 8}),
-    "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", SPEECH),
-    "Falcon": ("FalconForCausalLM", "FalconConfig", SMALL),
-    "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
-    "Gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**GROUPED, "head_dim": 4}),
-    "OPT": ("OPTForCausalLM", "OPTConfig",
-            {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 24,
-             "max_position_embeddings": 12, "word_embed_proj_dim": 8}),
-    "Bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 61, "hidden_size": 16, "n_layer": 2, "n_head": 4}),
-    "DeBERTa": ("DebertaForMaskedLM", "DebertaConfig", {**BERT, **RELATIVE}),
-    "DeBERTa-v2": ("DebertaV2ForMaskedLM", "DebertaV2Config", {**BERT, **RELATIVE, "position_buckets": 4}),
-    "Swin": ("SwinForImageClassification", "SwinConfig",
-             {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 4],
-              "window_size": 4}),
-    "ConvNeXt": ("ConvNextForImageClassification", "ConvNextConfig",
-                 {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2}),
-    "Wav2Vec2": ("Wav2Vec2ForPreTraining", "Wav2Vec2Config", AUDIO),
-}  # fmt: skip
-
 TIES = {
-    "GPT2": {"lm_head.weight": "transformer.wte.weight"},
-    "T5": {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight",
-           "lm_head.weight": "shared.weight"},
-    "BERT": {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-             "cls.predictions.decoder.bias": "cls.predictions.bias"},
-    "Gemma2": {"lm_head.weight": "model.embed_tokens.weight"},
-    "Llama": {},
+    "GPT2LMHeadModel": {"lm_head.weight": "transformer.wte.weight"},
+    "T5ForConditionalGeneration": {
+        "encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight",
+        "lm_head.weight": "shared.weight"},
+    "BertForMaskedLM": {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias"},
+    "Gemma2ForCausalLM": {"lm_head.weight": "model.embed_tokens.weight"},
+    "LlamaForCausalLM": {},
 }  # fmt: skip
-PADDING = {"Llama": ("model.embed_tokens.weight", 3), "BERT": ("bert.embeddings.word_embeddings.weight", 0),
-           "OPT": ("model.decoder.embed_tokens.weight", 1),
-           "Whisper": ("model.decoder.embed_tokens.weight", 5)}  # fmt: skip
+PADDING = {
+    "LlamaForCausalLM": ("model.embed_tokens.weight", 3),
+    "BertForMaskedLM": ("bert.embeddings.word_embeddings.weight", 0),
+    "OPTForCausalLM": ("model.decoder.embed_tokens.weight", 1),
+    "WhisperForConditionalGeneration": ("model.decoder.embed_tokens.weight", 5),
+}
 
 
-def constructor(name, **kwargs):
-    model, config, sizes = MODELS[name]
-    return without_warnings(lambda: getattr(hf, model)._from_config(getattr(hf, config)(**sizes), **kwargs))
+def constructor(name, **options):
+    return without_warnings(lambda: CASES[name].construct(**options))
 
 
 @functools.cache
 def deferred(name):
     return defer(constructor(name))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_model_is_equal_on_every_mesh_and_distributed_as_eager(name):
-    apply, tree = deferred(name)
-    values, eager = values_on_one_device(tree), construct_eagerly(constructor(name))
-    check_same_on_meshes(tree, values, [{"a": 3}, {"a": 2, "b": 2}], most=1)
-    check_distribution(tree, values, eager, leaves=2000)
-    persistent = set(eager.state_dict(keep_vars=True))
-    assert {n for n, _ in eager.named_buffers() if n not in persistent} <= apply.transient
-    assert not apply.transient & persistent
-    names = [n for n, _ in eager.named_parameters(remove_duplicate=False)]
-    assert set(names) == {*tree["params"], *(n for n in apply.ties if n in names)}
 
 
 @pytest.mark.parametrize("name", TIES)
@@ -129,7 +68,7 @@ def test_only_the_padding_row_is_zero(name):
     assert (weight == 0).all(1).nonzero().tolist() == [[row]]
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "BERT"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM"])
 def test_dtype_of_the_constructor_is_recorded(name):
     _, tree = defer(constructor(name, dtype=torch.bfloat16))
     eager = construct_eagerly(constructor(name, dtype=torch.bfloat16))
@@ -142,7 +81,7 @@ def test_dtype_of_the_constructor_is_recorded(name):
 
 
 def test_auto_class_equals_its_model():
-    config = hf.LlamaConfig(**GROUPED)
+    config = small_config(hf.LlamaConfig)
     for auto, name in ((hf.AutoModelForCausalLM, "model.norm.weight"), (hf.AutoModel, "norm.weight")):
         apply, tree = defer(without_warnings(lambda auto=auto: auto.from_config(config)))
         assert name in tree["params"]

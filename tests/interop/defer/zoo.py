@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tests.lib.assertions import assert_same
 
 TABLE = Path(__file__).parents[3] / "docs" / "architectures.md"
 ONE, TWO, FOUR = fs.make_mesh(data=1), fs.make_mesh(data=2), fs.make_mesh(data=2, model=2)
+MANY = fs.make_mesh(kind="abstract", data=4)
 LEAVES = 40_000  # of all architectures: the level of the comparison of distributions
 UNITS = "units" in inspect.signature(fs.defer).parameters
 
@@ -58,6 +59,7 @@ class Row:
     forward: float
     gradient: float  # against torch's autograd on each rank's examples, summed over ranks
     batch: float | None  # against torch's autograd on the whole batch; None if the module mixes the examples of a batch
+    check: str  # of the same step, on a mesh without ranks: "yes", or the reason why not
     seconds: float
 
 
@@ -95,8 +97,10 @@ def measure(case: Case) -> Row:
 
     # 3. Forward and gradient on two ranks: leaves gathered whole, and by units.
     forward = gradient = error = 0.0
+    placed = fs.device_put(values["params"], fully_sharded(tree), TWO)
     for by_units in (False, True) if UNITS and units else (False,):
-        out, grads = train_step(apply, tree, by_units, values, batch, others)
+        step = train_step(apply, tree, by_units, others)
+        out, grads = fs.device_get(step(placed, values["buffers"], batch))
         forward = max(forward, *(difference(a, b) for a, b in zip(out, expected, strict=True)))
         gradient = max(gradient, *(difference(grads[k], summed[k]) for k in summed))
         error = max(error, *(difference(grads[k], whole[k], CANCELLED * scale) for k in whole))
@@ -105,14 +109,19 @@ def measure(case: Case) -> Row:
     mixes = any(a.shape == b.shape and difference(a, b) > TOLERANCE for a, b in zip(expected, dense, strict=True))
     assert mixes == case.mixes, "one example's output depends on the others" if mixes else "it does not mix examples"
     assert mixes or error <= TOLERANCE, f"gradient differs from that of the whole batch by {error:.1g}"
+    same = None if mixes else error
+    check = checked(step, tree, batch)
     return Row(case.model, len(fs.tree.leaves(tree)), sum(x.numel() for x in values["params"].values()),
-               ", ".join(units), forward, gradient, None if mixes else error, time.process_time() - start)  # fmt: skip
+               ", ".join(units), forward, gradient, same, check, time.process_time() - start)  # fmt: skip
 
 
-def train_step(apply, tree, by_units, values, batch, others):
-    """Return the outputs and the gradients of all parameters of one step on two ranks, fully sharded."""
-    specs = fs.fully_shard(P(), tree["params"], axis="data")
-    shapes = tree["params"]
+def fully_sharded(tree: Any) -> Any:
+    return fs.fully_shard(P(), tree["params"], axis="data")
+
+
+def train_step(apply: Any, tree: Any, by_units: bool, others: Mapping[str, Any]) -> Any:
+    """Return the function (params, buffers, batch) -> (outputs, gradients of all parameters) on two ranks."""
+    specs, shapes = fully_sharded(tree), tree["params"]
 
     @fs.shard_map(mesh=TWO, in_specs=(specs, P(), P("data")), out_specs=(P("data"), specs))
     def step(params, buffers, batch):
@@ -130,8 +139,24 @@ def train_step(apply, tree, by_units, values, batch, others):
         (_, out), grads = fs.value_and_grad(loss, has_aux=True)({k: x for k, x in params.items() if k not in frozen})
         return out, {**grads, **frozen}
 
-    placed = fs.device_put(values["params"], specs, TWO)
-    return fs.device_get(step(placed, values["buffers"], batch))
+    return step
+
+
+def checked(step: Any, tree: Any, batch: Any) -> str:
+    """Return "yes" if `fs.check` accepts the step on a larger mesh, from shapes alone; else the reason."""
+    try:
+        fs.check(step.on(MANY), tree["params"], tree["buffers"], batch)
+    except fs.ShardingError as e:
+        if "needs the value of a tensor" not in str(e):
+            raise
+        return "reads values"
+    except RuntimeError as e:  # torch._grouped_mm computes float32, but has its shapes in bfloat16 only
+        if "Expected inputs of BF16" not in str(e):
+            raise
+        half = {k: replace(x, dtype=torch.bfloat16) for k, x in tree["params"].items()}
+        fs.check(step.on(MANY), half, tree["buffers"], batch)
+        return "in bf16"
+    return "yes"
 
 
 def eager(case: Case) -> nn.Module:
@@ -151,14 +176,17 @@ def check_leaves(apply: fs.interop.defer.Apply, tree: Any, module: nn.Module) ->
 
 
 def unit_classes(module: nn.Module) -> list[str]:
-    """Return the classes that transformers does not split over devices, else the most frequent one in module lists."""
+    """Return the classes that transformers does not split over devices, else the largest one that lists repeat."""
     known = {type(m).__name__ for m in module.modules()} - {type(module).__name__}
     if own := sorted(known & set(getattr(module, "_no_split_modules", None) or ())):
         return own
-    listed = [x for m in module.modules() if isinstance(m, nn.ModuleList) for x in m if isinstance(x, nn.Module)]
-    blocks = [x for x in listed if len(list(x.modules())) > 1 and len(list(x.parameters())) > 0]
-    counts = Counter(type(x).__name__ for x in blocks)
-    return [counts.most_common(1)[0][0]] if counts else []
+    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    blocks = [x for m in lists for x in m if isinstance(x, nn.Module) and len(list(x.modules())) > 1]
+    often, sizes = Counter(type(x).__name__ for x in blocks), Counter[str]()
+    for x in blocks:
+        if often[type(x).__name__] > 1:
+            sizes[type(x).__name__] += sum(p.numel() for p in x.parameters())
+    return [max(sizes, key=sizes.__getitem__)] if any(sizes.values()) else []
 
 
 def moved(x: Tensor) -> Tensor:
@@ -205,14 +233,18 @@ compared with the module itself, run by torch:
 - *leaves*, *parameters*: parameters and buffers of the described tree, and numbers in its parameters. Their names, ties
   and constants are those of the constructor, their draws are distributed as its own, and their values on a mesh of
   data=2, model=2, sharded over both axes, are bitwise those on one device.
-- *units*: the classes of its blocks (transformers' `_no_split_modules`, or the most frequent class in its lists), as
-  for `fs.defer(constructor, units=...)`.
+- *units*: the classes of its blocks (transformers' `_no_split_modules`, or the largest class that its lists repeat),
+  as for `fs.defer(constructor, units=...)`.
 - *forward*: the outputs in eval mode on data=2, fully sharded, beside the module's own outputs for each rank's
-  examples: *equal*, bit by bit, or the largest difference relative to the largest number.
+  examples: *equal*, bit by bit, or the largest difference relative to the largest number. Caches are left out, and
+  `logits_per_image`, which compares each image of a batch with each text: on a mesh, all-gather the embeddings.
 - *FSDP*: the gradient of all parameters there beside torch's autograd on each rank's examples, summed. Forward and
   gradient are compared with all leaves gathered at once and, by `apply.unshard`, unit by unit; the larger difference
   stands here. A unit that runs more than once adds its sums in another order.
 - *one device*: the same gradient beside torch's autograd on the whole batch. Sums of float32 have another order there.
+  *mixes examples*: the module's answer for an example depends on the others in its batch, in torch too.
+- *check*: *yes* if `fs.check` accepts that step on data=4 from shapes alone. Some modules read values of tensors to
+  choose what they compute, and torch knows the shapes of some experts' products in bfloat16 only.
 - *s*: seconds of one core for all of this.
 
 `python -m tests.interop.defer.zoo` writes this page; inputs and sizes are in `tests/interop/defer/zoo_cases.py`.
@@ -226,7 +258,7 @@ the line.
 | class | arguments | error | way out |
 |---|---|---|---|
 """
-COLUMNS = "class", "leaves", "parameters", "units", "forward", "FSDP", "one device", "s"
+COLUMNS = "class", "leaves", "parameters", "units", "forward", "FSDP", "one device", "check", "s"
 
 
 def cells(row: Row) -> list[str]:
@@ -234,7 +266,7 @@ def cells(row: Row) -> list[str]:
         return "mixes examples" if error is None else "equal" if error == 0 else f"{error:.0e}"
 
     return [f"`{row.model}`", f"{row.leaves:,}", f"{row.parameters:,}", row.units, shown(row.forward),
-            shown(row.gradient), shown(row.batch), f"{row.seconds:.1f}"]  # fmt: skip
+            shown(row.gradient), shown(row.batch), row.check, f"{row.seconds:.1f}"]  # fmt: skip
 
 
 def page(rows: Mapping[str, Sequence[str]], refusals: Mapping[str, Sequence[str]]) -> str:

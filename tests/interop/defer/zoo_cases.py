@@ -126,7 +126,9 @@ class Case:
     Args:
         library: "transformers" or "diffusers".
         sizes: fields of the configuration; of diffusers, all arguments of the class.
-        inputs: by the names of `forward`'s arguments; a value that is no function is passed as it is.
+        inputs: by the names of `forward`'s arguments; a value that is no function is passed as it is, None is left out.
+        mixes: whether an example's output depends on the others of its batch, in torch (Autoformer in eval mode has
+            its delays in the order heads, examples, and its values in the order examples, heads).
     """
 
     model: str
@@ -135,15 +137,15 @@ class Case:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     mixes: bool = False
 
-    def construct(self) -> nn.Module:
+    def construct(self, **options: Any) -> nn.Module:
         if self.library == "diffusers":
             import diffusers
 
-            return getattr(diffusers, self.model)(**self.sizes).eval()
+            return getattr(diffusers, self.model)(**self.sizes, **options).eval()
         import transformers
 
         model = getattr(transformers, self.model)
-        return model._from_config(small_config(model.config_class, **self.sizes)).eval()
+        return model._from_config(small_config(model.config_class, **self.sizes), **options).eval()
 
     def arguments(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the inputs of a batch, the usual ones of the module replaced by those of the case; and the others."""
@@ -200,8 +202,8 @@ CROSS = {
 }
 LATENT = floats(4, 16, 16)
 TIMES = ints(1000)
-
 MAE = {"decoder_num_attention_heads": 4, "decoder_num_hidden_layers": 1, "decoder_intermediate_size": 24}
+
 # fmt: off
 FAMILIES: dict[str, list[Case]] = {
     "Decoders": [
@@ -211,11 +213,12 @@ FAMILIES: dict[str, list[Case]] = {
         case("LlamaForCausalLM", {"pad_token_id": 3}), case("MistralForCausalLM", {"sliding_window": 4}),
         case("Ministral3ForCausalLM"), case("Qwen2ForCausalLM"), case("Qwen3ForCausalLM"), case("GemmaForCausalLM"),
         case("Gemma2ForCausalLM", {"sliding_window": 4}), case("Gemma3ForCausalLM", {"sliding_window": 4}),
-        case("PhiForCausalLM"), case("Phi3ForCausalLM"), case("OPTForCausalLM", {"word_embed_proj_dim": 16}),
-        case("BloomForCausalLM"), case("FalconForCausalLM"), case("MptForCausalLM"), case("StableLmForCausalLM"),
-        case("OlmoForCausalLM"), case("Olmo2ForCausalLM"), case("Olmo3ForCausalLM"), case("Starcoder2ForCausalLM"),
-        case("CohereForCausalLM"), case("Cohere2ForCausalLM"), case("GraniteForCausalLM"), case("GlmForCausalLM"),
-        case("Glm4ForCausalLM"), case("SmolLM3ForCausalLM"), case("HeliumForCausalLM"), case("PersimmonForCausalLM"),
+        case("PhiForCausalLM"), case("Phi3ForCausalLM"),
+        case("OPTForCausalLM", {"word_embed_proj_dim": 16, "pad_token_id": 1}), case("BloomForCausalLM"),
+        case("FalconForCausalLM"), case("MptForCausalLM"), case("StableLmForCausalLM"), case("OlmoForCausalLM"),
+        case("Olmo2ForCausalLM"), case("Olmo3ForCausalLM"), case("Starcoder2ForCausalLM"), case("CohereForCausalLM"),
+        case("Cohere2ForCausalLM"), case("GraniteForCausalLM"), case("GlmForCausalLM"), case("Glm4ForCausalLM"),
+        case("SmolLM3ForCausalLM"), case("HeliumForCausalLM"), case("PersimmonForCausalLM"),
         case("NemotronForCausalLM", {"head_dim": 8, "num_key_value_heads": 2}), case("Exaone4ForCausalLM"),
         case("SeedOssForCausalLM"), case("ApertusForCausalLM"), case("NanoChatForCausalLM"),
         case("ModernBertDecoderForCausalLM"), case("BioGptForCausalLM"), case("XGLMForCausalLM"),
@@ -252,8 +255,8 @@ FAMILIES: dict[str, list[Case]] = {
         case("BigBirdPegasusForConditionalGeneration", {"attention_type": "original_full"}),
         case("T5GemmaForConditionalGeneration"), case("PLBartForConditionalGeneration"),
         case("FSMTForConditionalGeneration", {"src_vocab_size": 61, "tgt_vocab_size": 59}),
-             case("EncoderDecoderModel"),
-        case("SwitchTransformersForConditionalGeneration"), case("NllbMoeForConditionalGeneration"),
+        case("EncoderDecoderModel"), case("SwitchTransformersForConditionalGeneration"),
+        case("NllbMoeForConditionalGeneration"),
     ],
     "Mixtures of experts": [
         case("MixtralForCausalLM"), case("Qwen2MoeForCausalLM"), case("Qwen3MoeForCausalLM"),
@@ -282,7 +285,7 @@ FAMILIES: dict[str, list[Case]] = {
              "mamba_headdim": 8, "n_mamba_heads": 8, "chunk_size": 8}),
         case("GraniteMoeHybridForCausalLM", {**SSM, **HYBRID, "shared_intermediate_size": 24}),
         case("FalconH1ForCausalLM", {**SSM, "mamba_d_ssm": 64}), case("Lfm2ForCausalLM"),
-             case("OlmoHybridForCausalLM"),
+        case("OlmoHybridForCausalLM"),
     ],
     "Vision": [
         case("ViTForImageClassification"), case("DeiTForImageClassification"), case("BeitForImageClassification"),
@@ -294,8 +297,8 @@ FAMILIES: dict[str, list[Case]] = {
         case("ResNetForImageClassification", {"embedding_size": 8, **STAGES}),
         case("RegNetForImageClassification", {"embedding_size": 8, **STAGES, "groups_width": 4}),
         case("SegformerForSemanticSegmentation", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}),
-        case("MobileViTForImageClassification", {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8,
-             16]}),
+        case("MobileViTForImageClassification", {"hidden_sizes": [8, 8, 8],
+             "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 16]}),
         case("MobileNetV2ForImageClassification", {"depth_multiplier": 0.25}),
         case("EfficientNetForImageClassification", {"width_coefficient": 0.1, "depth_coefficient": 0.2,
              "hidden_dim": 128, "image_size": 32}),
@@ -305,14 +308,14 @@ FAMILIES: dict[str, list[Case]] = {
         case("LevitForImageClassification", {"hidden_sizes": [8, 16, 16], "num_attention_heads": [2, 2, 2],
              "depths": [1, 1, 1], "key_dim": [4, 4, 4], "image_size": 64, "patch_size": 16}),
         case("HieraForImageClassification", {"embed_dim": 8, "image_size": [32, 32], "depths": [1, 1, 1],
-             "num_heads": [1, 2, 4], "num_query_pool": 2, "masked_unit_size": [4, 4], "masked_unit_attention": [True,
-             True, False]}),
-        case("DPTForDepthEstimation", {"num_hidden_layers": 4, "backbone_config": None, "backbone_out_indices": [0, 1,
-             2, 3], "neck_hidden_sizes": [8, 8, 8, 8]}),
+             "num_heads": [1, 2, 4], "num_query_pool": 2, "masked_unit_size": [4, 4],
+             "masked_unit_attention": [True, True, False]}),
+        case("DPTForDepthEstimation", {"num_hidden_layers": 4, "backbone_config": None,
+             "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8]}),
         case("GLPNForDepthEstimation", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}),
         case("DetrForObjectDetection", BACKBONE, pixel_values=floats(3, 64, 64)),
-        case("DeformableDetrForObjectDetection", {**BACKBONE, "num_feature_levels": 2}, pixel_values=floats(3, 64,
-             64)),
+        case("DeformableDetrForObjectDetection", {**BACKBONE, "num_feature_levels": 2},
+             pixel_values=floats(3, 64, 64)),
         case("YolosForObjectDetection", {"image_size": [32, 32], "num_detection_tokens": 5}),
         case("Mask2FormerForUniversalSegmentation", {"backbone_config": {"model_type": "swin", "embed_dim": 8,
              "depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2], "window_size": 4, "image_size": 128,
@@ -324,15 +327,15 @@ FAMILIES: dict[str, list[Case]] = {
              "mask_decoder_config": {"hidden_size": 16, "iou_head_hidden_dim": 16}}, input_points=floats(1, 2, 2)),
         case("VideoMAEForVideoClassification", {"num_frames": 4}, pixel_values=floats(4, 3, IMAGE, IMAGE)),
         case("TimesformerForVideoClassification", {"num_frames": 2}, pixel_values=floats(2, 3, IMAGE, IMAGE)),
-        case("VivitForVideoClassification", {"num_frames": 4, "tubelet_size": [2, 8, 8]}, pixel_values=floats(4, 3,
-             IMAGE, IMAGE)),
+        case("VivitForVideoClassification", {"num_frames": 4, "tubelet_size": [2, 8, 8]},
+             pixel_values=floats(4, 3, IMAGE, IMAGE)),
     ],
     "Audio": [
-        case("WhisperForConditionalGeneration", {"max_source_positions": 10}), case("Wav2Vec2ForCTC"),
-        case("HubertForCTC"), case("WavLMForCTC"), case("UniSpeechForCTC"), case("Data2VecAudioForCTC"),
-        case("SEWForCTC"), case("Wav2Vec2ConformerForCTC", {"vocab_size": 31}),
-        case("Wav2Vec2BertForCTC", {"vocab_size": 31, "feature_projection_input_dim": 16}, input_features=floats(20,
-             16)),
+        case("WhisperForConditionalGeneration", {"max_source_positions": 10, "pad_token_id": 5}),
+        case("Wav2Vec2ForCTC"), case("HubertForCTC"), case("WavLMForCTC"), case("UniSpeechForCTC"),
+        case("Data2VecAudioForCTC"), case("SEWForCTC"), case("Wav2Vec2ConformerForCTC", {"vocab_size": 31}),
+        case("Wav2Vec2BertForCTC", {"vocab_size": 31, "feature_projection_input_dim": 16},
+             input_features=floats(20, 16)),
         case("Speech2TextForConditionalGeneration", {"input_feat_per_channel": 16, "conv_channels": 16},
              input_features=floats(20, 16)),
         case("ASTForAudioClassification", {"max_length": 40}, input_values=floats(40, 16)),
@@ -341,8 +344,8 @@ FAMILIES: dict[str, list[Case]] = {
              "depths": [1, 1], "num_attention_heads": [2, 4], "hidden_size": 16, "num_hidden_layers": 2,
              "window_size": 4}}, input_features=floats(1, 32, 8)),
         case("MusicgenForConditionalGeneration", {"audio_encoder": CODEC, "decoder": {"vocab_size": 12,
-             "pad_token_id": 11, "num_codebooks": 2}}, decoder_input_ids=lambda g: torch.randint(0, 11, (BATCH * 2,
-             5), generator=g)),
+             "pad_token_id": 11, "num_codebooks": 2}},
+             decoder_input_ids=lambda g: torch.randint(0, 11, (BATCH * 2, 5), generator=g)),
         case("SeamlessM4TForTextToText"),
     ],
     "Images, texts and pages": [
@@ -367,8 +370,8 @@ FAMILIES: dict[str, list[Case]] = {
              pixel_values=PIXELS, input_ids=ids_with((60, 16), tokens=20)),
         case("Gemma3ForConditionalGeneration", {"mm_tokens_per_image": 4}, pixel_values=PIXELS,
              input_ids=ids_with((60, 4))),
-        case("InternVLForConditionalGeneration", {"vision_config": {"image_size": [IMAGE, IMAGE], "patch_size": [8,
-             8]}}, pixel_values=PIXELS, input_ids=ids_with((60, 4))),
+        case("InternVLForConditionalGeneration", {"vision_config": {"image_size": [IMAGE, IMAGE],
+             "patch_size": [8, 8]}}, pixel_values=PIXELS, input_ids=ids_with((60, 4))),
         case("MllamaForCausalLM"), case("FlavaModel", pixel_values=PIXELS),
         case("ViltModel", pixel_values=None, image_embeds=floats(4, 32), pixel_mask=constant(1, 2, 2)),
         case("GitForCausalLM", pixel_values=PIXELS), case("OwlViTModel", pixel_values=PIXELS, attention_mask=MASK),
@@ -384,7 +387,7 @@ FAMILIES: dict[str, list[Case]] = {
         case("VisionEncoderDecoderModel", {"encoder": {"model_type": "donut-swin", **WINDOWS}}),
         case("TrOCRForCausalLM"), case("VisionTextDualEncoderModel", pixel_values=PIXELS),
     ],
-    "Series, decisions and structures": [
+    "Series and decisions": [
         case("PatchTSTForPrediction", {"num_input_channels": 2, "patch_length": 4, "patch_stride": 4},
              past_values=floats(32, 2)),
         case("PatchTSMixerForPrediction", {"num_input_channels": 2}, past_values=floats(32, 2)),
@@ -397,14 +400,15 @@ FAMILIES: dict[str, list[Case]] = {
     ],
     "Diffusion": [
         diffusion("UNet2DModel", {**UNET, "sample_size": 16, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-                  "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 4}, sample=floats(3, 16,
-                  16), timestep=TIMES),
-        diffusion("UNet2DConditionModel", {**UNET, **CROSS, "sample_size": 16, "up_block_types": ("UpBlock2D",
-                  "CrossAttnUpBlock2D")}, sample=LATENT, timestep=TIMES, encoder_hidden_states=floats(5, 16)),
+                  "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 4}, sample=floats(3, 16, 16),
+                  timestep=TIMES),
+        diffusion("UNet2DConditionModel", {**UNET, **CROSS, "sample_size": 16,
+                  "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}, sample=LATENT, timestep=TIMES,
+                  encoder_hidden_states=floats(5, 16)),
         diffusion("UNet3DConditionModel", {**UNET, "cross_attention_dim": 16, "attention_head_dim": 4,
-                  "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "up_block_types": ("UpBlock3D",
-                  "CrossAttnUpBlock3D")}, sample=floats(4, 2, 8, 8), timestep=TIMES, encoder_hidden_states=floats(5,
-                  16)),
+                  "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+                  "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D")}, sample=floats(4, 2, 8, 8), timestep=TIMES,
+                  encoder_hidden_states=floats(5, 16)),
         diffusion("UNet1DModel", {"block_out_channels": (8, 8, 16, 16), "in_channels": 6, "out_channels": 6,
                   "time_embedding_type": "positional", "use_timestep_embedding": True, "flip_sin_to_cos": False,
                   "freq_shift": 1.0, "layers_per_block": 1, "out_block_type": "OutConv1DBlock",
@@ -445,10 +449,10 @@ FAMILIES: dict[str, list[Case]] = {
         diffusion("HunyuanDiT2DModel", {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2,
                   "attention_head_dim": 8, "num_attention_heads": 2, "cross_attention_dim": 12,
                   "cross_attention_dim_t5": 16, "pooled_projection_dim": 6, "hidden_size": 16, "text_len": 4,
-                  "text_len_t5": 5}, hidden_states=floats(4, 8, 8), timestep=floats(), encoder_hidden_states=floats(4,
-                  12), text_embedding_mask=constant(1, 4), encoder_hidden_states_t5=floats(5, 16),
-                  text_embedding_mask_t5=constant(1, 5), image_meta_size=floats(6), style=ints(1),
-                  image_rotary_emb=(torch.ones(16, 8), torch.zeros(16, 8))),
+                  "text_len_t5": 5}, hidden_states=floats(4, 8, 8), timestep=floats(),
+                  encoder_hidden_states=floats(4, 12), text_embedding_mask=constant(1, 4),
+                  encoder_hidden_states_t5=floats(5, 16), text_embedding_mask_t5=constant(1, 5),
+                  image_meta_size=floats(6), style=ints(1), image_rotary_emb=(torch.ones(16, 8), torch.zeros(16, 8))),
         diffusion("SanaTransformer2DModel", {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2,
                   "attention_head_dim": 8, "num_layers": 2, "num_cross_attention_heads": 2,
                   "cross_attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 12, "sample_size": 8},
@@ -470,8 +474,8 @@ FAMILIES: dict[str, list[Case]] = {
                   "cross_attention_dim": 16, "num_attention_heads": (2, 4), "addition_time_embed_dim": 8,
                   "projection_class_embeddings_input_dim": 24, "in_channels": 8}, sample=floats(2, 8, 8, 8),
                   timestep=TIMES, encoder_hidden_states=floats(1, 16), added_time_ids=floats(3)),
-        diffusion("AutoencoderTiny", {"encoder_block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (8, 8,
-                  8, 8)}, sample=floats(3, 16, 16)),
+        diffusion("AutoencoderTiny", {"encoder_block_out_channels": (8, 8, 8, 8),
+                  "decoder_block_out_channels": (8, 8, 8, 8)}, sample=floats(3, 16, 16)),
     ],
 }
 # fmt: on

@@ -1,0 +1,54 @@
+"""docs/architectures.md: its rows are those of the list, and are true; `zoo.measure` compares with the modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fshard as fs
+
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+from tests.interop.defer import zoo
+from tests.interop.defer.test_defer import without_warnings
+from tests.interop.defer.zoo_cases import CASES, REFUSED
+
+SAMPLE = ["GPT2LMHeadModel", "MixtralForCausalLM", "MambaForCausalLM", "Wav2Vec2ForCTC", "SwinForImageClassification",
+          "DiTTransformer2DModel"]  # fmt: skip
+
+
+def test_page_is_that_of_the_list():
+    rows, refusals = zoo.read_page()
+    assert list(rows) == list(CASES)
+    assert list(refusals) == list(REFUSED)
+    assert zoo.TABLE.read_text() == zoo.page(rows, refusals), "python -m tests.interop.defer.zoo"
+
+
+@pytest.mark.parametrize("model", [m if m in SAMPLE else pytest.param(m, marks=pytest.mark.slow) for m in CASES])
+def test_row_of_the_page_is_reproduced(model):
+    row = without_warnings(lambda: zoo.measure(CASES[model]))()
+    same = 5  # class, leaves, parameters, units, forward: the others depend on the order of sums, or on the clock
+    assert zoo.cells(row)[:same] == zoo.read_page()[0][model][:same]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", REFUSED)
+def test_refused_architecture_has_the_error_of_the_page(model):
+    assert without_warnings(lambda: zoo.refusal(model))() == zoo.read_page()[1][model]
+
+
+def test_a_wrong_gradient_has_no_row(monkeypatch):
+    monkeypatch.setattr(fs, "pmean", fs.psum)
+    with pytest.raises(AssertionError, match="gradient differs from the sum over ranks by 1"):
+        zoo.measure(CASES["MistralForCausalLM"])
+
+
+def test_a_wrong_value_has_no_row(monkeypatch):
+    def eager(case):
+        module = case.construct()
+        torch.nn.init.constant_(module.model.norm.weight, 2.0)
+        return module
+
+    monkeypatch.setattr(zoo, "eager", eager)
+    with pytest.raises(AssertionError, match=r"model\.norm\.weight"):
+        zoo.measure(CASES["MistralForCausalLM"])
