@@ -33,8 +33,9 @@ def read_config(folder: StrPath, cls: type[C], fixed: Mapping[str, Any], **other
         raise fail(f"{Path(folder) / CONFIG}: not a supported {fixed['model_type']}", *different,
                    fix="use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))")  # fmt: skip
     values = {f.name: config[f.name] for f in fields(cls) if f.name in config} | others  # type: ignore[arg-type]
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}  # a Config has a hash
     hints = typing.get_type_hints(cls)
+    values = {name: tuple(x) if isinstance(x, list) and _has_type((), hints[name]) else x
+              for name, x in values.items()}  # fmt: skip
     wrong = [f"{name}: {value!r}" for name, value in values.items() if not _has_type(value, hints[name])]
     if wrong:
         raise fail(f"{Path(folder) / CONFIG}: has values of the wrong kind", *wrong, fix="copy it again")
