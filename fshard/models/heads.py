@@ -318,8 +318,13 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
 
 @checked
-def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `from_pretrained` reads, of the class of the head; `params` may be placed on a mesh."""
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `from_pretrained` reads, of the class of the head; `params` may be placed on a mesh.
+
+    `like`: see `hf.save`.
+    """
     model, described = _model_of(cfg.base), init(cfg)
     if model.module is mixtral:
         described, params = ({**x, "base": mixtral.one_by_one(_part(x, "base"))} for x in (described, params))
@@ -331,8 +336,8 @@ def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 
     }  # fmt: skip
     if model.module is not bert:
         contents["pad_token_id"] = cfg.pad_token_id
-    write(path, params, lambda p: theirs(p, cfg), config=contents, max_shard_bytes=max_shard_bytes,
-          described=described)  # fmt: skip
+    write(path, params, lambda p: theirs(p, cfg), config=contents, like=like,
+          max_shard_bytes=max_shard_bytes, described=described)  # fmt: skip
 
 
 __all__ = ["Config", "Layout", "apply", "config", "embed", "has_head", "init", "load", "loss", "save", "specs",

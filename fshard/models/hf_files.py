@@ -39,9 +39,10 @@ def read_config(
     tokens = {name: n for name, n in (absent or {}).items() if not isinstance(size, int) or n < size}
     config = tokens | config
     values = {f.name: config[f.name] for f in fields(cls) if f.name in config} | others  # type: ignore[arg-type]
-    values |= {name: _tokens(token) for name, token in values.items() if name.endswith("_token_id")}
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}  # a Config has a hash
+    values |= {name: None for name, token in values.items() if name.endswith("_token_id") and token == -1}  # of old ones
     hints = typing.get_type_hints(cls)
+    values = {name: tuple(x) if isinstance(x, list) and _has_type((), hints[name]) else x
+              for name, x in values.items()}  # fmt: skip
     wrong = [f"{name}: {value!r}" for name, value in values.items() if not _has_type(value, hints[name])]
     if wrong:
         raise fail(f"{Path(folder) / CONFIG}: has values of the wrong kind", *wrong, fix="copy it again")
@@ -50,11 +51,6 @@ def read_config(
     except ArithmeticError as e:
         raise fail(f"{Path(folder) / CONFIG}: describes no model", f"{type(e).__name__}: {e}",
                    fix="copy it again") from e  # fmt: skip
-
-
-def _tokens(value: Any) -> Any:
-    """Return the tokens of a config as a field has them: several as a tuple, and the -1 of old configs as None."""
-    return tuple(value) if isinstance(value, list) else None if value == -1 else value
 
 
 def _has_type(value: Any, hint: Any) -> bool:

@@ -46,12 +46,13 @@ loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 
 _FIXED = {"model_type": "mistral", "layer_types": None}
+_ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without them
 
 
 @checked
 def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
-    return read_config(folder, Config, _FIXED, rope_parameters=rope.parameters(config_of(folder)))
+    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rope.parameters(config_of(folder)))
 
 
 @checked
@@ -62,10 +63,15 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
 
 @checked
-def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `MistralForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `MistralForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
+
+    `like`: see `hf.save`.
+    """
     write(path, params, theirs, config=file_config(cfg, "MistralForCausalLM"),
-          max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
+          like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
 
 
 def file_config(cfg: Config, kind: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fshard._comm import Axis, in_region, region
 from fshard._io import StrPath
 from fshard._ops import local_range
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
-from fshard.errors import checked, fail
+from fshard.errors import checked, fail, must_be
 from fshard.init.deferred import Deferred, describe_initializer
 from fshard.interop.hf import FileTensor, config_of, read, write
 from fshard.nn import rope
@@ -41,7 +41,7 @@ from .activations import ACTIVATIONS
 from .decoding import Cache, KeyValues
 from .hf_files import file_tensor, read_config
 from .llama import Forward
-from .transformer import ONE_DEVICE, Layout, generate_of, linear_params, spec_of
+from .transformer import ONE_DEVICE, Layout, check_params, generate_of, linear_params
 
 _THETA = 1e6  # of rotary positions
 
@@ -196,22 +196,24 @@ def _forward(
     """
     data, axes = names_of(layout.data), names_of(layout.experts)
     described, mask = init(cfg), options["mask"]
-    block = functools.partial(_block, counted=None if mask is None else layout.time_slice(mask != 0))
+    counted = None if mask is None else layout.time_slice(mask[:, -ids.shape[1] :] != 0)  # without cached tokens
+    block = functools.partial(_block, counted=counted)
     _check_layout(layout)
     if not set(axes) & set(data):
         return llama.forward(cfg, params, ids, described, block, layout=layout, specs=specs, has_aux=True, **options)
-    if specs is None:
-        raise fail("mixtral: experts are split over a data axis", layout=layout, fix="pass the specs of the parameters")
+    if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
+        raise must_be("mixtral: specs", "the specs of all leaves", specs,
+                      fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
+    check_params({"h": params.get("h")} if isinstance(params, Mapping) else params, {"h": described["h"]})
     rest = tuple(name for name in data if name not in axes) or None
-    split = [s["experts"] for s in spec_of(specs, "h")]
-    blocks = [{**p, "experts": {}} for p in params["h"]]
-    own = [unshard(p["experts"], s, rest, shapes=d["experts"], dtype=layout.dtype, reduce_dtype=layout.reduce_dtype)
-           for p, s, d in zip(params["h"], split, described["h"], strict=True)]  # fmt: skip
-    return llama.forward(
-        cfg, {**params, "h": blocks}, ids, {**described, "h": [{**d, "experts": {}} for d in described["h"]]}, block,
-        layout=layout, specs={**specs, "h": [{**s, "experts": {}} for s in specs["h"]]}, has_aux=True,
-        each=[(x,) for x in own], **options,
-    )  # fmt: skip
+    own = [(functools.partial(unshard, specs=s["experts"], axis=rest, shapes=d["experts"], dtype=layout.dtype,
+                              reduce_dtype=layout.reduce_dtype), p["experts"])
+           for p, s, d in zip(params["h"], specs["h"], described["h"], strict=True)]  # fmt: skip
+    params, specs, described = (
+        {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
+    )
+    return llama.forward(cfg, params, ids, described, block, layout=layout, specs=specs, has_aux=True, each=own,
+                         **options)  # fmt: skip
 
 
 def _check_layout(layout: Layout) -> None:
@@ -225,7 +227,7 @@ def _check_layout(layout: Layout) -> None:
 
 def _block(
     run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None,
-    experts: Any = None, *, counted: Tensor | None,
+    unshard_experts: Callable[[Any], Any] | None = None, experts: Any = None, *, counted: Tensor | None,
 ) -> tuple[Tensor, tuple[KeyValues | None, Tensor]]:  # fmt: skip
     """x + attention(norm(x)), then x + mixture(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     cfg, layout, t = run.cfg, run.layout, run.tokens.t
@@ -235,7 +237,8 @@ def _block(
     weights, sums = _route(cfg, h, layout.replicated(p["router"]["w"]), counted)
     both: Any = (h, weights)
     h, weights = layout.enter(both, t)  # [B, T, D] and [B, T, E]
-    out = _mixture(cfg, p["experts"] if experts is None else experts, h, weights, layout)
+    experts = p["experts"] if unshard_experts is None else unshard_experts(experts)
+    out = _mixture(cfg, experts, h, weights, layout)
     return x + layout.leave(out), (cached, sums)
 
 
@@ -261,10 +264,9 @@ def _route(cfg: Config, h: Tensor, w: Tensor, counted: Tensor | None) -> tuple[T
 def _mixture(cfg: Config, p: Any, h: Tensor, weights: Tensor, layout: Layout) -> Tensor:
     """Compute this rank's part of the mixture: h [B, T, D]{V model}, weights [B, T, E] -> [B, T, D], to be summed."""
     axis = layout.experts
-    over_data, over_others = (
-        bool(axis) and set(names_of(axis)) <= set(names_of(layout.data)),
-        bool(axis) and not set(names_of(axis)) & {*names_of(layout.data), *names_of(layout.model)},
-    )
+    axes = set(names_of(axis))
+    over_data = bool(axes) and axes <= set(names_of(layout.data))
+    over_others = bool(axes) and not axes & {*names_of(layout.data), *names_of(layout.model)}
     n = len(p["gate"])
     if not axis and n != cfg.num_local_experts:
         raise fail(f"mixtral: this rank has {n} of {cfg.num_local_experts} experts", layout=layout,
@@ -322,6 +324,7 @@ _EXPERT = {
     "down": FileTensor("w2.weight", "d f -> f d"),
 }
 _FIXED = {"model_type": "mixtral", "layer_types": None, "router_jitter_noise": 0.0}
+_ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without them
 
 
 @checked
@@ -342,7 +345,7 @@ def theirs(path: tree.Path) -> FileTensor:
 @checked
 def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
-    return read_config(folder, Config, _FIXED, rope_parameters=rope.parameters(config_of(folder), theta=_THETA))
+    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rope.parameters(config_of(folder), theta=_THETA))
 
 
 @checked
@@ -360,13 +363,15 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
 
 @checked
-def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
     """Write a folder that `MixtralForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
 
-    Experts that are split over an axis are first split in width instead, which moves each once.
+    `like`: see `hf.save`. Experts that are split over an axis are first split in width instead, which moves each once.
     """
     write(path, one_by_one(params), theirs, config=file_config(cfg, "MixtralForCausalLM"),
-          max_shard_bytes=max_shard_bytes, described=one_by_one(init(cfg)))  # fmt: skip
+          like=like, max_shard_bytes=max_shard_bytes, described=one_by_one(init(cfg)))  # fmt: skip
 
 
 def one_by_one(params: Any) -> Any:

@@ -63,16 +63,15 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
 
 @checked
-def save(path: StrPath, cfg: Config, params: Any, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `Qwen3ForCausalLM.from_pretrained` reads; `params` may be placed on a mesh."""
-    write(
-        path,
-        params,
-        theirs,
-        config=file_config(cfg, "Qwen3ForCausalLM"),
-        max_shard_bytes=max_shard_bytes,
-        described=init(cfg),
-    )
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `Qwen3ForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
+
+    `like`: see `hf.save`.
+    """
+    write(path, params, theirs, config=file_config(cfg, "Qwen3ForCausalLM"),
+          like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
 
 
 def file_config(cfg: Config, kind: str) -> dict[str, Any]:

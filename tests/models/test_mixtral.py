@@ -108,6 +108,18 @@ def test_a_balanced_router_has_the_least_balance_loss_and_the_loss_weighs_its_pa
     torch.testing.assert_close(even["z"], torch.tensor(5.0).log().square())
 
 
+def test_parts_of_a_padded_sequence_have_the_logits_of_one_call():
+    ref, got, cache = reference("mixtral", "base"), [], mixtral.Cache(9)
+    p = fs.device_get(fs.materialize(ref.params, P(), fs.make_mesh(data=1), key=fs.key(0)))
+    mask = cases.left_padding(*ref.ids.shape)
+    for part in ref.ids.split([4, 3, 2], 1):
+        seen = mask[:, : cache.length + part.shape[1]]
+        logits, cache = mixtral.apply(ref.cfg, p, part, mask=seen, cache=cache)
+        got.append(logits)
+    want = mixtral.apply(ref.cfg, p, ref.ids, mask=mask)
+    torch.testing.assert_close(torch.cat(got, 1)[mask.bool()], want[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
 def test_among_equal_experts_a_token_goes_to_the_first():
     """With tied probabilities the experts 0 and 1 compute, whatever the number of tokens."""
     cfg = DECODERS["mixtral"].config(num_hidden_layers=1)
@@ -211,7 +223,9 @@ def test_wrong_trees_and_layouts_are_refused(tmp_path):
     assert "fix: Layout(experts=), the axis that specs(experts=) splits them over" in text
     assert "experts=('data', 'model') has axes of 'data' and others" in logits(
         mixtral.Layout("data", "model", experts=("data", "model")), specs)  # fmt: skip
-    assert "fix: pass the specs of the parameters" in logits(mixtral.Layout("data", "model", experts="data"), specs)
+    text = logits(mixtral.Layout("data", "model", experts="data"), specs)
+    assert "mixtral: specs must be the specs of all leaves, got None" in text
+    assert "experts are split over a data axis" in text
     assert "fix: ('h', 0, 'experts', 0, 'up') for the first" in error_text(mixtral.theirs, ("h", 0, "experts", "up"))
     del p["h"][0]["experts"]["up"]
     assert "params['h'][0]['experts'][0]['up']" in error_text(mixtral.save, tmp_path, ref.cfg, p).replace(
