@@ -158,10 +158,12 @@ class Apply:
         mine = self._take_copy()
         for p in mine.places:
             p.holder[p.key] = leaves[p.kind][p.leaf]
-        guard: Any = contextlib.nullcontext() if self._writes_checked else _ParameterWrites(self, params)
+        guard: Any = None if self._writes_checked else _ParameterWrites(self, params)
         try:
-            with guard:
+            with guard or contextlib.nullcontext():
                 out = mine.module(*args, **kwargs)
+            if guard is not None:
+                guard.check_storages()
         except Exception as e:  # the state of the copy is unknown, so the copy is not used again
             self._explain(e, params, buffers, (args, kwargs))
             raise
@@ -483,18 +485,29 @@ class _ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.apply = apply
         plain = {name: unwrapped(x) for name, x in params.items()}
-        self.names = {storage_id(x): name for name, x in plain.items() if x.layout is torch.strided and x.numel()}
+        self.before = {k: (x, x.detach(), storage_id(x)) for k, x in plain.items() if x.layout is torch.strided}
+        self.names = {n: name for name, (x, _, n) in self.before.items() if x.numel()}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for x in written_tensors(func, args, kwargs or {}):
             if x.layout is torch.strided and (name := self.names.get(storage_id(x))):
-                raise fail(f"{self.apply!r}: forward writes to params[{name!r}]: {func}",
-                           "a pure function leaves its arguments as they are",
-                           fix="write in the train step, to the new parameters; or switch it off in the module's "
-                           "configuration; or apply.eval(), if it is done in training alone")  # fmt: skip
+                raise self._error(name, str(func))
         return func(*args, **(kwargs or {}))
+
+    def check_storages(self) -> None:
+        """Raise ShardingError if forward has set the `.data` of a parameter, which is no operation."""
+        for name, (x, data, n) in self.before.items():
+            if storage_id(x) != n:
+                x.data = data
+                raise self._error(name, "params.data = ...")
+
+    def _error(self, name: str, how: str) -> ShardingError:
+        return fail(f"{self.apply!r}: forward writes to params[{name!r}]: {how}",
+                    "a pure function leaves its arguments as they are",
+                    fix="write in the train step, to the new parameters; or switch it off in the module's "
+                    "configuration; or apply.eval(), if it is done in training alone")  # fmt: skip
 
 
 def _version(x: Tensor) -> int:
