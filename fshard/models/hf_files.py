@@ -39,7 +39,7 @@ def read_config(
     tokens = {name: n for name, n in (absent or {}).items() if not isinstance(size, int) or n < size}
     config = tokens | config
     values = {f.name: config[f.name] for f in fields(cls) if f.name in config} | others  # type: ignore[arg-type]
-    values |= {name: None for name, token in values.items() if name.endswith("_token_id") and token == -1}  # of old ones
+    values |= {name: None for name, token in values.items() if name.endswith("_token_id") and token == -1}
     hints = typing.get_type_hints(cls)
     values = {name: tuple(x) if isinstance(x, list) and _has_type((), hints[name]) else x
               for name, x in values.items()}  # fmt: skip

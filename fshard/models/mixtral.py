@@ -345,7 +345,8 @@ def theirs(path: tree.Path) -> FileTensor:
 @checked
 def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
-    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rope.parameters(config_of(folder), theta=_THETA))
+    rotary = rope.parameters(config_of(folder), theta=_THETA)
+    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rotary)
 
 
 @checked

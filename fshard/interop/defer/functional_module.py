@@ -310,15 +310,16 @@ class Apply:
         for p in mine.places:
             p.holder[p.key] = leaves[p.kind][p.leaf]
         mine.units.calls, mine.units.keep = calls, functools.partial(self._keep_unit, mine, draws)
-        guard: Any = contextlib.nullcontext()
-        if not self._writes_checked:
-            guard = _ParameterWrites(self, params)
+        guard: Any = None if self._writes_checked else _ParameterWrites(self, params)
+        if guard is not None:
             mine.units.watch = guard.watch
         try:
-            with guard, draws or contextlib.nullcontext():
+            with guard or contextlib.nullcontext(), draws or contextlib.nullcontext():
                 out = mine.module(*args, **kwargs)
             if draws is not None:
                 draws.check_number()
+            if guard is not None:
+                guard.check_storages()
         except Exception as e:  # the state of the copy is unknown, so the copy is not used again
             self._explain(e, params, buffers, (args, kwargs))
             raise
@@ -823,31 +824,45 @@ class _ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, apply: Apply, params: Named) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.apply = apply
-        self.names = self._names_of(params)
+        self.before: dict[str, tuple[Tensor, Tensor, Any]] = {}
+        self.names: dict[Any, str] = {}
+        self._add(params)
 
-    @staticmethod
-    def _names_of(params: Named) -> dict[Any, str]:
+    def _add(self, params: Named) -> None:
         plain = {name: unwrapped(x) for name, x in params.items()}
-        return {storage_id(x): name for name, x in plain.items() if x.layout is torch.strided and x.numel()}
+        new = {k: (x, x.detach(), storage_id(x)) for k, x in plain.items() if x.layout is torch.strided}
+        self.before = self.before | new
+        self.names = self.names | {n: name for name, (x, _, n) in new.items() if x.numel()}
 
     @contextlib.contextmanager
     def watch(self, params: Named) -> Iterator[None]:
         """Refuse writes to these too: gathered leaves of a unit, while it runs. Their memory is used again later."""
-        before = self.names
-        self.names = before | self._names_of(params)
+        before = self.before, self.names
+        self._add(params)
         yield
-        self.names = before
+        self.check_storages()
+        self.before, self.names = before
 
     def _dispatch(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for x in written_tensors(func, args, kwargs or {}):
             if x.layout is torch.strided and (name := self.names.get(storage_id(x))):
-                raise fail(f"{self.apply!r}: forward writes to params[{name!r}]: {func}",
-                           "a pure function leaves its arguments as they are",
-                           fix="write in the train step, to the new parameters; or switch it off in the module's "
-                           "configuration; or apply.eval(), if it is done in training alone")  # fmt: skip
+                raise self._error(name, str(func))
         return func(*args, **(kwargs or {}))
+
+    def check_storages(self) -> None:
+        """Raise ShardingError if forward has set the `.data` of a parameter, which is no operation."""
+        for name, (x, data, n) in self.before.items():
+            if storage_id(x) != n:
+                x.data = data
+                raise self._error(name, "params.data = ...")
+
+    def _error(self, name: str, how: str) -> ShardingError:
+        return fail(f"{self.apply!r}: forward writes to params[{name!r}]: {how}",
+                    "a pure function leaves its arguments as they are",
+                    fix="write in the train step, to the new parameters; or switch it off in the module's "
+                    "configuration; or apply.eval(), if it is done in training alone")  # fmt: skip
 
 
 # A __torch_dispatch__ in the class body would be wrapped by torch: the first operation would import dynamo for seconds.

@@ -227,12 +227,12 @@ def _stale(
     leaves: Sequence[tuple[tree.Path, Any]], out: Mapping[int, Any], names_of: Mapping[int, Sequence[str]]
 ) -> list[ShardingError]:
     """Return an error for each leaf whose initial values the constructor computed from others, now read from files."""
-    read = {name for path, leaf in leaves if out[id(leaf)] is not leaf for name in names_of[id(leaf)]}
-    read |= {f"{kind}.{name}" for kind in KINDS for name in read}
+    names = {name for path, leaf in leaves if out[id(leaf)] is not leaf for name in names_of[id(leaf)]}
+    read = {f"{kind}.{name}": name for kind in KINDS for name in names}
     errors = []
     for path, leaf in leaves:
         scope = leaf.scope if isinstance(leaf, Deferred) and out[id(leaf)] is leaf else None
-        if scope is not None and (sources := [owner for owner in scope.owners if owner in read]):
+        if scope is not None and (sources := [read[owner] for owner in scope.owners if owner in read]):
             errors.append(fail(f"weights: {tree.show('tree', path)} is computed from {join_limited(sources, 2)}",
                                "that is read from the folder, and this leaf would have the value for another one",
                                fix="take it out of the tree, read the rest, and compute it from that"))  # fmt: skip

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations, prune
 
 import fshard as fs
 from fshard import P
+from fshard._torch_compat import without_modes
 from fshard.interop.defer import graph
 from fshard.interop.defer.constructor import Recorded, defer
 from fshard.interop.defer.replay import POINTWISE, Replay
@@ -1073,8 +1074,8 @@ def test_error_text_of_leaves_without_values():
         module.register_buffer(
             "graph", torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], (3, 3), check_invariants=True)
         )
-        with torch.utils._python_dispatch._disable_current_modes():  # as by a library with operations of its own
-            module.register_buffer("table", torch.ones(2, device="meta"))
+        with without_modes():  # as by a library with operations of its own
+            module.register_buffer("table", torch.ones(2).to("meta"))
             module.register_buffer("bytes", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
         return module
 

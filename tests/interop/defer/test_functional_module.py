@@ -287,7 +287,12 @@ def write_under_no_grad(m):
         m.head.weight[1:].zero_()
 
 
+def set_data(m):
+    m.head.weight.data = m.head.weight.data * 0.5
+
+
 CHANGES = {
+    set_data: "Apply(InForward): forward writes to params['head.weight']: params.data = ...\n",
     tie: "Apply(InForward): forward assigns a tensor to the parameter 'weight'\n"
     "  parameters are plain tensors in a pure call, which torch does not register\n"
     "  fix: assign it in the constructor (self.head.weight = self.embedding.weight ties them there), not in forward",
@@ -307,7 +312,10 @@ def test_error_text_of_a_forward_that_changes_its_parameters(change):
     module = InForward(change)
     apply, (params, _) = Apply(module), leaves(module)
     before = copy.deepcopy(params)
-    for call in (apply, lambda p, *args: fs.value_and_grad(lambda p: apply(p, *args).sum())(p)):
+    for call in (
+        apply,
+        lambda p, *args: fs.value_and_grad(lambda p: apply(fs.tree.map(torch.clone, p), *args).sum())(p),
+    ):
         assert error_text(call, params, {}, torch.arange(3)).startswith(CHANGES[change])
     torch.testing.assert_close(params, before, rtol=0, atol=0)
     if change is replace:  # for values alone it is as good as eager
