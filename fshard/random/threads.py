@@ -46,6 +46,6 @@ def run_in_threads(job: Callable[[], T], threads: int) -> list[T]:
             torch.set_num_threads(compute_threads)
 
     if threads == 1:
-        return [run()]
+        return [job() if compute_threads == 1 else run()]
     with ThreadPoolExecutor(threads, "fshard-fill") as pool:
         return [done.result() for done in [pool.submit(run) for _ in range(threads)]]
