@@ -264,6 +264,28 @@ def test_sharded_folders_have_an_index_and_split_the_experts_of_a_leaf(tmp_path:
     assert_same({n: x.detach() for n, x in again.state_dict().items()}, dict(theirs.state_dict()))
 
 
+def test_conversion_that_is_not_read_back_exactly_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import core_model_loading as loading
+
+    apply, tree = deferred("mixtral")
+    values, _ = placed(tree, tree, fs.make_mesh(data=2))
+    revert = loading.revert_weight_conversion
+    one, other = EXPERT, EXPERT.replace("experts.1", "experts.2")
+
+    def swapped(model: Any, leaves: Any) -> Any:
+        files = revert(model, leaves)
+        return files | {one: files[other], other: files[one]}
+
+    monkeypatch.setattr(loading, "revert_weight_conversion", swapped)
+    assert error_text(fs.hf.save, tmp_path / "out", {}, values, of=apply) == (
+        "MixtralForCausalLM: transformers cannot read what its conversion writes\n"
+        "  'model.layers.0.mlp.experts.down_proj' of the module is not the same when its file is read again"
+    )
+    assert not (tmp_path / "out").exists()
+
+
 # --- ties, buffers, heads, adapters ---------------------------------------------------------------------------
 
 BERT = {**TEXT, "max_position_embeddings": 12, "type_vocab_size": 2}
