@@ -46,7 +46,7 @@ def pixels(size: int, batch: int = 4) -> dict[str, Any]:
     return {"pixel_values": torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))}
 
 
-# name -> class, config class, config, inputs; the number of tensors in a file of a leaf that has several
+# name -> class, config class, config, inputs
 FAST = {
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 3}, ids()),  # experts
     "vit": ("ViTForImageClassification", "ViTConfig", {**VISION, "num_labels": 3}, pixels(8)),  # names
