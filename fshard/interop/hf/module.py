@@ -148,6 +148,7 @@ def read_module(
     out: dict[int, Deferred] = {}
     used: set[str] = set()  # of `stored.leaves`
     lacking: list[str] = []
+    present: list[str] = []  # names of leaves that the folder has
     for path, leaf in leaves:
         if id(leaf) in out:
             continue
@@ -162,6 +163,7 @@ def read_module(
                 raise fail(f"{label}: {names.shown} has no leaf {unknown[0]!r}",
                            fix="pass the tree that fs.defer returned with it")  # fmt: skip
             if found:
+                present += own
                 out[id(leaf)] = _leaf(headers, [stored.leaves[n] for n in found], label, leaf)
             elif headers.complete and not names.may_lack(own, leaf) and not matches(own, missing):
                 lacking.append(own[0])
@@ -177,7 +179,7 @@ def read_module(
     errors += [fail(f"weights: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
                for pattern in missing if not matches(own, [pattern])]  # fmt: skip
     if lacking or extra:
-        errors.append(_advice(names, lacking, extra, own, list(headers.tensors), (missing, ignored)))
+        errors.append(_advice(names, (lacking, present), (extra, list(headers.tensors)), (missing, ignored)))
     raise_all(errors)
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
 
@@ -293,11 +295,18 @@ def matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _advice(
-    names: Names, lacking: Sequence[str], extra: Sequence[str], leaves: Sequence[str], tensors: Sequence[str],
+    names: Names, leaves: tuple[Sequence[str], Sequence[str]], tensors: tuple[Sequence[str], Sequence[str]],
     now: tuple[Sequence[str], Sequence[str]],
 ) -> ShardingError:  # fmt: skip
-    """Return the error that names the arguments with which the folder is accepted."""
-    accepted = (*now[0], *globs(lacking, leaves)), (*now[1], *globs(extra, tensors))
+    """Return the error that names the arguments with which the folder is accepted.
+
+    Args:
+        leaves: names of those that are not in the folder, and of the others.
+        tensors: names of those that no leaf uses, and of all.
+        now: `missing` and `ignored` of this call.
+    """
+    lacking, extra = leaves[0], tensors[0]
+    accepted = (*now[0], *globs(*leaves)), (*now[1], *globs(*tensors))
     arguments = [f"{key}={value!r}" for key, value in zip(("missing", "ignored"), accepted, strict=True) if value]
     notes = ["leaves named by missing= keep their initializers; tensors named by ignored= are not read"]
     if not names.kinds:

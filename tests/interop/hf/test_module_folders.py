@@ -46,7 +46,7 @@ def pixels(size: int, batch: int = 4) -> dict[str, Any]:
     return {"pixel_values": torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))}
 
 
-# name -> class, config class, config, inputs; the number of tensors in a file of a leaf that has several
+# name -> class, config class, config, inputs
 FAST = {
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 3}, ids()),  # experts
     "vit": ("ViTForImageClassification", "ViTConfig", {**VISION, "num_labels": 3}, pixels(8)),  # names
@@ -262,6 +262,28 @@ def test_sharded_folders_have_an_index_and_split_the_experts_of_a_leaf(tmp_path:
     assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
     again = type(theirs).from_pretrained(tmp_path / "ours")
     assert_same({n: x.detach() for n, x in again.state_dict().items()}, dict(theirs.state_dict()))
+
+
+def test_conversion_that_is_not_read_back_exactly_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import core_model_loading as loading
+
+    apply, tree = deferred("mixtral")
+    values, _ = placed(tree, tree, fs.make_mesh(data=2))
+    revert = loading.revert_weight_conversion
+    one, other = EXPERT, EXPERT.replace("experts.1", "experts.2")
+
+    def swapped(model: Any, leaves: Any) -> Any:
+        files = revert(model, leaves)
+        return files | {one: files[other], other: files[one]}
+
+    monkeypatch.setattr(loading, "revert_weight_conversion", swapped)
+    assert error_text(fs.hf.save, tmp_path / "out", {}, values, of=apply) == (
+        "MixtralForCausalLM: transformers cannot read what its conversion writes\n"
+        "  'model.layers.0.mlp.experts.down_proj' of the module is not the same when its file is read again"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 # --- ties, buffers, heads, adapters ---------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fshard.interop.hf import export
+from fshard.interop.hf.conversion import Converted
+from fshard.interop.hf.module import _rests
 from fshard.interop.hf.places import Places
 from fshard.interop.hf.traced import Traced, trace
+from fshard.interop.hf.weights import FilePart
 from fshard.spec import full_box
 from tests.lib.assertions import error_text
 
@@ -108,4 +114,27 @@ def test_operation_without_a_rule_is_refused(name: str) -> None:
 def test_reshape_that_no_factors_have_is_refused() -> None:
     columns = Places.of((4, 6)).permute((1, 0))
     assert columns.reshape((3, 8)).dims == (((3, 2),), ((2, 1), (4, 6)))
+    assert Places.of((3, 4)).reshape((2, 6)) == Places.of((2, 6))  # factors in a row are one
     assert error_text(columns.reshape, (4, 6)) == "[6, 4] cannot be read as [4, 6]\n  4 % 6 = 4"
+
+
+def test_parts_that_do_not_fill_a_tensor_once_are_not_written(tmp_path: Path) -> None:
+    halves = torch.cat([trace("w", A, torch.float32)] * 2).parts
+
+    def write(*parts: FilePart) -> None:
+        export.write(tmp_path / "folder", {"x": torch.zeros(8, 6)}, lambda _: parts, config={})
+
+    write(halves[0])
+    text = "write: 'w' would be written twice\n  tree['x'] give 48 of its 24 elements\n  fix: pass the whole tree"
+    assert error_text(write, *halves) == text
+    row = trace("w", A, torch.float32).unbind(0)[1].unsqueeze(0).parts
+    assert "write: 'w' lacks a part\n  tree['x'] give 6 of its 24 elements" in error_text(write, *row)
+
+
+def test_tensor_of_which_the_leaves_are_a_part_is_an_error() -> None:
+    q, k, v = trace("qkv", (6, 2), torch.float32).chunk(3)
+    stored = Converted({"q": q, "k": k, "v": v})
+    headers: Any = SimpleNamespace(path="folder", tensors={"qkv": SimpleNamespace(shape=(6, 2))})
+    assert _rests(headers, stored, {"q", "k", "v"}, set()) == []
+    (error,) = _rests(headers, stored, {"q", "k"}, set())
+    assert str(error) == "folder: no leaf is the rest of 'qkv'\n  8 of its 12 elements are used"
