@@ -44,6 +44,8 @@ def ended(tokens: Tensor, options: Options) -> Tensor:
 
 def on_any_rank(marked: Tensor) -> bool:
     """Return whether any entry on any rank of the mesh is marked; True where ranks cannot read values."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
     if not in_region():
         return bool(marked.any())
     current = region()

@@ -66,9 +66,8 @@ class Options:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Options:
         """Return the options of a call. Raises ShardingError for one that does not exist."""
-        names = [f.name for f in fields(cls)]
-        if unknown := [name for name in options if name not in names]:
-            raise fail(f"generate: there is no option {', '.join(unknown)}", fix=f"one of {', '.join(names)}")
+        if unknown := [name for name in options if name not in _NAMES]:
+            raise fail(f"generate: there is no option {', '.join(unknown)}", fix=f"one of {', '.join(_NAMES)}")
         return cls(**options)
 
     @property
@@ -83,8 +82,7 @@ class Options:
 
     def __post_init__(self) -> None:
         sampled = ("top_k", "top_p", "min_p", "typical_p")
-        beam = [f.name for f in fields(self) if f.name in ("length_penalty", "early_stopping")
-                and getattr(self, f.name) != f.default]  # fmt: skip
+        beam = ["length_penalty"] * (self.length_penalty != 1) + ["early_stopping"] * (self.early_stopping is not False)
         ranges = (
             ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "0 or more"),
             ("top_k", self.top_k is None or self.top_k >= 1, "1 or more; None for all tokens"),
@@ -136,6 +134,9 @@ class Options:
         raise_all([fail(f"generate: {name} has the token {token}, and the vocabulary has {size}",
                         fix=f"0 to {size - 1}")
                    for name, tokens in named.items() for token in tokens if not 0 <= token < size])  # fmt: skip
+
+
+_NAMES = tuple(f.name for f in fields(Options))
 
 
 def token_list(tokens: int | Sequence[int] | None) -> list[int]:

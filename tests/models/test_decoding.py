@@ -56,6 +56,17 @@ def test_logits_with_a_cache_equal_those_of_one_call():
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_a_compiled_program_generates_the_same():
+    params = fs.device_get(fs.materialize(gpt2.init(CFG), P(), fs.make_mesh(data=1), key=fs.key(0)))
+
+    def run(p, ids):
+        return gpt2.generate(CFG, p, ids, new=2, temperature=1.0, top_k=5, top_p=0.9, key=fs.key(1), eos=[3, 4])
+
+    got = torch.compile(run, backend="eager", fullgraph=True)(params, prompts())
+    assert torch.equal(got, run(params, prompts()))
+
+
 def test_padding_has_no_position_and_is_not_attended_to():
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]])
     got = Tokens.of(torch.zeros(3, 4, dtype=torch.int64), mask)
