@@ -67,7 +67,7 @@ def measure(case: Case) -> Row:
     """Record, materialize, run and differentiate an architecture. Raises AssertionError for a difference."""
     start = time.process_time()
     module = eager(case)
-    units = unit_classes(module)
+    units = list(case.units) or unit_classes(module)
     apply, tree = fs.defer(case.construct, **({"units": units} if UNITS else {}))
     values = fs.device_get(fs.materialize(tree, P(), ONE, key=fs.key(0)))
 

@@ -129,6 +129,7 @@ class Case:
         inputs: by the names of `forward`'s arguments; a value that is no function is passed as it is, None is left out.
         mixes: whether an example's output depends on the others of its batch, in torch (Autoformer in eval mode has
             its delays in the order heads, examples, and its values in the order examples, heads).
+        units: classes of units, if blocks cannot be (DiT's last layer uses the embedding of the first block).
     """
 
     model: str
@@ -136,6 +137,7 @@ class Case:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Any] = field(default_factory=dict)
     mixes: bool = False
+    units: tuple[str, ...] = ()
 
     def construct(self, **options: Any) -> nn.Module:
         if self.library == "diffusers":
@@ -175,8 +177,8 @@ def case(model: str, sizes: Mapping[str, Any] | None = None, *, mixes: bool = Fa
     return Case(model, "transformers", sizes or {}, inputs, mixes)
 
 
-def diffusion(model: str, sizes: Mapping[str, Any], **inputs: Any) -> Case:
-    return Case(model, "diffusers", sizes, inputs)
+def diffusion(model: str, sizes: Mapping[str, Any], *, units: tuple[str, ...] = (), **inputs: Any) -> Case:
+    return Case(model, "diffusers", sizes, inputs, units=units)
 
 
 PIXELS = floats(3, IMAGE, IMAGE)
@@ -419,7 +421,7 @@ FAMILIES: dict[str, list[Case]] = {
                   timestep=TIMES, encoder_hidden_states=floats(5, 16), controlnet_cond=floats(3, 32, 32)),
         diffusion("DiTTransformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2,
                   "sample_size": 8, "norm_num_groups": 4, "num_embeds_ada_norm": 10}, hidden_states=floats(4, 8, 8),
-                  timestep=TIMES, class_labels=ints(10)),
+                  timestep=TIMES, class_labels=ints(10), units=("Attention", "FeedForward")),
         diffusion("PixArtTransformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2,
                   "sample_size": 8, "cross_attention_dim": 16, "caption_channels": 12, "norm_num_groups": 4},
                   hidden_states=floats(4, 8, 8), timestep=TIMES, encoder_hidden_states=floats(5, 12),
