@@ -303,7 +303,7 @@ class Apply:
             known = self._probes.setdefault(signature, _Probed([], count, dims))
         probed = known
 
-        def run(fake: Fake) -> None:
+        def run(prime: int, fake: Fake) -> None:
             mine = self._take_copy()
             norm: Any
             for _, norm in _batch_norms(mine.module):
@@ -322,10 +322,10 @@ class Apply:
             self._free_copies.append(mine)
 
         def find() -> Probe:
-            probed.probes.append(probe(repr(self), key, prime, run))
+            prime = prime_for(n for x in (*xs, *params.values(), *buffers.values()) for n in x.shape)
+            probed.probes.append(probe(repr(self), key, prime, functools.partial(run, prime)))
             return probed.probes[-1]
 
-        prime = prime_for(n for x in (*xs, *params.values(), *buffers.values()) for n in x.shape)
         return probed, find
 
     def _examples(

@@ -313,6 +313,28 @@ def test_calls_that_are_not_checked_draw_by_their_own_keys():
         assert torch.equal(fs.device_get(run(x, fs.key(k))), apply({}, {}, x, key=fs.key(k)))
 
 
+def test_forward_is_probed_again_only_after_it_read_other_numbers():
+    module, x = LayerDrop(), input_of(5)
+    apply = Apply(module).draws_over("data")
+    run = fs.shard_map(lambda x, key: apply({}, {}, x, key=key), mesh=fs.make_mesh(data=2), in_specs=(P("data"), P()),
+                       out_specs=P("data"))  # fmt: skip
+    for _ in range(2):
+        for k in range(8):
+            assert torch.equal(fs.device_get(run(x, fs.key(k))), alone(module, x, fs.key(k)))
+        found = [probe for known in apply._probes.values() for probe in known.probes]
+        read = {(known, tuple(probe.read)) for known in apply._probes for probe in apply._probes[known].probes}
+        assert 2 * 4 < len(found) == len(read) <= 2 * 8  # for 3 rows and for 2; some of 2^6 combinations of layers
+
+
+def test_one_apply_has_one_dim_of_examples_for_given_shapes():
+    apply = Apply(nn.Dropout(0.5)).draws_over("data")
+    f = lambda x: apply({}, {}, x, key=KEY)  # noqa: E731
+    rows, columns = torch.ones(4, 2), torch.ones(2, 4)  # [2, 2] on each rank
+    fs.shard_map(f, mesh=fs.make_mesh(data=2), in_specs=P("data"), out_specs=P("data"))(rows)
+    other = fs.shard_map(f, mesh=fs.make_mesh(data=2), in_specs=P(None, "data"), out_specs=P(None, "data"))
+    assert "in an earlier call, of the same shapes, other dims had the examples" in error_text(other, columns)
+
+
 def test_with_buffers_and_modes_keep_the_key_and_the_axis():
     module, x = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4)), input_of(6)
     params, buffers = leaves(module)
@@ -420,6 +442,22 @@ def test_draws_are_the_same_under_transforms():
     torch.testing.assert_close(torch.func.jvp(loss, (x,), (x,))[1], (leaf.grad * x).sum())
     rows = torch.func.vmap(lambda row: apply(params, {}, row, key=KEY), randomness="same")(x)
     torch.testing.assert_close(rows, torch.stack([apply(params, {}, row, key=KEY) for row in x]))
+
+
+@pytest.mark.parametrize("kind", ["dropout", "windows", "attention", "encoder layer", "lstm"])
+def test_draws_are_the_same_in_inference_mode(kind):
+    module = KINDS[kind]() if kind in KINDS else nn.Dropout(0.5)
+    apply, (params, buffers), x = Apply(module).draws_over("data"), leaves(module), input_of(5)
+
+    @fs.shard_map(mesh=fs.make_mesh(data=2), in_specs=(P(), P("data")), out_specs=P("data"))
+    def run(p, x):
+        with torch.inference_mode():
+            out = apply(fs.pvary(p, "data"), buffers, x, key=KEY)
+        return out.clone()
+
+    with torch.inference_mode():  # which runs another kernel of the LSTM
+        expected = alone(module, x)
+    torch.testing.assert_close(fs.device_get(run(params, x)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_part_of_a_call_that_is_run_again_draws_the_same():
