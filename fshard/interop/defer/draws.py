@@ -164,7 +164,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, func: Any, operands: Sequence[Tensor], out: Any) -> None:
         """Record the numbers that are read of tensors made of draws alone."""
         if operands and all(x in self._scalars for x in operands):
-            if func is torch.ops.aten._local_scalar_dense.default:
+            if func.overloadpacket.__name__ == "_local_scalar_dense":
                 self.read.append((self.number, out))
             for y in tensors_in(out):
                 self._scalars[y] = None

@@ -80,7 +80,7 @@ class Apply:
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self._free_copies: deque[_ModuleCopy] = deque()
-        self._values_compared = False
+        self._values_compared: list[bool] = []  # not empty after a call that did; shared with copies, as the others are
         self._key: Tensor | None = None
         self._draws_over: tuple[Axis, int, bool] | None = None
         self._probes: dict[str, _Probed] = {}  # by the arguments' structure and shapes
@@ -249,7 +249,7 @@ class Apply:
         changed = [name for name, x in state.items() if x is not copies[name] or _version(x) != versions[name]]
         if not changed and not self._values_compared:  # torch's batch_norm does not count all its writes as versions
             changed = [name for name, x in state.items() if not _equal(x, buffers[name])]
-            self._values_compared = not changed
+            self._values_compared += [True] * (not changed)
         return out, after, changed
 
     def _draws(self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draws | None:

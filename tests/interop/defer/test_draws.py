@@ -336,6 +336,14 @@ def test_one_apply_has_one_dim_of_examples_for_given_shapes():
     assert "in an earlier call, of the same shapes, other dims had the examples" in error_text(other, columns)
 
 
+def test_values_of_buffers_are_compared_in_the_first_call_alone():
+    module = nn.BatchNorm1d(4).eval()
+    apply, (params, buffers) = Apply(module), leaves(module)
+    for k in range(3):
+        apply(params, buffers, input_of(2), key=fs.key(k))
+    assert apply._values_compared == [True]
+
+
 def test_with_buffers_and_modes_keep_the_key_and_the_axis():
     module, x = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4)), input_of(6)
     params, buffers = leaves(module)
