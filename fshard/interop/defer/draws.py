@@ -144,16 +144,27 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         rule, kwargs = rule_of(func), kwargs or {}
         if rule is not None:
-            return self._run(rule, func, args, kwargs)
+            parts = self._decomposed(func, args, kwargs)
+            return self._run(rule, func, args, kwargs) if parts is NotImplemented else parts
         out = func(*args, **kwargs)
         if len(self._scalars):
             self._follow(func, tensors_in(args, kwargs), out)
         return out
 
+    def _decomposed(self, func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
+        """Run an operation as those that it is made of; NotImplemented if it is not, or only for its gradient.
+
+        In inference mode, and inside another operation, torch has not decomposed dropout, attention or lstm before.
+        """
+        if func.namespace == "prim":  # an attribute of a tensor, no operation
+            return NotImplemented
+        with self:
+            return func.decompose(*args, **kwargs)
+
     def _follow(self, func: Any, operands: Sequence[Tensor], out: Any) -> None:
         """Record the numbers that are read of tensors made of draws alone."""
         if operands and all(x in self._scalars for x in operands):
-            if func is torch.ops.aten._local_scalar_dense.default:
+            if func.overloadpacket.__name__ == "_local_scalar_dense":
                 self.read.append((self.number, out))
             for y in tensors_in(out):
                 self._scalars[y] = None
@@ -300,9 +311,10 @@ def _bernoulli(draws: Draws, name: str, v: Values) -> Tensor:
 
 @_rule_for("native_dropout")
 def _native_dropout(draws: Draws, name: str, v: Values) -> tuple[Tensor, Tensor]:
+    """Draw as the dropout of CPUs does, with the same numbers."""
     x, p = v["input"], v["p"]
     keep = torch.empty_like(x, dtype=torch.bool)
-    keep.copy_(draws.numbers("dropout", x.shape, "bernoulli", 1 - p, dtype=torch.bool, device=x.device, like=x))
+    keep.copy_(draws.numbers("bernoulli_", x.shape, "bernoulli", 1 - p, dtype=torch.bool, device=x.device, like=x))
     return x * keep * (0.0 if p == 1 else 1 / (1 - p)), keep
 
 

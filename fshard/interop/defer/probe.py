@@ -53,6 +53,9 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, schema_of(func).name.split("::")[-1]
+        parts = self._decomposed(func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         operands, rule = tensors_in(args, kwargs), rule_of(func)
         drawn = bool(operands) and all(x in self._drawn for x in operands)
         if rule is not None:

@@ -146,6 +146,7 @@ def fractional_max_pool(x):
 
 
 OPERATIONS = {  # of [B, 4, 8], with a result of B rows
+    "on a GPU": lambda x: torch.native_dropout(x, 0.3, True)[0],
     "in place": lambda x: F.dropout(x * 1, 0.3, inplace=True),
     "dropout2d": lambda x: F.dropout2d(x.unsqueeze(-1), 0.3),
     "dropout3d": lambda x: F.dropout3d(x[..., None, None], 0.3),
@@ -335,6 +336,14 @@ def test_one_apply_has_one_dim_of_examples_for_given_shapes():
     assert "in an earlier call, of the same shapes, other dims had the examples" in error_text(other, columns)
 
 
+def test_values_of_buffers_are_compared_in_the_first_call_alone():
+    module = nn.BatchNorm1d(4).eval()
+    apply, (params, buffers) = Apply(module), leaves(module)
+    for k in range(3):
+        apply(params, buffers, input_of(2), key=fs.key(k))
+    assert apply._done == {"writes", "values"}
+
+
 def test_with_buffers_and_modes_keep_the_key_and_the_axis():
     module, x = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4)), input_of(6)
     params, buffers = leaves(module)
@@ -501,6 +510,10 @@ def test_forward_on_values_runs_with_the_dim_that_is_stated():
 # --- refused ----------------------------------------------------------------------------------------------------
 
 
+def fused_attention(x):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x[None], x[None], x[None], 0.3)[0][0]
+
+
 def flat_time_major(x):
     return x.transpose(0, 1).reshape(-1, 8)
 
@@ -521,6 +534,7 @@ REFUSED = {
     "numpy": (lambda x: x * np.random.rand(), "forward draws from numpy.random"),  # noqa: NPY002
     "random": (lambda x: x * random.randint(0, 3), "forward draws from random"),
     "a generator": (lambda x: x + torch.rand(8, generator=torch.Generator()), "rand draws from a generator of its own"),
+    "fused attention": (fused_attention, "draws its dropout inside a fused kernel, where key= cannot reach it"),
     "poisson": (lambda x: torch.poisson(x.abs()), "poisson draws in a way that key= cannot replace"),
     "gamma": (lambda x: x * torch.distributions.Gamma(1.0, 1.0).sample(), "_standard_gamma draws in a way that"),
     "out": (lambda x: torch.rand(8, out=torch.empty(8)) + x, "rand draws in a way that key= cannot replace"),
@@ -538,7 +552,7 @@ def test_draw_that_would_differ_between_meshes_is_refused_at_its_line(name):
     assert "  fix: " in message
     assert "test_draws.py:" in message
     if name != "one by one":  # which is found at the end of the call
-        assert " in <lambda>\n" in message
+        assert " in <lambda>\n" in message or " in fused_attention\n" in message
 
 
 def run_on(apply, spec, check="first", key=KEY, **sizes):
