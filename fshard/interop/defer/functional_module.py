@@ -244,6 +244,7 @@ class Apply:
         return out, after, changed
 
     def check_names(self, params: Named, buffers: Named) -> None:
+        """Raise ShardingError listing every name that is missing or unexpected, and every wrong number of dims."""
         errors: list[ShardingError] = []
         for kind, named in (("params", params), ("buffers", buffers)):
             expected = self._leaves[kind]

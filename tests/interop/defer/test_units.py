@@ -86,6 +86,22 @@ class Nested(Stack):
         return super().forward(ids) + self.head(self.blocks[1].inner(self.embed(ids))[0])
 
 
+class Sliced(Stack):
+    """Parts of a weight, transposed; and a weight that is clamped in place before its use."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None, flag: bool = True) -> tuple[Tensor, None]:
+            with torch.no_grad():
+                self.down.weight.clamp_(-0.05, 0.05)
+            first, second = self.up.weight.split([3, F - 3])
+            h = torch.cat([x @ first.T, torch.sin(x[..., 1:] @ second[:, 1:].T)], -1)
+            return x + self.down(torch.tanh(h)), None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Sliced.Block() for _ in range(3)])
+
+
 @dataclasses.dataclass
 class Opaque:
     """An output that no pytree knows, and a cache that keeps tensors of every block."""
@@ -156,6 +172,7 @@ MODULES: dict[str, tuple[Any, Any]] = {
     "again and again": (lambda: Stack((0, 0, 0, 0), 1), "Block"),
     "by size, of leaves": (Stack, F),
     "shared between units": (Universal, "Block"),
+    "sliced and clamped": (Sliced, "Block"),
     "nested": (Nested, ("Block", "Outer", "blocks.*.inner.up")),
     "opaque": (Hidden, lambda name, m: type(m).__name__ == "Block"),
     "captured": (Captured, "Block"),
@@ -197,10 +214,13 @@ def dense(constructor: Any, batches: list[Tensor]) -> tuple[Tensor, dict[str, Te
     """Return the mean loss of some batches and its gradients, of torch's own module."""
     torch.manual_seed(0)
     module = constructor()
-    loss = torch.stack([module(ids).square().mean() for ids in batches]).mean()
     named = dict(module.named_parameters())
-    grads = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
-    return loss.detach(), dict(zip(named, grads, strict=True))
+    losses, grads = [], []
+    for ids in batches:
+        losses.append(module(ids).square().mean())
+        grads.append(torch.autograd.grad(losses[-1], list(named.values()), materialize_grads=True))
+    means = [torch.stack(gs).mean(0) for gs in zip(*grads, strict=True)]
+    return torch.stack(losses).mean().detach(), dict(zip(named, means, strict=True))
 
 
 @pytest.mark.parametrize("name", MODULES)
