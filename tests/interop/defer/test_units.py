@@ -87,19 +87,28 @@ class Nested(Stack):
 
 
 class Sliced(Stack):
-    """Parts of a weight, transposed; and a weight that is clamped in place before its use."""
+    """Parts of a weight, one of them transposed."""
 
     class Block(Block):
         def forward(self, x: Tensor, scale: Tensor | None = None, flag: bool = True) -> tuple[Tensor, None]:
-            with torch.no_grad():
-                self.down.weight.clamp_(-0.05, 0.05)
             first, second = self.up.weight.split([3, F - 3])
             h = torch.cat([x @ first.T, torch.sin(x[..., 1:] @ second[:, 1:].T)], -1)
             return x + self.down(torch.tanh(h)), None
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Sliced.Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([type(self).Block() for _ in range(3)])
+
+
+class Clamped(Sliced):
+    """A weight that is changed in place before its use, but after another use of its block's leaves."""
+
+    class Block(Sliced.Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None, flag: bool = True) -> tuple[Tensor, None]:
+            x = torch.sin(x @ self.up.weight.T[:, :D])
+            with torch.no_grad():
+                self.down.weight.clamp_(-0.05, 0.05)
+            return super().forward(x)
 
 
 @dataclasses.dataclass
@@ -172,7 +181,8 @@ MODULES: dict[str, tuple[Any, Any]] = {
     "again and again": (lambda: Stack((0, 0, 0, 0), 1), "Block"),
     "by size, of leaves": (Stack, F),
     "shared between units": (Universal, "Block"),
-    "sliced and clamped": (Sliced, "Block"),
+    "sliced": (Sliced, "Block"),
+    "clamped": (Clamped, "Block"),
     "nested": (Nested, ("Block", "Outer", "blocks.*.inner.up")),
     "opaque": (Hidden, lambda name, m: type(m).__name__ == "Block"),
     "captured": (Captured, "Block"),
