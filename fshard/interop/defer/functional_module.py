@@ -309,7 +309,7 @@ class Apply:
         self._free_copies.append(mine)
 
     def _keep_unit(self, mine: _ModuleCopy, name: str) -> Callable[[Sequence[Tensor], Any, Any, Any], None]:
-        """Return a function that repeats a call of a unit with the present values of the other leaves in it."""
+        """Return a function that repeats a call of a unit, once, with the present values of the other leaves in it."""
         modules = list(mine.module.get_submodule(name).modules())
         holders = {id(m._parameters) for m in modules} | {id(m._buffers) for m in modules}
         own = set(self.units[name])
@@ -327,8 +327,7 @@ class Apply:
             before = copy.unit_contents(name)
             for p in copy.places:
                 if p.name in now:
-                    x = now[p.name]
-                    p.holder[p.key] = x.clone() if p.kind == "buffers" else x
+                    p.holder[p.key] = now[p.name]
             copy.units.calls = calls
             try:
                 copy.units.run(name, leaves, args, kwargs)

@@ -293,15 +293,18 @@ def test_hybrid_mixed_precision_host_memory_and_frozen_leaves() -> None:
 
 
 class Norms(nn.Module):
-    """Blocks with a batch norm, and a counter that decides nothing."""
+    """Blocks with a batch norm, and a buffer that is read, then updated."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear, self.norm = nn.Linear(D, D), nn.BatchNorm1d(D, momentum=0.3)
+            self.register_buffer("scale", torch.ones(D))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(self.norm(self.linear(x)))
+            scale = self.scale.clone()
+            self.scale.mul_(1.5)
+            return x + torch.tanh(self.norm(self.linear(x))) * scale
 
     def __init__(self) -> None:
         super().__init__()
