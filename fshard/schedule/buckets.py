@@ -178,6 +178,8 @@ def start_gather(
     write = read = whole
     if buffer is not None and not virtual:
         write, read = views(buffer.write, plan, shards), views(buffer.read, plan, shards)
+        # A version counter for each leaf: a write to one is no modification of the others.
+        read = [x if part is None else x.data for x, part in zip(read, plan.slices, strict=True)]
     for bucket in plan.buckets:
         xs, ys = [shards[i] for i in bucket.which], [read[i] for i in bucket.which]
         into = [write[i] for i in bucket.which]

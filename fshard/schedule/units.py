@@ -94,6 +94,11 @@ class _Gathered:
             self._pending.pop(0)()
         return self._whole
 
+    def __del__(self) -> None:
+        """Wait, if a guess was wrong or backward does not reach the unit: a transfer must not write to freed memory."""
+        if getattr(self, "_pending", None):
+            self.wait()
+
     def leaf_of(self, x: Tensor) -> int | None:
         """Return the leaf that a tensor in the memory of this unit is a view of; `None` if its values are others."""
         if x.is_conj() or x.is_neg():
@@ -209,7 +214,7 @@ class UnitSchedule:
             self.ready[name] = self.start(name)
 
     def drop(self, names: Sequence[str]) -> None:
-        """Free the leaves of units. A pending gather, started by a wrong guess, must end first."""
+        """Free the leaves of units. All ranks wait at this line for a pending gather, started by a wrong guess."""
         for name in names:
             self.ready.pop(name).wait()
 
@@ -220,6 +225,7 @@ class UnitSchedule:
             self.drop([name])
 
     def end_forward(self) -> None:
+        """Free all gathered leaves."""
         if self.options.release:
             self.drop(list(self.ready))
 
@@ -244,7 +250,7 @@ class UnitSchedule:
         """Return what autograd keeps of a tensor that it saves in a unit."""
         owner = self.owners.get(storage_key(x))
         leaf = None if owner is None else owner.leaf_of(x)
-        if owner is None or leaf is None:
+        if owner is None or leaf is None or owner.name not in self.latest:  # not there: gathered under no_grad
             return SavedTensor(x)
         at = self.latest[owner.name]
         saved = _SavedWeight(at, leaf, owner.wait()[leaf], x)
@@ -307,6 +313,7 @@ class UnitSchedule:
         with self._transposing(), contextlib.suppress(_Stop), torch.enable_grad(), self.autocast(), \
                 saved_tensors_hooks(fill, SavedTensor.get):  # fmt: skip
             call.rerun(leaves, _UnitCallsAgain(self))
+        call.rerun = None  # and with it the arguments
         if position < len(needed):
             raise recomputation_differs(f"it saved {len(needed) - position} tensors fewer than in forward")
 
@@ -433,6 +440,7 @@ class UnitCalls:
             self.schedule.release(name)
 
     def end(self) -> None:
+        """End the forward pass."""
         self.schedule.end_forward()
 
 

@@ -72,6 +72,30 @@ def test_any_order_of_calls_has_the_numbers_of_whole_leaves() -> None:
                 )
 
 
+def test_gradients_that_share_a_tensor_are_each_summed_once() -> None:
+    """Differentiate additions of leaves that have x's shape: all of them, and x, have one gradient tensor."""
+    mesh, specs = fs.make_mesh(data=2), dict.fromkeys("abc", P())
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        units = {}
+        for name, w in params.items():
+            plan = plan_buckets(region(), [w, w], routes("test", region(), [w, w], [P(), P()], "data", [(D,), (D,)]))
+            assert plan is not None
+            units[name] = Unit.of([w, w], plan)
+        calls = UnitCalls(UnitSchedule(region(), units, UnitOptions()), [w for w in params.values() for _ in "ab"])
+        y = torch.zeros(D)
+        for name in params:
+            y = calls.run(name, lambda leaves, args, _: args[0] + leaves[0] + leaves[1], (y,), {}, lambda: None)
+        calls.end()
+        return fs.psum((y * x).sum(), "data")
+
+    step = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check="never")
+    x = torch.arange(12.0)
+    result = step(fs.materialize({n: fs.init.normal((D,)) for n in "abc"}, specs, mesh, key=fs.key(0)), x)
+    for g in result.values():
+        assert torch.equal(fs.device_get(g), 2 * (x[:D] + x[D:]))
+
+
 def test_gathered_units_after_each_call() -> None:
     """Expect the unit defined next, a guess, and none that ran: its leaves are freed although the graph needs them."""
     mesh = fs.make_mesh(data=2)

@@ -457,6 +457,7 @@ class Apply:
         return count, dims
 
     def check_names(self, params: Named, buffers: Named) -> None:
+        """Raise ShardingError listing every name that is missing or unexpected, and every wrong number of dims."""
         errors: list[ShardingError] = []
         for kind, named in (("params", params), ("buffers", buffers)):
             expected = self._leaves[kind]
@@ -535,7 +536,7 @@ class Apply:
     def _keep_unit(
         self, mine: _ModuleCopy, draws: Draws | None, name: str
     ) -> Callable[[Sequence[Tensor], Any, Any, Any], None]:
-        """Return a function that repeats a call of a unit with the present values of the other leaves in it."""
+        """Return a function that repeats a call of a unit, once, with the present values of the other leaves in it."""
         modules = list(mine.module.get_submodule(name).modules())
         holders = {id(m._parameters) for m in modules} | {id(m._buffers) for m in modules}
         own = set(self.units[name])
@@ -554,8 +555,7 @@ class Apply:
             before = copy.unit_contents(name)
             for p in copy.places:
                 if p.name in now:
-                    x = now[p.name]
-                    p.holder[p.key] = x.clone() if p.kind == "buffers" else x
+                    p.holder[p.key] = now[p.name]
             copy.units.calls = calls
             try:
                 with contextlib.nullcontext() if draws is None else draws.resumed(number):

@@ -86,6 +86,31 @@ class Nested(Stack):
         return super().forward(ids) + self.head(self.blocks[1].inner(self.embed(ids))[0])
 
 
+class Sliced(Stack):
+    """Parts of a weight, one of them transposed."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None, flag: bool = True) -> tuple[Tensor, None]:
+            first, second = self.up.weight.split([3, F - 3])
+            h = torch.cat([x @ first.T, torch.sin(x[..., 1:] @ second[:, 1:].T)], -1)
+            return x + self.down(torch.tanh(h)), None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([type(self).Block() for _ in range(3)])
+
+
+class Clamped(Sliced):
+    """A weight that is changed in place before its use, but after another use of its block's leaves."""
+
+    class Block(Sliced.Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None, flag: bool = True) -> tuple[Tensor, None]:
+            x = torch.sin(x @ self.up.weight.T[:, :D])
+            with torch.no_grad():
+                self.down.weight.clamp_(-0.05, 0.05)
+            return super().forward(x)
+
+
 @dataclasses.dataclass
 class Opaque:
     """An output that no pytree knows, and a cache that keeps tensors of every block."""
@@ -156,6 +181,8 @@ MODULES: dict[str, tuple[Any, Any]] = {
     "again and again": (lambda: Stack((0, 0, 0, 0), 1), "Block"),
     "by size, of leaves": (Stack, F),
     "shared between units": (Universal, "Block"),
+    "sliced": (Sliced, "Block"),
+    "clamped": (Clamped, "Block"),
     "nested": (Nested, ("Block", "Outer", "blocks.*.inner.up")),
     "opaque": (Hidden, lambda name, m: type(m).__name__ == "Block"),
     "captured": (Captured, "Block"),
@@ -197,10 +224,13 @@ def dense(constructor: Any, batches: list[Tensor]) -> tuple[Tensor, dict[str, Te
     """Return the mean loss of some batches and its gradients, of torch's own module."""
     torch.manual_seed(0)
     module = constructor()
-    loss = torch.stack([module(ids).square().mean() for ids in batches]).mean()
     named = dict(module.named_parameters())
-    grads = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
-    return loss.detach(), dict(zip(named, grads, strict=True))
+    losses, grads = [], []
+    for ids in batches:
+        losses.append(module(ids).square().mean())
+        grads.append(torch.autograd.grad(losses[-1], list(named.values()), materialize_grads=True))
+    means = [torch.stack(gs).mean(0) for gs in zip(*grads, strict=True)]
+    return torch.stack(losses).mean().detach(), dict(zip(named, means, strict=True))
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -263,15 +293,18 @@ def test_hybrid_mixed_precision_host_memory_and_frozen_leaves() -> None:
 
 
 class Norms(nn.Module):
-    """Blocks with a batch norm, and a counter that decides nothing."""
+    """Blocks with a batch norm, and a buffer that is read, then updated."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear, self.norm = nn.Linear(D, D), nn.BatchNorm1d(D, momentum=0.3)
+            self.register_buffer("scale", torch.ones(D))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(self.norm(self.linear(x)))
+            scale = self.scale.clone()
+            self.scale.mul_(1.5)
+            return x + torch.tanh(self.norm(self.linear(x))) * scale
 
     def __init__(self) -> None:
         super().__init__()
