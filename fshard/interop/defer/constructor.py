@@ -38,8 +38,10 @@ from fshard.random import fold_in
 from fshard.spec import Box, describe
 
 from . import graph
-from .functional_module import Apply, Leaves, Place, leaves_at, places_of, reachable
+from .functional_module import Apply
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
+from .module_copy import reachable
+from .module_leaves import Leaves, Place, leaves_at, places_of
 from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
 from .replay import Replay, bytes_in_full, is_local
 from .units import Units, choose_units

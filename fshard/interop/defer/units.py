@@ -21,8 +21,10 @@ from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
 from fshard.schedule.unshard import routes, unshard
 from fshard.spec import P, is_spec, matches
 
+from .module_leaves import Named, Place
+
 if TYPE_CHECKING:
-    from .functional_module import Apply, Named, Place
+    from .functional_module import Apply
 
 Units = str | int | Callable[[str, nn.Module], bool] | Sequence[str] | None
 

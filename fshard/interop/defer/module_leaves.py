@@ -1,0 +1,68 @@
+"""The leaves of a module, and the entries of its dicts of parameters and buffers in which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+Named = Mapping[str, Tensor]
+Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
+
+
+@dataclass(frozen=True)
+class Place:
+    """One entry of a module's parameters or buffers: its dotted names, and the name of the leaf it uses.
+
+    A module that stands in its parents more than once (`Sequential(a, relu, a)`) gives each of its entries more names.
+    """
+
+    holder: dict[str, Any]
+    key: str
+    names: tuple[str, ...]
+    leaf: str
+    kind: str  # "params" or "buffers"
+    transient: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[Place]:
+    """Return the places of parameters and buffers, once each. Those of one tensor use one leaf, by the first name."""
+    ties = ties or {}
+    first: dict[int, str] = {}
+    places: dict[tuple[int, str], Place] = {}
+    for prefix, m in _named_modules(module):
+        for kind, holder in (("params", m._parameters), ("buffers", m._buffers)):
+            for key, x in holder.items():
+                if x is None:
+                    continue
+                name = f"{prefix}{key}"
+                own = first.setdefault(id(x), name)
+                leaf = ties.get(name, ties.get(own, own))
+                place = Place(holder, key, (name,), leaf, kind, key in m._non_persistent_buffers_set)
+                if known := places.get((id(holder), key)):
+                    place = replace(known, names=(*known.names, name), leaf=leaf if name in ties else known.leaf)
+                places[id(holder), key] = place
+    return list(places.values())
+
+
+def _named_modules(
+    module: nn.Module, prefix: str = "", parents: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with their prefixes, a shared one under each; one that contains itself has no further names."""
+    yield prefix, module
+    for key, m in module._modules.items():
+        if m is not None and m is not module and m not in parents:
+            yield from _named_modules(m, f"{prefix}{key}.", (*parents, module))
+
+
+def leaves_at(places: Sequence[Place]) -> Leaves:
+    leaves: Leaves = {"params": {}, "buffers": {}}
+    for p in places:
+        leaves[p.kind].setdefault(p.leaf, p.holder[p.key])
+    return leaves

@@ -1,0 +1,79 @@
+"""Writes of a forward to its parameters and buffers, which a pure function may not make unseen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard._torch_compat import FakeTensor, TorchDispatchMode, storage_id, unwrapped, version_of
+from fshard.errors import ShardingError, fail
+
+from .aten_rules import written_tensors
+from .module_leaves import Named
+
+
+class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses writes to the memory of parameters: they reach the caller's leaf on some meshes and not on others."""
+
+    def __init__(self, name: str, params: Named) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+        self.before: dict[str, tuple[Tensor, Tensor, Any]] = {}
+        self.names: dict[Any, str] = {}
+        self._add(params)
+
+    def _add(self, params: Named) -> None:
+        plain = {name: unwrapped(x) for name, x in params.items()}
+        new = {k: (x, x.detach(), storage_id(x)) for k, x in plain.items() if x.layout is torch.strided}
+        self.before = self.before | new
+        self.names = self.names | {n: name for name, (x, _, n) in new.items() if x.numel()}
+
+    @contextlib.contextmanager
+    def watch(self, params: Named) -> Iterator[None]:
+        """Refuse writes to these too: gathered leaves of a unit, while it runs. Their memory is used again later."""
+        before = self.before, self.names
+        self._add(params)
+        yield
+        self.check_storages()
+        self.before, self.names = before
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for x in written_tensors(func, args, kwargs or {}):
+            if x.layout is torch.strided and (name := self.names.get(storage_id(x))):
+                raise self._error(name, str(func))
+        return func(*args, **(kwargs or {}))
+
+    def check_storages(self) -> None:
+        """Raise ShardingError if forward has set the `.data` of a parameter, which is no operation."""
+        for name, (x, data, n) in self.before.items():
+            if storage_id(x) != n:
+                x.data = data
+                raise self._error(name, "params.data = ...")
+
+    def _error(self, name: str, how: str) -> ShardingError:
+        return fail(f"{self.name}: forward writes to params[{name!r}]: {how}",
+                    "a pure function leaves its arguments as they are",
+                    fix="write in the train step, to the new parameters; or switch it off in the module's "
+                    "configuration; or apply.eval(), if it is done in training alone")  # fmt: skip
+
+
+# A __torch_dispatch__ in the class body would be wrapped by torch: the first operation would import dynamo for seconds.
+ParameterWrites.__torch_dispatch__ = ParameterWrites._dispatch  # type: ignore[assignment]
+
+
+def version(x: Tensor) -> int:
+    return version_of(unwrapped(x))
+
+
+def equal_values(x: Tensor, y: Tensor, unknown: bool = True) -> bool:
+    """Return whether two tensors have the same values; `unknown` for tensors without values."""
+    x, y = unwrapped(x.detach()), unwrapped(y.detach())
+    if x is y:
+        return True
+    if x.is_meta or isinstance(x, FakeTensor):
+        return unknown
+    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN equals NaN
