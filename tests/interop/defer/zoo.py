@@ -184,7 +184,8 @@ def unit_classes(module: nn.Module) -> list[str]:
     if own := sorted(known & set(getattr(module, "_no_split_modules", None) or ())):
         return own
     lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    blocks = [x for m in lists for x in m if isinstance(x, nn.Module) and len(list(x.modules())) > 1]
+    listed = [x for m in lists for x in m if isinstance(x, nn.Module) and not isinstance(x, nn.ModuleList)]
+    blocks = [x for x in listed if len(list(x.modules())) > 1]
     often, sizes = Counter(type(x).__name__ for x in blocks), Counter[str]()
     for x in blocks:
         if often[type(x).__name__] > 1:

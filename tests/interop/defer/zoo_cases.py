@@ -317,7 +317,7 @@ FAMILIES: dict[str, list[Case]] = {
         case("GLPNForDepthEstimation", {**STAGES, "num_attention_heads": [1, 1, 2, 2]}),
         case("DetrForObjectDetection", BACKBONE, pixel_values=floats(3, 64, 64)),
         case("DeformableDetrForObjectDetection", {**BACKBONE, "num_feature_levels": 2},
-             pixel_values=floats(3, 64, 64)),
+             pixel_values=floats(3, 96, 96)),
         case("YolosForObjectDetection", {"image_size": [32, 32], "num_detection_tokens": 5}),
         case("Mask2FormerForUniversalSegmentation", {"backbone_config": {"model_type": "swin", "embed_dim": 8,
              "depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2], "window_size": 4, "image_size": 128,
