@@ -23,28 +23,34 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.name = name
         self.before: dict[str, tuple[Tensor, Tensor, Any]] = {}
-        self.names: dict[Any, str] = {}
+        self.ranges: dict[Any, list[tuple[int, int, str]]] = {}  # storage -> (first byte, end, name) of each parameter
         self._add(params)
 
     def _add(self, params: Named) -> None:
         plain = {name: unwrapped(x) for name, x in params.items()}
         new = {k: (x, x.detach(), storage_id(x)) for k, x in plain.items() if x.layout is torch.strided}
         self.before = self.before | new
-        self.names = self.names | {n: name for name, (x, _, n) in new.items() if x.numel()}
+        self.ranges = dict(self.ranges)
+        for name, (x, _, storage) in new.items():
+            start = int(x.storage_offset()) * x.itemsize
+            # The leaves of a unit are parts of one storage.
+            self.ranges[storage] = [*self.ranges.get(storage, ()), (start, start + int(x.nbytes), name)]
 
     @contextlib.contextmanager
     def watch(self, params: Named) -> Iterator[None]:
         """Refuse writes to these too: gathered leaves of a unit, while it runs. Their memory is used again later."""
-        before = self.before, self.names
+        before = self.before, self.ranges
         self._add(params)
         yield
         self.check_storages()
-        self.before, self.names = before
+        self.before, self.ranges = before
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         for x in written_tensors(func, args, kwargs or {}):
-            if x.layout is torch.strided and (name := self.names.get(storage_id(x))):
-                raise self._error(name, str(func))
+            at = x.storage_offset() * x.itemsize if x.layout is torch.strided else -1
+            for start, end, name in self.ranges.get(storage_id(x), ()) if at >= 0 else ():
+                if start <= at < end:
+                    raise self._error(name, str(func))
         return func(*args, **(kwargs or {}))
 
     def check_storages(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard import P
+from fshard import P, ShardingError
 from fshard.interop.defer.constructor import defer
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
@@ -100,17 +101,6 @@ class Sliced(Stack):
         self.blocks = nn.ModuleList([type(self).Block() for _ in range(3)])
 
 
-class Clamped(Sliced):
-    """A weight that is changed in place before its use, but after another use of its block's leaves."""
-
-    class Block(Sliced.Block):
-        def forward(self, x: Tensor, scale: Tensor | None = None, flag: bool = True) -> tuple[Tensor, None]:
-            x = torch.sin(x @ self.up.weight.T[:, :D])
-            with torch.no_grad():
-                self.down.weight.clamp_(-0.05, 0.05)
-            return super().forward(x)
-
-
 @dataclasses.dataclass
 class Opaque:
     """An output that no pytree knows, and a cache that keeps tensors of every block."""
@@ -182,7 +172,6 @@ MODULES: dict[str, tuple[Any, Any]] = {
     "by size, of leaves": (Stack, F),
     "shared between units": (Universal, "Block"),
     "sliced": (Sliced, "Block"),
-    "clamped": (Clamped, "Block"),
     "nested": (Nested, ("Block", "Outer", "blocks.*.inner.up")),
     "opaque": (Hidden, lambda name, m: type(m).__name__ == "Block"),
     "captured": (Captured, "Block"),
@@ -640,3 +629,43 @@ def test_recomputation_that_differs_is_an_error() -> None:
     assert "a recomputed block differs from its forward pass" in error_text(step, params, torch.randn(4, D))
     want = step_of(plain(apply, specs), mesh, specs)(params, x := torch.randn(4, D))
     assert_same(step_of(by_unit(apply, specs), mesh, specs)(params, x), want)
+
+
+def _writes(m: nn.Module) -> None:
+    with torch.no_grad():
+        m.down.weight.clamp_(-0.05, 0.05)
+
+
+def _sets_data(m: nn.Module) -> None:
+    m.down.weight.data = m.down.weight.data.clamp(-0.05, 0.05)
+
+
+def _replaces(m: nn.Module) -> None:
+    m.down.weight = nn.Parameter(m.down.weight.detach().clamp(-0.05, 0.05))
+
+
+@pytest.mark.parametrize(("change", "error"), [
+    (_writes, "forward writes to params['blocks.0.down.weight']: aten.clamp_.default"),
+    (_sets_data, "forward writes to params['blocks.0.down.weight']: params.data = ..."),
+    (_replaces, "forward replaced parameters: blocks.0.down.weight"),
+])  # fmt: skip
+def test_forward_of_a_unit_that_changes_its_leaves_is_an_error(change: Any, error: str) -> None:
+    """It would change a gathered copy, and on one device the caller's tensor."""
+
+    class Changed(Stack):
+        class Block(Block):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                change(self)
+                return super().forward(*args, **kwargs)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([type(self).Block() for _ in range(3)])
+
+    apply, tree = defer(Changed, units="Block", reference=0)
+    mesh = fs.make_mesh(data=2)
+    specs = fs.fully_shard(P(), tree["params"], axis="data")
+    params = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+    step = step_of(lambda p, ids: apply.unshard(specs, "data")(p, {}, ids), mesh, specs, check="first")
+    with pytest.raises(ShardingError, match=re.escape(error)):
+        step(params, IDS)
