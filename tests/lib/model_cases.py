@@ -334,9 +334,10 @@ def check_generation(ref, layout, *, new=7, padded=False, eos=None):
     mask = left_padding(*ids.shape) if padded else torch.ones_like(ids)
 
     def theirs(ids, new, eos, pad):
-        ref.theirs.generation_config.eos_token_id = eos
-        return ref.theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=pad,
-                                   eos_token_id=eos, bos_token_id=None)  # fmt: skip
+        options = copy.deepcopy(ref.theirs.generation_config)  # `generate` takes None for the model's own
+        options.eos_token_id = eos
+        return ref.theirs.generate(ids, options, attention_mask=mask, max_new_tokens=new, do_sample=False,
+                                   pad_token_id=pad)  # fmt: skip
 
     if eos == "second":
         eos = int(theirs(ids, 3, None, 0)[0, 6])

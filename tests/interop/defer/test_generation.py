@@ -41,7 +41,8 @@ MODELS = {
     "Mamba": ("MambaForCausalLM", "MambaConfig",
               {"vocab_size": 61, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, **WIDE}),
     "RWKV": ("RwkvForCausalLM", "RwkvConfig",
-             {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 32, "eos_token_id": None}),
+             {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 32, "eos_token_id": None,
+              "rescale_every": 0}),  # else it changes its parameters in forward
     "T5": ("T5ForConditionalGeneration", "T5Config", T5),
     "BART": ("BartForConditionalGeneration", "BartConfig", BART),
 }  # fmt: skip
