@@ -281,7 +281,9 @@ class Apply:
     def _with(self, module: nn.Module) -> Apply:
         """Return the function of a changed copy of the module."""
         other = Apply(module, self.ties, self.whole, self.transient, tuple(self.units))
-        other._key, other._split_batch = self._key, self._split_batch
+        other._key = self._key
+        if (split := self._split_batch) is not None:  # in another mode forward makes other draws
+            other._split_batch = SplitBatch(split.axis, split.dim, split.with_probe)
         return other
 
     def __repr__(self) -> str:
