@@ -428,12 +428,14 @@ class UnitCalls:
                 self._discarding.transfers = True
                 return f(leaves, args, kwargs)
             tensors, rest = split_tensors((args, kwargs))
-            inputs = [(x.detach(), x.requires_grad) for x in tensors]
+            once = {id(x): x for x in tensors}  # attention that is given one tensor three times runs other operations
+            inputs = [(key, x.detach(), x.requires_grad) for key, x in once.items()]
+            which = [id(x) for x in tensors]
             again = rerun()
 
             def run_again(leaves: list[Tensor], calls: Any) -> None:  # no reference to the schedule: a cycle
-                fresh = [x.detach().requires_grad_(d) for x, d in inputs]
-                args, kwargs = fill_tensors(rest, fresh)
+                fresh = {key: x.detach().requires_grad_(d) for key, x, d in inputs}
+                args, kwargs = fill_tensors(rest, [fresh[key] for key in which])
                 again(leaves, args, kwargs, calls)
 
             call.rerun, before, self._discarding = run_again, transfer_count(), call
