@@ -17,11 +17,13 @@ in one graph, so that tensors which pass from unit to unit by any way keep their
    units have, returns the sums as the gradients of the shards.
 
 A gathered leaf has memory of its own, freed when nothing refers to it. So a tensor that outlives its unit is never
-overwritten. Only memory depends on the lifetimes of objects. All ranks must start the same transfers, and lifetimes
-differ between ranks (one logs an output, another has a reference cycle collected earlier), so no transfer depends on
-them: a schedule shares only the gathers that it holds in `ready` and `ahead`, and gathers ahead for each call that saved
-a leaf, even if that part of the graph is gone. autograd runs nodes in the reverse order of their operations, so a call
-that it passed over is not needed, and what was gathered for it is freed.
+overwritten.
+
+Only memory depends on the lifetimes of objects. They differ between ranks (one keeps an output to log it; another
+collects a reference cycle earlier), and all ranks must start the same transfers. So a schedule shares only gathers that
+it holds itself, in `ready` and `ahead`, and gathers ahead for each call that saved a leaf, even if that part of the
+graph is gone. autograd runs nodes in the reverse order of their operations, so a call that it has passed is not needed:
+what was gathered for it is freed.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SPECS = {name: {"w": P("data"), "b": P()} for name in "abc"}
 def run_by_units(
     order: str, params: Any, x: Tensor, seen: list[Any] | None = None, kept: list[Any] | None = None, **options: Any
 ) -> Tensor:
-    """Apply tanh(x @ w + b) of each unit in this order; a capital letter calls a unit and leaves its result in `kept`."""
+    """Apply tanh(x @ w + b) of each unit in this order; the result of one in capitals is not used, only kept."""
     units = {}
     for name, p in params.items():
         xs, specs = [p["w"], p["b"]], [SPECS[name]["w"], SPECS[name]["b"]]
@@ -79,7 +79,7 @@ def test_any_order_of_calls_has_the_numbers_of_whole_leaves() -> None:
 
 
 def test_transfers_do_not_depend_on_what_one_rank_keeps() -> None:
-    """Keep on rank 0 a result that the loss does not use: there a part of the graph lives that the others have freed."""
+    """Keep a result that the loss does not use on rank 0, so that more of the graph lives there than on rank 1."""
     mesh = fs.make_mesh(data=2)
     for order in ("aBc", "abaCb", "aBCc"):
         _, want = grads(lambda p, x, o=order: plain(o, p, x), mesh)
