@@ -135,6 +135,7 @@ class _Call:
         self.end = at + 1  # position of the first call that is not inside this one
         self.saved: list[weakref.ref[Any]] = []  # _SavedWeight, or with `remat` SavedTensor
         self.rerun: Callable[[list[Tensor], Any], Any] | None = None  # (leaves, calls of units inside)
+        self.autocast: Callable[[], Any] = contextlib.nullcontext  # for the repetition
         self.transfers = False  # whether the unit's own computation starts any, or units inside it may
         self.is_differentiated = False  # whether its backward pass has begun
 
@@ -168,7 +169,6 @@ class UnitSchedule:
         self.order = list(units)  # that of their definition
         self.position = {name: i for i, name in enumerate(self.order)}
         self.origin: Site | None = site() if is_observed() else None
-        self.autocast = autocast_of(region.device.type)
         self.ready: dict[str, _Gathered] = {}  # in forward: gathered, or to be gathered
         self.before: str | None = None  # in forward: the unit of the call before
         self.copies: dict[str, PendingTransfer] = {}  # pending copies of shards from host memory
@@ -331,7 +331,7 @@ class UnitSchedule:
         assert call.rerun is not None
         differentiated = self.units[call.unit].differentiated
         leaves = [x.detach().requires_grad_(d) for x, d in zip(whole, differentiated, strict=True)]
-        with self._transposing(), contextlib.suppress(_Stop), torch.enable_grad(), self.autocast(), \
+        with self._transposing(), contextlib.suppress(_Stop), torch.enable_grad(), call.autocast(), \
                 saved_tensors_hooks(fill, SavedTensor.get):  # fmt: skip
             call.rerun(leaves, _UnitCallsAgain(self))
         call.rerun = None  # and with it the arguments
@@ -440,6 +440,7 @@ class UnitCalls:
                 args, kwargs = fill_tensors(rest, [fresh[key] for key in which])
                 again(leaves, args, kwargs, calls)
 
+            call.autocast = autocast_of(schedule.region.device.type)
             call.rerun, before, self._discarding = run_again, transfer_count(), call
             try:
                 with saved_tensors_hooks(

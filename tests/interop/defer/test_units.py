@@ -110,7 +110,7 @@ class Opaque:
 
 
 class Hidden(Stack):
-    """Tensors that pass between blocks inside opaque objects, and a sum of all that the blocks have seen."""
+    """Tensors that pass between blocks inside opaque objects, under autocast, and a sum of what the blocks have seen."""
 
     class Block(Block):
         def forward(self, state: Opaque) -> Opaque:  # type: ignore[override]
@@ -123,8 +123,9 @@ class Hidden(Stack):
 
     def forward(self, ids: Tensor) -> Tensor:
         state = Opaque(self.embed(ids), [])
-        for block in self.blocks:
-            state = block(state)
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.blocks:
+                state = block(state)
         return self.head(state.hidden) * sum(state.seen)
 
 
