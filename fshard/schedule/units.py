@@ -18,6 +18,12 @@ in one graph, so that tensors which pass from unit to unit by any way keep their
 
 A gathered leaf has memory of its own, freed when nothing refers to it. So a tensor that outlives its unit is never
 overwritten.
+
+Only memory depends on the lifetimes of objects. They differ between ranks (one keeps an output to log it; another
+collects a reference cycle earlier), and all ranks must start the same transfers. So a schedule shares only gathers that
+it holds itself, in `ready` and `ahead`, and gathers ahead for each call that saved a leaf, even if that part of the
+graph is gone. autograd runs nodes in the reverse order of their operations, so a call that it has passed is not needed:
+what was gathered for it is freed.
 """
 
 from __future__ import annotations
@@ -124,18 +130,19 @@ class _SavedWeight:
 class _Call:
     """One call of a unit: the saved tensors that need its leaves, and with `remat` its arguments."""
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: str, at: int) -> None:
         self.unit = unit
+        self.end = at + 1  # position of the first call that is not inside this one
         self.saved: list[weakref.ref[Any]] = []  # _SavedWeight, or with `remat` SavedTensor
-        self.ahead: _Gathered | None = None  # gathered for the backward pass of this call
         self.rerun: Callable[[list[Tensor], Any], Any] | None = None  # (leaves, calls of units inside)
-        self.transfers = False  # whether the unit's own computation starts any
+        self.autocast: Callable[[], Any] = contextlib.nullcontext  # for the repetition
+        self.transfers = False  # whether the unit's own computation starts any, or units inside it may
         self.is_differentiated = False  # whether its backward pass has begun
 
     @property
     def is_needed(self) -> bool:
-        """True if a backward pass may gather the unit for this call."""
-        return not self.is_differentiated and any(ref() is not None for ref in self.saved)
+        """True if a backward pass may gather the unit for this call: the same on all ranks."""
+        return not self.is_differentiated and bool(self.saved)
 
 
 class _Stop(BaseException):
@@ -162,11 +169,10 @@ class UnitSchedule:
         self.order = list(units)  # that of their definition
         self.position = {name: i for i, name in enumerate(self.order)}
         self.origin: Site | None = site() if is_observed() else None
-        self.autocast = autocast_of(region.device.type)
         self.ready: dict[str, _Gathered] = {}  # in forward: gathered, or to be gathered
         self.before: str | None = None  # in forward: the unit of the call before
         self.copies: dict[str, PendingTransfer] = {}  # pending copies of shards from host memory
-        self.live: weakref.WeakValueDictionary[str, _Gathered] = weakref.WeakValueDictionary()
+        self.ahead: dict[int, _Gathered] = {}  # in backward: gathered for calls that it has not reached, by position
         self.owners: weakref.WeakValueDictionary[int, _Gathered] = weakref.WeakValueDictionary()  # by storage
         self.calls: list[_Call] = []
         self.latest: dict[str, int] = {}  # latest call of each unit
@@ -176,23 +182,25 @@ class UnitSchedule:
     # --- gathers ---
 
     def start(self, name: str) -> _Gathered:
-        """Return a unit's leaves, or their pending gather, started now if none is."""
-        gathered = self.live.get(name)
-        if gathered is None:
-            unit = self.units[name]
-            for bucket in unit.plan.buckets if checker() is not None else ():
-                if bucket.gather is not None:  # equal blocks have equal shapes: nothing else would notice
-                    what = f"gather of unit {name!r}; each rank must call the same units in the same order"
-                    bucket.gather.comm.agree(what, bucket.gather.axes, self.region.device)
-            copied = self.copies.pop(name, None) or start_copy(self.region, unit.plan, unit.shards)
-            gathered = self.live[name] = _Gathered(self.region, name, unit.plan, copied())
-            self.owners.update(dict.fromkeys(gathered.starts, gathered))
+        """Start to gather a unit's leaves."""
+        unit = self.units[name]
+        for bucket in unit.plan.buckets if checker() is not None else ():
+            if bucket.gather is not None:  # equal blocks have equal shapes: nothing else would notice
+                what = f"gather of unit {name!r}; each rank must call the same units in the same order"
+                bucket.gather.comm.agree(what, bucket.gather.axes, self.region.device)
+        copied = self.copies.pop(name, None) or start_copy(self.region, unit.plan, unit.shards)
+        gathered = _Gathered(self.region, name, unit.plan, copied())
+        self.owners.update(dict.fromkeys(gathered.starts, gathered))
         return gathered
+
+    def held(self, name: str) -> _Gathered | None:
+        """Return a unit's leaves, or their pending gather, if the schedule holds them."""
+        return next((g for g in (*self.ready.values(), *self.ahead.values()) if g.name == name), None)
 
     def start_copies(self, name: str) -> None:
         """Start to copy a unit's shards from host memory, so that they are on the device when its gather starts."""
         unit = self.units[name]
-        if name not in self.copies and name not in self.live and any(b.host for b in unit.plan.buckets):
+        if name not in self.copies and self.held(name) is None and any(b.host for b in unit.plan.buckets):
             self.copies[name] = start_copy(self.region, unit.plan, unit.shards)
 
     def gather_forward(self, name: str, running: Sequence[str]) -> list[Tensor]:
@@ -234,15 +242,28 @@ class UnitSchedule:
         call = self.calls[at]
         call.is_differentiated = True
         with self._transposing():
-            gathered = call.ahead or self.start(call.unit)
-            call.ahead = None
+            self.drop_ahead([i for i in self.ahead if i >= call.end])
+            gathered = self.gather_ahead(at)
             gathered.wait()
-            before = (other for other in reversed(self.calls[:at]) if other.is_needed)
-            for other in itertools.islice(before, self.options.prefetch):
-                other.ahead = other.ahead or self.start(other.unit)
-            for other in itertools.islice(before, 1):
-                self.start_copies(other.unit)
+            before = (i for i in reversed(range(at)) if self.calls[i].is_needed)
+            for i in itertools.islice(before, self.options.prefetch):
+                self.gather_ahead(i)
+            for i in itertools.islice(before, 1):
+                self.start_copies(self.calls[i].unit)
+            del self.ahead[at]
         return gathered
+
+    def gather_ahead(self, at: int) -> _Gathered:
+        """Return the leaves for the backward pass of a call, or their pending gather: that of another call, if held."""
+        name = self.calls[at].unit
+        if at not in self.ahead:
+            self.ahead[at] = self.held(name) or self.start(name)
+        return self.ahead[at]
+
+    def drop_ahead(self, calls: Sequence[int]) -> None:
+        """Free the leaves that were gathered for calls which the backward pass did not reach."""
+        for at in calls:
+            self.ahead.pop(at).wait()
 
     # --- saved tensors ---
 
@@ -310,7 +331,7 @@ class UnitSchedule:
         assert call.rerun is not None
         differentiated = self.units[call.unit].differentiated
         leaves = [x.detach().requires_grad_(d) for x, d in zip(whole, differentiated, strict=True)]
-        with self._transposing(), contextlib.suppress(_Stop), torch.enable_grad(), self.autocast(), \
+        with self._transposing(), contextlib.suppress(_Stop), torch.enable_grad(), call.autocast(), \
                 saved_tensors_hooks(fill, SavedTensor.get):  # fmt: skip
             call.rerun(leaves, _UnitCallsAgain(self))
         call.rerun = None  # and with it the arguments
@@ -354,10 +375,7 @@ class UnitSchedule:
         with self._transposing():
             while self.pending:
                 self.pending.popleft()()
-            for call in self.calls:
-                if call.ahead is not None:  # a backward pass that does not reach the call
-                    call.ahead.wait()
-                    call.ahead = None
+            self.drop_ahead(list(self.ahead))
             if any(b.host for unit in self.units.values() for b in unit.plan.buckets):
                 wait_for_copies_to_host(self.region.device)
         sums, self.sums = self.sums, {}
@@ -396,29 +414,33 @@ class UnitCalls:
         if not torch.is_grad_enabled():
             with self._in(name):
                 return f(whole, args, kwargs)
-        unit, call = schedule.units[name], _Call(name)
         at = len(schedule.calls)
+        unit, call = schedule.units[name], _Call(name, at)
         schedule.calls.append(call)
         schedule.latest[name] = at
         leaves = whole
         if any(unit.differentiated):
             trained = iter(_Weights.apply(self._token, schedule, name, whole))  # type: ignore[no-untyped-call]
             leaves = [next(trained) if d else x for x, d in zip(whole, unit.differentiated, strict=True)]
-        with self._in(name):
+        with self._in(name, call):
             if not schedule.options.remat:
                 with saved_tensors_hooks(schedule.pack, schedule.unpack):
                     return f(leaves, args, kwargs)
-            if self._discarding is not None:  # that unit is recomputed, and with it the units in it
+            if self._discarding is not None:  # that unit is recomputed, and with it the units in it, gathered again
+                self._discarding.transfers = True
                 return f(leaves, args, kwargs)
             tensors, rest = split_tensors((args, kwargs))
-            inputs = [(x.detach(), x.requires_grad) for x in tensors]
+            once = {id(x): x for x in tensors}  # attention that is given one tensor three times runs other operations
+            inputs = [(key, x.detach(), x.requires_grad) for key, x in once.items()]
+            which = [id(x) for x in tensors]
             again = rerun()
 
             def run_again(leaves: list[Tensor], calls: Any) -> None:  # no reference to the schedule: a cycle
-                fresh = [x.detach().requires_grad_(d) for x, d in inputs]
-                args, kwargs = fill_tensors(rest, fresh)
+                fresh = {key: x.detach().requires_grad_(d) for key, x, d in inputs}
+                args, kwargs = fill_tensors(rest, [fresh[key] for key in which])
                 again(leaves, args, kwargs, calls)
 
+            call.autocast = autocast_of(schedule.region.device.type)
             call.rerun, before, self._discarding = run_again, transfer_count(), call
             try:
                 with saved_tensors_hooks(
@@ -427,15 +449,17 @@ class UnitCalls:
                     return f(leaves, args, kwargs)
             finally:
                 self._discarding = None
-                call.transfers = transfer_count() > before
+                call.transfers |= transfer_count() > before
 
     @contextlib.contextmanager
-    def _in(self, name: str) -> Iterator[None]:
+    def _in(self, name: str, call: _Call | None = None) -> Iterator[None]:
         self._running.append(name)
         try:
             yield
         finally:
             self._running.pop()
+        if call is not None:
+            call.end = len(self.schedule.calls)
         if name not in self._running:
             self.schedule.release(name)
 
@@ -451,7 +475,8 @@ class _UnitCallsAgain:
         self.schedule, self.units = schedule, schedule.units
 
     def run(self, name: str, f: Callable[..., Any], args: Any, kwargs: Any, rerun: Callable[[], Rerun]) -> Any:
-        whole, unit = self.schedule.start(name).wait(), self.schedule.units[name]
+        gathered, unit = self.schedule.held(name) or self.schedule.start(name), self.schedule.units[name]
+        whole = gathered.wait()
         return f([x.detach().requires_grad_(d) for x, d in zip(whole, unit.differentiated, strict=True)], args, kwargs)
 
 

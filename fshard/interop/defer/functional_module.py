@@ -179,15 +179,16 @@ class Apply:
         units before compute theirs. Leaves outside of units, or used by several, are gathered once and kept: without
         units, all leaves. A leaf that is used outside of its unit's forward is an error that names both.
 
-        All ranks must call the same units in the same order. In a compiled program, and under a transform of
-        torch.func, it is the definition: same numbers, without release. So is a unit with a leaf that is gathered along
-        two dims.
+        All ranks must call the same units in the same order, and differentiate the same of them. In a compiled program,
+        and under a transform of torch.func, it is the definition: same numbers, without release. So is a unit with a
+        leaf that is gathered along two dims.
 
         Args:
             specs: of the params, or a prefix.
             release: free gathered leaves after use and gather them again in backward; if False, keep them.
             remat: keep only the arguments of each unit (of the outermost, if units are nested), and recompute it in
-                backward. A cache that the module fills as it runs would be filled twice: switch it off (`use_cache`).
+                backward, with the attributes that its modules had at the call. An object that the module changes as it
+                runs, as a cache, would be changed twice: switch it off (`use_cache=False`).
             prefetch: number of units to gather ahead; 0 gathers when needed.
             dtype, reduce_dtype: as for `fs.unshard`.
             shapes: as for `fs.unshard`; by default the shapes of the module's own parameters.
@@ -281,7 +282,9 @@ class Apply:
     def _with(self, module: nn.Module) -> Apply:
         """Return the function of a changed copy of the module."""
         other = Apply(module, self.ties, self.whole, self.transient, tuple(self.units))
-        other._key, other._split_batch = self._key, self._split_batch
+        other._key = self._key
+        if (split := self._split_batch) is not None:  # in another mode forward makes other draws
+            other._split_batch = SplitBatch(split.axis, split.dim, split.with_probe)
         return other
 
     def __repr__(self) -> str:
@@ -440,8 +443,11 @@ class Apply:
         self, mine: ModuleCopy, draws: Draws | None, name: str
     ) -> Callable[[Sequence[Tensor], Any, Any, Any], None]:
         """Return a function that repeats a call of a unit, once, with the present values of the other leaves in it."""
-        modules = list(mine.module.get_submodule(name).modules())
-        holders = {id(m._parameters) for m in modules} | {id(m._buffers) for m in modules}
+        modules = dict(mine.module.get_submodule(name).named_modules())
+        holders = {id(holder) for m in modules.values() for holder in (m._parameters, m._buffers)}
+        # What this call has changed before: attributes are arguments too.
+        changed = {key: new for key, m in modules.items() if (new := mine.contents.changed_attributes(m))}
+        changed = tree.map(lambda x: _detached(x) if isinstance(x, Tensor) else x, changed)
         own = set(self.units[name])
         now: dict[str, Tensor] = {}
         number = 0 if draws is None else draws.number
@@ -451,7 +457,7 @@ class Apply:
                 if p.kind == "buffers":
                     now[p.name] = x.clone()  # forward may update it
                 else:
-                    now[p.name] = x if isinstance(x, Placeholder) else x.detach().requires_grad_(x.requires_grad)
+                    now[p.name] = _detached(x)
 
         def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
             copy = self._take_copy()
@@ -459,6 +465,8 @@ class Apply:
             for p in copy.places:
                 if p.name in now:
                     p.holder[p.key] = now[p.name]
+            for key, new in changed.items():
+                vars(copy.module.get_submodule(f"{name}.{key}" if key else name)).update(new)
             copy.units.calls = calls
             try:
                 with contextlib.nullcontext() if draws is None else draws.resumed(number):
@@ -468,3 +476,7 @@ class Apply:
                 self._give_back(copy)
 
         return repeat
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x if isinstance(x, Placeholder) else x.detach().requires_grad_(x.requires_grad)

@@ -17,6 +17,8 @@ from fshard.errors import fail
 from .module_leaves import Place
 from .units import UnitForwards
 
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))  # its parameters, buffers, modules, hooks
+
 
 class Contents:
     """The contents of all containers that a module refers to, to be restored."""
@@ -25,6 +27,24 @@ class Contents:
         containers: list[Any] = [x for x in reachable(module) if isinstance(x, (dict, list, set))]
         self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
         self._contents = [(x, copy.copy(x)) for x in containers if x]
+        self._before = {id(x): before for x, before in self._contents}
+
+    def is_changed(self, x: Any) -> bool:
+        """Return whether a container that was there has other contents."""
+        before = self._before.get(id(x))
+        return bool(x) if before is None else not _same_objects(x, before)
+
+    def changed_attributes(self, m: nn.Module) -> dict[str, Any]:
+        """Return the attributes of a module that were assigned, or whose contents were changed; no functions."""
+        before = self._before.get(id(vars(m)), vars(m))
+        out: dict[str, Any] = {}
+        for name, x in vars(m).items():
+            if name not in before or x is not before[name]:
+                if not callable(x):  # one is bound to the modules of this copy
+                    out[name] = x
+            elif isinstance(x, (list, dict, set)) and name not in _OF_ALL_MODULES and self.is_changed(x):
+                out[name] = copy.copy(x)
+        return out
 
     def restore(self) -> None:
         if any(map(len, self._empty)):

@@ -41,9 +41,11 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Refuse writes to these too: gathered leaves of a unit, while it runs. Their memory is used again later."""
         before = self.before, self.ranges
         self._add(params)
-        yield
-        self.check_storages()
-        self.before, self.ranges = before
+        try:
+            yield
+            self.check_storages()
+        finally:
+            self.before, self.ranges = before
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         for x in written_tensors(func, args, kwargs or {}):

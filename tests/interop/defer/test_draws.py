@@ -349,10 +349,13 @@ def test_with_buffers_and_modes_keep_the_key_and_the_axis():
     module, x = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4)), input_of(6)
     params, buffers = leaves(module)
     keyed = Apply(module).draws_over("data").with_key(KEY).batch_norm_over("data")
-    f = lambda p, b, x: keyed.with_buffers(fs.pvary(p, "data"), b, x)  # noqa: E731
-    run = fs.shard_map(f, mesh=fs.make_mesh(data=2), in_specs=(P(), P(), P("data")), out_specs=(P("data"), P()))
-    got = fs.device_get(run(params, buffers, x))
+    f = lambda p, b, x, of=keyed: of.with_buffers(fs.pvary(p, "data"), b, x)  # noqa: E731
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": (P("data"), P())}
+    got = fs.device_get(fs.shard_map(f, mesh=fs.make_mesh(data=2), **specs)(params, buffers, x))
     torch.testing.assert_close(got, Apply(module).with_buffers(params, buffers, x, key=KEY), rtol=1e-4, atol=1e-5)
+    in_eval = functools.partial(f, of=keyed.eval())  # which makes none of the draws of the call before
+    got = fs.device_get(fs.shard_map(in_eval, mesh=fs.make_mesh(data=2), **specs)(params, buffers, x))
+    torch.testing.assert_close(got, Apply(module).eval().with_buffers(params, buffers, x))
     assert torch.equal(keyed.eval().train(False)(params, buffers, x), copy.deepcopy(module).eval()(x))
 
 

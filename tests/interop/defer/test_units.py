@@ -110,7 +110,7 @@ class Opaque:
 
 
 class Hidden(Stack):
-    """Tensors that pass between blocks inside opaque objects, and a sum of all that the blocks have seen."""
+    """Tensors that pass between blocks inside opaque objects, under autocast, and a sum of what the blocks have seen."""
 
     class Block(Block):
         def forward(self, state: Opaque) -> Opaque:  # type: ignore[override]
@@ -123,8 +123,9 @@ class Hidden(Stack):
 
     def forward(self, ids: Tensor) -> Tensor:
         state = Opaque(self.embed(ids), [])
-        for block in self.blocks:
-            state = block(state)
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.blocks:
+                state = block(state)
         return self.head(state.hidden) * sum(state.seen)
 
 
@@ -164,11 +165,40 @@ class Partial(Stack):
         return y + self.head(z)
 
 
+class Again(Stack):
+    """A block called again and again, with one tensor twice; it has state in attributes, which its parent sets too."""
+
+    class Block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Tensor] = []
+            self.count, self.shift = 0, torch.zeros(())
+
+        def forward(self, x: Tensor, other: Tensor | None = None, flag: bool = True) -> tuple[Tensor, None]:
+            self.count += 1
+            self.seen.append(x.mean())
+            y, _ = super().forward(x * self.count + sum(self.seen) + self.shift)
+            return (y if other is x else y + other.sin()), None
+
+    def __init__(self) -> None:
+        super().__init__((0, 0, 0, 0), 0)
+        self.blocks.append(Again.Block())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, block = self.embed(ids), self.blocks[0]
+        block.count = 1
+        block.seen.clear()
+        for _ in self.order:
+            block.shift = x.square().mean() * self.scale.mean()
+            x, _ = block(x, x)
+        return self.head(x)
+
+
 # name -> (constructor, units)
 MODULES: dict[str, tuple[Any, Any]] = {
     "in order": (Stack, "Block"),
     "called twice, skipped, backwards": (lambda: Stack((3, 2, 2, 0, 3), 4), "blocks.*"),
-    "again and again": (lambda: Stack((0, 0, 0, 0), 1), "Block"),
+    "again and again": (Again, "Block"),
     "by size, of leaves": (Stack, F),
     "shared between units": (Universal, "Block"),
     "sliced": (Sliced, "Block"),
