@@ -308,13 +308,8 @@ def load(path: StrPath) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
     """
     cfg = config(path)
-    model, described = _model_of(cfg.base), init(cfg)
-    if model.module is mixtral:
-        described = {**described, "base": mixtral.one_by_one(described["base"])}
-    stored = read(path, described, lambda p: theirs(p, cfg), prefix=model.prefix, ignored=model.ignored)
-    if model.module is mixtral:
-        stored = {**stored, "base": mixtral.stacked(stored["base"])}
-    return cfg, stored
+    model = _model_of(cfg.base)
+    return cfg, read(path, init(cfg), lambda p: theirs(p, cfg), prefix=model.prefix, ignored=model.ignored)
 
 
 @checked
@@ -325,9 +320,7 @@ def save(
 
     `like`: see `hf.save`.
     """
-    model, described = _model_of(cfg.base), init(cfg)
-    if model.module is mixtral:
-        described, params = ({**x, "base": mixtral.one_by_one(_part(x, "base"))} for x in (described, params))
+    model = _model_of(cfg.base)
     contents = {
         **model.module.file_config(cfg.base, model.kind + _TASKS[cfg.task]),
         "id2label": {str(i): name for i, name in enumerate(cfg.labels)},
@@ -337,7 +330,7 @@ def save(
     if model.module is not bert:
         contents["pad_token_id"] = cfg.pad_token_id
     write(path, params, lambda p: theirs(p, cfg), config=contents, like=like,
-          max_shard_bytes=max_shard_bytes, described=described)  # fmt: skip
+          max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
 
 
 __all__ = ["Config", "Layout", "apply", "config", "embed", "has_head", "init", "load", "loss", "save", "specs",
