@@ -245,7 +245,7 @@ def has_head(config: Mapping[str, Any]) -> bool:
     >>> has_head({"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]})
     True
     """
-    return config.get("model_type") in _MODELS and _task_of(config) is not None
+    return str(config.get("model_type")) in _MODELS and _task_of(config) is not None
 
 
 def _task_of(config: Mapping[str, Any]) -> Any:
