@@ -57,10 +57,11 @@ _TASKS = {"sequence": "ForSequenceClassification", "tokens": "ForTokenClassifica
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
-def _model_of(base: Any) -> _Model:
+def _model_of(base: Any, label: str = "heads.Config: base") -> _Model:
     found = next((m for m in _MODELS.values() if isinstance(base, m.module.Config)), None)
     if found is None:
-        raise must_be("heads.Config: base", "a Config of a model in fs.models", base)
+        fix = "cfg.base and params['base']" if isinstance(base, Config) else ""
+        raise must_be(label, "a Config of a model in fs.models", base, fix=fix)
     return found
 
 
@@ -177,6 +178,8 @@ def _states(base: Any, params: Any, ids: Tensor, **options: Any) -> Tensor:
 
 def _at_last_token(x: Tensor, real: Tensor | None) -> Tensor:
     """Select the state of the last real token: x [B, T, D], real [B, T] -> [B, D]; of all padding, the first."""
+    if not x.shape[1]:
+        raise fail("heads: sequences without tokens have no last one", states=list(x.shape), fix="one token or more")
     if real is None:
         return x[:, -1]
     last = (real * torch.arange(real.shape[1], device=x.device)).argmax(1)
@@ -225,6 +228,7 @@ def embed(
     of the "first" of the sequence (BERT's "[CLS]") or of the "last" such token (decoders) is taken, and with
     `normalize` scaled to length 1. Source: Reimers & Gurevych, 2019, "Sentence-BERT".
     """
+    _model_of(cfg, "embed: cfg")
     x = _states(cfg, params, ids, mask=mask, **options)
     if pooling == "mean":
         x = bert.pool(x, mask)

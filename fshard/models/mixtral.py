@@ -150,7 +150,8 @@ def losses(
 
     "balance" is E times the sum over experts of the share of tokens that choose it (K in all, for K experts per token)
     times its mean probability: K if balanced. "z" is the mean square of the log of the sum of exponentials of the
-    router's logits. Both are over the tokens of all layers and ranks, without those that `mask` leaves out.
+    router's logits. Both are over the tokens of all layers and ranks, without those that `mask` leaves out; of none they
+    are 0.
     """
     run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     ce = nn.cross_entropy(run.logits(top, x), targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
@@ -159,7 +160,7 @@ def losses(
     rows = counted.sum() * cfg.num_hidden_layers
     sums = psum(sums, layout.model) if layout.sequence else sums  # each rank has its part of time
     sums, rows = psum((sums, rows), layout.data)
-    chosen, probability, squares = (sums / rows).split([cfg.num_local_experts, cfg.num_local_experts, 1])
+    chosen, probability, squares = (sums / rows.clamp(min=1)).split([cfg.num_local_experts, cfg.num_local_experts, 1])
     return {"cross_entropy": ce, "balance": cfg.num_local_experts * (chosen * probability).sum(), "z": squares.sum()}
 
 

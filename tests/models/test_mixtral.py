@@ -106,6 +106,8 @@ def test_a_balanced_router_has_the_least_balance_loss_and_the_loss_weighs_its_pa
     even = mixtral.losses(cfg, p, ids, ids)
     torch.testing.assert_close(even["balance"], torch.tensor(2.0))  # probabilities are equal
     torch.testing.assert_close(even["z"], torch.tensor(5.0).log().square())
+    none = mixtral.losses(cfg, p, ids, ids, mask=torch.zeros_like(ids))
+    assert none["balance"] == none["z"] == 0
 
 
 def test_parts_of_a_padded_sequence_have_the_logits_of_one_call():
