@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -141,15 +142,15 @@ def read(path: str | Path, *, raw: bool = False) -> Contents:
         return Contents("tensors, as the files name them", nested(tensors(path)))
     if not has_weights:
         return _read_config(path / CONFIG)
-    kind = str(read_json(path / CONFIG).get("model_type"))
-    model = None if raw else model_of(kind)
+    config = read_json(path / CONFIG)
+    kind, model = str(config.get("model_type")), None if raw else model_of(config)
     if model is None:
         return Contents(f"{kind}, as its files name the tensors", nested(tensors(path)))
     try:
         cfg, leaves = model.load(path)
     except ShardingError as e:
         raise ShardingError(f"{e}\n  (--raw shows the tensors of any folder by their names)") from e
-    return Contents(f"{kind}, its files read by fs.models.{kind}", leaves, lambda axis: model.specs(cfg, model=axis))
+    return Contents(f"{kind}, its files read by {_name_of(model)}", leaves, lambda axis: model.specs(cfg, model=axis))
 
 
 def _read_adapter(path: Path) -> Contents:
@@ -196,13 +197,17 @@ def _read_config(path: Path) -> Contents:
     dtype = getattr(torch, str(name), None)
     if name and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise fail(f"{path}: dtype {name!r} is not a floating dtype of torch", fix="float32, bfloat16, float16")
-    model = model_of(kind)
+    model = model_of(config)
     if model is None or path.name != CONFIG:
         return _read_constructor(path, kind, config, dtype)
     cfg = model.config(path.parent)
     leaves = model.init(cfg) if dtype is None else _cast(model.init(cfg), dtype)
-    source = f"{kind}, as fs.models.{kind} describes it"
+    source = f"{kind}, as {_name_of(model)} describes it"
     return Contents(source, leaves, lambda axis: model.specs(cfg, model=axis), name)
+
+
+def _name_of(model: ModuleType) -> str:
+    return f"fs.models.{model.__name__.rpartition('.')[2]}"
 
 
 def _read_constructor(path: Path, kind: str, config: dict[str, Any], dtype: torch.dtype | None) -> Contents:

@@ -41,10 +41,10 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
     does not fit its spec; for pickles; and for a model_type without a model file.
     """
     contents = config_of(path)
-    kind = contents.get("model_type")
-    model = models.heads if models.heads.has_head(contents) else model_of(kind)
+    model = model_of(contents)
     if model is None:
-        raise fail(f"{Path(path) / CONFIG}: there is no model file for {kind!r}", models=", ".join(models.__all__),
+        raise fail(f"{Path(path) / CONFIG}: there is no model file for {contents.get('model_type')!r}",
+                   models=", ".join(models.__all__),
                    fix="apply, module = fs.defer(lambda: AutoModel.from_config(config)); "
                        "hf.weights(path, module, of=apply)")  # fmt: skip
     if (specs is None) != (mesh is None):
@@ -126,7 +126,11 @@ def by_name(params: Any) -> Callable[[tree.Path], FileTensor]:
     return lambda path: FileTensor(name_of(path, params))
 
 
-def model_of(kind: object) -> ModuleType | None:
+def model_of(config: Mapping[str, Any]) -> ModuleType | None:
+    """Return the module of `fs.models` for the contents of a config.json: `heads` for a classifier."""
+    kind = config.get("model_type")
+    if models.heads.has_head(config):
+        return models.heads
     return getattr(models, str(kind)) if kind in models.__all__ else None
 
 

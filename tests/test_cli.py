@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import fshard as fs
-from fshard import P, ShardingError
+from fshard import P, ShardingError, models
 from fshard.cli import inspect, main, nested, spec_of
 from fshard.show.table import show, size
 
@@ -142,6 +142,17 @@ def test_folder_is_read_by_its_model_and_shows_the_source_of_values(capsys):
     unfolded = output(capsys, "my-gpt2", "--mesh", "model=4", "--no-fold")
     assert "stored(model.safetensors: transformer.h.1.attn.c_attn.weight)" in unfolded
     assert "*" not in unfolded
+
+
+def test_folder_and_config_of_a_classifier_are_described_with_its_head(capsys):
+    my_gpt2()
+    cfg = models.heads.Config(models.gpt2.config("my-gpt2"), "sequence", ("a", "b", "c"))
+    params = fs.materialize(models.heads.init(cfg), P(), fs.make_mesh(data=1), key=fs.key(0))
+    models.heads.save("classifier", cfg, params)
+    for path, source in (("classifier", "its files read by"), ("classifier/config.json", "as")):
+        printed = output(capsys, path, "--mesh", "model=2")
+        assert f"gpt2, {source} fs.models.heads" in printed
+        assert "score.w" in printed
 
 
 def test_own_specs_split_nothing_without_an_axis_model(capsys):

@@ -57,10 +57,11 @@ _TASKS = {"sequence": "ForSequenceClassification", "tokens": "ForTokenClassifica
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
-def _model_of(base: Any) -> _Model:
+def _model_of(base: Any, label: str = "heads.Config: base") -> _Model:
     found = next((m for m in _MODELS.values() if isinstance(base, m.module.Config)), None)
     if found is None:
-        raise must_be("heads.Config: base", "a Config of a model in fs.models", base)
+        fix = "cfg.base and params['base']" if isinstance(base, Config) else ""
+        raise must_be(label, "a Config of a model in fs.models", base, fix=fix)
     return found
 
 
@@ -177,6 +178,8 @@ def _states(base: Any, params: Any, ids: Tensor, **options: Any) -> Tensor:
 
 def _at_last_token(x: Tensor, real: Tensor | None) -> Tensor:
     """Select the state of the last real token: x [B, T, D], real [B, T] -> [B, D]; of all padding, the first."""
+    if not x.shape[1]:
+        raise fail("heads: sequences without tokens have no last one", states=list(x.shape), fix="one token or more")
     if real is None:
         return x[:, -1]
     last = (real * torch.arange(real.shape[1], device=x.device)).argmax(1)
@@ -225,6 +228,7 @@ def embed(
     of the "first" of the sequence (BERT's "[CLS]") or of the "last" such token (decoders) is taken, and with
     `normalize` scaled to length 1. Source: Reimers & Gurevych, 2019, "Sentence-BERT".
     """
+    _model_of(cfg, "embed: cfg")
     x = _states(cfg, params, ids, mask=mask, **options)
     if pooling == "mean":
         x = bert.pool(x, mask)
@@ -245,7 +249,7 @@ def has_head(config: Mapping[str, Any]) -> bool:
     >>> has_head({"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]})
     True
     """
-    return config.get("model_type") in _MODELS and _task_of(config) is not None
+    return str(config.get("model_type")) in _MODELS and _task_of(config) is not None
 
 
 def _task_of(config: Mapping[str, Any]) -> Any:
@@ -308,13 +312,8 @@ def load(path: StrPath) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
     """
     cfg = config(path)
-    model, described = _model_of(cfg.base), init(cfg)
-    if model.module is mixtral:
-        described = {**described, "base": mixtral.one_by_one(described["base"])}
-    stored = read(path, described, lambda p: theirs(p, cfg), prefix=model.prefix, ignored=model.ignored)
-    if model.module is mixtral:
-        stored = {**stored, "base": mixtral.stacked(stored["base"])}
-    return cfg, stored
+    model = _model_of(cfg.base)
+    return cfg, read(path, init(cfg), lambda p: theirs(p, cfg), prefix=model.prefix, ignored=model.ignored)
 
 
 @checked
@@ -325,9 +324,7 @@ def save(
 
     `like`: see `hf.save`.
     """
-    model, described = _model_of(cfg.base), init(cfg)
-    if model.module is mixtral:
-        described, params = ({**x, "base": mixtral.one_by_one(_part(x, "base"))} for x in (described, params))
+    model = _model_of(cfg.base)
     contents = {
         **model.module.file_config(cfg.base, model.kind + _TASKS[cfg.task]),
         "id2label": {str(i): name for i, name in enumerate(cfg.labels)},
@@ -337,7 +334,7 @@ def save(
     if model.module is not bert:
         contents["pad_token_id"] = cfg.pad_token_id
     write(path, params, lambda p: theirs(p, cfg), config=contents, like=like,
-          max_shard_bytes=max_shard_bytes, described=described)  # fmt: skip
+          max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
 
 
 __all__ = ["Config", "Layout", "apply", "config", "embed", "has_head", "init", "load", "loss", "save", "specs",

@@ -12,7 +12,6 @@ et al., 2022, "ST-MoE", for the z-loss; weights as in Hugging Face `MixtralForCa
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,13 +27,10 @@ from fshard._io import StrPath
 from fshard._ops import local_range
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail, must_be
-from fshard.init.deferred import Deferred, describe_initializer
-from fshard.interop.hf import FileTensor, config_of, read, write
+from fshard.interop.hf import FileTensor, FileTensors, config_of, read, write
 from fshard.nn import rope
-from fshard.reshard import reshard
 from fshard.schedule.unshard import unshard
-from fshard.sharded import Sharded
-from fshard.spec import Box, P, box_shape, names_of
+from fshard.spec import P, names_of
 
 from . import llama
 from .activations import ACTIVATIONS
@@ -154,7 +150,8 @@ def losses(
 
     "balance" is E times the sum over experts of the share of tokens that choose it (K in all, for K experts per token)
     times its mean probability: K if balanced. "z" is the mean square of the log of the sum of exponentials of the
-    router's logits. Both are over the tokens of all layers and ranks, without those that `mask` leaves out.
+    router's logits. Both are over the tokens of all layers and ranks, without those that `mask` leaves out; of none they
+    are 0.
     """
     run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     ce = nn.cross_entropy(run.logits(top, x), targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
@@ -163,7 +160,7 @@ def losses(
     rows = counted.sum() * cfg.num_hidden_layers
     sums = psum(sums, layout.model) if layout.sequence else sums  # each rank has its part of time
     sums, rows = psum((sums, rows), layout.data)
-    chosen, probability, squares = (sums / rows).split([cfg.num_local_experts, cfg.num_local_experts, 1])
+    chosen, probability, squares = (sums / rows.clamp(min=1)).split([cfg.num_local_experts, cfg.num_local_experts, 1])
     return {"cross_entropy": ce, "balance": cfg.num_local_experts * (chosen * probability).sum(), "z": squares.sum()}
 
 
@@ -315,13 +312,15 @@ def _assignments(cfg: Config, weights: Tensor) -> tuple[Tensor, Tensor, list[int
     return which, token, (weights != 0).sum(0).tolist()
 
 
-# --- Hugging Face files: of experts, every matrix is a tensor of its own ---------------------------------------
+# --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_BLOCK = {**llama.ATTENTION, "router.w": FileTensor("block_sparse_moe.gate.weight", "e d -> d e")}
-_EXPERT = {
-    "gate": FileTensor("w1.weight", "f d -> d f"),
-    "up": FileTensor("w3.weight", "f d -> d f"),
-    "down": FileTensor("w2.weight", "d f -> f d"),
+_EXPERTS = "block_sparse_moe.experts.*"  # every matrix of an expert is a tensor of its own
+_BLOCK = {
+    **llama.ATTENTION,
+    "router.w": FileTensor("block_sparse_moe.gate.weight", "e d -> d e"),
+    "experts.gate": FileTensors(f"{_EXPERTS}.w1.weight", "f d -> d f"),
+    "experts.up": FileTensors(f"{_EXPERTS}.w3.weight", "f d -> d f"),
+    "experts.down": FileTensors(f"{_EXPERTS}.w2.weight", "d f -> f d"),
 }
 _FIXED = {"model_type": "mixtral", "layer_types": None, "router_jitter_noise": 0.0}
 _ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without them
@@ -329,16 +328,11 @@ _ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without the
 
 @checked
 def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path, or, with the number of an expert, of its part of the leaf.
+    """The Hugging Face file tensor of the leaf at a path, or those of all experts.
 
-    >>> theirs(("h", 3, "experts", 7, "up"))
-    FileTensor(name='model.layers.3.block_sparse_moe.experts.7.w3.weight', dims='f d -> d f', at=None)
+    >>> theirs(("h", 3, "experts", "up"))
+    FileTensors(name='model.layers.3.block_sparse_moe.experts.*.w3.weight', dims='f d -> d f', at=None)
     """
-    if len(path) == 5 and path[0] == "h" and path[2] == "experts" and type(path[3]) is int:
-        _, layer, _, expert, name = path
-        return file_tensor(("h", expert, name), {}, _EXPERT, f"{llama.BLOCKS}.{layer}.block_sparse_moe.experts")
-    if len(path) == 4 and path[0] == "h" and path[2] == "experts":
-        raise fail(f"theirs: {path!r} is one tensor for each expert", fix=f"{(*path[:3], 0, path[3])!r} for the first")
     return file_tensor(path, llama.TOP, _BLOCK, llama.BLOCKS)
 
 
@@ -359,8 +353,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not a Mixtral's.
     """
     cfg = config(path)
-    stored = read(path, one_by_one(init(cfg)), theirs, prefix="model.", ignored=llama.IGNORED, copies=llama.tied(cfg))
-    return cfg, stacked(stored)
+    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=llama.IGNORED, copies=llama.tied(cfg))
 
 
 @checked
@@ -369,68 +362,10 @@ def save(
 ) -> None:
     """Write a folder that `MixtralForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
 
-    `like`: see `hf.save`. Experts that are split over an axis are first split in width instead, which moves each once.
+    `like`: see `hf.save`.
     """
-    write(path, one_by_one(params), theirs, config=file_config(cfg, "MixtralForCausalLM"),
-          like=like, max_shard_bytes=max_shard_bytes, described=one_by_one(init(cfg)))  # fmt: skip
-
-
-def one_by_one(params: Any) -> Any:
-    """The tree with a list of one dict for each expert in the place of the stacked leaves, where there are such."""
-
-    def block(p: Any) -> Any:
-        leaves = p.get("experts") if isinstance(p, Mapping) else None
-        if not isinstance(leaves, Mapping) or any(getattr(x, "ndim", 0) != 3 for x in leaves.values()):
-            return p
-        parts = {name: _unstack(x) for name, x in leaves.items()}
-        return {**p, "experts": [dict(zip(parts, xs, strict=True)) for xs in itertools.zip_longest(*parts.values())]}
-
-    blocks = params.get("h") if isinstance(params, Mapping) else None
-    return {**params, "h": [block(p) for p in blocks]} if isinstance(blocks, (list, tuple)) else params
-
-
-def _unstack(x: Deferred | Sharded | Tensor) -> list[Any]:
-    """The matrices [..] of a stacked leaf [E, ..]; what split its experts over ranks splits the rows of each."""
-    if isinstance(x, Deferred):
-        return [Deferred(x.shape[1:], x.dtype, x.init) for _ in range(x.shape[0])]
-    if isinstance(x, Tensor):
-        return list(x.unbind(0))
-    experts, rows, columns = x.spec.parts(3)
-    spec = P((*rows, *experts), columns, memory=x.spec.memory)
-    whole = reshard(x, P(None, *spec.entries, memory=spec.memory))
-    return [Sharded(x.shape[1:], spec, x.mesh, [s[i] for s in whole.shards]) for i in range(x.shape[0])]
-
-
-def stacked(params: Any) -> Any:
-    """The tree with stacked leaves in the place of a list of experts."""
-
-    def block(p: Any) -> Any:
-        return {**p, "experts": {name: _Stack.of([one[name] for one in p["experts"]]) for name in p["experts"][0]}}
-
-    return {**params, "h": [block(p) for p in params["h"]]}
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """An initializer of a leaf [E, ..] by those of its parts [..], of which a box reads its own."""
-
-    parts: Sequence[Deferred]
-
-    @staticmethod
-    def of(parts: Sequence[Deferred]) -> Deferred:
-        dtype = functools.reduce(torch.promote_types, [x.dtype for x in parts])
-        return Deferred((len(parts), *parts[0].shape), dtype, _Stack(tuple(parts)))
-
-    def describe(self) -> str:
-        """Return the text that is shown after a leaf."""
-        return f"stack of {len(self.parts)}, first {describe_initializer(self.parts[0].init)}"
-
-    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Fill the box, one part after the other."""
-        out = torch.empty(box_shape(box), dtype=dtype, device=device)
-        for to, part in zip(out, self.parts[box[0]], strict=True):
-            to.copy_(part.init.fill(key, shape[1:], box[1:], dtype, device))
-        return out
+    write(path, params, theirs, config=file_config(cfg, "MixtralForCausalLM"),
+          like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
 
 
 def file_config(cfg: Config, kind: str) -> dict[str, Any]:

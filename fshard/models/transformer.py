@@ -20,7 +20,7 @@ from fshard import init as initial
 from fshard._comm import Axis, live_axes, region
 from fshard._ops import Gather, Vary
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
-from fshard.decoding import Decoder, Options, global_batch
+from fshard.decoding import Decoder, Options, global_batch, token_list
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.nn import rope
 from fshard.random import fold_in
@@ -367,13 +367,14 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
         """Generate `new` more tokens for each sequence: ids [B@data, T] -> [B@data, T + new]. Inside `shard_map`.
 
         Takes the likeliest token, the first among equals; with a `temperature`, draws one by `key`, the same on every
-        mesh; `fs.decoding.Options` has all `options`. Prompts of unequal lengths are padded on the left, and `mask`
-        [B@data, T] is 0 there. `on_token(step, tokens)` is called on every rank with the new tokens [B@data] of each
-        step, until all sequences of all ranks have ended.
+        mesh; `fs.decoding.Options` has all `options`, of which `eos` and `pad` are by default the `eos_token_id` and
+        `pad_token_id` of `cfg`; with `eos=None` no token ends a sequence. Prompts of unequal lengths are padded on the
+        left, and `mask` [B@data, T] is 0 there. `on_token(step, tokens)` is called on every rank with the new tokens
+        [B@data] of each step, until all sequences of all ranks have ended.
         """
         _check_config("generate", cfg, config)
         layout = replace(layout, sequence=False)  # one token has no sequence to split
-        chosen = Options.of(options)
+        chosen = Options.of({**_tokens_of(cfg, options), **options})
 
         def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> tuple[Tensor, Cache]:
             logits, cache = apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
@@ -384,3 +385,12 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
                                  model=layout.model, mask=mask, key=key, on_token=on_token)  # fmt: skip
 
     return generate
+
+
+def _tokens_of(cfg: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokens of a config that end sequences and fill them up, as defaults of the options of a call."""
+    eos = tuple(token for token in token_list(cfg.eos_token_id) if token < cfg.vocab_size)  # the others never come
+    end = options.get("eos", eos)
+    has_end = bool(end) if isinstance(end, Sequence) else end is not None
+    pad = {"pad": cfg.pad_token_id} if has_end or options.get("stop") else {}
+    return {"eos": eos, **pad}

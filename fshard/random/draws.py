@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ from fshard.spec import Box, P, box_shape, full_box, local_box, spec_errors
 
 from .keys import DRAW, key_words
 from .philox import M, Word, philox, philox_in_place
-from .threads import run_in_threads, threads_to_fill
+from .threads import fill_parts, threads_to_fill
 
 VERSION = 1
 
@@ -153,21 +152,17 @@ def _fill(distribution: _Distribution, k: Sequence[int], runs: _Runs, out: Tenso
     width = min(runs.length, 4 * blocks)
     height = min(runs.number, max(1, blocks // runs.blocks(width)))
     rows = out.view(runs.number, runs.length)
-    tiles = deque(itertools.product(range(0, runs.number, height), range(0, runs.length, width)))
 
-    def fill_tiles() -> None:
+    def filler() -> Callable[[tuple[int, int]], None]:
         scratch = torch.empty(5 * height * runs.blocks(width), dtype=torch.int64, device=out.device)
-        while tiles:
-            try:
-                top, left = tiles.popleft()
-            except IndexError:  # another thread has taken the last one
-                return
-            _fill_tile(distribution, k, runs, (top, left), rows[top : top + height, left : left + width], scratch)
 
-    if threads:
-        run_in_threads(fill_tiles, threads)
-    else:
-        fill_tiles()
+        def fill(origin: tuple[int, int]) -> None:
+            top, left = origin
+            _fill_tile(distribution, k, runs, origin, rows[top : top + height, left : left + width], scratch)
+
+        return fill
+
+    fill_parts(itertools.product(range(0, runs.number, height), range(0, runs.length, width)), filler, threads)
 
 
 def _fill_tile(

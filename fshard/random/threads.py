@@ -6,7 +6,9 @@ them is suspended, that takes many times the CPU time of the operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -29,23 +31,58 @@ def threads_to_fill(n: int, device: torch.device) -> int:
     return max(1, min(torch.get_num_threads(), n // _LEAST_ELEMENTS))
 
 
-def run_in_threads(job: Callable[[], T], threads: int) -> list[T]:
-    """Run `job` in each of several threads, or in the caller's if it is one, with one compute thread of torch each.
+def fill_parts(parts: Iterable[T], filler: Callable[[], Callable[[T], object]], threads: int) -> None:
+    """Fill parts in several threads, each of which takes the next one; 1 is the caller's, 0 with torch's own threads.
 
-    `torch.set_num_threads` sets the number of the calling thread, and that of all threads that begin later: both are
-    restored.
+    `filler` is called in each thread, for the function that fills a part there. After an error or an interrupt no other
+    part is begun.
     """
+    rest = deque(parts)
     compute_threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
 
-    def run() -> T:
-        torch.set_num_threads(1)
+    def run() -> None:
         try:
-            with torch.inference_mode(inference):
-                return job()
-        finally:
-            torch.set_num_threads(compute_threads)
+            fill = filler()
+            while rest:
+                try:
+                    part = rest.popleft()
+                except IndexError:  # another thread has taken the last one
+                    return
+                fill(part)
+        except BaseException:
+            rest.clear()
+            raise
 
-    if threads == 1:
-        return [job() if compute_threads == 1 else run()]
-    with ThreadPoolExecutor(threads, "fshard-fill") as pool:
-        return [done.result() for done in [pool.submit(run) for _ in range(threads)]]
+    def run_here() -> None:
+        with one_compute_thread(then=compute_threads), torch.inference_mode(inference):
+            run()
+
+    if threads == 0:
+        run()
+    elif threads == 1:
+        run_here()
+    else:
+        with ThreadPoolExecutor(threads, "fshard-fill") as pool:
+            try:
+                for done in [pool.submit(run_here) for _ in range(threads)]:
+                    done.result()
+            except BaseException:
+                rest.clear()
+                raise
+
+
+@contextlib.contextmanager
+def one_compute_thread(*, then: int) -> Iterator[None]:
+    """Compute with one thread of torch in this thread, and `then` with so many.
+
+    `torch.set_num_threads` sets the number of the calling thread, and that of all threads that begin later: both are
+    restored. A thread of the user that begins meanwhile keeps one.
+    """
+    if then == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(then)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 import tracemalloc
 
 import pytest
@@ -15,6 +16,7 @@ import fshard as fs
 from fshard import P
 from fshard.models import llama
 from fshard.random import draws as R  # noqa: N812
+from fshard.random.threads import fill_parts
 from fshard.spec import box_shape, local_box
 from tests.benchmarks import init as benchmark
 from tests.lib.operations import Operations
@@ -196,6 +198,20 @@ def test_error_in_a_thread_is_raised_and_restores_the_number_of_threads(two_thre
         with pytest.raises(MemoryError):
             fill(fs.init.normal(n), (slice(0, n),))
         assert torch.get_num_threads() == threads_of_a_new_thread() == 2
+
+
+def test_no_part_is_begun_after_an_error(two_threads):
+    done = []
+
+    def part(i):
+        if i == 1:
+            raise MemoryError
+        time.sleep(1e-4)  # all parts would take 20 s
+        done.append(i)
+
+    with pytest.raises(MemoryError):
+        fill_parts(range(200_000), lambda: part, 2)
+    assert 199_999 not in done
 
 
 def test_a_draw_in_a_region_stays_in_the_thread_of_its_rank(two_threads, fills):

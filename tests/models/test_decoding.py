@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,14 +16,14 @@ MESHES = [{"data": 1, "model": 1}, {"data": 2, "model": 1}, {"data": 1, "model":
 CFG = gpt2.Config(vocab_size=13, n_positions=12, n_embd=12, n_layer=2, n_head=3)
 
 
-def generated(sizes, ids, mask=None, **kwargs):
+def generated(sizes, ids, mask=None, cfg=CFG, **kwargs):
     mesh, specs = fs.make_mesh(**sizes), gpt2.specs(CFG, model="model")
     described = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.3), gpt2.init(CFG))
     params = fs.materialize(described, specs, mesh, key=fs.key(0))
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data"))
     def run(p, ids, mask):
-        return gpt2.generate(CFG, p, ids, layout=gpt2.Layout("data", "model"), mask=mask, **kwargs)
+        return gpt2.generate(cfg, p, ids, layout=gpt2.Layout("data", "model"), mask=mask, **kwargs)
 
     return fs.device_get(run(params, ids, mask))
 
@@ -54,6 +56,25 @@ def test_logits_with_a_cache_equal_those_of_one_call():
 
     got, want = fs.device_get(run(params, ids))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_of_the_config_end_sequences_unless_options_are_given():
+    ids = prompts(5)
+    free = generated(MESHES[0], ids, new=6)
+    end = int(free[0, 4])  # the second new token of the first sequence
+
+    def run(in_config, pad_in_config=None, sizes=MESHES[0], **options):
+        cfg = replace(CFG, eos_token_id=in_config, pad_token_id=pad_in_config)
+        return generated(sizes, ids, new=6, cfg=cfg, **options)
+
+    want = generated(MESHES[0], ids, new=6, eos=end, pad=12)
+    assert torch.equal(run(end, 12, MESHES[1]), want)
+    assert torch.equal(run((99, end), 12), want)  # one that the vocabulary lacks never comes
+    assert torch.equal(run(None, 12, stop=[[end]]), want)
+    assert torch.equal(run(1, 11, eos=end, pad=12), want)
+    assert run(end)[0].tolist() == [*free[0, :5].tolist(), *[end] * 4]
+    for none in (run(end, 12, eos=None), run(end, 12, eos=()), run(99, 12), run(None, 12)):
+        assert torch.equal(none, free)
 
 
 @pytest.mark.slow

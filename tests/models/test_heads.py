@@ -207,6 +207,9 @@ def test_what_no_head_can_be_is_refused(tmp_path):
     ids = cases.tokens(61)
     assert "needed  [6, 2]" in error_text(heads.loss, cfg, p, ids, ids[:, 0])
     assert "params must be a dict with 'base' and 'score'" in error_text(heads.apply, cfg, p["base"], ids)
+    assert "embed: cfg must be a Config of a model in fs.models, got a Config\n  fix: cfg.base and params['base']" in (
+        error_text(heads.embed, cfg, p, ids))  # fmt: skip
+    assert "sequences without tokens have no last one" in error_text(heads.apply, cfg, p, ids[:, :0])
     assert "bert: the config has no mlm" in error_text(
         bert.logits, heads.Config(bert.Config(**BERT_SIZES), "tokens").base, {}, ids)  # fmt: skip
     assert "is missing" in error_text(heads.save, tmp_path / "x", heads.Config(mixtral.Config(), "tokens"),

@@ -7,15 +7,16 @@ each leaf, on the CPU, and the box is cut out.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fshard.errors import ShardingError, fail
-from fshard.random.threads import run_in_threads, threads_to_fill
+from fshard.random.threads import fill_parts, one_compute_thread, threads_to_fill
 from fshard.spec import Box, box_bounds, box_shape, full_box, relative_box
 
 from .distributions import draw_box
@@ -98,29 +99,28 @@ class Replay:
                 return self.evaluate(self.root, box).to(dtype).contiguous()
 
         if math.prod(sizes) <= chunk or isinstance(self.root, (Draw, Full)):
-            return run_in_threads(whole, 1)[0] if threads else whole()
+            with one_compute_thread(then=torch.get_num_threads()) if threads else contextlib.nullcontext():
+                return whole()
         out = torch.empty(sizes, dtype=dtype, device=self.device)
         dim = next(d for d, n in enumerate(sizes) if n > 1)
         step = max(1, chunk * sizes[dim] // math.prod(sizes))
-        starts = deque(range(0, sizes[dim], step))
 
-        def fill_steps(replay: Replay) -> None:
-            with torch.no_grad():
-                while starts:
-                    try:
-                        start = starts.popleft()
-                    except IndexError:  # another thread has taken the last one
-                        return
-                    n = min(step, sizes[dim] - start)
-                    part = slice(box[dim].start + start, box[dim].start + start + n)
-                    replay._cached.clear()
+        def filler() -> Callable[[int], None]:
+            replay = (
+                Replay(self.root, self.key_of, self.device) if threads else self
+            )  # boxes of shared nodes of its own
+
+            def fill(start: int) -> None:
+                n = min(step, sizes[dim] - start)
+                part = slice(box[dim].start + start, box[dim].start + start + n)
+                replay._cached.clear()
+                with torch.no_grad():
                     x = replay.evaluate(self.root, (*box[:dim], part, *box[dim + 1 :]))
                     out.narrow(dim, start, n).copy_(x)
 
-        if threads:  # each with boxes of shared nodes of its own
-            run_in_threads(lambda: fill_steps(Replay(self.root, self.key_of, self.device)), threads)
-        else:
-            fill_steps(self)
+            return fill
+
+        fill_parts(range(0, sizes[dim], step), filler, threads)
         return out
 
     def evaluate(self, node: Node, box: Box) -> Tensor:

@@ -92,8 +92,8 @@ def output_tensors(
             target = file_tensor("write", path, found)
             if prefix and target.name.startswith(prefix):
                 raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
-            source = Source(label, leaf, target.part(leaf.shape), target.pattern(leaf.ndim))
-            sources.setdefault(prefix + target.name, []).append(source)
+            for part, pattern in target.parts(leaf.shape):
+                sources.setdefault(prefix + part.name, []).append(Source(label, leaf, part, pattern))
         except ShardingError as e:
             errors.append(ShardingError(f"write: {label}: {e}"))
     tensors = []

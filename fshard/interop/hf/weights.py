@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,10 +43,27 @@ class FileTensor:
         """Return the pattern for a leaf with `ndim` dims."""
         return identity(ndim) if self.dims is None else Pattern(self.dims, self.at)
 
-    def part(self, shape: Sequence[int]) -> FilePart:
-        """Return the places of a leaf of `shape`, which is all of the tensor in the file or a part of it."""
+    def parts(self, shape: Sequence[int]) -> list[tuple[FilePart, Pattern]]:
+        """Return the places of a leaf of `shape`, which is all of the tensor in the file or a part of it: one part."""
         pattern = self.pattern(len(shape))
-        return FilePart(full_box(shape), self.name, pattern.file_shape(shape), pattern.places(shape))
+        return [(FilePart(full_box(shape), self.name, pattern.file_shape(shape), pattern.places(shape)), pattern)]
+
+
+@dataclass(frozen=True)
+class FileTensors(FileTensor):
+    """Tensors in a file, one for each index of dim 0 of a leaf: a `*` in `name` is the index, `dims` are of the others.
+
+    >>> [part.name for part, _ in FileTensors("experts.*.w1.weight", "f d -> d f").parts((2, 16, 64))]
+    ['experts.0.w1.weight', 'experts.1.w1.weight']
+    """
+
+    def parts(self, shape: Sequence[int]) -> list[tuple[FilePart, Pattern]]:
+        """Return the places of a leaf of `shape`: a part for each index of dim 0."""
+        n, *rest = shape
+        ((one, pattern),) = super().parts(rest)
+        places = Places(((), *one.places.dims), one.places.offset)
+        return [(FilePart((slice(i, i + 1), *one.box), self.name.replace("*", str(i)), one.shape, places), pattern)
+                for i in range(n)]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,9 +249,9 @@ def tensors(path: StrPath) -> dict[str, Deferred]:
     headers = WeightHeaders(Path(path))
     entries = headers.tensors.values()
     raise_all(headers.errors + [unsupported_dtype(entry) for entry in entries if entry.dtype is None])
-    parts = {entry.name: FileTensor(entry.name).part(entry.shape) for entry in entries}
-    return {entry.name: Deferred(entry.shape, entry.dtype, FromFile([(entry, parts[entry.name])]))
-            for entry in entries if entry.dtype is not None}  # fmt: skip
+    return {entry.name: Deferred(entry.shape, entry.dtype, FromFile([(entry, part)]))
+            for entry in entries if entry.dtype is not None
+            for part, _ in FileTensor(entry.name).parts(entry.shape)}  # fmt: skip
 
 
 @checked
@@ -277,32 +295,44 @@ def read(
     out: dict[int, Deferred] = {}
     used: set[str] = set()
     patterns: dict[str, list[Pattern]] = {}
-    for _, leaf in leaves:
+    for first, leaf in leaves:
         if id(leaf) in out:
             continue
-        options = [(name, path, tensor) for path, tensor in paths_of[id(leaf)] for name in names_in_file(tensor.name)]
-        used |= {name for name, _, _ in options}
         out[id(leaf)] = leaf
+        stored: list[tuple[HeaderEntry, FilePart]] = []
+        copied: list[tuple[HeaderEntry, FilePart]] = []
         try:
-            path, tensor = paths_of[id(leaf)][0]
-            label = tree.show("params", path)
             if not isinstance(leaf, Deferred):
-                raise fail(f"{label}: is a {type(leaf).__name__}", fix="describe it: fs.init.*")
-            if not options:
-                if headers.complete:
-                    raise fail(f"{headers.path}: {tensor.name!r} is missing",
-                               f"for {label}, {describe(leaf.dtype, leaf.shape)}")  # fmt: skip
-                continue
-            name, path, tensor = options[0]
-            tied = [n for other, first in (copies or {}).items() if first == tensor.name for n in names_in_file(other)]
-            used |= set(tied)
-            out[id(leaf)], pattern = _leaf_from_file(
-                headers.path, headers.tensors[name], leaf, tree.show("params", path), tensor,
-                headers.tensors[tied[0]] if tied else None,
-            )  # fmt: skip
-            patterns.setdefault(name, []).append(pattern)
+                used |= {name for _, tensor in paths_of[id(leaf)] for name in names_in_file(tensor.name)}
+                raise fail(f"{tree.show('params', first)}: is a {type(leaf).__name__}", fix="describe it: fs.init.*")
+            of_paths = [_parts(path, tensor, leaf) for path, tensor in paths_of[id(leaf)]]
         except ShardingError as e:
             errors.append(e)
+            continue
+        for alternatives in zip(*of_paths, strict=True):
+            options = [(name, *one) for one in alternatives for name in names_in_file(one[1].name)]
+            used |= {name for name, *_ in options}
+            try:
+                if not options:
+                    if headers.complete:
+                        raise fail(f"{headers.path}: {alternatives[0][1].name!r} is missing",
+                                   f"for {tree.show('params', first)}, {describe(leaf.dtype, leaf.shape)}")  # fmt: skip
+                    continue
+                name, label, part, pattern = options[0]
+                tied = [n for other, of in (copies or {}).items() if of == part.name for n in names_in_file(other)]
+                used |= set(tied)
+                entry = headers.tensors[name]
+                copy = headers.tensors[tied[0]] if tied else entry
+                _check_entry(headers.path, entry, leaf, label, part, pattern, copy)
+                stored.append((entry, part))
+                copied.append((copy, part))
+                patterns.setdefault(name, []).append(pattern)
+            except ShardingError as e:
+                errors.append(e)
+        dtypes = [entry.dtype for entry, _ in stored if entry.dtype is not None]
+        if dtypes:
+            dtype = functools.reduce(torch.promote_types, dtypes)
+            out[id(leaf)] = Deferred(leaf.shape, dtype, FromFile(stored, [FromFile(copied)] * (copied != stored)))
     for name, of_tensor in patterns.items():
         try:
             missing = missing_parts(of_tensor)
@@ -331,27 +361,32 @@ def with_dot(prefix: str) -> str:
     return prefix and prefix.rstrip(".") + "."
 
 
-def _leaf_from_file(
-    folder: Path, entry: HeaderEntry, leaf: Deferred, label: str, tensor: FileTensor, copy: HeaderEntry | None
-) -> tuple[Deferred, Pattern]:
+def _parts(path: tree.Path, tensor: FileTensor, leaf: Deferred) -> list[tuple[str, FilePart, Pattern]]:
+    label = tree.show("params", path)
     try:
-        pattern = tensor.pattern(leaf.ndim)
-        expected = pattern.file_shape(leaf.shape)
+        return [(label, *part) for part in tensor.parts(leaf.shape)]
     except ShardingError as e:
         raise ShardingError(f"{label}: {e}") from e
-    if entry.shape != expected:
-        note = [] if tensor.dims is None else [f"{tensor.dims}, the leaf is {list(leaf.shape)}"]
+
+
+def _check_entry(
+    folder: Path, entry: HeaderEntry, leaf: Deferred, label: str, part: FilePart, pattern: Pattern, copy: HeaderEntry
+) -> None:
+    """Raise ShardingError unless a tensor in the file, and its copy, have the shape and dtype of a part of a leaf."""
+    if entry.shape != part.shape:
+        note = (
+            []
+            if pattern.text == identity(len(part.shape)).text
+            else [f"{pattern.text}, the leaf is {list(leaf.shape)}"]
+        )
         raise fail(f"{folder}: {entry.name!r} has another shape, for {label}", *note,
-                   got=list(entry.shape), expected=list(expected))  # fmt: skip
+                   got=list(entry.shape), expected=list(part.shape))  # fmt: skip
     if entry.dtype is None:
         raise unsupported_dtype(entry)
     if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
         raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {label}",
-                   got=describe(entry.dtype, entry.shape), expected=describe(leaf.dtype, expected))  # fmt: skip
-    if copy is not None and (copy.shape, copy.dtype_name) != (entry.shape, entry.dtype_name):
+                   got=describe(entry.dtype, entry.shape), expected=describe(leaf.dtype, part.shape))  # fmt: skip
+    if (copy.shape, copy.dtype_name) != (entry.shape, entry.dtype_name):
         raise fail(f"{folder}: {copy.name!r} is tied to {entry.name!r} by the config, and is another tensor",
                    got=f"{copy.dtype_name}{list(copy.shape)}",
                    expected=f"{entry.dtype_name}{list(entry.shape)}")  # fmt: skip
-    part = tensor.part(leaf.shape)
-    copies = [FromFile([(copy, part)])] if copy is not None else []
-    return Deferred(leaf.shape, entry.dtype, FromFile([(entry, part)], copies)), pattern
