@@ -90,7 +90,7 @@ def write(
             check_described(leaves, tree.leaves_with_path(described))
         tensors = output_tensors(leaves, file_parts(tree_, theirs) if isinstance(theirs, Apply) else theirs, prefix)
         files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata))
-        small[CONFIG] = complete_config(config, [leaf for _, leaf in leaves], like)
+        small[CONFIG] = complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
         out = {CONFIG: repr(small[CONFIG].decode())}
         if not ranks.alone:
             out |= {file.name: f"header of crc32 {zlib.crc32(file.header):08x}" for file in files}
