@@ -137,7 +137,9 @@ def test_log_softmax_of_a_split_vocabulary(n):
 @pytest.mark.parametrize("sizes", [{"data": 1, "model": 1}, {"data": 2, "model": 3}, {"data": 2, "model": 6}])
 def test_argmax_is_the_first_among_equals(sizes):
     nan, inf = torch.nan, torch.inf
-    logits = torch.tensor([[0.0, 3, 1, 3, 3], [-5, -7, -7, -9, -5], [-inf] * 5, [1, 2, 3, 4, 5.0], [1, 2, nan, inf, nan]])
+    logits = torch.tensor(
+        [[0.0, 3, 1, 3, 3], [-5, -7, -7, -9, -5], [-inf] * 5, [1, 2, 3, 4, 5.0], [1, 2, nan, inf, nan]]
+    )
 
     @fs.shard_map(mesh=fs.make_mesh(**sizes), in_specs=P("data", "model"), out_specs=P("data"))
     def run(x):
