@@ -137,14 +137,17 @@ def log_softmax(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def argmax(logits: Tensor, axis: Axis, size: int) -> Tensor:
-    """Return the class of the highest logit, the first among equals: [B, V@axis] -> [B]{I}; `size` is V."""
+    """Return the class of the highest logit, the first among equals: [B, V@axis] -> [B]{I}; `size` is V.
+
+    Of a row with NaN it is the class of the first one, as in torch.
+    """
     first, whole = local_range("argmax", logits.shape[-1], axis, size)
     if not axis:
         return logits.argmax(-1)
     local = logits if logits.shape[-1] else logits.new_full((len(logits), 1), -math.inf)
     value, index = local.max(-1)
     best = pvary(pmax(value, axis), axis)
-    out: Tensor = pmin(torch.where(value == best, index + first, whole), axis)
+    out: Tensor = pmin(torch.where((value == best) | value.isnan(), index + first, whole), axis)
     return out
 
 

@@ -129,7 +129,7 @@ class Options:
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ShardingError listing the tokens that a vocabulary of `size` does not have."""
-        named = {"eos": token_list(self.eos), "forced_bos": token_list(self.forced_bos),
+        named = {"eos": token_list(self.eos), "pad": token_list(self.pad), "forced_bos": token_list(self.forced_bos),
                  "forced_eos": token_list(self.forced_eos), "stop": [t for s in self.stop for t in s]}  # fmt: skip
         raise_all([fail(f"generate: {name} has the token {token}, and the vocabulary has {size}",
                         fix=f"0 to {size - 1}")

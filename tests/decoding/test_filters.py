@@ -136,13 +136,16 @@ def test_log_softmax_of_a_split_vocabulary(n):
 
 @pytest.mark.parametrize("sizes", [{"data": 1, "model": 1}, {"data": 2, "model": 3}, {"data": 2, "model": 6}])
 def test_argmax_is_the_first_among_equals(sizes):
-    logits = torch.tensor([[0.0, 3, 1, 3, 3], [-5, -7, -7, -9, -5], [-torch.inf] * 5, [1, 2, 3, 4, 5.0]])
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor(
+        [[0.0, 3, 1, 3, 3], [-5, -7, -7, -9, -5], [-inf] * 5, [1, 2, 3, 4, 5.0], [1, 2, nan, inf, nan]]
+    )
 
     @fs.shard_map(mesh=fs.make_mesh(**sizes), in_specs=P("data", "model"), out_specs=P("data"))
     def run(x):
         return argmax(x, "model", 5)
 
-    assert fs.device_get(run(logits)).tolist() == [1, 0, 0, 4]
+    assert fs.device_get(run(logits)).tolist() == logits.argmax(1).tolist() == [1, 0, 0, 4, 2]
 
 
 def test_draws_follow_the_softmax_of_the_filtered_logits():

@@ -198,6 +198,7 @@ WRONG = {
     "stop=\\[\\[1\\]\\] without pad or eos": {"stop": [[1]]},
     "stop=\\[\\[\\]\\]\n  fix: sequences of one token or more": {"stop": [[]], "eos": 1},
     "eos has the token 11, and the vocabulary has 11\n  fix: 0 to 10": {"eos": [3, 11]},
+    "pad has the token 11, and": {"eos": 1, "pad": 11},  # the model is given it
     "forced_eos has the token -1, and": {"forced_eos": -1},
     "stop has the token 50, and": {"stop": [[1, 50]], "eos": 1},
     "beams=0\n": {"beams": 0},

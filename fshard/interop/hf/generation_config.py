@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from fshard._io import StrPath
@@ -62,9 +63,11 @@ def generation_options(source: StrPath | Any) -> dict[str, Any]:
     is_model = "model_type" in config  # whose other fields are those of the model
 
     def value(name: str, nothing: tuple[Any, ...] = ()) -> Any:
-        x = config.get(name)
+        x = _tokens(config.get(name)) if name.endswith("_token_id") else config.get(name)
         return None if x is None or x in nothing or x is False or (isinstance(x, (list, dict)) and not x) else x
 
+    raise_all([must_be(f"{where}: {name}", "an int", config[name], "correct the file")
+               for name in ("num_beams", "min_length") if not isinstance(config.get(name), (int, NoneType))])  # fmt: skip
     errors = [fail(f"{where}: {name}={value(name, nothing)!r} is no option here", fix="generate without it: pass the "
                    f"contents of the file without {name}")
               for name, nothing in _REFUSED.items() if value(name, nothing) is not None]  # fmt: skip
@@ -87,6 +90,13 @@ def generation_options(source: StrPath | Any) -> dict[str, Any]:
         out["beams"] = config["num_beams"]
         out |= {name: value(name, nothing) for name, nothing in _OF_BEAMS.items()}
     return {name: x for name, x in out.items() if x is not None}
+
+
+def _tokens(x: Any) -> Any:
+    """Return a token, or several; old files have -1 for none."""
+    if isinstance(x, list):
+        return [token for token in x if _tokens(token) is not None]
+    return None if isinstance(x, int) and x < 0 else x
 
 
 def _min_new(config: Mapping[str, Any], out: Mapping[str, Any], where: str, errors: list[Any]) -> int | None:

@@ -176,6 +176,7 @@ def test_options_of_draws_and_of_model_configs():
     assert fs.hf.generation_options(hf.LlamaConfig(eos_token_id=[3, 4], pad_token_id=0)) == {"eos": [3, 4], "pad": 0}
     assert fs.hf.generation_options({"pad_token_id": 3, "min_new_tokens": 4}) == {}  # nothing ends
     assert fs.hf.generation_options(hf.GenerationConfig()) == {}
+    assert fs.hf.generation_options({"eos_token_id": [5, -1], "pad_token_id": -1}) == {"eos": [5]}  # -1 is none
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "replica": 2}])
@@ -248,6 +249,8 @@ def test_options_that_do_not_exist_here_are_errors(tmp_path):
         fs.hf.generation_options({"eos_token_id": 1, "min_length": 5})
     with pytest.raises(ShardingError, match=r"lang_to_id=\{'en': 3\} is no option of generation"):
         fs.hf.generation_options({"lang_to_id": {"en": 3}})
+    with pytest.raises(ShardingError, match="(?s)2 problems.*num_beams must be an int, got '4'"):
+        fs.hf.generation_options({"num_beams": "4", "min_length": 2.5})
     with pytest.raises(ShardingError, match="source must be a folder, a dict or a GenerationConfig, got 3"):
         fs.hf.generation_options(3)
     with pytest.raises(ShardingError, match=r"config\.json: there is no such file"):

@@ -13,9 +13,10 @@ import fshard as fs
 from fshard import P, hf
 from fshard.interop.hf import config_of, export
 from fshard.interop.hf.weights import FileTensor
-from fshard.models import bert, gpt2, gpt_neox, gptj, llama
+from fshard.models import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
 from tests.lib.assertions import error_text
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 SIZES: dict[str, dict[str, Any]] = {
     "GPT2LMHead": {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2},
     "GPTJForCausalLM": {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4},
@@ -25,9 +26,14 @@ SIZES: dict[str, dict[str, Any]] = {
                          "intermediate_size": 24, "max_position_embeddings": 32},
     "BertForMaskedLM": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                         "intermediate_size": 24, "max_position_embeddings": 32},
+    **{f"{name}ForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+                              "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 32, **more}
+       for name, more in {"Mistral": {"sliding_window": 4}, "Mixtral": {"num_local_experts": 3},
+                          "Qwen2": WINDOW, "Qwen3": {"head_dim": 4, **WINDOW}}.items()},
 }  # fmt: skip
 DECODERS = [name for name in SIZES if not name.startswith("Bert")]
-MODULES = {"GPT2": gpt2, "GPTJ": gptj, "GPTNeoX": gpt_neox, "Llama": llama, "Bert": bert}
+MODULES = {"GPT2": gpt2, "GPTJ": gptj, "GPTNeoX": gpt_neox, "Llama": llama, "Bert": bert, "Mistral": mistral,
+           "Mixtral": mixtral, "Qwen2": qwen2, "Qwen3": qwen3}  # fmt: skip
 # Files that a tokenizer or a processor writes, and some that are not carried over.
 CARRIED: dict[str, bytes] = {
     "tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "special_tokens_map.json": b"{}", "vocab.json": b"{}",
@@ -80,18 +86,39 @@ def through_fshard(source: Path, target: Path, like: Path | None, **changes: Any
     return cfg
 
 
+PROMPTS = torch.tensor([[3], [5], [7], [11]])
+
+
 def greedy(model: Any, new: int = 12) -> Any:
     """Generate as a user does who reads the folder: stops, pads and all other options are those of the folder."""
-    return model.generate(torch.tensor([[3], [5], [7], [11]]), max_new_tokens=new, do_sample=False).tolist()
+    return model.generate(PROMPTS, max_new_tokens=new, do_sample=False).tolist()
+
+
+def greedy_by_fshard(kind: str, folder: Path, new: int = 12) -> Any:
+    """Generate in the same way by the model file, with the vocabulary split too."""
+    model, mesh, options = module_of(kind), fs.make_mesh(data=2, model=2), hf.generation_options(folder)
+    cfg, stored = hf.load(folder)
+    specs = model.specs(cfg, model="model")
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
+    def run(params, ids):
+        return model.generate(cfg, params, ids, new=new, layout=model.Layout("data", "model"), **options)
+
+    return fs.device_get(run(fs.materialize(stored, specs, mesh, key=fs.key(0)), PROMPTS)).tolist()
 
 
 def read_again(kind: str, folder: Path) -> Any:
     return getattr(pytest.importorskip("transformers"), names(kind)[1]).from_pretrained(folder).eval()
 
 
-@pytest.mark.parametrize("carry", [True, False], ids=["like", "alone"])
-@pytest.mark.parametrize("several", [False, True], ids=["one stop", "two stops"])
-@pytest.mark.parametrize("kind", DECODERS)
+LIKE_LLAMA = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM")  # in all that is tested here
+
+
+@pytest.mark.parametrize(("kind", "several", "carry"), [
+    pytest.param(kind, several, carry, id=f"{kind}, {'two stops' if several else 'one stop'}{', like' * carry}",
+                 marks=[pytest.mark.slow] * (several is not carry or kind in LIKE_LLAMA))
+    for kind in DECODERS for several in (False, True) for carry in (False, True)
+])  # fmt: skip
 def test_saved_decoder_stops_where_the_loaded_one_does(kind, several, carry, tmp_path):
     free = greedy(their_folder(kind, tmp_path / "free"))
     stop: Any = free[0][4]  # a token that the first row generates, and so its end
@@ -104,6 +131,8 @@ def test_saved_decoder_stops_where_the_loaded_one_does(kind, several, carry, tmp
     assert (cfg.bos_token_id, cfg.pad_token_id) == (2, 0)
     again = read_again(kind, tmp_path / "ours")
     assert greedy(again) == want
+    if carry:
+        assert [row[: len(want[0])] for row in greedy_by_fshard(kind, tmp_path / "ours")] == want
     assert again.generation_config.eos_token_id == theirs.generation_config.eos_token_id
     assert (tmp_path / "ours" / "generation_config.json").exists() == carry
 
@@ -116,7 +145,13 @@ ALONE: dict[str, set[str]] = {
     "GPTNeoXForCausalLM": {"classifier_dropout", "is_decoder"},  # of another head; false in decoders, by history
     "LlamaForCausalLM": {"pretraining_tp"},  # splits a matrix product, with the same result
     "BertForMaskedLM": {"classifier_dropout", "bos_token_id", "eos_token_id"},  # of another head; null
+    "MistralForCausalLM": set(),
+    "Qwen2ForCausalLM": set(),
+    "Qwen3ForCausalLM": set(),
+    "MixtralForCausalLM": {"head_dim"},  # null
 }  # fmt: skip
+DEFAULTS = {"BertForMaskedLM": {"position_embedding_type"}, "Qwen2ForCausalLM": {"use_mrope"},
+            "MixtralForCausalLM": {"router_z_loss_coef"}}  # that transformers does not write  # fmt: skip
 ANY = {"use_cache", "transformers_version"}  # of no effect on values; who wrote it
 
 
@@ -129,13 +164,14 @@ def test_every_key_of_config_json_is_kept_or_explained(kind, tmp_path):
     want, like, alone = (config_of(tmp_path / name) for name in ("theirs", "like", "alone"))
     del want["torch_dtype"]  # the old name of dtype
     assert {key: like[key] for key in want} == want
-    assert like.keys() - want.keys() == ({"position_embedding_type"} if kind == "BertForMaskedLM" else set())  # default
-    assert {key for key in want if key not in alone} == ALONE[kind] | ANY | {"sliding_window", "mine"}
+    assert like.keys() - want.keys() == DEFAULTS.get(kind, set())
+    of_model = {"sliding_window"} & vars(module_of(kind).Config()).keys()
+    assert {key for key in want if key not in alone} == ALONE[kind] | ANY | {"sliding_window", "mine"} - of_model
     assert alone["dtype"] == like["dtype"] == "bfloat16"
     for name in ("like", "alone"):
         again = read_again(kind, tmp_path / name)
         assert again.dtype == torch.bfloat16
-        assert getattr(again.config, "sliding_window", None) == (16 if name == "like" else None)
+        assert getattr(again.config, "sliding_window", None) == (16 if name == "like" or of_model else None)
         assert module_of(kind).config(tmp_path / name) == module_of(kind).config(tmp_path / "theirs")
 
 

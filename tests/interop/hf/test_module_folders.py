@@ -192,6 +192,42 @@ def test_folder_is_read_and_written_as_transformers_does(name: str, tmp_path: Pa
     assert_same({n: x.detach() for n, x in again.state_dict().items()}, dict(theirs.state_dict()))
 
 
+GENERATE = ("mixtral", "llava", "qwen3_moe", "qwen3_next", "deepseek_v3", "jamba", "qwen2_vl", "gpt_neox")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "mixtral")) for n in GENERATE])
+def test_saved_folder_generates_the_tokens_of_the_one_it_was_read_from(name: str, tmp_path: Path) -> None:
+    theirs, prompts, new = randomized(construct(name)), ids()["input_ids"], 8
+    mask = torch.ones_like(prompts)
+    mask[0, :3] = mask[2, :1] = 0
+    prompts = prompts.where(mask.bool(), 3)
+
+    def greedy(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            out = model.generate(prompts, attention_mask=mask, max_new_tokens=new, do_sample=False)
+        return torch.nn.functional.pad(out, (0, prompts.shape[1] + new - out.shape[1]), value=3)
+
+    theirs.generation_config.eos_token_id = None
+    free = greedy(theirs)
+    theirs.generation_config.eos_token_id = [int(free[0, -4]), int(free[1, -6])]  # and not that of config.json
+    want = greedy(theirs)
+    assert not torch.equal(want, free)
+    theirs.save_pretrained(tmp_path / "theirs")
+    apply, tree = deferred(name)
+    mesh = fs.make_mesh(data=2, model=2)
+    values, specs = placed(fs.hf.weights(tmp_path / "theirs", tree, of=apply), tree, mesh)
+    fs.hf.save(tmp_path / "ours", theirs.config.to_dict(), values, of=apply, like=tmp_path / "theirs")
+    assert torch.equal(greedy(type(theirs).from_pretrained(tmp_path / "ours").eval()), want)
+
+    def run(values: Any, prompts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        params = fs.unshard(values["params"], specs["params"], "data", shapes=tree["params"])
+        return fs.hf.generate(apply, params, fs.unshard(values["buffers"], P(), "data"), prompts, mask=mask, new=new,
+                              data="data", **fs.hf.generation_options(tmp_path / "ours"))  # fmt: skip
+
+    mapped = fs.shard_map(run, mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data"))
+    assert torch.equal(fs.device_get(mapped(values, prompts, mask)), want)
+
+
 # --- parts of a leaf in several tensors -----------------------------------------------------------------------
 
 
@@ -251,16 +287,23 @@ def test_expert_that_is_missing_or_of_another_shape_or_dtype_is_an_error(tmp_pat
     )
 
 
-def test_sharded_folders_have_an_index_and_split_the_experts_of_a_leaf(tmp_path: Path) -> None:
+def test_sharded_folders_have_an_index_and_are_the_same_bytes_from_every_mesh(tmp_path: Path) -> None:
     theirs = randomized(construct("mixtral")).bfloat16()
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=2000)
     apply, tree = deferred("mixtral")
-    mesh = fs.make_mesh(data=2)
-    values, _ = placed(fs.hf.weights(tmp_path / "theirs", tree, of=apply), tree, mesh)
-    fs.hf.save(tmp_path / "ours", theirs.config.to_dict(), values, of=apply, max_shard_bytes=2000)
+    stored, params = fs.hf.weights(tmp_path / "theirs", tree, of=apply), tree["params"]
+    both = fs.fully_shard(fs.fully_shard(P(), params, axis="model"), params, axis="data")
+    for name, sizes, specs in (("ours", {"data": 2, "model": 2}, both), ("whole", {"data": 1}, P()),
+                               ("uneven", {"data": 5}, fs.fully_shard(P(), params, axis="data"))):  # fmt: skip
+        values = fs.materialize(stored, {"params": specs, "buffers": P()}, fs.make_mesh(**sizes), key=fs.key(0))
+        fs.hf.save(tmp_path / name, theirs.config.to_dict(), values, of=apply, max_shard_bytes=2000)
+    ours = {f.name: f.read_bytes() for f in (tmp_path / "ours").iterdir()}
+    assert len(ours) > 10
+    for name in ("whole", "uneven"):
+        assert {f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} == ours
     indexes = [json.loads((tmp_path / n / "model.safetensors.index.json").read_text()) for n in ("theirs", "ours")]
     assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
-    again = type(theirs).from_pretrained(tmp_path / "ours")
+    again = type(theirs).from_pretrained(tmp_path / "ours")  # in bfloat16: its angles, which no file has, are float32
     assert_same({n: x.detach() for n, x in again.state_dict().items()}, dict(theirs.state_dict()))
 
 
