@@ -169,7 +169,7 @@ def best_of_all(row, new, eos, penalty):
     {"beams": 2, "stop": [[3], [1, 4]], "pad": 0, "repetition_penalty": 1.4, "no_repeat_ngram": 2, "forced_eos": 2},
 ])  # fmt: skip
 def test_beams_do_not_depend_on_the_batch_or_the_mesh(options):
-    ids = prompts(40)
+    ids = prompts(20)
 
     def alone(ids):
         return generate(table_model(TABLE), ids, new=8, size=V, options=Options(**options))

@@ -114,10 +114,16 @@ def test_page_draws_the_same_numbers_in_every_process(page: Path) -> None:
     assert not re.findall(r"torch\.(?:rand\w*|normal|bernoulli|multinomial)\(|time\.|os\.getpid", code)
 
 
-def test_links_of_the_readme_exist() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", README.read_text())
-    assert len(links) > 5
-    assert not [link for link in links if not (ROOT / link).exists()]
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_exist(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_every_page_is_linked_from_another_one() -> None:
+    for page in PAGES[1:]:
+        others = [p.read_text() for p in [*PAGES, ROOT / "CONTRIBUTING.md"] if p != page]
+        assert any(re.search(rf"\]\((docs/)?{re.escape(page.name)}\)", text) for text in others), page.name
 
 
 def test_readme_is_short() -> None:

@@ -96,8 +96,8 @@ def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with
 def test_a_run_resumes_on_another_mesh(before, after, text, one_with_dropout, tmp_path):
     flags = MESHES.get(before, "--mesh data=1").split()
     with pytest.raises(StopError):
-        stop_after(25, tmp_path, text, *flags)
-    assert checkpoint.latest(tmp_path) == 25
+        stop_after(40, tmp_path, text, *flags)
+    assert checkpoint.latest(tmp_path) == 40
     run(tmp_path, text, "--dropout", "0.1", "--resume", str(tmp_path), *MESHES[after].split())
     assert_same_curve(metrics(tmp_path), one_with_dropout)
 

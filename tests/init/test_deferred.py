@@ -77,7 +77,10 @@ def placements(ndim, axes):
     return sorted(found, key=repr)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("xavier_normal", "kaiming_uniform") else n for n in MAKERS],
+)  # those are scales of normal and uniform, as are their two siblings
 def test_values_are_the_same_on_every_mesh_and_for_every_spec(name):
     kinds = FLOATS + (INTS if name in ("eye", "arange", "full", "zeros", "ones") else ())
     for i, shape in enumerate(shapes_for(name)):
@@ -348,8 +351,13 @@ def test_describing_70_billion_parameters_takes_less_than_50_mib():
 # --- memory ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("part", ["row", "column"])
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [("row", torch.float32), ("column", torch.bfloat16),
+     pytest.param("row", torch.bfloat16, marks=pytest.mark.slow),
+     pytest.param("column", torch.float32, marks=pytest.mark.slow)],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["normal", "uniform", "trunc_normal", "zeros", "eye"])
 def test_filling_a_part_takes_16_mib_more_than_the_part(name, part, dtype):
     leaf = MAKERS[name]((4096, 4096), dtype)

@@ -503,7 +503,7 @@ def test_hundreds_of_partial_writes_are_computed_on_a_box_alone():
             nn.init.xavier_uniform_(part)
             part.mul_(0.5)
 
-    apply, tree = defer(lambda: filled(experts, (400, 3, 2)))
+    apply, tree = defer(lambda: filled(experts, (200, 3, 2)))
     assert not apply.whole
     check_same_on_meshes(tree, values_on_one_device(tree), [{"a": 3}])
 
@@ -690,7 +690,7 @@ def random_program(steps):
     return build
 
 
-@pytest.mark.parametrize("start", [0, 20, 40])
+@pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in (20, 40))])
 def test_random_program_of_views_and_writes_equals_eager(start):
     for steps in range(start, start + 20):
         tree = defer(random_program(steps))[1]

@@ -76,6 +76,8 @@ LAYOUTS = {
     "fully sharded": ({"data": 2}, True),
     "fully sharded, uneven": ({"data": 3}, True),
 }
+EVERY_LAYOUT = ("gpt2", "resnet")  # in the default tier; the other models run there in two
+FAST = ("one device", "fully sharded")
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1}
 # Far above the rounding of a gradient that is zero in exact arithmetic (1e-9, see `close`): Adam divides by its size.
 EPS = 1e-4
@@ -130,8 +132,12 @@ def close(result, expected, *, size=None, rtol=1e-5):
         )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(name, layout, id=f"{name}-{layout}",
+                  marks=[pytest.mark.slow] * (name not in EVERY_LAYOUT and layout not in FAST))
+     for name in MODELS for layout in LAYOUTS],
+)  # fmt: skip
 def test_hugging_face_model_trains_on_every_mesh_as_torch_on_the_whole_batch(name, layout):
     apply, (params, buffers), batch, expected_loss, expected_grads, expected_params = eager(name)
     sizes, sharded = LAYOUTS[layout]

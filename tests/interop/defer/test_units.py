@@ -265,11 +265,12 @@ def test_every_schedule_has_the_numbers_of_the_definition_and_of_one_device(name
             if "again" in name or name in ("called twice, skipped, backwards", "nested", "partial")
             else {}
         )
-        for how in HOWS if axes == {"data": 2} else HOWS[:2]:
+        for how in {1: HOWS[1:2], 2: HOWS, 4: HOWS[:2]}[axes["data"]]:
             step = step_of(by_unit(apply, specs, **how), mesh, specs)
             got = step(params, IDS)
             assert_same(got, want, f"{axes} {how}", **tolerance)
-            assert_same(step(params, IDS), got)
+            if how in HOWS[:2]:
+                assert_same(step(params, IDS), got)
         if axes == {"data": 2}:
             for how in HOWS[:2]:
                 checked = step_of(by_unit(apply, specs, **how), mesh, specs, check="always")
@@ -455,12 +456,14 @@ def test_step_leaves_no_reference_cycle_and_no_gathered_leaf() -> None:
         step = step_of(by_unit(apply, specs, **how), mesh, specs)
         step(params, IDS)
         gc.collect()
+        gc.freeze()  # what other tests have left is not searched
         gc.disable()
         try:
             step(params, IDS)
             assert gc.collect() == 0, how
         finally:
             gc.enable()
+            gc.unfreeze()
 
 
 def test_module_of_the_user_is_not_changed() -> None:
