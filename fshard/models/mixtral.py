@@ -150,8 +150,8 @@ def losses(
 
     "balance" is E times the sum over experts of the share of tokens that choose it (K in all, for K experts per token)
     times its mean probability: K if balanced. "z" is the mean square of the log of the sum of exponentials of the
-    router's logits. Both are over the tokens of all layers and ranks, without those that `mask` leaves out; of none they
-    are 0.
+    router's logits. Both are over the tokens of all layers and ranks, without those that `mask` leaves out; of none
+    they are 0.
     """
     run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     ce = nn.cross_entropy(run.logits(top, x), targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)

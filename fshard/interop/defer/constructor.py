@@ -91,7 +91,7 @@ def defer(
         raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
     if reference is not None:
         return _eager(constructor, reference, units)
-    with recording(budget) as recorder, _seeded(0):
+    with _seeded(0), recording(budget) as recorder:
         module = _construct(constructor)
         places = places_of(module)
         leaves = leaves_at(places)
@@ -138,15 +138,20 @@ def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of Python and numpy, so that they draw the same in every process; restore them."""
-    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
+    """Seed the generators of Python, numpy and torch, so that they draw the same in every process; restore them.
+
+    Torch's has the draws that are not recorded: those in a thread of the constructor.
+    """
+    python, numbers, state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numbers)  # noqa: NPY002
+        torch.set_rng_state(state)
 
 
 def _check_leaves(leaves: Leaves, why: Callable[[Tensor], tuple[str, str] | None]) -> None:

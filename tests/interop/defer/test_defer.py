@@ -12,6 +12,7 @@ import random as python_random
 import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -813,6 +814,8 @@ def test_reference_equals_eager_construction_bitwise():
 def draws_of_other_generators():
     module = filled(lambda w: w.copy_(torch.from_numpy(np.random.randn(30, 21))))  # noqa: NPY002
     module.register_buffer("python", torch.tensor([python_random.random() for _ in range(3)]))
+    with ThreadPoolExecutor(1) as pool:  # whose operations are not recorded
+        module.register_buffer("in_thread", pool.submit(torch.randn, 3).result())
     return module
 
 
@@ -821,6 +824,7 @@ def test_numpy_and_python_draw_the_same_in_every_process(reference):
     def in_process(n):
         python_random.seed(n)
         np.random.seed(n)  # noqa: NPY002
+        torch.manual_seed(n)
         tree = defer(draws_of_other_generators, reference=reference)[1]
         after = python_random.random(), np.random.random()  # noqa: NPY002
         python_random.seed(n)
@@ -828,14 +832,16 @@ def test_numpy_and_python_draw_the_same_in_every_process(reference):
         assert after == (python_random.random(), np.random.random())  # noqa: NPY002
         return values_on_one_device(tree)
 
-    before = python_random.getstate(), np.random.get_state()  # noqa: NPY002
+    before = python_random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:
         one, two = in_process(1), in_process(2)
     finally:
         python_random.setstate(before[0])
         np.random.set_state(before[1])  # noqa: NPY002
+        torch.set_rng_state(before[2])
     assert_same(one["params"]["w"], two["params"]["w"])
     assert_same(one["buffers"]["python"], two["buffers"]["python"])
+    assert_same(one["buffers"]["in_thread"], two["buffers"]["in_thread"])
     rng = np.random.RandomState(reference or 0)
     assert_same(one["params"]["w"], torch.from_numpy(rng.randn(30, 21)).float())
 
