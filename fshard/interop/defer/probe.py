@@ -131,6 +131,9 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         if len(dims) > 1:
             raise draw_error(f"{self.name}: {op} of {self._shown(out)} draws a number for each pair of examples",
                              fix="draw for each example: the batch in one dim")  # fmt: skip
+        if (op == "randperm" and dims) or any(type(a) is int and a and a % self.prime == 0 for a in args):
+            raise draw_error(f"{self.name}: {op} draws positions among all examples, and each rank has a part of them",
+                             fix="choose within each example")  # fmt: skip
         if like is not None and self._factor(like) != 1:
             raise self._interleaved(f"{op} of", like)
         examples = Examples(dims[0], shape[dims[0]] // self.prime) if dims else None

@@ -530,6 +530,8 @@ REFUSED = {
     "two views": (lambda x: F.dropout(torch.cat([x, x]), 0.5), f"bernoulli_ of f32[2*B, 4, 8], {NOT_TOGETHER}"),
     "repeated": (lambda x: F.dropout(x.repeat(2, 1, 1), 0.5), f"bernoulli_ of f32[2*B, 4, 8], {NOT_TOGETHER}"),
     "pairs": (lambda x: F.dropout(x[:, 0] @ x[:, 0].T, 0.5), "of bool[B, B] draws a number for each pair of examples"),
+    "shuffled": (lambda x: x[torch.randperm(len(x))], "randperm draws positions among all examples"),
+    "resampled": (lambda x: x[torch.randint(len(x), (len(x),))], "randint draws positions among all examples"),
     "one by one": (lambda x: torch.stack([F.dropout(row, 0.5) for row in x]), "2 draws were made, and 1009 in a run"),
     "all but one": (lambda x: F.dropout(x[1:], 0.5), "is bernoulli_ of [1, 4, 8], and bernoulli_ of [1008, 4, 8] in"),
     "by a value": (lambda x: F.dropout(x, 0.5) if x.sum() else x, "forward failed on tensors without values"),

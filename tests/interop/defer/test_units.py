@@ -110,7 +110,7 @@ class Opaque:
 
 
 class Hidden(Stack):
-    """Tensors that pass between blocks inside opaque objects, under autocast, and a sum of what the blocks have seen."""
+    """Tensors that pass between blocks in opaque objects, under autocast, and a sum of what the blocks have seen."""
 
     class Block(Block):
         def forward(self, state: Opaque) -> Opaque:  # type: ignore[override]
