@@ -23,13 +23,13 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "axes"), [MESHES[1], MESHES[2], MESHES[5]])
+@pytest.mark.parametrize(("mesh", "axes"), [MESHES[1], MESHES[5]])
 def test_adjoint_double_transpose_jvp_vmap(mesh, axes):
     check_all(fs.make_mesh(**mesh), axes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "axes"), [m for i, m in enumerate(MESHES) if i not in (1, 2, 5)])
+@pytest.mark.parametrize(("mesh", "axes"), [m for i, m in enumerate(MESHES) if i not in (1, 5)])
 def test_adjoint_double_transpose_jvp_vmap_on_more_meshes(mesh, axes):
     check_all(fs.make_mesh(**mesh), axes)
 
