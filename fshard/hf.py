@@ -96,7 +96,7 @@ def save(
 
     `cfg` is the `Config` of a model in `fs.models`, or, for a module's leaves by their dotted names, the contents of
     config.json. Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank. The dtype in config.json
-    becomes that of the leaves, the widest if they have several.
+    becomes that of the leaves, of most numbers if they have several.
 
     Args:
         like: a folder of the same type of model, such as the one that was loaded. Its tokenizer,

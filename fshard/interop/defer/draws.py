@@ -243,7 +243,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if n is None or (n % batch.count if batch.count else n):
             what = "no such dim" if n is None else f"{n} entries, of {batch.count} examples"
             raise draw_error(f"{self.name}: draw {self.number} is {op} of {list(shape)}, whose dim {dim} has {what}",
-                             fix="draws_over(axis), without probe=False, finds the dim of each draw")  # fmt: skip
+                             "a draw for some of the examples at a time is not the same on every mesh",
+                             fix="draws_over(axis), without probe=False, finds the dim of each draw; or a rate of 0"
+                             )  # fmt: skip
         return Examples(dim % len(shape), n // max(1, batch.count))
 
 

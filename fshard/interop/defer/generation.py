@@ -60,10 +60,10 @@ def generate(
     encoder-decoder without a start, and for a model that gives no logits.
     """
     chosen = Options.of(options)
+    model = _Model.of(apply, getattr(apply, "module", None) if module is None else module)
     check_ids("generate", ids)
     if mask is not None and mask.shape != ids.shape:
         raise fail("generate: the mask must have one entry for each token", mask=list(mask.shape), ids=list(ids.shape))
-    model = _Model.of(apply, getattr(apply, "module", None) if module is None else module)
 
     def run(**inputs: Any) -> Any:
         return apply(params, buffers, **inputs)

@@ -227,6 +227,11 @@ class UnshardedByUnit:
 
         self._placeholders: dict[Any, Placeholder] = {}
 
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward the function is, without values."""
+        return self._apply.module
+
     def __repr__(self) -> str:
         return f"{self._apply!r}.unshard({self._axis!r})"
 

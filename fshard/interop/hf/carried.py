@@ -7,8 +7,9 @@ tokenizer.json, ...       copied
 
 from __future__ import annotations
 
-import functools
+import math
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,12 @@ def complete_config(config: Mapping[str, Any], leaves: Sequence[Any], like: StrP
     Raises ShardingError if `config` is not JSON, or `like` is a folder of another type of model.
     """
     out = {**_carried_keys(config, like), **config}
-    dtypes = {x.dtype for x in leaves if x.dtype.is_floating_point and x.dtype.itemsize > 1}
-    if dtypes:
-        out["dtype"] = str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+    numbers: Counter[torch.dtype] = Counter()
+    for x in {id(x): x for x in leaves if x.dtype.is_floating_point and x.dtype.itemsize > 1}.values():
+        numbers[x.dtype] += math.prod(x.shape)
+    if numbers:  # a few leaves may be wider: the biases of a router, the statistics of a norm
+        most = max(numbers, key=lambda dtype: (numbers[dtype], dtype.itemsize))
+        out["dtype"] = str(most).removeprefix("torch.")
         out.pop("torch_dtype", None)
     return _json("config=", out)
 

@@ -38,7 +38,7 @@ from fshard.spec import Box, relative_box
 from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
 from .layout import OutputFile, Source, Theirs, check_described, output_files, output_tensors
-from .module import file_parts
+from .module import file_parts, module_config
 from .weights import CHUNK_BYTES, overlap
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -50,8 +50,8 @@ Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its
 @checked
 def write(
     folder: StrPath, tree_: Any, theirs: Theirs | Apply, *, config: Mapping[str, Any], like: StrPath | None = None,
-    prefix: str = "",
-    max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None, described: Any = None,
+    prefix: str = "", max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None,
+    described: Any = None,
 ) -> None:  # fmt: skip
     """Write a folder that `from_pretrained` reads: config.json and model.safetensors, or shards of it with an index.
 
@@ -80,6 +80,7 @@ def write(
     if "\0" in os.fspath(folder):
         raise fail(f"write: folder {folder!r} has a null byte, which no path can have")
     leaves = tree.leaves_with_path(tree_)
+    config = module_config(config, theirs) if isinstance(theirs, Apply) else config
     ranks = Ranks.of("write", [leaf for _, leaf in leaves])
     final = Path(folder)
     files: list[OutputFile] = []

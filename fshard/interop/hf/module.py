@@ -31,6 +31,23 @@ from .weights import FilePart, FromFile, with_dot
 KINDS = ("params", "buffers")
 
 
+def module_config(config: Mapping[str, Any], of: Apply) -> dict[str, Any]:
+    """Return the contents of config.json: of a model of transformers with its class, and without its local path.
+
+    Raises ShardingError for the config of another type of model.
+    """
+    pretrained, out = pretrained_in(of.module), dict(config)
+    if pretrained is None or pretrained.adapted:
+        return out
+    kind = getattr(pretrained.model.config, "model_type", None)
+    if out.setdefault("model_type", kind) != kind:
+        raise fail(f"write: the model_type of config= is {out['model_type']!r}, and that of {of!r} is {kind!r}",
+                   fix="config.to_diff_dict(), of the config that the module was made of")  # fmt: skip
+    out.pop("_name_or_path", None)
+    out["architectures"] = out.get("architectures") or [type(pretrained.model).__name__]
+    return out
+
+
 def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, ...]]:
     """Return the function from the path of a leaf to the parts of tensors in files that it is written to.
 

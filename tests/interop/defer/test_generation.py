@@ -249,7 +249,7 @@ def test_options_that_do_not_exist_here_are_errors(tmp_path):
         fs.hf.generation_options({"eos_token_id": 1, "min_length": 5})
     with pytest.raises(ShardingError, match=r"lang_to_id=\{'en': 3\} is no option of generation"):
         fs.hf.generation_options({"lang_to_id": {"en": 3}})
-    with pytest.raises(ShardingError, match="(?s)2 problems.*num_beams must be an int, got '4'"):
+    with pytest.raises(ShardingError, match=r"(?s)2 problems.*num_beams must be an int, got '4'"):
         fs.hf.generation_options({"num_beams": "4", "min_length": 2.5})
     with pytest.raises(ShardingError, match="source must be a folder, a dict or a GenerationConfig, got 3"):
         fs.hf.generation_options(3)

@@ -290,10 +290,10 @@ def test_keys_of_the_stored_values_and_old_names_are_not_carried(tmp_path):
 @pytest.mark.parametrize(
     ("dtypes", "want"),
     [(["bfloat16", "bfloat16", "int64"], "bfloat16"), (["bfloat16", "float32"], "float32"),
-     (["bfloat16", "float16"], "float32"), (["bfloat16", "float8_e4m3fn"], "bfloat16"), (["int64"], None),
+     (["bfloat16", "bfloat16", "float32"], "bfloat16"), (["bfloat16", "float8_e4m3fn"], "bfloat16"), (["int64"], None),
      (["float64"], "float64")],
 )  # fmt: skip
-def test_dtype_of_config_json_is_the_widest_of_the_leaves(tmp_path, dtypes, want):
+def test_dtype_of_config_json_is_that_of_most_numbers_and_of_equally_many_the_widest(tmp_path, dtypes, want):
     leaves = {str(i): torch.zeros(2, dtype=getattr(torch, name)) for i, name in enumerate(dtypes)}
     write(tmp_path / "new", None, CONFIG | ({"torch_dtype": "float16"} if want else {}), leaves)
     config = config_of(tmp_path / "new")
