@@ -7,8 +7,8 @@ tokenizer.json, ...       copied
 
 from __future__ import annotations
 
-import math
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
