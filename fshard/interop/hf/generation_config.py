@@ -66,8 +66,9 @@ def generation_options(source: StrPath | Any) -> dict[str, Any]:
         x = _tokens(config.get(name)) if name.endswith("_token_id") else config.get(name)
         return None if x is None or x in nothing or x is False or (isinstance(x, (list, dict)) and not x) else x
 
+    numbers = ("num_beams", "min_length")
     raise_all([must_be(f"{where}: {name}", "an int", config[name], "correct the file")
-               for name in ("num_beams", "min_length") if not isinstance(config.get(name), (int, NoneType))])  # fmt: skip
+               for name in numbers if not isinstance(config.get(name), (int, NoneType))])  # fmt: skip
     errors = [fail(f"{where}: {name}={value(name, nothing)!r} is no option here", fix="generate without it: pass the "
                    f"contents of the file without {name}")
               for name, nothing in _REFUSED.items() if value(name, nothing) is not None]  # fmt: skip
