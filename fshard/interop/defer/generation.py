@@ -107,14 +107,27 @@ class _Model(NamedTuple):
         if config is None or "input_ids" not in takes:
             raise fail(f"generate: {name} is no model of transformers that takes input_ids",
                        fix="for another model, write the loop with fs.decoding.generate")  # fmt: skip
+        if not takes.isdisjoint({"target_mapping", "langs"}):  # XLNet; XLM and Flaubert
+            raise fail(f"generate: {name} predicts the token of a mask at the end of its input, not the next one",
+                       fix="write the loop with fs.decoding.generate")  # fmt: skip
         start = next((token for token in (getattr(config, n, None) for n in ("decoder_start_token_id", "bos_token_id"))
                       if token is not None), None)  # fmt: skip
         return cls(name, takes, bool(getattr(config, "is_encoder_decoder", False)), start)
 
 
-class _State(NamedTuple):
-    """The cache of a model and its name; without one, all tokens so far; and the result of the encoder."""
+class _Encoded(NamedTuple):
+    """The result of an encoder as models read it: by index or by name."""
 
+    last_hidden_state: Tensor  # [B, T, D]
+    hidden_states: None = None
+    attentions: None = None
+    router_logits: None = None  # of experts
+
+
+class _State(NamedTuple):
+    """The cache of a model and its name, of `length` tokens; without one, all of these; the result of the encoder."""
+
+    length: int = 0
     cache: Mapping[str, Any] | None = None  # None before the first step
     ids: Tensor | None = None  # [B, S]
     encoded: Tensor | None = None  # [B, T, D]
@@ -126,6 +139,7 @@ def _step(
 ) -> tuple[Tensor, _State]:  # fmt: skip
     """Run the tokens of one step: (logits of the last one [B, V], the state after them)."""
     rows, ids = len(ids), _at_least_one_row(ids)
+    length = state.length + ids.shape[1]
     ids = ids if state.ids is None else torch.cat([state.ids, ids], 1)
     inputs: dict[str, Any] = {"decoder_input_ids" if source else "input_ids": ids, **(state.cache or {})}
     if source:
@@ -133,15 +147,17 @@ def _step(
         if state.encoded is None:
             inputs["input_ids"] = source["input_ids"]
         else:
-            inputs["encoder_outputs"] = (state.encoded,)
+            inputs["encoder_outputs"] = _Encoded(state.encoded)
             mask = None if mask is None else mask.repeat_interleave(len(ids) // len(mask), 0)  # of beams
     # Padding is no part of a state: its mask is that of the prompt alone.
     if mask is not None and "attention_mask" in model.takes and "cache_params" not in (state.cache or {}):
         mask = _at_least_one_row(mask)
         inputs["attention_mask"] = mask
-        if not source and "position_ids" in model.takes:
-            positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-            inputs["position_ids"] = positions[:, -ids.shape[1] :]
+    if not source and "position_ids" in model.takes:  # some models count from 0 at each step without them
+        positions = torch.arange(length, device=ids.device).expand(len(ids), -1)
+        if "attention_mask" in inputs:
+            positions = (inputs["attention_mask"].long().cumsum(1) - 1).clamp(min=0)
+        inputs["position_ids"] = positions[:, -ids.shape[1] :]
     has_cache = not model.takes.isdisjoint(_CACHES)
     inputs |= {name: x for name, x in (("use_cache", has_cache), ("logits_to_keep", 1)) if name in model.takes}
     out = run(**inputs)
@@ -152,7 +168,7 @@ def _step(
     caches = ((name, getattr(out, name, None)) for name in _CACHES if name in model.takes)
     cache = next(({name: value} for name, value in caches if value is not None), {})
     encoded = state.encoded if state.encoded is not None else getattr(out, "encoder_last_hidden_state", None)
-    return logits[:rows, -1], _State(cache, None if cache else ids, encoded if source else None)
+    return logits[:rows, -1], _State(length, cache, None if cache else ids, encoded if source else None)
 
 
 def _reordered(state: _State, rows: Tensor) -> _State:
@@ -164,7 +180,7 @@ def _reordered(state: _State, rows: Tensor) -> _State:
                        fix="beams=1")  # fmt: skip
         value.reorder_cache(rows)
     ids, encoded = (None if x is None else x.index_select(0, rows) for x in (state.ids, state.encoded))
-    return _State(state.cache, ids, encoded)
+    return state._replace(ids=ids, encoded=encoded)
 
 
 def _at_least_one_row(x: Tensor) -> Tensor:

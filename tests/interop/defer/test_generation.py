@@ -40,13 +40,17 @@ MODELS = {
              "ffn_dim": 24, "max_position_embeddings": 32, "word_embed_proj_dim": 16, "init_std": 0.5}),
     "Mamba": ("MambaForCausalLM", "MambaConfig",
               {"vocab_size": 61, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, **WIDE}),
+    "Bamba": ("BambaForCausalLM", "BambaConfig",  # which does not count the tokens in its cache
+              {**GROUPED, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1,
+               "mamba_chunk_size": 4, "attn_layer_indices": [1]}),
     "RWKV": ("RwkvForCausalLM", "RwkvConfig",
              {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 32, "eos_token_id": None,
               "rescale_every": 0}),  # else it changes its parameters in forward
     "T5": ("T5ForConditionalGeneration", "T5Config", T5),
     "BART": ("BartForConditionalGeneration", "BartConfig", BART),
+    "NLLB-MoE": ("NllbMoeForConditionalGeneration", "NllbMoeConfig", {**BART, "num_experts": 2, "expert_capacity": 64}),
 }  # fmt: skip
-ENCODERS = ("T5", "BART")
+ENCODERS = ("T5", "BART", "NLLB-MoE")
 PADDED = [name for name in MODELS if name != "RWKV"]  # which has no attention_mask
 EOS = 60
 
@@ -97,7 +101,7 @@ def prompts(b=3, t=5):
     return ids, mask
 
 
-FAST = ("GPT2", "Llama", "Mistral", "Mixtral", "Mamba", "RWKV", "T5", "BART")
+FAST = ("GPT2", "Llama", "Mistral", "Mamba", "Bamba", "RWKV", "T5", "NLLB-MoE")
 
 
 @pytest.mark.parametrize("name", [pytest.param(m, marks=[] if m in FAST else pytest.mark.slow) for m in MODELS])
@@ -261,8 +265,11 @@ def test_a_model_without_logits_or_start_is_an_error():
     base, tree = fs.defer(without_warnings(lambda: hf.GPT2Model(hf.GPT2Config(**MODELS["GPT2"][2])).eval()))
     t5, t5_tree = fs.defer(without_warnings(lambda: hf.T5ForConditionalGeneration(
         hf.T5Config(**{**T5, "decoder_start_token_id": None})).eval()))  # fmt: skip
+    xlnet, xlnet_tree = fs.defer(without_warnings(lambda: hf.XLNetLMHeadModel(
+        hf.XLNetConfig(vocab_size=9, d_model=8, n_layer=1, n_head=2, d_inner=8)).eval()))  # fmt: skip
     for apply, described, message in (
         (base, tree, "GPT2Model gives no logits of tokens\n  fix: .* AutoModelForCausalLM"),
+        (xlnet, xlnet_tree, "XLNetLMHeadModel predicts the token of a mask at the end of its input"),
         (t5, t5_tree, "T5ForConditionalGeneration has no decoder_start_token_id\n  fix: decoder_start="),
     ):
         placed = fs.materialize(described, P(), fs.make_mesh(a=1), key=fs.key(0))
