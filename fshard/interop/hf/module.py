@@ -14,7 +14,7 @@ import torch
 
 from fshard import tree
 from fshard._io import StrPath
-from fshard.errors import ShardingError, fail, join_limited, must_be, raise_all
+from fshard.errors import ShardingError, checked, fail, join_limited, must_be, raise_all
 from fshard.init import Deferred
 from fshard.init.initializers import Full
 from fshard.interop.defer import Apply
@@ -138,6 +138,7 @@ class Names:
 # --- reading --------------------------------------------------------------------------------------------------
 
 
+@checked
 def read_module(
     folder: StrPath, described: Any, of: Apply | None = None, *, prefix: str = "", ignored: Sequence[str] = (),
     missing: Sequence[str] = (),
