@@ -11,7 +11,6 @@ architecture that fails one is printed with its error, and has no row.
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import sys
 import time
@@ -38,7 +37,6 @@ TABLE = Path(__file__).parents[3] / "docs" / "architectures.md"
 ONE, TWO, FOUR = fs.make_mesh(data=1), fs.make_mesh(data=2), fs.make_mesh(data=2, model=2)
 MANY = fs.make_mesh(kind="abstract", data=4)
 LEAVES = 40_000  # of all architectures: the level of the comparison of distributions
-UNITS = "units" in inspect.signature(fs.defer).parameters
 
 # The FSDP gradient on two ranks is compared with that of the whole batch on one, which sums the same numbers in other
 # orders: matrix products of 4 examples instead of 2, sums over the batch instead of sums of two halves. That differs by
@@ -68,7 +66,7 @@ def measure(case: Case) -> Row:
     start = time.process_time()
     module = eager(case)
     units = list(case.units) or unit_classes(module)
-    apply, tree = fs.defer(case.construct, **({"units": units} if UNITS else {}))
+    apply, tree = fs.defer(case.construct, units=units)
     values = fs.device_get(fs.materialize(tree, P(), ONE, key=fs.key(0)))
 
     # 1. Names and initial values: those of the constructor, and on four ranks the same as on one.
@@ -98,7 +96,7 @@ def measure(case: Case) -> Row:
     # 3. Forward and gradient on two ranks: leaves gathered whole, and by units.
     forward = gradient = error = 0.0
     placed = fs.device_put(values["params"], fully_sharded(tree), TWO)
-    for by_units in (False, True) if UNITS and units else (False,):
+    for by_units in (False, True) if units else (False,):
         step = train_step(apply, tree, by_units, others)
         out, grads = fs.device_get(step(placed, values["buffers"], batch))
         forward = max(forward, *(difference(a, b) for a, b in zip(out, expected, strict=True)))
