@@ -3,6 +3,6 @@
 from .decoder import Decoder, check_ids
 from .filters import argmax
 from .loop import generate, global_batch
-from .options import Options, token_list
+from .options import Options
 
-__all__ = ["Decoder", "Options", "argmax", "check_ids", "generate", "global_batch", "token_list"]
+__all__ = ["Decoder", "Options", "argmax", "check_ids", "generate", "global_batch"]

@@ -142,3 +142,19 @@ _NAMES = tuple(f.name for f in fields(Options))
 def token_list(tokens: int | Sequence[int] | None) -> list[int]:
     """Return the tokens of an option that has one, several or none."""
     return [] if tokens is None else list(tokens) if isinstance(tokens, Sequence) else [int(tokens)]
+
+
+def with_tokens(options: Mapping[str, Any], eos: Any, pad: int | None, size: int | None) -> dict[str, Any]:
+    """Return the options of a call; those that it lacks are the tokens of a config: `eos`, one or several, and `pad`.
+
+    Tokens outside of the vocabulary, of `size`, never come. Without an end nothing is filled up.
+
+    >>> with_tokens({"top_k": 3}, eos=[2, 99], pad=0, size=50)
+    {'eos': (2,), 'pad': 0, 'top_k': 3}
+    """
+    bound = math.inf if size is None else size
+    known = tuple(token for token in token_list(eos) if 0 <= token < bound)
+    end = options.get("eos", known)
+    has_end = bool(end) if isinstance(end, Sequence) else end is not None
+    padding = {"pad": pad} if pad is not None and 0 <= pad < bound and (has_end or options.get("stop")) else {}
+    return {"eos": known, **padding, **options}

@@ -20,7 +20,8 @@ from fshard import init as initial
 from fshard._comm import Axis, live_axes, region
 from fshard._ops import Gather, Vary
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
-from fshard.decoding import Decoder, Options, global_batch, token_list
+from fshard.decoding import Decoder, Options, global_batch
+from fshard.decoding.options import with_tokens
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.nn import rope
 from fshard.random import fold_in
@@ -374,7 +375,7 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
         """
         _check_config("generate", cfg, config)
         layout = replace(layout, sequence=False)  # one token has no sequence to split
-        chosen = Options.of({**_tokens_of(cfg, options), **options})
+        chosen = Options.of(with_tokens(options, cfg.eos_token_id, cfg.pad_token_id, cfg.vocab_size))
 
         def step(ids: Tensor, mask: Tensor | None, cache: Cache) -> tuple[Tensor, Cache]:
             logits, cache = apply(cfg, params, ids, layout=layout, specs=specs, mask=mask, cache=cache)
@@ -385,12 +386,3 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
                                  model=layout.model, mask=mask, key=key, on_token=on_token)  # fmt: skip
 
     return generate
-
-
-def _tokens_of(cfg: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokens of a config that end sequences and fill them up, as defaults of the options of a call."""
-    eos = tuple(token for token in token_list(cfg.eos_token_id) if token < cfg.vocab_size)  # the others never come
-    end = options.get("eos", eos)
-    has_end = bool(end) if isinstance(end, Sequence) else end is not None
-    pad = {"pad": cfg.pad_token_id} if has_end or options.get("stop") else {}
-    return {"eos": eos, **pad}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fshard import decoding
 from fshard._comm import Axis
 from fshard.decoding import Decoder, Options, check_ids
+from fshard.decoding.options import with_tokens
 from fshard.errors import checked, fail, must_be
 
 # Names of results that are arguments of the next call. Not "state", of RWKV: it mixes the rows of a batch.
@@ -44,7 +45,8 @@ def generate(
         apply: of `fs.defer`, in eval mode, or a function with its arguments, which gathers the leaves as it needs them.
         params, buffers: as `apply` takes them: whole leaves.
         data: the axes that split the batch; draws need it.
-        decoder_start: the first token of an encoder-decoder; by default the one of its config.
+        decoder_start: the first token of an encoder-decoder; by default the one of its config. So are `eos` and `pad`,
+            the tokens that end a sequence and fill it up; with `eos=None` none ends it.
         module: of which `apply` is the function, if it is not `apply.module`.
 
     >>> apply, described = fs.defer(lambda: GPT2LMHeadModel(config).eval())
@@ -59,8 +61,8 @@ def generate(
     Raises ShardingError for options that do not exist, are out of range or contradict each other, for an
     encoder-decoder without a start, and for a model that gives no logits.
     """
-    chosen = Options.of(options)
     model = _Model.of(apply, getattr(apply, "module", None) if module is None else module)
+    chosen = Options.of(with_tokens(options, model.eos, model.pad, model.size))
     check_ids("generate", ids)
     if mask is not None and mask.shape != ids.shape:
         raise fail("generate: the mask must have one entry for each token", mask=list(mask.shape), ids=list(ids.shape))
@@ -95,6 +97,9 @@ class _Model(NamedTuple):
     takes: frozenset[str]
     is_encoder_decoder: bool
     decoder_start: int | None
+    eos: Any
+    pad: int | None
+    size: int | None
 
     @classmethod
     def of(cls, apply: object, module: object) -> _Model:
@@ -112,7 +117,11 @@ class _Model(NamedTuple):
                        fix="write the loop with fs.decoding.generate")  # fmt: skip
         start = next((token for token in (getattr(config, n, None) for n in ("decoder_start_token_id", "bos_token_id"))
                       if token is not None), None)  # fmt: skip
-        return cls(name, takes, bool(getattr(config, "is_encoder_decoder", False)), start)
+        tokens = getattr(module, "generation_config", None) or config
+        eos, pad = getattr(tokens, "eos_token_id", None), getattr(tokens, "pad_token_id", None)
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        size = getattr(text, "vocab_size", None)
+        return cls(name, takes, bool(getattr(config, "is_encoder_decoder", False)), start, eos, pad, size)
 
 
 class _Encoded(NamedTuple):
