@@ -121,7 +121,8 @@ def test_greedy_tokens_are_those_of_transformers_with_padding_and_ends(name):
     assert (ended != free).any()
     assert torch.equal(ours(name, ids, {"data": 2}, mask, new=6, eos=eos, pad=0), ended)
     if name == "GPT2":  # the tokens of the module's own generation config are the defaults
-        module = copy.deepcopy(reference(name)[0].module)
+        module = copy.copy(reference(name)[0].module)
+        module.generation_config = copy.copy(module.generation_config)
         module.generation_config.eos_token_id = [*eos, 10**6]
         assert torch.equal(ours(name, ids, {"data": 2}, mask, new=6, module=module), ended)
         assert torch.equal(ours(name, ids, {"data": 2}, mask, new=6, module=module, eos=None), free)
