@@ -334,10 +334,15 @@ def check_generation(ref, layout, *, new=7, padded=False, eos=None):
     mask = left_padding(*ids.shape) if padded else torch.ones_like(ids)
 
     def theirs(ids, new, eos, pad):
-        options = copy.deepcopy(ref.theirs.generation_config)  # `generate` takes None for the model's own
-        options.eos_token_id = eos
-        return ref.theirs.generate(ids, options, attention_mask=mask, max_new_tokens=new, do_sample=False,
-                                   pad_token_id=pad)  # fmt: skip
+        # The router's loss in transformers refuses a mask that covers cached tokens too.
+        without_router = {"output_router_logits": False} if hasattr(ref.theirs.config, "output_router_logits") else {}
+        own = ref.theirs.generation_config
+        before, own.eos_token_id = own.eos_token_id, eos  # `generate` takes the argument None for the model's own
+        try:
+            return ref.theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=pad,
+                                       eos_token_id=eos, bos_token_id=None, **without_router)  # fmt: skip
+        finally:
+            own.eos_token_id = before
 
     if eos == "second":
         eos = int(theirs(ids, 3, None, 0)[0, 6])
