@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,39 +94,49 @@ class DiscardedTensors:
 
     def recompute(self, run: Callable[[], Any]) -> None:
         """Call `run`, which repeats the computation, until every saved tensor that is still needed is recomputed."""
-        needed = [saved() for saved in self._saved]
-        while needed and needed[-1] is None:
-            needed.pop()
-        count, repeated = 0, max(self._transfers - 1, 0)
-        last_repeated = transfer_count() + repeated
-        if not needed and not repeated:
+        repeated = max(self._transfers - 1, 0)
+        if not repeated and all(saved() is None for saved in self._saved):
             return
+        last_repeated = transfer_count() + repeated
+        with stop_after_transfers(repeated, _StopRecomputation):
+            refill(self._saved, run, lambda: transfer_count() >= last_repeated)
 
-        def save(x: Tensor) -> SavedTensor:
-            nonlocal count
-            new = SavedTensor(x)
-            if count < len(needed):
-                old, needed[count] = needed[count], None
-                count += 1
-                if old is not None:
-                    if (old.shape, old.dtype) != (new.shape, new.dtype):
-                        raise recomputation_differs(f"{old} in forward, {new} in backward")
-                    old.set(x)
-            if count == len(needed) and transfer_count() >= last_repeated:
-                raise _StopRecomputation
-            return new
 
-        with stop_after_transfers(repeated, _StopRecomputation), saved_tensors_hooks(save, SavedTensor.get):
-            run()
+def refill(discarded: Sequence[weakref.ref[SavedTensor]], run: Callable[[], Any], may_stop: Callable[[], bool]) -> None:
+    """Call `run`, which repeats a computation, to fill its discarded tensors that are still needed.
+
+    It is stopped when all are filled and `may_stop()` is true.
+    """
+    needed = [saved() for saved in discarded]
+    while needed and needed[-1] is None:
+        needed.pop()
+    count = 0
+
+    def save(x: Tensor) -> SavedTensor:
+        nonlocal count
+        new = SavedTensor(x)
         if count < len(needed):
-            raise recomputation_differs(f"it saved {len(needed) - count} tensors fewer than in forward")
+            old, needed[count] = needed[count], None
+            count += 1
+            if old is not None:
+                if (old.shape, old.dtype) != (new.shape, new.dtype):
+                    raise _differs(f"{old} in forward, {new} in backward")
+                old.set(x)
+        if count == len(needed) and may_stop():
+            raise _StopRecomputation
+        return new
+
+    with contextlib.suppress(_StopRecomputation), saved_tensors_hooks(save, SavedTensor.get):
+        run()
+    if count < len(needed):
+        raise _differs(f"it saved {len(needed) - count} tensors fewer than in forward")
 
 
 class _StopRecomputation(BaseException):
     """All saved tensors that are needed are recomputed, and all transfers but the last are started."""
 
 
-def recomputation_differs(how: str) -> ShardingError:
+def _differs(how: str) -> ShardingError:
     return fail(f"a recomputed block differs from its forward pass: {how}",
                 fix="a function that is recomputed must do the same operations each time")  # fmt: skip
 

@@ -58,7 +58,7 @@ from fshard.errors import fail
 from fshard.grad import fill_tensors, split_tensors
 
 from .buckets import BucketPlan, GatherBuffer, start_copy, start_gather, start_reduce
-from .recompute import SavedTensor, autocast_of, recomputation_differs
+from .recompute import SavedTensor, autocast_of, refill
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,6 @@ class _Call:
     def is_needed(self) -> bool:
         """True if a backward pass may gather the unit for this call: the same on all ranks."""
         return not self.is_differentiated and bool(self.saved)
-
-
-class _Stop(BaseException):
-    """All saved tensors that are needed are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -306,37 +302,17 @@ class UnitSchedule:
 
     def recompute(self, at: int) -> None:
         """Run a unit again, to fill its discarded tensors that are still needed."""
-        call, position = self.calls[at], 0
+        call = self.calls[at]
         whole = self.gather_backward(at).wait()
-        needed = [ref() for ref in call.saved]
-        while needed and needed[-1] is None:
-            needed.pop()
         # Ranks must start the same transfers; a checker and a dry run need all operations.
         whole_unit = call.transfers or checker() is not None or not self.region.comm.has_values
-
-        def fill(x: Tensor) -> SavedTensor:
-            nonlocal position
-            new = SavedTensor(x)
-            if position < len(needed):
-                old, needed[position] = needed[position], None
-                position += 1
-                if old is not None:
-                    if (old.shape, old.dtype) != (new.shape, new.dtype):
-                        raise recomputation_differs(f"{old} in forward, {new} in backward")
-                    old.set(x)
-            if position == len(needed) and not whole_unit:
-                raise _Stop
-            return new
-
         assert call.rerun is not None
         differentiated = self.units[call.unit].differentiated
         leaves = [x.detach().requires_grad_(d) for x, d in zip(whole, differentiated, strict=True)]
-        with self._transposing(), contextlib.suppress(_Stop), torch.enable_grad(), call.autocast(), \
-                saved_tensors_hooks(fill, SavedTensor.get):  # fmt: skip
-            call.rerun(leaves, _UnitCallsAgain(self))
+        run = functools.partial(call.rerun, leaves, _UnitCallsAgain(self))
+        with self._transposing(), torch.enable_grad(), call.autocast():
+            refill(call.saved, run, lambda: not whole_unit)
         call.rerun = None  # and with it the arguments
-        if position < len(needed):
-            raise recomputation_differs(f"it saved {len(needed) - position} tensors fewer than in forward")
 
     # --- gradients ---
 
