@@ -43,8 +43,6 @@ class Apply:
     `forward` makes to the module (an attribute, an entry of a list or dict, a hook) are undone after each call. Calls
     that run at the same time, as those of simulated ranks do, each use a copy of the module, which shares its tensors.
 
-    A write to a parameter in `forward` (`self.weight.data.clamp_(...)`) is an error in the first call.
-
     A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
 
         apply(fs.unshard(params, specs, "data"), fs.unshard(buffers, P(), "data"), x)
@@ -52,7 +50,8 @@ class Apply:
     A buffer that `forward` updates is returned by `with_buffers`; a plain call, which would lose it, is an error. A
     buffer that is not persistent is a cache (the frequencies of dynamic rope) and no state: a plain call may lose it.
 
-    Parameters that `forward` changes in place (`nn.Embedding(max_norm=)`, RWKV in eval mode) are an error.
+    A forward that writes to a parameter (`self.weight.data.clamp_(...)`, `nn.Embedding(max_norm=)`, RWKV in eval mode)
+    is an error in the first call.
 
     Dropout and other draws are by a key, `apply(params, buffers, x, key=key)`: see `with_key`. Without a key they are
     from torch's generator, which is an error in a region; `.eval()` has none. Hugging Face's
