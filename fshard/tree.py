@@ -24,16 +24,16 @@ __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path"
 Path = tuple[Any, ...]
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
+def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """Return the leaves in order, dicts by sorted key, and the structure for `unflatten`.
 
     >>> flatten({"b": [1, 2], "a": 0})[0]
     [0, 1, 2]
     """
     if not torch.compiler.is_dynamo_compiling():
-        return optree.tree_flatten(tree)
+        return optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
     out: list[Any] = []
-    return out, _flatten_traced(tree, out)
+    return out, _flatten_traced(tree, out, none_is_leaf)
 
 
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
@@ -78,17 +78,20 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 # 2.13 with optree 0.20), so traced programs use these functions. The order of the leaves is the same.
 
 
-def _flatten_traced(tree: Any, out: list[Any]) -> Any:
-    if tree is None:
+def _flatten_traced(tree: Any, out: list[Any], none_is_leaf: bool = False) -> Any:
+    def inner(children: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple([_flatten_traced(x, out, none_is_leaf) for x in children])
+
+    if tree is None and not none_is_leaf:
         return ("none",)
     if isinstance(tree, dict):
         keys = _keys(tree)
         cls = OrderedDict if isinstance(tree, OrderedDict) else dict
-        return ("dict", cls, tuple(tree), tuple(keys), tuple([_flatten_traced(tree[k], out) for k in keys]))
+        return ("dict", cls, tuple(tree), tuple(keys), inner([tree[k] for k in keys]))
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return ("namedtuple", type(tree), tuple([_flatten_traced(x, out) for x in tree]))
+        return ("namedtuple", type(tree), inner(tree))
     if isinstance(tree, (list, tuple)):
-        return ("list" if isinstance(tree, list) else "tuple", tuple([_flatten_traced(x, out) for x in tree]))
+        return ("list" if isinstance(tree, list) else "tuple", inner(tree))
     out.append(tree)
     return ("leaf",)
 
@@ -108,13 +111,13 @@ def _unflatten_traced(treedef: Any, rest: Iterator[Any]) -> Any:
     return treedef[1](*children) if kind == "namedtuple" else children if kind == "list" else tuple(children)
 
 
-def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
+def leaves_with_path(tree: Any, *, none_is_leaf: bool = False) -> list[tuple[Path, Any]]:
     """Return every leaf with its path, a tuple of keys, indices and field names.
 
     >>> leaves_with_path({"h": [1, 2]})
     [(('h', 0), 1), (('h', 1), 2)]
     """
-    paths, values, _ = optree.tree_flatten_with_path(tree)
+    paths, values, _ = optree.tree_flatten_with_path(tree, none_is_leaf=none_is_leaf)
     return list(zip(paths, values, strict=True))
 
 
