@@ -29,6 +29,7 @@ from .reshard import device_get, reshard
 from .schedule.remat import remat
 from .schedule.scan import scan
 from .schedule.unshard import unshard
+from .script import gather_for_metrics, main_first, wait
 from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
 from .show.table import show
@@ -39,9 +40,9 @@ from .verify import verify
 __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather",
     "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "combine", "data", "decoding",
-    "defer", "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "grad", "hf", "init", "interop",
-    "key", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "partition", "pmax", "pmean", "pmin",
-    "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard",
-    "row", "rules", "scan", "shard_map", "show", "split", "to_device", "tree", "unshard", "validate",
-    "value_and_grad", "verify",
+    "defer", "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "gather_for_metrics", "grad",
+    "hf", "init", "interop", "key", "main_first", "make_mesh", "materialize", "models", "nn", "on_host", "optim",
+    "partition", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random",
+    "recording", "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split",
+    "to_device", "tree", "unshard", "validate", "value_and_grad", "verify", "wait",
 ]  # fmt: skip
