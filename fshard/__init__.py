@@ -22,12 +22,14 @@ from .grad import accumulate, grad, value_and_grad
 from .init import Deferred
 from .interop.defer import defer
 from .mesh import Mesh, make_mesh
+from .partition import combine, partition
 from .precision import LossScale, Policy, cast
 from .random import fold_in, key, split
 from .reshard import device_get, reshard
 from .schedule.remat import remat
 from .schedule.scan import scan
 from .schedule.unshard import unshard
+from .script import gather_for_metrics, main_first, wait
 from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
 from .show.table import show
@@ -37,9 +39,10 @@ from .verify import verify
 
 __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather",
-    "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "data", "decoding", "defer",
-    "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "grad", "hf", "init", "interop", "key",
-    "lora", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "pmax", "pmean", "pmin", "ppermute",
-    "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules",
-    "scan", "shard_map", "show", "split", "to_device", "tree", "unshard", "validate", "value_and_grad", "verify",
+    "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "combine", "data", "decoding",
+    "defer", "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "gather_for_metrics", "grad", "hf",
+    "init", "interop", "key", "lora", "main_first", "make_mesh", "materialize", "models", "nn", "on_host", "optim",
+    "partition", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording",
+    "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split", "to_device", "tree",
+    "unshard", "validate", "value_and_grad", "verify", "wait",
 ]  # fmt: skip

@@ -82,11 +82,14 @@ class Mesh:
                 return [f(self._comm, self.ranks[0])]
         return simulate(self.axes, f)
 
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """Return the object of each process of the mesh, by rank; there is one process if the ranks are threads."""
+    def gather_objects(self, mine: Any, purpose: str = "to exchange Python objects") -> list[Any]:
+        """Return the object of each process of the mesh, by rank; there is one process if the ranks are threads.
+
+        `purpose` stands in the report of a long wait.
+        """
         objects = [mine] * (self.size if self.kind == "process" else 1)
         if len(objects) > 1:
-            with Wait(lambda: ("for other ranks to exchange Python objects", f"one of them {SLOW}")):
+            with Wait(lambda: (f"for other ranks {purpose}", f"one of them {SLOW}")):
                 call_distributed(dist.all_gather_object, objects, mine)
         return objects
 

@@ -91,11 +91,11 @@ containers = st.recursive(
 
 
 @settings(max_examples=40, deadline=None)
-@given(containers)
-def test_traced_and_eager_flatten_agree_on_any_tree(t):
+@given(containers, st.booleans())
+def test_traced_and_eager_flatten_agree_on_any_tree(t, none_is_leaf):
     out: list[object] = []
-    treedef = tree._flatten_traced(t, out)
-    assert out == tree.leaves(t)
+    treedef = tree._flatten_traced(t, out, none_is_leaf)
+    assert out == tree.flatten(t, none_is_leaf=none_is_leaf)[0]
     assert tree._unflatten_traced(treedef, iter(out)) == t
 
 

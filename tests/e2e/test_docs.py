@@ -269,7 +269,7 @@ SETUP = {
     "fshard.checkpoint.steps": SAVED,
     "fshard.collectives.ppermute": "x = torch.ones(2)",
     "fshard._comm.record.recording": MLP + RECORDED,
-    "fshard.data.load": IMAGES,
+    "fshard.data.loading.load": IMAGES,
     "fshard.nn.loss.cross_entropy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
     "fshard.cli.inspect": GPT2,
     "fshard.interop.defer.generation.generate": GENERATOR,

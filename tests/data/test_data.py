@@ -4,6 +4,7 @@ import torch
 
 import fshard as fs
 from fshard import P, data
+from fshard.data import order as order_module
 from tests.lib.assertions import error_text
 
 ROWS = P("data")
@@ -64,7 +65,7 @@ def test_permute_of_a_large_range_computes_only_the_positions(size):
 def test_permute_maps_every_position_to_all_values_equally_often(size, limit):
     """Chi-square of (position, value) over random round keys; each limit is beyond p = 0.0001."""
     n = 4000
-    words = np.random.default_rng(size).integers(0, 2**64, size=(data._ROUNDS, n, 1), dtype=np.uint64)
+    words = np.random.default_rng(size).integers(0, 2**64, size=(order_module._ROUNDS, n, 1), dtype=np.uint64)
     counts = np.zeros((size, size))
     at = np.broadcast_to(np.arange(size, dtype=np.int64), (n, size))
     keys = tuple(np.broadcast_to(w, (n, size)).reshape(-1) for w in words)
@@ -76,9 +77,9 @@ def test_permute_maps_every_position_to_all_values_equally_often(size, limit):
 def permute_with_keys(at, keys, size):
     """Permute with different round keys for every element."""
     rows = (int(np.sqrt(size - 1)) // 2 + 1) * 2
-    out = data._shuffle(at.reshape(-1).astype(np.uint64), rows, -(-size // rows), keys)
+    out = order_module._shuffle(at.reshape(-1).astype(np.uint64), rows, -(-size // rows), keys)
     while (out >= size).any():
-        out = np.where(out >= size, data._shuffle(out, rows, -(-size // rows), keys), out)
+        out = np.where(out >= size, order_module._shuffle(out, rows, -(-size // rows), keys), out)
     return out.astype(np.int64).reshape(-1, size)
 
 
@@ -91,8 +92,8 @@ def test_permute_has_no_correlation_and_no_repeated_steps():
 
 
 def test_permute_golden_values():
-    keys = tuple(np.array([k], dtype=np.uint64) for k in range(data._ROUNDS))
-    got = data._shuffle(np.arange(12, dtype=np.uint64), 4, 3, keys)
+    keys = tuple(np.array([k], dtype=np.uint64) for k in range(order_module._ROUNDS))
+    got = order_module._shuffle(np.arange(12, dtype=np.uint64), 4, 3, keys)
     assert got.tolist() == SHUFFLED
     assert order(fs.key(0), 10) == PERMUTED
     assert data.permute(fs.key(1), [0, 1, 2], size=2**62).tolist() == PERMUTED_LARGE
@@ -143,6 +144,39 @@ def test_epoch_counts_steps_from_its_start():
 def test_without_a_key_examples_keep_their_order():
     got = [data.indices(None, step=s, size=5, batch=2, drop_last=False).tolist() for s in range(4)]
     assert got == [[0, 1], [2, 3], [4], [0, 1]]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 10, 12])
+@pytest.mark.parametrize("batch", [1, 4, 5, 16])
+@pytest.mark.parametrize("key", [None, 3])
+def test_even_batches_are_completed_from_the_start_of_the_epoch_and_counted_once(size, batch, key):
+    key = None if key is None else fs.key(key)
+    steps = data.steps_per_epoch(size, batch, drop_last=False)
+    for epoch in range(2):
+        rows = [data.indices(key, epoch=epoch, step=s, size=size, batch=batch, even=True) for s in range(steps)]
+        masks = [data.counted(step=epoch * steps + s, size=size, batch=batch) for s in range(steps)]
+        short = [data.indices(key, epoch=epoch, step=s, size=size, batch=batch, drop_last=False) for s in range(steps)]
+        assert {len(x) for x in (*rows, *masks)} == {batch}
+        whole = torch.cat(rows)
+        assert whole.equal(torch.cat([torch.cat(short)] * batch)[: len(whole)])
+        assert whole[torch.cat(masks)].equal(torch.cat(short))
+        assert rows[-1].equal(data.indices(key, step=(epoch + 1) * steps - 1, size=size, batch=batch, even=True))
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 10), (2, 10), (2, 7), (3, 10), (4, 2), (2, 12)])
+def test_prepare_and_even_batches_of_accelerate_give_the_ranks_the_same_rows(ranks, size):
+    """Of Accelerate's default each rank takes whole batches in turn; the global batch is those of all ranks."""
+    shards = pytest.importorskip("accelerate.data_loader").BatchSamplerShard
+    of_rank, mesh = 2, fs.make_mesh(data=ranks)
+    order = data.permute(fs.key(4), range(size), size=size)
+    sampler = torch.utils.data.BatchSampler(data.permute(fs.key(4), range(size), size=size).tolist(), of_rank, False)
+    want = [list(shards(sampler, ranks, rank)) for rank in range(ranks)]
+    batch = ranks * of_rank
+    for step in range(data.steps_per_epoch(size, batch, drop_last=False)):
+        places = data.indices(None, step=step, size=size, batch=batch, even=True)
+        placed = data.load(lambda i: order[torch.from_numpy(i)], places, mesh=mesh)
+        assert [shard.tolist() for shard in placed.shards] == [want[rank][step] for rank in range(ranks)]
+    assert {len(batches) for batches in want} == {step + 1}
 
 
 # --- load: the law ------------------------------------------------------------------------------------------

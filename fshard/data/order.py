@@ -1,0 +1,174 @@
+"""Order of the examples, as a pure function: (key, step) -> the global batch.
+
+Legend: B global batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fshard.errors import checked, fail
+from fshard.random import check_key, fold_in
+
+Rows = npt.NDArray[np.int64]
+Integers = Tensor | Rows | Sequence[int]
+Words = npt.NDArray[np.uint64]
+
+_ROUNDS = 20  # with 16, the orders of 5 to 7 examples are not equally likely, as 400,000 keys show
+_LARGEST = 1 << 62
+
+
+@checked
+def permute(key: Tensor, positions: Integers, *, size: int) -> Tensor:
+    """Map `positions` by a random permutation of range(size): int64 [*S] -> int64 [*S].
+
+    Only these positions are computed, so a `size` of up to 2^62 costs no memory, and a part of the order equals that
+    part of the whole order.
+
+    >>> permute(fs.key(0), range(10), size=10).sort().values.tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+    Raises ShardingError for positions outside range(size).
+
+    Source: the generalized Feistel network with cycle walking of Black & Rogaway, 2002, "Ciphers with
+    arbitrary finite domains". Its round function is the finalizer of SplitMix64 (Steele, Lea & Flood, 2014),
+    its round keys are `fold_in(key, round)`. It gives an order, not secrecy.
+    """
+    check_key("permute", key)
+    if not 1 <= size <= _LARGEST:
+        raise fail(f"permute: size={size}", fix="a size from 1 to 2^62")
+    at = integers("permute: positions", positions)
+    if at.size and (at.min() < 0 or at.max() >= size):
+        raise fail(f"permute: positions outside range({size})", f"they range from {at.min()} to {at.max()}",
+                   fix="0 <= position < size")  # fmt: skip
+    keys = _round_keys(*key.tolist())
+    rows = (math.isqrt(size - 1) // 2 + 1) * 2  # even: of a grid with odd sides, rounds make only even permutations
+    columns = -(-size // rows)
+    out = _shuffle(at.reshape(-1).astype(np.uint64), rows, columns, keys)
+    # Cycle walking: a bijection of a slightly larger range, applied until the result is inside, is one of the range.
+    while (outside := np.flatnonzero(out >= size)).size:
+        out[outside] = _shuffle(out[outside], rows, columns, keys)
+    return torch.from_numpy(out.astype(np.int64)).reshape(at.shape)
+
+
+def _shuffle(x: Words, rows: int, columns: int, keys: Sequence[Words]) -> Words:
+    """Apply a bijection of range(rows * columns), a grid: rotate columns by a hash of the row, and the reverse."""
+    n, m = np.uint64(rows), np.uint64(columns)
+    row, column = x // m, x % m
+    for i, key in enumerate(keys):
+        if i % 2:
+            column = (column + _mix(row ^ key) % m) % m
+        else:
+            row = (row + _mix(column ^ key) % n) % n
+    return row * m + column
+
+
+def _mix(x: Words) -> Words:
+    """Mix the bits of x by the finalizer of SplitMix64. Products wrap."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@functools.lru_cache(maxsize=64)
+def _round_keys(first: int, second: int) -> tuple[Words, ...]:
+    """Return a 64-bit word for each round, as arrays, whose products wrap without a warning."""
+    words = [fold_in(torch.tensor([first, second], device="cpu"), i).tolist() for i in range(_ROUNDS)]
+    return tuple(np.array([a | b << 32], dtype=np.uint64) for a, b in words)
+
+
+@checked
+def steps_per_epoch(size: int, batch: int, *, drop_last: bool = True) -> int:
+    """Return the number of batches in one pass over `size` examples; without `drop_last` the last may be smaller.
+
+    >>> steps_per_epoch(10, 4), steps_per_epoch(10, 4, drop_last=False)
+    (2, 3)
+
+    Raises ShardingError if that is no batch.
+    """
+    if size < 1 or batch < 1:
+        raise fail(f"steps_per_epoch: size={size}, batch={batch}", fix="both are 1 or more")
+    if drop_last and size < batch:
+        raise fail(f"steps_per_epoch: {size} examples do not fill a batch of {batch}", f"{size} < {batch}",
+                   fix=f"batch={size} or less, or drop_last=False")  # fmt: skip
+    return size // batch if drop_last else -(-size // batch)
+
+
+@checked
+def indices(
+    key: Tensor | None, *, step: int, size: int, batch: int, epoch: int | None = None, drop_last: bool = True,
+    even: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the examples of the global batch of one step, out of `size`: int64 [B], the same on every rank.
+
+    Each epoch has its own order of the examples, that of `fold_in(key, epoch)`. Step 1,000,000 costs as much as step 0.
+
+    Args:
+        key: `None` leaves the examples in their order, for evaluation.
+        step: counts from the start of training; with `epoch`, from the start of that epoch. To resume, or to skip the
+            first batches, begin at another step.
+        drop_last: leave out the `size % batch` examples that do not fill a batch, different ones in every epoch.
+            Without it the last batch of an epoch is smaller.
+        even: leave none out, and complete the last batch from the start of the epoch's order: all batches are of one
+            size. `counted` says which rows of a batch are no repetition.
+
+    >>> indices(fs.fold_in(fs.key(0), "data"), step=1000, size=50_000, batch=256).shape
+    torch.Size([256])
+    >>> indices(None, step=2, size=10, batch=4, drop_last=False), indices(None, step=2, size=10, batch=4, even=True)
+    (tensor([8, 9]), tensor([8, 9, 0, 1]))
+
+    Raises ShardingError for a negative step, a step past the end of `epoch`, and where no batch can be filled.
+
+    Source: `even` is the `even_batches` of Accelerate.
+    """
+    steps = steps_per_epoch(size, batch, drop_last=drop_last and not even)
+    epoch, step = position_in_epoch("indices", step, epoch, steps, f"{size} examples in batches of {batch}")
+    return epoch_order(key, epoch, size, step * batch, batch, even)
+
+
+def position_in_epoch(verb: str, step: int, epoch: int | None, steps: int, described: str) -> tuple[int, int]:
+    """Return (epoch, step from its start) of a step that counts from the start of training, or of `epoch`."""
+    if step < 0 or (epoch is not None and epoch < 0):
+        raise fail(f"{verb}: step={step}, epoch={epoch}", fix="both count from 0")
+    if epoch is not None and step >= steps:
+        raise fail(f"{verb}: epoch {epoch} has no step {step}", f"{described} are {steps} steps, 0 to {steps - 1}",
+                   fix="leave out epoch= to count steps from the start of training")  # fmt: skip
+    return divmod(step, steps) if epoch is None else (epoch, step)
+
+
+def epoch_order(key: Tensor | None, epoch: int, size: int, start: int, count: int, even: bool) -> Tensor:
+    """Return positions `start` to `start + count` of an epoch's order of range(size); if `even` it begins again."""
+    positions = torch.arange(start, start + count if even else min(start + count, size)) % size
+    return positions if key is None else permute(fold_in(key, epoch), positions, size=size)
+
+
+@checked
+def counted(*, step: int, size: int, batch: int) -> Tensor:
+    """Return which rows of a batch of `indices(..., even=True)` are no repetition: bool [B].
+
+    Each example of an epoch is counted once. Weights in a loss and in a metric, and the rows that
+    `fs.gather_for_metrics` returns.
+
+    >>> counted(step=2, size=10, batch=4)
+    tensor([ True,  True, False, False])
+
+    Raises ShardingError for a negative step.
+    """
+    _, step = position_in_epoch("counted", step, None, steps_per_epoch(size, batch, drop_last=False), "")
+    return torch.arange(step * batch, (step + 1) * batch) < size
+
+
+def integers(name: str, x: Integers) -> Rows:
+    if isinstance(x, Tensor) and (x.is_meta or x.dtype == torch.bfloat16):  # no array can have it
+        raise fail(f"{name} are {'on the meta device' if x.is_meta else 'bfloat16'}", fix="integers")
+    array = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise fail(f"{name} are {array.dtype}", fix="integers")
+    return array.astype(np.int64)
