@@ -66,9 +66,9 @@ def scan(
         dtype, reduce_dtype: as for `unshard`: mixed precision.
 
     Transfers, for each dtype of a block: a gather in forward, one in backward (except for the last `prefetch + 1`
-    blocks, which are still gathered; the larger prefetch counts), and one sum. Frozen leaves have no gradient: no buffer
-    and no transfer. In a compiled program, and under a transform of torch.func, it is the plain loop: same numbers,
-    without `release` and `offload`.
+    blocks, which are still gathered; the larger prefetch counts), and one sum. Frozen leaves have no gradient: no
+    buffer and no transfer. In a compiled program, and under a transform of torch.func, it is the plain loop: same
+    numbers, without `release` and `offload`.
 
     >>> x = scan(block, params["h"], x, specs=specs["h"], axis="data")
 
