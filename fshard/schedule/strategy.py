@@ -55,6 +55,7 @@ class Strategy:
     @checked
     def state_specs(self, optimizer: Optimizer, param_specs: Any) -> Any:
         """Return the specs of an optimizer's state: split as the parameters are, in the memory of the strategy."""
+        _tree.check_leaves("state_specs", "param_specs", param_specs, P)
         specs = optimizer.specs(_tree.map(lambda s: P(*s.entries), param_specs))
         return on_host(specs) if self.offload_optimizer else specs
 
@@ -121,4 +122,4 @@ def _known_name(name: str | int) -> str:
         return NAMES[name - 1]
     if isinstance(name, str) and (name in NAMES or f"_{name}" in NAMES):
         return name if name in NAMES else f"_{name}"
-    raise fail(f"strategy: {name!r} is no strategy", fix=", ".join(f"{n!r} ({i})" for i, n in enumerate(NAMES, 1)))
+    raise fail(f"strategy: name={name!r}", fix=", ".join(f"{n!r} ({i})" for i, n in enumerate(NAMES, 1)))
