@@ -183,7 +183,7 @@ CALLS = [
     inside(fs.scan, block=block, params=[TREE], x=W, specs=P(), axis="data", each=None, shapes=None, has_aux=False,
            release=True, remat=False, offload=False, prefetch=1, backward_prefetch="post", dtype=None,
            reduce_dtype=None),
-    outside(fs.strategy, name="FULL_SHARD", axis="data", release="data", prefetch=1, backward_prefetch="post",
+    outside(fs.strategy, name="FULL_SHARD", axis="data", release=True, prefetch=1, backward_prefetch="post",
             offload_params=False, offload_optimizer=True),
     outside(fs.Strategy, name="FULL_SHARD", axis="data", shard=("data",)),
     Call("param_specs", lambda **how: fs.strategy("FULL_SHARD").param_specs(**how), {"tree": TREE, "specs": SPECS}),
