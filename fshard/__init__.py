@@ -28,6 +28,7 @@ from .random import fold_in, key, split
 from .reshard import device_get, reshard
 from .schedule.remat import remat
 from .schedule.scan import scan
+from .schedule.strategy import Strategy, strategy
 from .schedule.unshard import unshard
 from .script import gather_for_metrics, main_first, wait
 from .shard_map import shard_map
@@ -38,11 +39,11 @@ from .validate import validate
 from .verify import verify
 
 __all__ = [
-    "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather",
+    "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "Strategy", "accumulate", "all_gather",
     "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "combine", "data", "decoding",
     "defer", "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "gather_for_metrics", "grad", "hf",
     "init", "interop", "key", "lora", "main_first", "make_mesh", "materialize", "models", "nn", "on_host", "optim",
     "partition", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording",
-    "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split", "to_device", "tree",
-    "unshard", "validate", "value_and_grad", "verify", "wait",
+    "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split", "strategy", "to_device",
+    "tree", "unshard", "validate", "value_and_grad", "verify", "wait",
 ]  # fmt: skip

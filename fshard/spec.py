@@ -275,8 +275,8 @@ def matches(path: Sequence[str], glob: Sequence[str]) -> bool:
 
 
 @checked
-def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
-    """Add `axis` to the best free dim of each leaf of a spec tree: ZeRO-3 / FSDP by spec.
+def fully_shard(specs: Any, tree: Any, *, axis: str | tuple[str, ...], min_size: int = 0) -> Any:
+    """Add `axis`, or several, to the best free dim of each leaf of a spec tree: ZeRO-3 / FSDP by spec.
 
     The best dim is the one that splits evenly on most axis sizes (the largest power of two up to 256 in it), the
     first of several, since its parts are contiguous. Where no dim is free `axis` becomes the minor axis of the largest
@@ -285,26 +285,27 @@ def fully_shard(specs: Any, tree: Any, *, axis: str, min_size: int = 0) -> Any:
     >>> fully_shard({"w": P(None, "model"), "b": P()}, {"w": torch.empty(64, 8), "b": torch.empty(8)}, axis="data")
     {'w': P('data', 'model'), 'b': P('data')}
 
-    `specs` may be a prefix of `tree`, whose leaves need a `.shape`. Leaves that already name `axis` stay as they are.
+    `specs` may be a prefix of `tree`, whose leaves need a `.shape`. Leaves that already name one of the axes stay
+    as they are.
     """
     leaves, treedef = _tree.flatten(tree)
     leaf_specs = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)
     raise_all([must_be(f"fully_shard: {_tree.show('tree', path)}", "a leaf with a shape", x)
                for path, x in _tree.leaves_with_path(tree) if not hasattr(x, "shape")])  # fmt: skip
-    added = [_add_axis(s, tuple(x.shape), axis, min_size) for s, x in zip(leaf_specs, leaves, strict=True)]
+    added = [_add_axes(s, tuple(x.shape), names_of(axis), min_size) for s, x in zip(leaf_specs, leaves, strict=True)]
     return _tree.unflatten(treedef, added)
 
 
-def _add_axis(spec: P, shape: tuple[int, ...], axis: str, min_size: int) -> P:
-    if not shape or math.prod(shape) < min_size or axis in spec.axes:
+def _add_axes(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], min_size: int) -> P:
+    if not shape or math.prod(shape) < min_size or any(a in spec.axes for a in axes):
         return spec
     parts = list(spec.parts(len(shape)))
-    free = [d for d, axes in enumerate(parts) if not axes and shape[d] > 1]
+    free = [d for d, split in enumerate(parts) if not split and shape[d] > 1]
     if free:
         dim = max(free, key=lambda d: (math.gcd(shape[d], 256), -d))
     else:
         dim = max(range(len(shape)), key=lambda d: (shape[d], -d))
-    parts[dim] = (*parts[dim], axis)
+    parts[dim] = (*parts[dim], *axes)
     return P(*parts, memory=spec.memory)
 
 

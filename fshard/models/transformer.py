@@ -25,6 +25,7 @@ from fshard.decoding.options import with_tokens
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.nn import rope
 from fshard.random import fold_in
+from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.overlap import apply_then_compute
 from fshard.schedule.scan import scan
 from fshard.schedule.unshard import unshard
@@ -48,6 +49,7 @@ class Layout:
     dropout in a compiled program that has an uneven dim anywhere; elsewhere the ranks exchange it. `dtype`: the dtype
     parameters are gathered and computed with, and `reduce_dtype`: the dtype their gradients are summed over `data`
     with; by default the dtype they are stored in. `experts`: the experts of a mixture, by expert; see `mixtral.specs`.
+    `release`, `prefetch` and `backward_prefetch`: when the blocks' parameters are gathered and freed; see `scan`.
 
     >>> Layout("data", "model", sequence=True).stream
     P('data', 'model')
@@ -60,6 +62,9 @@ class Layout:
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     experts: Axis = None
+    release: Release = True
+    prefetch: int = 1
+    backward_prefetch: BackwardPrefetch = None
 
     @property
     def stream(self) -> P:
@@ -332,7 +337,8 @@ def apply_blocks(
     cached = cache.blocks if cache is not None and cache.blocks else [None] * len(blocks)
     inputs = [(fold_name(key, i), cached[i], *([] if each is None else each[i])) for i in range(len(blocks))]
     out = scan(one, blocks, x, specs=None if specs is None else spec_of(specs, "h"), axis=layout.data, each=inputs,
-               shapes=described["h"], remat=remat, has_aux=keep, dtype=layout.dtype,
+               shapes=described["h"], remat=remat, has_aux=keep, release=layout.release,
+               prefetch=layout.prefetch, backward_prefetch=layout.backward_prefetch, dtype=layout.dtype,
                reduce_dtype=layout.reduce_dtype)  # fmt: skip
     return out if keep else (out, [])
 

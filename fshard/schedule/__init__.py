@@ -2,6 +2,7 @@
 
 from .remat import remat
 from .scan import scan
+from .strategy import Strategy, strategy
 from .unshard import unshard
 
-__all__ = ["remat", "scan", "unshard"]
+__all__ = ["Strategy", "remat", "scan", "strategy", "unshard"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard._comm import PendingTransfer, Region, checker, copy_to_device, start_copy_to_device, start_copy_to_host
-from fshard._ops import Gather, Map, Precision, Vary, gather_layout, run_map
+from fshard._ops import Gather, Map, Precision, Slice, Vary, gather_layout, run_map
 from fshard._torch_compat import foreach_copy_
 
 from .unshard import Route
@@ -79,6 +79,35 @@ def plan_buckets(
         if axes or vary or cast or host:
             buckets.append(Bucket(tuple(which), gather, Vary(region.comm, vary) if vary else None, cast, host))
     return BucketPlan(tuple(buckets), tuple(slices), end)
+
+
+# --- weights that stay split over some axes between forward and backward ---
+
+
+def plan_kept(plan: BucketPlan, axes: Sequence[str]) -> BucketPlan | None:
+    """Return the plan that gathers a block from what `keep_parts` keeps, into the same slices; `None` if it is nothing.
+
+    A leaf that is gathered over none of `axes`, or over no others, is gathered from its shards again.
+    """
+    buckets = list(plan.buckets)
+    for k, bucket in enumerate(buckets):
+        over = () if bucket.gather is None else tuple(a for a in bucket.gather.axes if a in axes)
+        if bucket.gather is not None and over and over != bucket.gather.axes:
+            buckets[k] = replace(bucket, gather=replace(bucket.gather, axes=over), vary=None, cast=None, host=False)
+    return None if tuple(buckets) == plan.buckets else replace(plan, buckets=tuple(buckets))
+
+
+def keep_parts(
+    plan: BucketPlan, kept: BucketPlan, whole: Sequence[Tensor], shards: Sequence[Tensor]
+) -> list[Tensor]:  # fmt: skip
+    """Return the tensors that `kept` gathers: copies of this rank's parts of whole leaves, the shards of the others."""
+    out = list(shards)
+    for before, after in zip(plan.buckets, kept.buckets, strict=True):
+        if after is not before and after.gather is not None:
+            own = Slice(after.gather.comm, after.gather.axes, after.gather.layout)
+            for i, part in zip(after.which, own.run([whole[i] for i in after.which]), strict=True):
+                out[i] = part.clone(memory_format=torch.contiguous_format)
+    return out
 
 
 # --- buffers, kept from call to call ---

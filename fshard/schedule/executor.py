@@ -38,7 +38,17 @@ from fshard._ops import differentiable_dtype
 from fshard.errors import fail
 from fshard.grad import Rest, fill_tensors, split_tensors
 
-from .buckets import BucketPlan, GatherBuffer, buffer_pool, start_copy, start_gather, start_reduce
+from .buckets import (
+    BucketPlan,
+    GatherBuffer,
+    buffer_pool,
+    keep_parts,
+    plan_kept,
+    start_copy,
+    start_gather,
+    start_reduce,
+)
+from .options import GatherOptions
 from .overlap import make_writable
 from .recompute import DiscardedTensors, UnderHooksError, autocast_of, needs_saved_tensors, refuse_saved_tensor_hooks
 
@@ -47,13 +57,11 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(GatherOptions):
     """Options of `scan`: when weights are gathered, and what is kept for backward."""
 
-    release: bool
-    remat: bool
-    offload: bool
-    prefetch: int
+    remat: bool = False
+    offload: bool = False
 
 
 @dataclass
@@ -110,7 +118,8 @@ class Executor:
         self.weights: dict[int, list[Tensor]] = {}
         self.gathers: dict[int, list[PendingTransfer]] = {}  # pending
         self.shard_copies: dict[int, PendingTransfer] = {}  # pending
-        count = min(self.n, schedule.prefetch + 1) if schedule.release else self.n
+        self.kept: dict[int, tuple[BucketPlan, list[Tensor]]] = {}  # parts of weights kept for backward, and their plan
+        count = min(self.n, schedule.most_ahead + 1) if schedule.release else self.n
         self.buffers = buffer_pool(region).take(count, max(p.nbytes for p in plans), region)
 
     # --- forward ---
@@ -123,7 +132,7 @@ class Executor:
         with self._reserved_buffers():
             for i in range(self.n):
                 differentiated = any((*x.differentiated, *self.params[i].differentiated, *self.each[i].differentiated))
-                weights = self._gather(i, 1, self.n)
+                weights = self._gather(i, 1, self.n, self.schedule.prefetch)
                 if differentiated and self.schedule.remat:
                     graph, y, out = self._run_and_discard(i, weights, x)
                 else:
@@ -132,6 +141,7 @@ class Executor:
                     if self.schedule.offload:
                         x = replace(x, tensors=[start_copy_to_host(t) for t in x.tensors])
                     self.block_inputs[i], self.graphs[i] = x, graph
+                    self._keep(i, weights)
                 self.widths.append(len(x.tensors))
                 x = y
                 outs.append(out)
@@ -205,7 +215,8 @@ class Executor:
                 dx = [None] * self.widths[i]
                 if x is None:  # neither this block nor one before it is differentiated
                     continue
-                weights = self._gather(i, -1, first - 1)
+                weights = self._gather(i, -1, first - 1, self.schedule.ahead)
+                self.kept.pop(i, None)
                 if graph is None:
                     graph = self._recompute_block(i, weights, x)
                 elif graph.discarded is not None:
@@ -218,7 +229,9 @@ class Executor:
                 others = [*dy, *dx, *each_grads[i]]
                 pending.append(self._start_reduces(i, dp, shapes, param_grads[i], others))
                 del dp, dy, others
-                while len(pending) > self.schedule.prefetch:
+                if self.schedule.backward_prefetch == "post":
+                    self._start_gathers(i - 1, -1, first - 1, 0)
+                while len(pending) > self.schedule.pending_sums:
                     pending.popleft()()
             while pending:
                 pending.popleft()()
@@ -273,27 +286,42 @@ class Executor:
 
     # --- weights ---
 
-    def _gather(self, i: int, direction: int, end: int) -> list[Tensor]:
-        """Return the whole weights of a block, after the start of the gathers of the next ones, before block `end`.
+    def _gather(self, i: int, direction: int, end: int, ahead: int) -> list[Tensor]:
+        """Return the whole weights of a block, after the start of the gathers of the `ahead` next ones."""
+        self._start_gathers(i, direction, end, ahead)
+        for wait in self.gathers.pop(i, ()):
+            wait()
+        return self.weights[i]
+
+    def _start_gathers(self, i: int, direction: int, end: int, ahead: int) -> None:
+        """Start the gathers of block i and of the `ahead` next ones, before block `end`, that are not gathered.
 
         Copies from host memory start a block earlier, so that the shards are on the device when their gather starts.
         """
-        window = range(i, i + direction * (self.schedule.prefetch + 2), direction)
+        window = range(i, i + direction * (ahead + 2), direction)
         missing = [j for j in window if (end - j) * direction > 0 and not self._is_gathered(j)]
         for j in missing:
             if j not in self.shard_copies:
-                self.shard_copies[j] = start_copy(self.region, self.plans[j], self.params[j].tensors)
+                plan, shards = self._source(j)
+                self.shard_copies[j] = start_copy(self.region, plan, shards)
         for j in missing:
             if j != window[-1]:
                 buffer = self._buffer(j)
                 if buffer is not None:
                     buffer.contents = (self.token, j)
-                self.weights[j], self.gathers[j] = start_gather(
-                    self.region, self.plans[j], self.shard_copies.pop(j)(), buffer
-                )
-        for wait in self.gathers.pop(i, ()):
-            wait()
-        return self.weights[i]
+                plan, _ = self._source(j)
+                self.weights[j], self.gathers[j] = start_gather(self.region, plan, self.shard_copies.pop(j)(), buffer)
+
+    def _source(self, i: int) -> tuple[BucketPlan, list[Tensor]]:
+        """Return the tensors that the weights of a block are gathered from, and their plan."""
+        return self.kept.get(i) or (self.plans[i], self.params[i].tensors)
+
+    def _keep(self, i: int, weights: Sequence[Tensor]) -> None:
+        """Keep parts of a block's weights for backward, by `release`, unless its buffer keeps all of them."""
+        if self.schedule.kept_axes and i < self.n - len(self.buffers):
+            plan = plan_kept(self.plans[i], self.schedule.kept_axes)
+            if plan is not None:
+                self.kept[i] = plan, keep_parts(self.plans[i], plan, weights, self.params[i].tensors)
 
     def _is_gathered(self, i: int) -> bool:
         """Return whether the weights of a block are gathered, or their gather is pending."""

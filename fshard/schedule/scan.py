@@ -22,6 +22,7 @@ from fshard.weight import is_weight
 
 from .buckets import BucketPlan, plan_buckets
 from .executor import Executor, FlatTree, Schedule, run_blocks
+from .options import BackwardPrefetch, Release
 from .remat import check_captured
 from .remat import remat as rematerialize
 from .unshard import placements, routes, unshard
@@ -33,8 +34,9 @@ Block = Callable[..., Any]
 @checked
 def scan(
     block: Block, params: Any, x: Any, *, specs: Any, axis: Axis, each: Sequence[Any] | None = None,
-    shapes: Any = None, has_aux: bool = False, release: bool = True, remat: bool = False, offload: bool = False,
-    prefetch: int = 1, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
+    shapes: Any = None, has_aux: bool = False, release: Release = True, remat: bool = False, offload: bool = False,
+    prefetch: int = 1, backward_prefetch: BackwardPrefetch = None, dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
     """Apply a stack of blocks to x, each made whole over `axis` just before it runs: FSDP's schedule as a function.
 
@@ -42,9 +44,10 @@ def scan(
 
     The numbers are those of `for p, s in zip(params, specs): x = block(unshard(p, s, axis), x)`. The schedule differs:
     `prefetch` blocks are gathered while one computes, forward and backward; at most `prefetch + 1` gathered blocks
-    exist at a time; gradients are summed over the ranks while the blocks before compute theirs. Leaves whose specs lack
-    the axis (data parallel) are used without a copy, and their gradients summed. Leaves in host memory
-    (`P(..., memory="host")`) are copied to the device one block before their gather, and freed there after use.
+    exist at a time, those in transfer included; gradients are summed over the ranks while the blocks before compute
+    theirs. Leaves whose specs lack the axis (data parallel) are used without a copy, and their gradients summed. Leaves
+    in host memory (`P(..., memory="host")`) are copied to the device one block before their gather, and freed there
+    after use.
 
     Args:
         params: a list of one tree for each block, or one tree whose leaves are stacked, [blocks, ...].
@@ -52,25 +55,29 @@ def scan(
         each: a list of one tree for each block, passed to it as a third argument: keys, caches.
         shapes: as for `unshard`, needed only for leaves that the axis does not divide.
         has_aux: `block` returns `(x, out)`; then the result is `(x, outs)`, a list, or stacked like the parameters.
-        release: free gathered weights after use and gather them again in backward; if False, keep them.
+        release: free gathered weights after use and gather them again in backward; if False, keep them. An axis, or
+            axes, of `axis`: between forward and backward keep the part that a split over these alone gives, and gather
+            it over these alone in backward: more memory, and less traffic over the other axes.
         remat: keep only x before each block, and tensors saved after the last transfer of a block that has any; in
             backward recompute the block up to its last saved tensor or before that transfer.
         offload: with `remat`, keep x before each block in host memory, and copy it back one block ahead.
         prefetch: number of blocks to gather ahead; 0 gathers when needed.
+        backward_prefetch: the same in backward, by default as many; "post" gathers one block ahead after the gradients
+            of a block are computed, while they are summed: one whole block fewer in memory than 1, and less overlap.
         dtype, reduce_dtype: as for `unshard`: mixed precision.
 
     Transfers, for each dtype of a block: a gather in forward, one in backward (except for the last `prefetch + 1`
-    blocks, which are still gathered), and one sum. Frozen leaves have no gradient: no buffer and no transfer. In a
-    compiled program, and under a transform of torch.func, it is the plain loop: same numbers, without `release` and
-    `offload`.
+    blocks, which are still gathered; the larger prefetch counts), and one sum. Frozen leaves have no gradient: no
+    buffer and no transfer. In a compiled program, and under a transform of torch.func, it is the plain loop: same
+    numbers, without `release` and `offload`.
 
     >>> x = scan(block, params["h"], x, specs=specs["h"], axis="data")
 
     Raises ShardingError for the errors of `unshard`, if `block` captures a tensor that is being differentiated, and
     inside torch.utils.checkpoint, which does not know that weights are freed.
     """
-    if prefetch < 0:
-        raise fail(f"scan: prefetch={prefetch}", fix="0 or more")
+    schedule = Schedule(release, prefetch, backward_prefetch, remat, offload)
+    schedule.check("scan", axis)
     if offload and not remat:
         raise fail("scan: offload=True offloads x before each block, and without remat=True more is kept",
                    fix="remat=True")  # fmt: skip
@@ -89,7 +96,6 @@ def scan(
         check_captured("scan", block)
         step = lambda p, x, own: split(block(p, x, *own))  # noqa: E731
         flat_params, flat_each = ([FlatTree.of(t) for t in trees] for trees in (blocks.params, blocks.each))
-        schedule = Schedule(release, remat, offload, prefetch)
         executor = Executor(region("scan"), step, FlatTree.of(x), flat_params, flat_each, plans, schedule)
         x, outs = run_blocks(executor, x, blocks.params, blocks.each)
     else:

@@ -57,7 +57,8 @@ from fshard._torch_compat import version_of
 from fshard.errors import fail
 from fshard.grad import fill_tensors, split_tensors
 
-from .buckets import BucketPlan, GatherBuffer, start_copy, start_gather, start_reduce
+from .buckets import BucketPlan, GatherBuffer, keep_parts, plan_kept, start_copy, start_gather, start_reduce
+from .options import GatherOptions
 from .recompute import SavedTensor, autocast_of, refill
 
 
@@ -146,12 +147,10 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class UnitOptions:
+class UnitOptions(GatherOptions):
     """Options of a schedule: see `Apply.unshard`."""
 
-    release: bool = True
     remat: bool = False
-    prefetch: int = 1
 
 
 class UnitSchedule:
@@ -167,7 +166,8 @@ class UnitSchedule:
         self.origin: Site | None = site() if is_observed() else None
         self.ready: dict[str, _Gathered] = {}  # in forward: gathered, or to be gathered
         self.before: str | None = None  # in forward: the unit of the call before
-        self.copies: dict[str, PendingTransfer] = {}  # pending copies of shards from host memory
+        self.copies: dict[str, tuple[BucketPlan, PendingTransfer]] = {}  # pending copies of shards from host memory
+        self.kept: dict[str, tuple[BucketPlan, list[Tensor]]] = {}  # parts of released leaves, and their plan
         self.ahead: dict[int, _Gathered] = {}  # in backward: gathered for calls that it has not reached, by position
         self.owners: weakref.WeakValueDictionary[int, _Gathered] = weakref.WeakValueDictionary()  # by storage
         self.calls: list[_Call] = []
@@ -179,13 +179,12 @@ class UnitSchedule:
 
     def start(self, name: str) -> _Gathered:
         """Start to gather a unit's leaves."""
-        unit = self.units[name]
-        for bucket in unit.plan.buckets if checker() is not None else ():
+        plan, copy = self.copies.pop(name) if name in self.copies else self._start_copy(name)
+        for bucket in plan.buckets if checker() is not None else ():
             if bucket.gather is not None:  # equal blocks have equal shapes: nothing else would notice
                 what = f"gather of unit {name!r}; each rank must call the same units in the same order"
                 bucket.gather.comm.agree(what, bucket.gather.axes, self.region.device)
-        copied = self.copies.pop(name, None) or start_copy(self.region, unit.plan, unit.shards)
-        gathered = _Gathered(self.region, name, unit.plan, copied())
+        gathered = _Gathered(self.region, name, plan, copy())
         self.owners.update(dict.fromkeys(gathered.starts, gathered))
         return gathered
 
@@ -195,9 +194,13 @@ class UnitSchedule:
 
     def start_copies(self, name: str) -> None:
         """Start to copy a unit's shards from host memory, so that they are on the device when its gather starts."""
-        unit = self.units[name]
-        if name not in self.copies and self.held(name) is None and any(b.host for b in unit.plan.buckets):
-            self.copies[name] = start_copy(self.region, unit.plan, unit.shards)
+        if name not in self.copies and self.held(name) is None and any(b.host for b in self.units[name].plan.buckets):
+            self.copies[name] = self._start_copy(name)
+
+    def _start_copy(self, name: str) -> tuple[BucketPlan, PendingTransfer]:
+        """Start to copy the tensors that a unit is gathered from to the device; return the plan of the gather, too."""
+        plan, shards = self.kept.get(name) or (self.units[name].plan, self.units[name].shards)
+        return plan, start_copy(self.region, plan, shards)
 
     def gather_forward(self, name: str, running: Sequence[str]) -> list[Tensor]:
         """Return the leaves of a unit that is called now, and start the gathers of those defined after it."""
@@ -226,7 +229,16 @@ class UnitSchedule:
         """Free the leaves of a unit after its call, if the call before was not of the same unit: then keep them."""
         repeated, self.before = self.before == name, name
         if self.options.release and not repeated:
+            self.keep(name)
             self.drop([name])
+
+    def keep(self, name: str) -> None:
+        """Keep parts of a unit's leaves for backward, by `release`."""
+        unit, at = self.units[name], self.latest.get(name)
+        if self.options.kept_axes and name not in self.kept and at is not None and self.calls[at].saved:
+            plan = plan_kept(unit.plan, self.options.kept_axes)
+            if plan is not None:
+                self.kept[name] = plan, keep_parts(unit.plan, plan, self.ready[name].wait(), unit.shards)
 
     def end_forward(self) -> None:
         """Free all gathered leaves."""
@@ -242,12 +254,21 @@ class UnitSchedule:
             gathered = self.gather_ahead(at)
             gathered.wait()
             before = (i for i in reversed(range(at)) if self.calls[i].is_needed)
-            for i in itertools.islice(before, self.options.prefetch):
+            for i in itertools.islice(before, self.options.ahead):
                 self.gather_ahead(i)
             for i in itertools.islice(before, 1):
                 self.start_copies(self.calls[i].unit)
             del self.ahead[at]
+            if not any(before.unit == call.unit and before.is_needed for before in self.calls[:at]):
+                self.kept.pop(call.unit, None)
         return gathered
+
+    def gather_after(self, at: int) -> None:
+        """Start the gather for the call before one whose gradients are computed, if `backward_prefetch` is "post"."""
+        if self.options.backward_prefetch == "post":
+            with self._transposing():
+                for i in [i for i in range(at) if self.calls[i].is_needed][-1:]:
+                    self.gather_ahead(i)
 
     def gather_ahead(self, at: int) -> _Gathered:
         """Return the leaves for the backward pass of a call, or their pending gather: that of another call, if held."""
@@ -343,7 +364,7 @@ class UnitSchedule:
             if (g := filled.pop(leaf)) is not None:
                 self._add(name, leaf, g)
         self.pending.append(finish)
-        while len(self.pending) > self.options.prefetch:
+        while len(self.pending) > self.options.pending_sums:
             self.pending.popleft()()
 
     def take_sums(self) -> list[Tensor | None]:
@@ -396,7 +417,7 @@ class UnitCalls:
         schedule.latest[name] = at
         leaves = whole
         if any(unit.differentiated):
-            trained = iter(_Weights.apply(self._token, schedule, name, whole))  # type: ignore[no-untyped-call]
+            trained = iter(_Weights.apply(self._token, schedule, at, whole))  # type: ignore[no-untyped-call]
             leaves = [next(trained) if d else x for x, d in zip(whole, unit.differentiated, strict=True)]
         with self._in(name, call):
             if not schedule.options.remat:
@@ -457,13 +478,13 @@ class _UnitCallsAgain:
 
 
 class _Weights(torch.autograd.Function):
-    """The differentiated leaves of a unit for one call: (token, schedule, name, whole leaves) -> leaves."""
+    """The differentiated leaves of a unit for one call: (token, schedule, its position, whole leaves) -> leaves."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, schedule: UnitSchedule, name: str, whole: list[Tensor]) -> tuple[Tensor, ...]:
-        ctx.schedule, ctx.name = schedule, name
+    def forward(ctx: Any, token: Tensor, schedule: UnitSchedule, at: int, whole: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.schedule, ctx.at, ctx.name = schedule, at, schedule.calls[at].unit
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x, d in zip(whole, schedule.units[name].differentiated, strict=True) if d)
+        return tuple(x.detach() for x, d in zip(whole, schedule.units[ctx.name].differentiated, strict=True) if d)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
@@ -473,6 +494,7 @@ class _Weights(torch.autograd.Function):
         remaining = iter(grads)
         all_grads = [next(remaining) if d else None for d in ctx.schedule.units[ctx.name].differentiated]
         ctx.schedule.start_sums(ctx.name, all_grads)
+        ctx.schedule.gather_after(ctx.at)
         return torch.zeros((), device=ctx.schedule.region.device), None, None, None
 
 

@@ -19,6 +19,7 @@ from fshard._comm import Axis, checker
 from fshard._ops import differentiable_dtype
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.random import check_key
+from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.units import UnitOptions
 from fshard.spec import describe
 
@@ -162,8 +163,9 @@ class Apply:
 
     @checked
     def unshard(
-        self, specs: Any, axis: Axis, *, remat: bool = False, release: bool = True, prefetch: int = 1,
-        dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, shapes: Any = None,
+        self, specs: Any, axis: Axis, *, remat: bool = False, release: Release = True, prefetch: int = 1,
+        backward_prefetch: BackwardPrefetch = None, dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None, shapes: Any = None,
     ) -> UnshardedByUnit:  # fmt: skip
         """Return the function of shards, which gathers the leaves of each unit just before its forward and frees them.
 
@@ -184,11 +186,14 @@ class Apply:
 
         Args:
             specs: of the params, or a prefix.
-            release: free gathered leaves after use and gather them again in backward; if False, keep them.
+            release: free gathered leaves after use and gather them again in backward; if False, keep them. An axis, or
+                axes, of `axis`: keep the part that a split over these alone gives, and gather it in backward.
             remat: keep only the arguments of each unit (of the outermost, if units are nested), and recompute it in
                 backward, with the attributes that its modules had at the call. An object that the module changes as it
                 runs, as a cache, would be changed twice: switch it off (`use_cache=False`).
             prefetch: number of units to gather ahead; 0 gathers when needed.
+            backward_prefetch: the same in backward, by default as many; "post" gathers one unit ahead after the
+                gradients of a unit are computed, while they are summed.
             dtype, reduce_dtype: as for `fs.unshard`.
             shapes: as for `fs.unshard`; by default the shapes of the module's own parameters.
 
@@ -209,12 +214,11 @@ class Apply:
         Raises ShardingError, when the result is called, for the errors of `fs.unshard`, and inside
         torch.utils.checkpoint, which does not know that leaves are freed.
         """
-        if prefetch < 0:
-            raise fail(f"apply.unshard: prefetch={prefetch}", fix="0 or more")
+        options = UnitOptions(release, prefetch, backward_prefetch, remat)
+        options.check("apply.unshard", axis)
         if remat and not self.units:
             raise fail("apply.unshard: remat=True recomputes each unit, and there are none",
                        fix="fs.defer(constructor, units=...); or fs.remat around the call")  # fmt: skip
-        options = UnitOptions(release, remat, prefetch)
         return UnshardedByUnit(self, specs, axis, options, dtype, reduce_dtype, shapes)
 
     @checked

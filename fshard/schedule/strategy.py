@@ -1,0 +1,125 @@
+"""Sharding strategies by the names of torch's FSDP, as specs and options of a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fshard import tree as _tree
+from fshard.errors import checked, fail
+from fshard.optim import Optimizer
+from fshard.spec import P, fully_shard, names_of, on_host
+
+from .options import BackwardPrefetch, GatherOptions, Release
+
+NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # numbered from 1
+
+
+@checked
+@dataclass(frozen=True)
+class Strategy:
+    """Axes that split the state of training, and when weights are gathered; made by `fs.strategy`.
+
+    Fields:
+        axis: the axes of the batch, and of `scan`, `unshard` and `Apply.unshard`: each rank over them has its own data.
+        shard: those of them that split parameters, gradients and the optimizer's state; over the others these are
+            replicated.
+        release, prefetch, backward_prefetch: options of `scan`, `Apply.unshard` and the models' `Layout`.
+        offload_params, offload_optimizer: keep parameters and gradients, or the optimizer's state, in host memory.
+    """
+
+    name: str
+    axis: str | tuple[str, ...]
+    shard: tuple[str, ...]
+    release: Release = True
+    prefetch: int = 1
+    backward_prefetch: BackwardPrefetch = None
+    offload_params: bool = False
+    offload_optimizer: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options for `scan(..., **options)`, `apply.unshard(..., **options)` and `Layout(..., **options)`."""
+        return {"release": self.release, "prefetch": self.prefetch, "backward_prefetch": self.backward_prefetch}
+
+    @checked
+    def param_specs(self, tree: Any, specs: Any = P()) -> Any:  # noqa: B008 - a P is immutable
+        """Return the specs of parameters and of their gradients.
+
+        `tree` has leaves with a `.shape`; `specs` those of its other axes, as a model's `specs(cfg, model=...)`, or a
+        prefix.
+        """
+        own = fully_shard(specs, tree, axis=self.shard)
+        return on_host(own) if self.offload_params else own
+
+    @checked
+    def state_specs(self, optimizer: Optimizer, param_specs: Any) -> Any:
+        """Return the specs of an optimizer's state: split as the parameters are, in the memory of the strategy."""
+        _tree.check_leaves("state_specs", "param_specs", param_specs, P)
+        specs = optimizer.specs(_tree.map(lambda s: P(*s.entries), param_specs))
+        return on_host(specs) if self.offload_optimizer else specs
+
+
+@checked
+def strategy(
+    name: str | int, *, axis: str | tuple[str, ...] | None = None, release: Release | None = None, prefetch: int = 1,
+    backward_prefetch: BackwardPrefetch = None, offload_params: bool = False, offload_optimizer: bool | None = None,
+) -> Strategy:  # fmt: skip
+    """Return a strategy of torch's FSDP, by its name, or by its number in a config of Accelerate.
+
+        name                       parameters, gradients, optimizer   gathered weights
+        1, FULL_SHARD              split over `axis`                  freed after forward, gathered again in backward
+        2, SHARD_GRAD_OP           split over `axis`                  kept until backward
+        3, NO_SHARD                replicated                         none: gradients are summed (DDP)
+        4, HYBRID_SHARD            split, but for the first axis      as FULL_SHARD, over the axes that split them
+        5, _HYBRID_SHARD_ZERO2     split, but for the first axis      as SHARD_GRAD_OP
+
+    The numbers of a program are those of every other strategy, bit for bit where the gradients are summed over the same
+    axes in one step, and to rounding for the two sums of hybrid sharding.
+
+    Args:
+        axis: by default "data"; for the hybrid strategies ("replica", "shard").
+        release: an axis, or axes, over which weights stay split between forward and backward, as for `scan`: torch's
+            `reshard_after_forward=k` for a mesh with an axis of size k. By default the strategy's.
+        prefetch, backward_prefetch: as for `scan`. torch's BACKWARD_PRE is 1, BACKWARD_POST "post" and none 0; its
+            `forward_prefetch=False` is prefetch=0, and `limit_all_gathers` always holds.
+        offload_params: keep parameters and gradients in host memory.
+        offload_optimizer: the same for the optimizer's state; by default as `offload_params`, as torch does.
+
+    >>> s = strategy("FULL_SHARD")
+    >>> s.param_specs({"w": torch.empty(64, 8)})
+    {'w': P('data')}
+    >>> s = strategy("HYBRID_SHARD", offload_params=True)
+    >>> s.axis, s.param_specs({"w": torch.empty(64, 8)}, {"w": P("model")})
+    (('replica', 'shard'), {'w': P('model', 'shard', memory='host')})
+    >>> s.options
+    {'release': True, 'prefetch': 1, 'backward_prefetch': None}
+
+    Raises ShardingError for an unknown name, for axes that a strategy has no use for, and for a `release` that
+    contradicts it.
+    Source: Zhao et al., 2023, "PyTorch FSDP"; `torch.distributed.fsdp.ShardingStrategy` for the names.
+    """
+    known = _known_name(name)
+    hybrid, keeps = "HYBRID" in known, known not in ("FULL_SHARD", "HYBRID_SHARD")
+    axis = axis if axis is not None else ("replica", "shard") if hybrid else "data"
+    names = names_of(axis)
+    if not names or (hybrid and len(names) < 2):
+        raise fail(f"strategy: {known} with axis={axis!r}",
+                   fix="the axis that replicates first, then those that split: ('replica', 'shard')" if hybrid
+                   else "one or more axes: 'data'")  # fmt: skip
+    shard = () if known == "NO_SHARD" else names[1:] if hybrid else names
+    release = (not keeps) if release is None else release
+    if keeps and release is not False:
+        raise fail(f"strategy: {known} keeps gathered weights until backward", f"release={release!r}",
+                   fix="'FULL_SHARD' or 'HYBRID_SHARD', with release=")  # fmt: skip
+    GatherOptions(release, prefetch, backward_prefetch).check("strategy", shard)
+    on_host = offload_params if offload_optimizer is None else offload_optimizer
+    return Strategy(known, axis, shard, release, prefetch, backward_prefetch, offload_params, on_host)
+
+
+def _known_name(name: str | int) -> str:
+    if isinstance(name, int) and 1 <= name <= len(NAMES):
+        return NAMES[name - 1]
+    if isinstance(name, str) and (name in NAMES or f"_{name}" in NAMES):
+        return name if name in NAMES else f"_{name}"
+    raise fail(f"strategy: name={name!r}", fix=", ".join(f"{n!r} ({i})" for i, n in enumerate(NAMES, 1)))
