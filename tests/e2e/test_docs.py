@@ -260,7 +260,7 @@ x = y = torch.ones(8, 8)
 loss_fn = lambda p, x, y: (x @ p["up"] @ p["down"] - y).square().mean()
 """
 
-YAML = 'open("fsdp.yaml", "w").write("{distributed_type: FSDP, num_processes: 2}")'
+YAML = 'from pathlib import Path; Path("fsdp.yaml").write_text("{distributed_type: FSDP, num_processes: 2}")'
 
 # Code that runs before the examples of a docstring, by the name of the documented object.
 SETUP = {
@@ -273,7 +273,7 @@ SETUP = {
     "fshard._comm.record.recording": MLP + RECORDED,
     "fshard.data.load": IMAGES,
     "fshard.nn.loss.cross_entropy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
-    "fshard.cli.inspect": GPT2,
+    "fshard.cli.inspecting.inspect": GPT2,
     "fshard.interop.defer.generation.generate": GENERATOR,
     "fshard.interop.accelerate.settings.read": YAML,
     "fshard.interop.hf.folder.config_of": GPT2,

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import warnings as python_warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -148,7 +149,7 @@ def read(path: StrPath, **keys: Any) -> Settings:
     Raises ShardingError listing every key that is unknown, with the nearest one, or refused, and every value that its
     key does not have, by file and line.
     """
-    found = _read(path, keys)
+    found = read_launched(path, keys)
     for text in found.warnings:
         python_warnings.warn(text, UserWarning, stacklevel=3)
     return found
@@ -163,13 +164,14 @@ def settings() -> Settings | None:
     if not file and not keys:
         return None
     try:
-        return _read(file, json.loads(keys or "{}"))
+        return read_launched(file, json.loads(keys or "{}"))
     except json.JSONDecodeError as e:
         raise fail(
             f"settings: the environment variable {KEYS_REPLACED} is not JSON", str(e), fix=f"unset {KEYS_REPLACED}"
         ) from e
 
 
-def _read(path: StrPath | None, keys: dict[str, Any]) -> Settings:
+def read_launched(path: StrPath | None, keys: Mapping[str, Any]) -> Settings:
+    """Return the settings of a file, if there is one, and of the keys that replace its own; warnings are not told."""
     entries = read_entries(Path(path)) if path else {}
     return Settings(**translate({**entries, **overrides(keys)}, str(path or "the command line")))
