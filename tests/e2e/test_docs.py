@@ -260,6 +260,8 @@ x = y = torch.ones(8, 8)
 loss_fn = lambda p, x, y: (x @ p["up"] @ p["down"] - y).square().mean()
 """
 
+YAML = 'from pathlib import Path; Path("fsdp.yaml").write_text("{distributed_type: FSDP, num_processes: 2}")'
+
 # Code that runs before the examples of a docstring, by the name of the documented object.
 SETUP = {
     "fshard.checkpoint.inspect": SAVED,
@@ -271,8 +273,9 @@ SETUP = {
     "fshard._comm.record.recording": MLP + RECORDED,
     "fshard.data.loading.load": IMAGES,
     "fshard.nn.loss.cross_entropy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
-    "fshard.cli.inspect": GPT2,
+    "fshard.cli.inspecting.inspect": GPT2,
     "fshard.interop.defer.generation.generate": GENERATOR,
+    "fshard.interop.accelerate.settings.read": YAML,
     "fshard.interop.hf.folder.config_of": GPT2,
     "fshard.hf.load": GPT2,
     "fshard.hf.save": GPT2,

@@ -1,15 +1,12 @@
-"""The command line, `python -m fshard inspect`: the tensors of a path, and their placement on a mesh.
+"""`python -m fshard inspect`: the tensors of a path, and their placement on a mesh.
 
 Only configs, manifests and the headers of files are read: leaves have no values, and no rank is needed.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,52 +15,37 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, models, tree
-from .checkpoint.commit import is_complete
-from .errors import ShardingError, fail, join_limited, raise_all
-from .hf import model_of
-from .init import Deferred
-from .interop.defer import defer
-from .interop.hf import CONFIG, INDEX, PICKLES, SINGLE, read_json, tensors
-from .show.table import show
-from .spec import P, column, fully_shard, replicated, row, rules
+from fshard import checkpoint, models, tree
+from fshard.checkpoint.commit import is_complete
+from fshard.errors import ShardingError, fail, join_limited, raise_all
+from fshard.hf import model_of
+from fshard.init import Deferred
+from fshard.interop.defer import defer
+from fshard.interop.hf import CONFIG, INDEX, PICKLES, SINGLE, read_json, tensors
+from fshard.show.table import show
+from fshard.spec import P, column, fully_shard, replicated, row, rules
 
 _MAX_DEVICES = 1 << 20
-_PATHS = "a Hugging Face folder, one of an adapter, a config.json, a .safetensors file, or a checkpoint"
+PATHS = "a Hugging Face folder, one of an adapter, a config.json, a .safetensors file, or a checkpoint"
 _ADAPTER_CONFIG, _ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 _SPECS: dict[str, Callable[..., P]] = {"P": P, "row": row, "column": column, "replicated": replicated}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, or 2 with the reason on stderr."""
-    options = _parser().parse_args(argv)
-    try:
-        print(options.run(options), flush=True)
-    except ShardingError as e:
-        print(e, file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m fshard", description="Look at models and their placement on a mesh.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+def add(commands: Any) -> None:
+    """Add `inspect` to the commands of a parser."""
     command = commands.add_parser("inspect", help="print a tree: leaves, shapes, placement, source, bytes per device")
-    add = command.add_argument
-    add("path", metavar="PATH", help=_PATHS)
-    add("--mesh", default="", metavar="AXES", help="axis sizes: data=8,model=4")
-    add("--specs", nargs="+", default=["auto"], metavar="RULE",
-        help="auto (the model's own), or rules 'GLOB=P(...)' and .json files of them: the first match")  # fmt: skip
-    add("--fully-shard", default="", metavar="AXIS", help="also split every leaf over this axis")
-    add("--dtype", default="", help="cast floating leaves: bfloat16 (default: as stored, or as config.json says)")
-    add("--no-fold", action="store_true", help="show every layer")
-    add("--raw", action="store_true", help="name tensors as the files do")
+    option = command.add_argument
+    option("path", metavar="PATH", help=PATHS)
+    option("--mesh", default="", metavar="AXES", help="axis sizes: data=8,model=4")
+    option("--specs", nargs="+", default=["auto"], metavar="RULE",
+           help="auto (the model's own), or rules 'GLOB=P(...)' and .json files of them: the first match")  # fmt: skip
+    option("--fully-shard", default="", metavar="AXIS", help="also split every leaf over this axis")
+    option("--dtype", default="", help="cast floating leaves: bfloat16 (default: as stored, or as config.json says)")
+    option("--no-fold", action="store_true", help="show every layer")
+    option("--raw", action="store_true", help="name tensors as the files do")
     command.set_defaults(run=lambda options: inspect(
         options.path, mesh=options.mesh, specs=options.specs, fully_sharded=options.fully_shard, dtype=options.dtype,
         fold=not options.no_fold, raw=options.raw))  # fmt: skip
-    return parser
 
 
 @dataclass(frozen=True)
@@ -127,7 +109,7 @@ def read(path: str | Path, *, raw: bool = False) -> Contents:
     """Describe the leaves at `path`; only headers are read. Raises ShardingError if it cannot be read."""
     path = Path(path)
     if not path.exists():
-        raise fail(f"{path}: there is no such file or folder", fix=_PATHS)
+        raise fail(f"{path}: there is no such file or folder", fix=PATHS)
     if path.suffix == ".json" and path.is_file():
         return _read_config(path)
     step = None if is_complete(path) else checkpoint.latest(path)

@@ -1,0 +1,43 @@
+"""The commands, and the errors of all of them: one text on stderr, and the status 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from fshard.errors import ShardingError
+
+from . import inspecting, launching
+
+_COMMANDS = (inspecting, launching)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0, that of the launched ranks, or 2 with the reason on stderr."""
+    options = _parser().parse_args(argv)
+    try:
+        result = options.run(options)
+        if isinstance(result, str):
+            print(result, flush=True)
+    except ShardingError as e:
+        print(e, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m fshard",
+        description="Look at models and their placement on a mesh, and run training on several devices.",
+        epilog="python -m fshard COMMAND --help shows the options of a command.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add(commands)
+    return parser

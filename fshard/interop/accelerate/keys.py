@@ -1,0 +1,447 @@
+"""The keys of an Accelerate file, and the meaning of each here: translated, without effect, or refused.
+
+`KEYS` has every key of Accelerate 1.15, and those of its older versions that old files have. Source of the keys and of
+their defaults: `accelerate/commands/config/config_args.py`, `commands/launch.py`, `utils/launch.py` and the class
+`FullyShardedDataParallelPlugin` of `utils/dataclasses.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fshard.errors import ShardingError, fail, raise_all
+
+from .config_file import SECTIONS, Entry
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # 1 to 5 in torch
+NO_SPLIT_MODULES = "_no_split_modules"
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# --- the kinds of values ----------------------------------------------------------------------------------------
+
+Parse = Callable[[Any], Any]  # value in the file -> value; raises ValueError with the values that are accepted
+_WORDS = {"yes": True, "true": True, "on": True, "y": True, "t": True, "1": True,
+          "no": False, "false": False, "off": False, "n": False, "f": False, "0": False}  # fmt: skip
+
+
+def _bool(x: Any) -> bool:
+    value = _WORDS.get(str(x).lower())
+    if value is None:
+        raise ValueError("true or false")
+    return value
+
+
+def _int(least: int) -> Parse:
+    def parse(x: Any) -> int:
+        try:
+            value = float(x)  # YAML reads 1e8 as a text
+        except (TypeError, ValueError):
+            value = -0.5
+        if isinstance(x, bool) or value != int(value) or value < least:
+            raise ValueError(f"an integer of {least} or more")
+        return int(value)
+
+    return parse
+
+
+def _one_of(*names: str, first: int | None = None, also: Mapping[str, str] | None = None) -> Parse:
+    """Accept one of the names in any case, or its number, counted from `first`."""
+
+    def parse(x: Any) -> str:
+        upper = str(x).upper()
+        by_number = {str(i): name for i, name in enumerate(names, first)} if first is not None else {}
+        value = {**{name.upper(): name for name in names}, **by_number, **(also or {})}.get(upper)
+        if value is None or isinstance(x, bool):
+            numbers = f", or {first} to {first + len(names) - 1}" if first is not None else ""
+            raise ValueError(f"one of {', '.join(names)}{numbers}")
+        return value
+
+    return parse
+
+
+def _text(x: Any) -> str:
+    if not isinstance(x, str) or not x.strip():
+        raise ValueError("a text")
+    return x.strip()
+
+
+def _names(x: Any) -> tuple[str, ...]:
+    parts = x if isinstance(x, list) else str(x).split(",")
+    names = tuple(str(part).strip() for part in parts)
+    if not names or not all(name.isidentifier() for name in names):
+        raise ValueError("names of classes, as T5Block or BertLayer,BertEmbeddings")
+    return names
+
+
+def _gpu_ids(x: Any) -> tuple[int, ...] | None:
+    parts = [str(part).strip() for part in (x if isinstance(x, list) else str(x).split(","))]
+    if parts in (["all"], ["ALL"]):
+        return None
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise ValueError("all, or different numbers, as 0,1")
+    return tuple(map(int, parts))
+
+
+def _raw(x: Any) -> Any:
+    return x
+
+
+_strategy = _one_of(*STRATEGIES, first=1, also={"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"})
+_prefetch = _one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", first=1)
+
+# --- the keys ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key: its values, and the meaning here in words. `section` is that of the file in which it stands.
+
+    `effect`: "translated"; "none", where another value than one of `quiet` gives a warning; or "refused", where it is
+    an error.
+    """
+
+    parse: Parse
+    meaning: str
+    effect: str = "translated"
+    quiet: tuple[Any, ...] = ()
+    section: str = ""
+
+
+def _fsdp(parse: Parse, meaning: str, effect: str = "translated", quiet: tuple[Any, ...] = ()) -> Key:
+    return Key(parse, meaning, effect, quiet, "fsdp_config")
+
+
+def _without_effect(parse: Parse, meaning: str, *quiet: Any, section: str = "") -> Key:
+    return Key(parse, meaning, "none", quiet, section)
+
+
+_TPU = "there are no TPUs here"
+KEYS: dict[str, Key] = {
+    # the machines
+    "compute_environment": Key(_one_of("LOCAL_MACHINE"), "LOCAL_MACHINE alone"),
+    "distributed_type": Key(_one_of(*_TYPES), "NO is one process; MULTI_CPU, MULTI_GPU: NO_SHARD; FSDP: fsdp_config"),
+    "num_processes": Key(_int(-1), "`processes`: ranks of all machines; -1: say it to `launch`"),
+    "num_machines": Key(_int(1), "`machines`"),
+    "machine_rank": Key(_int(0), "`machine_rank`"),
+    "main_process_ip": Key(_text, "`address`: the host of the first rank"),
+    "main_process_port": Key(_int(0), "`port`; 0: a free one"),
+    "rdzv_backend": Key(_text, "`rendezvous`: that of torchrun"),
+    "same_network": Key(_bool, "torchrun needs an address that all machines reach, in one network or several", "none",
+                        (True, False)),
+    "gpu_ids": Key(_gpu_ids, "`gpus`: CUDA_VISIBLE_DEVICES of the ranks"),
+    "use_cpu": Key(_bool, "`cpu`: ranks on the CPU over gloo, also where there is a GPU"),
+    "debug": Key(_bool, "`debug`: check every call, `shard_map(check=\"always\")`"),
+    # numbers
+    "mixed_precision": Key(_raw, "`compute`: float32, bfloat16 or float16; fp8 is refused"),
+    "fp16": Key(_bool, "older name of mixed_precision: fp16"),
+    "gradient_accumulation_steps": Key(_int(1), "`accumulate`: microbatches of one step"),
+    # torch.compile
+    "dynamo_backend": Key(_one_of("NO", "INDUCTOR"), "`compile`: INDUCTOR is `shard_map(compile=True)`",
+                          section="dynamo_config"),
+    "dynamo_mode": _without_effect(_text, "`shard_map(compile=True)` has torch's default mode", "default",
+                                   section="dynamo_config"),
+    "dynamo_use_fullgraph": _without_effect(_bool, "a call is always one graph", True, False, section="dynamo_config"),
+    "dynamo_use_dynamic": _without_effect(_bool, "each shape is compiled by itself", False, section="dynamo_config"),
+    "dynamo_use_regional_compilation": _without_effect(_bool, "a call is always one graph", False,
+                                                       section="dynamo_config"),
+    # fsdp_config
+    "fsdp_version": _fsdp(_one_of("1", "2"), "the defaults and the words of that version"),
+    "fsdp_sharding_strategy": _fsdp(_strategy, "`strategy`, by name or number"),
+    "fsdp_reshard_after_forward": _fsdp(_raw, "version 1: as fsdp_sharding_strategy; 2: true FULL_SHARD, false "
+                                              "SHARD_GRAD_OP, or a number, `reshard`"),
+    "fsdp_offload_params": _fsdp(_bool, "`offload`: parameters, gradients and optimizer state in host memory"),
+    "fsdp_auto_wrap_policy": _fsdp(_one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), "`wrap`"),
+    "fsdp_transformer_layer_cls_to_wrap": _fsdp(_names, "`wrap`: the classes of the units"),
+    "fsdp_min_num_params": _fsdp(_int(0), "`wrap`: the least number of parameters of a unit, 1e8 by default"),
+    "fsdp_backward_prefetch": _fsdp(_prefetch, "`backward_prefetch`: pre, post or None"),
+    "fsdp_backward_prefetch_policy": _fsdp(_prefetch, "as fsdp_backward_prefetch; Accelerate ignores it"),
+    "fsdp_forward_prefetch": _fsdp(_bool, "`forward_prefetch`"),
+    "fsdp_limit_all_gathers": _fsdp(_bool, "`limit_all_gathers`; Accelerate ignores it in a file"),
+    "fsdp_state_dict_type": _fsdp(_one_of("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", first=1),
+                                  "`state_dict`: full, local or sharded"),
+    "fsdp_activation_checkpointing": _fsdp(_bool, "`remat`: activations are recomputed by unit"),
+    "fsdp_activation_checkpointing_offload": _fsdp(_bool, "`offload_activations`: inputs of units in host memory"),
+    "fsdp_cpu_ram_efficient_loading": _fsdp(
+        _bool, "each rank always reads the slices that it needs, and none reads the whole", "none", (True,)),
+    "fsdp_sync_module_states": _fsdp(
+        _bool, "initial values are a function of the key, the same on every rank", "none", (True,)),
+    "fsdp_use_orig_params": _fsdp(
+        _bool, "leaves are always the model's own, by their names; nothing is flattened", "none", (True,)),
+    "fsdp_ignored_modules": _fsdp(_raw, "a leaf that is not to be sharded has the spec P()", "refused"),
+    # parallelism_config
+    "parallelism_config_dp_replicate_size": Key(_int(1), "`replicas`: size of the axis `replica`",
+                                                section="parallelism_config"),
+    "parallelism_config_dp_shard_size": Key(_int(1), "size of the axis `data`, or `shard` beside replicas",
+                                            section="parallelism_config"),
+    "parallelism_config_tp_size": Key(_int(1), "`model`: size of the axis `model`", section="parallelism_config"),
+    "parallelism_config_cp_size": Key(_int(1), "context parallelism is not here: sequence parallelism of a model is "
+                                      "its Layout", "refused", (1,), "parallelism_config"),
+    "parallelism_config_sp_size": Key(_int(1), "DeepSpeed's sequence parallelism is not here: that of a model is its "
+                                      "Layout", "refused", (1,), "parallelism_config"),
+    **{f"parallelism_config_{name}": _without_effect(_raw, f"{name[:2]}_size is 1", *quiet,
+                                                     section="parallelism_config")
+       for name, quiet in {"cp_backend": ("torch",), "cp_comm_strategy": ("allgather",), "sp_backend": ("deepspeed",),
+                           "sp_seq_length": (), "sp_seq_length_is_variable": (True,),
+                           "sp_attn_implementation": ("sdpa",)}.items()},
+    # of other machines and libraries
+    "deepspeed_config": Key(_raw, "gradient_accumulation_steps of it is read; DeepSpeed is not here"),
+    "megatron_lm_config": _without_effect(_raw, "Megatron-LM is not here"),
+    "fp8_config": _without_effect(_raw, "there is no fp8 here"),
+    "mpirun_config": Key(_raw, "run `python -m fshard launch` on each machine", "refused"),
+    "ipex_config": _without_effect(_raw, "of an older version: Intel's extension is not here"),
+    "use_xpu": _without_effect(_bool, "of an older version: there are no XPUs here", False),
+    "enable_cpu_affinity": _without_effect(_bool, "ranks are not bound to cores: numactl does that", False),
+    "main_training_function": _without_effect(_text, "a script runs from its first line", "main"),
+    "downcast_bf16": _without_effect(_bool, f"of TPUs alone, and {_TPU}", False),
+    **{name: _without_effect(_raw, _TPU, False)
+       for name in ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file",
+                    "commands")},
+}  # fmt: skip
+
+
+# --- their translation ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Values:
+    """Parsed values of the keys of a file, and the errors and warnings that they gave so far."""
+
+    entries: Mapping[str, Entry]
+    values: dict[str, Any] = field(default_factory=dict)
+    errors: list[ShardingError] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+    def warn(self, name: str, text: str) -> None:
+        self.warnings.append(f"{self.entries[name].where}: {text}")
+
+    def refuse(self, name: str, text: str, *notes: str, fix: str = "") -> None:
+        entry = self.entries[name]
+        self.errors.append(fail(f"{entry.where}: {entry.value!r:.60} {text}", *notes, fix=fix))
+
+
+def translate(entries: Mapping[str, Entry], file: str) -> dict[str, Any]:
+    """Return the fields of `Settings` for the keys of a file.
+
+    Raises ShardingError, listing every key that is unknown or refused, and every value that is no value of its key.
+    """
+    v = Values(entries)
+    for name, entry in entries.items():
+        _parse(v, name, entry)
+    raise_all(v.errors)
+    if "distributed_type" not in v.values:
+        raise fail(f"{file}: has no distributed_type", fix="distributed_type: FSDP, MULTI_GPU, MULTI_CPU or NO")
+    fields = {**_machines(v), **_precision(v), **_compile(v), **_schedule(v)}
+    raise_all(v.errors)
+    return {**fields, "warnings": tuple(v.warnings)}
+
+
+def _parse(v: Values, name: str, entry: Entry) -> None:
+    key = KEYS.get(name)
+    if key is None or (entry.section != key.section and entry.section + key.section != "dynamo_config"):
+        v.errors.append(_unknown(name, entry, key))
+        return
+    if name == "distributed_type" and str(entry.value).upper() not in _TYPES:
+        v.refuse(name, "is not supported", "Accelerate has it; here ranks are processes of torchrun, on the CPU or on "
+                 "CUDA", fix=f"one of {', '.join(_TYPES)}; DeepSpeed's ZeRO stages 1 to 3 are SHARD_GRAD_OP and "
+                 "FULL_SHARD of FSDP")  # fmt: skip
+        return
+    if _is_empty(entry.value):
+        return
+    try:
+        value = key.parse(entry.value)
+    except ValueError as e:
+        v.refuse(name, f"is not {e}" if not str(e).startswith("one of") else f"is {e}".replace("is ", "is not ", 1))
+        return
+    if key.effect == "translated":
+        v.values[name] = value
+    elif value in key.quiet:
+        pass
+    elif key.effect == "none":
+        v.warn(name, f"means nothing here: {key.meaning}")
+    else:
+        v.refuse(name, "is refused", key.meaning, fix=f"remove {name}")
+
+
+def _is_empty(x: Any) -> bool:
+    return x is None or x in ("", [], {}, [""])
+
+
+def _unknown(name: str, entry: Entry, key: Key | None) -> ShardingError:
+    if key is not None:
+        place = f"in {key.section}" if key.section else "at the top of the file"
+        return fail(f"{entry.where}: stands in the wrong place", f"Accelerate reads it {place} alone",
+                    fix=f"move it: {place}")  # fmt: skip
+    short = {other.removeprefix(SECTIONS.get(k.section, "")): other for other, k in KEYS.items()}
+    near = difflib.get_close_matches(name.removeprefix(SECTIONS.get(entry.section, "")), short, 1, 0.7)
+    nearest = [".".join(filter(None, (KEYS[short[n]].section, short[n]))) for n in near]
+    fix = f"{nearest[0]}, if that is meant; or remove it" if nearest else "remove it"
+    return fail(f"{entry.where}: no such key is known", "it is none of Accelerate 1.15", fix=fix)
+
+
+def _machines(v: Values) -> dict[str, Any]:
+    kind = v.get("distributed_type")
+    processes, machines = v.get("num_processes", 1 if kind == "NO" else -1), v.get("num_machines", 1)
+    if kind == "NO" and processes != 1:
+        if "num_processes" in v.values:
+            v.warn("num_processes", "means nothing with distributed_type NO, which is one process")
+        processes = 1
+    if kind == "NO" and machines > 1:
+        v.refuse("num_machines", "machines, and distributed_type is NO, which is one process",
+                 fix="distributed_type: MULTI_GPU, MULTI_CPU or FSDP")  # fmt: skip
+    if processes == 0:
+        v.refuse("num_processes", "is no number of ranks", fix="1 or more; -1: say it to `launch`")
+    if processes > 0 and processes % machines:
+        name = "num_processes" if "num_processes" in v.values else "num_machines"
+        v.refuse(name, "does not fit: each machine has as many ranks as another",
+                 f"{processes} % {machines} = {processes % machines}",
+                 fix=f"num_processes: {-(-processes // machines) * machines}")  # fmt: skip
+    if v.get("machine_rank", 0) >= machines:
+        v.refuse("machine_rank", f"is no rank of {machines} machines", fix=f"0 to {machines - 1}")
+    if v.get("main_process_port", 0) > 65535:
+        v.refuse("main_process_port", "is no port", fix="0 to 65535")
+    return {
+        "processes": processes if processes > 0 else None, "machines": machines,
+        "machine_rank": v.get("machine_rank", 0), "address": v.get("main_process_ip"),
+        "port": v.get("main_process_port") or None, "rendezvous": v.get("rdzv_backend", "static"),
+        "cpu": v.get("use_cpu", False) or kind == "MULTI_CPU", "gpus": v.get("gpu_ids"), "debug": v.get("debug", False),
+        "replicas": v.get("parallelism_config_dp_replicate_size"), "model": v.get("parallelism_config_tp_size", 1),
+        "shards": v.get("parallelism_config_dp_shard_size"),
+    }  # fmt: skip
+
+
+def _precision(v: Values) -> dict[str, Any]:
+    text = v.get("mixed_precision", "fp16" if v.get("fp16") else "no")
+    text = "no" if text is False else str(text).lower()  # YAML reads an unquoted no as false
+    if text not in _DTYPES:
+        v.refuse("mixed_precision", f"is not one of {', '.join(_DTYPES)}")
+    accumulate = v.get("gradient_accumulation_steps", 1)
+    deepspeed = v.get("deepspeed_config", {})
+    steps = deepspeed.get("gradient_accumulation_steps") if isinstance(deepspeed, dict) else None
+    if deepspeed:
+        rest = "the rest means nothing here" if steps is not None else "means nothing here"
+        v.warn("deepspeed_config", f"{rest}: DeepSpeed is not here, and distributed_type is "
+               f"{v.get('distributed_type')}")  # fmt: skip
+    if steps is not None and "gradient_accumulation_steps" not in v.values:
+        try:
+            accumulate = _int(1)(steps)
+        except ValueError as e:
+            v.refuse("deepspeed_config", f"has gradient_accumulation_steps {steps!r}, which is not {e}")
+        v.warn("deepspeed_config", "gradient_accumulation_steps is honoured; Accelerate reads it with DeepSpeed alone")
+    return {"compute": _DTYPES.get(text, torch.float32), "accumulate": accumulate}
+
+
+def _compile(v: Values) -> dict[str, Any]:
+    return {"compile": v.get("dynamo_backend", "NO") == "INDUCTOR"}
+
+
+def _schedule(v: Values) -> dict[str, Any]:
+    """Translate `fsdp_config`, of which the defaults depend on its version."""
+    if v.get("distributed_type") != "FSDP":
+        for name in v.entries:
+            if name in v.values and KEYS[name].section in ("fsdp_config", "parallelism_config"):
+                v.warn(name, f"means nothing with distributed_type {v.get('distributed_type')}: fsdp_config is of FSDP")
+        return {"strategy": "NO_SHARD", "replicas": None, "shards": None, "model": 1}
+    version = int(v.get("fsdp_version", "1"))
+    strategy, reshard = _strategy_of(v, version)
+    if v.get("fsdp_activation_checkpointing_offload") and not v.get("fsdp_activation_checkpointing"):
+        v.refuse("fsdp_activation_checkpointing_offload", "without fsdp_activation_checkpointing: the inputs of units "
+                 "are kept only where the units are recomputed", fix="fsdp_activation_checkpointing: true")  # fmt: skip
+    kinds = {"FULL_STATE_DICT": "full", "LOCAL_STATE_DICT": "local", "SHARDED_STATE_DICT": "sharded"}
+    default = "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"
+    if "fsdp_limit_all_gathers" in v.values:
+        v.warn("fsdp_limit_all_gathers", "is honoured; Accelerate ignores it in a file, where it is always true")
+    return {
+        "strategy": strategy, "reshard": reshard, "wrap": _wrap_of(v), "offload": v.get("fsdp_offload_params", False),
+        "remat": v.get("fsdp_activation_checkpointing", False),
+        "offload_activations": v.get("fsdp_activation_checkpointing_offload", False),
+        "state_dict": kinds[v.get("fsdp_state_dict_type", default)],
+        "backward_prefetch": _backward_prefetch_of(v, version),
+        "forward_prefetch": v.get("fsdp_forward_prefetch", version == 2),
+        "limit_all_gathers": v.get("fsdp_limit_all_gathers", True),
+    }  # fmt: skip
+
+
+def _strategy_of(v: Values, version: int) -> tuple[str, int | None]:
+    """Return the strategy, and the size of the group over which weights stay split after forward, if there is one."""
+    by_name, reshard = v.get("fsdp_sharding_strategy"), v.get("fsdp_reshard_after_forward")
+    by_reshard, group = None, None
+    if reshard is not None:
+        word = _WORDS.get(str(reshard).lower())
+        is_number = not isinstance(reshard, bool) and re.fullmatch(r"\d+", str(reshard)) is not None
+        try:
+            if is_number and version == 2:
+                by_reshard, group = "FULL_SHARD", _int(2)(reshard)
+            elif word is not None and not is_number:
+                by_reshard = "FULL_SHARD" if word else "SHARD_GRAD_OP"
+            else:
+                by_reshard = _strategy(reshard)
+        except ValueError as e:
+            v.refuse("fsdp_reshard_after_forward", f"is not true, false, or {e}")
+        if version == 1 and by_reshard not in (None, by_name, None if by_name else "FULL_SHARD"):
+            v.warn("fsdp_reshard_after_forward", f"is honoured, as {by_reshard}; Accelerate 1.15 ignores it with "
+                   "fsdp_version 1, and trains with FULL_SHARD")  # fmt: skip
+    if by_name and by_reshard and by_name != by_reshard:
+        pairs = {("HYBRID_SHARD", "FULL_SHARD"), ("_HYBRID_SHARD_ZERO2", "SHARD_GRAD_OP")}
+        if version == 2 and (by_name, by_reshard) in pairs:
+            return by_name, group
+        v.refuse("fsdp_reshard_after_forward", f"is {by_reshard}, and fsdp_sharding_strategy is {by_name}",
+                 fix="keep one of them")  # fmt: skip
+    if version == 2 and by_name and not by_reshard:
+        v.warn("fsdp_sharding_strategy", f"is honoured, as {by_name}; Accelerate ignores it with fsdp_version 2")
+    strategy = by_name or by_reshard or "FULL_SHARD"
+    if v.get("parallelism_config_dp_replicate_size", 1) > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        strategy = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
+    return strategy, group
+
+
+def _wrap_of(v: Values) -> tuple[str, ...] | int | str | None:
+    policy, classes, least = (
+        v.get(f"fsdp_{name}") for name in ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params")
+    )
+    if policy is None and classes is not None:
+        v.warn("fsdp_transformer_layer_cls_to_wrap", "is honoured; Accelerate ignores it without fsdp_auto_wrap_policy")
+        return tuple(classes)
+    if classes is not None and policy != "TRANSFORMER_BASED_WRAP":
+        v.warn("fsdp_transformer_layer_cls_to_wrap", f"means nothing with fsdp_auto_wrap_policy {policy}")
+    if least is not None and policy != "SIZE_BASED_WRAP":
+        v.warn("fsdp_min_num_params", f"means nothing with fsdp_auto_wrap_policy {policy or 'NO_WRAP'}")
+    if policy == "TRANSFORMER_BASED_WRAP":
+        return tuple(classes) if classes else NO_SPLIT_MODULES
+    if policy == "SIZE_BASED_WRAP" and least != 0:
+        return least or 100_000_000
+    if least == 0 and policy:
+        v.warn("fsdp_min_num_params", "as in Accelerate, 0 is no policy: the model is one unit, gathered at once")
+    elif policy:
+        v.warn("fsdp_auto_wrap_policy", "the model is one unit, gathered at once")
+    return None
+
+
+def _backward_prefetch_of(v: Values, version: int) -> str | None:
+    ignored_there, value = v.get("fsdp_backward_prefetch_policy"), v.get("fsdp_backward_prefetch")
+    if ignored_there:
+        v.warn("fsdp_backward_prefetch_policy", f"is honoured, as fsdp_backward_prefetch: {ignored_there}; Accelerate "
+               "reads fsdp_backward_prefetch, ignores this key and prefetches nothing")  # fmt: skip
+        if value and value != ignored_there:
+            v.refuse("fsdp_backward_prefetch_policy", f"and fsdp_backward_prefetch: {value} differ",
+                     fix="keep fsdp_backward_prefetch")  # fmt: skip
+    default = "NO_PREFETCH" if version == 1 else "BACKWARD_PRE"
+    words = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": None}
+    return words[value or ignored_there or default]
+
+
+def overrides(keys: Mapping[str, Any]) -> dict[str, Entry]:
+    """Return entries for keys that replace those of a file, named as options of the command line are."""
+    return {name: Entry(value, f"--{name}", KEYS[name].section if name in KEYS else "") for name, value in keys.items()}
+
+
+__all__ = ["KEYS", "NO_SPLIT_MODULES", "SECTIONS", "STRATEGIES", "Key", "overrides", "translate"]

@@ -1,0 +1,506 @@
+"""`fs.accelerate`: files of Accelerate as they are, each key translated, named in a warning, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import fshard as fs
+from fshard import ShardingError
+from fshard.interop.accelerate.keys import KEYS, STRATEGIES
+
+accelerate = pytest.importorskip("accelerate")
+from accelerate.commands.config import config_args  # noqa: E402
+from accelerate.commands.launch import launch_command_parser  # noqa: E402
+from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
+
+T5_LORA = Path(__file__).parent / "t5_lora_fsdp.yaml"
+Settings = fs.accelerate.Settings
+PARSER = launch_command_parser()
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def written(name: str = "f.yaml", **contents: Any) -> str:
+    Path(name).write_text(yaml.safe_dump(contents, sort_keys=False))
+    return name
+
+
+def fsdp(**config: Any) -> str:
+    """Write a file of FSDP with two processes and these keys of `fsdp_config`."""
+    return written(distributed_type="FSDP", num_processes=2, fsdp_config=config)
+
+
+def read(path: str | Path, **keys: Any) -> Settings:
+    """Read a file that gives no warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return fs.accelerate.read(path, **keys)
+
+
+def read_warned(path: str | Path, **keys: Any) -> tuple[Settings, list[str]]:
+    with pytest.warns(UserWarning, match=": ") as told:
+        settings = fs.accelerate.read(path, **keys)
+    assert [str(w.message) for w in told] == list(settings.warnings)
+    return settings, list(settings.warnings)
+
+
+def error(path: str | Path, **keys: Any) -> str:
+    with pytest.raises(ShardingError) as e:
+        fs.accelerate.read(path, **keys)
+    return str(e.value)
+
+
+# --- whole files ------------------------------------------------------------------------------------------------
+
+
+def test_file_of_the_t5_lora_example_is_read_as_it_stands():
+    settings, told = read_warned(T5_LORA)
+    assert settings == Settings(
+        strategy="FULL_SHARD", processes=2, wrap=("T5Block",), offload=True, backward_prefetch="pre",
+        warnings=tuple(told),
+    )  # fmt: skip
+    assert told == [(
+        f"{T5_LORA}, line 10: fsdp_config.fsdp_backward_prefetch_policy: is honoured, as fsdp_backward_prefetch: "
+        "BACKWARD_PRE; Accelerate reads fsdp_backward_prefetch, ignores this key and prefetches nothing"
+    )]  # fmt: skip
+    assert settings.axes == {"data": 2}
+    assert settings.units() == ("T5Block",)
+
+
+def test_accelerate_itself_ignores_the_prefetch_of_that_file(monkeypatch: pytest.MonkeyPatch):
+    """The warning says so: the launcher's parser has no such option, so that the environment of FSDP lacks it."""
+    options = {o for a in PARSER._actions for o in a.option_strings}
+    assert "--fsdp_backward_prefetch" in options
+    assert "--fsdp_backward_prefetch_policy" not in options
+
+
+def test_accelerate_ignores_reshard_after_forward_with_version_1(monkeypatch: pytest.MonkeyPatch):
+    """It sets FSDP_SHARDING_STRATEGY to its option's default, and reads the other key only without that variable."""
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", PARSER.get_default("fsdp_sharding_strategy"))
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "shard_grad_op")
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.sharding_strategy.name == "FULL_SHARD"
+    assert plugin.reshard_after_forward is None
+    settings, told = read_warned(fsdp(fsdp_version=1, fsdp_reshard_after_forward="SHARD_GRAD_OP"))
+    assert settings.strategy == "SHARD_GRAD_OP"
+    assert "Accelerate 1.15 ignores it with fsdp_version 1, and trains with FULL_SHARD" in told[0]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_file_that_accelerate_writes_is_read_without_a_warning(version: int):
+    """All answers of its questionnaire that have the meaning they name."""
+    config = config_args.ClusterConfig(
+        compute_environment="LOCAL_MACHINE", distributed_type="FSDP", mixed_precision="bf16", use_cpu=False,
+        debug=False, num_processes=4, downcast_bf16="no", rdzv_backend="static", same_network=True,
+        main_training_function="main", tpu_env=[], dynamo_config={},
+        fsdp_config={
+            "fsdp_version": version, "fsdp_reshard_after_forward": "FULL_SHARD" if version == 1 else True,
+            "fsdp_offload_params": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "T5Block, T5LayerFF", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True, "fsdp_activation_checkpointing": True,
+        },
+    )  # fmt: skip
+    config.to_yaml_file("theirs.yaml")
+    config.to_json_file("theirs.json")
+    settings = read("theirs.yaml")
+    assert settings == read("theirs.json")
+    assert settings == Settings(
+        strategy="FULL_SHARD", processes=4, wrap=("T5Block", "T5LayerFF"), remat=True, state_dict="sharded",
+        compute=torch.bfloat16, backward_prefetch="pre" if version == 2 else None, forward_prefetch=version == 2,
+    )  # fmt: skip
+
+
+# --- every key ---------------------------------------------------------------------------------------------------
+
+
+def test_every_key_of_accelerate_is_known():
+    """A key that a new version of Accelerate adds fails here until it has a meaning."""
+    sections = {"fsdp_config", "dynamo_config", "parallelism_config"}
+    options = {a.dest for a in PARSER._actions}
+    theirs = {f.name for f in dataclasses.fields(config_args.ClusterConfig)} - sections
+    theirs |= {o for o in options if re.match("fsdp_|dynamo_|parallelism_config_", o)}
+    assert theirs - KEYS.keys() == set()
+    names_in_files = {
+        "sharding_strategy": "fsdp_sharding_strategy", "cpu_offload": "fsdp_offload_params",
+        "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap", "fsdp_version": "fsdp_version",
+    }  # fmt: skip
+    objects = {"mixed_precision_policy", "state_dict_config", "optim_state_dict_config", "param_init_fn"}  # of Python
+    fields = {f.name for f in dataclasses.fields(FullyShardedDataParallelPlugin)} - objects
+    assert {names_in_files.get(name, f"fsdp_{name}") for name in fields} - KEYS.keys() == set()
+    older = {"fp16", "ipex_config", "use_xpu", "fsdp_backward_prefetch_policy", "gradient_accumulation_steps"}
+    only_ours = KEYS.keys() - theirs - older - {"fsdp_limit_all_gathers", "fsdp_ignored_modules"}
+    assert only_ours == set()
+
+
+# key -> (a value with an effect, the fields of Settings that change by it)
+TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "num_processes": (6, {"processes": 6}),
+    "num_machines": (2, {"machines": 2}),
+    "machine_rank": (1, {"machine_rank": 1, "machines": 2}),
+    "main_process_ip": ("10.0.0.1", {"address": "10.0.0.1"}),
+    "main_process_port": (29501, {"port": 29501}),
+    "rdzv_backend": ("c10d", {"rendezvous": "c10d"}),
+    "gpu_ids": ("0,2", {"gpus": (0, 2)}),
+    "use_cpu": (True, {"cpu": True}),
+    "debug": (True, {"debug": True}),
+    "mixed_precision": ("bf16", {"compute": torch.bfloat16}),
+    "fp16": (True, {"compute": torch.float16}),
+    "gradient_accumulation_steps": (4, {"accumulate": 4}),
+    "dynamo_backend": ("INDUCTOR", {"compile": True}),
+    "fsdp_version": (2, {"backward_prefetch": "pre", "forward_prefetch": True, "state_dict": "sharded"}),
+    "fsdp_sharding_strategy": (3, {"strategy": "NO_SHARD"}),
+    "fsdp_reshard_after_forward": ("FULL_SHARD", {}),
+    "fsdp_offload_params": ("true", {"offload": True}),
+    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", {"wrap": "_no_split_modules"}),
+    "fsdp_transformer_layer_cls_to_wrap": (["A", "B"], {"wrap": ("A", "B")}),
+    "fsdp_min_num_params": ("1e6", {"wrap": 1_000_000, "": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}}),
+    "fsdp_backward_prefetch": ("BACKWARD_POST", {"backward_prefetch": "post"}),
+    "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", {"backward_prefetch": "pre"}),
+    "fsdp_forward_prefetch": (True, {"forward_prefetch": True}),
+    "fsdp_limit_all_gathers": (False, {"limit_all_gathers": False}),
+    "fsdp_state_dict_type": ("LOCAL_STATE_DICT", {"state_dict": "local"}),
+    "fsdp_activation_checkpointing": (True, {"remat": True}),
+    "fsdp_activation_checkpointing_offload": (True, {"remat": True, "offload_activations": True,
+                                                     "": {"fsdp_activation_checkpointing": True}}),
+    "parallelism_config_dp_replicate_size": (2, {"replicas": 2, "strategy": "HYBRID_SHARD"}),
+    "parallelism_config_dp_shard_size": (4, {"shards": 4}),
+    "parallelism_config_tp_size": (2, {"model": 2}),
+}  # fmt: skip
+HONOURED = {"fsdp_backward_prefetch_policy", "fsdp_limit_all_gathers", "fsdp_transformer_layer_cls_to_wrap"}
+REFUSED = {"mpirun_config": {"mpirun_hostfile": "hosts"}, "fsdp_ignored_modules": "head",
+           "parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2}  # fmt: skip
+NO_EFFECT: dict[str, Any] = {
+    "dynamo_mode": "max-autotune", "dynamo_use_dynamic": True, "dynamo_use_regional_compilation": True,
+    "fsdp_cpu_ram_efficient_loading": False, "fsdp_sync_module_states": "no", "fsdp_use_orig_params": False,
+    "deepspeed_config": {"zero_stage": 2}, "megatron_lm_config": {"megatron_lm_pp_degree": 2},
+    "fp8_config": {"backend": "TE"}, "ipex_config": {"ipex": True}, "use_xpu": True, "enable_cpu_affinity": True,
+    "main_training_function": "train", "downcast_bf16": "yes", "tpu_name": "a", "tpu_zone": "b",
+    "tpu_use_cluster": True, "tpu_use_sudo": True, "tpu_vm": ["c"], "tpu_env": ["D=1"], "command_file": "e.sh",
+    "commands": ["f"],
+    "parallelism_config_cp_backend": "x", "parallelism_config_cp_comm_strategy": "alltoall",
+    "parallelism_config_sp_backend": "x", "parallelism_config_sp_seq_length": 8,
+    "parallelism_config_sp_seq_length_is_variable": False, "parallelism_config_sp_attn_implementation": "x",
+}  # fmt: skip
+ALWAYS_QUIET = {"compute_environment", "distributed_type", "same_network", "dynamo_use_fullgraph"}
+
+
+def with_key(name: str, value: Any, **others: Any) -> str:
+    """Write a file of FSDP with the key in its section."""
+    contents: dict[str, Any] = {"distributed_type": "FSDP", "num_processes": 4}
+    for key, x in {name: value, **others}.items():
+        place = contents.setdefault(KEYS[key].section, {}) if KEYS[key].section else contents
+        place[key] = x
+    return written(**contents)
+
+
+def test_tables_have_every_key():
+    assert TRANSLATED.keys() | REFUSED.keys() | NO_EFFECT.keys() | ALWAYS_QUIET == KEYS.keys()
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_key_is_translated(name: str):
+    value, changed = TRANSLATED[name]
+    others = {"num_machines": 2} if name == "machine_rank" else changed.get("", {})
+    path = with_key(name, value, **others)
+    settings = read_warned(path)[0] if name in HONOURED else read(path)
+    want = {"strategy": "FULL_SHARD", "processes": 4} | {k: v for k, v in changed.items() if k}
+    assert dataclasses.replace(settings, warnings=()) == Settings(**want)
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_key_without_effect_gives_a_warning_that_names_it(name: str):
+    settings, told = read_warned(with_key(name, NO_EFFECT[name]))
+    assert dataclasses.replace(settings, warnings=()) == Settings(strategy="FULL_SHARD", processes=4)
+    assert re.match(rf"f\.yaml, line \d: (\w+\.)?{name}: .*means nothing here", told[0])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_key_that_would_change_the_run_is_refused(name: str):
+    assert re.match(
+        rf"f\.yaml, line \d: (\w+\.)?{name}: .* is refused\n  .*\n  fix: remove", error(with_key(name, REFUSED[name]))
+    )
+
+
+@pytest.mark.parametrize("name", sorted(KEYS.keys() - {"distributed_type", "num_processes"}))
+def test_key_without_a_value_is_as_if_missing(name: str):
+    assert read(with_key(name, None)) == Settings(strategy="FULL_SHARD", processes=4)
+
+
+NO_FIELD = {"num_processes", "fsdp_min_num_params", *(k for k in KEYS if k.startswith("parallelism_config_dp"))}
+
+
+@pytest.mark.parametrize("name", sorted(KEYS.keys() - {"distributed_type", "compute_environment"} - NO_FIELD))
+def test_default_of_accelerate_gives_no_warning(name: str):
+    """Those of the classes and options that write and read its files."""
+    fields = dataclasses.fields(config_args.ClusterConfig)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    value = defaults.get(name, PARSER.get_default(name))
+    assert read(with_key(name, value)) == Settings(strategy="FULL_SHARD", processes=4)
+
+
+# --- values ------------------------------------------------------------------------------------------------------
+
+
+def test_strategy_by_name_or_number_is_that_of_torch():
+    from torch.distributed.fsdp import ShardingStrategy
+
+    for member in ShardingStrategy:
+        for value in (member.value, str(member.value), member.name, member.name.lower(), member.name.lstrip("_")):
+            assert read(fsdp(fsdp_sharding_strategy=value)).strategy == member.name
+    assert set(STRATEGIES) == {member.name for member in ShardingStrategy}
+    for wrong in (0, 6, "ZERO3", True, 1.5):
+        assert "is not one of FULL_SHARD, " in error(fsdp(fsdp_sharding_strategy=wrong))
+
+
+@pytest.mark.parametrize(("version", "value", "strategy", "reshard"), [
+    (2, True, "FULL_SHARD", None), (2, "false", "SHARD_GRAD_OP", None), (2, 4, "FULL_SHARD", 4),
+    (2, "NO_SHARD", "NO_SHARD", None), (1, "FULL_SHARD", "FULL_SHARD", None), (1, 1, "FULL_SHARD", None),
+])  # fmt: skip
+def test_reshard_after_forward(version: int, value: Any, strategy: str, reshard: int | None):
+    """A number is a strategy in version 1, and in version 2 the size of a group, as in torch's `fully_shard`."""
+    settings = read(fsdp(fsdp_version=version, fsdp_reshard_after_forward=value))
+    assert (settings.strategy, settings.reshard) == (strategy, reshard)
+
+
+def test_reshard_after_forward_that_is_no_value_or_contradicts_is_an_error():
+    assert "is not true, false, or one of FULL_SHARD" in error(fsdp(fsdp_reshard_after_forward="ZERO"))
+    assert "is not true, false, or an integer of 2 or more" in error(fsdp(fsdp_version=2, fsdp_reshard_after_forward=1))
+    both = {"fsdp_reshard_after_forward": False, "fsdp_sharding_strategy": "FULL_SHARD"}
+    assert "is SHARD_GRAD_OP, and fsdp_sharding_strategy is FULL_SHARD\n  fix: keep one" in error(fsdp(**both))
+
+
+def test_strategy_that_accelerate_ignores_with_version_2_is_honoured():
+    settings, told = read_warned(fsdp(fsdp_version=2, fsdp_sharding_strategy="SHARD_GRAD_OP"))
+    assert settings.strategy == "SHARD_GRAD_OP"
+    assert "Accelerate ignores it with fsdp_version 2" in told[0]
+
+
+def test_prefetch_under_both_names():
+    both = {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_backward_prefetch_policy": 1}
+    assert read_warned(fsdp(**both))[0].backward_prefetch == "pre"
+    assert "and fsdp_backward_prefetch: BACKWARD_PRE differ" in error(
+        fsdp(**both | {"fsdp_backward_prefetch_policy": 2})
+    )
+
+
+@pytest.mark.parametrize(("config", "wrap", "warned"), [
+    ({}, None, ""),
+    ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, 100_000_000, ""),
+    ({"fsdp_auto_wrap_policy": "size_based_wrap", "fsdp_min_num_params": 10}, 10, ""),
+    ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 0}, None, "the model is one unit"),
+    ({"fsdp_auto_wrap_policy": "NO_WRAP"}, None, "the model is one unit"),
+    ({"fsdp_transformer_layer_cls_to_wrap": "T5Block"}, ("T5Block",), "without fsdp_auto_wrap_policy"),
+    ({"fsdp_min_num_params": 10}, None, "means nothing with fsdp_auto_wrap_policy NO_WRAP"),
+    ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "A"}, 100_000_000,
+     "means nothing with fsdp_auto_wrap_policy SIZE_BASED_WRAP"),
+])  # fmt: skip
+def test_wrap_policies(config: dict[str, Any], wrap: Any, warned: str):
+    path = fsdp(**config)
+    if not warned:
+        assert read(path).wrap == wrap
+        return
+    settings, told = read_warned(path)
+    assert settings.wrap == wrap
+    assert warned in told[0]
+
+
+def test_units_of_a_model_without_named_classes():
+    class Model:
+        _no_split_modules = ("Block", "Attention")
+
+    settings = read(fsdp(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
+    assert settings.units(Model) == ("Attention", "Block")
+    for wrong in (None, int):
+        with pytest.raises(ShardingError, match=r"_no_split_modules\n  (no class was given|int has none)"):
+            settings.units(wrong)
+    assert Settings(wrap=7).units() == 7
+    assert Settings().units() is None
+
+
+def test_precision():
+    assert read(written(distributed_type="NO", mixed_precision=False)).compute == torch.float32
+    assert read(written(distributed_type="NO", mixed_precision="fp16")).compute == torch.float16
+    assert "'fp8' is not one of no, bf16, fp16" in error(written(distributed_type="NO", mixed_precision="fp8"))
+
+
+def test_accumulation_of_a_deepspeed_section_is_honoured():
+    steps = {"deepspeed_config": {"gradient_accumulation_steps": 8}}
+    settings, told = read_warned(written(distributed_type="MULTI_GPU", num_processes=2, **steps))
+    assert settings.accumulate == 8
+    assert "Accelerate reads it with DeepSpeed alone" in told[-1]
+    steps["deepspeed_config"]["gradient_accumulation_steps"] = "auto"
+    assert "which is not an integer of 1 or more" in error(written(distributed_type="NO", **steps))
+
+
+# --- the ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_axes_of_the_strategies():
+    def axes(**keys: Any) -> dict[str, int]:
+        return read(written(distributed_type="FSDP", **keys)).axes
+
+    hybrid = {"fsdp_config": {"sharding_strategy": "HYBRID_SHARD"}}
+    assert axes(num_processes=8, num_machines=2) == {"data": 8}
+    assert axes(num_processes=8, num_machines=2, **hybrid) == {"replica": 2, "shard": 4}
+    assert axes(num_processes=8, **hybrid) == {"replica": 1, "shard": 8}
+    assert axes() == axes(num_processes=-1) == {"data": -1}
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}
+    two = {"fsdp_config": {"version": 2, "reshard_after_forward": False}, "parallelism_config": sizes}
+    assert axes(num_processes=8, **two) == {"replica": 2, "shard": 2, "model": 2}
+    assert read("f.yaml").strategy == "_HYBRID_SHARD_ZERO2"
+    wrong = error(written(distributed_type="FSDP", num_processes=6, **two))
+    assert "do not make up 6 processes\n  replica x shard x model = 2 x 2 x 2 = 8" in wrong
+
+
+def test_other_distributed_types_are_data_parallel():
+    assert read(written(distributed_type="MULTI_CPU", num_processes=3)) == Settings(processes=3, cpu=True)
+    assert read(written(distributed_type="MULTI_GPU", num_processes=3)) == Settings(processes=3)
+    assert read(written(distributed_type="NO")) == Settings()
+    settings, told = read_warned(written(distributed_type="NO", num_processes=3))
+    assert settings == Settings(warnings=tuple(told))
+    assert "is one process" in told[0]
+    settings, told = read_warned(written(distributed_type="MULTI_GPU", fsdp_config={"fsdp_offload_params": True}))
+    assert not settings.offload
+    assert "means nothing with distributed_type MULTI_GPU" in told[0]
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "TPU", "MULTI_XPU", "FSDP2", True])
+def test_unsupported_types_are_refused(kind: Any):
+    assert error(written(distributed_type=kind)).splitlines() == [
+        f"f.yaml, line 1: distributed_type: {kind!r} is not supported",
+        "  Accelerate has it; here ranks are processes of torchrun, on the CPU or on CUDA",
+        ("  fix: one of NO, MULTI_CPU, MULTI_GPU, FSDP; DeepSpeed's ZeRO stages 1 to 3 are SHARD_GRAD_OP and "
+         "FULL_SHARD of FSDP"),
+    ]  # fmt: skip
+
+
+def test_cloud_is_refused():
+    assert "compute_environment: 'AMAZON_SAGEMAKER' is not one of LOCAL_MACHINE" in error(
+        written(compute_environment="AMAZON_SAGEMAKER", distributed_type="NO")
+    )
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"num_processes": 3, "num_machines": 2}, "3 % 2 = 1\n  fix: num_processes: 4"),
+    ({"num_processes": 0}, "0 is no number of ranks"),
+    ({"num_processes": -2}, "-2 is not an integer of -1 or more"),
+    ({"num_processes": "NUM_GPUS"}, "'NUM_GPUS' is not an integer"),
+    ({"num_processes": True}, "True is not an integer"),
+    ({"num_machines": 0}, "0 is not an integer of 1 or more"),
+    ({"num_machines": 2, "machine_rank": 2}, "2 is no rank of 2 machines\n  fix: 0 to 1"),
+    ({"main_process_port": 70000}, "70000 is no port"),
+    ({"gpu_ids": "0,0"}, "'0,0' is not all, or different numbers"),
+    ({"use_cpu": "maybe"}, "'maybe' is not true or false"),
+])  # fmt: skip
+def test_wrong_values_of_the_machines(keys: dict[str, Any], message: str):
+    assert message in error(written(distributed_type="FSDP", **keys))
+
+
+# --- the file ----------------------------------------------------------------------------------------------------
+
+
+def test_unknown_key_is_an_error_with_the_nearest_one():
+    got = error(written(distributed_type="FSDP", num_proceses=2, fsdp_config={"fsdp_offload_param": True, "foo": 1}))
+    assert got.splitlines() == [
+        "3 problems",
+        "f.yaml, line 2: num_proceses: no such key is known",
+        "  it is none of Accelerate 1.15",
+        "  fix: num_processes, if that is meant; or remove it",
+        "f.yaml, line 4: fsdp_config.fsdp_offload_param: no such key is known",
+        "  it is none of Accelerate 1.15",
+        "  fix: fsdp_config.fsdp_offload_params, if that is meant; or remove it",
+        "f.yaml, line 5: fsdp_config.foo: no such key is known",
+        "  it is none of Accelerate 1.15",
+        "  fix: remove it",
+    ]
+
+
+def test_key_outside_of_its_section_is_an_error():
+    assert "fsdp_version: stands in the wrong place\n  Accelerate reads it in fsdp_config alone" in error(
+        written(distributed_type="FSDP", fsdp_version=2)
+    )
+    wrong = error(written(distributed_type="NO", dynamo_config={"dynamo_num_machines": 2}))
+    assert "no such key is known" in wrong
+
+
+def test_short_names_in_a_section_are_completed_as_in_accelerate():
+    assert read(fsdp(offload_params=True)).offload
+    twice = error(fsdp(offload_params=True, fsdp_offload_params=False))
+    assert "fsdp_config.fsdp_offload_params is set twice\n  fsdp_offload_params is also at f.yaml, line 4" in twice
+
+
+def test_keys_replace_those_of_the_file():
+    path = written(distributed_type="NO", num_processes=1, mixed_precision="bf16")
+    settings = read(path, distributed_type="FSDP", num_processes=4, fsdp_sharding_strategy=2)
+    assert settings == Settings(strategy="SHARD_GRAD_OP", processes=4, compute=torch.bfloat16)
+    assert error(path, num_processes="x").startswith("--num_processes: 'x' is not an integer")
+    assert error(path, num_processs=4).startswith("--num_processs: no such key is known")
+
+
+def test_damaged_files_are_errors_that_name_the_line():
+    Path("f.yaml").write_text("distributed_type: FSDP\nnum_processes: 1\nnum_processes: 2\n")
+    assert error("f.yaml").startswith("f.yaml, line 3: num_processes stands twice\n  the first is at line 2")
+    Path("f.yaml").write_text("distributed_type: FSDP\n bad: [\n")
+    assert re.match(r"f\.yaml, line \d: is not YAML\n", error("f.yaml"))
+    Path("f.yaml").write_text("- 1\n")
+    assert error("f.yaml").startswith("f.yaml: has no keys\n  its contents are [1]")
+    Path("f.yaml").write_text("")
+    assert error("f.yaml").startswith("f.yaml: has no keys")
+    Path("f.yaml").write_text("num_processes: 2\n")
+    assert (
+        error("f.yaml") == "f.yaml: has no distributed_type\n  fix: distributed_type: FSDP, MULTI_GPU, MULTI_CPU or NO"
+    )
+    Path("f.yaml").write_text("distributed_type: !!python/object:os.system x\n")
+    assert re.match(r"f\.yaml, line 1: is not YAML\n  could not determine a constructor", error("f.yaml"))
+    Path("f.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "f.yaml: is not text" in error("f.yaml")
+    Path("f.json").write_text('{"distributed_type": "NO", "debug": 1, "debug": 0}')
+    assert error("f.json").startswith("f.json: debug stands twice")
+    Path("f.json").write_text("{")
+    assert error("f.json").startswith("f.json: is not JSON")
+    assert error("none.yaml").startswith("none.yaml: ")
+
+
+def test_yaml_without_its_package_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    path = written(distributed_type="NO")
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    assert error(path) == (
+        "f.yaml: a YAML file needs the package pyyaml\n  fix: pip install pyyaml, or use a .json file"
+    )
+    Path("f.json").write_text(json.dumps({"distributed_type": "NO"}))
+    assert read("f.json") == Settings()
+
+
+def test_settings_of_a_launch_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    assert fs.accelerate.settings() is None
+    monkeypatch.setenv("FSHARD_CONFIG_FILE", str(T5_LORA))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the launcher has told them
+        assert fs.accelerate.settings().wrap == ("T5Block",)
+        monkeypatch.setenv("FSHARD_CONFIG_KEYS", json.dumps({"num_processes": 4}))
+        assert fs.accelerate.settings().axes == {"data": 4}
+        monkeypatch.delenv("FSHARD_CONFIG_FILE")
+        monkeypatch.setenv("FSHARD_CONFIG_KEYS", json.dumps({"distributed_type": "MULTI_CPU", "num_processes": 3}))
+        assert fs.accelerate.settings() == Settings(processes=3, cpu=True)
+    monkeypatch.setenv("FSHARD_CONFIG_KEYS", "{")
+    with pytest.raises(ShardingError, match="FSHARD_CONFIG_KEYS is not JSON"):
+        fs.accelerate.settings()
+
+
+def test_settings_that_contradict_are_refused():
+    for wrong in ({"processes": 0}, {"accumulate": 0}, {"wrap": "T5Block"}, {"processes": 4, "model": 3}):
+        with pytest.raises(ShardingError, match="Settings: "):
+            Settings(**wrong)
