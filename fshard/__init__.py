@@ -20,6 +20,7 @@ from .collectives import (
 from .errors import ShardingError
 from .grad import accumulate, grad, value_and_grad
 from .init import Deferred
+from .interop import peft
 from .interop.defer import defer
 from .mesh import Mesh, make_mesh
 from .precision import LossScale, Policy, cast
@@ -39,7 +40,8 @@ __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather",
     "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "data", "decoding", "defer",
     "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "grad", "hf", "init", "interop", "key",
-    "make_mesh", "materialize", "models", "nn", "on_host", "optim", "pmax", "pmean", "pmin", "ppermute", "pslice",
-    "psum", "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan",
-    "shard_map", "show", "split", "to_device", "tree", "unshard", "validate", "value_and_grad", "verify",
+    "make_mesh", "materialize", "models", "nn", "on_host", "optim", "peft", "pmax", "pmean", "pmin", "ppermute",
+    "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row",
+    "rules", "scan", "shard_map", "show", "split", "to_device", "tree", "unshard", "validate", "value_and_grad",
+    "verify",
 ]  # fmt: skip
