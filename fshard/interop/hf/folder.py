@@ -117,15 +117,15 @@ def _refuse_pickles(path: Path, names: list[str]) -> ShardingError:
 
 
 @checked
-def config_of(folder: StrPath) -> dict[str, Any]:
-    """Read `config.json` of a folder.
+def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
+    """Read `config.json` of a folder, or the config of another name.
 
     >>> config_of("my-gpt2")["model_type"]
     'gpt2'
 
     Raises ShardingError if there is none, or it is not a JSON object.
     """
-    path = Path(folder) / CONFIG
+    path = Path(folder) / name
     if not path.is_file():
         raise fail(f"{path}: there is no such file", fix=_SAVED)
     return read_json(path)

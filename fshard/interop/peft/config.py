@@ -12,8 +12,6 @@ from typing import Any
 
 from fshard.errors import ShardingError, fail, raise_all
 
-CONFIG = "adapter_config.json"
-
 # The layers that PEFT adapts if the config names none, by the model_type of the base.
 _QV = ("q_proj", "v_proj")
 _FUSED = ("query_key_value",)
@@ -29,7 +27,7 @@ DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # Fields that say something about the adapters without changing what they compute.
-_KEPT = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
+KEPT = ("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type")
 # Fields of methods that are not supported, with the values under which they do nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (), "arrow_config": (), "corda_config": (), "ensure_weight_tying": (False,),
@@ -79,7 +77,9 @@ _NULLABLE = ("target_modules", "exclude_modules", "modules_to_save", "rank_patte
 def config_fields(
     path: Path, contents: Mapping[str, Any], names: Sequence[str], *, model_type: str | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of `lora.Config` for the contents of `adapter_config.json`, and `fan_in_fan_out`.
+    """Return the fields of `lora.Config` for the contents of `adapter_config.json`.
+
+    `fan_in_fan_out` has no effect: the layer itself says how it stores its matrix, as in PEFT.
 
     Args:
         path: the file, for errors.
@@ -106,8 +106,8 @@ def config_fields(
         "rslora": of("use_rslora", False), "dora": of("use_dora", False), "bias": of("bias", "none"),
         "targets": _with_prefix(targets, prefix), "exclude": _with_prefix(of("exclude_modules", ()), prefix),
         "modules_to_save": tuple(of("modules_to_save", ())), "ranks": dict(of("rank_pattern", {})),
-        "alphas": dict(of("alpha_pattern", {})), "fan_in_fan_out": of("fan_in_fan_out", False),
-        "init": "gaussian" if contents.get("init_lora_weights") == "gaussian" else "kaiming",
+        "alphas": dict(of("alpha_pattern", {})),
+        "init": {True: "kaiming", False: "random"}.get(of("init_lora_weights", True), "gaussian"),
     }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _errors(path: Path, contents: Mapping[str, Any], model_type: str | None) -> 
     errors = []
     for name, value in sorted(contents.items()):
         test, words = _FIELDS.get(name, (None, ""))
-        if name in (*_KEPT, *_WITHOUT_EFFECT, "peft_type") or (value is None and name in _NULLABLE):
+        if name in (*KEPT, *_WITHOUT_EFFECT, "inference_mode", "peft_type") or (value is None and name in _NULLABLE):
             continue
         if test is not None:
             if not test(value):

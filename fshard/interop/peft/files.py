@@ -9,8 +9,7 @@ from typing import Any
 
 from fshard._io import StrPath
 from fshard.errors import fail
-from fshard.init import Deferred
-from fshard.interop.hf import PICKLES, read_json, tensors
+from fshard.interop.hf import PICKLES
 from fshard.interop.hf.carried import carried_files
 from fshard.interop.hf.export import write_files
 from fshard.interop.hf.layout import OutputTensor
@@ -18,14 +17,14 @@ from fshard.interop.hf.layout import OutputTensor
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def read_folder(folder: StrPath) -> tuple[dict[str, Any], dict[str, Deferred]]:
-    """Return the contents of `adapter_config.json`, and the tensors, whose values `materialize` reads.
+def check_folder(folder: StrPath) -> Path:
+    """Return the path of a folder with both files.
 
     Raises ShardingError for a folder without them, listing the folders in it that have them, and for a pickle.
     """
     path = Path(folder)
     if (path / CONFIG).is_file() and (path / WEIGHTS).is_file():
-        return read_json(path / CONFIG), tensors(path / WEIGHTS)
+        return path
     if not path.is_dir():
         raise fail(f"{path}: there is no such folder", fix="give a folder that save_pretrained of peft wrote")
     names = sorted(f.name for f in path.iterdir())

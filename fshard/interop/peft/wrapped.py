@@ -13,11 +13,11 @@ from fshard._io import StrPath
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.interop.defer import Apply
-from fshard.interop.hf import FileTensor, name_of
+from fshard.interop.hf import FileTensor, config_of, name_of, tensors
 from fshard.interop.hf.layout import OutputTensor, output_tensors
 from fshard.spec import describe
 
-from .files import CONFIG, WEIGHTS, plain, read_folder, write_folder
+from .files import CONFIG, WEIGHTS, check_folder, plain, write_folder
 
 # Fields that may differ between a folder and the module that reads it: they say nothing of what the adapters compute.
 _FREE = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config",
@@ -38,7 +38,8 @@ def weights(folder: StrPath, described: Any, *, of: Apply, adapter: str = "defau
     Raises ShardingError, before any value is read, listing every field in which the folder's config differs from the
     module's, and every tensor that is missing, extra or of another shape.
     """
-    contents, stored = read_folder(folder)
+    root = check_folder(folder)
+    contents, stored = config_of(root, CONFIG), tensors(root / WEIGHTS)
     model = _wrapped(of, adapter)
     path = f"{folder}/{CONFIG}"
     own = {k: v for k, v in plain(model.peft_config[adapter].to_dict()).items() if k not in _FREE}
