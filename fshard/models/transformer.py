@@ -34,7 +34,7 @@ from .decoding import Cache, KeyValues, Tokens, append_to_cache
 
 # A block: its unsharded parameters, x [B, T, D], its key, its cached keys and values[, its own argument] -> x and the
 # updated keys and values.
-Block = Callable[..., tuple[Tensor, Any]]
+Block = Callable[..., tuple[Any, Any]]
 
 
 @checked
@@ -310,12 +310,13 @@ def _window_mask(tokens: Tokens, s: int, window: int) -> Tensor | None:
 
 
 def apply_blocks(
-    block: Block, params: Any, x: Tensor, *, layout: Layout, described: Any, specs: Any = None,
+    block: Block, params: Any, x: Any, *, layout: Layout, described: Any, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, cache: Cache | None = None,
     each: Sequence[tuple[Any, ...]] | None = None, has_aux: bool = False,
-) -> tuple[Tensor, list[Any]]:  # fmt: skip
+) -> tuple[Any, list[Any]]:  # fmt: skip
     """Apply the blocks `params["h"]` one after the other: (x, the keys and values of each for the next cache).
 
+    x is the stream, or a tree of it and of tensors that all blocks use and pass on, if these are differentiated.
     Each block is unsharded just before it runs, by `specs["h"]`; `remat` recomputes it in backward. Without a `cache`
     the keys and values are not kept. `each` has more arguments for each block. With `has_aux` a block returns any
     tree in the place of its keys and values, which is kept.
