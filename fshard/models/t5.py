@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fshard import decoding, nn, tree
 from fshard import init as initial
-from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
 from fshard.collectives import pvary
-from fshard.decoding import check_ids
+from fshard.decoding import Decoder, Options, check_ids
+from fshard.decoding.options import with_tokens
 from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, tensors, write
 from fshard.random import fold_in
@@ -268,7 +269,7 @@ def _encode(
     check_ids("t5", ids)
     tokens, at = Tokens.of(ids), torch.arange(ids.shape[1], device=ids.device)
     buckets = _buckets(at - at.unsqueeze(1), cfg, bidirectional=True)
-    run = _Stack(cfg, layout, tokens, buckets, _attended(ids, mask), None)
+    run = _Stack(cfg, layout, tokens, buckets, _attended(mask, *ids.shape), None)
     return _run_stack("encoder", run, params, top, ids, (), specs, key, remat, None)[0]
 
 
@@ -278,12 +279,14 @@ def _decode(
 ) -> tuple[Tensor, Cache | None]:  # fmt: skip
     """The logits [B, T, V@model], and the updated cache; source [B, S, D]{V model}."""
     tokens = Tokens.of(ids, decoder_mask, cache)
+    if len(source) != len(ids) and not (cache and cache.blocks):  # beams have more rows than the source, in a cache
+        raise fail("t5: the decoder needs a row for each row of the source", source=len(source), decoder_ids=len(ids))
     own = tokens.mask
     at = torch.arange(tokens.start + tokens.t, device=ids.device)
     if own is None and tokens.t > 1:
         own = nn.causal_mask(tokens.t, len(at), device=ids.device)
     buckets = _buckets(at - at[tokens.start :].unsqueeze(1), cfg, bidirectional=False)
-    run = _Stack(cfg, layout, tokens, buckets, own, _attended(source, mask))
+    run = _Stack(cfg, layout, tokens, buckets, own, _attended(mask, len(ids), source.shape[1]))
     x, blocks = _run_stack("decoder", run, params, top, ids, (source,), specs, key, remat, cache)
     if cfg.scale_decoder_outputs:
         x = x * cfg.d_model**-0.5
@@ -292,13 +295,13 @@ def _decode(
     return logits, None if cache is None else cache.updated(blocks, tokens.t)
 
 
-def _attended(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask [B, 1, 1, S], True where tokens attend to a position of the source x [B, S, ...]."""
+def _attended(mask: Tensor | None, b: int, s: int) -> Tensor | None:
+    """The mask [B, 1, 1, S], True where tokens attend to a position of the source, of a mask [B, S]."""
     if mask is None:
         return None
-    if mask.shape != x.shape[:2]:
+    if tuple(mask.shape) != (b, s):
         raise fail("t5: the mask must have one entry for each token of the source", mask=list(mask.shape),
-                   needed=list(x.shape[:2]))  # fmt: skip
+                   needed=[b, s])  # fmt: skip
     return (mask != 0)[:, None, None, :]
 
 
@@ -447,11 +450,49 @@ def shifted(cfg: Config, targets: Tensor) -> Tensor:
 
 
 def _start(cfg: Config, ids: Tensor) -> Tensor:
-    """The first token of the decoder for each row of ids: [B, 1]."""
+    """The first token of the decoder for each row of ids: [B, 1]; no token if the rows have none."""
     if cfg.decoder_start_token_id is None:
         raise fail("t5: the decoder needs a first token, and decoder_start_token_id is None",
                    fix="Config(decoder_start_token_id=0); for most models it is pad_token_id")  # fmt: skip
-    return ids.new_full((len(ids), 1), cfg.decoder_start_token_id)
+    return torch.full_like(ids[:, :1], cfg.decoder_start_token_id)
+
+
+@checked
+def generate(
+    cfg: Config, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
+    mask: Tensor | None = None, key: Tensor | None = None, on_token: Callable[..., Any] | None = None,
+    decoder_ids: Tensor | None = None, decoder_mask: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Generate `new` target tokens for each source: ids [B@data, S] -> [B@data, 1 + new]. Inside `shard_map`.
+
+    The first token is `cfg.decoder_start_token_id`; or `decoder_ids` [B@data, T] are continued, to [B@data, T + new],
+    padded on the left where `decoder_mask` is 0. The source is encoded once, and each block projects it once. `mask`
+    [B@data, S] is 0 for padding of the source. The rest is as for `gpt2.generate`: the likeliest token, draws by `key`,
+    beams, the end of a text, and all other `options` of `fs.decoding.Options`.
+    """
+    chosen = Options.of(with_tokens(options, cfg.eos_token_id, cfg.pad_token_id, cfg.vocab_size))
+    check_ids("generate", ids)
+    if not ids.shape[1]:
+        raise fail("generate: the source has no tokens", ids=list(ids.shape))
+    first = _start(cfg, ids) if decoder_ids is None else decoder_ids
+    check_ids("generate", first)
+    with torch.no_grad():
+        states = encode(cfg, params, ids, layout=layout, specs=specs, mask=mask)
+    layout = replace(layout, sequence=False)  # one token has no sequence to split
+
+    def step(
+        ids: Tensor, decoder_mask: Tensor | None, state: tuple[Cache, Tensor | None]
+    ) -> tuple[Tensor, tuple[Cache, Tensor | None]]:
+        logits, cache = decode(cfg, params, states, ids, layout=layout, specs=specs, mask=state[1],
+                               decoder_mask=decoder_mask, cache=state[0])  # fmt: skip
+        return logits[:, -1], (cache, state[1])
+
+    def reorder(state: tuple[Cache, Tensor | None], rows: Tensor) -> tuple[Cache, Tensor | None]:
+        return state[0].reordered(rows), None if state[1] is None else state[1].index_select(0, rows)
+
+    decoder = Decoder(step, reorder, (Cache(first.shape[1] + new), mask))
+    return decoding.generate(decoder, first, new=new, size=cfg.vocab_size, options=chosen, data=layout.data,
+                             model=layout.model, mask=decoder_mask, key=key, on_token=on_token)  # fmt: skip
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
@@ -514,7 +555,8 @@ def config(folder: StrPath) -> Config:
     fixed = {"model_type": kind if kind in _CLASSES else "t5", "is_encoder_decoder": True, "is_decoder": False}
     if isinstance(feed_forward, str):
         fixed |= {"dense_act_fn": _activation(feed_forward), "is_gated_act": feed_forward.startswith("gated-")}
-    others = {"feed_forward_proj": feed_forward, "tie_word_embeddings": tied, "scale_decoder_outputs": contents.get("scale_decoder_outputs", scaled),
+    others = {"feed_forward_proj": feed_forward, "tie_word_embeddings": tied,
+              "scale_decoder_outputs": contents.get("scale_decoder_outputs", scaled),
               "decoder_start_token_id": contents.get("decoder_start_token_id")}  # fmt: skip
     return read_config(folder, Config, fixed, **others)
 
@@ -561,5 +603,5 @@ def save(
     write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
 
 
-__all__ = ["Cache", "Config", "Layout", "apply", "config", "decode", "encode", "init", "load", "loss", "save",
-           "shifted", "specs", "theirs"]  # fmt: skip
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "decode", "encode", "generate", "init", "load", "loss",
+           "save", "shifted", "specs", "theirs"]  # fmt: skip

@@ -42,6 +42,8 @@ def hugging_face(variant, **changes):
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, "initializer_factor": 0.6, **own, **changes})
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    with torch.no_grad():  # the residual stream is not mostly the token itself, which a tied head would repeat
+        model.shared.weight.mul_(0.1)
     if "separate head" in variant:
         model.lm_head.weight = torch.nn.Parameter(torch.randn(model.lm_head.weight.shape) * 0.3)
         del model.all_tied_weights_keys["lm_head.weight"]
@@ -103,3 +105,44 @@ def test_logits_loss_and_gradients_equal_transformers(variant, layout):
     close({"states": states, "logits": logits}, {"states": ref.states, "logits": ref.logits}, 1e-5, 1e-5)
     torch.testing.assert_close(loss, ref.loss, rtol=1e-5, atol=0)
     close(grads, ref.grads, 1e-5, 1e-5)
+
+
+# --- generation -----------------------------------------------------------------------------------------------
+
+
+def generated(ref, layout, ids, mask=None, *, new=6, decoder_ids=None, **options):
+    mesh, specs, split, p = placed(t5, ref.cfg, ref.params, layout)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3), out_specs=P("data"))
+    def run(p, ids, mask, decoder_ids):
+        return t5.generate(ref.cfg, p, ids, new=new, layout=split, specs=specs, mask=mask, decoder_ids=decoder_ids,
+                           **options)  # fmt: skip
+
+    return fs.device_get(run(p, ids, mask, decoder_ids))
+
+
+GENERATION = [  # variant, layout, whether sources are padded, end, beams, and whether that is slow
+    ("gated, separate head", ONE, True, None, 1, False),
+    ("gated, separate head", EVERYTHING, True, 32, 1, False),
+    ("gated, separate head", "both", True, 32, 3, False),
+    ("plain, tied", "both", False, 52, 1, True),
+    ("umt5", "uneven", True, None, 3, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "padded", "eos", "beams"),
+    [pytest.param(*row, marks=[pytest.mark.slow] * slow) for *row, slow in GENERATION],
+)
+def test_generated_tokens_equal_transformers(variant, layout, padded, eos, beams):
+    ref, (ids, mask, _) = reference(variant), batch()
+    mask = mask if padded else torch.ones_like(mask)
+    want = ref.theirs.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, num_beams=beams,
+                               eos_token_id=eos)  # fmt: skip
+    if eos is not None:
+        assert 0 < (want == eos).any(1).sum() < len(ids), want  # some rows end, others do not
+    assert len({tuple(row) for row in want.tolist()}) > 2  # the sources matter
+    got = generated(ref, layout, ids, mask if padded else None, eos=eos, beams=beams)
+    assert got.shape == (6, 7)
+    assert torch.equal(got[:, : want.shape[1]], want), f"{got}\n{want}"
+    assert (got[:, want.shape[1] :] == 3).all()
