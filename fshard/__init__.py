@@ -21,6 +21,7 @@ from .errors import ShardingError
 from .grad import accumulate, grad, value_and_grad
 from .init import Deferred
 from .interop import accelerate
+from .interop import peft
 from .interop.defer import defer
 from .mesh import Mesh, make_mesh
 from .partition import combine, partition
@@ -44,7 +45,7 @@ __all__ = [
     "all_gather", "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "combine", "data",
     "decoding", "defer", "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "gather_for_metrics",
     "grad", "hf", "init", "interop", "key", "lora", "main_first", "make_mesh", "materialize", "models", "nn", "on_host",
-    "optim", "partition", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random",
-    "recording", "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split", "strategy",
-    "to_device", "tree", "unshard", "validate", "value_and_grad", "verify", "wait",
+    "optim", "partition", "peft", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary",
+    "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split",
+    "strategy", "to_device", "tree", "unshard", "validate", "value_and_grad", "verify", "wait",
 ]  # fmt: skip

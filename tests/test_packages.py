@@ -31,6 +31,7 @@ FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer o
 NAMESPACES = [
     "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "interop.defer",
     "interop.hf", "interop.accelerate", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
+    "interop.hf", "interop.peft", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
     "models.mistral", "models.mixtral", "models.qwen2", "models.qwen3", "models.heads",
 ]  # fmt: skip
 

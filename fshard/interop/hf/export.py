@@ -19,9 +19,10 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import zlib
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from fshard.spec import Box, relative_box
 
 from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
-from .layout import OutputFile, Source, Theirs, check_described, output_files, output_tensors
+from .layout import OutputFile, OutputTensor, Source, Theirs, check_described, output_files, output_tensors
 from .module import file_parts, module_config
 from .weights import CHUNK_BYTES, overlap
 
@@ -77,29 +78,53 @@ def write(
     Raises ShardingError, on every rank, listing every leaf that cannot be written and every tensor of which a part is
     missing; if the ranks have different leaves; if one cannot write. The folder is then unchanged.
     """
-    if "\0" in os.fspath(folder):
-        raise fail(f"write: folder {folder!r} has a null byte, which no path can have")
     leaves = tree.leaves_with_path(tree_)
     config = module_config(config, theirs) if isinstance(theirs, Apply) else config
-    ranks = Ranks.of("write", [leaf for _, leaf in leaves])
+
+    def contents() -> tuple[list[OutputTensor], bytes]:
+        if described is not None:
+            check_described(leaves, tree.leaves_with_path(described))
+        tensors = output_tensors(leaves, file_parts(tree_, theirs) if isinstance(theirs, Apply) else theirs, prefix)
+        return tensors, complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
+
+    write_files(folder, [leaf for _, leaf in leaves], contents, lambda: carried_files(config, like),
+                max_shard_bytes=max_shard_bytes, metadata=metadata)  # fmt: skip
+
+
+def write_files(
+    folder: StrPath, leaves: Sequence[Any], contents: Callable[[], tuple[list[OutputTensor], bytes]],
+    carried: Callable[[], Mapping[str, bytes]], *, names: tuple[str, str] = (CONFIG, SINGLE),
+    max_shard_bytes: int = sys.maxsize, metadata: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write a folder of tensors and a config, all at once, as `write` does.
+
+    Args:
+        leaves: all that is to be written.
+        contents: returns the tensors and the bytes of the config, the same on every rank.
+        carried: returns the other files, by name; rank 0 calls it.
+        names: of the config and of the file of tensors. Under the names of a model, its older weights of other names
+            are removed.
+    """
+    if "\0" in os.fspath(folder):
+        raise fail(f"write: folder {folder!r} has a null byte, which no path can have")
+    ranks = Ranks.of("write", leaves)
     final = Path(folder)
+    config_name, single = names
     files: list[OutputFile] = []
     small: dict[str, bytes] = {}  # the other files, by name
 
     def plan() -> dict[str, str]:
-        if described is not None:
-            check_described(leaves, tree.leaves_with_path(described))
-        tensors = output_tensors(leaves, file_parts(tree_, theirs) if isinstance(theirs, Apply) else theirs, prefix)
-        files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata))
-        small[CONFIG] = complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
-        out = {CONFIG: repr(small[CONFIG].decode())}
+        tensors, small[config_name] = contents()
+        files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata, single))
+        out = {config_name: repr(small[config_name].decode())}
         if not ranks.alone:
             out |= {file.name: f"header of crc32 {zlib.crc32(file.header):08x}" for file in files}
             out |= {s.label: f"{summary(s.leaf)} for {t.name}" for t in tensors for s in t.sources}
         return out
 
     def create() -> str:
-        small.update(carried_files(config, like))
+        config = small.pop(config_name)
+        small.update({**carried(), config_name: config})  # the config is the last to be renamed
         return _create_files(final, files, small)
 
     ranks.check_equal(plan, "plain tensors and the arguments must be the same on every rank")
@@ -233,7 +258,7 @@ def _publish(final: Path, temporary: Path, files: Sequence[OutputFile], small: M
             for name in names:
                 os.link(temporary / name, temporary / "links" / name)
             _write_index(temporary / f"links.{INDEX}", files, f"{temporary.name}/")
-        for name in [*(n for n in small if n != CONFIG), CONFIG]:
+        for name in small:
             (final / name).parent.mkdir(exist_ok=True)
             os.replace(temporary / name, final / name)
         if shared_names:
@@ -245,9 +270,10 @@ def _publish(final: Path, temporary: Path, files: Sequence[OutputFile], small: M
         if len(files) > 1:
             os.replace(temporary / INDEX, final / INDEX)
             sync(final)
-        unused = [f.name for f in final.iterdir() if _SHARD.fullmatch(f.name) and f.name not in names]
-        for name in [SINGLE if len(files) > 1 else INDEX, *unused]:
-            (final / name).unlink(missing_ok=True)
+        if names[0] == SINGLE or _SHARD.fullmatch(names[0]):  # older weights of the model
+            unused = [f.name for f in final.iterdir() if _SHARD.fullmatch(f.name) and f.name not in names]
+            for name in [SINGLE if len(files) > 1 else INDEX, *unused]:
+                (final / name).unlink(missing_ok=True)
         _remove_temporary_folders(final)
         sync(final)
 

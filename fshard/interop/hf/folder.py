@@ -104,8 +104,8 @@ def _no_weights(path: Path) -> ShardingError:
     if "adapter_model.safetensors" in names:
         return fail(f"{path}: has the adapters of peft, and not the weights of the base model",
                     f"it holds {', '.join(others)}",
-                    fix="give the folder of the base model, and name the adapters: "
-                        "missing=('*.lora_*',)")  # fmt: skip
+                    fix="give the folder of the base model, and read the adapters by fs.peft.load; or, into a module "
+                        "that peft has wrapped, by fs.peft.weights")  # fmt: skip
     return fail(f"{path}: has neither {SINGLE} nor {INDEX}", f"it holds {', '.join(others) or 'no safetensors'}",
                 fix="give one of these files" if others else _SAVED)  # fmt: skip
 
@@ -117,15 +117,15 @@ def _refuse_pickles(path: Path, names: list[str]) -> ShardingError:
 
 
 @checked
-def config_of(folder: StrPath) -> dict[str, Any]:
-    """Read `config.json` of a folder.
+def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
+    """Read `config.json` of a folder, or the config of another name.
 
     >>> config_of("my-gpt2")["model_type"]
     'gpt2'
 
     Raises ShardingError if there is none, or it is not a JSON object.
     """
-    path = Path(folder) / CONFIG
+    path = Path(folder) / name
     if not path.is_file():
         raise fail(f"{path}: there is no such file", fix=_SAVED)
     return read_json(path)

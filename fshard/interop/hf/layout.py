@@ -153,9 +153,12 @@ def check_described(leaves: Sequence[tuple[tree.Path, Any]], described: Sequence
 
 
 def output_files(
-    tensors: Sequence[OutputTensor], max_shard_bytes: int, metadata: Mapping[str, str]
+    tensors: Sequence[OutputTensor], max_shard_bytes: int, metadata: Mapping[str, str], single: str = SINGLE
 ) -> list[OutputFile]:
-    """Divide the tensors, in order, into files with at most `max_shard_bytes` of tensors each, or with one tensor."""
+    """Divide the tensors, in order, into files with at most `max_shard_bytes` of tensors each, or with one tensor.
+
+    `single` is the name of the file if there is one.
+    """
     if not tensors:
         raise fail("write: there are no leaves", fix="give the parameters")
     if max_shard_bytes < 1:
@@ -171,7 +174,7 @@ def output_files(
     files = []
     for i, group in enumerate(groups):
         group.sort(key=lambda t: -t.dtype.itemsize)  # the widest first: every tensor is aligned
-        name = SINGLE if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+        name = single if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
         zeros = {t.name: "0" * 8 * -(-t.nbytes // BLOCK_BYTES) for t in group}
         files.append(OutputFile(name, metadata, tuple(group), zeros))
     return files

@@ -76,7 +76,8 @@ def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, 
     if names.pretrained is not None:
         if names.pretrained.adapted:
             raise fail(f"write: {of!r} has adapters of peft, which its base model's folder has no place for",
-                       fix="merge them into the base layers, and write the tree of the base model")  # fmt: skip
+                       fix="write the adapters by fs.peft.save_module; or merge them into the base layers, and write "
+                           "the tree of the base model")  # fmt: skip
         parts = {name: x.parts for name, x in to_files(names.pretrained, shapes).items()}
     return lambda path: parts.get(names.stored(name_of(path, leaves)), ())
 

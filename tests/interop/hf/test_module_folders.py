@@ -488,5 +488,6 @@ def test_base_folder_is_read_into_a_module_that_peft_has_wrapped(tmp_path: Path)
     assert text == (
         f"{tmp_path / 'adapters'}: has the adapters of peft, and not the weights of the base model\n"
         "  it holds adapter_model.safetensors\n"
-        "  fix: give the folder of the base model, and name the adapters: missing=('*.lora_*',)"
+        "  fix: give the folder of the base model, and read the adapters by fs.peft.load; or, into a module that peft "
+        "has wrapped, by fs.peft.weights"
     )

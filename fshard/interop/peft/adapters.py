@@ -1,0 +1,234 @@
+"""Adapters beside a parameter tree, `fs.lora`'s, in the files of PEFT: read by slices, and written from any mesh.
+
+    leaf here                       file: base_model.model.MODULE.
+    ["h.0.q.w"]["a"]  [in.., r]     lora_A.weight [r, in], of a table lora_embedding_A
+    ["h.0.q.w"]["b"]  [r, out..]    lora_B.weight [out, r], of a table lora_embedding_B
+    ["h.0.q.w"]["magnitude"]        lora_magnitude_vector [out]
+    ["head.w"]["value"]             weight; of the bias of an adapted module base_layer.bias
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fshard import lora, tree
+from fshard._io import StrPath
+from fshard.errors import checked, fail, raise_all
+from fshard.init import Deferred, zeros
+from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
+from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
+from fshard.interop.hf.weights import with_dot
+from fshard.lora.config import in_module, names_module
+from fshard.lora.targets import Leaf, Targets, leaf_of
+from fshard.weight import is_weight
+
+from .config import KEPT, config_fields, selects, value_for
+from .files import CONFIG, WEIGHTS, check_folder, write_folder
+
+_START = "base_model.model."
+_KEYS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_TABLE_KEYS = {"a": "lora_embedding_A", "b": "lora_embedding_B", "magnitude": "lora_magnitude_vector"}
+Adapters = Mapping[str, Mapping[str, Any]]
+
+
+@checked
+def load(
+    folder: StrPath, params: Any, *, of: Any = None, prefix: str = "", ignored: Sequence[str] = ()
+) -> tuple[lora.Config, dict[str, dict[str, Any]]]:
+    """Return the config and the described adapters of a folder that PEFT wrote; each rank will read only its own bytes.
+
+    Several adapters of a model are in folders of their own, of which this reads one. Dtypes are those of the file.
+    Of a config without `target_modules` the targets are PEFT's for the type of the model.
+
+    Args:
+        params: the tree that the adapters are beside: any leaves with a shape.
+        of: the names of its leaves, as for `lora.init`.
+        prefix: of the names of modules, which those in the folder may lack: `"bert."`, for adapters of a base model
+            without a head.
+        ignored: ends of the names of tensors that are not read: `".base_layer.weight"`, the frozen table that PEFT
+            writes beside an adapter of some embeddings.
+
+    >>> cfg, adapters = fs.peft.load("my-adapters", params, of=gpt2.theirs)
+    >>> adapters["h.0.qkv.w"]["a"]
+    f32[16, 2] = stored(adapter_model.safetensors: base_model.model.transformer.h.0.attn.c_attn.lora_A.weight)
+
+    Raises ShardingError, before any value is read, listing every field of the config that is not supported, and every
+    tensor that is missing, extra, cut short or of another shape.
+    """
+    path = check_folder(folder)
+    prefix = with_dot(prefix)
+    leaves = _leaves(params, of)
+    modules = list(dict.fromkeys(leaf.module for _, leaf in leaves.values()))
+    names = [name.removeprefix(prefix) for name in modules]
+    kind = getattr(getattr(getattr(of, "module", None), "config", None), "model_type", None)
+    kind = kind or str(getattr(of, "__module__", "")).rpartition(".")[2]  # of `t5.theirs`
+    contents = config_of(path, CONFIG)
+    fields = config_fields(path / CONFIG, contents, names, model_type=kind, prefix=prefix)
+    if not isinstance(fields["targets"], str):  # a list may have names that this model lacks, if it has some
+        present = tuple(t for t in fields["targets"] if any(names_module(t, m) for m in modules))
+        fields["targets"] = present or fields["targets"]
+    fields["modules_to_save"] = tuple(s for s in fields["modules_to_save"] if any(in_module(s, m) for m in modules))
+    cfg = lora.Config(**fields)
+    described = _described(cfg, Targets.of("peft.load", cfg, params, of))
+    headers = WeightHeaders(path / WEIGHTS)
+    raise_all([fail(f"{path / WEIGHTS}: {name!r} does not begin with {_START}", fix="adapters that PEFT has written")
+               for name in headers.tensors if not name.startswith(_START)])  # fmt: skip
+    headers.tensors = {name.removeprefix(_START): entry for name, entry in headers.tensors.items()}
+    theirs = _file_tensors(described, leaves, of)
+    return cfg, read(headers, described, theirs, prefix=prefix, ignored=ignored)
+
+
+@checked
+def save(
+    path: StrPath, cfg: lora.Config, adapters: Adapters, params: Any, *, of: Any = None, prefix: str = "",
+    like: StrPath | None = None, config: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write adapters as a folder that `PeftModel.from_pretrained` reads; every rank writes its own bytes.
+
+    The leaves of `adapters` are `Sharded`, on any mesh, or tensors that are the same on every rank. The folder changes
+    all at once. `params`, `of` and `prefix` are those of `load`; the prefix is left out of the names in the folder.
+
+    Args:
+        like: a folder of adapters, such as the one that was loaded. Its tokenizer, processors and licence are copied,
+            and what its config says of the base model and the task.
+        config: the same keys, which replace those of `like`: task_type, base_model_name_or_path, revision,
+            auto_mapping, peft_version.
+
+    >>> cfg, adapters = fs.peft.load("my-adapters", params, of=gpt2.theirs)
+    >>> adapters = fs.materialize(adapters, P("model"), mesh, key=fs.key(0))
+    >>> fs.peft.save("again", cfg, adapters, params, of=gpt2.theirs, config={"task_type": "CAUSAL_LM"})
+
+    Raises ShardingError, on every rank, listing every leaf that is missing, extra, of another shape than `cfg` says, or
+    without values. The folder is then unchanged.
+    """
+    prefix = with_dot(prefix)
+    flat = tree.leaves_with_path(adapters)
+
+    def contents() -> tuple[list[OutputTensor], Mapping[str, Any]]:
+        leaves, targets = _leaves(params, of), Targets.of("peft.save", cfg, params, of)
+        described = _described(cfg, targets)
+        check_described(flat, tree.leaves_with_path(described))
+        theirs = _file_tensors(described, leaves, of)
+
+        def without_prefix(path: tree.Path) -> FileTensor:
+            found = theirs(path)
+            return FileTensor(_START + found.name.removeprefix(prefix), found.dims)
+
+        kept = _kept(like, config)
+        return output_tensors(flat, without_prefix, ""), kept | _contents(cfg, leaves, targets, of, prefix)
+
+    write_folder(path, [leaf for _, leaf in flat], contents, like)
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+
+
+def _leaves(params: Any, of: Any) -> dict[str, tuple[tree.Path, Leaf]]:
+    """Return the path and the description of each leaf, by dotted path."""
+    return {tree.dotted(path): (path, leaf_of(of, path, len(x.shape)))
+            for path, x in tree.leaves_with_path(params, is_weight)}  # fmt: skip
+
+
+def _described(cfg: lora.Config, targets: Targets) -> dict[str, dict[str, Deferred]]:
+    """Return the tree of the adapters, of which only the shapes are meant."""
+    out = {name: {"value": zeros(x.shape)} for name, x in targets.copied.items()}
+    for name, (leaf, x) in targets.adapted.items():
+        inputs, outputs = leaf.split(tuple(x.shape))
+        rank = cfg.rank_of(leaf.module)
+        out[name] = {"a": zeros((*inputs, rank)), "b": zeros((rank, *outputs))}
+        if cfg.dora:
+            out[name]["magnitude"] = zeros(outputs)
+    return out
+
+
+def _file_tensors(
+    described: Adapters, leaves: Mapping[str, tuple[tree.Path, Leaf]], of: Any
+) -> Callable[[tree.Path], FileTensor]:
+    """Return the function from the path of a leaf of the adapters to its tensor in the file, without `_START`."""
+    adapted = {leaves[name][1].module for name, own in described.items() if "a" in own}
+
+    def theirs(path: tree.Path) -> FileTensor:
+        name, part = path
+        own, leaf = leaves[name]
+        dims = None if of is None or hasattr(of, "module") else of(own).dims
+        if part == "value":
+            layer = "base_layer." if leaf.module in adapted and leaf.part in ("bias", "b") else ""
+            end = {"w": "weight", "b": "bias"}.get(leaf.part, leaf.part)
+            return FileTensor(f"{leaf.module}.{layer}{end}", dims)
+        keys = _TABLE_KEYS if leaf.layout == "table" else _KEYS
+        return FileTensor(f"{leaf.module}.{keys[part]}", _factor_dims(dims or "i o -> i o", leaf.inputs)[part])
+
+    return theirs
+
+
+def _factor_dims(dims: str, inputs: int) -> dict[str, str]:
+    """Return the patterns of the factors of a matrix, from its own.
+
+    >>> _factor_dims("(g k) d -> d g k", 1)
+    {'a': 'rank d -> d rank', 'b': '(g k) rank -> rank g k', 'magnitude': '(g k) -> g k'}
+    """
+    left, right = ([re.findall(r"\([^)]*\)|\S+", side) for side in dims.split("->")])
+    first = next(group for group in left if right[0] in re.findall(r"\w+", group))
+    last = next(group for group in left if group != first)
+    enter, leave = " ".join(right[:inputs]), " ".join(right[inputs:])
+    return {"a": f"rank {first} -> {enter} rank", "b": f"{last} rank -> rank {leave}", "magnitude": f"{last} -> {leave}"}
+
+
+# --- the config -----------------------------------------------------------------------------------------------
+
+
+def _kept(like: StrPath | None, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what the config says of the base model and the task."""
+    carried = {} if like is None else config_of(check_folder(like), CONFIG)
+    raise_all([fail(f"save: config= has {name!r}, which follows from cfg", fix=f"one of {', '.join(KEPT)}")
+               for name in config or {} if name not in KEPT])  # fmt: skip
+    out: dict[str, Any] = dict.fromkeys(KEPT)
+    return out | {k: v for k, v in carried.items() if k in KEPT} | dict(config or {})
+
+
+def _contents(
+    cfg: lora.Config, leaves: Mapping[str, tuple[tree.Path, Leaf]], targets: Targets, of: Any, prefix: str
+) -> dict[str, Any]:
+    """Return the fields of the config that say what the adapters compute."""
+    adapted = {leaf.module for leaf, _ in targets.adapted.values()}
+    names = {m.removeprefix(prefix): m for m in dict.fromkeys(leaf.module for _, leaf in leaves.values())}
+    saved = [s.removeprefix(prefix) for s in cfg.modules_to_save]
+    excluded = list(cfg.exclude) if not isinstance(cfg.exclude, str) else cfg.exclude
+    chosen = list(cfg.targets) if not isinstance(cfg.targets, str) else cfg.targets
+    as_peft = {m for n, m in names.items()
+               if selects(chosen, n) and not (excluded and selects(excluded, n)) and not any(in_module(s, n) for s in saved)}  # noqa: E501
+    if as_peft != adapted:  # a glob, "all-linear", or an expression for names with the prefix
+        chosen, excluded = [n for n, m in names.items() if m in adapted], []
+    own = {n: m for n, m in names.items() if m in adapted}
+    ranks, alphas = _patterns(cfg.ranks, own, cfg.rank), _patterns(cfg.alphas, own, cfg.alpha)
+    return {
+        "peft_type": "LORA", "inference_mode": True, "target_modules": chosen, "exclude_modules": excluded or None,
+        "r": cfg.rank, "lora_alpha": cfg.alpha, "rank_pattern": ranks, "alpha_pattern": alphas,
+        "lora_dropout": cfg.dropout, "use_rslora": cfg.rslora, "use_dora": cfg.dora, "bias": cfg.bias,
+        "modules_to_save": saved or None, "fan_in_fan_out": any(_stores_inputs_first(*leaves[n], of) for n in targets.adapted),
+        "init_lora_weights": {"kaiming": True, "random": False}.get(cfg.init, cfg.init),
+    }  # fmt: skip
+
+
+def _patterns(patterns: Mapping[str, Any], own: Mapping[str, str], default: Any) -> dict[str, Any]:
+    """Return ranks or alphas as PEFT reads them: the patterns, or modules in full if these lack a prefix there.
+
+    `own` has the module here by its name there.
+    """
+    values = {name: value_for(patterns, module, default) for name, module in own.items()}
+    if all(value_for(patterns, name, default) == value for name, value in values.items()):
+        return dict(patterns)
+    return {f"^{re.escape(name)}": value for name, value in values.items() if value != default}
+
+
+def _stores_inputs_first(path: tree.Path, leaf: Leaf, of: Any) -> bool:
+    """Return whether the model's own layer stores a matrix [in, out], as GPT-2's."""
+    if leaf.layout == "table" or of is None:
+        return False
+    if hasattr(of, "module"):
+        return leaf.layout == "io"
+    found: FileTensor = of(path)
+    return found.dims is None or found.pattern(leaf.inputs + 1).origins[0] == 0

@@ -1,0 +1,201 @@
+"""`adapter_config.json`, PEFT's description of adapters: read as fields of `lora.Config`, and written.
+
+Names and meanings of its fields: peft 0.21, `peft.LoraConfig` and `peft.tuners.tuners_utils`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fshard.errors import ShardingError, fail, raise_all
+
+# The layers that PEFT adapts if the config names none, by the model_type of the base.
+_QV = ("q_proj", "v_proj")
+_FUSED = ("query_key_value",)
+DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("t5", "mt5"), ("q", "v")),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "layoutlm"), ("query", "value")),
+    **dict.fromkeys(("bloom", "gpt_neox", "falcon", "chatglm"), _FUSED),
+    **dict.fromkeys(("bart", "opt", "gptj", "gpt_neo", "llama", "llama4", "mistral", "mixtral", "stablelm", "gemma",
+                     "gemma2", "gemma3_text", "qwen2", "qwen3"), _QV),
+    "blip-2": ("q", "v", "q_proj", "v_proj"), "codegen": ("qkv_proj",), "mpt": ("Wqkv",),
+    "deberta": ("in_proj",), "deberta-v2": ("query_proj", "value_proj"), "phi": (*_QV, "fc1", "fc2"),
+}  # fmt: skip
+
+# Fields that say something about the adapters without changing what they compute.
+KEPT = ("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type")
+# Fields of methods that are not supported, with the values under which they do nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "alora_invocation_tokens": (), "arrow_config": (), "corda_config": (), "ensure_weight_tying": (False,),
+    "eva_config": (), "kasa_config": (), "layer_replication": ([],), "loftq_config": ({},), "lora_bias": (False,),
+    "lora_ga_config": (), "megatron_config": (), "monteclora_config": (), "target_parameters": ([],),
+    "trainable_token_indices": ([], {}), "use_bdlora": (False,), "use_qalora": (False,), "velora_config": (),
+}  # fmt: skip
+_WITHOUT_EFFECT = ("megatron_core", "qalora_group_size")  # unless the option that they belong to is on
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_HEADS = ("classifier", "score")  # what PEFT trains of any classifier, whichever of them it has
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, kinds) and (bool in kinds or not isinstance(x, bool))
+
+
+def _strings(x: Any) -> bool:
+    return isinstance(x, list) and all(isinstance(s, str) for s in x)
+
+
+def _numbers(x: Any) -> bool:
+    return isinstance(x, dict) and all(_is(int, float)(n) for n in x.values())
+
+
+# Fields with a meaning here: the test of a value, and its words.
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda x: _is(int)(x) and x > 0, "a number of 1 or more"),
+    "lora_alpha": (_is(int, float), "a number"),
+    "lora_dropout": (lambda x: _is(int, float)(x) and 0 <= x < 1, "0 or more, less than 1"),
+    "use_rslora": (_is(bool), "true or false"),
+    "use_dora": (_is(bool), "true or false"),
+    "fan_in_fan_out": (_is(bool), "true or false"),
+    "bias": (lambda x: x in ("none", "all", "lora_only"), "none, all or lora_only"),
+    "target_modules": (lambda x: isinstance(x, str) or _strings(x), "names, or a regular expression"),
+    "exclude_modules": (lambda x: isinstance(x, str) or _strings(x), "names, or a regular expression"),
+    "modules_to_save": (_strings, "names"),
+    "rank_pattern": (_numbers, "a number for each pattern"),
+    "alpha_pattern": (_numbers, "a number for each pattern"),
+    "layers_to_transform": (lambda x: _is(int)(x) or (isinstance(x, list) and all(map(_is(int), x))), "numbers"),
+    "layers_pattern": (lambda x: isinstance(x, str) or _strings(x), "names"),
+    "init_lora_weights": (lambda x: isinstance(x, (bool, str)), "true, false or the name of an initialization"),
+}
+_NULLABLE = ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern",
+             "layers_to_transform", "layers_pattern", "init_lora_weights")  # fmt: skip
+
+
+def config_fields(
+    path: Path, contents: Mapping[str, Any], names: Sequence[str], *, model_type: str | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """Return the fields of `lora.Config` for the contents of `adapter_config.json`.
+
+    `fan_in_fan_out` has no effect: the layer itself says how it stores its matrix, as in PEFT.
+
+    Args:
+        path: the file, for errors.
+        names: of the modules of the base; `layers_to_transform` chooses some of them.
+        model_type: of the base, for a config without target_modules.
+        prefix: what names of modules here begin with, and names in the config may lack: `"transformer."`.
+
+    Raises ShardingError listing every field of another method, of a wrong type, or with a value that is not supported.
+    """
+    raise_all(_errors(path, contents, model_type))
+
+    def of(name: str, default: Any) -> Any:
+        return default if contents.get(name) is None else contents[name]
+
+    targets = of("target_modules", DEFAULT_TARGETS.get(str(model_type), ()))
+    layers = of("layers_to_transform", [])
+    layers = [layers] if isinstance(layers, int) else layers
+    if layers:
+        patterns = of("layers_pattern", [])
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        targets = [n for n in names if n in targets or (selects(targets, n) and in_layers(n, layers, patterns))]
+    return {
+        "rank": of("r", 8), "alpha": of("lora_alpha", 8), "dropout": float(of("lora_dropout", 0.0)),
+        "rslora": of("use_rslora", False), "dora": of("use_dora", False), "bias": of("bias", "none"),
+        "targets": _with_prefix(targets, prefix), "exclude": _with_prefix(of("exclude_modules", ()), prefix),
+        "modules_to_save": tuple(of("modules_to_save", ())), "ranks": dict(of("rank_pattern", {})),
+        "alphas": dict(of("alpha_pattern", {})),
+        "init": {True: "kaiming", False: "random"}.get(of("init_lora_weights", True), "gaussian"),
+    }  # fmt: skip
+
+
+def _errors(path: Path, contents: Mapping[str, Any], model_type: str | None) -> list[ShardingError]:
+    kind = contents.get("peft_type")
+    if kind != "LORA":
+        return [fail(f"{path}: peft_type is {kind!r}, and not 'LORA'",
+                     fix="apply, tree = fs.defer(lambda: peft.get_peft_model(model, config)) has every method of peft; "
+                         "fs.peft.weights(folder, tree, of=apply)")]  # fmt: skip
+    errors = []
+    for name, value in sorted(contents.items()):
+        test, words = _FIELDS.get(name, (None, ""))
+        if name in (*KEPT, *_WITHOUT_EFFECT, "inference_mode", "peft_type") or (value is None and name in _NULLABLE):
+            continue
+        if test is not None:
+            if not test(value):
+                errors.append(fail(f"{path}: {name} is {value!r}", fix=words))
+        elif name in _NEUTRAL:
+            if value is not None and value not in _NEUTRAL[name]:
+                errors.append(fail(f"{path}: {name} is not supported", f"it is {value!r}",
+                                   fix=f"only {' or '.join(map(repr, [*_NEUTRAL[name], None]))}"))  # fmt: skip
+        elif value is not None:
+            errors.append(fail(f"{path}: {name} is not a field of LoRA that is known here", f"it is {value!r}",
+                               fix="take it out of the file if it changes nothing"))  # fmt: skip
+    start = contents.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGE_THE_BASE):
+        errors.append(fail(f"{path}: init_lora_weights is {start!r}, which changes the weights of the base too",
+                           fix="in peft, save_pretrained(folder, path_initial_model_for_weight_conversion=...) writes "
+                               "adapters of the base as it is"))  # fmt: skip
+    elif isinstance(start, str) and start != "gaussian":
+        errors.append(fail(f"{path}: init_lora_weights is {start!r}, and only true, false and 'gaussian' are supported",
+                           fix="true: the values are in the file, however they began"))  # fmt: skip
+    targets, layers, patterns = (contents.get(k) for k in ("target_modules", "layers_to_transform", "layers_pattern"))
+    if targets is None and model_type not in DEFAULT_TARGETS:
+        errors.append(fail(f"{path}: target_modules is null, and there is no default for the model type {model_type!r}",
+                           fix="name the adapted layers in it"))  # fmt: skip
+    if isinstance(targets, str) and layers not in (None, []):
+        errors.append(fail(f"{path}: layers_to_transform is {layers!r}, and target_modules a regular expression",
+                           fix="a list of names in target_modules, or the layers in the expression"))  # fmt: skip
+    if patterns and layers in (None, []):
+        errors.append(fail(f"{path}: layers_pattern is {patterns!r}, without layers_to_transform"))
+    expressions = [x for x in (targets, contents.get("exclude_modules")) if isinstance(x, str)]
+    for name in ("rank_pattern", "alpha_pattern"):
+        expressions += contents[name] if isinstance(contents.get(name), dict) else []
+    for text in expressions:
+        try:
+            re.compile(text)
+        except re.error as e:
+            errors.append(fail(f"{path}: {text!r} is not a regular expression", str(e)))
+    return errors
+
+
+def in_layers(name: str, layers: Sequence[int], patterns: Sequence[str]) -> bool:
+    """Return whether PEFT counts a module to some layers.
+
+    The index of its layer is the first number in its name after two parts or more, or after a pattern: the first of
+    `patterns` that a number follows.
+
+    >>> [in_layers(f"model.layers.{i}.self_attn.q_proj", [1], []) for i in (0, 1, 11)]
+    [False, True, False]
+    """
+    found = (re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", name) for p in patterns)
+    match = next(filter(None, found), None) if patterns else re.match(r".*?\.[^.]*\.(\d+)\.", name)
+    return match is not None and int(match[1]) in layers
+
+
+def _with_prefix(chosen: str | Sequence[str], prefix: str) -> Any:
+    """Return the modules that are chosen, as the names with a prefix are: a suffix has none."""
+    if not isinstance(chosen, str):
+        return tuple(chosen)
+    return chosen if not prefix or chosen == "all-linear" else f"(?:{re.escape(prefix)})?(?:{chosen})"
+
+
+def selects(chosen: str | Sequence[str], name: str) -> bool:
+    r"""Return whether PEFT selects a module: by a regular expression for all of its name, or by the end of it.
+
+    >>> selects(["c_attn"], "h.0.attn.c_attn"), selects(r"h\.[01]\..*", "h.2.attn.c_attn")
+    (True, False)
+    """
+    if isinstance(chosen, str):
+        return re.fullmatch(chosen, name) is not None
+    return any(name == end or name.endswith(f".{end}") for end in chosen)
+
+
+def value_for(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the rank or alpha of a module: of the first pattern that the end of its name matches.
+
+    >>> value_for({"q_proj": 3, ".*v_proj": 5}, "model.layers.0.self_attn.v_proj", 8)
+    5
+    """
+    return next((value for text, value in patterns.items() if re.match(rf"(.*\.)?({text})$", name)), default)

@@ -1,0 +1,67 @@
+"""Folders of adapters: `adapter_model.safetensors` and `adapter_config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fshard._io import StrPath
+from fshard.errors import fail
+from fshard.interop.hf import PICKLES
+from fshard.interop.hf.carried import carried_files
+from fshard.interop.hf.export import write_files
+from fshard.interop.hf.layout import OutputTensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def check_folder(folder: StrPath) -> Path:
+    """Return the path of a folder with both files.
+
+    Raises ShardingError for a folder without them, listing the folders in it that have them, and for a pickle.
+    """
+    path = Path(folder)
+    if (path / CONFIG).is_file() and (path / WEIGHTS).is_file():
+        return path
+    if not path.is_dir():
+        raise fail(f"{path}: there is no such folder", fix="give a folder that save_pretrained of peft wrote")
+    names = sorted(f.name for f in path.iterdir())
+    missing = [n for n in (CONFIG, WEIGHTS) if n not in names]
+    pickles = [n for n in names if n.startswith("adapter_model") and n.endswith(PICKLES)]
+    inside = [n for n in names if (path / n / CONFIG).is_file()]
+    if WEIGHTS in missing and pickles:
+        raise fail(f"{path}: pickles are refused", f"it has {', '.join(pickles)}; a pickle runs any code that is in it",
+                   fix="convert it on a machine that may run that: PeftModel.from_pretrained(model, a)"
+                       ".save_pretrained(b)")  # fmt: skip
+    fix = f"one of the folders in it: {', '.join(inside)}" if inside else "give a folder of adapters"
+    raise fail(f"{path}: has no {' and no '.join(missing)}", f"it holds {', '.join(names) or 'nothing'}", fix=fix)
+
+
+def write_folder(
+    folder: StrPath, leaves: Sequence[Any], contents: Callable[[], tuple[list[OutputTensor], Mapping[str, Any]]],
+    like: StrPath | None,
+) -> None:  # fmt: skip
+    """Write a folder of adapters, all at once: `contents` returns the tensors and the contents of the config."""
+
+    def as_bytes() -> tuple[list[OutputTensor], bytes]:
+        out, config = contents()
+        try:
+            return out, json.dumps(config, indent=2, sort_keys=True).encode()
+        except (TypeError, ValueError) as e:
+            raise fail(f"write: {CONFIG} is not JSON", str(e),
+                       fix="numbers, strings, booleans, None, lists and dicts") from e  # fmt: skip
+
+    write_files(folder, leaves, as_bytes, lambda: carried_files({}, like), names=(CONFIG, WEIGHTS))
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a config as JSON has it: sets as sorted lists, members of an enum as their values."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(plain, value))
+    if isinstance(value, (list, tuple)):
+        return list(map(plain, value))
+    return getattr(value, "value", value)

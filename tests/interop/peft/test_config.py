@@ -1,0 +1,120 @@
+"""`adapter_config.json`: what each of its fields means, by peft itself, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fshard as fs
+from fshard.interop.peft.config import DEFAULT_TARGETS, config_fields, selects, value_for
+
+peft = pytest.importorskip("peft")
+from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402
+from peft.utils import constants  # noqa: E402
+from peft.utils.other import get_pattern_key  # noqa: E402
+
+FILE = Path("adapter_config.json")
+NAMES = [
+    f"{top}{stack}.{i}.{rest}"
+    for top in ("", "model.", "a.model.", "base.3.")
+    for stack in ("layers", "encoder.layer", "h")
+    for i in (0, 1, 2, 11, 12)
+    for rest in ("attn.q_proj", "attn.c_attn", "mlp.experts.1.up", "q_proj", "1.q_proj", "layers.2.q_proj")
+] + ["q_proj", "lm_head", "model.q_proj", "h.q_proj", "xq_proj", "a.xq_proj", "2.q_proj", "a.2.q_proj"]
+
+
+def fields(**changes: Any) -> dict[str, Any]:
+    contents = {"peft_type": "LORA", "target_modules": ["q_proj"], **changes}
+    return config_fields(FILE, contents, [])
+
+
+def error_text(**changes: Any) -> str:
+    with pytest.raises(fs.ShardingError) as e:
+        fields(**changes)
+    return str(e.value)
+
+
+@pytest.mark.parametrize("layers", [1, [1], [0, 2], [11, 12]])
+@pytest.mark.parametrize(
+    "patterns", [None, "layers", ["layers"], ["h", "layers"], ["encoder.layer", "experts"], "l.*s"]
+)
+@pytest.mark.parametrize(
+    "targets", [["q_proj"], ["attn.q_proj", "up"], ["1.q_proj"], ["h.1.q_proj", "h.2.attn.q_proj"]]
+)
+def test_layers_to_transform_chooses_the_modules_that_peft_chooses(targets: Any, layers: Any, patterns: Any) -> None:
+    contents = {"target_modules": targets, "layers_to_transform": layers, "layers_pattern": patterns}
+    theirs = peft.LoraConfig(**contents)
+    ours = config_fields(FILE, {"peft_type": "LORA", **contents}, NAMES)["targets"]
+    assert list(ours) == [name for name in NAMES if check_target_module_exists(theirs, name)]
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["h.1.attn.q_proj"], r".*\.[02]\..*q_proj", r"q_proj", ["proj"]])
+def test_targets_are_exact_names_ends_or_a_whole_regular_expression_as_in_peft(targets: Any) -> None:
+    theirs = peft.LoraConfig(target_modules=targets)
+    assert [selects(targets, n) for n in NAMES] == [bool(check_target_module_exists(theirs, n)) for n in NAMES]
+
+
+@pytest.mark.parametrize("patterns", [{"q_proj": 1, "h.0.attn.q_proj": 2}, {"^q_proj": 3, ".*": 4}, {"proj": 5}])
+def test_rank_of_a_module_is_that_of_the_first_pattern_as_in_peft(patterns: dict[str, int]) -> None:
+    for name in NAMES:
+        assert value_for(patterns, name, 8) == patterns.get(get_pattern_key(patterns, name), 8)
+
+
+def test_default_targets_are_those_of_peft() -> None:
+    table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    assert {kind: list(names) for kind, names in DEFAULT_TARGETS.items()} == {k: table[k] for k in DEFAULT_TARGETS}
+    contents = {"peft_type": "LORA", "target_modules": None}
+    assert config_fields(FILE, contents, [], model_type="t5", prefix="")["targets"] == ("q", "v")
+
+
+def test_every_field_of_peft_is_known_and_its_default_is_accepted() -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    fields(**{k: v for k, v in config.to_dict().items() if k not in ("peft_type", "target_modules", "runtime_config")})
+    for field in dataclasses.fields(peft.LoraConfig):
+        if field.name not in ("runtime_config", "peft_type"):
+            assert "not a field of LoRA" not in error_text(**{"r": -1, "bias": "", field.name: object()})
+
+
+def test_fields_of_other_methods_and_unknown_fields_are_named_all_at_once() -> None:
+    text = error_text(use_qalora=True, lora_bias=True, layer_replication=[[0, 2]], trainable_token_indices=[1],
+                      target_parameters=["w"], loftq_config={"loftq_bits": 4}, eva_config={"rho": 2.0}, r=0,
+                      bias="some", new_field=1, another=None, lora_dropout=1.0, rank_pattern={"q": "3"})  # fmt: skip
+    for name in ("use_qalora", "lora_bias", "layer_replication", "trainable_token_indices", "target_parameters",
+                 "loftq_config", "eva_config", "r", "bias", "new_field", "lora_dropout", "rank_pattern"):  # fmt: skip
+        assert re.search(rf"^adapter_config.json: {name} is ", text, re.MULTILINE), name
+    assert "another" not in text
+    assert text.startswith("12 problems")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', and not 'LORA'"),
+        ({"target_modules": None}, "target_modules is null, and there is no default for the model type None"),
+        (
+            {"target_modules": "q.*", "layers_to_transform": [1]},
+            "layers_to_transform is [1], and target_modules a regul",
+        ),
+        ({"layers_pattern": "h"}, "layers_pattern is 'h', without layers_to_transform"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the weights of"),
+        ({"init_lora_weights": "eva"}, "init_lora_weights is 'eva', and only true, false and 'gaussian'"),
+        ({"target_modules": "(q"}, "'(q' is not a regular expression"),
+        ({"alpha_pattern": {"[": 3}}, "'[' is not a regular expression"),
+        ({"r": True}, "r is True"),
+    ],
+)
+def test_config_that_has_no_meaning_here_is_an_error(changes: dict[str, Any], text: str) -> None:
+    assert f"adapter_config.json: {text}" in error_text(**changes)
+
+
+def test_prefix_that_names_may_lack_is_optional_in_an_expression() -> None:
+    contents = {"peft_type": "LORA", "target_modules": r"h\.\d+\.q", "exclude_modules": r"h\.1\.q"}
+    found = config_fields(FILE, contents, [], prefix="transformer.")
+    assert selects(found["targets"], "transformer.h.0.q")
+    assert selects(found["targets"], "h.0.q")
+    assert selects(found["exclude"], "transformer.h.1.q")
+    assert not selects(found["exclude"], "transformer.h.0.q")

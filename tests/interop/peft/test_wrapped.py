@@ -1,0 +1,124 @@
+"""Adapters of modules that peft has wrapped, in peft's files: the files of `save_pretrained`, from any mesh."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fshard as fs
+from fshard import P
+from tests.interop.defer.test_defer_peft import gpt2, llama, peft, tuned
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# As many keys of the file as there are kinds of leaves: layers, trained copies, prompts, leaves that layers share.
+METHODS = [("LoRA and a trained head", "llama"), ("IA3", "gpt2"), ("prompt tuning", "gpt2"), ("prefix tuning", "llama"),
+           ("RandLoRA", "llama")]  # fmt: skip
+MORE = [("DoRA", "llama"), ("LoKr", "llama"), ("VeRA", "gpt2"), ("trainable tokens", "gpt2"), ("LNTuning", "gpt2"),
+        ("adaption prompt", "llama"), ("AdaLoRA", "llama"), ("IA3", "t5")]  # fmt: skip
+
+
+def error_text(f: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(fs.ShardingError) as e:
+        f(*args, **kwargs)
+    return str(e.value)
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    out = json.loads((folder / "adapter_config.json").read_text())
+    return {k: sorted(v) if isinstance(v, list) else v for k, v in out.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "base"), [*METHODS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
+def test_folder_of_a_wrapped_module_is_that_of_peft_from_a_mesh(method: str, base: str, tmp_path: Path) -> None:
+    apply, tree = fs.defer(functools.partial(tuned, method, base))
+    module = tuned(method, base)
+    with torch.no_grad():  # no leaf has the value of its constructor
+        for p in module.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    module.save_pretrained(tmp_path / "theirs")
+    read = fs.peft.weights(tmp_path / "theirs", tree, of=apply)
+    mesh = fs.make_mesh(data=3)
+    placed = fs.materialize(read, fs.fully_shard(P(), tree, axis="data"), mesh, key=fs.key(0))
+    fs.peft.save_module(tmp_path / "ours", placed, of=apply)
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        torch.testing.assert_close(ours[name], x, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+    assert config_in(tmp_path / "ours") == config_in(tmp_path / "theirs")
+    full = fs.device_get(placed)
+    want = {"params": dict(module.named_parameters()), "buffers": dict(module.named_buffers())}
+    trained = [n for n, p in module.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(torch.equal(full["params"][n], want["params"][n]) for n in trained)
+
+
+def test_one_of_several_adapters_is_written_and_read_by_its_name(tmp_path: Path) -> None:
+    def build() -> Any:
+        module = peft.get_peft_model(gpt2(), peft.LoraConfig(r=2, target_modules=["c_attn"]))
+        module.add_adapter("other", peft.LoraConfig(r=3, target_modules=["mlp.c_fc"], init_lora_weights=False))
+        return module
+
+    apply, tree = fs.defer(build)
+    module = build()
+    module.save_pretrained(tmp_path / "theirs")
+    mesh = fs.make_mesh(data=2)
+    read = fs.peft.weights(tmp_path / "theirs" / "other", tree, of=apply, adapter="other")
+    placed = fs.materialize(read, P(), mesh, key=fs.key(0))
+    fs.peft.save_module(tmp_path / "ours", placed, of=apply, adapter="other")
+    ours, theirs = (load_file(p / "adapter_model.safetensors") for p in (tmp_path / "ours", tmp_path / "theirs/other"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(x, ours[n]) for n, x in theirs.items())
+    text = error_text(fs.peft.save_module, tmp_path / "new", placed, of=apply, adapter="third")
+    assert text == "peft: the module has no adapter 'third'\n  fix: one of default, other"
+
+
+def test_folder_that_does_not_fit_the_module_is_an_error_with_every_difference(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=4)
+    peft.get_peft_model(llama(), config).save_pretrained(tmp_path / "a")
+    other = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], lora_alpha=5)
+    apply, tree = fs.defer(lambda: peft.get_peft_model(llama(), other))
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({**tensors, name: torch.ones(3, 64), "extra": torch.ones(1)}, file)
+    text = error_text(fs.peft.weights, tmp_path / "a", tree, of=apply)
+    for part in ("lora_alpha is not that of the module\n  folder  4    module  5", "target_modules is not that",
+                 f"{name!r} has another shape", "'extra' is not part of the adapters",
+                 "up_proj.lora_A.weight' is missing",
+                 "fix: the config that peft.PeftConfig.from_pretrained"):  # fmt: skip
+        assert part in text, part
+
+
+def test_module_and_folder_of_another_kind_are_errors(tmp_path: Path) -> None:
+    apply, tree = fs.defer(lambda: torch.nn.Linear(2, 3))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    text = error_text(fs.peft.weights, tmp_path, tree, of=apply)
+    assert text.startswith(f"{tmp_path}: has no adapter_model.safetensors\n  it holds adapter_config.json")
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    assert "pickles are refused\n  it has adapter_model.bin" in error_text(fs.peft.weights, tmp_path, tree, of=apply)
+    assert "there is no such folder" in error_text(fs.peft.weights, tmp_path / "none", tree, of=apply)
+    (tmp_path / "outer" / "first").mkdir(parents=True)
+    (tmp_path / "outer" / "first" / "adapter_config.json").write_text("{}")
+    text = error_text(fs.peft.weights, tmp_path / "outer", tree, of=apply)
+    assert text.endswith("it holds first\n  fix: one of the folders in it: first")
+    assert "is not a module that peft has wrapped" in error_text(fs.peft.save_module, tmp_path, tree, of=apply)
+    apply, tree = fs.defer(functools.partial(tuned, "P-tuning", "gpt2"))
+    text = error_text(fs.peft.save_module, tmp_path / "new", tree, of=apply)
+    assert text.startswith("peft: the prompt is computed by an encoder")
+    assert not (tmp_path / "new").exists()
+    apply, tree = fs.defer(functools.partial(tuned, "LoRA", "gpt2"))
+    text = error_text(fs.peft.save_module, tmp_path / "new", tree, of=apply)
+    assert "is only described, and has no values" in text
+    assert not (tmp_path / "new").exists()
+    assert "'base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight' is missing" in error_text(
+        fs.peft.save_module, tmp_path / "new", {"params": {}, "buffers": {}}, of=apply
+    )
