@@ -20,8 +20,7 @@ from .collectives import (
 from .errors import ShardingError
 from .grad import accumulate, grad, value_and_grad
 from .init import Deferred
-from .interop import accelerate
-from .interop import peft
+from .interop import accelerate, peft
 from .interop.defer import defer
 from .mesh import Mesh, make_mesh
 from .partition import combine, partition
