@@ -410,15 +410,24 @@ def _block(
     h = run.enter(x, attn["norm"])
     q, k, v = (project_heads(h, attn[name]) for name in "qkv")  # each [B, H@model, T, K]
     k, v, own = append_to_cache(k, v, run.tokens, own)
-    x = x + run.attention(q, KeyValues(k, v), bias, attn, key, "attn")
+    x = _finite(x + run.attention(q, KeyValues(k, v), bias, attn, key, "attn"))
 
     if "cross" in p:
         q = project_heads(run.enter(x, p["cross"]["norm"]), p["cross"]["q"])
         if cross is None:
             cross = KeyValues(*(project_heads(rest[-1], p["cross"][name]) for name in "kv"))
-        x = x + run.attention(q, cross, run.source_attended, p["cross"], key, "cross")
+        x = _finite(x + run.attention(q, cross, run.source_attended, p["cross"], key, "cross"))
 
-    return (x + run.mlp(x, p["mlp"], key), *rest), (own, cross)
+    return (_finite(x + run.mlp(x, p["mlp"], key)), *rest), (own, cross)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """The stream with the largest numbers of float16 for infinities, which a pretrained T5 reaches in this dtype.
+
+    In transformers one infinity lowers this bound by 1000 for the whole batch, here it does not depend on the others.
+    """
+    largest = torch.finfo(torch.float16).max
+    return x.clamp(-largest, largest) if x.dtype == torch.float16 else x
 
 
 @checked
