@@ -175,8 +175,9 @@ class Apply:
 
         `fs.defer(constructor, units=...)` chooses the units. `prefetch` of them are gathered while one computes, in
         forward those defined next, in backward those called before; gradients are summed over the ranks while the
-        units before compute theirs. Leaves outside of units, or used by several, are gathered once and kept: without
-        units, all leaves. A leaf that is used outside of its unit's forward is an error that names both.
+        units before compute theirs. A leaf that several units use (a tied embedding and head) is gathered by each of them.
+        Leaves that are not only in units are gathered once and kept: without units, all leaves. A leaf that is used
+        outside of its unit's forward is an error that names both.
 
         All ranks must call the same units in the same order, and differentiate the same of them. In a compiled program,
         and under a transform of torch.func, it is the definition: same numbers, without release. So is a unit with a

@@ -92,17 +92,27 @@ def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: s
 
 
 def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Place]) -> dict[str, tuple[str, ...]]:
-    """Return the names of each unit's parameters: each is in the innermost unit that has all places of the leaf."""
+    """Return the names of each unit's parameters: each is in the innermost unit that has all places of the leaf.
+
+    A leaf that no unit has alone is in the innermost unit of each of its places, if all are in units.
+    """
     holders = {name: {id(m._parameters) for m in module.get_submodule(name).modules()} for name in names}
     of_leaf: dict[str, set[int]] = {}
     for p in places:
         if p.kind == "params":
             of_leaf.setdefault(p.leaf, set()).add(id(p.holder))
+
+    def innermost(at: set[int]) -> str | None:
+        around = [name for name in names if at <= holders[name]]
+        return min(around, key=lambda name: len(holders[name])) if around else None
+
     out: dict[str, list[str]] = {name: [] for name in names}
     for leaf, at in of_leaf.items():
-        around = [name for name in names if at <= holders[name]]
-        if around:
-            out[min(around, key=lambda name: len(holders[name]))].append(leaf)
+        alone = innermost(at)
+        found = {innermost({holder}) for holder in at} if alone is None else {alone}
+        for name in names if None not in found else ():
+            if name in found:
+                out[name].append(leaf)
     return {name: tuple(leaves) for name, leaves in out.items()}
 
 
@@ -259,18 +269,17 @@ class UnshardedByUnit:
         specs: Any = tree.unflatten(tree.structure(named), flat)
         units = self._units(here, params, specs)
         in_units = {leaf for name in units for leaf in apply.units[name]}
+        in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
         root = [leaf for leaf in named if leaf not in in_units]
         whole = self._whole({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
         whole_buffers = self._whole_buffers(buffers)
         placeholders = {}
         for name, unit in units.items():
             for leaf, part, x in zip(apply.units[name], unit.plan.slices, unit.shards, strict=True):
-                key = (
-                    leaf,
-                    x.shape if part is None else part.shape,
-                    x.dtype if part is None else part.dtype,
-                    here.device,
-                )
+                if leaf not in in_units:
+                    continue
+                shaped = x if part is None else part
+                key = (leaf, shaped.shape, shaped.dtype, here.device)
                 if key not in self._placeholders:
                     self._placeholders[key] = Placeholder.of(name, *key)
                 placeholders[leaf] = self._placeholders[key]
