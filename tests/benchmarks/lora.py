@@ -1,8 +1,9 @@
 """Adapters beside FSDP2 with peft: `python -m tests.benchmarks.lora [--only NAME ...] [--repeats 9]`.
 
-T5, GPT-2 and Llama train LoRA of rank 8 on their attention beside a frozen, sharded base, in two processes over gloo:
-the module of peft through `fully_shard` of each block and then of the model, the same through `fs.defer(units=)`, and the
-model of fshard with `fs.lora`. Same values, batches and fused AdamW. README.md in this folder describes the report.
+T5, GPT-2 and Llama train LoRA of rank 8 on their attention, beside a frozen and sharded base, in two processes over
+gloo: the module of peft through `fully_shard` of each block and then of the model; the same through
+`fs.defer(units=)`; and the model of fshard with `fs.lora`. Same values, batches and fused AdamW. README.md in this
+folder describes the report.
 """
 
 from __future__ import annotations
