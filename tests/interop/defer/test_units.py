@@ -260,7 +260,7 @@ def test_every_schedule_has_the_numbers_of_the_definition_and_of_one_device(name
         apply, specs, params = placed(*MODULES[name], mesh)
         want = step_of(plain(apply, specs), mesh, specs)(params, IDS)
         assert_same(want, dense(MODULES[name][0], list(IDS.chunk(mesh.axes["data"]))), rtol=2e-5, atol=1e-7)
-        # The sums of a unit that is called twice, or of two that share a leaf, are added after the ranks' sum, not before.
+        # Sums of a unit that is called twice, or of two that share a leaf, are added after the ranks' sum, not before.
         added = ("again", "called twice", "nested", "partial", "shared", "tied")
         tolerance = {"rtol": 2e-6, "atol": 1e-7} if any(word in name for word in added) else {}
         for how in {1: HOWS[1:2], 2: HOWS, 4: HOWS[:2]}[axes["data"]]:
@@ -570,13 +570,14 @@ def test_choice_of_units() -> None:
     assert units(3 * (norm + up + down)) == []  # `blocks` has no forward, and all others are the module's own
     # A leaf that two units share is in both, unless a place of it is in none; or in the unit around both.
     apply, _ = defer(Universal, units="Block")
-    assert "blocks.0.up.weight" in apply.units["blocks.0"] and "blocks.0.up.weight" in apply.units["blocks.1"]
+    assert all("blocks.0.up.weight" in apply.units[name] for name in ("blocks.0", "blocks.1"))
     assert defer(Universal, units="blocks.1")[0].units["blocks.1"][-3:] == tuple(
         f"blocks.1.{name}" for name in ("up.bias", "down.weight", "down.bias")
     )
     assert defer(Stack, units="head")[0].units == {"head": ()}
     around = defer(lambda: nn.Sequential(Stack()), units=("0", "**.head", "**.embed"))[0].units
-    assert around["0.head"] == () and "0.embed.weight" in around["0"]
+    assert around["0.head"] == ()
+    assert "0.embed.weight" in around["0"]
     apply, _ = defer(Nested, units=("Block", "Outer"))
     assert len(apply.units["blocks.1"]) == len(apply.units["blocks.1.inner"]) == 6
 
