@@ -121,48 +121,6 @@ def shapes_of(named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: SimpleNamespace(shape=tuple(x.shape)) for name, x in named.items()}
 
 
-# --- leaves of a unit outside of its forward ------------------------------------------------------------------
-
-_ALLOWED = frozenset({
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__, Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
-    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__,
-    torch.is_floating_point, torch.is_complex, torch.numel,
-})  # fmt: skip
-
-
-class Placeholder(Tensor):
-    """A leaf of a unit outside of the unit's forward: it has a shape, a dtype and a device, and no values."""
-
-    leaf: str
-    unit: str
-    _device: torch.device
-
-    @staticmethod
-    def of(unit: str, leaf: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Placeholder:
-        with without_modes():  # of a dry run, whose fake tensors have no subclass
-            out = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Placeholder)
-        out.leaf, out.unit, out._device = leaf, unit, device
-        return out
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._device
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<{self.leaf} of unit {self.unit}>"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ALLOWED:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        x = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, Placeholder))
-        raise fail(f"{x.leaf!r} of unit {x.unit!r} is used outside of the unit's forward, "
-                   f"by {getattr(func, '__name__', func)}", "it is gathered only while the unit runs",
-                   fix=f"leave {x.unit!r} out of units=, or choose the module that uses the leaf there")  # fmt: skip
-
-
 # --- the forward of units -------------------------------------------------------------------------------------
 
 
