@@ -61,6 +61,12 @@ class Placeholder(StandIn):
 
     unit: str
 
+    @staticmethod
+    def of(unit: str, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Placeholder:
+        out = Placeholder.like(leaf, shape, dtype, device)
+        out.unit = unit
+        return out
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<{self.leaf} of unit {self.unit}>"
 

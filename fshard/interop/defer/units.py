@@ -13,15 +13,17 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard._comm import Axis, Region, region
-from fshard._torch_compat import in_transform, without_modes
+from fshard._torch_compat import in_transform
 from fshard.errors import fail, must_be, raise_all
 from fshard.schedule.buckets import plan_buckets
 from fshard.schedule.recompute import refuse_saved_tensor_hooks
 from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
-from fshard.schedule.unshard import routes, unshard
+from fshard.schedule.unshard import Route, placements, routes, unshard
 from fshard.spec import P, is_spec, matches
+from fshard.weight import is_weight
 
 from .module_leaves import Named, Place
+from .stand_ins import Placeholder, in_module
 
 if TYPE_CHECKING:
     from .functional_module import Apply
@@ -125,6 +127,12 @@ def shapes_of(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
+Fill = Callable[[str, Sequence[Tensor]], Sequence[Any]]  # (unit, its gathered tensors) -> its leaves
+
+
+def as_they_are(unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
+    """Return the tensors of a unit none of whose leaves is a `Weight`: its leaves."""
+    return tensors
 
 
 def unwatched(leaves: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -135,12 +143,13 @@ def unwatched(leaves: Mapping[str, Tensor]) -> contextlib.AbstractContextManager
 class UnitForwards:
     """The forwards of the units in one copy of a module, which run by the schedule of the call that is running."""
 
-    __slots__ = ("_original", "_places", "calls", "keep", "replaced", "watch")
+    __slots__ = ("_original", "_places", "calls", "fill", "keep", "replaced", "watch")
 
     def __init__(self, module: nn.Module, units: Mapping[str, Sequence[str]], places: Sequence[Place]) -> None:
         self.calls: Any = None  # None: a call with whole leaves
         self.keep: Callable[[str], Any] = str
         self.watch: Watch = unwatched
+        self.fill: Fill = as_they_are
         self.replaced: list[str] = []  # parameters that the forward of a unit has replaced
         self._original: dict[str, Callable[..., Any]] = {}
         by_leaf: dict[str, list[Place]] = {}
@@ -159,15 +168,17 @@ class UnitForwards:
         keep = functools.partial(self.keep, name)
         return self.calls.run(name, functools.partial(self.run, name), args, kwargs, keep)
 
-    def run(self, name: str, leaves: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run the forward of a unit with these leaves."""
+    def run(self, name: str, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run the forward of a unit with the leaves that these tensors are."""
         places = self._places[name]
+        given = {ps[0].leaf: x for ps, x in zip(places, self.fill(name, tensors), strict=True)}
+        leaves = list(in_module(given).values())
         outside = [[p.holder[p.key] for p in ps] for ps in places]
         for ps, x in zip(places, leaves, strict=True):
             for p in ps:
                 p.holder[p.key] = x
         try:
-            with self.watch({ps[0].leaf: x for ps, x in zip(places, leaves, strict=True)}):
+            with self.watch(given):
                 return self._original[name](*args, **kwargs)
         finally:
             for ps, xs, own in zip(places, outside, leaves, strict=True):
@@ -223,8 +234,8 @@ class UnshardedByUnit:
         if not apply.units or torch.compiler.is_dynamo_compiling() or in_transform():
             return apply.run(self._whole(named, self._specs), self._whole_buffers(buffers), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
-        flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec)
-        specs: Any = tree.unflatten(tree.structure(named), flat)
+        flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
+        specs: Any = tree.unflatten(tree.flatten(named, is_weight)[1], flat)
         units = self._units(here, params, specs)
         in_units = {leaf for name in units for leaf in apply.units[name]}
         in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
@@ -233,19 +244,28 @@ class UnshardedByUnit:
         whole_buffers = self._whole_buffers(buffers)
         placeholders = {}
         for name, unit in units.items():
-            for leaf, part, x in zip(apply.units[name], unit.plan.slices, unit.shards, strict=True):
-                if leaf not in in_units:
-                    continue
-                shaped = x if part is None else part
-                key = (leaf, shaped.shape, shaped.dtype, here.device)
+            wholes = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
+            for leaf in apply.units[name]:
+                x = params[leaf]
+                whole_leaf = tree.map(lambda _, wholes=wholes: next(wholes), x) if is_weight(x) else next(wholes)
+                key = (leaf, whole_leaf.shape, whole_leaf.dtype, here.device)
                 if key not in self._placeholders:
                     self._placeholders[key] = Placeholder.of(name, *key)
-                placeholders[leaf] = self._placeholders[key]
-        shards = [params[leaf] for name in units for leaf in apply.units[name]]
+                if leaf in in_units:
+                    placeholders[leaf] = self._placeholders[key]
+        shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
-        result = apply.run(whole, whole_buffers, args, kwargs, calls, placeholders)
+        result = apply.run(whole, whole_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
         calls.end()
         return result
+
+    def _fill(self, units: Mapping[str, Unit], params: Named) -> Fill:
+        """Return the function that makes the leaves of a unit of its gathered tensors."""
+        if not any(map(is_weight, params.values())):
+            return as_they_are
+        structures = {name: tree.structure([params[leaf] for leaf in self._apply.units[name]]) for name in units}
+
+        return lambda name, tensors: tree.unflatten(structures[name], tensors)
 
     def _whole(self, params: dict[str, Tensor], specs: Any) -> Any:
         shapes = {name: self._shapes[name] for name in params}
@@ -258,10 +278,13 @@ class UnshardedByUnit:
         """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""
         out = {}
         for name, names in self._apply.units.items():
-            xs, found = [params[leaf] for leaf in names], []
-            for leaf, x in zip(names, xs, strict=True):
-                verb, shape = f"apply.unshard: params[{leaf!r}]", tuple(self._shapes[leaf].shape)
-                found += routes(verb, here, [x], [specs[leaf]], self._axis, [shape])
+            xs: list[Tensor] = []
+            found: list[Route] = []
+            for leaf in names:
+                verb, own = f"apply.unshard: params[{leaf!r}]", tree.leaves(params[leaf])
+                parts, sizes = placements(verb, params[leaf], specs[leaf], self._shapes[leaf])
+                found += routes(verb, here, own, parts, self._axis, sizes)
+                xs += own
             plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
             if plan is not None:
                 out[name] = Unit.of(xs, plan)
