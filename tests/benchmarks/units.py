@@ -1,26 +1,26 @@
 """Modules of transformers gathered by block, beside FSDP2: `python -m tests.benchmarks.units [--only NAME ...]`.
 
-T5 (all leaves, and peft's LoRA), GPT-2 and Llama train in two processes over gloo, through `fs.defer(units=)` and
-through `fully_shard` of each block and then of the model; same values, batches, dtypes and fused AdamW. README.md in
-this folder says how to read the report.
+T5, GPT-2 and Llama train in two processes over gloo, through `fs.defer(units=)` and through `fully_shard` of each block
+and then of the model; same values, batches, dtypes and fused AdamW. README.md in this folder says how to read the
+report. `lora` is the same for adapters.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import peft
 import torch
 import torch.distributed as dist
 import transformers as hf
@@ -45,6 +45,7 @@ MIXED = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 Step = Callable[[int], Tensor]  # from its number to the loss
 Built = tuple[Step, int]  # and the bytes of this rank's shards: parameters, and both moments of those that train
+Builders = Mapping[str, Callable[[], Built]]
 
 
 @dataclass(frozen=True)
@@ -60,34 +61,29 @@ class Model:
     remat: bool = False
 
 
-def _t5() -> nn.Module:
+def t5() -> nn.Module:
     config = hf.T5Config(vocab_size=4096, d_model=512, d_kv=64, d_ff=1024, num_layers=6, num_heads=8, dropout_rate=0.0,
                          decoder_start_token_id=0, pad_token_id=0, use_cache=False)  # fmt: skip
     return hf.T5ForConditionalGeneration(config)
 
 
-def _t5_lora() -> nn.Module:
-    return peft.get_peft_model(_t5(), peft.LoraConfig(r=8, lora_dropout=0.0, target_modules=["q", "v"]))  # type: ignore[arg-type]
-
-
-def _gpt2() -> nn.Module:
+def gpt2() -> nn.Module:
     config = hf.GPT2Config(vocab_size=4096, n_embd=512, n_layer=6, n_head=8, n_positions=256, use_cache=False,
                            embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)  # fmt: skip
     return hf.GPT2LMHeadModel(config)
 
 
-def _llama() -> nn.Module:
+def llama() -> nn.Module:
     config = hf.LlamaConfig(vocab_size=4096, hidden_size=512, intermediate_size=1376, num_hidden_layers=6,
                             num_attention_heads=8, num_key_value_heads=4, use_cache=False)  # fmt: skip
     return hf.LlamaForCausalLM(config)
 
 
 MODELS = {
-    "t5": Model(_t5, "T5Block"),
-    "t5 lora": Model(_t5_lora, "T5Block"),
-    "gpt2": Model(_gpt2, "GPT2Block", tokens=256),
-    "llama": Model(_llama, "LlamaDecoderLayer", tokens=256),
-    "llama mixed": Model(_llama, "LlamaDecoderLayer", tokens=256, mixed=True),
+    "t5": Model(t5, "T5Block"),
+    "gpt2": Model(gpt2, "GPT2Block", tokens=256),
+    "llama": Model(llama, "LlamaDecoderLayer", tokens=256),
+    "llama mixed": Model(llama, "LlamaDecoderLayer", tokens=256, mixed=True),
 }
 
 
@@ -160,12 +156,9 @@ def units_step(model: Model) -> Built:
     return step, 3 * nbytes(state["params"]) + nbytes(frozen)
 
 
-STEPS = {"fsdp2": fsdp2_step, "units": units_step}
-
-
-def timed(name: str, repeats: int) -> dict[str, Any]:
-    """Seconds and losses of both steps, run in turn; warm-up and one more round are not counted."""
-    steps = {one: build(MODELS[name])[0] for one, build in STEPS.items()}
+def timed(builders: Builders, repeats: int) -> dict[str, Any]:
+    """Seconds and losses of all steps, run in turn; warm-up and one more round are not counted."""
+    steps = {one: build()[0] for one, build in builders.items()}
     losses = {one: [float(step(i)) for i in range(WARMUP)] for one, step in steps.items()}
     seconds: dict[str, list[float]] = {one: [] for one in steps}
     for i in range(WARMUP, WARMUP + 1 + repeats):
@@ -180,7 +173,7 @@ def timed(name: str, repeats: int) -> dict[str, Any]:
     return {"seconds": seconds, "losses": losses}
 
 
-def live(name: str, one: str) -> dict[str, int]:
+def live(build: Callable[[], Built]) -> dict[str, int]:
     """The bytes live in tensors at a step's peak, above this rank's shards: parameters and both moments; what it sends.
 
     Not above the bytes at the start of the step, which depend on what the step before left.
@@ -190,7 +183,7 @@ def live(name: str, one: str) -> dict[str, int]:
 
     def setup() -> Callable[[], object]:
         nonlocal shards
-        step, shards = STEPS[one](MODELS[name])
+        step, shards = build()
         count = iter(range(100))
         return lambda: step(next(count))
 
@@ -200,53 +193,67 @@ def live(name: str, one: str) -> dict[str, int]:
             "transfers": len(cost.transfers)}  # fmt: skip
 
 
-def report(name: str, repeats: int, measures: list[str]) -> dict[str, Any]:
-    """Measure one model and print it."""
-    out: dict[str, Any] = {}
+def report(name: str, builders: Builders, limits: Mapping[str, float], repeats: int,
+           measures: list[str]) -> dict[str, Any]:  # fmt: skip
+    """Measure the steps of one model, and print them; the ratios are of each to the first."""
+    out: dict[str, Any] = {one: {} for one in builders}
+    first, *others = builders
     print(f"\n{name}", flush=True)
     if "time" in measures:
-        rows = run_on_ranks(2, timed, name, repeats)
-        seconds = {one: [max(ts) for ts in zip(*(r["seconds"][one] for r in rows), strict=True)] for one in STEPS}
-        mean = {one: [sum(xs) / 2 for xs in zip(*(r["losses"][one] for r in rows), strict=True)] for one in STEPS}
-        out["time"], out["of medians"] = ratios(seconds["units"], seconds["fsdp2"])
-        out["difference"] = distance(mean["units"], mean["fsdp2"])
-        out["seconds"] = seconds
+        rows = run_on_ranks(2, timed, builders, repeats)
+        seconds = {one: [max(ts) for ts in zip(*(r["seconds"][one] for r in rows), strict=True)] for one in builders}
+        mean = {one: [sum(xs) / 2 for xs in zip(*(r["losses"][one] for r in rows), strict=True)] for one in builders}
         for one, times in seconds.items():
-            x = spread(times)
-            print(f"  {one:8} seconds: median {x['median']:.3f}, least {x['least']:.3f}, most {x['most']:.3f}")
-        print(f"  ratio {out['time']:.3f} (of medians {out['of medians']:.3f}), at most {LIMITS['time']}; "
-              f"losses differ by {out['difference']:.1e}")  # fmt: skip
+            x = out[one]["seconds"] = spread(times)
+            print(f"  {one:12} seconds: median {x['median']:.3f}, least {x['least']:.3f}, most {x['most']:.3f}")
+        for one in others:
+            time, of_medians = ratios(seconds[one], seconds[first])
+            out[one] |= {"time": time, "of medians": of_medians, "difference": distance(mean[one], mean[first])}
+            print(f"  {one:12} time {time:.3f} of {first} (of medians {of_medians:.3f}), at most {limits['time']}; "
+                  f"losses differ by {out[one]['difference']:.1e}")  # fmt: skip
     if "live" in measures:
-        for one in STEPS:
-            cells = run_on_ranks(2, live, name, one)
-            out[one] = {k: max(r[k] for r in cells) for k in cells[0]}
-            shown = ", ".join(f"{k} {x / MIB:.1f} MiB" for k, x in out[one].items() if k != "transfers")
-            print(f"  {one:8} {shown}, {out[one]['transfers']} transfers")
-        out["live"] = out["units"]["above"] / out["fsdp2"]["above"]
-        print(f"  ratio of the peaks above the shards {out['live']:.3f}, at most {LIMITS['live']}")
+        for one, build in builders.items():
+            cells = run_on_ranks(2, live, build)
+            out[one] |= {k: max(r[k] for r in cells) for k in cells[0]}
+            shown = ", ".join(f"{k} {out[one][k] / MIB:.1f} MiB" for k in cells[0] if k != "transfers")
+            print(f"  {one:12} {shown}, {out[one]['transfers']} transfers")
+        for one in others:
+            out[one]["live"] = out[one]["above"] / out[first]["above"]
+            print(f"  {one:12} peak above the shards {out[one]['live']:.3f} of {first}, at most {limits['live']}")
     sys.stdout.flush()
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the report; the exit status is 0 if the losses agree, even if a limit was missed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.units", description=__doc__)
+def run(argv: list[str] | None, doc: str | None, found: Callable[[str, int, list[str]], dict[str, Any]],
+        losses: Mapping[str, float]) -> int:  # fmt: skip
+    """Print the report of each model; the exit status is 0 if the losses agree, even if a limit was missed."""
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--only", nargs="+", choices=losses, default=list(losses))
     parser.add_argument("--repeats", type=int, default=9, help="counted rounds")
     parser.add_argument("--measure", nargs="+", choices=LIMITS, default=list(LIMITS))
     args = parser.parse_args(argv)
-    print(f"torch {torch.__version__}, transformers {hf.__version__}, peft {peft.__version__}, 2 processes, "
-          f"1 thread each, load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(f"torch {torch.__version__}, transformers {hf.__version__}, 2 processes, 1 thread each, "
+          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
     gc.freeze()
-    found = {name: report(name, args.repeats, args.measure) for name in args.only}
+    figures = {name: found(name, args.repeats, args.measure) for name in args.only}
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
-    wrong = [name for name, x in found.items()
-             if not x.get("difference", 0.0) <= LOSSES["bfloat16" if MODELS[name].mixed else "float32"]]  # fmt: skip
-    for name in wrong:
-        print(f"PROBLEM: {name}: the losses differ by {found[name]['difference']:.1e}")
+        args.json.write_text(json.dumps(figures, indent=1))
+    wrong = [(name, one, x["difference"]) for name, steps in figures.items() for one, x in steps.items()
+             if not x.get("difference", 0.0) <= losses[name]]  # fmt: skip
+    for name, one, difference in wrong:
+        print(f"PROBLEM: {name}: the losses of {one} differ by {difference:.1e}")
     return 1 if wrong else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    def found(name: str, repeats: int, measures: list[str]) -> dict[str, Any]:
+        model = MODELS[name]
+        builders = {"fsdp2": functools.partial(fsdp2_step, model), "units": functools.partial(units_step, model)}
+        return report(name, builders, LIMITS, repeats, measures)
+
+    losses = {name: LOSSES["bfloat16" if model.mixed else "float32"] for name, model in MODELS.items()}
+    return run(argv, __doc__, found, losses)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ from fshard import tree
 from fshard._comm import Axis, checker
 from fshard._ops import differentiable_dtype
 from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.lora import Leaf
 from fshard.random import check_key
 from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.units import UnitOptions
 from fshard.spec import describe
+from fshard.weight import Weight, is_weight
 
 from .batch_draws import SplitBatch, draws_of
 from .batch_norm import batch_norm_of_one_rank, batch_norm_over, batch_norms
@@ -29,7 +31,8 @@ from .draws import Draws
 from .module_copy import ModuleCopy, copy_module
 from .module_leaves import Named, leaves_at, places_of
 from .probe import Fake
-from .units import Placeholder, UnshardedByUnit, leaves_of_units, shapes_of, unwatched
+from .stand_ins import AdaptedParameter, Placeholder, adapted_as, in_module, tensors_of
+from .units import Fill, UnshardedByUnit, as_they_are, leaves_of_units, shapes_of, unwatched
 from .writes import ParameterWrites, equal_values, version
 
 _ASSIGNED = re.compile(r"cannot assign '.*' as parameter '(\w+)'")  # torch's error
@@ -102,6 +105,17 @@ class Apply:
         out, _, changed = self.run(params, buffers, args, kwargs)
         self.refuse_changed(changed)
         return out
+
+    def module_leaf(self, path: tree.Path, ndim: int) -> Leaf:
+        """Describe a parameter for `fs.lora`, which is passed this function as `of`: its module, and its layout."""
+        name = tree.dotted(path)
+        if name not in self._adapted_as:
+            raise fail(f"{self!r}: {name!r} is no parameter of the module", fix='pass tree["params"] of fs.defer')
+        return self._adapted_as[name]
+
+    @functools.cached_property
+    def _adapted_as(self) -> dict[str, Leaf]:
+        return adapted_as(self.module, self._places)
 
     def refuse_changed(self, changed: Sequence[str]) -> None:
         """Raise ShardingError if `forward` has changed these buffers."""
@@ -177,8 +191,9 @@ class Apply:
 
         `fs.defer(constructor, units=...)` chooses the units. `prefetch` of them are gathered while one computes, in
         forward those defined next, in backward those called before; gradients are summed over the ranks while the
-        units before compute theirs. Leaves outside of units, or used by several, are gathered once and kept: without
-        units, all leaves. A leaf that is used outside of its unit's forward is an error that names both.
+        units before compute theirs. A leaf that several units use (a tied embedding and head) is gathered by each of them.
+        Leaves that are not only in units are gathered once and kept: without units, all leaves. A leaf that is used
+        outside of its unit's forward is an error that names both.
 
         All ranks must call the same units in the same order, and differentiate the same of them. In a compiled program,
         and under a transform of torch.func, it is the definition: same numbers, without release. So is a unit with a
@@ -295,13 +310,14 @@ class Apply:
 
     def run(
         self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
-        in_units: Named | None = None,
+        in_units: Named | None = None, fill: Fill = as_they_are,
     ) -> tuple[Any, dict[str, Tensor], list[str]]:  # fmt: skip
         """Return the result of forward, the buffers after it, and the names of the buffers that it changed.
 
-        With `calls` (`UnitCalls`) the units run by it, and `in_units` has placeholders for their leaves.
+        With `calls` (`UnitCalls`) the units run by it, `in_units` has placeholders for their leaves, and `fill` makes
+        the leaves of their tensors.
         """
-        draws, named = None, {**params, **(in_units or {})}
+        draws, named = None, in_module({**params, **(in_units or {})})
         if self._key is not None:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
             leaves_in_all = [*named.values(), *buffers.values()]
@@ -309,6 +325,8 @@ class Apply:
         copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
         leaves: dict[str, Named] = {"params": named, "buffers": copies}
         if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call
+            if any(map(is_weight, params.values())):
+                raise fail(f"{self!r}: adapted parameters cannot be compiled", fix="call it outside torch.compile")
             named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
@@ -317,6 +335,7 @@ class Apply:
         for p in mine.places:
             p.holder[p.key] = leaves[p.kind][p.leaf]
         mine.units.calls, mine.units.keep = calls, functools.partial(self._keep_unit, mine, draws)
+        mine.units.fill = fill
         guard: Any = None if "writes" in self._done else ParameterWrites(repr(self), params)
         if guard is not None:
             mine.units.watch = guard.watch
@@ -378,7 +397,7 @@ class Apply:
                     f"pass it in {other}" if name in self._leaves[other] else "leave it out"  # fmt: skip
                 errors.append(fail(f"{self!r}: {kind}[{name!r}] is not a leaf of the module", fix=fix))
             for name, x in named.items():
-                if not isinstance(x, Tensor):
+                if not isinstance(x, (Tensor, Weight) if kind == "params" else Tensor):
                     fix = "names are flat: 'a.b', not ['a']['b']" if isinstance(x, Mapping) else \
                         "call it inside shard_map, where leaves are tensors"  # fmt: skip
                     errors.append(fail(f"{self!r}: {kind}[{name!r}] is a {type(x).__name__}, not a tensor", fix=fix))
@@ -411,7 +430,7 @@ class Apply:
         if "invariant" not in str(e):
             return
         tensors = [x for x in tree.leaves((params, buffers, arguments)) if isinstance(x, Tensor)]
-        floats = {name: types.info(x).type for name, x in params.items() if differentiable_dtype(x)}
+        floats = {name: types.info(x).type for name, x in tensors_of(params).items() if differentiable_dtype(x)}
         for axis in sorted(set[str]().union(*(types.info(x).type.varying for x in tensors))):
             names = [name for name, type_ in floats.items() if axis in type_.invariant]
             if names:
@@ -440,6 +459,7 @@ class Apply:
 
     def _give_back(self, mine: ModuleCopy) -> None:
         mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, unwatched, []
+        mine.units.fill = as_they_are
         self._free_copies.append(mine)
 
     def _keep_unit(
@@ -453,7 +473,7 @@ class Apply:
         changed = tree.map(lambda x: _detached(x) if isinstance(x, Tensor) else x, changed)
         own = set(self.units[name])
         now: dict[str, Tensor] = {}
-        number = 0 if draws is None else draws.number
+        number, fill = 0 if draws is None else draws.number, mine.units.fill
         for p in mine.places:
             if id(p.holder) in holders and not (p.kind == "params" and p.leaf in own):
                 x = p.holder[p.key]
@@ -470,7 +490,7 @@ class Apply:
                     p.holder[p.key] = now[p.name]
             for key, new in changed.items():
                 vars(copy.module.get_submodule(f"{name}.{key}" if key else name)).update(new)
-            copy.units.calls = calls
+            copy.units.calls, copy.units.fill = calls, fill
             try:
                 with contextlib.nullcontext() if draws is None else draws.resumed(number):
                     copy.units.run(name, leaves, args, kwargs)
@@ -482,4 +502,6 @@ class Apply:
 
 
 def _detached(x: Tensor) -> Tensor:
+    if isinstance(x, AdaptedParameter):
+        return x.detached()
     return x if isinstance(x, Placeholder) else x.detach().requires_grad_(x.requires_grad)

@@ -13,15 +13,17 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard._comm import Axis, Region, region
-from fshard._torch_compat import in_transform, without_modes
+from fshard._torch_compat import in_transform
 from fshard.errors import fail, must_be, raise_all
 from fshard.schedule.buckets import plan_buckets
 from fshard.schedule.recompute import refuse_saved_tensor_hooks
 from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
-from fshard.schedule.unshard import routes, unshard
+from fshard.schedule.unshard import Route, placements, routes, unshard
 from fshard.spec import P, is_spec, matches
+from fshard.weight import is_weight
 
 from .module_leaves import Named, Place
+from .stand_ins import Placeholder, in_module
 
 if TYPE_CHECKING:
     from .functional_module import Apply
@@ -92,17 +94,27 @@ def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: s
 
 
 def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Place]) -> dict[str, tuple[str, ...]]:
-    """Return the names of each unit's parameters: each is in the innermost unit that has all places of the leaf."""
+    """Return the names of each unit's parameters: each is in the innermost unit that has all places of the leaf.
+
+    A leaf that no unit has alone is in the innermost unit of each of its places, if all are in units.
+    """
     holders = {name: {id(m._parameters) for m in module.get_submodule(name).modules()} for name in names}
     of_leaf: dict[str, set[int]] = {}
     for p in places:
         if p.kind == "params":
             of_leaf.setdefault(p.leaf, set()).add(id(p.holder))
+
+    def innermost(at: set[int]) -> str | None:
+        around = [name for name in names if at <= holders[name]]
+        return min(around, key=lambda name: len(holders[name])) if around else None
+
     out: dict[str, list[str]] = {name: [] for name in names}
     for leaf, at in of_leaf.items():
-        around = [name for name in names if at <= holders[name]]
-        if around:
-            out[min(around, key=lambda name: len(holders[name]))].append(leaf)
+        alone = innermost(at)
+        found = {innermost({holder}) for holder in at} if alone is None else {alone}
+        for name in names if None not in found else ():
+            if name in found:
+                out[name].append(leaf)
     return {name: tuple(leaves) for name, leaves in out.items()}
 
 
@@ -111,52 +123,16 @@ def shapes_of(named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: SimpleNamespace(shape=tuple(x.shape)) for name, x in named.items()}
 
 
-# --- leaves of a unit outside of its forward ------------------------------------------------------------------
-
-_ALLOWED = frozenset({
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__, Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
-    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__,
-    torch.is_floating_point, torch.is_complex, torch.numel,
-})  # fmt: skip
-
-
-class Placeholder(Tensor):
-    """A leaf of a unit outside of the unit's forward: it has a shape, a dtype and a device, and no values."""
-
-    leaf: str
-    unit: str
-    _device: torch.device
-
-    @staticmethod
-    def of(unit: str, leaf: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Placeholder:
-        with without_modes():  # of a dry run, whose fake tensors have no subclass
-            out = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Placeholder)
-        out.leaf, out.unit, out._device = leaf, unit, device
-        return out
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._device
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<{self.leaf} of unit {self.unit}>"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ALLOWED:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        x = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, Placeholder))
-        raise fail(f"{x.leaf!r} of unit {x.unit!r} is used outside of the unit's forward, "
-                   f"by {getattr(func, '__name__', func)}", "it is gathered only while the unit runs",
-                   fix=f"leave {x.unit!r} out of units=, or choose the module that uses the leaf there")  # fmt: skip
-
-
 # --- the forward of units -------------------------------------------------------------------------------------
 
 
 Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
+Fill = Callable[[str, Sequence[Tensor]], Sequence[Any]]  # (unit, its gathered tensors) -> its leaves
+
+
+def as_they_are(unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
+    """Return the tensors of a unit none of whose leaves is a `Weight`: its leaves."""
+    return tensors
 
 
 def unwatched(leaves: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -167,12 +143,13 @@ def unwatched(leaves: Mapping[str, Tensor]) -> contextlib.AbstractContextManager
 class UnitForwards:
     """The forwards of the units in one copy of a module, which run by the schedule of the call that is running."""
 
-    __slots__ = ("_original", "_places", "calls", "keep", "replaced", "watch")
+    __slots__ = ("_original", "_places", "calls", "fill", "keep", "replaced", "watch")
 
     def __init__(self, module: nn.Module, units: Mapping[str, Sequence[str]], places: Sequence[Place]) -> None:
         self.calls: Any = None  # None: a call with whole leaves
         self.keep: Callable[[str], Any] = str
         self.watch: Watch = unwatched
+        self.fill: Fill = as_they_are
         self.replaced: list[str] = []  # parameters that the forward of a unit has replaced
         self._original: dict[str, Callable[..., Any]] = {}
         by_leaf: dict[str, list[Place]] = {}
@@ -191,15 +168,17 @@ class UnitForwards:
         keep = functools.partial(self.keep, name)
         return self.calls.run(name, functools.partial(self.run, name), args, kwargs, keep)
 
-    def run(self, name: str, leaves: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run the forward of a unit with these leaves."""
+    def run(self, name: str, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run the forward of a unit with the leaves that these tensors are."""
         places = self._places[name]
+        given = {ps[0].leaf: x for ps, x in zip(places, self.fill(name, tensors), strict=True)}
+        leaves = list(in_module(given).values())
         outside = [[p.holder[p.key] for p in ps] for ps in places]
         for ps, x in zip(places, leaves, strict=True):
             for p in ps:
                 p.holder[p.key] = x
         try:
-            with self.watch({ps[0].leaf: x for ps, x in zip(places, leaves, strict=True)}):
+            with self.watch(given):
                 return self._original[name](*args, **kwargs)
         finally:
             for ps, xs, own in zip(places, outside, leaves, strict=True):
@@ -255,30 +234,38 @@ class UnshardedByUnit:
         if not apply.units or torch.compiler.is_dynamo_compiling() or in_transform():
             return apply.run(self._whole(named, self._specs), self._whole_buffers(buffers), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
-        flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec)
-        specs: Any = tree.unflatten(tree.structure(named), flat)
+        flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
+        specs: Any = tree.unflatten(tree.flatten(named, is_weight)[1], flat)
         units = self._units(here, params, specs)
         in_units = {leaf for name in units for leaf in apply.units[name]}
+        in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
         root = [leaf for leaf in named if leaf not in in_units]
         whole = self._whole({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
         whole_buffers = self._whole_buffers(buffers)
         placeholders = {}
         for name, unit in units.items():
-            for leaf, part, x in zip(apply.units[name], unit.plan.slices, unit.shards, strict=True):
-                key = (
-                    leaf,
-                    x.shape if part is None else part.shape,
-                    x.dtype if part is None else part.dtype,
-                    here.device,
-                )
+            wholes = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
+            for leaf in apply.units[name]:
+                x = params[leaf]
+                whole_leaf = tree.map(lambda _, wholes=wholes: next(wholes), x) if is_weight(x) else next(wholes)
+                key = (leaf, whole_leaf.shape, whole_leaf.dtype, here.device)
                 if key not in self._placeholders:
                     self._placeholders[key] = Placeholder.of(name, *key)
-                placeholders[leaf] = self._placeholders[key]
-        shards = [params[leaf] for name in units for leaf in apply.units[name]]
+                if leaf in in_units:
+                    placeholders[leaf] = self._placeholders[key]
+        shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
-        result = apply.run(whole, whole_buffers, args, kwargs, calls, placeholders)
+        result = apply.run(whole, whole_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
         calls.end()
         return result
+
+    def _fill(self, units: Mapping[str, Unit], params: Named) -> Fill:
+        """Return the function that makes the leaves of a unit of its gathered tensors."""
+        if not any(map(is_weight, params.values())):
+            return as_they_are
+        structures = {name: tree.structure([params[leaf] for leaf in self._apply.units[name]]) for name in units}
+
+        return lambda name, tensors: tree.unflatten(structures[name], tensors)
 
     def _whole(self, params: dict[str, Tensor], specs: Any) -> Any:
         shapes = {name: self._shapes[name] for name in params}
@@ -291,10 +278,13 @@ class UnshardedByUnit:
         """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""
         out = {}
         for name, names in self._apply.units.items():
-            xs, found = [params[leaf] for leaf in names], []
-            for leaf, x in zip(names, xs, strict=True):
-                verb, shape = f"apply.unshard: params[{leaf!r}]", tuple(self._shapes[leaf].shape)
-                found += routes(verb, here, [x], [specs[leaf]], self._axis, [shape])
+            xs: list[Tensor] = []
+            found: list[Route] = []
+            for leaf in names:
+                verb, own = f"apply.unshard: params[{leaf!r}]", tree.leaves(params[leaf])
+                parts, sizes = placements(verb, params[leaf], specs[leaf], self._shapes[leaf])
+                found += routes(verb, here, own, parts, self._axis, sizes)
+                xs += own
             plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
             if plan is not None:
                 out[name] = Unit.of(xs, plan)

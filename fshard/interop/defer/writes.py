@@ -14,6 +14,7 @@ from fshard.errors import ShardingError, fail
 
 from .aten_rules import written_tensors
 from .module_leaves import Named
+from .stand_ins import tensors_of
 
 
 class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -27,7 +28,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(params)
 
     def _add(self, params: Named) -> None:
-        plain = {name: unwrapped(x) for name, x in params.items()}
+        plain = {name: unwrapped(x) for name, x in tensors_of(params).items()}
         new = {k: (x, x.detach(), storage_id(x)) for k, x in plain.items() if x.layout is torch.strided}
         self.before = self.before | new
         self.ranges = dict(self.ranges)

@@ -201,6 +201,7 @@ MODULES: dict[str, tuple[Any, Any]] = {
     "again and again": (Again, "Block"),
     "by size, of leaves": (Stack, F),
     "shared between units": (Universal, "Block"),
+    "tied embedding and head, each a unit": (Stack, ("embed", "Block", "head")),
     "sliced": (Sliced, "Block"),
     "nested": (Nested, ("Block", "Outer", "blocks.*.inner.up")),
     "opaque": (Hidden, lambda name, m: type(m).__name__ == "Block"),
@@ -259,12 +260,9 @@ def test_every_schedule_has_the_numbers_of_the_definition_and_of_one_device(name
         apply, specs, params = placed(*MODULES[name], mesh)
         want = step_of(plain(apply, specs), mesh, specs)(params, IDS)
         assert_same(want, dense(MODULES[name][0], list(IDS.chunk(mesh.axes["data"]))), rtol=2e-5, atol=1e-7)
-        # The sums of a unit that is called twice are added after the ranks' sum, not before it.
-        tolerance = (
-            {"rtol": 2e-6, "atol": 1e-7}
-            if "again" in name or name in ("called twice, skipped, backwards", "nested", "partial")
-            else {}
-        )
+        # Sums of a unit that is called twice, or of two that share a leaf, are added after the ranks' sum, not before.
+        added = ("again", "called twice", "nested", "partial", "shared", "tied")
+        tolerance = {"rtol": 2e-6, "atol": 1e-7} if any(word in name for word in added) else {}
         for how in {1: HOWS[1:2], 2: HOWS, 4: HOWS[:2]}[axes["data"]]:
             step = step_of(by_unit(apply, specs, **how), mesh, specs)
             got = step(params, IDS)
@@ -360,6 +358,16 @@ def test_buffers_that_forward_updates_are_updated_once(how: dict[str, Any]) -> N
     want = step_by(lambda p, b, x: apply.with_buffers(fs.unshard(p, specs, "data"), fs.unshard(b, P(), "data"), x))
     assert_same(step_by(sharded.with_buffers), want)
     assert "forward changed buffers" in error_text(step_by, lambda p, b, x: (sharded(p, b, x), b))
+
+
+def test_leaf_that_is_shared_with_a_unit_that_has_no_schedule() -> None:
+    mesh, axis = fs.make_mesh(replica=2, shard=2), ("replica", "shard")
+    apply, specs, params = placed(Universal, "Block", mesh, "shard")
+    specs["blocks.1.down.weight"] = P("replica", "shard")  # along two dims: unit blocks.1 is as in the definition
+    params = fs.reshard(params, specs)
+    want = step_of(plain(apply, specs, axis), mesh, specs, axis)(params, IDS)
+    got = step_of(by_unit(apply, specs, axis), mesh, specs, axis)(params, IDS)
+    assert_same(got, want, rtol=2e-6, atol=1e-7)  # the leaf's two gradients are added after their sums over the ranks
 
 
 def test_without_gradients_and_in_evaluation_each_unit_is_gathered_once() -> None:
@@ -560,9 +568,16 @@ def test_choice_of_units() -> None:
     assert units(norm + down + 1) == [f"blocks.{i}" for i in range(3)]
     assert units(norm + up + down) == [f"blocks.{i}" for i in range(3)]
     assert units(3 * (norm + up + down)) == []  # `blocks` has no forward, and all others are the module's own
+    # A leaf that two units share is in both, unless a place of it is in none; or in the unit around both.
     apply, _ = defer(Universal, units="Block")
-    assert apply.units["blocks.0"] == ("blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.up.bias",
-                                       "blocks.0.down.weight", "blocks.0.down.bias")  # fmt: skip
+    assert all("blocks.0.up.weight" in apply.units[name] for name in ("blocks.0", "blocks.1"))
+    assert defer(Universal, units="blocks.1")[0].units["blocks.1"][-3:] == tuple(
+        f"blocks.1.{name}" for name in ("up.bias", "down.weight", "down.bias")
+    )
+    assert defer(Stack, units="head")[0].units == {"head": ()}
+    around = defer(lambda: nn.Sequential(Stack()), units=("0", "**.head", "**.embed"))[0].units
+    assert around["0.head"] == ()
+    assert "0.embed.weight" in around["0"]
     apply, _ = defer(Nested, units=("Block", "Outer"))
     assert len(apply.units["blocks.1"]) == len(apply.units["blocks.1.inner"]) == 6
 
