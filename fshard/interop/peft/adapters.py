@@ -1,17 +1,16 @@
 """Adapters beside a parameter tree, `fs.lora`'s, in the files of PEFT: read by slices, and written from any mesh.
 
-    leaf here                       file: base_model.model.MODULE.
-    ["h.0.q.w"]["a"]  [in.., r]     lora_A.weight [r, in], of a table lora_embedding_A
-    ["h.0.q.w"]["b"]  [r, out..]    lora_B.weight [out, r], of a table lora_embedding_B
-    ["h.0.q.w"]["magnitude"]        lora_magnitude_vector [out]
-    ["head.w"]["value"]             weight; of the bias of an adapted module base_layer.bias
+leaf here                       file: base_model.model.MODULE.
+["h.0.q.w"]["a"]  [in.., r]     lora_A.weight [r, in], of a table lora_embedding_A
+["h.0.q.w"]["b"]  [r, out..]    lora_B.weight [out, r], of a table lora_embedding_B
+["h.0.q.w"]["magnitude"]        lora_magnitude_vector [out]
+["head.w"]["value"]             weight; of the bias of an adapted module base_layer.bias
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fshard import lora, tree
@@ -170,11 +169,11 @@ def _factor_dims(dims: str, inputs: int) -> dict[str, str]:
     >>> _factor_dims("(g k) d -> d g k", 1)
     {'a': 'rank d -> d rank', 'b': '(g k) rank -> rank g k', 'magnitude': '(g k) -> g k'}
     """
-    left, right = ([re.findall(r"\([^)]*\)|\S+", side) for side in dims.split("->")])
+    left, right = [re.findall(r"\([^)]*\)|\S+", side) for side in dims.split("->")]
     first = next(group for group in left if right[0] in re.findall(r"\w+", group))
     last = next(group for group in left if group != first)
-    enter, leave = " ".join(right[:inputs]), " ".join(right[inputs:])
-    return {"a": f"rank {first} -> {enter} rank", "b": f"{last} rank -> rank {leave}", "magnitude": f"{last} -> {leave}"}
+    ins, outs = " ".join(right[:inputs]), " ".join(right[inputs:])
+    return {"a": f"rank {first} -> {ins} rank", "b": f"{last} rank -> rank {outs}", "magnitude": f"{last} -> {outs}"}
 
 
 # --- the config -----------------------------------------------------------------------------------------------
@@ -199,16 +198,17 @@ def _contents(
     excluded = list(cfg.exclude) if not isinstance(cfg.exclude, str) else cfg.exclude
     chosen = list(cfg.targets) if not isinstance(cfg.targets, str) else cfg.targets
     as_peft = {m for n, m in names.items()
-               if selects(chosen, n) and not (excluded and selects(excluded, n)) and not any(in_module(s, n) for s in saved)}  # noqa: E501
+               if selects(chosen, n) and not selects(excluded, n) and not any(in_module(s, n) for s in saved)}
     if as_peft != adapted:  # a glob, "all-linear", or an expression for names with the prefix
         chosen, excluded = [n for n, m in names.items() if m in adapted], []
     own = {n: m for n, m in names.items() if m in adapted}
+    inputs_first = any(_stores_inputs_first(*leaves[name], of) for name in targets.adapted)
     ranks, alphas = _patterns(cfg.ranks, own, cfg.rank), _patterns(cfg.alphas, own, cfg.alpha)
     return {
         "peft_type": "LORA", "inference_mode": True, "target_modules": chosen, "exclude_modules": excluded or None,
         "r": cfg.rank, "lora_alpha": cfg.alpha, "rank_pattern": ranks, "alpha_pattern": alphas,
         "lora_dropout": cfg.dropout, "use_rslora": cfg.rslora, "use_dora": cfg.dora, "bias": cfg.bias,
-        "modules_to_save": saved or None, "fan_in_fan_out": any(_stores_inputs_first(*leaves[n], of) for n in targets.adapted),
+        "modules_to_save": saved or None, "fan_in_fan_out": inputs_first,
         "init_lora_weights": {"kaiming": True, "random": False}.get(cfg.init, cfg.init),
     }  # fmt: skip
 
