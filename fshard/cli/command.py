@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from fshard.errors import ShardingError
 
-from . import inspecting, launching
+from . import configuring, inspecting, launching
 
-_COMMANDS = (inspecting, launching)
+_COMMANDS = (inspecting, configuring, launching)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
