@@ -318,8 +318,11 @@ def checkpoint_calls(folder: Path) -> list[Call]:
     fs.checkpoint.save(folder / "saved", TREE, step=1)
     fs.checkpoint.save(folder / "one", TREE)
     return prefixed("checkpoint",
-        outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True),
-        outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at=""),
+        outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True,
+                base=None),
+        outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at="",
+                base=None),
+        outside(fs.checkpoint.digest, tree_=TREE),
         outside(fs.checkpoint.inspect, path=folder / "saved", step=1),
         outside(fs.checkpoint.steps, path=folder / "saved"),
         outside(fs.checkpoint.latest, path=folder / "saved"),
