@@ -197,8 +197,11 @@ def _contents(
     saved = [s.removeprefix(prefix) for s in cfg.modules_to_save]
     excluded = list(cfg.exclude) if not isinstance(cfg.exclude, str) else cfg.exclude
     chosen = list(cfg.targets) if not isinstance(cfg.targets, str) else cfg.targets
-    as_peft = {m for n, m in names.items()
-               if selects(chosen, n) and not selects(excluded, n) and not any(in_module(s, n) for s in saved)}
+    as_peft = {
+        m
+        for n, m in names.items()
+        if selects(chosen, n) and not selects(excluded, n) and not any(in_module(s, n) for s in saved)
+    }
     if as_peft != adapted:  # a glob, "all-linear", or an expression for names with the prefix
         chosen, excluded = [n for n, m in names.items() if m in adapted], []
     own = {n: m for n, m in names.items() if m in adapted}
