@@ -45,7 +45,7 @@ def assert_same(got, want):
     close(got, want, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "t5")) for name in MODELS])
 def test_dropout_of_an_uneven_batch_is_the_same_on_every_mesh(name):
     model, cfg = MODELS[name]
     ids = tokens(5, b=5, t=4)
