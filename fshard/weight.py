@@ -47,6 +47,10 @@ class Weight(Node):
         """
         raise NotImplementedError
 
+    def dense(self) -> Tensor:
+        """Return the matrix as one tensor."""
+        raise self._refused("dense")
+
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute x @ w + b, as `nn.linear`."""
         raise self._refused("linear")

@@ -17,7 +17,7 @@ from torch import Tensor
 from fshard import nn, tree
 from fshard._comm import Axis, to_device
 from fshard._ops import global_sizes
-from fshard.collectives import pslice, pvary
+from fshard.collectives import pslice, psum, pvary
 from fshard.decoding import global_batch
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.random import fold_in
@@ -102,8 +102,33 @@ class LoraWeight(Weight):
         """Add the parts of this adapter, and of those below it, to y, in the wider of the dtypes of y and of a."""
         if isinstance(self.base, LoraWeight):
             y = self.base._adapted(x, y, bias)
-        a, b = self.a.flatten(0, -2), self.b.flatten(1)
-        return y + nn.linear(nn.linear(self._dropped(x.to(a.dtype)), a), b) * self.scale
+        dropped = self._dropped(x.to(self.a.dtype))
+        low = nn.linear(nn.linear(dropped, self.a.flatten(0, -2)), self.b.flatten(1))
+        if self.magnitude is None:
+            return y + low * self.scale
+        factor = self.magnitude.flatten() / self._norm()
+        # Liu et al.: the base's part is that of the same, dropped, inputs.
+        plain = y if bias is None else y - bias
+        if self.key is not None:
+            plain = nn.linear(dropped, self._root().to(dropped.dtype))
+        return y + (factor - 1) * plain + factor * low * self.scale
+
+    def _root(self) -> Tensor:
+        """Return the matrix below all adapters, [D, F]."""
+        base = self.base
+        if isinstance(base, LoraWeight):
+            return base._root()
+        matrix: Tensor = base.dense() if isinstance(base, Weight) else base
+        return matrix.transpose(0, 1) if self.leaf.layout == "oi" else matrix.flatten(0, self.inputs - 1).flatten(1)
+
+    def _norm(self) -> Tensor:
+        """Return the norm of each output's weights of w + s a b, which is not built: [F]{I}, without a gradient."""
+        a, b, s = self.a.detach().flatten(0, -2), self.b.detach().flatten(1), self.scale
+        w = self._root().detach().to(a.dtype)
+        squares = torch.linalg.vector_norm(w, dim=0).square() + 2 * s * ((a.T @ w) * b).sum(0)
+        squares = squares + s * s * ((a.T @ a @ b) * b).sum(0)
+        axes = tuple(name for axis in self.split[1] for name in names_of(axis))
+        return torch.sqrt(psum(squares, axes or None).clamp(min=0))
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Drop inputs of the adapter, x [B@rows, ..., D@inputs], by global index."""
@@ -132,7 +157,10 @@ class LoraWeight(Weight):
     def _embedded(self, ids: Tensor, y: Tensor, axis: Axis, size: int | None) -> Tensor:
         if isinstance(self.base, LoraWeight):
             y = self.base._embedded(ids, y, axis, size)
-        return y + nn.linear(nn.embedding(ids, self.a, axis=axis, size=size), self.b) * self.scale
+        low = nn.linear(nn.embedding(ids, self.a, axis=axis, size=size), self.b) * self.scale
+        if self.magnitude is None:
+            return y + low
+        return (self.magnitude / self._norm()) * (y + low)
 
 
 @checked

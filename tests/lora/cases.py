@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import tempfile
 import warnings
@@ -31,12 +30,21 @@ def module_of(name):
     return bert if name == "bert" else cases.DECODERS[name].module
 
 
-@functools.cache
+_made = {}
+
+
 def pair(name, dtype=torch.float32, **options):
     """PEFT's model, and our config, described parameters, lora config and adapters (full tensors) of it.
 
     `options` are those of `lora.Config`; both factors are drawn, so that the adapters matter.
     """
+    key = repr((name, dtype, options))
+    if key not in _made:
+        _made[key] = make_pair(name, dtype, options)
+    return _made[key]
+
+
+def make_pair(name, dtype, options):
     peft = pytest.importorskip("peft")
     module, base = module_of(name), bert_model() if name == "bert" else cases.hugging_face(name)
     with tempfile.TemporaryDirectory() as place:
