@@ -15,10 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 import peft
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fshard as fs
+from fshard import P, lora
+from fshard.models import gpt2, llama, t5
+from tests.lib.adapters import like_described, described_model
 
 from . import units
-from .units import LOSSES, Model, fsdp2_step, report, run, units_step
+from .units import LOSSES, Built, Model, fsdp2_step, report, run, units_step
 
 LIMITS = {"time": 0.9, "live": 0.9}
 
@@ -27,6 +34,7 @@ def _adapted(constructor: Callable[[], nn.Module], targets: list[str]) -> nn.Mod
     return peft.get_peft_model(constructor(), peft.LoraConfig(r=8, lora_alpha=32, target_modules=targets))  # type: ignore[arg-type]
 
 
+OURS: dict[str, Any] = {"t5": t5, "gpt2": gpt2, "llama": llama}
 TARGETS = {"t5": ["q", "v"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}
 MODELS: dict[str, Model] = {
     name: replace(units.MODELS[name], constructor=functools.partial(_adapted, units.MODELS[name].constructor, targets))
@@ -34,11 +42,52 @@ MODELS: dict[str, Model] = {
 }
 
 
+def ours_step(name: str) -> Built:
+    """A step of the model of fshard, whose blocks are gathered by `scan`, and of adapters split as their base."""
+    ranks, model, hf_model = dist.get_world_size(), OURS[name], MODELS[name]
+    mesh = fs.make_mesh(kind="process", data=ranks)
+    torch.manual_seed(0)
+    adapted = hf_model.constructor()
+    torch.manual_seed(0)  # the base draws first in both
+    with described_model(model, units.MODELS[name].constructor()) as (cfg, base):
+        specs = fs.fully_shard(model.specs(cfg), base, axis="data")
+        frozen = fs.materialize(base, specs, mesh, key=fs.key(0))
+    config, layout = lora.Config(TARGETS[name], rank=8, alpha=32), model.Layout("data")
+    described = lora.init(config, base, of=model.theirs)
+    values = like_described(described, base, model.theirs, dict(adapted.named_parameters()))
+    own = fs.fully_shard(lora.specs(config, base, specs, of=model.theirs), described, axis="data")
+    optimizer = fs.optim.adamw(units.LR, weight_decay=0.0)
+    placed = {"adapters": own, "opt": optimizer.specs(own)}
+
+    @fs.shard_map(mesh=mesh, in_specs=(placed, specs, P("data")), out_specs=(placed, P()), donate=0)
+    def train(state: Any, base: Any, ids: Tensor) -> Any:
+        def loss_fn(adapters: Any) -> Tensor:
+            params = lora.apply(config, base, adapters, of=model.theirs, specs=specs, adapter_specs=own, data="data")
+            inputs, targets = (ids, ids) if name == "t5" else (ids[:, :-1], ids[:, 1:])
+            return model.loss(cfg, params, inputs, targets, layout=layout, specs=specs)
+
+        loss, grads = fs.value_and_grad(loss_fn)(state["adapters"])
+        adapters, opt = optimizer.update(grads, state["opt"], state["adapters"])
+        return {"adapters": adapters, "opt": opt}, loss
+
+    state = fs.device_put({"adapters": values, "opt": optimizer.init(values)}, placed, mesh)
+    data = [fs.device_put(ids, P("data"), mesh) for ids in units.batches(hf_model, ranks)]
+    del adapted, values
+
+    def step(i: int) -> Tensor:
+        nonlocal state
+        state, loss = train(state, frozen, data[i % units.BATCHES])
+        return loss.shards[0]
+
+    nbytes = lambda placed: sum(x.shards[0].nbytes for x in fs.tree.leaves(placed))  # noqa: E731
+    return step, 3 * nbytes(state["adapters"]) + nbytes(frozen)
+
+
 def main(argv: list[str] | None = None) -> int:
     def found(name: str, repeats: int, measures: list[str]) -> dict[str, Any]:
-        model = MODELS[name]
-        builders = {"fsdp2": functools.partial(fsdp2_step, model), "units": functools.partial(units_step, model)}
-        return report(name, builders, LIMITS, repeats, measures)
+        steps = {"fsdp2": fsdp2_step, "units": units_step}
+        builders = {one: functools.partial(step, MODELS[name]) for one, step in steps.items()}
+        return report(name, {**builders, "ours": functools.partial(ours_step, name)}, LIMITS, repeats, measures)
 
     return run(argv, __doc__, found, dict.fromkeys(MODELS, LOSSES["float32"]))
 

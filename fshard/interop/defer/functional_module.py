@@ -191,7 +191,7 @@ class Apply:
 
         `fs.defer(constructor, units=...)` chooses the units. `prefetch` of them are gathered while one computes, in
         forward those defined next, in backward those called before; gradients are summed over the ranks while the
-        units before compute theirs. A leaf that several units use (a tied embedding and head) is gathered by each of them.
+        units before compute theirs. A leaf that several units use (a tied embedding and head) is gathered by each.
         Leaves that are not only in units are gathered once and kept: without units, all leaves. A leaf that is used
         outside of its unit's forward is an error that names both.
 

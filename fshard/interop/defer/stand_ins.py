@@ -100,8 +100,10 @@ class AdaptedParameter(StandIn):
         return AdaptedParameter.of(self.leaf, own)
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = {F.linear: self._linear, torch.addmm: self._addmm, F.embedding: self._embedding}.get(func)
-        out = NotImplemented if run is None else run(*args, **kwargs)
+        rules: dict[Any, Callable[..., Any]] = {
+            F.linear: self._linear, torch.addmm: self._addmm, F.embedding: self._embedding
+        }  # fmt: skip
+        out = rules[func](*args, **kwargs) if func in rules else NotImplemented
         if out is not NotImplemented:
             return out
         raise self._refused(getattr(func, "__name__", str(func)))

@@ -263,7 +263,8 @@ class UnshardedByUnit:
         """Return the function that makes the leaves of a unit of its gathered tensors."""
         if not any(map(is_weight, params.values())):
             return as_they_are
-        structures = {name: tree.structure([params[leaf] for leaf in self._apply.units[name]]) for name in units}
+        leaves: dict[str, Any] = {name: [params[leaf] for leaf in self._apply.units[name]] for name in units}
+        structures = {name: tree.structure(xs) for name, xs in leaves.items()}
 
         return lambda name, tensors: tree.unflatten(structures[name], tensors)
 

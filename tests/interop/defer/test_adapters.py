@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +12,132 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard import P
+from fshard import P, lora
+from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 hf = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses a name that transformers will remove
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft uses a name that transformers will remove
+    pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings:UserWarning"),  # a merge would change the head
+]
 
-WIDE = {"vocab_size": 640, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
-        "decoder_start_token_id": 0, "pad_token_id": 0, "use_cache": False}  # fmt: skip
+V = 61
+SMALL = {
+    "t5": {"vocab_size": V, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+           "decoder_start_token_id": 0, "pad_token_id": 0, "use_cache": False},
+    "gpt2": {"vocab_size": V, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 12, "bos_token_id": 1,
+             "eos_token_id": 2, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False},
+    "llama": {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 4,
+              "intermediate_size": 24, "num_key_value_heads": 2, "use_cache": False, "tie_word_embeddings": False},
+}  # fmt: skip
+KINDS = {"t5": (hf.T5ForConditionalGeneration, hf.T5Config), "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config),
+         "llama": (hf.LlamaForCausalLM, hf.LlamaConfig)}  # fmt: skip
+UNITS = {"t5": "T5Block", "gpt2": "GPT2Block", "llama": "LlamaDecoderLayer"}
+# Linear layers; a Conv1D; a table of embeddings that the head shares, and one with a padding token.
+TARGETS = {"t5": ("q", "v", "wo"), "gpt2": ("c_attn", "mlp.c_proj", "wte"),
+           "llama": ("q_proj", "down_proj", "embed_tokens")}  # fmt: skip
+IDS = torch.arange(3, 3 + 4 * 6).view(4, 6) % V  # with token 4, the padding of llama
+STEPS, LR = 4, 3e-2
+
+
+def built(name: str, **options: Any) -> nn.Module:
+    kind, config = KINDS[name]
+    return kind(config(**{**SMALL[name], **options}))
+
+
+def of_peft(name: str, named: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return values, or gradients, by peft's names as those of `fs.lora`: {leaf: {"a", "b"}}."""
+    out: dict[str, dict[str, Tensor]] = {}
+    for key, x in named.items():
+        leaf, found, factor = key.removeprefix("base_model.model.").partition(".lora_")
+        if found:
+            out.setdefault(f"{leaf}.weight", {})["a" if "A" in factor else "b"] = x.detach().T.clone()
+    return out
+
+
+@functools.cache
+def reference(name: str) -> tuple[Any, Any, list[float], Any]:
+    """Return adapters of peft before and after some steps of torch's AdamW on one device, losses, first gradients."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(TARGETS[name]), init_lora_weights=False,
+                             fan_in_fan_out=name == "gpt2")  # fmt: skip
+    module = peft.get_peft_model(built(name), config)
+    before = of_peft(name, dict(module.named_parameters()))
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=LR, weight_decay=0.0)
+    losses, first = [], {}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = module(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        first = first or of_peft(name, {n: p.grad for n, p in trained.items()})
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return before, of_peft(name, trained), losses, first
+
+
+HOWS: list[tuple[dict[str, Any] | None, bool]] = [  # of apply.unshard, or its definition; are factors split too?
+    (None, True), ({}, True), ({"remat": True}, False), ({"release": False, "prefetch": 0}, True),
+]  # fmt: skip
+CASES = [("t5", {"data": 1}, HOWS[:1]), ("t5", {"data": 2, "model": 2}, HOWS[1:3]),
+         *[(name, {"data": 2}, HOWS[k:]) for k, name in enumerate(("t5", "gpt2", "llama"))]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "axes", "hows"), CASES)
+def test_adapters_beside_a_deferred_module_train_as_those_of_peft(name: str, axes: dict[str, int], hows: Any) -> None:
+    axis, (before, after, losses, first) = tuple(axes), reference(name)
+    mesh, (apply, tree) = fs.make_mesh(**axes), fs.defer(functools.partial(built, name), units=UNITS[name], reference=0)
+    cfg = lora.Config(TARGETS[name], rank=3, alpha=6)
+    described = lora.init(cfg, tree["params"], of=apply)
+    assert fs.tree.map(lambda x: x.shape, described) == fs.tree.map(lambda x: x.shape, before)
+    specs = {leaf: P(axis) for leaf in tree["params"]}  # unevenly, and to nothing
+    params = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+    buffers = fs.materialize(tree["buffers"], P(), mesh, key=fs.key(0))
+    optimizer = fs.optim.adamw(LR, weight_decay=0.0)
+
+    def definition(p: Any, b: Any, **inputs: Any) -> Any:
+        return apply(fs.unshard(p, specs, axis, shapes=apply.shapes), fs.unshard(b, P(), axis), **inputs)
+
+    for how, split in hows:
+        own = lora.specs(cfg, tree["params"], specs, of=apply) if split else P()
+        f = definition if how is None else apply.unshard(specs, axis, **how)
+        placed = {"adapters": own, "opt": optimizer.specs(own if split else fs.tree.map(lambda _: P(), described))}
+
+        def train(state: Any, params: Any, buffers: Any, ids: Tensor, f: Any = f, own: Any = own) -> Any:
+            def loss(adapters: Any) -> Tensor:
+                adapted = lora.apply(cfg, params, adapters, of=apply, specs=specs, adapter_specs=own)
+                return fs.pmean(f(adapted, buffers, input_ids=ids, labels=ids).loss, axis)
+
+            value, grads = fs.value_and_grad(loss)(state["adapters"])
+            adapters, opt = optimizer.update(grads, state["opt"], state["adapters"])
+            return {"adapters": adapters, "opt": opt}, value, grads
+
+        check = "first" if how == {} and name != "llama" else "never"
+        step = fs.shard_map(train, mesh=mesh, in_specs=(placed, specs, P(), P(axis)), out_specs=(placed, P(), own),
+                            check=check)  # fmt: skip
+        state = fs.device_put({"adapters": before, "opt": optimizer.init(before)}, placed, mesh)
+        got = []
+        for i in range(STEPS):
+            state, value, grads = step(state, params, buffers, IDS)
+            got.append(float(fs.device_get(value)))
+            if i == 0:
+                assert_same(grads, first, "gradients", rtol=1e-4, atol=1e-5)
+        assert got == pytest.approx(losses, rel=1e-5)
+        assert_same(state["adapters"], after, "adapters", rtol=1e-3, atol=1e-4)
+
+
 RANKS = 4
-IDS = torch.arange(3, 3 + 4 * 3).view(4, 3)
+SHORT = IDS[:, :3]
+WIDE = {"vocab_size": 640, "d_model": 64, "d_kv": 16, "d_ff": 64}
 OPTIMIZER = fs.optim.adamw(1e-2, weight_decay=0.0)
 
 
 def t5_with_lora() -> nn.Module:
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q", "v"], init_lora_weights=False)
-    return peft.get_peft_model(hf.T5ForConditionalGeneration(hf.T5Config(**WIDE)), config)
+    return peft.get_peft_model(built("t5", **WIDE), config)
 
 
 Parts = tuple[Any, Any]  # what trains and what is frozen
@@ -51,7 +160,7 @@ def measured(specs: Parts, described: Parts, loss: Callable[[Any, Any, Tensor], 
     frozen = fs.materialize(described[1], specs[1], mesh, key=fs.key(0))
     losses = []
     for _ in range(steps):
-        state, value = run(state, frozen, IDS)
+        state, value = run(state, frozen, SHORT)
         losses.append(float(fs.device_get(value)))
     return losses, max(peaks.values())
 
@@ -89,18 +198,18 @@ def limit(module: nn.Module) -> int:
              if type(m).__name__ in ("T5Block", "Embedding")}  # fmt: skip
     unit = max(sizes.values())
     trained = sum(x.numel() for x in module.parameters() if x.requires_grad)
-    own = IDS[:1]
+    own = SHORT[:1]
     logits = 4 * own.numel() * WIDE["vocab_size"]
     # The gradient of the logits exists beside what was saved for it.
     return 2 * unit + 2 * unit // RANKS + 16 * trained // RANKS + saved_bytes(module, own) + 2 * logits
 
 
-UNITS = ("T5Block", "**.shared", "**.embed_tokens", "**.lm_head")
+APART = ("T5Block", "**.shared", "**.embed_tokens", "**.lm_head")
 
 
 def test_memory_of_a_frozen_base_and_adapters_is_two_units_and_the_activations() -> None:
     most = limit(t5_with_lora())
-    assert measured(*by_units(t5_with_lora, UNITS))[1] <= most
+    assert measured(*by_units(t5_with_lora, APART))[1] <= most
     # The tied embedding whole throughout, as in the root of FSDP; and all units.
     assert measured(*by_units(t5_with_lora, "T5Block"))[1] > most
-    assert measured(*by_units(t5_with_lora, UNITS, release=False))[1] > most
+    assert measured(*by_units(t5_with_lora, APART, release=False))[1] > most
