@@ -70,6 +70,8 @@ def load(
         present = tuple(t for t in fields["targets"] if any(names_module(t, m) for m in modules))
         fields["targets"] = present or fields["targets"]
     fields["modules_to_save"] = tuple(s for s in fields["modules_to_save"] if any(in_module(s, m) for m in modules))
+    for name, default in (("ranks", fields["rank"]), ("alphas", fields["alpha"])):
+        fields[name] = _patterns(fields[name], dict(zip(modules, names, strict=True)), default)
     cfg = lora.Config(**fields)
     described = _described(cfg, Targets.of("peft.load", cfg, params, of))
     headers = WeightHeaders(path / WEIGHTS)
@@ -213,12 +215,12 @@ def _contents(
     }  # fmt: skip
 
 
-def _patterns(patterns: Mapping[str, Any], own: Mapping[str, str], default: Any) -> dict[str, Any]:
-    """Return ranks or alphas as PEFT reads them: the patterns, or modules in full if these lack a prefix there.
+def _patterns(patterns: Mapping[str, Any], modules: Mapping[str, str], default: Any) -> dict[str, Any]:
+    """Return ranks or alphas for modules of other names: the patterns, or these names if they have other values by them.
 
-    `own` has the module here by its name there.
+    `modules` has for each new name the one that the patterns are of.
     """
-    values = {name: value_for(patterns, module, default) for name, module in own.items()}
+    values = {name: value_for(patterns, module, default) for name, module in modules.items()}
     if all(value_for(patterns, name, default) == value for name, value in values.items()):
         return dict(patterns)
     return {f"^{re.escape(name)}": value for name, value in values.items() if value != default}

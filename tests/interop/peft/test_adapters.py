@@ -230,7 +230,8 @@ def test_adapters_of_a_base_model_lack_the_prefix_of_a_model_with_a_head(tmp_pat
     base = hf.BertModel(hf.BertConfig(**BERT)).eval()
     base.save_pretrained(tmp_path / "base")
     targets = r"encoder\.layer\.\d\.attention\.self\.(query|key)"
-    options = {"r": 2, "target_modules": targets, "init_lora_weights": False, "rank_pattern": {r"^encoder\.layer\.0\.attention\.self\.key": 4}}  # fmt: skip
+    options = {"r": 2, "target_modules": targets, "init_lora_weights": False,
+               "rank_pattern": {r"^encoder\.layer\.0\.attention\.self\.key": 4}}  # fmt: skip
     wrapped = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**options)).eval()
     wrapped.save_pretrained(tmp_path / "theirs")
     cfg, params = bert.load(tmp_path / "base")
@@ -329,9 +330,9 @@ def test_tensors_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:
     del tensors[second]
     save_file(tensors, file)
     text = error_text(fs.peft.load, tmp_path / "a", TREE)
-    for part in ("3 problems", "base_model.model.h.0.q.lora_A.weight' has another shape, for params['h.0.q']['a']\n  rank i",
-                 "got  [2, 6]    expected  [3, 6]", "'h.1.q.lora_B.weight' is missing",
-                 "'h.0.up.lora_A.weight' is not part of"):  # fmt: skip
+    for part in ("3 problems", "base_model.model.h.0.q.lora_A.weight' has another shape, for params['h.0.q']['a']\n",
+                 "got  [2, 6]    expected  [3, 6]\n  rank i -> i rank, the leaf is [6, 3]",
+                 "'h.1.q.lora_B.weight' is missing", "'h.0.up.lora_A.weight' is not part of"):  # fmt: skip
         assert part in text, part
     save_file({**tensors, "h.0.q.lora_A.weight": torch.ones(3, 6)}, file)
     assert "'h.0.q.lora_A.weight' does not begin with base_model.model." in error_text(
@@ -386,5 +387,35 @@ def test_targets_of_a_config_without_them_are_those_of_peft_for_the_model(tmp_pa
                  of=t5.theirs)  # fmt: skip
     change(tmp_path, target_modules=None)
     assert fs.peft.load(tmp_path, tree, of=t5.theirs)[0].targets == ("q", "v")
-    text = error_text(fs.peft.load, tmp_path, tree, of=t5.theirs)
+
+    def names(path: Any) -> Any:
+        return t5.theirs(path)
+
+    text = error_text(fs.peft.load, tmp_path, tree, of=names)
     assert "target_modules is null, and there is no default for the model type 'test_adapters'" in text
+
+
+def test_adapters_of_a_half_precision_base_stay_in_the_dtype_of_the_file(tmp_path: Path) -> None:
+    ref = reference("llama, q and v", tmp_path, torch.bfloat16)
+    cfg, params, of, lora, adapters = load(ref, tmp_path)
+    assert {x.dtype for x in fs.tree.leaves(adapters)} == {torch.float32}
+    assert {x.dtype for x in fs.tree.leaves(params)} == {torch.bfloat16}
+    mesh = fs.make_mesh(data=2)
+    specs = fs.fully_shard(P(), params, axis="data")
+    p, a = placed(params, specs, mesh), placed(adapters, P(), mesh)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=P("data"), check="never")
+    def logits(p: Any, a: Any, ids: Tensor) -> Tensor:
+        adapted = fs.lora.apply(lora, p, a, of=of, specs=specs, adapter_specs=P(), data="data")
+        return llama.apply(cfg, adapted, ids, layout=llama.Layout("data"), specs=specs)
+
+    got = fs.device_get(logits(p, a, IDS))
+    assert got.dtype == torch.bfloat16
+    # Logits are sums of 24 products of bfloat16, eps 2^-8 each; attention there and here rounds in other places.
+    torch.testing.assert_close(got, ref.logits, rtol=2**-6, atol=2**-6 * ref.logits.abs().max().item())
+    half = fs.cast(a, torch.bfloat16)
+    fs.peft.save(tmp_path / "ours", lora, half, params, of=of)
+    assert {x.dtype for x in tensors_in(tmp_path / "ours").values()} == {torch.bfloat16}
+    again, read = fs.peft.load(tmp_path / "ours", params, of=of)
+    assert again == lora
+    assert {x.dtype for x in fs.tree.leaves(read)} == {torch.bfloat16}
