@@ -216,7 +216,7 @@ def _contents(
 
 
 def _patterns(patterns: Mapping[str, Any], modules: Mapping[str, str], default: Any) -> dict[str, Any]:
-    """Return ranks or alphas for modules of other names: the patterns, or these names if they have other values by them.
+    """Return ranks or alphas for modules of other names: the patterns, or these names if that would differ.
 
     `modules` has for each new name the one that the patterns are of.
     """
