@@ -312,11 +312,11 @@ def peft_calls(folder: Path) -> list[Call]:
     cfg = fs.lora.Config(("w",), rank=2)
     adapters = {"w": {"a": W[:, :2], "b": W[:2]}}
     fs.peft.save(folder / "adapters", cfg, adapters, DESCRIBED)
-    return prefixed("peft",
-        outside(fs.peft.load, folder=folder / "adapters", params=DESCRIBED, of=None, prefix="", ignored=()),
-        outside(fs.peft.save, path=folder / "again", cfg=cfg, adapters=adapters, params=DESCRIBED, of=None, prefix="",
-                like=folder / "adapters", config={"task_type": "CAUSAL_LM"}),
-    )  # fmt: skip
+    words = {"params": "no module is named", "adapters": "tree", "folder": r"adapter_config\.json"}
+    load = {"folder": folder / "adapters", "params": DESCRIBED, "of": None, "prefix": "", "ignored": ()}
+    save = {"path": folder / "again", "cfg": cfg, "adapters": adapters, "params": DESCRIBED, "of": None, "prefix": "",
+            "like": folder / "adapters", "config": {"task_type": "CAUSAL_LM"}}  # fmt: skip
+    return [Call("peft.load", fs.peft.load, load, words=words), Call("peft.save", fs.peft.save, save, words=words)]
 
 
 class Thing:

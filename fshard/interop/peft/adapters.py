@@ -15,7 +15,7 @@ from typing import Any
 
 from fshard import lora, tree
 from fshard._io import StrPath
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import checked, fail, must_be, raise_all
 from fshard.init import Deferred, zeros
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
 from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
@@ -31,11 +31,12 @@ _START = "base_model.model."
 _KEYS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _TABLE_KEYS = {"a": "lora_embedding_A", "b": "lora_embedding_B", "magnitude": "lora_magnitude_vector"}
 Adapters = Mapping[str, Mapping[str, Any]]
+Names = Callable[..., Any]  # a model's `theirs`, or what `fs.defer` returned
 
 
 @checked
 def load(
-    folder: StrPath, params: Any, *, of: Any = None, prefix: str = "", ignored: Sequence[str] = ()
+    folder: StrPath, params: Any, *, of: Names | None = None, prefix: str = "", ignored: Sequence[str] = ()
 ) -> tuple[lora.Config, dict[str, dict[str, Any]]]:
     """Return the config and the described adapters of a folder that PEFT wrote; each rank will read only its own bytes.
 
@@ -84,7 +85,7 @@ def load(
 
 @checked
 def save(
-    path: StrPath, cfg: lora.Config, adapters: Adapters, params: Any, *, of: Any = None, prefix: str = "",
+    path: StrPath, cfg: lora.Config, adapters: Adapters, params: Any, *, of: Names | None = None, prefix: str = "",
     like: StrPath | None = None, config: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write adapters as a folder that `PeftModel.from_pretrained` reads; every rank writes its own bytes.
@@ -109,7 +110,8 @@ def save(
     flat = tree.leaves_with_path(adapters)
 
     def contents() -> tuple[list[OutputTensor], Mapping[str, Any]]:
-        leaves, targets = _leaves(params, of), Targets.of("peft.save", cfg, params, of)
+        leaves = _leaves(params, of)
+        targets = Targets.of("peft.save", cfg, params, of)
         described = _described(cfg, targets)
         check_described(flat, tree.leaves_with_path(described))
         theirs = _file_tensors(described, leaves, of)
@@ -128,7 +130,9 @@ def save(
 
 
 def _leaves(params: Any, of: Any) -> dict[str, tuple[tree.Path, Leaf]]:
-    """Return the path and the description of each leaf, by dotted path."""
+    """Return the path and the description of each leaf, by dotted path. Raises ShardingError if one has no shape."""
+    raise_all([must_be(f"peft: {tree.show('params', path)}", "a leaf with a shape", x, fix="fs.init.*, or a tensor")
+               for path, x in tree.leaves_with_path(params, is_weight) if not hasattr(x, "shape")])  # fmt: skip
     return {tree.dotted(path): (path, leaf_of(of, path, len(x.shape)))
             for path, x in tree.leaves_with_path(params, is_weight)}  # fmt: skip
 
@@ -199,8 +203,11 @@ def _contents(
     saved = [s.removeprefix(prefix) for s in cfg.modules_to_save]
     excluded = list(cfg.exclude) if not isinstance(cfg.exclude, str) else cfg.exclude
     chosen = list(cfg.targets) if not isinstance(cfg.targets, str) else cfg.targets
-    as_peft = {m for n, m in names.items()
-               if selects(chosen, n) and not selects(excluded, n) and not any(in_module(s, n) for s in saved)}
+    as_peft = {
+        m
+        for n, m in names.items()
+        if selects(chosen, n) and not selects(excluded, n) and not any(in_module(s, n) for s in saved)
+    }
     if as_peft != adapted:  # a glob, "all-linear", or an expression for names with the prefix
         chosen, excluded = [n for n, m in names.items() if m in adapted], []
     own = {n: m for n, m in names.items() if m in adapted}
