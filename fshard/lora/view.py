@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard import nn, tree
+from fshard import nn, random, tree
 from fshard._comm import Axis, to_device
 from fshard._ops import global_sizes
 from fshard.collectives import pslice, psum, pvary
@@ -48,7 +48,7 @@ class LoraWeight(Weight):
     inputs: int  # the number of input dims of the base, as it is flattened now
     rank: int
     specs: tuple[P, P, P]  # of a, b, magnitude
-    split: tuple[Axis, tuple[Axis, ...]]  # the axes of the rows of x, and, over which the base stays split, of inputs
+    split: tuple[Axis, tuple[Axis, ...], Axis]  # axes of the rows of x; of the base, inside, by input; of its outputs
     sizes: tuple[int, ...]  # global, of the inputs, for dropout
     batch: int | None
 
@@ -127,20 +127,25 @@ class LoraWeight(Weight):
         w = self._root().detach().to(a.dtype)
         squares = torch.linalg.vector_norm(w, dim=0).square() + 2 * s * ((a.T @ w) * b).sum(0)
         squares = squares + s * s * ((a.T @ a @ b) * b).sum(0)
-        axes = tuple(name for axis in self.split[1] for name in names_of(axis))
+        axes = tuple(name for axis in self.split[1] for name in names_of(axis))  # of the inputs
         return torch.sqrt(psum(squares, axes or None).clamp(min=0))
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Drop inputs of the adapter, x [B@rows, ..., D@inputs], by global index."""
         if self.key is None or not self.rate:
             return x
-        rows, inputs = self.split
+        rows, inputs, outputs = self.split
         batch = self.batch if self.batch is not None else global_batch("lora dropout", len(x), rows,
                                                                        word="lora.apply(batch=)")  # fmt: skip
         shape = (batch, *x.shape[1:-1], *self.sizes)
         spec = P(rows, *[None] * (x.ndim - 2), *inputs)
-        parts = x.reshape(*x.shape[:-1], *self.a.shape[:-1])
-        return nn.dropout(parts, self.rate, key=self.key, spec=spec, shape=shape).reshape(x.shape)
+        keep = random.bernoulli(self.key, shape, p=1 - self.rate, spec=spec, device=x.device)
+        if keep.numel() != x.numel():
+            raise fail("lora dropout: x is not this rank's part of the global array", x=list(x.shape),
+                       part=list(keep.shape), shape=list(shape), spec=spec,
+                       fix="x is [B@data, ..., D]; pass the axes of its rows as data=, and batch=")  # fmt: skip
+        # Over axes that split outputs alone each rank has all of x, and drops the same of it.
+        return torch.where(pvary(keep, outputs).reshape(x.shape), x / (1 - self.rate), 0)
 
     def embed(self, ids: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
         """Look up rows of the table, plus the adapters' part: ids [...] -> [..., F], over `axis` as `nn.embedding`."""
@@ -209,8 +214,8 @@ def apply(
             base=x, a=own["a"], b=own["b"], magnitude=own.get("magnitude"),
             key=fold_in(key, name) if has_dropout and key is not None else None,
             scale=cfg.scale_of(leaf.module) * weight, rate=cfg.dropout, leaf=leaf, inputs=leaf.inputs,
-            rank=cfg.rank_of(leaf.module), specs=placed[name].specs, split=(data, placed[name].inputs),
-            sizes=sizes.get(name, ()), batch=batch,
+            rank=cfg.rank_of(leaf.module), specs=placed[name].specs,
+            split=(data, placed[name].inputs, placed[name].outputs), sizes=sizes.get(name, ()), batch=batch,
         )  # fmt: skip
     return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(path, x) for path, x in rows])
 
@@ -228,6 +233,7 @@ class _Placed(NamedTuple):
 
     specs: tuple[P, P, P]  # of a, b, magnitude
     inputs: tuple[Axis, ...]  # the axes over which each input dim stays split inside the model
+    outputs: Axis  # those of all output dims
 
 
 def _aligned(
@@ -284,8 +290,10 @@ def _aligned(
             missing = tuple(a for a in kept if a not in specs[-1].axes)
             if missing:
                 varied.setdefault(missing, []).append((name, part))
-        inputs = tuple(tuple(a for a in axes if a in model) or None for axes in leaf.split(base.parts(x.ndim))[0])
-        placed[name] = _Placed((specs[0], specs[1], specs[2]), inputs)
+        inputs, outputs = ([tuple(a for a in axes if a in model) for axes in dims]
+                           for dims in leaf.split(base.parts(x.ndim)))  # fmt: skip
+        placed[name] = _Placed((specs[0], specs[1], specs[2]), tuple(axes or None for axes in inputs),
+                               tuple(a for axes in outputs for a in axes) or None)  # fmt: skip
     raise_all(errors)
     for (axes, dim), which in slices.items():
         _replace(out, which, pslice([out[name][part] for name, part in which], axes, dim))
