@@ -194,6 +194,10 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     fs.peft.save(tmp_path / "same", lora, a, params, of=of, like=tmp_path / "theirs")
     theirs = tensors_in(tmp_path / "theirs")
     assert_same(tensors_in(tmp_path / "same"), {n: x for n, x in theirs.items() if "base_layer.weight" not in n})
+    ours, wanted = contents(tmp_path / "same"), contents(tmp_path / "theirs")
+    assert isinstance(ours["target_modules"], str) == isinstance(wanted["target_modules"], str)
+    for field in ours.keys() - {"target_modules", "modules_to_save"}:  # their order; the heads that the model lacks
+        assert ours[field] == wanted[field], field
 
     fs.peft.save(tmp_path / "ours", lora, trained, params, of=of, like=tmp_path / "theirs")
     assert any(not torch.equal(x, theirs[n]) for n, x in tensors_in(tmp_path / "ours").items())
