@@ -15,7 +15,7 @@ from typing import Any
 
 from fshard import lora, tree
 from fshard._io import StrPath
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import checked, fail, must_be, raise_all
 from fshard.init import Deferred, zeros
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
 from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
@@ -31,11 +31,12 @@ _START = "base_model.model."
 _KEYS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _TABLE_KEYS = {"a": "lora_embedding_A", "b": "lora_embedding_B", "magnitude": "lora_magnitude_vector"}
 Adapters = Mapping[str, Mapping[str, Any]]
+Names = Callable[..., Any]  # a model's `theirs`, or what `fs.defer` returned
 
 
 @checked
 def load(
-    folder: StrPath, params: Any, *, of: Any = None, prefix: str = "", ignored: Sequence[str] = ()
+    folder: StrPath, params: Any, *, of: Names | None = None, prefix: str = "", ignored: Sequence[str] = ()
 ) -> tuple[lora.Config, dict[str, dict[str, Any]]]:
     """Return the config and the described adapters of a folder that PEFT wrote; each rank will read only its own bytes.
 
@@ -70,6 +71,8 @@ def load(
         present = tuple(t for t in fields["targets"] if any(names_module(t, m) for m in modules))
         fields["targets"] = present or fields["targets"]
     fields["modules_to_save"] = tuple(s for s in fields["modules_to_save"] if any(in_module(s, m) for m in modules))
+    for name, default in (("ranks", fields["rank"]), ("alphas", fields["alpha"])):
+        fields[name] = _patterns(fields[name], dict(zip(modules, names, strict=True)), default)
     cfg = lora.Config(**fields)
     described = _described(cfg, Targets.of("peft.load", cfg, params, of))
     headers = WeightHeaders(path / WEIGHTS)
@@ -82,7 +85,7 @@ def load(
 
 @checked
 def save(
-    path: StrPath, cfg: lora.Config, adapters: Adapters, params: Any, *, of: Any = None, prefix: str = "",
+    path: StrPath, cfg: lora.Config, adapters: Adapters, params: Any, *, of: Names | None = None, prefix: str = "",
     like: StrPath | None = None, config: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write adapters as a folder that `PeftModel.from_pretrained` reads; every rank writes its own bytes.
@@ -107,7 +110,8 @@ def save(
     flat = tree.leaves_with_path(adapters)
 
     def contents() -> tuple[list[OutputTensor], Mapping[str, Any]]:
-        leaves, targets = _leaves(params, of), Targets.of("peft.save", cfg, params, of)
+        leaves = _leaves(params, of)
+        targets = Targets.of("peft.save", cfg, params, of)
         described = _described(cfg, targets)
         check_described(flat, tree.leaves_with_path(described))
         theirs = _file_tensors(described, leaves, of)
@@ -126,7 +130,9 @@ def save(
 
 
 def _leaves(params: Any, of: Any) -> dict[str, tuple[tree.Path, Leaf]]:
-    """Return the path and the description of each leaf, by dotted path."""
+    """Return the path and the description of each leaf, by dotted path. Raises ShardingError if one has no shape."""
+    raise_all([must_be(f"peft: {tree.show('params', path)}", "a leaf with a shape", x, fix="fs.init.*, or a tensor")
+               for path, x in tree.leaves_with_path(params, is_weight) if not hasattr(x, "shape")])  # fmt: skip
     return {tree.dotted(path): (path, leaf_of(of, path, len(x.shape)))
             for path, x in tree.leaves_with_path(params, is_weight)}  # fmt: skip
 
@@ -216,12 +222,12 @@ def _contents(
     }  # fmt: skip
 
 
-def _patterns(patterns: Mapping[str, Any], own: Mapping[str, str], default: Any) -> dict[str, Any]:
-    """Return ranks or alphas as PEFT reads them: the patterns, or modules in full if these lack a prefix there.
+def _patterns(patterns: Mapping[str, Any], modules: Mapping[str, str], default: Any) -> dict[str, Any]:
+    """Return ranks or alphas for modules of other names: the patterns, or these names if that would differ.
 
-    `own` has the module here by its name there.
+    `modules` has for each new name the one that the patterns are of.
     """
-    values = {name: value_for(patterns, module, default) for name, module in own.items()}
+    values = {name: value_for(patterns, module, default) for name, module in modules.items()}
     if all(value_for(patterns, name, default) == value for name, value in values.items()):
         return dict(patterns)
     return {f"^{re.escape(name)}": value for name, value in values.items() if value != default}
