@@ -56,8 +56,8 @@ class PartFile:
     header_crc32: int
 
 
-def blocks(shape: Sequence[int], itemsize: int, nbytes: int = BLOCK_BYTES) -> Iterator[Box]:
-    """Split a contiguous tensor into boxes of at most `nbytes`, in the order of their bytes.
+def blocks(shape: Sequence[int], itemsize: int, nbytes: int | None = None) -> Iterator[Box]:
+    """Split a contiguous tensor into boxes of at most `nbytes`, or `BLOCK_BYTES`, in the order of their bytes.
 
     >>> [box[0] for box in blocks((1000, 300), 4)]
     [slice(0, 873, None), slice(873, 1000, None)]
@@ -75,13 +75,13 @@ def blocks(shape: Sequence[int], itemsize: int, nbytes: int = BLOCK_BYTES) -> It
             yield *(slice(i, i + 1) for i in outer), slice(start, min(start + rows, n)), *inner
 
 
-def _block_layout(shape: Sequence[int], itemsize: int, nbytes: int = BLOCK_BYTES) -> tuple[int, int]:
+def _block_layout(shape: Sequence[int], itemsize: int, limit: int | None = None) -> tuple[int, int]:
     """Return (d, rows): a block is `rows` entries of dim d - 1 with all dims from d on; d = 0 if one block is all."""
-    dim, size = len(shape), itemsize
-    while dim and size * shape[dim - 1] <= nbytes:
+    dim, size, limit = len(shape), itemsize, limit or BLOCK_BYTES
+    while dim and size * shape[dim - 1] <= limit:
         dim -= 1
         size *= shape[dim]
-    return dim, nbytes // size
+    return dim, limit // size
 
 
 def block_count(shape: Sequence[int], itemsize: int) -> int:
