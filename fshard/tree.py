@@ -1,15 +1,16 @@
 """Pytrees: optree, re-exported under short names, with paths, and with errors of prefix trees that name the path.
 
 A leaf is any object that optree does not know as a container: a tensor, a `P`, a `Deferred`, a `Sharded`, a number.
-`None` is an empty subtree.
+`None` is an empty subtree. A `Node` is a container with fields, such as a `Weight`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -24,16 +25,48 @@ __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path"
 Path = tuple[Any, ...]
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
+class Node:
+    """Base of dataclasses that are containers of a tree: the fields in `children` are subtrees, the others static data.
+
+    Two nodes have one structure if their classes and static data are equal.
+    """
+
+    children: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        kind: Any = cls
+        optree.register_pytree_node(kind, _flatten_node, functools.partial(_make_node, cls), namespace=_EVERYWHERE)
+
+
+_EVERYWHERE: Any = optree.registry.__GLOBAL_NAMESPACE
+
+
+def _flatten_node(node: Any) -> tuple[list[Any], tuple[Any, ...], tuple[str, ...]]:
+    return [getattr(node, name) for name in node.children], _static(node), node.children
+
+
+def _static(node: Any) -> tuple[Any, ...]:
+    return tuple([getattr(node, f.name) for f in dataclasses.fields(node) if f.name not in node.children])
+
+
+def _make_node(cls: Any, static: tuple[Any, ...], children: Iterable[Any]) -> Any:
+    others = [f.name for f in dataclasses.fields(cls) if f.name not in cls.children]
+    return cls(**dict(zip(cls.children, children, strict=True)), **dict(zip(others, static, strict=True)))
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Return the leaves in order, dicts by sorted key, and the structure for `unflatten`.
+
+    A subtree for which `is_leaf` is true is one leaf.
 
     >>> flatten({"b": [1, 2], "a": 0})[0]
     [0, 1, 2]
     """
     if not torch.compiler.is_dynamo_compiling():
-        return optree.tree_flatten(tree)
+        return optree.tree_flatten(tree, is_leaf)
     out: list[Any] = []
-    return out, _flatten_traced(tree, out)
+    return out, _flatten_traced(tree, out, is_leaf)
 
 
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
@@ -52,9 +85,9 @@ def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
     return _unflatten_traced(treedef, iter(leaves))
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return the leaves in order."""
-    return flatten(tree)[0]
+    return flatten(tree, is_leaf)[0]
 
 
 def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -78,17 +111,27 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 # 2.13 with optree 0.20), so traced programs use these functions. The order of the leaves is the same.
 
 
-def _flatten_traced(tree: Any, out: list[Any]) -> Any:
+def _flatten_traced(tree: Any, out: list[Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    if is_leaf is not None and is_leaf(tree):
+        out.append(tree)
+        return ("leaf",)
     if tree is None:
         return ("none",)
+
+    def each(children: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple([_flatten_traced(x, out, is_leaf) for x in children])
+
     if isinstance(tree, dict):
         keys = _keys(tree)
         cls = OrderedDict if isinstance(tree, OrderedDict) else dict
-        return ("dict", cls, tuple(tree), tuple(keys), tuple([_flatten_traced(tree[k], out) for k in keys]))
+        return ("dict", cls, tuple(tree), tuple(keys), each([tree[k] for k in keys]))
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return ("namedtuple", type(tree), tuple([_flatten_traced(x, out) for x in tree]))
+        return ("namedtuple", type(tree), each(tree))
     if isinstance(tree, (list, tuple)):
-        return ("list" if isinstance(tree, list) else "tuple", tuple([_flatten_traced(x, out) for x in tree]))
+        return ("list" if isinstance(tree, list) else "tuple", each(tree))
+    if isinstance(tree, Node):
+        children, static, _ = _flatten_node(tree)
+        return ("node", type(tree), static, each(children))
     out.append(tree)
     return ("leaf",)
 
@@ -105,17 +148,32 @@ def _unflatten_traced(treedef: Any, rest: Iterator[Any]) -> Any:
             made[key] = _unflatten_traced(child, rest)
         return treedef[1]([(key, made[key]) for key in treedef[2]])
     children = [_unflatten_traced(child, rest) for child in treedef[-1]]
+    if kind == "node":
+        return _make_node(treedef[1], treedef[2], children)
     return treedef[1](*children) if kind == "namedtuple" else children if kind == "list" else tuple(children)
 
 
-def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
+def leaves_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
     """Return every leaf with its path, a tuple of keys, indices and field names.
 
     >>> leaves_with_path({"h": [1, 2]})
     [(('h', 0), 1), (('h', 1), 2)]
     """
-    paths, values, _ = optree.tree_flatten_with_path(tree)
+    if torch.compiler.is_dynamo_compiling():
+        out: list[tuple[Path, Any]] = []
+        _paths_traced(tree, (), is_leaf, out)
+        return out
+    paths, values, _ = optree.tree_flatten_with_path(tree, is_leaf)
     return list(zip(paths, values, strict=True))
+
+
+def _paths_traced(tree: Any, path: Path, is_leaf: Callable[[Any], bool] | None, out: list[tuple[Path, Any]]) -> None:
+    children = None if is_leaf is not None and is_leaf(tree) else _children(tree)
+    if children is None:
+        out.append((path, tree))
+        return
+    for key, child in children.items():
+        _paths_traced(child, (*path, key), is_leaf, out)
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -209,10 +267,14 @@ def show(name: str, path: Path) -> str:
     return name + "".join(f"[{p!r}]" for p in path)
 
 
-def broadcast(prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool], kind: str = "P") -> list[Any]:
+def broadcast(
+    prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool], kind: str = "P",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[Any]:  # fmt: skip
     """Return one entry of `prefix` per leaf of `tree`: a leaf of the prefix applies to the whole subtree below it.
 
     `leaf` returns whether an object is a leaf of the prefix; errors call the prefix `name` and its leaves `kind`.
+    `is_leaf` is that of `flatten`, for the tree.
 
     >>> broadcast({"a": 1, "b": 2}, {"a": [5, 6], "b": 7}, name="specs", leaf=lambda x: isinstance(x, int))
     [1, 1, 2]
@@ -220,17 +282,19 @@ def broadcast(prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool],
     Raises ShardingError where the prefix has other keys, another length or another container than the tree.
     """
     out: list[Any] = []
-    _broadcast(prefix, tree, (), name, leaf, kind, out)
+    _broadcast(prefix, tree, (), name, leaf, kind, is_leaf, out)
     return out
 
 
 def _broadcast(
-    prefix: Any, tree: Any, path: Path, name: str, leaf: Callable[[Any], bool], kind: str, out: list[Any]
-) -> None:
+    prefix: Any, tree: Any, path: Path, name: str, leaf: Callable[[Any], bool], kind: str,
+    is_leaf: Callable[[Any], bool] | None, out: list[Any],
+) -> None:  # fmt: skip
     if leaf(prefix):
-        out.extend([prefix] * len(leaves(tree)))
+        out.extend([prefix] * len(leaves(tree, is_leaf)))
         return
-    children, expected = _children(prefix), _children(tree)
+    children = _children(prefix)
+    expected = None if is_leaf is not None and is_leaf(tree) else _children(tree)
     if children is None:
         raise fail(f"{show(name, path)}: {prefix!r} is a {type(prefix).__name__}, not a {kind}", fix=f"use a {kind}")
     # Users write a tuple of specs for a list of arguments, and the reverse: lists and tuples match.
@@ -243,7 +307,7 @@ def _broadcast(
                    fix=f"give every key a {kind}, or one {kind} for the whole subtree",
                    got=type(prefix).__name__, expected=type(tree).__name__)  # fmt: skip
     for key, child in expected.items():
-        _broadcast(children[key], child, (*path, key), name, leaf, kind, out)
+        _broadcast(children[key], child, (*path, key), name, leaf, kind, is_leaf, out)
 
 
 def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...]) -> None:
@@ -275,6 +339,8 @@ def _children(tree: Any) -> dict[Any, Any] | None:
         return dict(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (list, tuple)):
         return dict(enumerate(tree))
+    if isinstance(tree, Node):
+        return {name: getattr(tree, name) for name in tree.children}
     if torch.compiler.is_dynamo_compiling() or optree.tree_is_leaf(tree):
         return None
     children, _, entries, _ = optree.tree_flatten_one_level(tree)

@@ -74,11 +74,16 @@ def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     If no argument of the region is uneven, that is a product. Otherwise the ranks exchange their sizes, which a
     compiled program and an abstract mesh cannot do: the error names `word` as the argument to pass.
     """
+    return global_sizes(verb, [n], axis, word=word)[0]
+
+
+def global_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=") -> list[int]:
+    """Return the global sizes of several dims, as `global_size`, by at most one exchange."""
     current = region(verb)
     axes = live_axes(current.comm, known_axes(verb, current, axis))
     if not axes or not current.uneven:
-        return n * size_of(axes, current.sizes)
-    return _exchange_sizes(verb, axes, [n], f"pass {word}", current.device)[0]
+        return [n * size_of(axes, current.sizes) for n in ns]
+    return _exchange_sizes(verb, axes, ns, f"pass {word}", current.device)
 
 
 def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import tree
+from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
 from fshard.errors import checked, fail, raise_all
@@ -151,7 +151,7 @@ def _forward(
 
     t = tokens.t
     x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
-    x = x + layout.time_slice(top["wpe"][tokens.positions], tokens.positions.ndim - 1)
+    x = x + layout.time_slice(nn.embedding(tokens.positions, top["wpe"]), tokens.positions.ndim - 1)
     x = layout.dropout(x, cfg.embd_pdrop, key, "embd", t)
 
     x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, cached),

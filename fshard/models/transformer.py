@@ -29,12 +29,13 @@ from fshard.schedule.overlap import apply_then_compute
 from fshard.schedule.scan import scan
 from fshard.schedule.unshard import unshard
 from fshard.spec import P, any_on_host, is_spec, names_of
+from fshard.weight import Weight, is_weight
 
 from .decoding import Cache, KeyValues, Tokens, append_to_cache
 
-# A block: its unsharded parameters, x [B, T, D], its key, its cached keys and values[, its own argument] -> x and the
+# A block: its unsharded parameters, x, its key, its cached keys and values[, its own argument] -> x and the
 # updated keys and values.
-Block = Callable[..., tuple[Tensor, Any]]
+Block = Callable[..., tuple[Any, Any]]
 
 
 @checked
@@ -74,7 +75,8 @@ class Layout:
         check_params(parts, wanted)
         part_specs = P() if specs is None else {name: spec_of(specs, name) for name in names}
         if not self.data and not any_on_host(part_specs):  # without a collective, so also outside a region
-            return parts if self.dtype is None else tree.map(lambda x: x.to(self.dtype), parts)
+            cast = lambda x: x.to(self.dtype) if x.is_floating_point() else x  # noqa: E731
+            return parts if self.dtype is None else tree.map(cast, parts)
         out: dict[str, Any] = unshard(parts, part_specs, self.data, shapes=wanted,
                                       dtype=self.dtype, reduce_dtype=self.reduce_dtype)  # fmt: skip
         return out
@@ -93,7 +95,7 @@ class Layout:
         out: Tensor = psum_scatter(x, self.model, 1) if self.sequence else psum(x, self.model)
         return out
 
-    def column_linear(self, x: Tensor, t: int, w: Tensor, b: Tensor | None = None) -> Tensor:
+    def column_linear(self, x: Tensor, t: int, w: Tensor | Weight, b: Tensor | None = None) -> Tensor:
         """Enter a model-parallel region by its first layer: stream x @ w [D, F@model] + b [F@model] -> [B, T, F@model].
 
         In backward, the sum of x's gradient over `model` overlaps with computing the gradients of w and b.
@@ -103,9 +105,9 @@ class Layout:
             return nn.linear(x, w, b)
         comm = region("linear").comm
         collective = Gather(comm, axes, ((1, t),)) if self.sequence else Vary(comm, axes)
-        return apply_then_compute(collective, nn.linear, x, w, *([] if b is None else [b]))
+        return apply_then_compute(collective, nn.linear, x, w, b)
 
-    def row_linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    def row_linear(self, x: Tensor, w: Tensor | Weight, b: Tensor | None = None) -> Tensor:
         """Leave a model-parallel region by its last layer: x [B, T, F@model] @ w [F@model, D] + b [D] -> stream."""
         if not self.model:
             return nn.linear(x, w, b)  # one operation
@@ -127,7 +129,7 @@ class Layout:
         out: Tensor = pslice(x, self.model, dim) if self.sequence else x
         return out
 
-    def embed(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
+    def embed(self, ids: Tensor, table: Tensor | Weight, size: int) -> Tensor:
         """Embed ids [B, T] by a table [V@model, D] into the stream; `size` is V."""
         return self.leave(nn.embedding(ids, table, axis=self.model, size=size))
 
@@ -172,18 +174,18 @@ def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
 
 
 def check_params(params: Any, described: Any) -> None:
-    """Raise ShardingError unless `params` has the leaves of the described tree: tensors of as many dims.
+    """Raise ShardingError unless `params` has the leaves of the described tree: tensors or Weights of as many dims.
 
     Their shapes are local ones, of which this does not know the split.
     """
     if torch.compiler.is_dynamo_compiling():
         return
-    leaves, structure = tree.flatten(params)
+    leaves, structure = tree.flatten(params, is_weight)
     wanted, wanted_structure = tree.flatten(described)
-    if structure == wanted_structure and all(isinstance(x, Tensor) and x.ndim == d.ndim
+    if structure == wanted_structure and all(isinstance(x, (Tensor, Weight)) and x.ndim == d.ndim
                                              for x, d in zip(leaves, wanted, strict=True)):  # fmt: skip
         return
-    have, want = dict(tree.leaves_with_path(params)), dict(tree.leaves_with_path(described))
+    have, want = dict(tree.leaves_with_path(params, is_weight)), dict(tree.leaves_with_path(described))
     errors = [fail(f"{tree.show('params', path)}: is missing", f"the model has {want[path]!r} there",
                    fix="pass the whole tree of init, or of load, with the same config")
               for path in want if path not in have]  # fmt: skip
@@ -192,7 +194,7 @@ def check_params(params: Any, described: Any) -> None:
                for path in have if path not in want]  # fmt: skip
     for path in [path for path in have if path in want]:
         x, label = have[path], tree.show("params", path)
-        if not isinstance(x, Tensor):
+        if not isinstance(x, (Tensor, Weight)):
             errors.append(must_be(label, "a Tensor", x))
         elif x.ndim != want[path].ndim:
             errors.append(fail(f"{label}: a leaf of {x.ndim} dims", shape=list(x.shape), model=repr(want[path])))
@@ -310,15 +312,16 @@ def _window_mask(tokens: Tokens, s: int, window: int) -> Tensor | None:
 
 
 def apply_blocks(
-    block: Block, params: Any, x: Tensor, *, layout: Layout, described: Any, specs: Any = None,
+    block: Block, params: Any, x: Any, *, layout: Layout, described: Any, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, cache: Cache | None = None,
     each: Sequence[tuple[Any, ...]] | None = None, has_aux: bool = False,
-) -> tuple[Tensor, list[Any]]:  # fmt: skip
+) -> tuple[Any, list[Any]]:  # fmt: skip
     """Apply the blocks `params["h"]` one after the other: (x, the keys and values of each for the next cache).
 
     Each block is unsharded just before it runs, by `specs["h"]`; `remat` recomputes it in backward. Without a `cache`
     the keys and values are not kept. `each` has more arguments for each block. With `has_aux` a block returns any
-    tree in the place of its keys and values, which is kept.
+    tree in the place of its keys and values, which is kept. x is a tensor, or a tree that also has the tensors that
+    all blocks share and pass on: those that are differentiated cannot be captured.
     """
     keep = has_aux or cache is not None
 

@@ -19,14 +19,17 @@ from fshard._ops import global_size, local_range
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail
 from fshard.spec import P
+from fshard.weight import Weight
 
 
 @checked
-def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, w: Tensor | Weight, b: Tensor | None = None) -> Tensor:
     """Compute x @ w + b: x [..., D], w [D, F], b [F] -> [..., F].
 
     Column parallel is w [D, F@model] and x {V model}; row parallel is w [D@model, F], then a psum.
     """
+    if isinstance(w, Weight):
+        return w.linear(x, b)
     return F.linear(x, w.transpose(0, 1), b)
 
 
@@ -51,7 +54,7 @@ def mlp(
 
 
 @checked
-def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
+def embedding(ids: Tensor, table: Tensor | Weight, *, axis: Axis = None, size: int | None = None) -> Tensor:
     """Look up rows of a table: ids [...], table [V, D] -> [..., D].
 
         with `axis`: ids {I}, table [V@axis, D]{V} -> [..., D]{V}, zero where another rank has the row:
@@ -64,6 +67,8 @@ def embedding(ids: Tensor, table: Tensor, *, axis: Axis = None, size: int | None
     """
     if table.ndim != 2:
         raise fail(f"embedding: table is {list(table.shape)}", fix="[V, D]")
+    if isinstance(table, Weight):
+        return table.embed(ids, axis=axis, size=size)
     if not axis:
         return F.embedding(ids, table)
     n = table.shape[0]

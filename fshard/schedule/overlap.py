@@ -15,10 +15,11 @@ from fshard._comm import checker, is_observed, storage_key, transposing
 from fshard._ops import Map, apply_map, run_map
 from fshard._torch_compat import in_transform
 from fshard.errors import fail
+from fshard.grad import fill_tensors, split_tensors
 
 
-def apply_then_compute(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
-    """Return f(m(x), *weights); in backward the transpose of `m` overlaps the gradients of the weights.
+def apply_then_compute(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Any) -> Tensor:
+    """Return f(m(x), *weights); in backward the transpose of `m` overlaps the gradients of the weights (trees).
 
     `m` is the collective before the first layer `f` of a part that a mesh axis splits (`pvary`, or `all_gather` under
     sequence parallelism). The numbers are those of f(m(x), *weights): backward passes f's graph twice, first for x,
@@ -26,10 +27,12 @@ def apply_then_compute(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Te
 
     Source: Shoeybi et al., "Megatron-LM", its asynchronous all-reduce of column parallel layers.
     """
-    differentiated = torch.is_grad_enabled() and x.requires_grad and any(w.requires_grad for w in weights)
+    tensors, rest = split_tensors(weights)
+    differentiated = torch.is_grad_enabled() and x.requires_grad and any(w.requires_grad for w in tensors)
     if not differentiated or _needs_plain_graph(m):
         return f(apply_map(m, [x])[0], *weights)
-    out: Tensor = _Overlapped.apply(m, f, x, *weights)  # type: ignore[no-untyped-call]
+    of_tensors = lambda h, *tensors: f(h, *fill_tensors(rest, tensors))  # noqa: E731
+    out: Tensor = _Overlapped.apply(m, of_tensors, x, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -18,12 +18,13 @@ from fshard._comm import Axis, known_axes, live_axes, region
 from fshard._torch_compat import in_transform
 from fshard.errors import checked, fail, must_be
 from fshard.spec import P, any_on_host, is_spec
+from fshard.weight import is_weight
 
 from .buckets import BucketPlan, plan_buckets
 from .executor import Executor, FlatTree, Schedule, run_blocks
 from .remat import check_captured
 from .remat import remat as rematerialize
-from .unshard import routes, sizes_of, unshard
+from .unshard import placements, routes, unshard
 
 # (parameters of a block, x[, the block's own argument]) -> x, or (x, an output of the block)
 Block = Callable[..., Any]
@@ -131,8 +132,8 @@ class _Blocks:
         current, plans = region("scan"), []
         for p, specs, shapes in zip(self.params, self.specs, self.shapes, strict=True):
             leaves = tree.leaves(p)
-            flat = tree.broadcast(specs, p, name="specs", leaf=is_spec)
-            leaf_routes = routes("scan", current, leaves, flat, axis, sizes_of("scan", len(leaves), shapes))
+            leaf_specs, sizes = placements("scan", p, specs, shapes)
+            leaf_routes = routes("scan", current, leaves, leaf_specs, axis, sizes)
             plan = plan_buckets(current, leaves, leaf_routes, dtype, reduce_dtype)
             if plan is None:
                 return None
@@ -160,6 +161,8 @@ def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any,
 
 def _unstack(params: Any, specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
     """Return stacked params, their specs and shapes as one tree for each block."""
+    if any(map(is_weight, tree.leaves(params, is_weight))):
+        raise fail("scan: stacked parameters, of which one is a Weight", fix="pass a list of trees, one for each block")
     leaves, treedef = tree.flatten(params)
     counts = {len(x) if isinstance(x, Tensor) and x.ndim else None for x in leaves}
     if len(counts) != 1 or None in counts:

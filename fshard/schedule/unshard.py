@@ -15,6 +15,7 @@ from fshard._ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather
 from fshard.collectives import by_dtype
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.spec import P, is_spec, part_range, spec_errors
+from fshard.weight import Part, Weight, is_weight
 
 
 @checked
@@ -45,8 +46,8 @@ def unshard(
     current = region("unshard")
     tree.check_leaves("unshard", "params", params, Tensor)
     leaves, treedef = tree.flatten(params)
-    flat = tree.broadcast(specs, params, name="unshard: specs", leaf=is_spec)
-    leaf_routes = routes("unshard", current, leaves, flat, axis, sizes_of("unshard", len(leaves), shapes))
+    leaf_specs, sizes = placements("unshard", params, specs, shapes)
+    leaf_routes = routes("unshard", current, leaves, leaf_specs, axis, sizes)
     casts = [Precision.of(x, dtype, reduce_dtype) for x in leaves]
     out = [copy_to_device(x, current.device) if r.host else x for x, r in zip(leaves, leaf_routes, strict=True)]
     vary: dict[Any, list[int]] = {}
@@ -91,10 +92,13 @@ class Route:
 
 
 def routes(
-    verb: str, region: Region, leaves: Sequence[Tensor], specs: Sequence[P], axis: Axis,
+    verb: str, region: Region, leaves: Sequence[Tensor], specs: Sequence[P | None], axis: Axis,
     shapes: Sequence[tuple[int, ...] | None],
 ) -> list[Route]:  # fmt: skip
-    """Return the route of each leaf, over the axes of more than one rank. Raises if pieces cannot be joined."""
+    """Return the route of each leaf, over the axes of more than one rank. Raises if pieces cannot be joined.
+
+    A leaf without a spec stays as it is.
+    """
     names = known_axes(verb, region, axis)
     live = live_axes(region.comm, names)
     host_is_other_memory = region.device != HOST
@@ -102,6 +106,9 @@ def routes(
     errors: list[ShardingError] = []
     for i, (x, spec, shape) in enumerate(zip(leaves, specs, shapes, strict=True)):
         gathers = []
+        if spec is None:
+            out.append(Route((), ()))
+            continue
         if host_is_other_memory and x.device == HOST and spec.memory != "host":
             errors.append(fail(f"{verb}: leaf {i} is in host memory, its spec says {spec}",
                                fix="pass fs.on_host(specs), or fs.to_device(params)"))  # fmt: skip
@@ -129,18 +136,27 @@ def routes(
     return out
 
 
-def sizes_of(verb: str, n: int, shapes: Any) -> list[tuple[int, ...] | None]:
-    """Return the global shape of each of `n` leaves, from the `shapes` of the caller, or `None` for each."""
-    if shapes is None:
-        return [None] * n
-    if not all(hasattr(s, "shape") for s in tree.leaves(shapes)):
-        fix = "pass the tree that params were materialized from"
+def placements(
+    verb: str, params: Any, specs: Any, shapes: Any = None
+) -> tuple[list[P | None], list[tuple[int, ...] | None]]:
+    """Return the spec and the global shape of each tensor of `params`; a `Weight` makes its tensors' from its own one.
+
+    `specs` may be a prefix. The shapes are `None` without the `shapes` of the caller.
+    """
+    weights = tree.leaves(params, is_weight)
+    flat = tree.broadcast(specs, params, name=f"{verb}: specs", leaf=is_spec, is_leaf=is_weight)
+    known: list[Any] = [None] * len(weights) if shapes is None else tree.leaves(shapes)
+    fix = "pass the tree that params were materialized from"
+    if shapes is not None and not all(hasattr(s, "shape") for s in known):
         raise must_be(f"{verb}: shapes", "a tree of leaves with a .shape", shapes, fix)
-    known: list[tuple[int, ...] | None] = [tuple(s.shape) for s in tree.leaves(shapes)]
-    if len(known) != n:
-        raise fail(f"{verb}: shapes has another structure than params", f"{len(known)} leaves, not {n}",
-                   fix="pass the tree that params were materialized from")  # fmt: skip
-    return known
+    if len(known) != len(weights):
+        raise fail(f"{verb}: shapes has another structure than params", f"{len(known)} leaves, not {len(weights)}",
+                   fix=fix)  # fmt: skip
+    parts: list[Part] = []
+    for x, spec, like in zip(weights, flat, known, strict=True):
+        shape = None if like is None else tuple(like.shape)
+        parts += x.parts(spec, shape) if isinstance(x, Weight) else [(spec, shape)]
+    return [spec for spec, _ in parts], [shape for _, shape in parts]
 
 
 def _gather_leaves(

@@ -87,6 +87,16 @@ class Pattern:
         """The part of the tensor in the file that the leaf is: (name, index, size), for each name of `at`."""
         return tuple((name, index, _parse(self.text).sizes[name]) for name, index in sorted((self.at or {}).items()))
 
+    @property
+    def origins(self) -> tuple[int, ...]:
+        """The dim in the file that each dim of the leaf is of: its first name's.
+
+        >>> Pattern("d (h k) -> h k d").origins
+        (1, 1, 0)
+        """
+        parsed = _parse(self.text)
+        return tuple(next(i for i, names in enumerate(parsed.file) if group[0] in names) for group in parsed.leaf)
+
     def places(self, shape: Sequence[int]) -> Places:
         """Return the places, in the tensor in the file, of the elements of a leaf of `shape`."""
         sizes, parsed, at = self._sizes(shape), _parse(self.text), self.at or {}

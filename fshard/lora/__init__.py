@@ -1,0 +1,20 @@
+"""Low-rank adapters as a tree beside any parameter tree: W + s A B, without ever building the sum in forward.
+
+cfg      = fs.lora.Config(targets=("q_proj", "v_proj"), rank=8, alpha=32)
+adapters = fs.lora.init(cfg, params, of=llama.theirs)                  # described: {"h.0.q.w": {"a", "b"}, ...}
+placed   = fs.lora.specs(cfg, params, specs, of=llama.theirs)          # where the factors lie, by their base's specs
+
+inside shard_map, differentiating `adapters` alone:
+    adapted = fs.lora.apply(cfg, params, adapters, of=llama.theirs, specs=specs, data="data", model="model")
+    loss    = llama.loss(model, adapted, ids, targets, layout=layout, specs=specs)
+
+Source: Hu et al., 2021, "LoRA"; names, defaults and arithmetic are those of Hugging Face PEFT.
+"""
+
+from .adapters import init, specs
+from .config import Config
+from .merging import merge, unmerge
+from .targets import Leaf
+from .view import LoraWeight, apply
+
+__all__ = ["Config", "Leaf", "LoraWeight", "apply", "init", "merge", "specs", "unmerge"]

@@ -1,0 +1,109 @@
+"""The options of adapters, and the modules that they name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from fshard.errors import checked, fail, raise_all
+from fshard.spec import matches
+
+ALL_LINEAR = "all-linear"
+T = TypeVar("T")
+
+
+@checked
+@dataclass(frozen=True)
+class Config:
+    """The options of an adapter, after PEFT's `LoraConfig`. Names are those of modules in Hugging Face's models.
+
+    Args:
+        targets: the modules to adapt: a list of names, of their last parts (`"q_proj"`, `"attn.c_attn"`) or of globs as
+            in `fs.rules` (`"model.layers.*.mlp.*"`); or one regular expression of whole names; or `"all-linear"`, which
+            is every linear layer but the head.
+        rank: r, the width of the factors: a [in, r], b [r, out].
+        alpha: the adapter is scaled by s = alpha / r; with `rslora` by alpha / sqrt(r).
+        dropout: the rate at which inputs of the adapter are dropped, by the key of `apply`.
+        dora: also learn the norm of each output's weights (`"magnitude"`), as Liu et al., 2024.
+        bias: biases that train: of no module, of all, or of the adapted ones.
+        modules_to_save: modules whose parameters train in full, as copies: a new head.
+        ranks, alphas: other ranks and alphas, by a regular expression of the end of names: `{"layers.0.mlp.down": 2}`.
+        exclude: modules that are not adapted although they are targets, written as `targets`.
+        init: of `a`: "kaiming", U(-1/sqrt(in), 1/sqrt(in)), or "gaussian", N(0, 1/r^2); `b` is 0. Tables of embeddings
+            have a = 0 and b of N(0, 1). "random" also draws `b`, or `a` of tables, so that the adapter changes the
+            model from the start: for tests.
+
+    >>> Config(("q_proj", "v_proj"), rank=16, alpha=32, ranks={"layers.0.self_attn.q_proj": 4}).rank
+    16
+
+    Raises ShardingError listing every option that is out of range.
+    """
+
+    targets: str | Sequence[str]
+    rank: int = 8
+    alpha: float = 8
+    dropout: float = 0.0
+    rslora: bool = False
+    dora: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    modules_to_save: Sequence[str] = ()
+    ranks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    alphas: Mapping[str, float] = field(default_factory=dict, hash=False)
+    exclude: str | Sequence[str] = ()
+    init: Literal["kaiming", "gaussian", "random"] = "kaiming"
+
+    def __post_init__(self) -> None:
+        errors = []
+        for name in ("targets", "modules_to_save", "exclude"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
+        if not self.targets:
+            errors.append(fail("lora.Config: targets is empty", fix="names of modules, or 'all-linear'"))
+        for name, rank in {"rank": self.rank, **{f"ranks[{k!r}]": r for k, r in self.ranks.items()}}.items():
+            if rank < 1:
+                errors.append(fail(f"lora.Config: {name}={rank}", fix="1 or more"))
+        for name, alpha in {"alpha": self.alpha, **{f"alphas[{k!r}]": a for k, a in self.alphas.items()}}.items():
+            if not math.isfinite(alpha):
+                errors.append(fail(f"lora.Config: {name}={alpha}", fix="a finite number"))
+        if not 0 <= self.dropout < 1:
+            errors.append(fail(f"lora.Config: dropout={self.dropout}", fix="0 or more, less than 1"))
+        patterns = {f"{name}={value!r}": value for name in ("targets", "exclude")
+                    if isinstance(value := getattr(self, name), str)}  # fmt: skip
+        patterns |= {f"{name}[{key!r}]": key for name in ("ranks", "alphas") for key in getattr(self, name)}
+        for label, pattern in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as e:
+                errors.append(fail(f"lora.Config: {label} is no regular expression", str(e),
+                                   fix="escape its special characters, or pass a list of names"))  # fmt: skip
+        raise_all(errors)
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank of a module."""
+        return _by_pattern(self.ranks, name, self.rank)
+
+    def scale_of(self, name: str) -> float:
+        """Return s of a module."""
+        rank, alpha = self.rank_of(name), _by_pattern(self.alphas, name, self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+
+def _by_pattern(table: Mapping[str, T], name: str, otherwise: T) -> T:
+    return next((x for key, x in table.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
+
+
+def names_module(wanted: str, name: str) -> bool:
+    """Return whether an entry of a list, a name, its last parts, or a glob, names a module."""
+    if any(c in wanted for c in "*?["):
+        return matches(name.split("."), wanted.split("."))
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def in_module(wanted: str, name: str) -> bool:
+    """Return whether a module is one that `wanted` names, or inside of it."""
+    parts = name.split(".")
+    return any(names_module(wanted, ".".join(parts[: i + 1])) for i in range(len(parts)))

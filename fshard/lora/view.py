@@ -1,0 +1,320 @@
+"""Adapted weights: a matrix and its factors, used together without building their sum.
+
+Legend: B batch, T time, D inputs, F outputs, r rank, V vocabulary; [D@model] is a dim split over an axis; {V} varies
+over it, {I} does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fshard import nn, tree
+from fshard._comm import Axis, to_device
+from fshard._ops import global_sizes
+from fshard.collectives import pslice, psum, pvary
+from fshard.decoding import global_batch
+from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.random import fold_in
+from fshard.spec import P, is_spec, names_of, same_placement
+from fshard.weight import Part, Weight, is_weight
+
+from .config import Config
+from .targets import Leaf, Of, checked_leaves, specs_of
+
+
+@dataclass(frozen=True, eq=False)
+class LoraWeight(Weight):
+    """A matrix with low-rank factors: x @ base + (dropout(x) @ a @ b) * scale. Made by `apply`.
+
+    `base` may be a Weight: another adapter's, or a quantized matrix.
+    """
+
+    children = ("base", "a", "b", "magnitude", "key")
+
+    base: Any  # [in.., out..]; flattened as its user asks
+    a: Tensor  # [in.., r]
+    b: Tensor  # [r, out..]
+    magnitude: Tensor | None  # [out..]
+    key: Tensor | None  # of dropout
+    scale: float
+    rate: float
+    leaf: Leaf
+    inputs: int  # the number of input dims of the base, as it is flattened now
+    rank: int
+    specs: tuple[P, P, P]  # of a, b, magnitude
+    split: tuple[Axis, tuple[Axis, ...]]  # the axes of the rows of x, and, over which the base stays split, of inputs
+    sizes: tuple[int, ...]  # global, of the inputs, for dropout
+    batch: int | None
+
+    @property
+    def shape(self) -> torch.Size:
+        shape: torch.Size = self.base.shape
+        return shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.base.dtype
+        return dtype
+
+    def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
+        base = self.base.parts(spec, shape) if isinstance(self.base, Weight) else [(spec, shape)]
+        known = None if shape is None else self.leaf.split(tuple(shape))
+        sizes = [None] * 3 if known is None else [(*known[0], self.rank), (self.rank, *known[1]), known[1]]
+        own = list(zip(self.specs, sizes, strict=True))
+        own = own if self.magnitude is not None else own[:2]
+        return [*base, *own, *([] if self.key is None else [(None, None)])]
+
+    def flatten(self, start: int = 0, end: int = -1) -> LoraWeight:
+        end = end + self.ndim if end < 0 else end
+        if start < self.inputs <= end:
+            raise fail(f"flatten: dims {start} to {end} of {list(self.shape)} are inputs and outputs",
+                       fix="flatten the inputs, or the outputs", inputs=self.inputs)  # fmt: skip
+        inputs = self.inputs - (end - start if end < self.inputs else 0)
+        return replace(self, base=self.base.flatten(start, end), inputs=inputs)
+
+    def transpose(self, first: int, second: int) -> Any:
+        """Return the transposed table without its adapter, which is not that of a head tied to it: so PEFT does."""
+        if self.leaf.layout != "table":
+            raise self._refused("transpose")
+        return self.base.transpose(first, second)
+
+    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
+        """Compute x @ base + b, plus the adapters' part: x [..., D] -> [..., F]."""
+        y = self._base_linear(x, b)
+        return self._adapted(x, y, b).to(y.dtype)
+
+    def _base_linear(self, x: Tensor, b: Tensor | None) -> Tensor:
+        if isinstance(self.base, LoraWeight):
+            return self.base._base_linear(x, b)
+        return F.linear(x, self.base, b) if self._stored_transposed else nn.linear(x, self.base, b)
+
+    @property
+    def _stored_transposed(self) -> bool:
+        return self.leaf.layout == "oi" and isinstance(self.base, Tensor)
+
+    def _adapted(self, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Add the parts of this adapter, and of those below it, to y, in the wider of the dtypes of y and of a."""
+        if isinstance(self.base, LoraWeight):
+            y = self.base._adapted(x, y, bias)
+        dropped = self._dropped(x.to(self.a.dtype))
+        low = nn.linear(nn.linear(dropped, self.a.flatten(0, -2)), self.b.flatten(1))
+        if self.magnitude is None:
+            return y + low * self.scale
+        factor = self.magnitude.flatten() / self._norm()
+        # Liu et al.: the base's part is that of the same, dropped, inputs.
+        plain = y if bias is None else y - bias
+        if self.key is not None:
+            plain = nn.linear(dropped, self._root().to(dropped.dtype))
+        return y + (factor - 1) * plain + factor * low * self.scale
+
+    def _root(self) -> Tensor:
+        """Return the matrix below all adapters, [D, F]."""
+        base = self.base
+        if isinstance(base, LoraWeight):
+            return base._root()
+        matrix: Tensor = base.dense() if isinstance(base, Weight) else base
+        return matrix.transpose(0, 1) if self.leaf.layout == "oi" else matrix.flatten(0, self.inputs - 1).flatten(1)
+
+    def _norm(self) -> Tensor:
+        """Return the norm of each output's weights of w + s a b, which is not built: [F]{I}, without a gradient."""
+        a, b, s = self.a.detach().flatten(0, -2), self.b.detach().flatten(1), self.scale
+        w = self._root().detach().to(a.dtype)
+        squares = torch.linalg.vector_norm(w, dim=0).square() + 2 * s * ((a.T @ w) * b).sum(0)
+        squares = squares + s * s * ((a.T @ a @ b) * b).sum(0)
+        axes = tuple(name for axis in self.split[1] for name in names_of(axis))
+        return torch.sqrt(psum(squares, axes or None).clamp(min=0))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Drop inputs of the adapter, x [B@rows, ..., D@inputs], by global index."""
+        if self.key is None or not self.rate:
+            return x
+        rows, inputs = self.split
+        batch = self.batch if self.batch is not None else global_batch("lora dropout", len(x), rows,
+                                                                       word="lora.apply(batch=)")  # fmt: skip
+        shape = (batch, *x.shape[1:-1], *self.sizes)
+        spec = P(rows, *[None] * (x.ndim - 2), *inputs)
+        parts = x.reshape(*x.shape[:-1], *self.a.shape[:-1])
+        return nn.dropout(parts, self.rate, key=self.key, spec=spec, shape=shape).reshape(x.shape)
+
+    def embed(self, ids: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
+        """Look up rows of the table, plus the adapters' part: ids [...] -> [..., F], over `axis` as `nn.embedding`."""
+        if self.leaf.layout != "table":
+            raise self._refused("embedding")
+        y = self._base_embed(ids, axis, size)
+        return self._embedded(ids, y, axis, size).to(y.dtype)
+
+    def _base_embed(self, ids: Tensor, axis: Axis, size: int | None) -> Tensor:
+        if isinstance(self.base, LoraWeight):
+            return self.base._base_embed(ids, axis, size)
+        return nn.embedding(ids, self.base, axis=axis, size=size)
+
+    def _embedded(self, ids: Tensor, y: Tensor, axis: Axis, size: int | None) -> Tensor:
+        if isinstance(self.base, LoraWeight):
+            y = self.base._embedded(ids, y, axis, size)
+        low = nn.linear(nn.embedding(ids, self.a, axis=axis, size=size), self.b) * self.scale
+        if self.magnitude is None:
+            return y + low
+        return (self.magnitude / self._norm()) * (y + low)
+
+
+@checked
+def apply(
+    cfg: Config, params: Any, adapters: Mapping[str, Any], *, of: Of = None, specs: Any = None,
+    adapter_specs: Any = None, data: Axis = None, model: Axis = None, key: Tensor | None = None,
+    shapes: Any = None, batch: int | None = None, weight: float = 1.0,
+) -> Any:  # fmt: skip
+    """Return the parameters with a `LoraWeight` at each adapted leaf, for any model that uses matrices by `nn`.
+
+        y = x @ w + (dropout(x) @ a @ b) * s     added in the dtype of a, rounded to that of x @ w
+
+    The merged weight is never built. Differentiate with respect to `adapters`: the base then has no gradient, no buffer
+    for one, and no transfer. Several adapters: apply again, to the result. Pass to `unshard`, `scan` and the models the
+    specs of the base: each node knows those of its factors.
+
+    Args:
+        of: as for `init`.
+        specs: of params, a prefix; needed on a mesh.
+        adapter_specs: of the adapters; by default those of `lora.specs`. A factor that `model` does not split, of a
+            base that it splits, is the same on its ranks: it is sliced, or its gradient summed, over `model`.
+        data: the axes that split the batch, for dropout.
+        model: the axes over which the base stays split inside the model.
+        key: turns dropout on; each leaf folds in its path. The same mask on every mesh.
+        shapes, batch: the described tree of params, and the number of rows on all ranks. Both only for dropout where an
+            axis does not divide some dim: they save an exchange of sizes, which a compiled program cannot make.
+        weight: multiplies s.
+
+    >>> cfg = fs.lora.Config(["up"], rank=1, alpha=2)
+    >>> adapters = {"up": {"a": torch.ones(2, 1), "b": torch.ones(1, 2)}}
+    >>> params = fs.lora.apply(cfg, {"up": torch.eye(2)}, adapters)
+    >>> nn.linear(torch.tensor([[1.0, 2.0]]), params["up"])
+    tensor([[7., 8.]])
+
+    Raises ShardingError listing every adapter of no leaf, and of tensors that are not those of its leaf.
+    """
+    leaves = checked_leaves("lora.apply", cfg, params, adapters, of)
+    rows = tree.leaves_with_path(params, is_weight)
+    factors, placed = _aligned(leaves, adapters, _by_name(rows, params, specs), adapter_specs, names_of(model))
+    has_dropout = cfg.dropout > 0 and key is not None
+    sizes = _input_sizes(factors, placed, leaves, shapes) if has_dropout else {}
+    found: dict[tree.Path, Any] = {}
+    for name, path, x, leaf in leaves:
+        own = factors[name]
+        found[path] = own["value"] if leaf is None else LoraWeight(
+            base=x, a=own["a"], b=own["b"], magnitude=own.get("magnitude"),
+            key=fold_in(key, name) if has_dropout and key is not None else None,
+            scale=cfg.scale_of(leaf.module) * weight, rate=cfg.dropout, leaf=leaf, inputs=leaf.inputs,
+            rank=cfg.rank_of(leaf.module), specs=placed[name].specs, split=(data, placed[name].inputs),
+            sizes=sizes.get(name, ()), batch=batch,
+        )  # fmt: skip
+    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(path, x) for path, x in rows])
+
+
+def _by_name(rows: Sequence[tuple[tree.Path, Any]], params: Any, specs: Any) -> dict[str, P]:
+    """Return the spec of each leaf by its dotted path."""
+    if specs is None:
+        return {}
+    flat = tree.broadcast(specs, params, name="lora.apply: specs", leaf=is_spec, is_leaf=is_weight)
+    return {tree.dotted(path): spec for (path, _), spec in zip(rows, flat, strict=True)}
+
+
+class _Placed(NamedTuple):
+    """The placement of the factors of a leaf, as the leaf uses them."""
+
+    specs: tuple[P, P, P]  # of a, b, magnitude
+    inputs: tuple[Axis, ...]  # the axes over which each input dim stays split inside the model
+
+
+def _aligned(
+    leaves: Sequence[tuple[str, tree.Path, Any, Leaf | None]], adapters: Mapping[str, Any], base_specs: dict[str, P],
+    adapter_specs: Any, model: tuple[str, ...],
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, _Placed]]:  # fmt: skip
+    """Return the factors as their bases use them, and their placements.
+
+    Over the axes of `model` that split a base its factors are split in the same way, or vary: a factor that lies whole
+    on each rank is sliced. Each kind of slice, and all that vary over the same axes, are one call.
+    """
+    if model and not base_specs:
+        raise fail(f"lora.apply: model={model!r}, and no specs", fix="specs=, those of params")
+    out = {name: dict(adapters[name]) for name, *_ in leaves}
+    own_specs: dict[tuple[str, str], P] = {}
+    if adapter_specs is not None:
+        flat = tree.broadcast(adapter_specs, out, name="lora.apply: adapter_specs", leaf=is_spec)
+        pairs = [(name, part) for name in sorted(out) for part in sorted(out[name])]
+        own_specs = dict(zip(pairs, flat, strict=True))
+    placed: dict[str, _Placed] = {}
+    slices: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = {}
+    varied: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    errors: list[ShardingError] = []
+    for name, _, x, leaf in leaves:
+        base = base_specs.get(name, P())
+        if leaf is None:
+            spec = own_specs.get((name, "value"), base)
+            if not same_placement(P(*spec.entries), P(*base.entries), x.ndim):
+                errors.append(fail(f"lora.apply: adapters[{name!r}]['value'] replaces a leaf with another spec",
+                                   value=spec, leaf=base, fix="the specs of lora.specs"))  # fmt: skip
+            continue
+        wanted, specs = specs_of(leaf, base, x.ndim), []
+        kept = tuple(a for a in base.axes if a in model)
+        for part in ("a", "b", "magnitude"):
+            if part not in out[name]:
+                specs.append(P())
+                continue
+            ndim, spec = out[name][part].ndim, own_specs.get((name, part), wanted[part])
+            if spec.memory == "host":
+                out[name][part] = to_device(out[name][part])
+            dims = []
+            for dim, (axes, base_axes) in enumerate(zip(spec.parts(ndim), wanted[part].parts(ndim), strict=True)):
+                over, base_over = (tuple(a for a in of if a in model) for of in (axes, base_axes))
+                if over == base_over:
+                    dims.append(axes)
+                elif not axes:
+                    slices.setdefault((base_over, dim), []).append((name, part))
+                    dims.append(base_over)
+                else:
+                    errors.append(fail(f"lora.apply: adapters[{name!r}][{part!r}] has dim {dim} over {axes}, and its "
+                                       f"base that dim over {base_axes or None}", factor=spec, base=base,
+                                       fix="the specs of lora.specs, or P()"))  # fmt: skip
+            specs.append(P(*(axes or None for axes in dims)))
+            missing = tuple(a for a in kept if a not in specs[-1].axes)
+            if missing:
+                varied.setdefault(missing, []).append((name, part))
+        inputs = tuple(tuple(a for a in axes if a in model) or None for axes in leaf.split(base.parts(x.ndim))[0])
+        placed[name] = _Placed((specs[0], specs[1], specs[2]), inputs)
+    raise_all(errors)
+    for (axes, dim), which in slices.items():
+        _replace(out, which, pslice([out[name][part] for name, part in which], axes, dim))
+    for axes, which in varied.items():
+        _replace(out, which, pvary([out[name][part] for name, part in which], axes))
+    return out, placed
+
+
+def _replace(factors: dict[str, dict[str, Tensor]], which: Sequence[tuple[str, str]], new: Sequence[Tensor]) -> None:
+    for (name, part), x in zip(which, new, strict=True):
+        factors[name][part] = x
+
+
+def _input_sizes(
+    factors: dict[str, dict[str, Tensor]], placed: dict[str, _Placed],
+    leaves: Sequence[tuple[str, tree.Path, Any, Leaf | None]], shapes: Any,
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """Return the global sizes of the input dims of each adapted leaf: those of `shapes`, or sums of local ones."""
+    if shapes is not None:
+        known = {path: x.shape for path, x in tree.leaves_with_path(shapes)}
+        return {name: leaf.split(tuple(known[path]))[0] for name, path, _, leaf in leaves if leaf is not None}
+    local = {name: list(factors[name]["a"].shape[:-1]) for name in placed}
+    by_axes: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for name, where in placed.items():
+        for dim, axes in enumerate(where.specs[0].parts(len(local[name]) + 1)[:-1]):
+            if axes:
+                by_axes.setdefault(axes, []).append((name, dim))
+    for axes, which in by_axes.items():
+        sizes = global_sizes("lora.apply", [local[name][dim] for name, dim in which], axes, word="shapes=")
+        for (name, dim), n in zip(which, sizes, strict=True):
+            local[name][dim] = n
+    return {name: tuple(sizes) for name, sizes in local.items()}

@@ -1,0 +1,90 @@
+"""A parameter that stands where a model has a matrix, and is made of several tensors: adapted, or quantized.
+
+A `Weight` is a node of the tree: all that flattens trees (`unshard`, `scan`, `remat`, gradients) sees its tensors.
+Models use a matrix by `nn.linear`, `nn.embedding`, `flatten` and `transpose` alone, and so take a Weight in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ShardingError, fail
+from .spec import Axis, P
+from .tree import Node
+
+Part = tuple[P | None, tuple[int, ...] | None]  # the spec and the global shape of a tensor, if known
+
+
+class Weight(Node):
+    """Base of parameters of several tensors. A subclass is a frozen dataclass that names its `children`.
+
+    In a tree of specs, or of described leaves, one `P` and one shape describe a Weight: those of the matrix it stands
+    for. `parts` makes from them those of its tensors.
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the matrix: local, inside `shard_map`."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrix."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
+        """Return the spec and the global shape of each tensor, from those of the matrix, in the order of the leaves.
+
+        A tensor without a spec is left as it is by `unshard` and `scan`: a key.
+        """
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """Return the matrix as one tensor."""
+        raise self._refused("dense")
+
+    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
+        """Compute x @ w + b, as `nn.linear`."""
+        raise self._refused("linear")
+
+    def embed(self, ids: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
+        """Look up rows, as `nn.embedding`."""
+        raise self._refused("embedding")
+
+    def flatten(self, start: int = 0, end: int = -1) -> Any:
+        """Return the Weight of the matrix with some of its dims as one, as `Tensor.flatten`."""
+        raise self._refused("flatten")
+
+    def transpose(self, first: int, second: int) -> Any:
+        """Return the transposed matrix, for a head that is tied to a table of embeddings."""
+        raise self._refused("transpose")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._refused("[]")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol that Python or a library asks for
+            raise AttributeError(name)
+        raise AttributeError(str(self._refused(f".{name}")))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        used = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Weight))
+        raise used._refused(getattr(func, "__name__", "a function of torch"))
+
+    def _refused(self, operation: str) -> ShardingError:
+        name = f"{type(self).__name__}{list(self.shape)}"
+        return fail(f"{operation}: {name} is no tensor; it takes part in nn.linear, nn.embedding and flatten alone",
+                    fix="use it by nn.linear or nn.embedding, or leave this parameter as it is")  # fmt: skip
+
+
+def is_weight(x: object) -> bool:
+    return isinstance(x, Weight)

@@ -1,0 +1,170 @@
+"""Small models of transformers with PEFT's adapters, and the same as trees of fshard."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.models import bert
+from tests.lib import model_cases as cases
+
+
+def bert_model():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=37, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=29,
+        max_position_embeddings=16, initializer_range=0.2,
+    )  # fmt: skip
+    return cases.randomize_vectors(transformers.BertForMaskedLM(config))
+
+
+def module_of(name):
+    return bert if name == "bert" else cases.DECODERS[name].module
+
+
+_made = {}
+
+
+def pair(name, dtype=torch.float32, **options):
+    """PEFT's model, and our config, described parameters, lora config and adapters (full tensors) of it.
+
+    `options` are those of `lora.Config`; both factors are drawn, so that the adapters matter.
+    """
+    key = repr((name, dtype, options))
+    if key not in _made:
+        _made[key] = make_pair(name, dtype, options)
+    return _made[key]
+
+
+def make_pair(name, dtype, options):
+    peft = pytest.importorskip("peft")
+    module, base = module_of(name), bert_model() if name == "bert" else cases.hugging_face(name)
+    with tempfile.TemporaryDirectory() as place:
+        cfg, described = module.load(cases.saved(base.to(dtype), Path(place)))
+        params = fs.device_get(fs.materialize(described, fs.P(), fs.make_mesh(**cases.ONE), key=fs.key(0)))
+    lora = fs.lora.Config(**{"init": "random", **options})
+    torch.manual_seed(1)
+    with warnings.catch_warnings(action="ignore"):  # PEFT calls functions that transformers has deprecated
+        theirs = peft.get_peft_model(base, peft_config(lora, name)).eval()
+    with torch.no_grad():
+        for n, p in theirs.named_parameters():
+            if "magnitude" in n:
+                p.mul_(1 + 0.3 * torch.rand_like(p))
+    return SimpleNamespace(name=name, module=module, cfg=cfg, params=params, lora=lora, theirs=theirs,
+                           adapters=read_adapters(module, cfg, lora, theirs.state_dict()))  # fmt: skip
+
+
+def peft_config(lora, name):
+    import peft
+
+    return peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets if isinstance(lora.targets, str) else
+        list(lora.targets), lora_dropout=lora.dropout, use_rslora=lora.rslora, use_dora=lora.dora, bias=lora.bias,
+        modules_to_save=list(lora.modules_to_save) or None, rank_pattern=dict(lora.ranks),
+        alpha_pattern=dict(lora.alphas), init_lora_weights=False, fan_in_fan_out=name == "gpt2",
+        exclude_modules=lora.exclude if isinstance(lora.exclude, str) else list(lora.exclude) or None,
+    )  # fmt: skip
+
+
+def read_adapters(module, cfg, lora, state, adapter="default"):
+    """The tensors of PEFT as our tree."""
+    out = {}
+    described = module.init(cfg)
+    leaves = {fs.tree.dotted(path): (path, x) for path, x in fs.tree.leaves_with_path(described)}
+    for name, own in fs.lora.init(lora, described, of=module.theirs).items():
+        path, x = leaves[name]
+        file = module.theirs(path)
+        prefix = f"base_model.model.{file.name.rpartition('.')[0]}"
+        if "value" in own:
+            part = file.name.rpartition(".")[2]
+            keys = [f"{prefix}.modules_to_save.{adapter}.{part}", f"{prefix}.base_layer.{part}", f"{prefix}.{part}"]
+            stored = next(state[k] for k in keys if k in state)
+            out[name] = {"value": to_leaf(stored, file.dims, x.shape)}
+            continue
+        if f"{prefix}.lora_embedding_A.{adapter}" in state:
+            out[name] = {"a": state[f"{prefix}.lora_embedding_A.{adapter}"].T,
+                         "b": state[f"{prefix}.lora_embedding_B.{adapter}"].T}  # fmt: skip
+        else:
+            a, b = (state[f"{prefix}.lora_{letter}.{adapter}.weight"] for letter in "AB")
+            r = len(a)
+            inputs, outputs = own["a"].shape[:-1], own["b"].shape[1:]
+            out[name] = {"a": a.T.reshape(*inputs, r), "b": outputs_of(b.T, file.dims, outputs)}
+        magnitude = f"{prefix}.lora_magnitude_vector.{adapter}"
+        for key in (magnitude, f"{magnitude}.weight"):
+            if key in state:
+                out[name]["magnitude"] = outputs_of(state[key][None], file.dims, own["b"].shape[1:])[0]
+        out[name] = {part: t.detach().clone() for part, t in out[name].items()}
+    return out
+
+
+def outputs_of(x, dims, shape):
+    """[n, out] -> [n, *out], where the file's outputs are in the order of the pattern."""
+    if len(shape) == 1:
+        return x.reshape(len(x), *shape)
+    left, right = dims.split("->")
+    order = right.split()[-len(shape) :]  # names of the outputs in the leaf
+    stored = re.search(r"\(([^)]*)\)", left).group(1).split()
+    sizes = dict(zip(order, shape, strict=True))
+    return x.reshape(len(x), *[sizes[n] for n in stored]).permute(0, *[1 + stored.index(n) for n in order]).contiguous()
+
+
+def to_leaf(x, dims, shape):
+    if dims is None:
+        return x.clone()
+    left, right = (side.strip() for side in dims.split("->"))
+    stored = re.findall(r"\w+", left)
+    order = right.split()
+    sizes = dict(zip(order, shape, strict=True))
+    return x.reshape([sizes[n] for n in stored]).permute([stored.index(n) for n in order]).contiguous()
+
+
+def batch(case):
+    ids = cases.tokens(case.cfg.vocab_size)
+    return ids, torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+
+
+def peft_results(case):
+    """The logits, the loss, and the gradients of the adapters, by PEFT."""
+    ids, targets = batch(case)
+    case.theirs.zero_grad()
+    logits = case.theirs(input_ids=ids).logits
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    loss.backward()
+    state = {n: p.grad for n, p in case.theirs.named_parameters() if p.grad is not None}
+    return logits.detach(), loss.detach(), read_adapters(case.module, case.cfg, case.lora, state)
+
+
+def our_results(case, layout, *, adapter_specs=None, remat=False, adapters=None, **options):
+    """The logits, the loss, and the gradients of the adapters on a mesh, as full tensors."""
+    module, lora, (ids, targets) = case.module, case.lora, batch(case)
+    mesh, specs, split, p = cases.placed(module, case.cfg, case.params, layout)
+    of = module.theirs
+    if adapter_specs is None:
+        adapter_specs = fs.lora.specs(lora, case.params, specs, of=of)
+    placed = fs.device_put(case.adapters if adapters is None else adapters, adapter_specs, mesh)
+    rows = fs.P("data", None, "model")
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, adapter_specs, fs.P("data"), fs.P("data")),
+                  out_specs=(rows, fs.P(), adapter_specs))  # fmt: skip
+    def run(p, adapters, ids, targets):
+        def adapted(adapters):
+            return fs.lora.apply(lora, p, adapters, of=of, specs=specs, adapter_specs=adapter_specs, data="data",
+                                 model="model", **options)  # fmt: skip
+
+        def loss(adapters):
+            return module.loss(case.cfg, adapted(adapters), ids, targets, layout=split, specs=specs, remat=remat)
+
+        value, grads = fs.value_and_grad(loss)(adapters)
+        logits = (module.logits if module is bert else module.apply)(case.cfg, adapted(adapters), ids, layout=split,
+                                                                     specs=specs)  # fmt: skip
+        return logits, value, grads
+
+    return fs.device_get(run(p, placed, ids, targets))
