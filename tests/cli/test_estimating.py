@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -134,15 +135,17 @@ def test_numbers_of_the_t5_lora_example(capsys):
     assert row["device"] == row["gathered"] + row["working"]
 
 
-def test_class_of_transformers_needs_no_file(capsys):
-    pytest.importorskip("transformers")
+def test_class_of_transformers_needs_no_file(monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = functools.partial(transformers.GPT2Config, n_embd=8, n_layer=1, n_head=2, n_positions=4, vocab_size=10)
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "config_class", config)
     assert main(["estimate", "GPT2LMHeadModel", "--ranks", "4", "--strategy", "NO_SHARD"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
         "GPT2LMHeadModel: GPT2LMHeadModel, as its constructor in transformers describes it",
-        "124,439,808 parameters; adamw; 4 ranks; bytes of the rank with the most, without activations",
+        "1,000 parameters; adamw; 4 ranks; bytes of the rank with the most, without activations",
     ]
-    assert " ".join(lines[3].split()) == "float32 NO_SHARD 474.7 MiB 474.7 MiB 949.4 MiB 0 B 0 B 1.9 GiB"
+    assert " ".join(lines[3].split()) == "float32 NO_SHARD 3.9 KiB 3.9 KiB 7.8 KiB 0 B 0 B 15.6 KiB"
 
 
 def test_checkpoint_of_a_train_state_counts_its_parameters(capsys):

@@ -170,7 +170,6 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp_backward_prefetch": ("BACKWARD_POST", {"backward_prefetch": "post"}),
     "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", {"backward_prefetch": "pre"}),
     "fsdp_forward_prefetch": (True, {"forward_prefetch": True}),
-    "fsdp_limit_all_gathers": (False, {"limit_all_gathers": False}),
     "fsdp_state_dict_type": ("LOCAL_STATE_DICT", {"state_dict": "local"}),
     "fsdp_activation_checkpointing": (True, {"remat": True}),
     "fsdp_activation_checkpointing_offload": (True, {"remat": True, "offload_activations": True,
@@ -179,12 +178,13 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallelism_config_dp_shard_size": (4, {"shards": 4}),
     "parallelism_config_tp_size": (2, {"model": 2}),
 }  # fmt: skip
-HONOURED = {"fsdp_backward_prefetch_policy", "fsdp_limit_all_gathers", "fsdp_transformer_layer_cls_to_wrap"}
+HONOURED = {"fsdp_backward_prefetch_policy", "fsdp_transformer_layer_cls_to_wrap"}
 REFUSED = {"mpirun_config": {"mpirun_hostfile": "hosts"}, "fsdp_ignored_modules": "head",
            "parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2}  # fmt: skip
 NO_EFFECT: dict[str, Any] = {
     "dynamo_mode": "max-autotune", "dynamo_use_dynamic": True, "dynamo_use_regional_compilation": True,
     "fsdp_cpu_ram_efficient_loading": False, "fsdp_sync_module_states": "no", "fsdp_use_orig_params": False,
+    "fsdp_limit_all_gathers": False,
     "deepspeed_config": {"zero_stage": 2}, "megatron_lm_config": {"megatron_lm_pp_degree": 2},
     "fp8_config": {"backend": "TE"}, "ipex_config": {"ipex": True}, "use_xpu": True, "enable_cpu_affinity": True,
     "main_training_function": "train", "downcast_bf16": "yes", "tpu_name": "a", "tpu_zone": "b",
@@ -266,7 +266,7 @@ def test_strategy_by_name_or_number_is_that_of_torch():
 
 
 @pytest.mark.parametrize(("version", "value", "strategy", "reshard"), [
-    (2, True, "FULL_SHARD", None), (2, "false", "SHARD_GRAD_OP", None), (2, 4, "FULL_SHARD", 4),
+    (2, True, "FULL_SHARD", None), (2, "false", "SHARD_GRAD_OP", None), (2, 2, "FULL_SHARD", 2),
     (2, "NO_SHARD", "NO_SHARD", None), (1, "FULL_SHARD", "FULL_SHARD", None), (1, 1, "FULL_SHARD", None),
 ])  # fmt: skip
 def test_reshard_after_forward(version: int, value: Any, strategy: str, reshard: int | None):
@@ -363,6 +363,33 @@ def test_axes_of_the_strategies():
     assert read("f.yaml").strategy == "_HYBRID_SHARD_ZERO2"
     wrong = error(written(distributed_type="FSDP", num_processes=6, **two))
     assert "do not make up 6 processes\n  replica x shard x model = 2 x 2 x 2 = 8" in wrong
+
+
+def test_number_of_reshard_after_forward_is_the_size_of_an_axis():
+    """Weights stay split within groups of four of the eight ranks."""
+    settings = read(
+        written(distributed_type="FSDP", num_processes=8, fsdp_config={"version": 2, "reshard_after_forward": 4})
+    )
+    assert settings.axes == {"data": 2, "group": 4}
+    assert settings.strategy_options["axis"] == ("data", "group")
+    assert settings.strategy_options["release"] == "group"
+    wrong = error("f.yaml", fsdp_reshard_after_forward=3)
+    assert "do not make up 8 processes\n  data x group = 2 x 3 = 6" in wrong
+
+
+def test_options_of_the_strategy():
+    def options(**config: Any) -> tuple[Any, ...]:
+        found = read(fsdp(**config)).strategy_options
+        assert found.keys() == {"prefetch", "backward_prefetch", "offload_params"}
+        return tuple(found.values())
+
+    assert options() == (0, 0, False)
+    assert options(backward_prefetch="BACKWARD_PRE", forward_prefetch=True, offload_params=True) == (1, 1, True)
+    assert options(backward_prefetch="BACKWARD_POST") == (0, "post", False)
+    assert options(version=2) == (1, 1, False)
+    if hasattr(fs, "strategy"):
+        made = fs.strategy("FULL_SHARD", **read(fsdp(backward_prefetch="BACKWARD_POST")).strategy_options)
+        assert made.options == {"release": True, "prefetch": 0, "backward_prefetch": "post"}
 
 
 def test_other_distributed_types_are_data_parallel():
