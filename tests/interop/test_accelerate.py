@@ -234,21 +234,20 @@ def test_key_that_would_change_the_run_is_refused(name: str):
     )
 
 
-@pytest.mark.parametrize("name", sorted(KEYS.keys() - {"distributed_type", "num_processes"}))
-def test_key_without_a_value_is_as_if_missing(name: str):
-    assert read(with_key(name, None)) == Settings(strategy="FULL_SHARD", processes=4)
+def test_key_without_a_value_is_as_if_missing():
+    for name in KEYS.keys() - {"distributed_type", "num_processes"}:
+        assert read(with_key(name, None)) == Settings(strategy="FULL_SHARD", processes=4), name
 
 
-NO_FIELD = {"num_processes", "fsdp_min_num_params", *(k for k in KEYS if k.startswith("parallelism_config_dp"))}
-
-
-@pytest.mark.parametrize("name", sorted(KEYS.keys() - {"distributed_type", "compute_environment"} - NO_FIELD))
-def test_default_of_accelerate_gives_no_warning(name: str):
+def test_defaults_of_accelerate_give_no_warning():
     """Those of the classes and options that write and read its files."""
     fields = dataclasses.fields(config_args.ClusterConfig)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    value = defaults.get(name, PARSER.get_default(name))
-    assert read(with_key(name, value)) == Settings(strategy="FULL_SHARD", processes=4)
+    said = {"distributed_type", "compute_environment", "num_processes", "fsdp_min_num_params"}
+    sizes = {f"parallelism_config_dp_{name}_size" for name in ("replicate", "shard")}
+    for name in KEYS.keys() - said - sizes:
+        value = defaults.get(name, PARSER.get_default(name))
+        assert read(with_key(name, value)) == Settings(strategy="FULL_SHARD", processes=4), name
 
 
 # --- values ------------------------------------------------------------------------------------------------------
@@ -362,7 +361,8 @@ def test_axes_of_the_strategies():
     assert axes(num_processes=8, **two) == {"replica": 2, "shard": 2, "model": 2}
     assert read("f.yaml").strategy == "_HYBRID_SHARD_ZERO2"
     wrong = error(written(distributed_type="FSDP", num_processes=6, **two))
-    assert "do not make up 6 processes\n  replica x shard x model = 2 x 2 x 2 = 8" in wrong
+    assert "do not make up 6 processes\n  strategy  _HYBRID_SHARD_ZERO2    reshard  None\n" in wrong
+    assert "\n  replica x shard x model = 2 x 2 x 2 = 8\n" in wrong
 
 
 def test_number_of_reshard_after_forward_is_the_size_of_an_axis():
@@ -374,7 +374,7 @@ def test_number_of_reshard_after_forward_is_the_size_of_an_axis():
     assert settings.strategy_options["axis"] == ("data", "group")
     assert settings.strategy_options["release"] == "group"
     wrong = error("f.yaml", fsdp_reshard_after_forward=3)
-    assert "do not make up 8 processes\n  data x group = 2 x 3 = 6" in wrong
+    assert "do not make up 8 processes\n  strategy  FULL_SHARD    reshard  3\n  data x group = 2 x 3 = 6" in wrong
 
 
 def test_options_of_the_strategy():
@@ -528,6 +528,14 @@ def test_settings_of_a_launch_come_from_the_environment(monkeypatch: pytest.Monk
 
 
 def test_settings_that_contradict_are_refused():
-    for wrong in ({"processes": 0}, {"accumulate": 0}, {"wrap": "T5Block"}, {"processes": 4, "model": 3}):
+    for wrong in (
+        {"processes": 0},
+        {"accumulate": 0},
+        {"wrap": "T5Block"},
+        {"wrap": ()},
+        {"wrap": 0},
+        {"reshard": 1},
+        {"processes": 4, "model": 3},
+    ):
         with pytest.raises(ShardingError, match="Settings: "):
             Settings(**wrong)

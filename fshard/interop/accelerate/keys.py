@@ -275,7 +275,7 @@ def _parse(v: Values, name: str, entry: Entry) -> None:
 
 
 def _is_empty(x: Any) -> bool:
-    return x is None or x in ("", [], {}, [""])
+    return x is None or (isinstance(x, (str, list, dict)) and x in ("", [], {}, [""]))
 
 
 def _unknown(name: str, entry: Entry, key: Key | None) -> ShardingError:

@@ -86,6 +86,10 @@ class Settings:
                  if (value := getattr(self, name)) is not None and value < 1]  # fmt: skip
         if wrong:
             raise fail(f"Settings: {', '.join(wrong)}", fix="1 or more")
+        if self.reshard is not None and self.reshard < 2:
+            raise fail(f"Settings: reshard={self.reshard}", fix="a group of 2 ranks or more; or None")
+        if self.wrap == () or (isinstance(self.wrap, int) and self.wrap < 1):
+            raise fail(f"Settings: wrap={self.wrap}", fix="names of classes, or 1 or more parameters; or None")
         if isinstance(self.wrap, str) and self.wrap != NO_SPLIT_MODULES:
             raise fail(f"Settings: wrap={self.wrap!r}", fix=f"({self.wrap!r},) for a class, or {NO_SPLIT_MODULES!r}")
         _ = self.axes
@@ -114,7 +118,7 @@ class Settings:
             raise fail(f"Settings: the axes do not make up {self.processes} processes",
                        f"{' x '.join(axes)} = {' x '.join(map(str, axes.values()))} = {math.prod(axes.values())}",
                        fix="num_processes, num_machines, fsdp_reshard_after_forward and parallelism_config must "
-                           "fit")  # fmt: skip
+                           "fit", strategy=self.strategy, reshard=self.reshard)  # fmt: skip
         return axes
 
     @property
@@ -172,6 +176,8 @@ def read(path: StrPath, **keys: Any) -> Settings:
     Raises ShardingError listing every key that is unknown, with the nearest one, or refused, and every value that its
     key does not have, by file and line.
     """
+    if not os.fspath(path):
+        raise fail("read: path is empty", fix="the file that `accelerate config` wrote")
     found = read_launched(path, keys)
     for text in found.warnings:
         python_warnings.warn(text, UserWarning, stacklevel=3)
