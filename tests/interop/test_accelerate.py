@@ -539,3 +539,26 @@ def test_settings_that_contradict_are_refused():
     ):
         with pytest.raises(ShardingError, match="Settings: "):
             Settings(**wrong)
+
+
+# --- the page ----------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "launching.md"
+START, END = "<!-- keys -->\n", "<!-- end of keys -->"
+
+
+def table() -> str:
+    """Return the table of the keys, by their sections."""
+    rows = ["| key | here | meaning |", "|---|---|---|"]
+    for name, key in sorted(KEYS.items(), key=lambda item: item[1].section):
+        rows.append(f"| {key.section}{': ' * bool(key.section)}{name} | {key.effect} | {key.meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_page_has_every_key():
+    assert table() in PAGE.read_text(), "the table is out of date: python -m tests.interop.test_accelerate writes it"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    PAGE.write_text(text[: text.index(START) + len(START)] + table() + text[text.index(END) :])
