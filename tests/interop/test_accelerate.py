@@ -469,6 +469,14 @@ def test_short_names_in_a_section_are_completed_as_in_accelerate():
     assert "fsdp_config.fsdp_offload_params is set twice\n  fsdp_offload_params is also at f.yaml, line 4" in twice
 
 
+def test_empty_section_is_none():
+    for empty in (None, {}, ""):
+        path = written(distributed_type="FSDP", num_processes=2, fsdp_config=empty, dynamo_config=empty)
+        assert read(path) == Settings(strategy="FULL_SHARD", processes=2)
+    wrong = error(written(distributed_type="FSDP", fsdp_config=["fsdp_version"]))
+    assert wrong.startswith("f.yaml, line 2: fsdp_config: ['fsdp_version'] is no section of keys\n  fix: fsdp_config:")
+
+
 def test_keys_replace_those_of_the_file():
     path = written(distributed_type="NO", num_processes=1, mixed_precision="bf16")
     settings = read(path, distributed_type="FSDP", num_processes=4, fsdp_sharding_strategy=2)

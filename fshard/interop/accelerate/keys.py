@@ -262,7 +262,7 @@ def _parse(v: Values, name: str, entry: Entry) -> None:
     try:
         value = key.parse(entry.value)
     except ValueError as e:
-        v.refuse(name, f"is not {e}" if not str(e).startswith("one of") else f"is {e}".replace("is ", "is not ", 1))
+        v.refuse(name, f"is not {e}")
         return
     if key.effect == "translated":
         v.values[name] = value
