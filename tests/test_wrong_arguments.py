@@ -253,6 +253,12 @@ CALLS = [
         outside(rope.rotate, x=W[None, None], cos=V[None, None, :, None], sin=V[None, None, :, None], style="half"),
     ),
     # optimizers
+    *prefixed("lora",
+        Call("quantize", fs.lora.quantize, {"params": {"w": W, "b": V}, "targets": ["w"], "exclude": (), "of": None},
+             words={"params": "no module is named", "of": r"no module|path"}),
+        Call("part_specs", fs.lora.part_specs, {"params": TREE, "specs": SPECS},
+             words={"params": "not a prefix of the tree"}),
+    ),
     *prefixed("optim",
         outside(fs.optim.sgd, lr=0.1, momentum=0.9, nesterov=True, dampening=0.0, weight_decay=0.0, mask=None),
         outside(fs.optim.adamw, lr=0.1, b1=0.9, b2=0.9, eps=1e-8, weight_decay=0.1, mask={"w": True, "b": False}),

@@ -6,7 +6,7 @@ Legend: D inputs, F outputs; {V} varies over an axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from fshard.spec import Box, P, box_shape
 from fshard.weight import Part, Weight, is_weight
 
 from .config import ALL_LINEAR, Config
-from .targets import Leaf, Of, Targets
+from .targets import Leaf, Targets
 
 LARGEST = 127
 
@@ -117,8 +117,9 @@ class _Linear(torch.autograd.Function):
 
 @checked
 def quantize(
-    params: Any, targets: str | Sequence[str] = ALL_LINEAR, *, exclude: str | Sequence[str] = (), of: Of = None
-) -> Any:
+    params: Any, targets: str | Sequence[str] = ALL_LINEAR, *, exclude: str | Sequence[str] = (),
+    of: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
     """Return the parameters with the matrices of the targets in 8 bits: a frozen base for adapters.
 
         w [in.., out..]  ->  Int8: values int8[in.., out..], scale float32[out..]
@@ -145,6 +146,7 @@ def quantize(
     """
     if in_region():
         raise fail("lora.quantize: called inside shard_map, where every leaf is a local part", fix="call it outside")
+    tree.check_leaves("lora.quantize", "params", params, (Tensor, Deferred, Sharded))
     rows = tree.leaves_with_path(params, is_weight)
     chosen = Targets.of("lora.quantize", Config(targets, exclude=exclude), params, of).adapted
     raise_all([error for path, x in rows if (name := tree.dotted(path)) in chosen
