@@ -158,7 +158,7 @@ CALLS = [
     outside(fs.show, tree=DESCRIBED, mesh=MESH, specs=SPECS, fold=True),
     outside(fs.validate, tree_=TREE, described=DESCRIBED, allow_inf="*"),
     outside(fs.cast, x=TREE, dtype=torch.float16),
-    outside(fs.Policy, param=torch.float32, compute=torch.float16, output=torch.float32),
+    outside(fs.Policy, param=torch.float32, compute=torch.float16, output=torch.float32, reduce=torch.float32),
     outside(fs.LossScale, initial=8.0, growth=2.0, backoff=0.5, interval=10, floor=1.0),
     outside(fs.defer, constructor=lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), units="0", budget=100,
             reference=None),

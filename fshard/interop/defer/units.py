@@ -83,8 +83,13 @@ def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: s
     own = {id(x): x.numel() for x in m.parameters(recurse=False) if id(x) not in seen}
     seen.update(own)
     left = sum(own.values())
-    left += sum(_choose_large(f"{name}.{key}" if name else key, child, least, chosen, seen)
-                for key, child in m.named_children())  # fmt: skip
+    if isinstance(m, nn.MultiheadAttention):  # computes with the leaves of its children, whose forward it does not call
+        rest = {id(x): x.numel() for x in m.parameters() if id(x) not in seen}
+        seen.update(rest)
+        left += sum(rest.values())
+    else:
+        left += sum(_choose_large(f"{name}.{key}" if name else key, child, least, chosen, seen)
+                    for key, child in m.named_children())  # fmt: skip
     if left >= least and name and _has_forward(m):
         chosen.add(name)
         return 0
