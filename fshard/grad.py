@@ -292,11 +292,9 @@ def accumulate(
             count = count + n
             auxes.append(aux)
             flat, treedef = tree.flatten((total, grads))
-            del total, grads  # leaf by leaf, so that two copies of the gradients and one leaf exist, and not three
-            for i, x in enumerate(flat):
-                if step:
-                    flat[i], sums[i] = None, sums[i] + x
-            sums = sums if step else flat
+            del total, grads
+            for i, x in enumerate(flat):  # leaf by leaf: two copies of the gradients and one leaf exist, and not three
+                sums[i : i + 1] = [sums[i] + x if step else x]
             del flat, x
         loss, grads = tree.unflatten(treedef, sums)
         del sums
@@ -316,7 +314,8 @@ def _pair(name: str, option: str, x: Any, words: str) -> tuple[Any, Any]:
 
 
 def _divided(x: Tensor, count: Any) -> Tensor:
-    """Return x / count in the dtype of x. Half precision has not all integers, so that a count is not cast to it."""
+    """Return x / count in the dtype of x."""
+    # CUDA casts a count on the device to the dtype of x first, and half precision has not all integers.
     wide = x.to(torch.promote_types(x.dtype, torch.float32)) if isinstance(count, Tensor) else x
     out: Tensor = wide / count
     return out.to(x.dtype)

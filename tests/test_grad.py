@@ -268,9 +268,12 @@ def test_counted_with_aux_and_gather_and_large_counts():
     (value, aux), grads = fs.accumulate(f, 3, has_aux=True, counted=True, gather=lambda w: 2 * w)(torch.tensor(1.0), x)
     assert (value.item(), grads.item()) == pytest.approx((30 / (6 * 4097),) * 2)
     assert aux.tolist() == [1, 5, 9]
-    w, count = torch.ones(2, dtype=torch.bfloat16), torch.tensor(257)  # which is 256 in bfloat16
-    _, grads = fs.accumulate(lambda w: (w.sum() * 256, count), 1, counted=True)(w)
-    assert grads.tolist() == [torch.tensor(256 / 257).bfloat16()] * 2 != [1, 1]
+    for count in (torch.tensor(257), torch.tensor(257.0)):  # 256 in bfloat16
+        for shape in ((), (2,)):
+            w = torch.ones(shape, dtype=torch.bfloat16)
+            _, grads = fs.accumulate(lambda w, n=count: (w.sum() * 256, n), 1, counted=True)(w)
+            assert torch.equal(grads, torch.full(shape, 256 / 257).bfloat16())
+            assert grads.dtype == torch.bfloat16
 
 
 # --- by plain autograd ---
