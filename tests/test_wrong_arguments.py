@@ -203,8 +203,9 @@ CALLS = [
          {"f": loss, "argnums": 0, "has_aux": False, "p": TREE, "x": W}, words=_BY_POSITION),
     Call("grad", lambda f, argnums, p, x: fs.grad(f, argnums)(p, x), {"f": loss, "argnums": 0, "p": TREE, "x": W},
          words=_BY_POSITION),
-    Call("accumulate", lambda f, steps, argnums, p, x: fs.accumulate(f, steps, argnums=argnums)(p, x),
-         {"f": loss, "steps": 2, "argnums": 0, "p": TREE, "x": W}, words=_BY_POSITION),
+    Call("accumulate", lambda f, p, x, steps, **how: fs.accumulate(f, steps, **how)(p, x),
+         {"f": loss, "steps": 2, "argnums": 0, "counted": False, "gather": None, "p": TREE, "x": W},
+         words=_BY_POSITION),
     outside(fs.remat, f=block),
     # random numbers and initializers
     outside(fs.key, n=0),

@@ -43,7 +43,7 @@ def digest(tree_: Any) -> dict[str, str]:
     For `save(..., base=)` and `restore(..., base=)`. Equal for bitwise equal leaves; for others of one shape and dtype
     too with a probability of about 2^-58. On a process mesh every rank must call it.
 
-    Cost: one pass over the parts of each rank, some 6 ns for each 4 bytes on a CPU core, with 8 MiB of extra memory.
+    Cost: one pass over the parts of each rank, some 6 ns for each element on a CPU core, with 8 MiB of extra memory.
     Compute it once for a base that is frozen, and pass it to each save.
 
     >>> digest({"w": torch.arange(4.0)})
