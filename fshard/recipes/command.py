@@ -1,22 +1,17 @@
-"""The command line of `pretrain`: its arguments, the reasons not to begin, and how a run that is stopped is resumed.
-
-Every refusal is one line that says what to change. All ranks end; rank 0 speaks.
-"""
+"""The command line of `pretrain`: its arguments, and the reasons not to begin."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
-import re
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fshard as fs
 from fshard import checkpoint
+
+from .program import Program, flags
 
 DESCRIPTION = "Pretrain a small GPT-2 on the source code of the Python that runs this, byte by byte."
 
@@ -56,60 +51,8 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def stop(message: object) -> SystemExit:
-    """Return the exit of a rank for a reason that all ranks have, which rank 0 prints in one line."""
-    return SystemExit(f"pretrain: {'; '.join(line.strip() for line in str(message).splitlines())}" if is_first() else 1)
-
-
-def interrupted(args: argparse.Namespace) -> SystemExit:
-    """Return the exit after Ctrl-C: rank 0 prints how to resume."""
-    if is_first():
-        print(f"pretrain: interrupted; {resume_hint(args)}", file=sys.stderr, flush=True)
-    return SystemExit(130)
-
-
-def resume_hint(args: argparse.Namespace) -> str:
-    """Return the last saved step and the command that resumes there; or how to save, if nothing is saved."""
-    for folder in filter(None, (args.out, args.resume)):
-        step = checkpoint.latest(folder)
-        if step is not None:
-            ranks, here = ranks_of_launcher()
-            where = "" if ranks == here else "on every node, with its --rdzv arguments, "
-            return f"step {step} is saved: resume {where}with {resume_command(args, folder)}"
-    return "nothing is saved yet: --out FOLDER --save-every N save checkpoints"
-
-
-def resume_command(args: argparse.Namespace, folder: Path) -> str:
-    command = ["python", "-m", "fshard.recipes.pretrain", "--resume", str(folder)]
-    if args.out not in (None, folder):
-        command += ["--out", str(args.out)]
-    if "RANK" in os.environ:
-        ranks, here = ranks_of_launcher()
-        nodes = [] if ranks == here else ["--nnodes", str(ranks // here)]
-        command[:2] = ["torchrun", *nodes, "--nproc-per-node", str(here), "-m"]
-    for name, default in vars(parser().parse_args([])).items():
-        value = getattr(args, name)
-        if value != default and name not in ("out", "resume", "verify"):
-            command += [flag(name), *([] if value is True else [str(value)])]
-    return shlex.join(command)
-
-
-def ranks_of_launcher() -> tuple[int, int]:
-    """Return how many ranks there are, and how many of them on this node: both 1 without a launcher."""
-    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    return (ranks, here) if "RANK" in os.environ else (1, 1)
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def flags(values: Mapping[str, object], names: Sequence[str]) -> str:
-    return " ".join(f"{flag(name)} {values[name]}" for name in names)
+PROGRAM = Program("pretrain", parser)
+stop, interrupted, resume_hint = PROGRAM.stop, PROGRAM.interrupted, PROGRAM.resume_hint
 
 
 # --- reasons not to begin -----------------------------------------------------------------------------------------
@@ -141,47 +84,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def mesh_of(args: argparse.Namespace) -> fs.Mesh:
     """Make the mesh of a text like `data=2,model=2`; the default size of an axis is 1."""
-    sizes: dict[str, int] = {}
-    for part in filter(None, args.mesh.split(",")):
-        match = re.fullmatch(r"(data|model)=(-1|\d+)", part)
-        if match is None:
-            raise stop(f"--mesh {args.mesh}: {part!r} is not data=N or model=N")
-        if match[1] in sizes:
-            raise stop(f"--mesh {args.mesh}: {match[1]!r} stands twice")
-        sizes[match[1]] = int(match[2])
-    for axis, limit in (("data", "batch"), ("model", "width")):
-        if sizes.get(axis, 1) > getattr(args, limit):
-            raise stop(f"--mesh {args.mesh}: {axis}={sizes[axis]} ranks have nothing to do with "
-                       f"{flags(vars(args), [limit])}: give at most {axis}={getattr(args, limit)}")  # fmt: skip
-    sizes = {"data": -1 if "RANK" in os.environ and not args.mesh else 1, "model": 1, **sizes}
-    try:
-        mesh = fs.make_mesh(data=sizes["data"], model=sizes["model"])
-    except fs.ShardingError as e:
-        raise stop(f"--mesh {args.mesh}: {e}") from None
+    mesh = PROGRAM.mesh_of(args, {"data": "batch", "model": "width"})
     if args.compile and mesh.kind == "simulated" and mesh.size > 1:
         raise stop(f"--compile --mesh {args.mesh}: the ranks are threads, which one compiler serves: "
                    f"give one of the two, or run torchrun --nproc-per-node {mesh.size}")  # fmt: skip
     return mesh
 
 
-def resumes_in_place(args: argparse.Namespace) -> bool:
-    """Return whether the run goes on in the folder that it resumes from."""
-    return args.resume is not None and (args.out is None or os.path.realpath(args.out) == os.path.realpath(args.resume))
-
-
 def check_folders(args: argparse.Namespace) -> tuple[int, dict[str, Any]] | None:
     """Return the step to resume from and the saved leaves. Ends the program for folders that do not fit the run."""
+    PROGRAM.check_folders(args)
     try:
-        if args.out and not resumes_in_place(args) and checkpoint.latest(args.out) is not None:
-            raise stop(f"--out {args.out} holds a run, up to step {checkpoint.latest(args.out)}: "
-                       f"give --resume {args.out}, or another folder")  # fmt: skip
-        for name in filter(lambda name: getattr(args, name), ("resume", "out")):
-            folder = getattr(args, name).absolute()
-            existing = next(p for p in (folder, *folder.parents) if p.exists())
-            if not existing.is_dir():
-                raise stop(f"--{name} {getattr(args, name)}: {existing} is a file: give a folder")
-            if not os.access(existing, os.W_OK | os.X_OK):
-                raise stop(f"--{name} {getattr(args, name)}: {existing} cannot be written: give another folder")
         return None if args.resume is None else _resumed(args)
     except OSError as e:
         raise stop(f"{e.filename}: {e.strerror}: give another folder") from None
@@ -190,10 +103,7 @@ def check_folders(args: argparse.Namespace) -> tuple[int, dict[str, Any]] | None
 
 
 def _resumed(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    step, parent = checkpoint.latest(args.resume), args.resume.absolute().parent
-    if step is None:
-        fix = f": give --resume {parent}" if checkpoint.latest(parent) is not None else ""
-        raise stop(f"--resume {args.resume}: there is no complete checkpoint in it{fix}")
+    step = PROGRAM.last_saved(args)
     saved: dict[str, Any] = checkpoint.inspect(args.resume, step=step)
     try:
         wte, wpe, qkv = (saved[f"params.{name}"].shape for name in ("wte", "wpe", "h.0.qkv.w"))

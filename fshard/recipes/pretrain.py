@@ -15,10 +15,6 @@ Legend: B batch, T time, V vocabulary; [B@data] is a dim split over an axis.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import sys
 import sysconfig
 import time
 import zlib
@@ -28,14 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import fshard as fs
 from fshard import P, checkpoint, data, optim
 from fshard.models import gpt2
 from fshard.recipes import command
+from fshard.recipes.log import Log, printer
+from fshard.recipes.program import is_first
 
 FILE = 256  # the token between files; 0 to 255 are bytes
 VOCAB = 257
@@ -111,8 +107,7 @@ def main(argv: list[str] | None = None) -> float:
 def train(args: argparse.Namespace) -> float:
     resumed = command.check_folders(args)
     mesh = command.mesh_of(args)
-    first = mesh.ranks[0] == 0
-    say: Callable[..., None] = Console(highlight=False, soft_wrap=True).print if first else _print_nothing
+    say = printer()
     start = time.time()
 
     # The train state as a description, and its specs.
@@ -170,11 +165,11 @@ def train(args: argparse.Namespace) -> float:
         try:
             say(str(fs.verify(train_step, with_second_moments(state, specs, mesh), batch)), markup=False)
         except fs.ShardingError as e:
-            raise SystemExit(f"pretrain: {e}" if first else 1) from None
+            raise SystemExit(f"pretrain: {e}" if is_first() else 1) from None
         policy = fs.Policy(compute=DTYPES[args.dtype])
     schedule = learning_rate(args)
     out = args.out or args.resume
-    with Log(args, begin, first, say) as log:
+    with Log(command.PROGRAM, args, begin, args.steps, say, out) as log:
         for step in range(begin, args.steps):
             clock = time.perf_counter()
             state, metrics = train_step(state, train_batch(step))
@@ -238,10 +233,6 @@ def with_second_moments(state: Any, specs: Any, mesh: fs.Mesh) -> Any:
     return {**state, "opt": (clip, {**adamw, "v": raised})}
 
 
-def _print_nothing(*_: object, **__: object) -> None:
-    """The `say` of all ranks but the first."""
-
-
 def learning_rate(args: argparse.Namespace) -> optim.Schedule:
     """Linear warmup over the first 5% of the steps, then a cosine down to a hundredth."""
     warm = max(1, args.steps // 20)
@@ -280,80 +271,6 @@ def sampler(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh
         return bytes(text[1:]).decode("utf-8", errors="replace")
 
     return write
-
-
-class Log:
-    """Writes metrics.jsonl and shows progress, on rank 0 only: a bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, args: argparse.Namespace, begin: int, first: bool, say: Any) -> None:
-        out = args.out or args.resume
-        self.args, self.begin, self.steps, self.first, self.say = args, begin, args.steps, first, say
-        self.file = None
-        if out and first:
-            with self.errors():
-                out.mkdir(parents=True, exist_ok=True)
-                path = out / "metrics.jsonl"
-                earlier = [line for step, line in read_metrics(path) if step < begin and command.resumes_in_place(args)]
-                new = path.with_name(".metrics.jsonl.new")  # renamed: a kill loses no line
-                new.write_text("".join(earlier))
-                os.replace(new, path)
-                self.file = path.open("a")
-        self.bar: Progress | None = None
-        self.recent: list[float] = []
-
-    def __enter__(self) -> Log:
-        if self.first and sys.stdout.isatty():
-            text = TextColumn("{task.completed}/{task.total}  {task.description}")
-            self.bar = Progress(BarColumn(), text, TimeRemainingColumn())
-            self.bar.start()
-            self.task = self.bar.add_task("", total=self.steps, completed=self.begin)
-        self.clock = time.perf_counter()
-        return self
-
-    def write(self, **metrics: float) -> None:
-        if not self.first:
-            return
-        if self.file:
-            with self.errors():
-                self.file.write(json.dumps(metrics) + "\n")
-                self.file.flush()
-        step = int(metrics["step"])
-        self.recent = [*self.recent[-49:], metrics["tokens_per_s"]]
-        speed = sorted(self.recent)[len(self.recent) // 2]
-        summary = f"loss {metrics['loss']:.3f}  {speed / 1e3:.1f}k tokens/s"
-        if self.bar:
-            self.bar.update(self.task, completed=step + 1, description=summary)
-        elif step % 100 == 0 or step + 1 == self.steps:
-            left = (time.perf_counter() - self.clock) / (step + 1 - self.begin) * (self.steps - step - 1)
-            self.say(f"step {step:5d}  {summary}  {left:.0f} s left")
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar:
-            self.bar.stop()
-        if self.file:
-            with contextlib.suppress(OSError):  # of a full disk, for the line that could not be written
-                self.file.close()
-
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as e:
-            raise command.stop(f"cannot write metrics.jsonl: {e.strerror}: make room\n"
-                               f"{command.resume_hint(self.args)}") from None  # fmt: skip
-
-
-def read_metrics(path: Path) -> list[tuple[int, str]]:
-    """Return (step, line) for every line of metrics.jsonl, but a last one that a kill or a full disk has cut short."""
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-    out = []
-    for i, line in enumerate(lines):
-        try:
-            out.append((int(json.loads(line)["step"]), line))
-        except (ValueError, KeyError, TypeError):
-            if i + 1 < len(lines) or line.endswith("\n"):
-                raise command.stop(f"{path}: line {i + 1} is damaged: remove it, or move the file away") from None
-    return [(step, line) for step, line in out if line.endswith("\n")]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from fshard import checkpoint, pmean
 from fshard.checkpoint import commit
 from fshard.models import transformer
 from fshard.recipes import pretrain
+from fshard.recipes.log import read_metrics
 
 TEXT = "\n".join(f"def f{i}(x, y={i}):\n    return x * {i} + y  # line {i * i}\n" for i in range(600))
 SMALL = [
@@ -319,13 +320,13 @@ def test_metrics_cut_short_are_resumed_and_damage_is_named(text, saved, tmp_path
     first, second = path.read_text().splitlines(keepends=True)
     for half in ("", '{"step": 1, "lo', '{"step": 1}', "{", "\0\0\0"):  # a line without its end is cut short too
         path.write_text(first + half)
-        assert pretrain.read_metrics(path) == [(0, first)]
+        assert read_metrics(path, pretrain.command.stop) == [(0, first)]
     pretrain.main([*TINY, "--text", text, "--resume", str(out)])
     assert path.read_text() == first
     for damage in ("nonsense", "[]", '{"loss": 1}', '{"step": "x"}', "\0\0"):
         path.write_text(damage + "\n" + second)
         with pytest.raises(SystemExit) as e:
-            pretrain.read_metrics(path)
+            read_metrics(path, pretrain.command.stop)
         assert e.value.code == f"pretrain: {path}: line 1 is damaged: remove it, or move the file away"
     refusal("--text", text, "--resume", str(out))
     assert path.read_text() == damage + "\n" + second  # a refused run changes nothing

@@ -1,0 +1,422 @@
+"""Fine-tune models on the sentiment of film reviews: T5 with LoRA, T5 in full, and MiniLM with LoRA.
+
+    python -m fshard.recipes.finetune                                    one device: all three, and a table
+    python -m fshard.recipes.finetune --methods t5-lora --model FOLDER   a T5 of one's own, as save_pretrained writes it
+    python -m fshard.recipes.finetune --mesh data=2,model=2 --strategy FULL_SHARD     the same numbers
+    python -m fshard launch --config_file fsdp.yaml -m fshard.recipes.finetune        as a file of Accelerate says
+    python -m fshard.recipes.finetune --resume out --mesh model=2        resume on another mesh
+
+No T5 ships in a package, so the recipe pretrains a small one: a Unigram tokenizer of the texts, embeddings that begin
+as those of MiniLM, and then lost spans to restore. A run has parts, one after another: `pretrain`, and the methods.
+Each trains one tree, its state, beside another one, which is frozen and is not differentiated.
+
+Legend: B batch, S source tokens, T target tokens, C classes (words of the vocabulary, or labels); [B@data] is a dim
+split over an axis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import P, checkpoint, data, lora, nn, optim
+from fshard.models import bert, t5
+from fshard.recipes import finetune_command as command
+from fshard.recipes import minilm, sentiment, spans
+from fshard.recipes.log import Log, printer
+from fshard.recipes.pretrain import with_second_moments
+from fshard.recipes.program import is_first
+
+BOUNDARIES = (16, 24, 32, 48)  # tokens: batches are of texts of similar lengths, padded to one of these
+
+
+class Part(NamedTuple):
+    """A part of the run: what trains and how, described; `batches` and `held_out` load batches onto the mesh."""
+
+    name: str
+    trained: Any
+    specs: Any
+    frozen: Any  # placed
+    frozen_specs: Any
+    logits: Callable[..., Tensor]  # (trained, frozen, batch, key) -> [B@data, (T,) C or C@model]
+    classes: int
+    split: str | None  # the axis that splits the classes
+    batches: Callable[[int], list[Any]]
+    held_out: Sequence[Callable[[], Any]]
+    steps: int
+    lr: float
+    start: Any = None  # the placed initial values, if they are not those of the description
+
+
+class Score(NamedTuple):
+    """Results on the held-out texts."""
+
+    accuracy: float  # of examples, all of whose targets are right
+    loss: float  # nats per target
+    trained: int  # parameters
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Score]:
+    """Run the methods, and return the score of each."""
+    args = command.parse(argv)
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        raise command.PROGRAM.interrupted(args) from None
+
+
+def run(args: argparse.Namespace) -> dict[str, Score]:
+    command.PROGRAM.check_folders(args)
+    mesh = command.mesh_of(args)
+    say = printer()
+    texts = sentiment.load(args.data, command.PROGRAM.stop)
+    command.check_same_run(args, texts.crc32)
+    say(f"{len(texts.train)} texts to train on, {len(texts.test)} held out, on {mesh!r}")
+    rows = {"majority": sentiment.majority(texts), "bag of words": sentiment.bag_of_words(texts)}
+    scores: dict[str, Score] = {}
+    setup = Setup(args, mesh, texts, say)
+    methods = args.methods.split(",")
+    if on_t5 := [name for name in methods if name.startswith("t5")]:
+        described, params = setup.t5_base()
+        for name in on_t5:
+            part = t5_lora(setup, described, params) if name == "t5-lora" else t5_full(setup, described, params)
+            scores[name], state = train(setup, part)
+            if name == "t5-lora":
+                cfg = setup.lora(command.targets_of(args))
+                setup.save_adapters(name, cfg, state["params"], described, t5.theirs, task_type="SEQ_2_SEQ_LM")
+    if "minilm-lora" in methods:
+        scores["minilm-lora"] = minilm_lora(setup)
+
+    say(f"\n{'held-out texts':22s}{'accuracy':>9s}{'loss':>8s}{'perplexity':>12s}{'trained':>12s}{'seconds':>9s}")
+    for name, accuracy in rows.items():
+        say(f"{name:22s}{accuracy:9.1%}")
+    for name, s in scores.items():
+        say(f"{name:22s}{s.accuracy:9.1%}{s.loss:8.3f}{s.perplexity:12.3f}{s.trained:12,d}{s.seconds:9.0f}")
+    return scores
+
+
+class Setup:
+    """The arguments of a run, with the objects that follow from them; and the T5 that its methods begin from."""
+
+    def __init__(
+        self, args: argparse.Namespace, mesh: fs.Mesh, texts: sentiment.Sentiment, say: Callable[..., None]
+    ) -> None:
+        self.args, self.mesh, self.texts, self.say = args, mesh, texts, say
+        self.key = fs.key(args.seed)
+        self.out: Path | None = args.out or args.resume
+        self.strategy = command.strategy_of(args)
+        self.axis = self.strategy.axis
+        dtype = {"no": None, "bf16": torch.bfloat16}[args.mixed_precision]
+        self.layout = t5.Layout(self.axis, "model", dtype=dtype, reduce_dtype=dtype and torch.float32,
+                                **self.strategy.options)  # fmt: skip
+        self.remat = args.remat
+
+    def specs(self, described: Any, specs: Any) -> Any:
+        return self.strategy.param_specs(described, specs)
+
+    def whole(self, params: Any, specs: Any) -> tuple[Any, t5.Layout, Any]:
+        """The parameters, layout and specs for a model: with `--wrap none` all parameters are gathered here at once."""
+        if self.args.wrap != "none":
+            return params, self.layout, specs
+        layout = t5.Layout(self.axis, "model")
+        gathered = fs.unshard(params, specs, self.axis, dtype=self.layout.dtype, reduce_dtype=self.layout.reduce_dtype)
+        return gathered, layout, None
+
+    def lora(self, targets: Sequence[str]) -> lora.Config:
+        a = self.args
+        return lora.Config(targets=targets, rank=a.rank, alpha=a.alpha, dropout=a.dropout)
+
+    def batches(self, fetch: Callable[..., dict[str, Any]], lengths: Any, rows: Any, *, training: bool) -> Any:
+        """For training a function from a step to its microbatches; else one function for each batch of all rows.
+
+        `fetch(rows, length, step)` gives the numpy arrays of some rows, padded to `length`; targets of rows that only
+        fill up a batch are -100.
+        """
+        args, parts = self.args, self.args.accumulate if training else 1
+        buckets = data.buckets(lengths[rows], BOUNDARIES, batch=args.batch)
+        key = fs.fold_in(self.key, "data") if training else None
+
+        def load(step: int) -> list[Any]:
+            chosen, counted, length = buckets.indices(key, step=step, even=True)
+            which, real = rows[chosen.numpy()], counted.numpy()
+
+            def part(at: Any) -> dict[str, Any]:
+                batch = fetch(which[at], length, step)
+                targets = batch["targets"]
+                mask = real[at].reshape(-1, *[1] * (targets.ndim - 1))
+                return {**batch, "targets": np.where(mask, targets, -100)}
+
+            return [data.load(part, at, mesh=self.mesh, spec=P(self.axis))
+                    for at in np.split(np.arange(args.batch), parts)]  # fmt: skip
+
+        if training:
+            return load
+        return [lambda step=step: load(step)[0] for step in range(buckets.steps())]
+
+    # --- the T5 ---------------------------------------------------------------------------------------------------
+
+    def t5_base(self) -> tuple[Any, Any]:
+        """The described and the placed parameters of the T5: of a folder, or pretrained here."""
+        args = self.args
+        if args.model:
+            self.t5, described = t5.load(args.model)
+            self.tokenizer = spans.read_tokenizer(args.model, command.PROGRAM.stop)
+            return described, fs.materialize(described, self.specs(described, t5.specs(self.t5, model="model")),
+                                             self.mesh, key=self.key)  # fmt: skip
+        self.tokenizer = spans.train_tokenizer(self.texts.unlabelled, args.vocab)
+        self.t5 = t5.Config(vocab_size=self.tokenizer.get_vocab_size(), d_model=args.width, d_kv=args.width // 4,
+                            d_ff=2 * args.width, num_layers=2, num_decoder_layers=1, num_heads=4)  # fmt: skip
+        described = t5.init(self.t5)
+        described["wte"] = minilm.embeddings(self.tokenizer, args.width, command.PROGRAM.stop)
+        _, state = train(self, pretraining(self, described))
+        if self.out is not None:
+            t5.save(self.out / "t5", self.t5, state["params"])
+            if is_first():
+                self.tokenizer.save(str(self.out / "t5" / "tokenizer.json"))
+        return described, state["params"]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of texts, and EOS, at most as many as fit a batch."""
+        most = BOUNDARIES[-1] - 1
+        return [[*e.ids[:most], spans.EOS] for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def save_adapters(
+        self, name: str, cfg: lora.Config, adapters: Any, described: Any, of: Any, **options: str
+    ) -> None:
+        """Write adapters in the form of PEFT."""
+        if self.out is not None:
+            prefix = "bert." if of is bert.theirs else ""
+            fs.peft.save(self.out / name / "adapter", cfg, adapters, described, of=of, prefix=prefix, config=options)
+
+
+def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """What all parts that train a T5 have in common."""
+    cfg = setup.t5
+    specs = setup.specs(described, t5.specs(cfg, model="model"))
+
+    def logits(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
+        params = logits_of(trained, frozen, specs, key)
+        params, layout, its = setup.whole(params, specs)
+        out: Tensor = t5.apply(cfg, params, batch["ids"], t5.shifted(cfg, batch["targets"]), mask=batch["mask"],
+                               layout=layout, specs=its, key=key, remat=setup.remat)  # fmt: skip
+        return out
+
+    return {"logits": logits, "classes": cfg.vocab_size, "split": "model", **options}
+
+
+def pretraining(setup: Setup, described: Any) -> Part:
+    """Restore lost spans of all texts that are not held out."""
+    args, cfg = setup.args, setup.t5
+    tokens = [ids[:-1] for ids in setup.encode(setup.texts.unlabelled)]
+    lengths = np.array([len(ids) + 1 for ids in tokens])
+    seed = setup.key.tolist()
+
+    def fetch(rows: Any, length: int, step: int) -> dict[str, Any]:
+        pairs = [spans.corrupt(tokens[i], [*seed, step, int(i)]) for i in rows]
+        ids, mask = data.pad([source for source, _ in pairs], length=length)
+        targets, _ = data.pad([target for _, target in pairs], length=spans.longest_target(length), value=-100)
+        return {"ids": ids.numpy(), "mask": mask.numpy(), "targets": targets.numpy()}
+
+    every = np.arange(len(tokens))
+    specs = setup.specs(described, t5.specs(cfg, model="model"))
+    return Part("pretrain", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
+                batches=setup.batches(fetch, lengths, every, training=True), held_out=[],
+                steps=min(args.pretrain_steps, args.steps), lr=2e-3)  # fmt: skip
+
+
+def sentiment_batches(setup: Setup) -> tuple[Any, Any]:
+    """The batches to train on and those that are held out: a text, and as its target the word of its label."""
+    tokens = setup.encode(setup.texts.texts)
+    words = [
+        [*e.ids, spans.EOS] for e in setup.tokenizer.encode_batch(list(setup.texts.words), add_special_tokens=False)
+    ]
+    targets_of, _ = data.pad(words, length=max(map(len, words)), value=-100)
+
+    def fetch(rows: Any, length: int, step: int) -> dict[str, Any]:
+        ids, mask = data.pad([tokens[i] for i in rows], length=length)
+        targets = targets_of[torch.from_numpy(setup.texts.labels[rows])]
+        return {"ids": ids.numpy(), "mask": mask.numpy(), "targets": targets.numpy()}
+
+    lengths = np.array([len(ids) for ids in tokens])
+    return (setup.batches(fetch, lengths, setup.texts.train, training=True),
+            setup.batches(fetch, lengths, setup.texts.test, training=False))  # fmt: skip
+
+
+def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
+    """Train adapters of a frozen T5."""
+    args, cfg = setup.args, setup.lora(command.targets_of(setup.args))
+    base_specs = setup.specs(described, t5.specs(setup.t5, model="model"))
+    adapter_specs = lora.specs(cfg, described, base_specs, of=t5.theirs)
+
+    def adapted(adapters: Any, frozen: Any, specs: Any, key: Tensor | None) -> Any:
+        return lora.apply(cfg, frozen, adapters, of=t5.theirs, specs=specs, adapter_specs=adapter_specs,
+                          data=setup.axis, model="model", key=key, shapes=described)  # fmt: skip
+
+    train_batches, held_out = sentiment_batches(setup)
+    steps = command.steps_of(args, len(setup.texts.train), args.epochs)
+    return Part("t5-lora", lora.init(cfg, described, of=t5.theirs), adapter_specs, params, base_specs,
+                **t5_part(setup, described, adapted), batches=train_batches, held_out=held_out, steps=steps,
+                lr=args.lr or 3e-3)  # fmt: skip
+
+
+def t5_full(setup: Setup, described: Any, params: Any) -> Part:
+    """Train all parameters of a T5."""
+    args = setup.args
+    specs = setup.specs(described, t5.specs(setup.t5, model="model"))
+    train_batches, held_out = sentiment_batches(setup)
+    steps = command.steps_of(args, len(setup.texts.train), args.epochs)
+    return Part("t5-full", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
+                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, start=params)  # fmt: skip
+
+
+# --- MiniLM ---------------------------------------------------------------------------------------------------
+
+
+def minilm_lora(setup: Setup) -> Score:
+    """Train adapters of a frozen MiniLM and a linear layer on the mean of its states."""
+    args, folder = setup.args, minilm.folder(command.PROGRAM.stop)
+    model, described = bert.load(folder)
+    cfg, axis, classes = setup.lora(("query", "value")), setup.axis, len(setup.texts.words)
+    specs = setup.specs(described, bert.specs(model, model="model"))
+    params = fs.materialize(described, specs, setup.mesh, key=setup.key)
+    trained = {"adapters": lora.init(cfg, described, of=bert.theirs),
+               "head": {"w": fs.init.normal((model.hidden_size, classes), std=0.02), "b": fs.init.zeros(classes)}}  # fmt: skip
+    head_specs = setup.specs(trained["head"], P())
+    adapter_specs = lora.specs(cfg, described, specs, of=bert.theirs)
+
+    def logits(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
+        adapted = lora.apply(cfg, frozen, trained["adapters"], of=bert.theirs, specs=specs,
+                             adapter_specs=adapter_specs, data=axis, model="model", key=key, shapes=described)  # fmt: skip
+        adapted, layout, its = setup.whole(adapted, specs)
+        x = bert.apply(model, adapted, batch["ids"], mask=batch["mask"], layout=layout, specs=its, key=key,
+                       remat=setup.remat)  # fmt: skip
+        head = fs.unshard(trained["head"], head_specs, axis)
+        return nn.linear(bert.pool(x.float(), batch["mask"]), head["w"], head["b"])
+
+    tokenizer = minilm.tokenizer(folder)
+    tokens = [e.ids[: BOUNDARIES[-1]] for e in tokenizer.encode_batch(list(setup.texts.texts))]
+
+    def fetch(rows: Any, length: int, step: int) -> dict[str, Any]:
+        ids, mask = data.pad([tokens[i] for i in rows], length=length)
+        return {"ids": ids.numpy(), "mask": mask.numpy(), "targets": setup.texts.labels[rows]}
+
+    lengths = np.array([len(ids) for ids in tokens])
+    part = Part("minilm-lora", trained, {"adapters": adapter_specs, "head": head_specs}, params, specs, logits,
+                classes, None, setup.batches(fetch, lengths, setup.texts.train, training=True),
+                setup.batches(fetch, lengths, setup.texts.test, training=False),
+                command.steps_of(args, len(setup.texts.train), args.minilm_epochs), args.lr or 1e-3)  # fmt: skip
+    score, state = train(setup, part)
+    setup.save_adapters("minilm-lora", cfg, state["params"]["adapters"], described, bert.theirs,
+                        task_type="FEATURE_EXTRACTION", base_model_name_or_path="sentence-transformers/all-MiniLM-L6-v2")  # fmt: skip  # noqa: E501
+    return score
+
+
+# --- training, and the score ----------------------------------------------------------------------------------
+
+
+def train(setup: Setup, part: Part) -> tuple[Score, Any]:
+    """Train a part from its last checkpoint, or from the start; return its score and its state."""
+    args, mesh, axis, say = setup.args, setup.mesh, setup.axis, setup.say
+    clock = time.perf_counter()
+    schedule = optim.warmup(optim.linear(part.lr, 0.0, steps=part.steps), max(1, part.steps // 20), start=0.0)
+    adamw = optim.adamw(schedule, weight_decay=0.0)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0, part.specs), adamw)
+    key = fs.fold_in(setup.key, part.name)
+    specs = {"params": part.specs, "opt": setup.strategy.state_specs(optimizer, part.specs), "key": P(), "step": P()}
+    like = {"params": part.trained, "opt": optimizer.init(part.trained), "key": key, "step": torch.tensor(0)}
+
+    def loss_fn(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
+        logits = part.logits(trained, frozen, batch, key)
+        out: Tensor = nn.cross_entropy(logits, batch["targets"], axis=part.split, size=part.classes, over=axis)
+        return out
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, part.frozen_specs, P(axis)), out_specs=(specs, P()),
+                  donate=() if part.start is not None else 0)  # fmt: skip
+    def train_step(state: Any, frozen: Any, batches: Any) -> Any:
+        key = fs.fold_in(state["key"], state["step"])
+        total: Any = None
+        for i, batch in enumerate(batches):  # microbatches
+            one = fs.value_and_grad(loss_fn)(
+                state["params"], frozen, batch, fs.fold_in(key, i) if args.dropout else None
+            )
+            total = one if total is None else fs.tree.map(torch.add, total, one)
+        loss, grads = fs.tree.map(lambda x: x / len(batches), total)
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        state = {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}
+        return state, {"loss": loss, "grad_norm": opt[0]["norm"]}
+
+    @fs.shard_map(mesh=mesh, in_specs=(part.specs, part.frozen_specs, P(axis)), out_specs=P())
+    def score_step(trained: Any, frozen: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            logits, targets = part.logits(trained, frozen, batch, None), batch["targets"]
+            nats = nn.cross_entropy(logits, targets, axis=part.split, size=part.classes, over=axis, reduction="sum")
+            whole = fs.all_gather(logits, part.split, -1, size=part.classes, to="invariant")
+            counted = (targets != -100).view(len(targets), -1)
+            right = ((whole.argmax(-1) == targets).view(counted.shape) | ~counted).all(1) & counted.any(1)
+            sums = torch.stack([right.sum(), counted.any(1).sum(), counted.sum()])
+            return {"nats": nats, "counts": fs.psum(sums, axis)}
+
+    folder = setup.out and setup.out / part.name
+    begin = checkpoint.latest(args.resume / part.name) if args.resume else None
+    if begin is not None:
+        try:
+            state = checkpoint.restore(args.resume / part.name, like, specs=specs, mesh=mesh, step=begin)
+        except fs.ShardingError as e:
+            raise command.PROGRAM.stop(f"--resume {args.resume}: {e}") from None
+    elif part.start is not None:
+        rest = {name: x for name, x in like.items() if name != "params"}
+        placed = fs.materialize(rest, {name: specs[name] for name in rest}, mesh, key=key)
+        state = {**placed, "params": part.start}
+    else:
+        state = fs.materialize(like, specs, mesh, key=fs.fold_in(key, "init"))
+    begin = begin or 0
+    n = sum(x.numel() for x in fs.tree.leaves(part.trained))
+    say(f"\n{part.name}: {n:,d} parameters train" + (f", resumed at step {begin}" if begin else ""))
+    if args.verify:
+        try:
+            checked = with_second_moments(state, part.specs, mesh)
+            say(str(fs.verify(train_step, checked, part.frozen, part.batches(begin))), markup=False)
+        except fs.ShardingError as e:
+            raise SystemExit(f"finetune: {e}" if is_first() else 1) from None
+    with Log(command.PROGRAM, args, begin, part.steps, say, folder) as log:
+        for step in range(begin, part.steps):
+            started = time.perf_counter()
+            batches = part.batches(step)
+            state, metrics = train_step(state, part.frozen, batches)
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            speed = sum(math.prod(b["ids"].shape) for b in batches) / (time.perf_counter() - started)
+            log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)), tokens_per_s=speed)
+            last = step + 1 == part.steps
+            if folder and (last or (args.save_every and (step + 1) % args.save_every == 0)):
+                try:
+                    checkpoint.save(folder, state, step=step + 1, overwrite=True)
+                except fs.ShardingError as e:
+                    raise command.PROGRAM.stop(f"{e}\n{command.PROGRAM.resume_hint(args)}") from None
+
+    if not part.held_out:
+        return Score(math.nan, math.nan, n, time.perf_counter() - clock), state
+    sums = [score_step(state["params"], part.frozen, load()) for load in part.held_out]
+    nats = sum(float(s["nats"]) for s in sums)
+    right, rows, targets = torch.stack([fs.device_get(s["counts"]) for s in sums]).sum(0).tolist()
+    score = Score(right / rows, nats / targets, n, time.perf_counter() - clock)
+    say(f"held-out accuracy {score.accuracy:.1%}, loss {score.loss:.3f}, perplexity {score.perplexity:.3f}")
+    return score, state
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The metrics of a run: a line of JSON for each step, and its progress on the screen."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .program import Program, is_first, resumes_in_place
+
+
+def printer() -> Callable[..., None]:
+    """Return the function that prints on rank 0, and does nothing on others."""
+    return Console(highlight=False, soft_wrap=True).print if is_first() else _print_nothing
+
+
+def _print_nothing(*_: object, **__: object) -> None:
+    """The `say` of all ranks but the first."""
+
+
+class Log:
+    """Writes metrics.jsonl and shows progress, on rank 0 only: a bar on a terminal, plain lines elsewhere."""
+
+    def __init__(
+        self, program: Program, args: argparse.Namespace, begin: int, steps: int, say: Callable[..., None],
+        folder: Path | None,
+    ) -> None:  # fmt: skip
+        self.program, self.args, self.begin, self.steps, self.say = program, args, begin, steps, say
+        self.first = is_first()
+        self.file = None
+        if folder and self.first:
+            with self.errors():
+                folder.mkdir(parents=True, exist_ok=True)
+                path = folder / "metrics.jsonl"
+                earlier = [line for step, line in read_metrics(path, program.stop)
+                           if step < begin and resumes_in_place(args)]  # fmt: skip
+                new = path.with_name(".metrics.jsonl.new")  # renamed: a kill loses no line
+                new.write_text("".join(earlier))
+                os.replace(new, path)
+                self.file = path.open("a")
+        self.bar: Progress | None = None
+        self.recent: list[float] = []
+
+    def __enter__(self) -> Log:
+        if self.first and sys.stdout.isatty():
+            text = TextColumn("{task.completed}/{task.total}  {task.description}")
+            self.bar = Progress(BarColumn(), text, TimeRemainingColumn())
+            self.bar.start()
+            self.task = self.bar.add_task("", total=self.steps, completed=self.begin)
+        self.clock = time.perf_counter()
+        return self
+
+    def write(self, **metrics: float) -> None:
+        if not self.first:
+            return
+        if self.file:
+            with self.errors():
+                self.file.write(json.dumps(metrics) + "\n")
+                self.file.flush()
+        step = int(metrics["step"])
+        self.recent = [*self.recent[-49:], metrics["tokens_per_s"]]
+        speed = sorted(self.recent)[len(self.recent) // 2]
+        summary = f"loss {metrics['loss']:.3f}  {speed / 1e3:.1f}k tokens/s"
+        if self.bar:
+            self.bar.update(self.task, completed=step + 1, description=summary)
+        elif step % 100 == 0 or step + 1 == self.steps:
+            left = (time.perf_counter() - self.clock) / (step + 1 - self.begin) * (self.steps - step - 1)
+            self.say(f"step {step:5d}  {summary}  {left:.0f} s left")
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.stop()
+        if self.file:
+            with contextlib.suppress(OSError):  # of a full disk, for the line that could not be written
+                self.file.close()
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise self.program.stop(f"cannot write metrics.jsonl: {e.strerror}: make room\n"
+                                    f"{self.program.resume_hint(self.args)}") from None  # fmt: skip
+
+
+def read_metrics(path: Path, stop: Callable[[str], SystemExit]) -> list[tuple[int, str]]:
+    """Return (step, line) for every line of metrics.jsonl, but a last one that a kill or a full disk has cut short."""
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    out = []
+    for i, line in enumerate(lines):
+        try:
+            out.append((int(json.loads(line)["step"]), line))
+        except (ValueError, KeyError, TypeError):
+            if i + 1 < len(lines) or line.endswith("\n"):
+                raise stop(f"{path}: line {i + 1} is damaged: remove it, or move the file away") from None
+    return [(step, line) for step, line in out if line.endswith("\n")]

@@ -1,0 +1,145 @@
+"""A training program: its name and arguments, the mesh, the folders it writes, and how a run that stops is resumed.
+
+Every refusal is one line that says what to change. All ranks end; rank 0 speaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fshard as fs
+from fshard import checkpoint
+
+
+def is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def ranks_of_launcher() -> tuple[int, int]:
+    """Return how many ranks there are, and how many of them on this node: both 1 without a launcher."""
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return (ranks, here) if "RANK" in os.environ else (1, 1)
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def flags(values: Mapping[str, object], names: Sequence[str]) -> str:
+    return " ".join(f"{flag(name)} {values[name]}" for name in names)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recipe: its name, the function that makes the parser of its arguments, and the folders of its parts, if any."""
+
+    name: str
+    parser: Callable[[], argparse.ArgumentParser]
+    parts: tuple[str, ...] = ()
+
+    def saved(self, folder: Path) -> int | None:
+        """Return the last saved step in a folder, or None; of a run in parts that of the last part."""
+        steps = [checkpoint.latest(folder / part) for part in self.parts or ("",)]
+        return next((step for step in reversed(steps) if step is not None), None)
+
+    def stop(self, message: object) -> SystemExit:
+        """Return the exit of a rank for a reason that all ranks have, which rank 0 prints in one line."""
+        lines = "; ".join(line.strip() for line in str(message).splitlines())
+        return SystemExit(f"{self.name}: {lines}" if is_first() else 1)
+
+    def interrupted(self, args: argparse.Namespace) -> SystemExit:
+        """Return the exit after Ctrl-C: rank 0 prints how to resume."""
+        if is_first():
+            print(f"{self.name}: interrupted; {self.resume_hint(args)}", file=sys.stderr, flush=True)
+        return SystemExit(130)
+
+    def resume_hint(self, args: argparse.Namespace) -> str:
+        """Return the last saved step and the command that resumes there; or how to save, if nothing is saved."""
+        for folder in filter(None, (args.out, args.resume)):
+            step = self.saved(folder)
+            if step is not None:
+                ranks, here = ranks_of_launcher()
+                where = "" if ranks == here else "on every node, with its --rdzv arguments, "
+                return f"step {step} is saved: resume {where}with {self.resume_command(args, folder)}"
+        return "nothing is saved yet: --out FOLDER --save-every N save checkpoints"
+
+    def resume_command(self, args: argparse.Namespace, folder: Path) -> str:
+        command = ["python", "-m", f"fshard.recipes.{self.name}", "--resume", str(folder)]
+        if args.out not in (None, folder):
+            command += ["--out", str(args.out)]
+        if "RANK" in os.environ:
+            ranks, here = ranks_of_launcher()
+            nodes = [] if ranks == here else ["--nnodes", str(ranks // here)]
+            command[:2] = ["torchrun", *nodes, "--nproc-per-node", str(here), "-m"]
+        for name, default in vars(self.parser().parse_args([])).items():
+            value = getattr(args, name)
+            if value != default and name not in ("out", "resume", "verify"):
+                command += [flag(name), *([] if value is True else [str(value)])]
+        return shlex.join(command)
+
+    def mesh_of(self, args: argparse.Namespace, limits: Mapping[str, str]) -> fs.Mesh:
+        """Make the mesh of a text like `data=2,model=2`; the default size of an axis is 1.
+
+        `limits` has the axes of the program, and for each the argument that is divided over it.
+        """
+        sizes: dict[str, int] = {}
+        for part in filter(None, args.mesh.split(",")):
+            match = re.fullmatch(rf"({'|'.join(limits)})=(-1|\d+)", part)
+            if match is None:
+                raise self.stop(f"--mesh {args.mesh}: {part!r} is not {' or '.join(f'{axis}=N' for axis in limits)}")
+            if match[1] in sizes:
+                raise self.stop(f"--mesh {args.mesh}: {match[1]!r} stands twice")
+            sizes[match[1]] = int(match[2])
+        for axis, limit in limits.items():
+            if limit and sizes.get(axis, 1) > getattr(args, limit):
+                most = getattr(args, limit)
+                raise self.stop(f"--mesh {args.mesh}: {axis}={sizes[axis]} ranks have nothing to do with "
+                                f"{flags(vars(args), [limit])}: give at most {axis}={most}")  # fmt: skip
+        default = dict.fromkeys(limits, 1)
+        if "RANK" in os.environ and not args.mesh:
+            default[[axis for axis in limits if axis != "model"][-1]] = -1
+        options: dict[str, Any] = {**default, **sizes}
+        try:
+            return fs.make_mesh(**options)
+        except fs.ShardingError as e:
+            raise self.stop(f"--mesh {args.mesh}: {e}") from None
+
+    def check_folders(self, args: argparse.Namespace) -> None:
+        """End the program for folders that cannot be written, and for an `--out` that holds another run."""
+        try:
+            if args.out and not resumes_in_place(args) and self.saved(args.out) is not None:
+                raise self.stop(f"--out {args.out} holds a run, up to step {self.saved(args.out)}: "
+                                f"give --resume {args.out}, or another folder")  # fmt: skip
+            for name in filter(lambda name: getattr(args, name), ("resume", "out")):
+                folder = getattr(args, name).absolute()
+                existing = next(p for p in (folder, *folder.parents) if p.exists())
+                if not existing.is_dir():
+                    raise self.stop(f"--{name} {getattr(args, name)}: {existing} is a file: give a folder")
+                if not os.access(existing, os.W_OK | os.X_OK):
+                    raise self.stop(f"--{name} {getattr(args, name)}: {existing} cannot be written: "
+                                    "give another folder")  # fmt: skip
+        except OSError as e:
+            raise self.stop(f"{e.filename}: {e.strerror}: give another folder") from None
+        except fs.ShardingError as e:
+            raise self.stop(e) from None
+
+    def last_saved(self, args: argparse.Namespace) -> int:
+        """Return the step that `--resume` resumes from. Ends the program if there is none."""
+        step, parent = self.saved(args.resume), args.resume.absolute().parent
+        if step is None:
+            fix = f": give --resume {parent}" if self.saved(parent) is not None else ""
+            raise self.stop(f"--resume {args.resume}: there is no complete checkpoint in it{fix}")
+        return step
+
+
+def resumes_in_place(args: argparse.Namespace) -> bool:
+    """Return whether the run goes on in the folder that it resumes from."""
+    return args.resume is not None and (args.out is None or os.path.realpath(args.out) == os.path.realpath(args.resume))
