@@ -572,7 +572,7 @@ def config(folder: StrPath) -> Config:
     kind = contents.get("model_type")
     feed_forward = contents.get("feed_forward_proj", "gated-gelu" if kind in ("mt5", "umt5") else "relu")
     tied = contents.get("tie_word_embeddings", True) is not False
-    scaled = {"t5": tied, "mt5": False}.get(str(kind), True)
+    scaled = {"t5": tied, "mt5": False}.get(str(kind), True)  # as transformers 5: for umt5 whatever the file says
     fixed = {"model_type": kind if kind in _CLASSES else "t5", "is_encoder_decoder": True, "is_decoder": False}
     if isinstance(feed_forward, str):
         fixed |= {"dense_act_fn": _activation(feed_forward), "is_gated_act": feed_forward.startswith("gated-")}
