@@ -128,7 +128,7 @@ def prefixed(prefix: str, *calls: Call) -> list[Call]:
 
 _BY_POSITION = {"p": r"args\[0\]|argument 0", "x": r"args\[1\]"}
 _AXES_OF_SPECS = {"specs": "no mesh axis is bound"}  # specs without axes need no region
-_OF_LEAVES = {"params": r"params|\bmodule\b", "adapters": "adapters", "of": r"\bof\b"}
+_OF_LEAVES = {"params": r"params|\bmodule\b", "adapters": "adapters", "of": r"\bof\b", "data": "axis", "model": "axis"}
 _shape = {"shape": (4, 4)}
 _kaiming = {"mode": "fan_in", "nonlinearity": "relu", "in_dim": -2, "out_dim": -1, "dtype": torch.float32, "a": 0.0}
 _xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
