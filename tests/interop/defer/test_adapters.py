@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard import P, lora
+from fshard.models import t5
+from tests.lib.adapters import described_model, like_described
 from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations
 
@@ -48,35 +50,33 @@ def built(name: str, **options: Any) -> nn.Module:
     return kind(config(**{**SMALL[name], **options}))
 
 
-def of_peft(name: str, named: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return values, or gradients, by peft's names as those of `fs.lora`: {leaf: {"a", "b"}}."""
-    out: dict[str, dict[str, Tensor]] = {}
-    for key, x in named.items():
-        leaf, found, factor = key.removeprefix("base_model.model.").partition(".lora_")
-        if found:
-            out.setdefault(f"{leaf}.weight", {})["a" if "A" in factor else "b"] = x.detach().T.clone()
-    return out
+class Reference(NamedTuple):
+    """Adapters of peft before and after some steps of torch's AdamW on one device, by peft's names."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    losses: list[float]
+    first: dict[str, Tensor]  # gradients of the first step
 
 
 @functools.cache
-def reference(name: str) -> tuple[Any, Any, list[float], Any]:
-    """Return adapters of peft before and after some steps of torch's AdamW on one device, losses, first gradients."""
+def reference(name: str, steps: int = STEPS, lr: float = LR) -> Reference:
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(TARGETS[name]), init_lora_weights=False,
                              fan_in_fan_out=name == "gpt2")  # fmt: skip
     module = peft.get_peft_model(built(name), config)
-    before = of_peft(name, dict(module.named_parameters()))
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=LR, weight_decay=0.0)
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    optimizer = torch.optim.AdamW(trained.values(), lr=lr, weight_decay=0.0)
     losses, first = [], {}
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = module(input_ids=IDS, labels=IDS).loss
         loss.backward()
-        first = first or of_peft(name, {n: p.grad for n, p in trained.items()})
+        first = first or {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
         optimizer.step()
         losses.append(float(loss.detach()))
-    return before, of_peft(name, trained), losses, first
+    return Reference(before, trained, losses, first)
 
 
 HOWS: list[tuple[dict[str, Any] | None, bool]] = [  # of apply.unshard, or its definition; are factors split too?
@@ -88,11 +88,12 @@ CASES = [("t5", {"data": 1}, HOWS[:1]), ("t5", {"data": 2, "model": 2}, HOWS[1:3
 
 @pytest.mark.parametrize(("name", "axes", "hows"), CASES)
 def test_adapters_beside_a_deferred_module_train_as_those_of_peft(name: str, axes: dict[str, int], hows: Any) -> None:
-    axis, (before, after, losses, first) = tuple(axes), reference(name)
+    axis, theirs = tuple(axes), reference(name)
     mesh, (apply, tree) = fs.make_mesh(**axes), fs.defer(functools.partial(built, name), units=UNITS[name], reference=0)
     cfg = lora.Config(TARGETS[name], rank=3, alpha=6)
     described = lora.init(cfg, tree["params"], of=apply)
-    assert fs.tree.map(lambda x: x.shape, described) == fs.tree.map(lambda x: x.shape, before)
+    before, after, first = (like_described(described, tree["params"], apply, named)
+                            for named in (theirs.before, theirs.after, theirs.first))  # fmt: skip
     specs = {leaf: P(axis) for leaf in tree["params"]}  # unevenly, and to nothing
     params = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
     buffers = fs.materialize(tree["buffers"], P(), mesh, key=fs.key(0))
@@ -125,12 +126,72 @@ def test_adapters_beside_a_deferred_module_train_as_those_of_peft(name: str, axe
             got.append(float(fs.device_get(value)))
             if i == 0:
                 assert_same(grads, first, "gradients", rtol=1e-4, atol=1e-5)
-        assert got == pytest.approx(losses, rel=1e-5)
+        assert got == pytest.approx(theirs.losses, rel=1e-5)
         assert_same(state["adapters"], after, "adapters", rtol=1e-3, atol=1e-4)
 
 
 RANKS = 4
 SHORT = IDS[:, :3]
+# --- curves ---------------------------------------------------------------------------------------------------
+
+# axes, those that split the batch, and those over which specs split parameters, or heads
+CURVES: dict[str, tuple[dict[str, int], Any, str | None, str | None]] = {
+    "FULL_SHARD": ({"data": 2}, "data", "data", None),
+    "NO_SHARD": ({"data": 2}, "data", None, None),
+    "HYBRID_SHARD": ({"replica": 2, "shard": 2}, ("replica", "shard"), "shard", None),
+    "model": ({"model": 2}, None, None, "model"),
+    "FULL_SHARD, model": ({"data": 2, "model": 2}, "data", "data", "model"),
+}
+FAST = "FULL_SHARD, model"
+
+
+def curve(case: str, steps: int, key: Tensor | None = None, **options: Any) -> list[float]:
+    """Return the losses of `fs.models.t5` with adapters that begin as those of peft."""
+    (axes, data, sharded, model), theirs = CURVES[case], reference("t5", steps, 1e-3)
+    mesh, layout, cfg = fs.make_mesh(**axes), t5.Layout(data, model), lora.Config(TARGETS["t5"], 3, 6, **options)
+    torch.manual_seed(0)
+    with described_model(t5, built("t5", **({"dropout_rate": 0.1} if key is not None else {}))) as (config, base):
+        specs = t5.specs(config, model=model)
+        specs = fs.fully_shard(specs, base, axis=sharded) if sharded else specs
+        frozen = fs.materialize(base, specs, mesh, key=fs.key(0))
+    described = lora.init(cfg, base, of=t5.theirs)
+    own = lora.specs(cfg, base, specs, of=t5.theirs)
+    optimizer = fs.optim.adamw(1e-3, weight_decay=0.0)
+    placed = {"adapters": own, "opt": optimizer.specs(own)}
+
+    @fs.shard_map(mesh=mesh, in_specs=(placed, specs, P(data), P()), out_specs=(placed, P()))
+    def step(state: Any, base: Any, ids: Tensor, key: Tensor | None) -> Any:
+        def loss(adapters: Any) -> Tensor:
+            params = lora.apply(cfg, base, adapters, of=t5.theirs, specs=specs, data=data, model=model, key=key)
+            return t5.loss(config, params, ids, ids, layout=layout, specs=specs, key=key)
+
+        value, grads = fs.value_and_grad(loss)(state["adapters"])
+        adapters, opt = optimizer.update(grads, state["opt"], state["adapters"])
+        return {"adapters": adapters, "opt": opt}, value
+
+    before = like_described(described, base, t5.theirs, theirs.before)
+    state = fs.device_put({"adapters": before, "opt": optimizer.init(before)}, placed, mesh)
+    losses = []
+    for i in range(steps):
+        state, value = step(state, frozen, IDS, None if key is None else fs.fold_in(key, i))
+        losses.append(float(fs.device_get(value)))
+    return losses
+
+
+@pytest.mark.parametrize("case", [FAST, *[pytest.param(c, marks=pytest.mark.slow) for c in CURVES if c != FAST]])
+def test_thirty_steps_have_the_losses_of_peft_on_one_device(case: str) -> None:
+    assert curve(case, 30) == pytest.approx(reference("t5", 30, 1e-3).losses, rel=1e-5)
+
+
+def test_dropout_of_adapters_and_of_the_model_is_the_same_on_every_mesh() -> None:
+    first, *others = (curve(case, 3, fs.key(5), dropout=0.3) for case in ("NO_SHARD", "model", FAST))
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-5)
+    assert abs(first[0] - reference("t5", 30, 1e-3).losses[0]) > 1e-2
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
 WIDE = {"vocab_size": 640, "d_model": 64, "d_kv": 16, "d_ff": 64}
 OPTIMIZER = fs.optim.adamw(1e-2, weight_decay=0.0)
 
