@@ -125,11 +125,14 @@ class BufferPool:
             return []
         if not region.comm.has_values:
             return [GatherBuffer(torch.empty(0), torch.empty(0)) for _ in range(n)]
-        fit = [b for b in self.free if b.write.numel() >= nbytes and b.write.device == region.device][:n]
-        new = [GatherBuffer.of(nbytes, region.device) for _ in range(n - len(fit))]
-        if new:  # drop buffers that are too small
-            self.free = [*fit, *new]
-        return [*fit, *new]
+        free = sorted((b for b in self.free if b.write.device == region.device), key=lambda b: -b.write.numel())
+        for b in free[:n]:
+            if b.write.numel() < nbytes:  # of a loop over smaller blocks, which gathers again what it still needs
+                b.write, b.read, b.contents = torch.empty(0), torch.empty(0), None  # free the old memory first
+                new = GatherBuffer.of(nbytes, region.device)
+                b.write, b.read = new.write, new.read
+        self.free = [*free, *(GatherBuffer.of(nbytes, region.device) for _ in range(n - len(free)))]
+        return self.free[:n]
 
     def reserve(self, buffers: Sequence[GatherBuffer]) -> None:
         """Keep these buffers from other loops until they are released."""

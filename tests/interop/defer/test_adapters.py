@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -193,6 +193,7 @@ def test_dropout_of_adapters_and_of_the_model_is_the_same_on_every_mesh() -> Non
 # --- memory ---------------------------------------------------------------------------------------------------
 
 WIDE = {"vocab_size": 640, "d_model": 64, "d_kv": 16, "d_ff": 64}
+CONFIG = lora.Config(("q", "v"), rank=2, alpha=8)
 OPTIMIZER = fs.optim.adamw(1e-2, weight_decay=0.0)
 
 
@@ -238,6 +239,41 @@ def by_units(constructor: Callable[[], nn.Module], units: Any, **how: Any) -> An
     return split(specs), split(tree["params"]), loss
 
 
+def ours() -> Iterator[Any]:
+    """Yield the arguments of `measured` for `fs.models.t5`, with the values of the module."""
+    torch.manual_seed(0)
+    named = dict(t5_with_lora().named_parameters())
+    torch.manual_seed(0)
+    with described_model(t5, built("t5", **WIDE)) as (config, base):
+        specs = fs.fully_shard(t5.specs(config), base, axis="data")
+        described = lora.init(CONFIG, base, of=t5.theirs)
+        own = fs.fully_shard(lora.specs(CONFIG, base, specs, of=t5.theirs), described, axis="data")
+
+        def loss(adapters: Any, frozen: Any, ids: Tensor) -> Tensor:
+            params = lora.apply(CONFIG, frozen, adapters, of=t5.theirs, specs=specs, adapter_specs=own)
+            return t5.loss(config, params, ids, ids, layout=t5.Layout("data"), specs=specs)
+
+        yield (own, specs), (like_described(described, base, t5.theirs, named), base), loss
+
+
+def deferred() -> Iterator[Any]:
+    """Yield the arguments of `measured` for the module without adapters, and adapters of `fs.lora`."""
+    torch.manual_seed(0)
+    named = dict(t5_with_lora().named_parameters())
+    build = functools.partial(built, "t5", **WIDE)
+    apply, tree = fs.defer(build, units=("T5Block", "shared", "*.embed_tokens", "lm_head"), reference=0)
+    specs = fs.fully_shard(P(), tree["params"], axis="data")
+    described = lora.init(CONFIG, tree["params"], of=apply)
+    own = fs.fully_shard(lora.specs(CONFIG, tree["params"], specs, of=apply), described, axis="data")
+    f = apply.unshard(specs, "data")
+
+    def loss(adapters: Any, frozen: Any, ids: Tensor) -> Tensor:
+        params = lora.apply(CONFIG, frozen, adapters, of=apply, specs=specs, adapter_specs=own)
+        return fs.pmean(f(params, {}, input_ids=ids, labels=ids).loss, "data")
+
+    yield (own, specs), (like_described(described, tree["params"], apply, named), tree["params"]), loss
+
+
 def saved_bytes(module: nn.Module, ids: Tensor) -> int:
     """Return the bytes that autograd saves for the backward pass of a module on one device, without its weights."""
     weights = {x.untyped_storage().data_ptr() for x in module.parameters()}
@@ -269,8 +305,18 @@ APART = ("T5Block", "**.shared", "**.embed_tokens", "**.lm_head")
 
 
 def test_memory_of_a_frozen_base_and_adapters_is_two_units_and_the_activations() -> None:
+    """Three forms of one model: peft's module by units, the plain module and fs.lora, and `fs.models.t5` by scan."""
     most = limit(t5_with_lora())
-    assert measured(*by_units(t5_with_lora, APART))[1] <= most
-    # The tied embedding whole throughout, as in the root of FSDP; and all units.
+    forms = {"peft": measured(*by_units(t5_with_lora, APART), steps=2)}
+    for form in (deferred, ours):
+        for arguments in form():
+            forms[form.__name__] = measured(*arguments, steps=2)
+    print(most, forms)
+    shards = sum(x.nbytes for x in t5_with_lora().parameters()) // RANKS
+    live = {name: shards + peak for name, (_, peak) in forms.items()}
+    assert max(live.values()) <= 1.15 * min(live.values()), live
+    for name, (losses, peak) in forms.items():
+        assert losses == pytest.approx(forms["peft"][0], rel=1e-5), name
+        assert peak <= most, name
+    # The tied embedding whole throughout, as in the root of FSDP.
     assert measured(*by_units(t5_with_lora, "T5Block"))[1] > most
-    assert measured(*by_units(t5_with_lora, APART, release=False))[1] > most
