@@ -80,8 +80,9 @@ class Layout:
     def unshard(self, names: Sequence[str], params: Any, specs: Any, described: Any) -> dict[str, Any]:
         """Make the named parameters ready for each rank's own batch: unshard them over `data`, by their specs.
 
-        Those that train are gathered once, and their gradients summed once. Frozen ones beside them are gathered for
-        each use: a table of embeddings, or the head, is not kept while the blocks run.
+        In one transfer, but for frozen parts of a model with a head of its own: those are gathered when they are used,
+        so that the table of embeddings is freed before the blocks run. One that is the head, too, is used at the end
+        again, when the memory in use is largest.
         """
         if not isinstance(params, Mapping):
             raise must_be("params", "a dict", params, fix="the tree of init, or of load")
@@ -100,8 +101,8 @@ class Layout:
                                           reduce_dtype=self.reduce_dtype)  # fmt: skip
             return out
 
-        frozen = [] if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled() else \
-            [name for name in names if not any(x.requires_grad for x in tree.leaves(parts[name]))]  # fmt: skip
+        apart = "head" in parts and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling()
+        frozen = [name for name in names if apart and not any(x.requires_grad for x in tree.leaves(parts[name]))]
         return _Parts(gather([name for name in names if name not in frozen]), gather)
 
     def replicated(self, params: Any) -> Any:

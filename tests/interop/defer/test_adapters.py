@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard import P, lora
+from fshard._comm import region
 from fshard.models import t5
+from fshard.schedule.buckets import buffer_pool
 from tests.lib.adapters import described_model, like_described
 from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations
@@ -192,7 +194,7 @@ def test_dropout_of_adapters_and_of_the_model_is_the_same_on_every_mesh() -> Non
 
 # --- memory ---------------------------------------------------------------------------------------------------
 
-WIDE = {"vocab_size": 640, "d_model": 64, "d_kv": 16, "d_ff": 64}
+WIDE = {"vocab_size": 1340, "d_model": 32, "d_kv": 8, "d_ff": 128, "num_layers": 4}
 CONFIG = lora.Config(("q", "v"), rank=2, alpha=8)
 OPTIMIZER = fs.optim.adamw(1e-2, weight_decay=0.0)
 
@@ -206,15 +208,19 @@ Parts = tuple[Any, Any]  # what trains and what is frozen
 
 
 def measured(specs: Parts, described: Parts, loss: Callable[[Any, Any, Tensor], Tensor], steps: int = 1) -> Any:
-    """Return the losses of some steps on all ranks, and the most bytes that one allocates in a step."""
+    """Return the losses of some steps, and the most bytes of a rank in the last, beside parameters and moments.
+
+    The buffers of scan stay from step to step. In the first step the decoder has others than the encoder.
+    """
     mesh, peaks = fs.make_mesh(data=RANKS), {}
     placed = {"params": specs[0], "opt": OPTIMIZER.specs(specs[0])}
 
     def step(state: Any, frozen: Any, ids: Tensor) -> Any:
+        kept = sum(b.write.numel() for b in buffer_pool(region("test")).free)
         with Operations() as seen:
             value, grads = fs.value_and_grad(lambda p: loss(p, frozen, ids))(state["params"])
             params, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
-        peaks[int(fs.axis_index("data"))] = seen.peak
+        peaks[int(fs.axis_index("data"))] = kept + seen.peak
         return {"params": params, "opt": opt}, value
 
     run = fs.shard_map(step, mesh=mesh, in_specs=(placed, specs[1], P("data")), out_specs=(placed, P()), check="never")
@@ -289,34 +295,40 @@ def saved_bytes(module: nn.Module, ids: Tensor) -> int:
     return sum(x.untyped_storage().nbytes() for x in alive.values())
 
 
-def limit(module: nn.Module) -> int:
-    """Return the bytes of two units, their shards packed to be sent, 16 for each trained parameter, and activations."""
-    sizes = {name: sum(x.nbytes for x in m.parameters()) for name, m in module.named_modules()
-             if type(m).__name__ in ("T5Block", "Embedding")}  # fmt: skip
-    unit = max(sizes.values())
+def limit(module: nn.Module, units: int) -> int:
+    """Return the bytes of gathered units, of two packed shards, 16 for each trained parameter, and of activations."""
     trained = sum(x.numel() for x in module.parameters() if x.requires_grad)
     own = SHORT[:1]
     logits = 4 * own.numel() * WIDE["vocab_size"]
-    # The gradient of the logits exists beside what was saved for it.
-    return 2 * unit + 2 * unit // RANKS + 16 * trained // RANKS + saved_bytes(module, own) + 2 * logits
+    # A rank packs its shards of a unit to send them. The gradient of the logits exists beside what was saved for it.
+    return units + units // RANKS + 16 * trained // RANKS + saved_bytes(module, own) + 2 * logits
 
 
 APART = ("T5Block", "**.shared", "**.embed_tokens", "**.lm_head")
 
 
 def test_memory_of_a_frozen_base_and_adapters_is_two_units_and_the_activations() -> None:
-    """Three forms of one model: peft's module by units, the plain module and fs.lora, and `fs.models.t5` by scan."""
-    most = limit(t5_with_lora())
+    """Three forms of one model: peft's module by units, the plain module and fs.lora, and `fs.models.t5` by scan.
+
+    In the proportions of T5-base, where the table of embeddings is the largest unit.
+    """
+    module = t5_with_lora()
+    nbytes = lambda kind: max(sum(x.nbytes for x in m.parameters()) for m in module.modules()  # noqa: E731
+                              if type(m).__name__ == kind)  # fmt: skip
+    table, block = nbytes("Embedding"), nbytes("T5Block")
     forms = {"peft": measured(*by_units(t5_with_lora, APART), steps=2)}
     for form in (deferred, ours):
         for arguments in form():
             forms[form.__name__] = measured(*arguments, steps=2)
-    print(most, forms)
-    shards = sum(x.nbytes for x in t5_with_lora().parameters()) // RANKS
-    live = {name: shards + peak for name, (_, peak) in forms.items()}
-    assert max(live.values()) <= 1.15 * min(live.values()), live
+    # By units: a block and the head. scan keeps its last two blocks for the start of backward.
+    limits = {"peft": table + block, "deferred": table + block, "ours": table + 2 * block}
+    print(forms, {k: limit(module, v) for k, v in limits.items()})
     for name, (losses, peak) in forms.items():
         assert losses == pytest.approx(forms["peft"][0], rel=1e-5), name
-        assert peak <= most, name
+        assert limits[name] <= 2 * table
+        assert peak <= limit(module, limits[name]), name
+    shards = sum(x.nbytes for x in module.parameters()) // RANKS
+    live = {name: shards + peak for name, (_, peak) in forms.items()}
+    assert max(live.values()) <= 1.15 * min(live.values()), live
     # The tied embedding whole throughout, as in the root of FSDP.
-    assert measured(*by_units(t5_with_lora, "T5Block"))[1] > most
+    assert measured(*by_units(t5_with_lora, "T5Block"), steps=2)[1] > limit(module, table + block)
