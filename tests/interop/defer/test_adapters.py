@@ -132,8 +132,8 @@ def test_adapters_beside_a_deferred_module_train_as_those_of_peft(name: str, axe
         assert_same(state["adapters"], after, "adapters", rtol=1e-3, atol=1e-4)
 
 
-RANKS = 4
-SHORT = IDS[:, :3]
+RANKS = 2
+SHORT = IDS[:2, :3]
 # --- curves ---------------------------------------------------------------------------------------------------
 
 # axes, those that split the batch, and those over which specs split parameters, or heads
@@ -194,7 +194,7 @@ def test_dropout_of_adapters_and_of_the_model_is_the_same_on_every_mesh() -> Non
 
 # --- memory ---------------------------------------------------------------------------------------------------
 
-WIDE = {"vocab_size": 1340, "d_model": 32, "d_kv": 8, "d_ff": 128, "num_layers": 4}
+WIDE = {"vocab_size": 1340, "d_model": 32, "d_kv": 8, "d_ff": 128}
 CONFIG = lora.Config(("q", "v"), rank=2, alpha=8)
 OPTIMIZER = fs.optim.adamw(1e-2, weight_decay=0.0)
 
@@ -322,7 +322,6 @@ def test_memory_of_a_frozen_base_and_adapters_is_two_units_and_the_activations()
             forms[form.__name__] = measured(*arguments, steps=2)
     # By units: a block and the head. scan keeps its last two blocks for the start of backward.
     limits = {"peft": table + block, "deferred": table + block, "ours": table + 2 * block}
-    print(forms, {k: limit(module, v) for k, v in limits.items()})
     for name, (losses, peak) in forms.items():
         assert losses == pytest.approx(forms["peft"][0], rel=1e-5), name
         assert limits[name] <= 2 * table
@@ -330,5 +329,4 @@ def test_memory_of_a_frozen_base_and_adapters_is_two_units_and_the_activations()
     shards = sum(x.nbytes for x in module.parameters()) // RANKS
     live = {name: shards + peak for name, (_, peak) in forms.items()}
     assert max(live.values()) <= 1.15 * min(live.values()), live
-    # The tied embedding whole throughout, as in the root of FSDP.
-    assert measured(*by_units(t5_with_lora, "T5Block"), steps=2)[1] > limit(module, table + block)
+    assert measured(*by_units(t5_with_lora, APART, release=False))[1] > limit(module, table + block)  # all units
