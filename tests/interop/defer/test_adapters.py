@@ -17,7 +17,7 @@ from fshard._comm import region
 from fshard.models import t5
 from fshard.schedule.buckets import buffer_pool
 from tests.lib.adapters import described_model, like_described
-from tests.lib.assertions import assert_same
+from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -330,3 +330,97 @@ def test_memory_of_a_frozen_base_and_adapters_is_two_units_and_the_activations()
     live = {name: shards + peak for name, (_, peak) in forms.items()}
     assert max(live.values()) <= 1.15 * min(live.values()), live
     assert measured(*by_units(t5_with_lora, APART, release=False))[1] > limit(module, table + block)  # all units
+
+
+# --- stand-ins ------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A block with two linear layers of one base matrix, and dropout between them."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.drop = nn.Linear(6, 10), nn.Linear(10, 6), nn.Dropout(0.2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.up.weight.shape == (10, 6)
+            assert self.up.weight.device == x.device
+            assert "up.weight" in repr(self.up.weight) or isinstance(self.up.weight, torch.Tensor)
+            return x + self.drop(self.down(torch.relu(self.up(x))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Net.Block(), Net.Block()])
+        self.conv, self.head = nn.Conv1d(6, 6, 1), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + x @ self.head.weight
+
+
+def net_step(axes: dict[str, int], how: Any, targets: list[str], key: Tensor | None, dtype: Any = None) -> Any:
+    """Return the loss and the gradients of two adapters at once, the second of half weight, on five rows."""
+    mesh, (apply, tree) = fs.make_mesh(**axes), fs.defer(Net, units="Block", reference=0)
+    apply = apply.draws_over("data") if key is not None else apply.eval()
+    first = lora.Config(targets, rank=2, dropout=0.3 if key is not None else 0.0, init="random", bias="lora_only")
+    second = lora.Config(targets[:1], rank=1, init="random")
+    specs = {name: P("data") for name in tree["params"]}
+    described = {"one": lora.init(first, tree["params"], of=apply), "two": lora.init(second, tree["params"], of=apply)}
+    own = {name: lora.specs(cfg, tree["params"], specs, of=apply) for name, cfg in (("one", first), ("two", second))}
+    adapters = fs.materialize(described, own, mesh, key=fs.key(1))
+    params = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
+    f = apply.unshard(specs, "data", **how, dtype=dtype) if how is not None else (
+        lambda p, b, *args, **kwargs: apply(fs.unshard(p, specs, "data", shapes=apply.shapes, dtype=dtype), b, *args,
+                                            **kwargs))  # fmt: skip
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, own, P("data"), P()), out_specs=(P(), own))
+    def step(params: Any, adapters: Any, x: Tensor, key: Tensor | None) -> Any:
+        def loss(adapters: Any) -> Tensor:
+            one = lora.apply(first, params, adapters["one"], of=apply, specs=specs, data="data", key=key,
+                             shapes=tree["params"], batch=5)  # fmt: skip
+            both = lora.apply(second, one, adapters["two"], of=apply, specs=specs, weight=0.5)
+            draws = {} if key is None else {"key": fs.fold_in(key, "module")}
+            y = f(both, {}, x if dtype is None else x.to(dtype), **draws)
+            return fs.psum(y.float().square().sum(), "data")
+
+        return fs.value_and_grad(loss)(adapters)
+
+    return step(params, adapters, x, key)
+
+
+@pytest.mark.parametrize("key", [None, fs.key(2)])
+def test_two_adapters_and_biases_with_dropout_on_every_mesh_and_schedule(key: Tensor | None) -> None:
+    want = net_step({"data": 1}, None, ["up", "down"], key)
+    for axes, how in (({"data": 2}, None), ({"data": 2}, {}), ({"data": 3}, {"remat": True}), ({"data": 1}, {})):
+        # Gradients are sums of terms up to 30 in another order: some times 30 times the precision of float32.
+        assert_same(net_step(axes, how, ["up", "down"], key), want, f"{axes} {how}", rtol=1e-5, atol=2e-5)
+    if key is not None:
+        plain, _ = net_step({"data": 1}, None, ["up", "down"], None)
+        assert float(fs.device_get(want[0])) != float(fs.device_get(plain))
+
+
+def test_adapters_in_bfloat16_by_units_have_the_numbers_of_the_definition() -> None:
+    want = net_step({"data": 2}, None, ["up"], None, torch.bfloat16)
+    assert_same(net_step({"data": 2}, {}, ["up"], None, torch.bfloat16), want)
+
+
+def test_use_of_an_adapted_parameter_that_adapters_do_not_take_part_in_is_an_error() -> None:
+    for how in (None, {}):
+        assert error_text(net_step, {"data": 2}, how, ["head"], None).startswith(
+            "'head.weight' is adapted, and used by matmul, which adapters do not take part in\n"
+            "  they do in nn.Linear, nn.Embedding and transformers' Conv1D\n"
+            "  fix: exclude its module from the adapter's targets"
+        )
+    apply, tree = fs.defer(Net, reference=0)
+    text = error_text(lora.init, lora.Config(["conv"]), tree["params"], of=apply)
+    assert "params['conv.weight'] is a target and no matrix: it is the weight of a Conv1d" in text
+    assert "no parameter of the module" in error_text(lora.init, lora.Config(["up"]), tree, of=apply)
+    table, _ = fs.defer(lambda: nn.Embedding(5, 3, max_norm=1.0), reference=0)
+    weights = {"weight": torch.ones(5, 3)}
+    cfg = lora.Config("all-linear", rank=1)
+    adapters = {"weight": {"a": torch.ones(5, 1), "b": torch.ones(1, 3)}}
+    adapted = lora.apply(cfg, weights, adapters, of=table)
+    assert "'weight' is adapted, and used by embedding" in error_text(table, adapted, {}, torch.tensor([1]))
