@@ -1,6 +1,6 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
-from . import checkpoint, data, decoding, hf, init, interop, lora, models, nn, optim, random, tree
+from . import checkpoint, data, decoding, hf, ia3, init, interop, lora, models, nn, optim, random, tree
 from ._comm import recording, to_device
 from .check import check
 from .collectives import (
@@ -39,8 +39,8 @@ from .verify import verify
 __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "accumulate", "all_gather",
     "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "data", "decoding", "defer",
-    "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "grad", "hf", "init", "interop", "key",
-    "lora", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "peft", "pmax", "pmean", "pmin",
+    "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "grad", "hf", "ia3", "init", "interop",
+    "key", "lora", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "peft", "pmax", "pmean", "pmin",
     "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard",
     "row", "rules", "scan", "shard_map", "show", "split", "to_device", "tree", "unshard", "validate",
     "value_and_grad", "verify",

@@ -88,7 +88,7 @@ MODELS = {
     ),
 }
 
-# name -> (model, options of LoraConfig)
+# name -> (model, options of LoraConfig, or of IA3Config)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, fused and stored [in, out]": ("gpt2", {"target_modules": ["c_attn"]}),
     "llama, patterns of rank and alpha": ("llama", {
@@ -111,8 +111,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5, DoRA of the feed-forward": ("t5", {"target_modules": ["wi", "wo", "o"], "use_dora": True}),
     "bert, all but one": ("bert", {"target_modules": ["query", "key", "dense"], "exclude_modules": ["pooler.dense",
                                    "predictions.transform.dense"], "bias": "lora_only"}),
+    "gpt2, IA3": ("gpt2", {"feedforward_modules": ["mlp.c_proj"], "target_modules": ["c_attn", "mlp.c_proj"]}),
+    "gpt2, IA3 of outputs that are summed": ("gpt2", {
+        "feedforward_modules": [], "target_modules": r".*(attn.c_proj|c_fc)"}),
+    "llama, IA3": ("llama", {"feedforward_modules": None, "task_type": "CAUSAL_LM"}),
+    "t5, IA3": ("t5", {"feedforward_modules": None, "task_type": "SEQ_2_SEQ_LM"}),
+    "bert classifier, IA3": ("bert classifier", {"feedforward_modules": None, "task_type": "SEQ_CLS"}),
 }  # fmt: skip
-FAST = list(CASES)[:5]
+FAST = [*list(CASES)[:5], "gpt2, IA3"]
 
 
 @dataclasses.dataclass
@@ -134,7 +140,8 @@ def reference(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Re
         for p in base.parameters():  # every leaf matters: no bias of zeros, no norm of ones
             p.add_(0.2 * torch.randn(p.shape))
     base.save_pretrained(folder / "base")
-    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "init_lora_weights": False, **options})
+    lora = {"r": 3, "lora_alpha": 5, "init_lora_weights": False}
+    config = peft.IA3Config(**options) if "feedforward_modules" in options else peft.LoraConfig(**{**lora, **options})
     wrapped = peft.get_peft_model(copy.deepcopy(base), config).eval()
     with torch.no_grad():
         for p in wrapped.parameters():
@@ -172,15 +179,16 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     cfg, params, of, lora, adapters = load(ref, tmp_path)
     mesh = fs.make_mesh(data=2, model=2)
     specs = fs.fully_shard(ref.model.module.specs(cfg, model="model"), params, axis="data")
-    adapter_specs = fs.lora.specs(lora, params, specs, of=of)
+    method: Any = fs.lora if isinstance(lora, fs.lora.Config) else fs.ia3
+    adapter_specs = method.specs(lora, params, specs, of=of)
+    where = {"adapter_specs": adapter_specs, "data": "data"} if method is fs.lora else {}
     options = {"layout": ref.model.module.Layout("data", "model"), "specs": specs}
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, adapter_specs, P("data")), out_specs=(ref.model.classes, adapter_specs),
                   check="first" if name == FAST[0] else "never")  # fmt: skip
     def step(p: Any, a: Any, ids: Tensor) -> Any:
         def loss(a: Any) -> tuple[Tensor, Tensor]:
-            adapted = fs.lora.apply(lora, p, a, of=of, specs=specs, adapter_specs=adapter_specs, data="data",
-                                    model="model")  # fmt: skip
+            adapted = method.apply(lora, p, a, of=of, specs=specs, model="model", **where)
             logits = ref.model.logits(cfg, adapted, ids, **options)
             return fs.pmean(logits.square().mean(), ref.model.classes.axes), logits
 
