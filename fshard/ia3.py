@@ -28,7 +28,7 @@ from . import lora, nn, tree
 from ._comm import Axis
 from .collectives import pvary
 from .errors import ShardingError, checked, fail, raise_all
-from .lora.targets import Leaf, Of, Targets
+from .lora.targets import Leaf, Of, Targets, named_leaves
 from .spec import P, is_spec, names_of
 from .weight import Part, Weight, is_weight
 
@@ -146,7 +146,7 @@ def apply(
     _check("ia3.apply", cfg, targets, adapters)
     by_name = {} if specs is None else _by_name("ia3.apply", params, specs)
     found: dict[str, Any] = {name: adapters[name]["value"] for name in targets.copied}
-    values = {tree.dotted(path): x for path, x in tree.leaves_with_path(params, is_weight)}
+    values = {name: x for name, (_, x) in named_leaves("ia3.apply", params).items()}
     for name, (leaf, x) in targets.adapted.items():
         scale, base = adapters[name]["scale"], by_name.get(name, P())
         spec = _scale_spec(cfg, name, leaf, x.ndim, by_name) if by_name else P()
@@ -156,8 +156,7 @@ def apply(
         missing = tuple(a for a in base.axes if a in names_of(model) and a not in spec.axes)
         found[name] = ScaledWeight(x, pvary(scale, missing or None), leaf, leaf.inputs,
                                    cfg.scales_inputs(leaf.module), spec)  # fmt: skip
-    rows = tree.leaves_with_path(params, is_weight)
-    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(tree.dotted(path), x) for path, x in rows])
+    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, x in values.items()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,9 +239,8 @@ def _scale_spec(cfg: Config, name: str, leaf: Leaf, ndim: int, by_name: Mapping[
 
 
 def _by_name(verb: str, params: Any, specs: Any) -> dict[str, P]:
-    paths = [path for path, _ in tree.leaves_with_path(params, is_weight)]
     flat = tree.broadcast(specs, params, name=f"{verb}: specs", leaf=is_spec, is_leaf=is_weight)
-    return {tree.dotted(path): spec for path, spec in zip(paths, flat, strict=True)}
+    return dict(zip(named_leaves(verb, params), flat, strict=True))
 
 
 def _check(verb: str, cfg: Config, targets: Targets, adapters: Mapping[str, Any]) -> None:

@@ -82,9 +82,10 @@ class Weight(Node):
 
     def _refused(self, operation: str) -> ShardingError:
         name = f"{type(self).__name__}{list(self.shape)}"
-        return fail(f"{operation}: {name} is no tensor; it takes part in nn.linear, nn.embedding and flatten alone",
-                    fix="use it by nn.linear or nn.embedding, or leave this parameter as it is")  # fmt: skip
+        return fail(f"{operation}: {name} is no tensor", "it takes part in nn.linear, nn.embedding and flatten alone",
+                    fix="a model that uses it by these; or leave this parameter as it is")  # fmt: skip
 
 
 def is_weight(x: object) -> bool:
+    """Return whether an object is a Weight: the `is_leaf` of trees in which each is one leaf."""
     return isinstance(x, Weight)

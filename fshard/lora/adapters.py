@@ -18,7 +18,7 @@ from fshard.spec import Box, full_box, is_spec
 from fshard.weight import is_weight
 
 from .config import Config
-from .targets import Leaf, Of, Targets, specs_of
+from .targets import Leaf, Of, Targets, named_leaves, specs_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _OfBase:
         try:
             return self.base.init.fill(self.key, self.base.shape, box, dtype, device)  # type: ignore[arg-type]
         except ShardingError as e:
-            if self.key is not None or "not a key" not in str(e):
+            if self.key is not None or "key must be" not in str(e):
                 raise
             raise fail(f"lora.init: params[{self.name!r}] is drawn, and its adapter begins with its values",
                        fix="lora.init(..., key=): the key that params is materialized with") from e  # fmt: skip
@@ -75,7 +75,7 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
     Raises ShardingError listing targets that name no module, with names like them, and targets that are no matrix.
     """
     targets = Targets.of("lora.init", cfg, params, of)
-    paths = {tree.dotted(path): path for path, _ in tree.leaves_with_path(params, is_weight)}
+    named = named_leaves("lora.init", params)
     out = {name: _factors(cfg, leaf, tuple(x.shape)) for name, (leaf, x) in targets.adapted.items()}
     errors: list[ShardingError] = []
     rows: list[tuple[str, Any, Leaf | None]] = [(name, x, None) for name, x in targets.copied.items()]
@@ -83,7 +83,7 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
     for name, x, leaf in rows:
         part = "value" if leaf is None else "magnitude"
         if isinstance(x, Deferred):
-            own = None if key is None else key_of(x, paths[name], key)
+            own = None if key is None else key_of(x, named[name][0], key)
             shape, dtype = (x.shape, x.dtype) if leaf is None else (leaf.split(x.shape)[1], torch.float32)
             made: Any = Deferred(shape, dtype, _OfBase(x, own, name, leaf))
         elif isinstance(x, Tensor):
@@ -123,10 +123,10 @@ def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, d
     {'up': {'a': P(), 'b': P(None, 'model')}}
     """
     targets = Targets.of("lora.specs", cfg, params, of)
-    names = [tree.dotted(path) for path, _ in tree.leaves_with_path(params, is_weight)]
-    flat = dict(zip(names, tree.broadcast(specs, params, name="specs", leaf=is_spec, is_leaf=is_weight), strict=True))
+    flat = tree.broadcast(specs, params, name="lora.specs: specs", leaf=is_spec, is_leaf=is_weight)
+    by_name = dict(zip(named_leaves("lora.specs", params), flat, strict=True))
     out = {}
     for name, (leaf, x) in targets.adapted.items():
-        parts = specs_of(leaf, flat[name], x.ndim)
+        parts = specs_of(leaf, by_name[name], x.ndim, f"lora.specs: specs of {name!r}")
         out[name] = parts if cfg.dora else {part: parts[part] for part in ("a", "b")}
-    return {**out, **{name: {"value": flat[name]} for name in targets.copied}}
+    return {**out, **{name: {"value": by_name[name]} for name in targets.copied}}

@@ -14,7 +14,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import in_region
 from fshard.collectives import psum
-from fshard.errors import checked, fail, must_be, raise_all
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.mesh import Mesh
 from fshard.reshard import reshard
 from fshard.shard_map import shard_map
@@ -23,7 +23,7 @@ from fshard.spec import P
 from fshard.weight import is_weight
 
 from .config import Config
-from .targets import Leaf, Of, checked_leaves, specs_of
+from .targets import Adapted, Leaf, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_of
 
 # (weight, its factors, the axes that split its inputs) -> the new weight
 _Change = Callable[[Tensor, Mapping[str, Tensor], Leaf, float, tuple[str, ...]], Tensor]
@@ -111,7 +111,10 @@ def _changed(
     """Return the parameters with each adapted leaf changed; with `safe`, refuse those that are not finite."""
     if in_region():
         raise fail(f"{verb}: inside shard_map", fix="call it on placed leaves, outside; inside, use lora.apply")
-    leaves = checked_leaves(verb, cfg, params, adapters, of)
+    named = named_leaves(verb, params)
+    check_weight(verb, weight)
+    leaves = checked_leaves(verb, cfg, named, adapters, of)
+    raise_all([e for found in leaves for e in _shape_errors(verb, cfg, found, adapters[found.name])])
     meshes = [x.mesh for _, _, x, _ in leaves if isinstance(x, Sharded)]
     raise_all([must_be(f"{verb}: {tree.show('params', path)}", "a Sharded or a Tensor, as the others,", x)
                for _, path, x, _ in leaves if not isinstance(x, Sharded if meshes else Tensor)])  # fmt: skip
@@ -144,12 +147,22 @@ def _changed(
     raise_all([fail(f"{verb}: {tree.show('params', path)} would not be finite", f"{int(wrong[name])} elements",
                     fix="look for what made the adapter diverge; safe=False merges it anyway")
                for name, path, _, _ in leaves if safe and int(wrong[name])])  # fmt: skip
-    rows = tree.leaves_with_path(params, is_weight)
-    return tree.unflatten(tree.flatten(params, is_weight)[1], [new.get(tree.dotted(path), x) for path, x in rows])
+    return tree.unflatten(tree.flatten(params, is_weight)[1], [new.get(name, x) for name, (_, x) in named.items()])
+
+
+def _shape_errors(verb: str, cfg: Config, found: Adapted, own: Mapping[str, Any]) -> list[ShardingError]:
+    """Return the errors of tensors whose global shapes are not those of their leaf."""
+    wanted, rank = {"value": tuple(found.base.shape)}, None
+    if found.leaf is not None:
+        inputs, outputs = found.leaf.split(tuple(found.base.shape))
+        rank = cfg.rank_of(found.leaf.module)
+        wanted = {"a": (*inputs, rank), "b": (rank, *outputs), "magnitude": outputs}
+    return [another_shape(f"{verb}: adapters[{found.name!r}]", part, x, found.base, rank)
+            for part, x in own.items() if tuple(x.shape) != wanted[part]]  # fmt: skip
 
 
 def _own_spec(leaf: Leaf | None, part: str, spec: P, ndim: int) -> P:
-    return spec if leaf is None else specs_of(leaf, spec, ndim)[part]
+    return spec if leaf is None else specs_of(leaf, spec, ndim, "specs")[part]
 
 
 def _placed(factors: Any, specs: Any, mesh: Mesh) -> Any:

@@ -15,20 +15,20 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import nn, random, tree
-from fshard._comm import Axis, to_device
+from fshard._comm import Axis, known_axes, region, to_device
 from fshard._ops import global_sizes
 from fshard.collectives import pslice, psum, pvary
 from fshard.decoding import global_batch
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.random import fold_in
-from fshard.spec import P, is_spec, names_of, same_placement
+from fshard.spec import P, describe, is_spec, names_of, same_placement
 from fshard.weight import Part, Weight, is_weight
 
 from .config import Config
-from .targets import Leaf, Of, checked_leaves, specs_of
+from .targets import Adapted, Leaf, Of, another_shape, check_weight, checked_leaves, named_leaves, parts_of, specs_of
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LoraWeight(Weight):
     """A matrix with low-rank factors: x @ base + (dropout(x) @ a @ b) * scale. Made by `apply`.
 
@@ -84,8 +84,13 @@ class LoraWeight(Weight):
             raise self._refused("transpose")
         return self.base.transpose(first, second)
 
+    def __repr__(self) -> str:
+        return f"LoraWeight({describe(self.dtype, tuple(self.shape))}, rank={self.rank})"
+
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute x @ base + b, plus the adapters' part: x [..., D] -> [..., F]."""
+        if self.ndim != 2:
+            raise fail(f"linear: w is {self!r}", fix="flatten its inputs, and its outputs, to [D, F]")
         y = self._base_linear(x, b)
         return self._adapted(x, y, b).to(y.dtype)
 
@@ -202,30 +207,31 @@ def apply(
 
     Raises ShardingError listing every adapter of no leaf, and of tensors that are not those of its leaf.
     """
-    leaves = checked_leaves("lora.apply", cfg, params, adapters, of)
-    rows = tree.leaves_with_path(params, is_weight)
-    factors, placed = _aligned(leaves, adapters, _by_name(rows, params, specs), adapter_specs, names_of(model))
+    for axis in (data, model):
+        known_axes("lora.apply", region("lora.apply"), axis) if axis else None
+    check_weight("lora.apply", weight)
+    if batch is not None and batch < 0:
+        raise fail(f"lora.apply: batch={batch}", fix="the number of rows on all ranks")
+    named = named_leaves("lora.apply", params)
+    leaves = checked_leaves("lora.apply", cfg, named, adapters, of)
+    base_specs: dict[str, P] = {}
+    if specs is not None:
+        flat = tree.broadcast(specs, params, name="lora.apply: specs", leaf=is_spec, is_leaf=is_weight)
+        base_specs = dict(zip(named, flat, strict=True))
+    factors, placed = _aligned(cfg, leaves, adapters, base_specs, adapter_specs, names_of(model))
     has_dropout = cfg.dropout > 0 and key is not None
     sizes = _input_sizes(factors, placed, leaves, shapes) if has_dropout else {}
-    found: dict[tree.Path, Any] = {}
-    for name, path, x, leaf in leaves:
+    found: dict[str, Any] = {}
+    for name, _, x, leaf in leaves:
         own = factors[name]
-        found[path] = own["value"] if leaf is None else LoraWeight(
+        found[name] = own["value"] if leaf is None else LoraWeight(
             base=x, a=own["a"], b=own["b"], magnitude=own.get("magnitude"),
             key=fold_in(key, name) if has_dropout and key is not None else None,
             scale=cfg.scale_of(leaf.module) * weight, rate=cfg.dropout, leaf=leaf, inputs=leaf.inputs,
             rank=cfg.rank_of(leaf.module), specs=placed[name].specs,
             split=(data, placed[name].inputs, placed[name].outputs), sizes=sizes.get(name, ()), batch=batch,
         )  # fmt: skip
-    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(path, x) for path, x in rows])
-
-
-def _by_name(rows: Sequence[tuple[tree.Path, Any]], params: Any, specs: Any) -> dict[str, P]:
-    """Return the spec of each leaf by its dotted path."""
-    if specs is None:
-        return {}
-    flat = tree.broadcast(specs, params, name="lora.apply: specs", leaf=is_spec, is_leaf=is_weight)
-    return {tree.dotted(path): spec for (path, _), spec in zip(rows, flat, strict=True)}
+    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, (_, x) in named.items()])
 
 
 class _Placed(NamedTuple):
@@ -237,8 +243,8 @@ class _Placed(NamedTuple):
 
 
 def _aligned(
-    leaves: Sequence[tuple[str, tree.Path, Any, Leaf | None]], adapters: Mapping[str, Any], base_specs: dict[str, P],
-    adapter_specs: Any, model: tuple[str, ...],
+    cfg: Config, leaves: Sequence[Adapted], adapters: Mapping[str, Any], base_specs: dict[str, P], adapter_specs: Any,
+    model: tuple[str, ...],
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, _Placed]]:  # fmt: skip
     """Return the factors as their bases use them, and their placements.
 
@@ -265,29 +271,37 @@ def _aligned(
                 errors.append(fail(f"lora.apply: adapters[{name!r}]['value'] replaces a leaf with another spec",
                                    value=spec, leaf=base, fix="the specs of lora.specs"))  # fmt: skip
             continue
-        wanted, specs = specs_of(leaf, base, x.ndim), []
-        kept = tuple(a for a in base.axes if a in model)
-        for part in ("a", "b", "magnitude"):
+        wanted, specs = specs_of(leaf, base, x.ndim, f"lora.apply: specs of {name!r}"), []
+        kept, sizes = tuple(a for a in base.axes if a in model), leaf.split(tuple(x.shape))
+        rank = cfg.rank_of(leaf.module)
+        for part, like in (("a", (*sizes[0], rank)), ("b", (rank, *sizes[1])), ("magnitude", sizes[1])):
             if part not in out[name]:
                 specs.append(P())
                 continue
-            ndim, spec = out[name][part].ndim, own_specs.get((name, part), wanted[part])
+            factor = out[name][part]
+            spec = own_specs.get((name, part), wanted[part])
             if spec.memory == "host":
-                out[name][part] = to_device(out[name][part])
-            dims = []
-            for dim, (axes, base_axes) in enumerate(zip(spec.parts(ndim), wanted[part].parts(ndim), strict=True)):
+                factor = out[name][part] = to_device(factor)
+                spec = P(*spec.entries)
+            sliced: dict[int, Axis] = {}
+            own_parts = parts_of(f"lora.apply: adapter_specs[{name!r}][{part!r}]", spec, len(like))
+            split = zip(own_parts, wanted[part].parts(len(like)), strict=True)
+            for dim, (axes, base_axes) in enumerate(split):
                 over, base_over = (tuple(a for a in of if a in model) for of in (axes, base_axes))
-                if over == base_over:
-                    dims.append(axes)
-                elif not axes:
-                    slices.setdefault((base_over, dim), []).append((name, part))
-                    dims.append(base_over)
-                else:
+                if over != base_over and axes:
                     errors.append(fail(f"lora.apply: adapters[{name!r}][{part!r}] has dim {dim} over {axes}, and its "
                                        f"base that dim over {base_axes or None}", factor=spec, base=base,
                                        fix="the specs of lora.specs, or P()"))  # fmt: skip
-            specs.append(P(*(axes or None for axes in dims)))
-            missing = tuple(a for a in kept if a not in specs[-1].axes)
+                elif over != base_over:
+                    sliced[dim] = base_over
+                    slices.setdefault((base_over, dim), []).append((name, part))
+                elif not axes and not base_axes and factor.shape[dim] != like[dim]:
+                    errors.append(another_shape(f"lora.apply: adapters[{name!r}]", part, factor, x, rank))
+                    break
+            if sliced:
+                spec = P(*[sliced.get(dim, axes or None) for dim, axes in enumerate(own_parts)])
+            specs.append(spec)
+            missing = tuple(a for a in kept if a not in spec.axes)
             if missing:
                 varied.setdefault(missing, []).append((name, part))
         inputs, outputs = ([tuple(a for a in axes if a in model) for axes in dims]
@@ -309,12 +323,14 @@ def _replace(factors: dict[str, dict[str, Tensor]], which: Sequence[tuple[str, s
 
 def _input_sizes(
     factors: dict[str, dict[str, Tensor]], placed: dict[str, _Placed],
-    leaves: Sequence[tuple[str, tree.Path, Any, Leaf | None]], shapes: Any,
+    leaves: Sequence[Adapted], shapes: Any,
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Return the global sizes of the input dims of each adapted leaf: those of `shapes`, or sums of local ones."""
     if shapes is not None:
-        known = {path: x.shape for path, x in tree.leaves_with_path(shapes)}
-        return {name: leaf.split(tuple(known[path]))[0] for name, path, _, leaf in leaves if leaf is not None}
+        known = {path: tuple(getattr(x, "shape", ())) for path, x in tree.leaves_with_path(shapes)}
+        raise_all([must_be(f"lora.apply: shapes, at {name!r},", f"a leaf of {x.ndim} dims", known.get(path))
+                   for name, path, x, _ in leaves if len(known.get(path, ())) != x.ndim])  # fmt: skip
+        return {name: leaf.split(known[path])[0] for name, path, _, leaf in leaves if leaf is not None}
     local = {name: list(factors[name]["a"].shape[:-1]) for name in placed}
     by_axes: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for name, where in placed.items():

@@ -15,14 +15,13 @@ from typing import Any
 
 from fshard import ia3, lora, tree
 from fshard._io import StrPath
-from fshard.errors import checked, fail, must_be, raise_all
+from fshard.errors import checked, fail, raise_all
 from fshard.init import Deferred, zeros
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
 from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
 from fshard.interop.hf.weights import with_dot
 from fshard.lora.config import in_module, names_module
-from fshard.lora.targets import Leaf, Targets, leaf_of
-from fshard.weight import is_weight
+from fshard.lora.targets import Leaf, Of, Targets, leaf_of, named_leaves
 
 from .config import KEPT, config_fields, selects, value_for
 from .files import CONFIG, WEIGHTS, check_folder, write_folder
@@ -32,12 +31,11 @@ _KEYS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitud
 _TABLE_KEYS = {"a": "lora_embedding_A", "b": "lora_embedding_B", "magnitude": "lora_magnitude_vector"}
 Config = lora.Config | ia3.Config
 Adapters = Mapping[str, Mapping[str, Any]]
-Names = Callable[..., Any]  # a model's `theirs`, or what `fs.defer` returned
 
 
 @checked
 def load(
-    folder: StrPath, params: Any, *, of: Names | None = None, prefix: str = "", ignored: Sequence[str] = ()
+    folder: StrPath, params: Any, *, of: Of = None, prefix: str = "", ignored: Sequence[str] = ()
 ) -> tuple[Config, dict[str, dict[str, Any]]]:
     """Return the config and the described adapters of a folder that PEFT wrote; each rank will read only its own bytes.
 
@@ -90,7 +88,7 @@ def load(
 
 @checked
 def save(
-    path: StrPath, cfg: Config, adapters: Adapters, params: Any, *, of: Names | None = None, prefix: str = "",
+    path: StrPath, cfg: Config, adapters: Adapters, params: Any, *, of: Of = None, prefix: str = "",
     like: StrPath | None = None, config: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write adapters as a folder that `PeftModel.from_pretrained` reads; every rank writes its own bytes.
@@ -135,11 +133,8 @@ def save(
 
 
 def _leaves(params: Any, of: Any) -> dict[str, tuple[tree.Path, Leaf]]:
-    """Return the path and the description of each leaf, by dotted path. Raises ShardingError if one has no shape."""
-    raise_all([must_be(f"peft: {tree.show('params', path)}", "a leaf with a shape", x, fix="fs.init.*, or a tensor")
-               for path, x in tree.leaves_with_path(params, is_weight) if not hasattr(x, "shape")])  # fmt: skip
-    return {tree.dotted(path): (path, leaf_of(of, path, len(x.shape)))
-            for path, x in tree.leaves_with_path(params, is_weight)}  # fmt: skip
+    """Return the path and the description of each leaf, by dotted path."""
+    return {name: (path, leaf_of(of, path, x.ndim)) for name, (path, x) in named_leaves("peft", params).items()}
 
 
 def _targets(verb: str, cfg: Config, params: Any, of: Any) -> Targets:
