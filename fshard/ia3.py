@@ -27,7 +27,7 @@ from . import init as initial
 from . import lora, nn, tree
 from ._comm import Axis
 from .collectives import pvary
-from .errors import ShardingError, checked, fail, raise_all
+from .errors import ShardingError, checked, fail, must_be, raise_all
 from .lora.targets import Leaf, Of, Targets, named_leaves
 from .spec import P, is_spec, names_of
 from .weight import Part, Weight, is_weight
@@ -247,7 +247,10 @@ def _check(verb: str, cfg: Config, targets: Targets, adapters: Mapping[str, Any]
     """Raise ShardingError, listing every difference, unless the adapters are those of the targets."""
     wanted = {(name, "scale"): len(_of_side(cfg, leaf, tuple(x.shape))) for name, (leaf, x) in targets.adapted.items()}
     wanted |= {(name, "value"): x.ndim for name, x in targets.copied.items()}
-    found = {(str(name), str(part)): x for name, own in adapters.items() for part, x in dict(own).items()}
+    raise_all([must_be(f"{verb}: adapters[{name!r}]", "a dict of tensors", own, fix="what ia3.init returned")
+               for name, own in adapters.items()
+               if not isinstance(own, Mapping) or not all(isinstance(x, Tensor) for x in own.values())])  # fmt: skip
+    found = {(str(name), str(part)): x for name, own in adapters.items() for part, x in own.items()}
     errors = [fail(f"{verb}: adapters[{name!r}][{part!r}] is missing", fix="what ia3.init, or fs.peft.load, returned")
               for name, part in wanted if (name, part) not in found]  # fmt: skip
     for (name, part), x in found.items():

@@ -118,7 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5, IA3": ("t5", {"feedforward_modules": None, "task_type": "SEQ_2_SEQ_LM"}),
     "bert classifier, IA3": ("bert classifier", {"feedforward_modules": None, "task_type": "SEQ_CLS"}),
 }  # fmt: skip
-FAST = [*list(CASES)[:5], "gpt2, IA3"]
+FAST = [*list(CASES)[:4], "gpt2, IA3"]
 
 
 @dataclasses.dataclass
@@ -190,7 +190,7 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
         def loss(a: Any) -> tuple[Tensor, Tensor]:
             adapted = method.apply(lora, p, a, of=of, specs=specs, model="model", **where)
             logits = ref.model.logits(cfg, adapted, ids, **options)
-            return fs.pmean(logits.square().mean(), ref.model.classes.axes), logits
+            return fs.psum(logits.square().sum(), ref.model.classes.axes) / ref.logits.numel(), logits
 
         (_, logits), grads = fs.value_and_grad(loss, has_aux=True)(a)
         return logits, fs.tree.map(lambda x, g: x - 0.1 * g, a, grads)
@@ -208,7 +208,15 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
         assert ours[field] == wanted[field], field
 
     fs.peft.save(tmp_path / "ours", lora, trained, params, of=of, like=tmp_path / "theirs")
-    assert any(not torch.equal(x, theirs[n]) for n, x in tensors_in(tmp_path / "ours").items())
+    ref.model.theirs(ref.wrapped).square().mean().backward()
+    with torch.no_grad():
+        for x in ref.wrapped.parameters():
+            if x.grad is not None:
+                x.sub_(0.1 * x.grad)
+    stepped = peft.get_peft_model_state_dict(ref.wrapped)
+    for n, x in tensors_in(tmp_path / "ours").items():
+        torch.testing.assert_close(x, stepped[n], rtol=1e-5, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+    assert any(not torch.allclose(x, theirs[n], atol=1e-3) for n, x in tensors_in(tmp_path / "ours").items())
     again = peft.PeftModel.from_pretrained(ref.base, tmp_path / "ours").eval()
     with torch.no_grad():
         got = fs.device_get(step(p, trained, IDS)[0])
@@ -228,6 +236,8 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
                 ("llama, patterns of rank and alpha", "CausalLM"),
                 ("bert classifier, its head trained", "SequenceClassification"),
                 ("t5, q and v", "Seq2SeqLM"),
+                ("t5, IA3", "Seq2SeqLM"),
+                ("gpt2, IA3", "CausalLM"),
             )
         ),
     ],
@@ -240,7 +250,8 @@ def test_adapters_round_trip_beside_a_deferred_module(name: str, auto: str, tmp_
     lora, adapters = fs.peft.load(tmp_path / "theirs", params, of=apply)
     mesh = fs.make_mesh(data=2)
     specs = fs.fully_shard(P(), params, axis="data")
-    adapter_specs = fs.lora.specs(lora, params, specs, of=apply)
+    method: Any = fs.lora if isinstance(lora, fs.lora.Config) else fs.ia3
+    adapter_specs = method.specs(lora, params, specs, of=apply)
     tree = {"p": params, "a": adapters, "b": module["buffers"]}
     placed_tree = placed(tree, {"p": specs, "a": adapter_specs, "b": P()}, mesh)
     decoder = {"decoder_input_ids": IDS.flip(1)} if auto == "Seq2SeqLM" else {}
@@ -249,7 +260,7 @@ def test_adapters_round_trip_beside_a_deferred_module(name: str, auto: str, tmp_
                   out_specs=(P("data"), adapter_specs), check="never")  # fmt: skip
     def step(t: Any, inputs: Any) -> Any:
         def loss(a: Any) -> tuple[Tensor, Tensor]:
-            adapted = fs.lora.apply(lora, t["p"], a, of=apply, specs=specs, adapter_specs=adapter_specs, data="data")
+            adapted = method.apply(lora, t["p"], a, of=apply, specs=specs)
             whole = fs.unshard(adapted, specs, "data", shapes=apply.shapes)
             logits = apply(whole, fs.unshard(t["b"], P(), "data"), **inputs).logits
             return fs.pmean(logits.square().mean(), "data"), logits
