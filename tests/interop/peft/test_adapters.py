@@ -236,8 +236,6 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
                 ("llama, patterns of rank and alpha", "CausalLM"),
                 ("bert classifier, its head trained", "SequenceClassification"),
                 ("t5, q and v", "Seq2SeqLM"),
-                ("t5, IA3", "Seq2SeqLM"),
-                ("gpt2, IA3", "CausalLM"),
             )
         ),
     ],
@@ -446,6 +444,15 @@ def test_folder_is_unchanged_if_the_adapters_cannot_be_written(tmp_path: Path) -
         assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == before
     fs.peft.save(tmp_path / "a", cfg, adapters, TREE)
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [CONFIG, WEIGHTS]
+
+
+def test_reader_of_models_says_what_reads_a_folder_of_adapters(tmp_path: Path) -> None:
+    small(tmp_path)
+    assert error_text(fs.hf.load, tmp_path / "a") == (
+        f"{tmp_path / 'a' / 'config.json'}: there is no such file\n  the folder has the adapters of peft\n"
+        "  fix: give the folder of the base model; fs.peft.load reads adapters"
+    )
+    assert "read the adapters by fs.peft.load" in error_text(fs.hf.weights, tmp_path / "a", TREE)
 
 
 def test_adapters_and_the_weights_of_their_base_may_share_a_folder(tmp_path: Path) -> None:
