@@ -371,7 +371,16 @@ def peft_calls(folder: Path) -> list[Call]:
     load = {"folder": folder / "adapters", "params": DESCRIBED, "of": None, "prefix": "", "ignored": ()}
     save = {"path": folder / "again", "cfg": cfg, "adapters": adapters, "params": DESCRIBED, "of": None, "prefix": "",
             "like": folder / "adapters", "config": {"task_type": "CAUSAL_LM"}}  # fmt: skip
-    return [Call("peft.load", fs.peft.load, load, words=words), Call("peft.save", fs.peft.save, save, words=words)]
+    ia3 = fs.ia3.Config(("w",))
+    scaled = {"cfg": ia3, "params": TREE, "of": None}
+    return [
+        Call("peft.load", fs.peft.load, load, words=words), Call("peft.save", fs.peft.save, save, words=words),
+        Call("ia3.Config", fs.ia3.Config, {"targets": ("w",), "feedforward": (), "modules_to_save": (), "exclude": ()}),
+        Call("ia3.init", fs.ia3.init, {**scaled, "key": KEY}, words=words),
+        Call("ia3.specs", fs.ia3.specs, {**scaled, "specs": SPECS}, words=words),
+        Call("ia3.apply", fs.ia3.apply, {**scaled, "adapters": {"w": {"scale": V}}, "specs": SPECS, "model": None},
+             words=words),
+    ]  # fmt: skip
 
 
 class Thing:
