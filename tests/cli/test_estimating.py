@@ -154,6 +154,19 @@ def test_checkpoint_of_a_train_state_counts_its_parameters(capsys):
     assert (row["parameters"], row["gradients"]) == (16 * 4 // 2 + 3 * 8, 16 * 4 // 2)
 
 
+def test_tied_leaf_counts_once(capsys):
+    x = torch.zeros(6, 4)
+    fs.checkpoint.save("out", {"params": {"embed": x, "h": [torch.zeros(2)], "head": x}})
+    got = rows(capsys, "--ranks", "1", "--dtypes", "float32", "bfloat16", model="out")
+    made = fs.optim.adamw(1e-3)
+    embed = fs.init.zeros((6, 4))
+    described = {"embed": embed, "h": [fs.init.zeros((2,))], "head": embed}
+    state = fs.materialize(made.init(described), P(), fs.make_mesh(data=1), key=fs.key(0))
+    row = got["float32", "NO_SHARD"]
+    assert (row["parameters"], row["gradients"], row["optimizer"]) == (26 * 4, 26 * 4, of_rank(state, 0))
+    assert got["bfloat16", "NO_SHARD"]["gathered"] == 26 * 2
+
+
 @pytest.mark.parametrize(("argv", "message"), [
     (["nowhere/x"], "nowhere/x: there is no such file or folder"),
     (["NoSuchModel"], "estimate: NoSuchModel is neither a path nor a class of transformers that has a config"),
