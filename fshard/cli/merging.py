@@ -125,10 +125,7 @@ def _model(entries: Sequence[Entry], like: str | Path, folder: Path, source: str
                    fix="leave out --like: the leaves of a module have the module's own names")  # fmt: skip
     cfg = model.config(Path(like))
     described = model.init(cfg)
-    first: dict[int, str] = {}  # a tied leaf is saved under its first name
-    for path, x in tree.leaves_with_path(described):
-        first.setdefault(id(x), tree.dotted(path))
-    expected = {first[id(x)]: x for x in tree.leaves(described)}
+    expected = {tree.dotted(path): x for path, x in tree.leaves_with_path(described)}
     by_name = {e.name: e for e in entries}
     lines = [f"missing  {name}  {x!r}" for name, x in expected.items() if name not in by_name]
     lines += [f"extra    {name}  {list(e.shape)}" for name, e in by_name.items() if name not in expected]
@@ -138,7 +135,7 @@ def _model(entries: Sequence[Entry], like: str | Path, folder: Path, source: str
         raise fail(f"merge: {source} has not the parameters of {like}", *lines[:12],
                    *[f"and {len(lines) - 12} more"][: len(lines) > 12], fix="--at, or another --like")  # fmt: skip
     mapped = {name: _mapped(e, folder / str(i)) for i, (name, e) in enumerate(by_name.items())}
-    return cfg, tree.map(lambda x: mapped[first[id(x)]], described)
+    return cfg, tree.map_with_path(lambda path, _: mapped[tree.dotted(path)], described)
 
 
 def _mapped(e: Entry, path: Path) -> Tensor:

@@ -130,7 +130,7 @@ def test_memory_is_that_of_a_piece_and_not_of_a_leaf(monkeypatch):
 
 
 def test_folder_of_a_model(monkeypatch, capsys):
-    """GPT-2, whose head is tied and whose layout differs from that in the files, from a sharded checkpoint."""
+    """GPT-2, whose layout differs from that in the files, from a sharded checkpoint."""
     monkeypatch.setattr(parts.stream, "__defaults__", (100,))
     gpt2, cfg = fs.models.gpt2, fs.models.gpt2.Config(33, 8, 16, 2, 4)
     mesh, described = fs.make_mesh(data=2, model=3), fs.models.gpt2.init(cfg)
