@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -201,6 +202,24 @@ def test_transfers_of_full_shard_shard_grad_op_no_shard_hybrid_shard_and_reshard
     assert transfers("FULL_SHARD", four, n, axis=both, release="shard") == {
         ("all_gather", both): n, ("all_gather", "shard"): n - 2, ("reduce_scatter", both): n,
         ("all_reduce", both): 1}  # fmt: skip
+
+
+def test_options_of_a_strategy_reach_the_blocks_of_a_model() -> None:
+    """Count the gathers of a model of n blocks: one is of its other leaves, and the last blocks are gathered once."""
+    n, mesh = 5, fs.make_mesh(data=2)
+    cfg = replace(CFG, n_layer=n)
+    for s, gathers in (
+        (fs.strategy("FULL_SHARD"), 2 * n - 2),
+        (fs.strategy("FULL_SHARD", prefetch=0, backward_prefetch="post"), 2 * n - 1),
+        (fs.strategy("FULL_SHARD", prefetch=0, backward_prefetch=2), 2 * n - 3),
+        (fs.strategy("SHARD_GRAD_OP"), n),
+    ):
+        specs, layout = s.param_specs(gpt2.init(cfg)), gpt2.Layout(s.axis, **s.options)
+        loss = lambda p, x, layout=layout, specs=specs: gpt2.loss(cfg, p, x, x, layout=layout, specs=specs)  # noqa: E731
+        f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check="never")
+        with fs.recording() as log:
+            f(fs.materialize(gpt2.init(cfg), specs, mesh, key=fs.key(0)), batch(0)[:, :8])
+        assert sum(t.op == "all_gather" for t in log) == mesh.size * (gathers + 1)
 
 
 def test_offload_params_and_bytes_of_the_train_state_of_each_strategy() -> None:
