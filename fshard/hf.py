@@ -126,11 +126,14 @@ def by_name(params: Any) -> Callable[[tree.Path], FileTensor]:
     return lambda path: FileTensor(name_of(path, params))
 
 
+_ALSO = {"mt5": "t5", "umt5": "t5"}  # types of config that a model file of another name has too
+
+
 def model_of(config: Mapping[str, Any]) -> ModuleType | None:
     """Return the module of `fs.models` for the contents of a config.json: `heads` for a classifier."""
-    kind = config.get("model_type")
     if models.heads.has_head(config):
         return models.heads
+    kind = _ALSO.get(str(config.get("model_type")), config.get("model_type"))
     return getattr(models, str(kind)) if kind in models.__all__ else None
 
 

@@ -29,8 +29,8 @@ FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer o
 
 # The namespaces of the public surface: every public name in them has a docstring.
 NAMESPACES = [
-    "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "interop.defer",
-    "interop.hf", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
+    "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "lora", "weight",
+    "interop.defer", "interop.hf", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
     "models.mistral", "models.mixtral", "models.qwen2", "models.qwen3", "models.heads",
 ]  # fmt: skip
 

@@ -14,7 +14,9 @@ Source: Hu et al., 2021, "LoRA"; names, defaults and arithmetic are those of Hug
 from .adapters import init, specs
 from .config import Config
 from .int8 import Int8, part_specs, quantize
+from .merging import merge, unmerge
 from .targets import Leaf
 from .view import LoraWeight, apply
 
-__all__ = ["Config", "Int8", "Leaf", "LoraWeight", "apply", "init", "part_specs", "quantize", "specs"]
+__all__ = ["Config", "Int8", "Leaf", "LoraWeight", "apply", "init", "merge", "part_specs", "quantize", "specs",
+           "unmerge"]  # fmt: skip

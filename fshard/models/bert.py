@@ -180,9 +180,10 @@ def _encode(
     x = x + layout.time_slice(top["position"][:t], 0)
     x = layout.dropout(layout.layer_norm(x, top["ln"], cfg.layer_norm_eps), cfg.hidden_dropout_prob, key, "embd", t)
     attended = None if mask is None else (mask != 0)[:, None, None, :]  # [B, 1, 1, T]
-    x, _ = apply_blocks(lambda p, x, key, _: (_block(cfg, p, x, layout, key, t, attended), None), params, x,
-                        layout=layout, described=init(cfg), specs=specs, key=key, remat=remat)  # fmt: skip
-    return x
+    out: Tensor
+    out, _ = apply_blocks(lambda p, x, key, _: (_block(cfg, p, x, layout, key, t, attended), None), params, x,
+                          layout=layout, described=init(cfg), specs=specs, key=key, remat=remat)  # fmt: skip
+    return out
 
 
 def _block(

@@ -7,12 +7,12 @@ Legend: B batch, T the tokens of this call, S those and all before, H heads, K h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard import nn
+from fshard import nn, tree
 from fshard.decoding import check_ids
 from fshard.errors import fail
 
@@ -32,14 +32,13 @@ class Cache(NamedTuple):
 
     capacity: int
     length: int = 0
-    blocks: Sequence[KeyValues] = ()
+    blocks: Sequence[Any] = ()  # of each block its KeyValues; in an encoder-decoder a pair, with those of the source
 
     def reordered(self, rows: Tensor) -> Cache:
         """The cache of these rows [B] of the batch."""
-        blocks = tuple(KeyValues(b.k.index_select(0, rows), b.v.index_select(0, rows)) for b in self.blocks)
-        return Cache(self.capacity, self.length, blocks)
+        return self._replace(blocks=tree.map(lambda x: x.index_select(0, rows), self.blocks))
 
-    def updated(self, blocks: Sequence[KeyValues], count: int) -> Cache:
+    def updated(self, blocks: Sequence[Any], count: int) -> Cache:
         """The cache with `count` more tokens, which `blocks` have."""
         return Cache(self.capacity, self.length + count, tuple(blocks))
 

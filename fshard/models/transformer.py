@@ -34,9 +34,9 @@ from fshard.weight import Weight, is_weight
 
 from .decoding import Cache, KeyValues, Tokens, append_to_cache
 
-# A block: its unsharded parameters, x [B, T, D], its key, its cached keys and values[, its own argument] -> x and the
+# A block: its unsharded parameters, x, its key, its cached keys and values[, its own argument] -> x and the
 # updated keys and values.
-Block = Callable[..., tuple[Tensor, Any]]
+Block = Callable[..., tuple[Any, Any]]
 
 
 @checked
@@ -317,15 +317,16 @@ def _window_mask(tokens: Tokens, s: int, window: int) -> Tensor | None:
 
 
 def apply_blocks(
-    block: Block, params: Any, x: Tensor, *, layout: Layout, described: Any, specs: Any = None,
+    block: Block, params: Any, x: Any, *, layout: Layout, described: Any, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, cache: Cache | None = None,
     each: Sequence[tuple[Any, ...]] | None = None, has_aux: bool = False,
-) -> tuple[Tensor, list[Any]]:  # fmt: skip
+) -> tuple[Any, list[Any]]:  # fmt: skip
     """Apply the blocks `params["h"]` one after the other: (x, the keys and values of each for the next cache).
 
     Each block is unsharded just before it runs, by `specs["h"]`; `remat` recomputes it in backward. Without a `cache`
     the keys and values are not kept. `each` has more arguments for each block. With `has_aux` a block returns any
-    tree in the place of its keys and values, which is kept.
+    tree in the place of its keys and values, which is kept. x is a tensor, or a tree that also has the tensors that
+    all blocks share and pass on: those that are differentiated cannot be captured.
     """
     keep = has_aux or cache is not None
 

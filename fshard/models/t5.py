@@ -1,0 +1,607 @@
+"""T5 as pure functions: an encoder and a decoder, with tensor, sequence and vocabulary parallelism, sharded by specs.
+
+Legend: B batch, S source tokens, T target tokens, D width, H heads, K head width, F hidden width, V vocabulary, N
+buckets of distances; [H@model] is a dim split over an axis; {V} varies over it, {I} does not.
+Source: Raffel et al., 2019, "Exploring the Limits of Transfer Learning"; Shazeer, 2020, for the gated layers; Xue et
+al., 2020, "mT5"; Chung et al., 2023, "UniMax" for umT5; weights as in Hugging Face `T5ForConditionalGeneration`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard import decoding, nn, tree
+from fshard import init as initial
+from fshard._comm import Axis
+from fshard._io import StrPath
+from fshard.collectives import pvary
+from fshard.decoding import Decoder, Options, check_ids
+from fshard.decoding.options import with_tokens
+from fshard.errors import checked, fail, raise_all
+from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, tensors, write
+from fshard.random import fold_in
+from fshard.spec import P, is_spec
+
+from .activations import ACTIVATIONS, activation_errors
+from .decoding import Cache, KeyValues, Tokens, append_to_cache
+from .hf_files import read_config
+from .transformer import (
+    ONE_DEVICE,
+    Layout,
+    apply_blocks,
+    check_numbers,
+    flat_linear,
+    fold_name,
+    linear_params,
+    project_heads,
+    spec_of,
+)
+
+_STACKS = ("encoder", "decoder")
+
+
+@checked
+@dataclass(frozen=True)
+class Config:
+    """Sizes, rates and tokens, named as in Hugging Face's `T5Config`.
+
+    `feed_forward_proj` is the activation of a plain layer, or "gated-" and that of a gated one, where "gated-gelu" is
+    the tanh form. With `tie_word_embeddings` the head is the token embedding. `scale_decoder_outputs` divides the
+    states before the head by sqrt(d_model), as the first T5 does. In a umt5 each block has its own relative positions.
+
+    >>> Config(feed_forward_proj="gated-gelu").activation, Config(num_layers=3).decoder_layers
+    ('gelu_new', 3)
+    """
+
+    model_type: str = "t5"  # or "mt5", "umt5"
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 2048
+    num_layers: int = 6
+    num_decoder_layers: int | None = None  # None: num_layers
+    num_heads: int = 8
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    dropout_rate: float = 0.1
+    layer_norm_epsilon: float = 1e-6
+    initializer_factor: float = 1.0
+    feed_forward_proj: str = "relu"
+    tie_word_embeddings: bool = True
+    scale_decoder_outputs: bool = True
+    decoder_start_token_id: int | None = 0
+    pad_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 1  # one or more tokens that end a text
+
+    @property
+    def decoder_layers(self) -> int:
+        """The number of blocks of the decoder."""
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    @property
+    def gated(self) -> bool:
+        """True if a second projection gates the hidden units."""
+        return self.feed_forward_proj.startswith("gated-")
+
+    @property
+    def activation(self) -> str:
+        """The name of the activation of the hidden units."""
+        return _activation(self.feed_forward_proj)
+
+    @property
+    def shares_positions(self) -> bool:
+        """True if the blocks of a stack have their relative positions in common."""
+        return self.model_type != "umt5"
+
+    def __post_init__(self) -> None:
+        check_numbers("t5.Config", self)
+        n, longest = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        errors = activation_errors("t5.Config", "feed_forward_proj", self.activation)
+        if self.model_type not in _CLASSES:
+            errors.append(fail(f"t5.Config: model_type={self.model_type!r}", fix=f"one of {', '.join(_CLASSES)}"))
+        if n < 4:
+            errors.append(fail(f"t5.Config: relative_attention_num_buckets={n}", "half of them are for each direction, "
+                               "and half of those for distances of their own", fix="4 or more"))  # fmt: skip
+        if longest <= n // 2:
+            errors.append(fail(f"t5.Config: relative_attention_max_distance={longest}",
+                               f"{n} buckets hold the distances up to {n // 2} exactly",
+                               fix=f"{n // 2 + 1} or more, or fewer buckets"))  # fmt: skip
+        raise_all(errors)
+
+
+def _activation(feed_forward_proj: str) -> str:
+    name = feed_forward_proj.removeprefix("gated-")
+    return "gelu_new" if feed_forward_proj == "gated-gelu" else name
+
+
+@checked
+def init(cfg: Config) -> Any:
+    """The described parameters: matrices are drawn with the std of T5, which its attention without a scale needs.
+
+    >>> init(Config())["encoder"]["bias"], init(Config())["decoder"]["h"][0]["cross"]["q"]
+    (f32[32, 8] = normal(std=0.04419), {'w': f32[512, 8, 64] = normal(std=0.005524)})
+    """
+    d, h, k, f, n = cfg.d_model, cfg.num_heads, cfg.d_kv, cfg.d_ff, cfg.relative_attention_num_buckets
+    factor = cfg.initializer_factor
+
+    def linear(inputs: tuple[int, ...], outputs: tuple[int, ...], fan: int) -> Any:
+        return linear_params(inputs, outputs, factor * fan**-0.5, bias=False)
+
+    def norm() -> Any:
+        return {"w": initial.full(d, factor)}
+
+    def bias() -> Any:
+        return initial.normal((n, h), std=factor * d**-0.5)
+
+    def attention() -> Any:
+        return {"norm": norm(), "q": linear((d,), (h, k), d * k), "k": linear((d,), (h, k), d),
+                "v": linear((d,), (h, k), d), "proj": linear((h, k), (d,), h * k)}  # fmt: skip
+
+    def block(name: str) -> Any:
+        return {
+            "attn": {**attention(), **({} if cfg.shares_positions else {"bias": bias()})},
+            **({"cross": attention()} if name == "decoder" else {}),
+            "mlp": {"norm": norm(), **{p: linear((d,), (f,), d) for p in _mlp_inputs(cfg)},
+                    "down": linear((f,), (d,), f)},
+        }  # fmt: skip
+
+    def stack(name: str, layers: int) -> Any:
+        return {**({"bias": bias()} if cfg.shares_positions else {}), "h": [block(name) for _ in range(layers)],
+                "norm_f": norm()}  # fmt: skip
+
+    return {
+        "wte": initial.normal((cfg.vocab_size, d), std=factor),
+        "encoder": stack("encoder", cfg.num_layers),
+        "decoder": stack("decoder", cfg.decoder_layers),
+        **({} if cfg.tie_word_embeddings else {"head": linear((d,), (cfg.vocab_size,), 1)}),
+    }
+
+
+def _mlp_inputs(cfg: Config) -> tuple[str, ...]:
+    """The projections to the hidden units: of a plain layer, or of one whose activation gates a linear projection."""
+    return ("gate", "linear") if cfg.gated else ("up",)
+
+
+@checked
+def specs(cfg: Config, *, model: Axis = None) -> Any:
+    """Heads with their relative positions, hidden units and the vocabulary over `model`; the rest replicated.
+
+    `fs.fully_shard` adds a data axis.
+    """
+    column, row, bias = {"w": P(None, model)}, {"w": P(model)}, {"bias": P(None, model)}
+    attention = {"norm": P(), "q": column, "k": column, "v": column, "proj": row}
+    encoder = {
+        "attn": attention if cfg.shares_positions else {**attention, **bias},
+        "mlp": {"norm": P(), **dict.fromkeys(_mlp_inputs(cfg), column), "down": row},
+    }
+    decoder = {**encoder, "cross": attention}
+    shared = bias if cfg.shares_positions else {}
+    return {
+        "wte": P(model),
+        "encoder": {**shared, "h": [encoder] * cfg.num_layers, "norm_f": P()},
+        "decoder": {**shared, "h": [decoder] * cfg.decoder_layers, "norm_f": P()},
+        **({} if cfg.tie_word_embeddings else {"head": column}),
+    }
+
+
+@checked
+def apply(
+    cfg: Config, params: Any, ids: Tensor, decoder_ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, decoder_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Logits of the next target token: ids [B@data, S], decoder_ids [B@data, T] -> [B@data, T, V@model].
+
+    The first of `decoder_ids` is `cfg.decoder_start_token_id`. `params` are as placed. Pass their `specs` if they vary
+    over `layout.data` or are split over it (FSDP): each block is then unsharded just before it runs. `key` turns
+    dropout on; `remat` recomputes blocks in backward. `mask` [B@data, S] and `decoder_mask` [B@data, T] are 0 for
+    padding, on either side: no token attends to it.
+    """
+    layout = layout.with_batch(ids, key, cfg.dropout_rate)
+    top = _unshard(cfg, params, layout, specs, ("wte", *_STACKS, *_head(cfg)))
+    x = _encode(cfg, params, top, ids, layout, specs, key, remat, mask)
+    source = layout.enter(x, ids.shape[1])  # once for all blocks
+    return _decode(cfg, params, top, source, decoder_ids, layout, specs, key, remat, mask, decoder_mask, None)[0]
+
+
+@checked
+def encode(
+    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
+    remat: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The last hidden states of the encoder: ids [B@data, S] -> [B@data, S, D]{I model}; arguments as of `apply`.
+
+    The parameters need neither a decoder nor a head.
+    """
+    layout = layout.with_batch(ids, key, cfg.dropout_rate)
+    top = _unshard(cfg, params, layout, specs, ("wte", "encoder"))
+    return layout.whole(_encode(cfg, params, top, ids, layout, specs, key, remat, mask), ids.shape[1])
+
+
+@checked
+def decode(
+    cfg: Config, params: Any, states: Tensor, decoder_ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, decoder_mask: Tensor | None = None,
+    cache: Cache | None = None,
+) -> Any:  # fmt: skip
+    """The second half of `apply`: states [B@data, S, D]{I model} of `encode`, decoder_ids [B@data, T] -> logits.
+
+    `mask` is that of the source. With a `cache` the result is (logits, the updated cache): it has the keys and values
+    of the tokens before, which `decoder_mask` covers too, and of the source, which is projected by the first call only.
+    """
+    layout = layout.with_batch(decoder_ids, key, cfg.dropout_rate)
+    top = _unshard(cfg, params, layout, specs, ("wte", "decoder", *_head(cfg)))
+    logits, cache = _decode(cfg, params, top, pvary(states, layout.model), decoder_ids, layout, specs, key, remat, mask,
+                            decoder_mask, cache)  # fmt: skip
+    return logits if cache is None else (logits, cache)
+
+
+def _head(cfg: Config) -> tuple[str, ...]:
+    return () if cfg.tie_word_embeddings else ("head",)
+
+
+def _unshard(cfg: Config, params: Any, layout: Layout, specs: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Unshard these parts of the parameters but for the blocks."""
+    without = _without_blocks
+    return layout.unshard(names, without(params), specs if is_spec(specs) else without(specs), without(init(cfg)))
+
+
+def _without_blocks(parts: Any) -> Any:
+    """The parts of a tree, of its stacks those outside of the blocks; what is not such a tree stays as it is."""
+    if not isinstance(parts, Mapping):
+        return parts
+    return {name: {n: p for n, p in part.items() if n != "h"} if name in _STACKS and isinstance(part, Mapping) else part
+            for name, part in parts.items()}  # fmt: skip
+
+
+def _encode(
+    cfg: Config, params: Any, top: Any, ids: Tensor, layout: Layout, specs: Any, key: Tensor | None, remat: bool,
+    mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The normalized stream after the last block, [B, S, D]{I model}, or [B, S@model, D]."""
+    check_ids("t5", ids)
+    tokens, at = Tokens.of(ids), torch.arange(ids.shape[1], device=ids.device)
+    buckets = _buckets(at - at.unsqueeze(1), cfg, bidirectional=True)
+    run = _Stack(cfg, layout, tokens, buckets, _attended(mask, *ids.shape), None)
+    return _run_stack("encoder", run, params, top, ids, (), specs, key, remat, None)[0]
+
+
+def _decode(
+    cfg: Config, params: Any, top: Any, source: Tensor, ids: Tensor, layout: Layout, specs: Any, key: Tensor | None,
+    remat: bool, mask: Tensor | None, decoder_mask: Tensor | None, cache: Cache | None,
+) -> tuple[Tensor, Cache | None]:  # fmt: skip
+    """The logits [B, T, V@model], and the updated cache; source [B, S, D]{V model}."""
+    tokens = Tokens.of(ids, decoder_mask, cache)
+    if len(source) != len(ids) and not (cache and cache.blocks):  # beams have more rows than the source, in a cache
+        raise fail("t5: the decoder needs a row for each row of the source", source=len(source), decoder_ids=len(ids))
+    own = tokens.mask
+    at = torch.arange(tokens.start + tokens.t, device=ids.device)
+    if own is None and tokens.t > 1:
+        own = nn.causal_mask(tokens.t, len(at), device=ids.device)
+    buckets = _buckets(at - at[tokens.start :].unsqueeze(1), cfg, bidirectional=False)
+    run = _Stack(cfg, layout, tokens, buckets, own, _attended(mask, len(ids), source.shape[1]))
+    x, blocks = _run_stack("decoder", run, params, top, ids, (source,), specs, key, remat, cache)
+    if cfg.scale_decoder_outputs:
+        x = x * cfg.d_model**-0.5
+    head = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    logits = nn.linear(layout.enter(x, tokens.t), head)
+    return logits, None if cache is None else cache.updated(blocks, tokens.t)
+
+
+def _attended(mask: Tensor | None, b: int, s: int) -> Tensor | None:
+    """The mask [B, 1, 1, S], True where tokens attend to a position of the source, of a mask [B, S]."""
+    if mask is None:
+        return None
+    if tuple(mask.shape) != (b, s):
+        raise fail("t5: the mask must have one entry for each token of the source", mask=list(mask.shape),
+                   needed=[b, s])  # fmt: skip
+    return (mask != 0)[:, None, None, :]
+
+
+def _buckets(distance: Tensor, cfg: Config, *, bidirectional: bool) -> Tensor:
+    """The bucket of each distance [T, S] from a token to the position it attends to: [T, S] in 0 .. N - 1.
+
+    Half of the buckets have one distance each, the others logarithmically more, up to the longest distance and beyond.
+    In both directions each has half of the buckets; in one, positions ahead are as near as the token itself.
+    """
+    n, longest = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
+    ahead: Tensor | int = 0
+    if bidirectional:
+        n //= 2
+        ahead, distance = (distance > 0) * n, distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = n // 2
+    # In float32 and in this order, as in transformers: the last bit decides at the border of a bucket.
+    scale = torch.log(distance.clamp(min=exact).float() / exact) / math.log(longest / exact) * (n - exact)
+    far = (exact + scale.long()).clamp(max=n - 1)
+    return ahead + torch.where(distance < exact, distance, far)
+
+
+class _Stack(NamedTuple):
+    """The arguments that all blocks of one stack share; none of them is differentiated."""
+
+    cfg: Config
+    layout: Layout
+    tokens: Tokens
+    buckets: Tensor  # [T, S]
+    attended: Tensor | None  # [1 or B, 1, T or 1, S] or [T, S], True where a token attends to a position of its stack
+    source_attended: Tensor | None  # [B, 1, 1, S], True for the positions of the source that a token attends to
+
+    def bias(self, table: Tensor) -> Tensor:
+        """The numbers to add to scores, by a table [N, H@model]: [1 or B, H@model, T, S]; -inf for no attention."""
+        out = nn.embedding(self.buckets, table).permute(2, 0, 1).unsqueeze(0)
+        return out if self.attended is None else out.masked_fill(~self.attended, -math.inf)
+
+    def norm(self, x: Tensor, p: Any) -> Tensor:
+        """The norm of the stream."""
+        return nn.rms_norm(x, self.layout.replicated(p["w"]), eps=self.cfg.layer_norm_epsilon)
+
+    def enter(self, x: Tensor, p: Any) -> Tensor:
+        """The normalized stream as all ranks over `model` use it: [B, T, D]{V model}."""
+        return self.layout.enter(self.norm(x, p), self.tokens.t)
+
+    def dropout(self, x: Tensor, key: Tensor | None, name: str) -> Tensor:
+        """Dropout of the stream."""
+        return self.layout.dropout(x, self.cfg.dropout_rate, key, name, self.tokens.t)
+
+    def attention(self, q: Tensor, kv: KeyValues, mask: Tensor | None, p: Any, key: Tensor | None, name: str) -> Tensor:
+        """Attend, without a scale: q [B, H@model, T, K], keys and values [B, H@model, S, K] -> the stream."""
+        layout, rate = self.layout, self.cfg.dropout_rate
+        has_dropout = bool(rate) and key is not None
+        shape = layout.global_shape((len(q), self.cfg.num_heads, q.shape[2], kv.k.shape[2])) if has_dropout else None
+        a = nn.attention(q, kv.k, kv.v, mask=mask, scale=1.0, rate=rate, key=fold_name(key, name),
+                         spec=P(layout.data, layout.model), shape=shape)  # fmt: skip
+        a = layout.row_linear(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1))
+        return self.dropout(a, key, f"{name}.proj")
+
+    def mlp(self, x: Tensor, p: Any, key: Tensor | None) -> Tensor:
+        """The feed-forward layer, with dropout of its hidden units [B, T, F@model]."""
+        cfg, layout = self.cfg, self.layout
+        h = self.enter(x, p["norm"])
+        activation = ACTIVATIONS[cfg.activation]
+        if cfg.gated:
+            h = activation(flat_linear(h, p["gate"])) * flat_linear(h, p["linear"])
+        else:
+            h = activation(flat_linear(h, p["up"]))
+        if cfg.dropout_rate and key is not None:
+            h = nn.dropout(h, cfg.dropout_rate, key=fold_in(key, "hidden"), spec=P(layout.data, None, layout.model),
+                           shape=layout.global_shape((len(h), self.tokens.t, cfg.d_ff)))  # fmt: skip
+        return self.dropout(layout.row_linear(h, p["down"]["w"]), key, "down")
+
+
+def _run_stack(
+    name: str, run: _Stack, params: Any, top: Any, ids: Tensor, source: tuple[Tensor, ...], specs: Any,
+    key: Tensor | None, remat: bool, cache: Cache | None,
+) -> tuple[Tensor, list[Any]]:  # fmt: skip
+    """Embed ids and apply the blocks of a stack: the normalized stream, and the keys and values of each block."""
+    cfg, layout, own = run.cfg, run.layout, top[name]
+    key = fold_name(key, name)
+    x = run.dropout(layout.embed(ids, top["wte"], cfg.vocab_size), key, "embd")
+    # The blocks pass on the bias and the source, which are differentiated, beside the stream: scan captures no tensor,
+    # and their gradients are summed block by block.
+    bias = (run.bias(own["bias"]),) if cfg.shares_positions else ()
+    (x, *_), blocks = apply_blocks(
+        functools.partial(_block, run), params[name], (x, *bias, *source), layout=layout,
+        described=init(cfg)[name], specs=None if specs is None else spec_of(specs, name), key=key, remat=remat,
+        cache=cache,
+    )  # fmt: skip
+    return run.dropout(run.norm(x, own["norm_f"]), key, "final"), blocks
+
+
+def _block(
+    run: _Stack, p: Any, carried: tuple[Tensor, ...], key: Tensor | None, cached: tuple[KeyValues, KeyValues] | None
+) -> tuple[tuple[Tensor, ...], Any]:
+    """x + attention, + attention to the source in a decoder, + mlp, each of the norm of what is before it.
+
+    `carried` are the stream x [B, T, D]{I model}, or [B, T@model, D], the bias if the blocks share it, and the source.
+    """
+    (x, *rest), attn = carried, p["attn"]
+    bias = rest[0] if run.cfg.shares_positions else run.bias(attn["bias"])
+    own, cross = cached or (None, None)
+
+    h = run.enter(x, attn["norm"])
+    q, k, v = (project_heads(h, attn[name]) for name in "qkv")  # each [B, H@model, T, K]
+    k, v, own = append_to_cache(k, v, run.tokens, own)
+    x = x + run.attention(q, KeyValues(k, v), bias, attn, key, "attn")
+
+    if "cross" in p:
+        q = project_heads(run.enter(x, p["cross"]["norm"]), p["cross"]["q"])
+        if cross is None:
+            cross = KeyValues(*(project_heads(rest[-1], p["cross"][name]) for name in "kv"))
+        x = x + run.attention(q, cross, run.source_attended, p["cross"], key, "cross")
+
+    return (x + run.mlp(x, p["mlp"], key), *rest), (own, cross)
+
+
+@checked
+def loss(
+    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, decoder_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Mean cross-entropy in nats over the targets [B@data, T] of all ranks: [] {I}. Targets of -100 are ignored.
+
+    The decoder is fed the targets one position later (`shifted`); the other arguments are those of `apply`.
+    """
+    logits = apply(cfg, params, ids, shifted(cfg, targets), layout=layout, specs=specs, key=key, remat=remat, mask=mask,
+                   decoder_mask=decoder_mask)  # fmt: skip
+    return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+
+
+@checked
+def shifted(cfg: Config, targets: Tensor) -> Tensor:
+    """The tokens that a decoder is fed to predict targets [B, T]: the start, then the targets before; -100 is padding.
+
+    >>> shifted(Config(), torch.tensor([[5, 1, -100]]))
+    tensor([[0, 5, 1]])
+    """
+    check_ids("t5", targets)
+    if cfg.pad_token_id is None:
+        raise fail("t5: targets need pad_token_id, which stands for -100", fix="Config(pad_token_id=0)")
+    before = torch.cat([_start(cfg, targets), targets], 1)[:, :-1]
+    return before.masked_fill(before == -100, cfg.pad_token_id)
+
+
+def _start(cfg: Config, ids: Tensor) -> Tensor:
+    """The first token of the decoder for each row of ids: [B, 1]; no token if the rows have none."""
+    if cfg.decoder_start_token_id is None:
+        raise fail("t5: the decoder needs a first token, and decoder_start_token_id is None",
+                   fix="Config(decoder_start_token_id=0); for most models it is pad_token_id")  # fmt: skip
+    return torch.full_like(ids[:, :1], cfg.decoder_start_token_id)
+
+
+@checked
+def generate(
+    cfg: Config, params: Any, ids: Tensor, *, new: int, layout: Layout = ONE_DEVICE, specs: Any = None,
+    mask: Tensor | None = None, key: Tensor | None = None, on_token: Callable[..., Any] | None = None,
+    decoder_ids: Tensor | None = None, decoder_mask: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Generate `new` target tokens for each source: ids [B@data, S] -> [B@data, 1 + new]. Inside `shard_map`.
+
+    The first token is `cfg.decoder_start_token_id`; or `decoder_ids` [B@data, T] are continued, to [B@data, T + new],
+    padded on the left where `decoder_mask` is 0. The source is encoded once, and each block projects it once. `mask`
+    [B@data, S] is 0 for padding of the source. The rest is as for `gpt2.generate`: the likeliest token, draws by `key`,
+    beams, the end of a text, and all other `options` of `fs.decoding.Options`.
+    """
+    chosen = Options.of(with_tokens(options, cfg.eos_token_id, cfg.pad_token_id, cfg.vocab_size))
+    check_ids("generate", ids)
+    if not ids.shape[1]:
+        raise fail("generate: the source has no tokens", ids=list(ids.shape))
+    first = _start(cfg, ids) if decoder_ids is None else decoder_ids
+    check_ids("generate", first)
+    with torch.no_grad():
+        states = encode(cfg, params, ids, layout=layout, specs=specs, mask=mask)
+    layout = replace(layout, sequence=False)  # one token has no sequence to split
+
+    def step(
+        ids: Tensor, decoder_mask: Tensor | None, state: tuple[Cache, Tensor | None]
+    ) -> tuple[Tensor, tuple[Cache, Tensor | None]]:
+        logits, cache = decode(cfg, params, states, ids, layout=layout, specs=specs, mask=state[1],
+                               decoder_mask=decoder_mask, cache=state[0])  # fmt: skip
+        return logits[:, -1], (cache, state[1])
+
+    def reorder(state: tuple[Cache, Tensor | None], rows: Tensor) -> tuple[Cache, Tensor | None]:
+        return state[0].reordered(rows), None if state[1] is None else state[1].index_select(0, rows)
+
+    decoder = Decoder(step, reorder, (Cache(first.shape[1] + new), mask))
+    return decoding.generate(decoder, first, new=new, size=cfg.vocab_size, options=chosen, data=layout.data,
+                             model=layout.model, mask=decoder_mask, key=key, on_token=on_token)  # fmt: skip
+
+
+# --- Hugging Face files ---------------------------------------------------------------------------------------
+
+
+def _names() -> dict[str, FileTensor]:
+    """Our leaves as tensors of the files, with `*` for the number of a block; the matrices there are [out, in]."""
+    bias = "SelfAttention.relative_attention_bias.weight"
+    names = {"wte": FileTensor("shared.weight"), "head.w": FileTensor("lm_head.weight", "v d -> d v")}
+    for stack, layers in (("encoder", ("attn", "mlp")), ("decoder", ("attn", "cross", "mlp"))):
+        names[f"{stack}.norm_f.w"] = FileTensor(f"{stack}.final_layer_norm.weight")
+        names[f"{stack}.bias"] = FileTensor(f"{stack}.block.0.layer.0.{bias}")
+        names[f"{stack}.h.*.attn.bias"] = FileTensor(f"{stack}.block.*.layer.0.{bias}")
+        for i, layer in enumerate(layers):
+            ours, file = f"{stack}.h.*.{layer}", f"{stack}.block.*.layer.{i}"
+            names[f"{ours}.norm.w"] = FileTensor(f"{file}.layer_norm.weight")
+            if layer == "mlp":
+                names |= {f"{ours}.{a}.w": FileTensor(f"{file}.DenseReluDense.{b}.weight", "o i -> i o")
+                          for a, b in (("up", "wi"), ("gate", "wi_0"), ("linear", "wi_1"), ("down", "wo"))}  # fmt: skip
+                continue
+            file += ".SelfAttention" if layer == "attn" else ".EncDecAttention"
+            names |= {f"{ours}.{a}.w": FileTensor(f"{file}.{a}.weight", "(h k) d -> d h k") for a in "qkv"}
+            names[f"{ours}.proj.w"] = FileTensor(f"{file}.o.weight", "d (h k) -> h k d")
+    return names
+
+
+_NAMES = _names()
+_TIED = {f"{stack}.embed_tokens.weight": "shared.weight" for stack in _STACKS}
+_IGNORED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # of the first files: not used
+_CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
+
+
+@checked
+def theirs(path: tree.Path) -> FileTensor:
+    """The Hugging Face file tensor of the leaf at a path.
+
+    >>> theirs(("decoder", "h", 3, "cross", "q", "w"))
+    FileTensor(name='decoder.block.3.layer.1.EncDecAttention.q.weight', dims='(h k) d -> d h k', at=None)
+    """
+    in_block = len(path) > 2 and path[1] == "h" and type(path[2]) is int
+    name = tree.dotted((*path[:2], "*", *path[3:]) if in_block else path)
+    if name not in _NAMES:
+        raise fail(f"theirs: the model has no leaf at the path {path!r}",
+                   fix=f"one of {', '.join(_NAMES)}, where * is the number of a block")  # fmt: skip
+    found = _NAMES[name]
+    return replace(found, name=found.name.replace("*", str(path[2]))) if in_block else found
+
+
+@checked
+def config(folder: StrPath) -> Config:
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+
+    `load` sees in the weights too whether the head is tied: transformers 5 does not say so in config.json.
+    """
+    contents = config_of(folder)
+    kind = contents.get("model_type")
+    feed_forward = contents.get("feed_forward_proj", "gated-gelu" if kind in ("mt5", "umt5") else "relu")
+    tied = contents.get("tie_word_embeddings", True) is not False
+    scaled = {"t5": tied, "mt5": False}.get(str(kind), True)
+    fixed = {"model_type": kind if kind in _CLASSES else "t5", "is_encoder_decoder": True, "is_decoder": False}
+    if isinstance(feed_forward, str):
+        fixed |= {"dense_act_fn": _activation(feed_forward), "is_gated_act": feed_forward.startswith("gated-")}
+    others = {"feed_forward_proj": feed_forward, "tie_word_embeddings": tied,
+              "scale_decoder_outputs": contents.get("scale_decoder_outputs", scaled),
+              "decoder_start_token_id": contents.get("decoder_start_token_id")}  # fmt: skip
+    return read_config(folder, Config, fixed, **others)
+
+
+@checked
+def load(path: StrPath) -> tuple[Config, Any]:
+    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
+
+    The head is a leaf of its own if the folder has one that differs from the token embedding, as in T5 1.1 and mT5.
+
+    >>> cfg, weights = t5.load("my-t5")
+    >>> params = fs.materialize(weights, t5.specs(cfg, model="model"), mesh, key=fs.key(0))
+
+    Raises ShardingError listing every tensor that is missing, of another shape, or not a T5's.
+    """
+    headers, cfg = WeightHeaders(Path(path)), config(path)
+    tied = "lm_head.weight" not in headers.tensors or (cfg.tie_word_embeddings and _begin_alike(path))
+    cfg = replace(cfg, tie_word_embeddings=tied)
+    copies = _TIED | ({"lm_head.weight": "shared.weight"} if tied else {})
+    return cfg, read(headers, init(cfg), theirs, ignored=_IGNORED, copies=copies)
+
+
+def _begin_alike(path: StrPath) -> bool:
+    """True if the first rows of head and token embedding are equal. If later ones are not, placing the leaf raises."""
+    embedding, head = (tensors(path).get(name) for name in ("shared.weight", "lm_head.weight"))
+    if embedding is None or head is None or (embedding.shape, embedding.dtype) != (head.shape, head.dtype):
+        return False
+    box = (slice(0, min(64, embedding.shape[0])), *(slice(0, n) for n in embedding.shape[1:]))
+    first, second = (leaf.init.fill(torch.zeros(2, dtype=torch.int64), leaf.shape, box, leaf.dtype, torch.device("cpu"))
+                     for leaf in (embedding, head))  # fmt: skip
+    return torch.equal(first, second)
+
+
+@checked
+def save(
+    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `T5ForConditionalGeneration.from_pretrained` reads; `params` may be placed on a mesh.
+
+    `like`: see `hf.save`.
+    """
+    config = {"architectures": [f"{_CLASSES[cfg.model_type]}ForConditionalGeneration"], "is_encoder_decoder": True,
+              **asdict(cfg), "num_decoder_layers": cfg.decoder_layers}  # fmt: skip
+    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
+
+
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "decode", "encode", "generate", "init", "load", "loss",
+           "save", "shifted", "specs", "theirs"]  # fmt: skip
