@@ -99,7 +99,7 @@ def test_cpu_ram_efficient_loading_and_sync_module_states_read_each_byte_on_the_
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-CFG = gpt2.Config(vocab_size=31, n_positions=8, n_embd=12, n_layer=3, n_head=2)
+CFG = gpt2.Config(vocab_size=31, n_positions=8, n_embd=12, n_layer=2, n_head=2)
 
 
 def train(mesh: fs.Mesh, s: fs.Strategy, steps: int = 2, state: Any = None, begin: int = 0, **how: Any) -> Any:
@@ -176,15 +176,15 @@ def test_clip_grad_norm_counts_each_element_once_for_every_strategy(name: str) -
 
 def test_save_state_and_load_state_resume_model_optimizer_schedule_key_and_data_on_another_mesh(tmp_path: Path) -> None:
     s, two = fs.strategy("FULL_SHARD"), fs.make_mesh(data=2)
-    _, want = train(two, s, 4)
-    state, first = train(two, s, 2)
+    state, _ = train(two, s, 2)
+    _, want = train(two, s, 2, lambda *_: state, begin=2)  # without an interruption
     fs.checkpoint.save(tmp_path / "state", state)
     restore = lambda tree, specs, mesh: fs.checkpoint.restore(tmp_path / "state", tree, specs=specs, mesh=mesh)  # noqa: E731
     again, rest = train(two, s, 2, restore, begin=2)
-    assert first + rest == want
+    assert rest == want
     assert int(again["step"]) == 4
     _, rest = train(fs.make_mesh(replica=2, shard=2), fs.strategy("HYBRID_SHARD"), 2, restore, begin=2)
-    torch.testing.assert_close(first + rest, want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(rest, want, rtol=1e-5, atol=0)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
