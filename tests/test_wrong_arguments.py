@@ -267,6 +267,7 @@ CALLS = [
     *prefixed("lora",
         Call("quantize", fs.lora.quantize, {"params": {"w": W, "b": V}, "targets": ["w"], "exclude": (), "of": None},
              words={"params": "no module is named", "of": r"no module|path"}),
+        outside(fs.lora.dequantize, params=fs.lora.quantize(TREE), dtype=torch.float32),
         Call("part_specs", fs.lora.part_specs, {"params": TREE, "specs": SPECS},
              words={"params": "not a prefix of the tree"}),
     ),
