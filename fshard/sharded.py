@@ -210,7 +210,7 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     def place(path: tree.Path, leaf: Any, spec: P) -> Sharded:
         if isinstance(leaf, Tensor):
             return _put(leaf, spec, mesh)
-        return _fill(leaf, spec, mesh, _key_of(leaf, path, key), dtype)
+        return _fill(leaf, spec, mesh, key_of(leaf, path, key), dtype)
 
     return place_tree("materialize", tree_, specs, mesh, (Deferred, Tensor), place)
 
@@ -243,7 +243,7 @@ def _names_of(leaf: Deferred, path: tree.Path) -> tuple[str, list[str]]:
     return name, []
 
 
-def _key_of(leaf: Deferred, path: tree.Path, key: Tensor) -> Tensor:
+def key_of(leaf: Deferred, path: tree.Path, key: Tensor) -> Tensor:
     """Return the leaf's key; for a leaf made of the draws of other leaves, their keys, int64[owners, 2]."""
     name, owners = _names_of(leaf, path)
     return torch.stack([fold_in(key, owner) for owner in owners]) if owners else fold_in(key, name)

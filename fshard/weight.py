@@ -47,6 +47,10 @@ class Weight(Node):
         """
         raise NotImplementedError
 
+    def dense(self) -> Tensor:
+        """Return the matrix as one tensor."""
+        raise self._refused("dense")
+
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute x @ w + b, as `nn.linear`."""
         raise self._refused("linear")
@@ -78,9 +82,10 @@ class Weight(Node):
 
     def _refused(self, operation: str) -> ShardingError:
         name = f"{type(self).__name__}{list(self.shape)}"
-        return fail(f"{operation}: {name} is no tensor; it takes part in nn.linear, nn.embedding and flatten alone",
-                    fix="use it by nn.linear or nn.embedding, or leave this parameter as it is")  # fmt: skip
+        return fail(f"{operation}: {name} is no tensor", "it takes part in nn.linear, nn.embedding and flatten alone",
+                    fix="a model that uses it by these; or leave this parameter as it is")  # fmt: skip
 
 
 def is_weight(x: object) -> bool:
+    """Return whether an object is a Weight: the `is_leaf` of trees in which each is one leaf."""
     return isinstance(x, Weight)

@@ -32,6 +32,8 @@ NAMESPACES = [
     "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "interop.defer",
     "interop.hf", "interop.accelerate", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
     "interop.hf", "interop.peft", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
+    "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "lora", "weight",
+    "interop.defer", "interop.hf", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
     "models.mistral", "models.mixtral", "models.qwen2", "models.qwen3", "models.heads",
 ]  # fmt: skip
 

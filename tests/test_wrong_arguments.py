@@ -35,6 +35,8 @@ TREE = {"w": W, "b": V}
 SPECS = {"w": P(None, "model"), "b": P()}
 DESCRIBED = {"w": fs.init.zeros((4, 4)), "b": fs.init.ones(4)}
 SGD = fs.optim.sgd(0.1)
+LORA = fs.lora.Config(["w"], rank=1, dropout=0.5)
+ADAPTERS = {"w": {"a": torch.ones(4, 1), "b": torch.ones(1, 4)}}
 BOX = (slice(0, 2), slice(0, 4))
 
 
@@ -126,6 +128,7 @@ def prefixed(prefix: str, *calls: Call) -> list[Call]:
 
 _BY_POSITION = {"p": r"args\[0\]|argument 0", "x": r"args\[1\]"}
 _AXES_OF_SPECS = {"specs": "no mesh axis is bound"}  # specs without axes need no region
+_OF_LEAVES = {"params": r"params|\bmodule\b", "adapters": "adapters", "of": r"\bof\b", "data": "axis", "model": "axis"}
 _shape = {"shape": (4, 4)}
 _kaiming = {"mode": "fan_in", "nonlinearity": "relu", "in_dim": -2, "out_dim": -1, "dtype": torch.float32, "a": 0.0}
 _xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
@@ -297,6 +300,20 @@ CALLS = [
           "data": "data", "mask": None, "key": KEY, "on_token": None, "top_k": 3, "temperature": 1.0}, inside=True),
     Call("hf.generation_options", fs.hf.generation_options, {"source": {"eos_token_id": 2}},
          words={"source": r"config\.json|^generation_options: w=1 is no option"}),
+    # adapters
+    *prefixed("lora",
+        outside(fs.lora.Config, targets=["w"], rank=2, alpha=4.0, dropout=0.1, rslora=True, dora=True, bias="all",
+                modules_to_save=["b"], ranks={"w": 3}, alphas={"w": 2.0}, exclude=["b"], init="gaussian"),
+        Call("init", fs.lora.init, {"cfg": LORA, "params": DESCRIBED, "of": None, "key": KEY}, words=_OF_LEAVES),
+        Call("specs", fs.lora.specs, {"cfg": LORA, "params": DESCRIBED, "specs": SPECS, "of": None}, words=_OF_LEAVES),
+        Call("apply", fs.lora.apply, {"cfg": LORA, "params": TREE, "adapters": ADAPTERS, "of": None, "specs": P(),
+             "adapter_specs": P(), "data": None, "model": None, "key": KEY, "shapes": DESCRIBED, "batch": 4,
+             "weight": 1.0}, words=_OF_LEAVES),
+        Call("merge", fs.lora.merge, {"cfg": LORA, "params": TREE, "adapters": ADAPTERS, "of": None, "safe": True,
+             "weight": 1.0}, words=_OF_LEAVES),
+        Call("unmerge", fs.lora.unmerge, {"cfg": LORA, "params": TREE, "adapters": ADAPTERS, "of": None,
+             "weight": 1.0}, words=_OF_LEAVES),
+    ),
     # data and checkpoints
     *prefixed("data",
         outside(fs.data.permute, key=KEY, positions=IDS, size=4),

@@ -13,7 +13,8 @@ Source: Hu et al., 2021, "LoRA"; names, defaults and arithmetic are those of Hug
 
 from .adapters import init, specs
 from .config import Config
+from .merging import merge, unmerge
 from .targets import Leaf
 from .view import LoraWeight, apply
 
-__all__ = ["Config", "Leaf", "LoraWeight", "apply", "init", "specs"]
+__all__ = ["Config", "Leaf", "LoraWeight", "apply", "init", "merge", "specs", "unmerge"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from fshard import tree
@@ -46,7 +47,7 @@ class Leaf:
 
 
 # A model's `theirs`, from paths to tensors in files; or the function of `fs.defer`; or None.
-Of = Any
+Of = Callable[..., Any] | None
 
 
 def leaf_of(of: Of, path: tree.Path, ndim: int) -> Leaf:
@@ -67,6 +68,8 @@ def leaf_of(of: Of, path: tree.Path, ndim: int) -> Leaf:
     module, _, part = str(tensor.name).rpartition(".")
     if part not in _PARTS:
         return Leaf(tensor.name, part, why="it is no parameter of a linear layer")
+    if "router" in path:
+        return Leaf(module, part, why="it is a router")
     if "*" in tensor.name:
         return Leaf(module, part, why="it is a stack of matrices, [experts, ...]")
     if part == "bias" or ndim < 2:
@@ -91,23 +94,21 @@ class Targets(NamedTuple):
     @staticmethod
     def of(verb: str, cfg: Config, params: Any, of: Of) -> Targets:
         """Find the leaves. Raises ShardingError for targets that no leaf has, and for those that are no matrix."""
-        rows = [(path, leaf_of(of, path, x.ndim), x) for path, x in tree.leaves_with_path(params, is_weight)]
-        saved = {tree.dotted(path): x for path, leaf, x in rows
-                 if any(in_module(m, leaf.module) for m in cfg.modules_to_save)}  # fmt: skip
+        rows = [(name, path, leaf_of(of, path, x.ndim), x) for name, (path, x) in named_leaves(verb, params).items()]
+        saved = {name: x for name, _, leaf, x in rows if any(in_module(m, leaf.module) for m in cfg.modules_to_save)}
         adapted: dict[str, tuple[Leaf, Any]] = {}
         errors: list[ShardingError] = []
-        for path, leaf, x in rows:
-            name = tree.dotted(path)
+        for name, path, leaf, x in rows:
             if name in saved or leaf.part in ("bias", "b") or not is_target(cfg, leaf):
                 continue
             adapted[name] = leaf, x
             if leaf.layout is None:
                 errors.append(fail(f"{verb}: {tree.show('params', path)} is a target and no matrix: {leaf.why}",
                                    fix="name other targets, or exclude it", module=leaf.module))  # fmt: skip
-        errors += _unmatched(verb, cfg, [leaf for _, leaf, _ in rows], adapted)
+        errors += _unmatched(verb, cfg, [leaf for _, _, leaf, _ in rows], adapted)
         raise_all(errors)
         modules = {leaf.module for leaf, _ in adapted.values()}
-        biases = {tree.dotted(path): x for path, leaf, x in rows if leaf.part in ("bias", "b") and
+        biases = {name: x for name, _, leaf, x in rows if leaf.part in ("bias", "b") and
                   (cfg.bias == "all" or (cfg.bias == "lora_only" and leaf.module in modules))}  # fmt: skip
         return Targets(adapted, {**saved, **biases})
 
@@ -136,11 +137,13 @@ def _unmatched(
     modules = sorted({leaf.module for leaf in leaves})
     matrices = sorted({leaf.module for leaf in leaves if leaf.layout})
     if isinstance(cfg.targets, str):
-        missing = [] if adapted else [("targets", cfg.targets)]
+        found = any(is_target(replace(cfg, exclude=()), leaf) for leaf in leaves)
+        missing = [] if found else [("targets", cfg.targets)]
     else:
         missing = [("targets", one) for one in cfg.targets if not any(names_module(one, m) for m in modules)]
-        if not adapted and not missing:
-            missing = [("targets", ", ".join(cfg.targets))]
+    if not adapted and not missing:
+        return [fail(f"{verb}: every target is excluded, or a module to save", targets=cfg.targets, exclude=cfg.exclude,
+                     modules_to_save=cfg.modules_to_save, fix="a narrower exclude")]  # fmt: skip
     missing += [("modules_to_save", one) for one in cfg.modules_to_save
                 if not any(in_module(one, m) for m in modules)]  # fmt: skip
     return [fail(f"{verb}: {option}: no module is named {one!r}", near=", ".join(near(one, matrices)),
@@ -155,55 +158,86 @@ def near(name: str, modules: list[str]) -> list[str]:
     return [next(m for m, end in ends.items() if end == c) for c in close]
 
 
-def specs_of(leaf: Leaf, spec: P, ndim: int) -> dict[str, P]:
+def specs_of(leaf: Leaf, spec: P, ndim: int, label: str) -> dict[str, P]:
     """Return the specs of the factors that lie as their base does: a as its inputs, b as its outputs."""
-    inputs, outputs = leaf.split(tuple(axes or None for axes in spec.parts(ndim)))
+    inputs, outputs = leaf.split(tuple(axes or None for axes in parts_of(label, spec, ndim)))
     return {"a": P(*inputs), "b": P(None, *outputs), "magnitude": P(*outputs)}
 
 
+def parts_of(label: str, spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of each dim. Raises ShardingError, naming the spec's `label`, for a spec of more dims."""
+    try:
+        return spec.parts(ndim)
+    except ShardingError as e:
+        raise ShardingError(f"{label}: {e}") from None
+
+
+class Adapted(NamedTuple):
+    """A leaf of the parameters that has an adapter."""
+
+    name: str  # the dotted path
+    path: tree.Path
+    base: Any
+    leaf: Leaf | None  # None for a leaf that is replaced
+
+
+def named_leaves(verb: str, params: Any) -> dict[str, tuple[tree.Path, Any]]:
+    """Return the path and the leaf by each dotted path, in the order of the leaves; a Weight is one leaf."""
+    rows = tree.leaves_with_path(params, is_weight)
+    raise_all([must_be(f"{verb}: {tree.show('params', path)}", "a leaf with a shape", x)
+               for path, x in rows if not hasattr(x, "ndim")])  # fmt: skip
+    return {".".join([str(p) for p in path]): (path, x) for path, x in rows}
+
+
 def checked_leaves(
-    verb: str, cfg: Config, params: Any, adapters: Mapping[str, Mapping[str, Any]], of: Of
-) -> list[tuple[str, tree.Path, Any, Leaf | None]]:
-    """Return (name, path, leaf, description) of the leaves that have an adapter; without one for a leaf that is copied.
+    verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], adapters: Mapping[str, Mapping[str, Any]],
+    of: Of,
+) -> list[Adapted]:  # fmt: skip
+    """Return the leaves that have an adapter.
 
     Raises ShardingError listing every adapter of no leaf, and of tensors that are not those of its leaf.
     """
-    rows = {tree.dotted(path): (path, x) for path, x in tree.leaves_with_path(params, is_weight)}
     errors: list[ShardingError] = []
-    out: list[tuple[str, tree.Path, Any, Leaf | None]] = []
+    out: list[Adapted] = []
+    wanted = {"a", "b", "magnitude"} if cfg.dora else {"a", "b"}
     for name, own in adapters.items():
         label = f"{verb}: adapters[{name!r}]"
-        if name not in rows:
-            like = ", ".join(difflib.get_close_matches(name, rows, 3, 0.0))
+        if name not in named:
+            like = ", ".join(difflib.get_close_matches(name, named, 3, 0.0))
             errors.append(fail(f"{label}: params has no leaf {name!r}", near=like, fix="pass the params of lora.init"))
             continue
-        path, x = rows[name]
-        if not isinstance(own, Mapping):
-            errors.append(must_be(label, "a dict", own, fix="what lora.init, or fs.peft.load, returned"))
-            continue
-        if set(own) == {"value"}:
-            out.append((name, path, x, None))
-            if own["value"].ndim != x.ndim:
-                errors.append(_another_shape(label, "value", own["value"], x))
-            continue
-        wanted = {"a", "b", "magnitude"} if cfg.dora else {"a", "b"}
-        if set(own) != wanted:
+        path, x = named[name]
+        if not isinstance(own, Mapping) or not all(hasattr(t, "shape") for t in own.values()):
+            errors.append(must_be(label, "a dict of tensors", own, fix="what lora.init, or fs.peft.load, returned"))
+        elif set(own) == {"value"}:
+            out.append(Adapted(name, path, x, None))
+            if len(own["value"].shape) != x.ndim:
+                errors.append(another_shape(label, "value", own["value"], x))
+        elif set(own) != wanted:
             errors.append(fail(f"{label}: has {sorted(own)}, not {sorted(wanted)}",
                                fix=f"the config with which it was made: this one has dora={cfg.dora}"))  # fmt: skip
-            continue
-        leaf = leaf_of(of, path, x.ndim)
-        if leaf.layout is None:
-            errors.append(fail(f"{label}: the leaf is no matrix: {leaf.why}", fix="pass the `of` of lora.init"))
-            continue
-        out.append((name, path, x, leaf))
-        inputs, outputs = leaf.split(tuple(range(x.ndim)))
-        for part, ndim in (("a", len(inputs) + 1), ("b", len(outputs) + 1), ("magnitude", len(outputs))):
-            if part in own and own[part].ndim != ndim:
-                errors.append(_another_shape(label, part, own[part], x))
+        else:
+            leaf = leaf_of(of, path, x.ndim)
+            if leaf.layout is None:
+                errors.append(fail(f"{label}: the leaf is no matrix: {leaf.why}", fix="pass the `of` of lora.init"))
+                continue
+            out.append(Adapted(name, path, x, leaf))
+            outputs = x.ndim - leaf.inputs
+            for part, ndim in (("a", leaf.inputs + 1), ("b", outputs + 1), ("magnitude", outputs)):
+                if part in own and len(own[part].shape) != ndim:
+                    errors.append(another_shape(label, part, own[part], x))
     raise_all(errors)
     return out
 
 
-def _another_shape(label: str, part: str, got: Any, base: Any) -> ShardingError:
-    return fail(f"{label}[{part!r}] is {list(got.shape)}, of a leaf {list(base.shape)}",
-                fix="a [in.., r], b [r, out..], magnitude [out..]; pass the `of` of lora.init")  # fmt: skip
+def check_weight(verb: str, weight: float) -> None:
+    """Raise ShardingError for a weight that is not finite."""
+    if not math.isfinite(weight):
+        raise fail(f"{verb}: weight={weight}", fix="a finite number")
+
+
+def another_shape(label: str, part: str, got: Any, base: Any, rank: int | None = None) -> ShardingError:
+    of_rank = "" if rank is None else f", and of rank {rank}"
+    return fail(f"{label}[{part!r}] is {list(got.shape)}, of a leaf {list(base.shape)}{of_rank}",
+                "a is [in.., r], b [r, out..], magnitude [out..]",
+                fix="pass the config, and the `of`, of lora.init")  # fmt: skip

@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard import nn, tree
-from fshard._comm import Axis, to_device
+from fshard import nn, random, tree
+from fshard._comm import Axis, known_axes, region, to_device
 from fshard._ops import global_sizes
-from fshard.collectives import pslice, pvary
+from fshard.collectives import pslice, psum, pvary
 from fshard.decoding import global_batch
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.random import fold_in
-from fshard.spec import P, is_spec, names_of, same_placement
+from fshard.spec import P, describe, is_spec, names_of, same_placement
 from fshard.weight import Part, Weight, is_weight
 
 from .config import Config
-from .targets import Leaf, Of, checked_leaves, specs_of
+from .targets import Adapted, Leaf, Of, another_shape, check_weight, checked_leaves, named_leaves, parts_of, specs_of
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LoraWeight(Weight):
     """A matrix with low-rank factors: x @ base + (dropout(x) @ a @ b) * scale. Made by `apply`.
 
@@ -48,7 +48,7 @@ class LoraWeight(Weight):
     inputs: int  # the number of input dims of the base, as it is flattened now
     rank: int
     specs: tuple[P, P, P]  # of a, b, magnitude
-    split: tuple[Axis, tuple[Axis, ...]]  # the axes of the rows of x, and, over which the base stays split, of inputs
+    split: tuple[Axis, tuple[Axis, ...], Axis]  # axes of the rows of x; of the base, inside, by input; of its outputs
     sizes: tuple[int, ...]  # global, of the inputs, for dropout
     batch: int | None
 
@@ -84,8 +84,13 @@ class LoraWeight(Weight):
             raise self._refused("transpose")
         return self.base.transpose(first, second)
 
+    def __repr__(self) -> str:
+        return f"LoraWeight({describe(self.dtype, tuple(self.shape))}, rank={self.rank})"
+
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute x @ base + b, plus the adapters' part: x [..., D] -> [..., F]."""
+        if self.ndim != 2:
+            raise fail(f"linear: w is {self!r}", fix="flatten its inputs, and its outputs, to [D, F]")
         y = self._base_linear(x, b)
         return self._adapted(x, y, b).to(y.dtype)
 
@@ -102,20 +107,50 @@ class LoraWeight(Weight):
         """Add the parts of this adapter, and of those below it, to y, in the wider of the dtypes of y and of a."""
         if isinstance(self.base, LoraWeight):
             y = self.base._adapted(x, y, bias)
-        a, b = self.a.flatten(0, -2), self.b.flatten(1)
-        return y + nn.linear(nn.linear(self._dropped(x.to(a.dtype)), a), b) * self.scale
+        dropped = self._dropped(x.to(self.a.dtype))
+        low = nn.linear(nn.linear(dropped, self.a.flatten(0, -2)), self.b.flatten(1))
+        if self.magnitude is None:
+            return y + low * self.scale
+        factor = self.magnitude.flatten() / self._norm()
+        # Liu et al.: the base's part is that of the same, dropped, inputs.
+        plain = y if bias is None else y - bias
+        if self.key is not None:
+            plain = nn.linear(dropped, self._root().to(dropped.dtype))
+        return y + (factor - 1) * plain + factor * low * self.scale
+
+    def _root(self) -> Tensor:
+        """Return the matrix below all adapters, [D, F]."""
+        base = self.base
+        if isinstance(base, LoraWeight):
+            return base._root()
+        matrix: Tensor = base.dense() if isinstance(base, Weight) else base
+        return matrix.transpose(0, 1) if self.leaf.layout == "oi" else matrix.flatten(0, self.inputs - 1).flatten(1)
+
+    def _norm(self) -> Tensor:
+        """Return the norm of each output's weights of w + s a b, which is not built: [F]{I}, without a gradient."""
+        a, b, s = self.a.detach().flatten(0, -2), self.b.detach().flatten(1), self.scale
+        w = self._root().detach().to(a.dtype)
+        squares = torch.linalg.vector_norm(w, dim=0).square() + 2 * s * ((a.T @ w) * b).sum(0)
+        squares = squares + s * s * ((a.T @ a @ b) * b).sum(0)
+        axes = tuple(name for axis in self.split[1] for name in names_of(axis))  # of the inputs
+        return torch.sqrt(psum(squares, axes or None).clamp(min=0))
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Drop inputs of the adapter, x [B@rows, ..., D@inputs], by global index."""
         if self.key is None or not self.rate:
             return x
-        rows, inputs = self.split
+        rows, inputs, outputs = self.split
         batch = self.batch if self.batch is not None else global_batch("lora dropout", len(x), rows,
                                                                        word="lora.apply(batch=)")  # fmt: skip
         shape = (batch, *x.shape[1:-1], *self.sizes)
         spec = P(rows, *[None] * (x.ndim - 2), *inputs)
-        parts = x.reshape(*x.shape[:-1], *self.a.shape[:-1])
-        return nn.dropout(parts, self.rate, key=self.key, spec=spec, shape=shape).reshape(x.shape)
+        keep = random.bernoulli(self.key, shape, p=1 - self.rate, spec=spec, device=x.device)
+        if keep.numel() != x.numel():
+            raise fail("lora dropout: x is not this rank's part of the global array", x=list(x.shape),
+                       part=list(keep.shape), shape=list(shape), spec=spec,
+                       fix="x is [B@data, ..., D]; pass the axes of its rows as data=, and batch=")  # fmt: skip
+        # Over axes that split outputs alone each rank has all of x, and drops the same of it.
+        return torch.where(pvary(keep, outputs).reshape(x.shape), x / (1 - self.rate), 0)
 
     def embed(self, ids: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
         """Look up rows of the table, plus the adapters' part: ids [...] -> [..., F], over `axis` as `nn.embedding`."""
@@ -132,7 +167,10 @@ class LoraWeight(Weight):
     def _embedded(self, ids: Tensor, y: Tensor, axis: Axis, size: int | None) -> Tensor:
         if isinstance(self.base, LoraWeight):
             y = self.base._embedded(ids, y, axis, size)
-        return y + nn.linear(nn.embedding(ids, self.a, axis=axis, size=size), self.b) * self.scale
+        low = nn.linear(nn.embedding(ids, self.a, axis=axis, size=size), self.b) * self.scale
+        if self.magnitude is None:
+            return y + low
+        return (self.magnitude / self._norm()) * (y + low)
 
 
 @checked
@@ -169,30 +207,31 @@ def apply(
 
     Raises ShardingError listing every adapter of no leaf, and of tensors that are not those of its leaf.
     """
-    leaves = checked_leaves("lora.apply", cfg, params, adapters, of)
-    rows = tree.leaves_with_path(params, is_weight)
-    factors, placed = _aligned(leaves, adapters, _by_name(rows, params, specs), adapter_specs, names_of(model))
+    for axis in (data, model):
+        known_axes("lora.apply", region("lora.apply"), axis) if axis else None
+    check_weight("lora.apply", weight)
+    if batch is not None and batch < 0:
+        raise fail(f"lora.apply: batch={batch}", fix="the number of rows on all ranks")
+    named = named_leaves("lora.apply", params)
+    leaves = checked_leaves("lora.apply", cfg, named, adapters, of)
+    base_specs: dict[str, P] = {}
+    if specs is not None:
+        flat = tree.broadcast(specs, params, name="lora.apply: specs", leaf=is_spec, is_leaf=is_weight)
+        base_specs = dict(zip(named, flat, strict=True))
+    factors, placed = _aligned(cfg, leaves, adapters, base_specs, adapter_specs, names_of(model))
     has_dropout = cfg.dropout > 0 and key is not None
     sizes = _input_sizes(factors, placed, leaves, shapes) if has_dropout else {}
-    found: dict[tree.Path, Any] = {}
-    for name, path, x, leaf in leaves:
+    found: dict[str, Any] = {}
+    for name, _, x, leaf in leaves:
         own = factors[name]
-        found[path] = own["value"] if leaf is None else LoraWeight(
+        found[name] = own["value"] if leaf is None else LoraWeight(
             base=x, a=own["a"], b=own["b"], magnitude=own.get("magnitude"),
             key=fold_in(key, name) if has_dropout and key is not None else None,
             scale=cfg.scale_of(leaf.module) * weight, rate=cfg.dropout, leaf=leaf, inputs=leaf.inputs,
-            rank=cfg.rank_of(leaf.module), specs=placed[name].specs, split=(data, placed[name].inputs),
-            sizes=sizes.get(name, ()), batch=batch,
+            rank=cfg.rank_of(leaf.module), specs=placed[name].specs,
+            split=(data, placed[name].inputs, placed[name].outputs), sizes=sizes.get(name, ()), batch=batch,
         )  # fmt: skip
-    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(path, x) for path, x in rows])
-
-
-def _by_name(rows: Sequence[tuple[tree.Path, Any]], params: Any, specs: Any) -> dict[str, P]:
-    """Return the spec of each leaf by its dotted path."""
-    if specs is None:
-        return {}
-    flat = tree.broadcast(specs, params, name="lora.apply: specs", leaf=is_spec, is_leaf=is_weight)
-    return {tree.dotted(path): spec for (path, _), spec in zip(rows, flat, strict=True)}
+    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, (_, x) in named.items()])
 
 
 class _Placed(NamedTuple):
@@ -200,11 +239,12 @@ class _Placed(NamedTuple):
 
     specs: tuple[P, P, P]  # of a, b, magnitude
     inputs: tuple[Axis, ...]  # the axes over which each input dim stays split inside the model
+    outputs: Axis  # those of all output dims
 
 
 def _aligned(
-    leaves: Sequence[tuple[str, tree.Path, Any, Leaf | None]], adapters: Mapping[str, Any], base_specs: dict[str, P],
-    adapter_specs: Any, model: tuple[str, ...],
+    cfg: Config, leaves: Sequence[Adapted], adapters: Mapping[str, Any], base_specs: dict[str, P], adapter_specs: Any,
+    model: tuple[str, ...],
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, _Placed]]:  # fmt: skip
     """Return the factors as their bases use them, and their placements.
 
@@ -231,33 +271,43 @@ def _aligned(
                 errors.append(fail(f"lora.apply: adapters[{name!r}]['value'] replaces a leaf with another spec",
                                    value=spec, leaf=base, fix="the specs of lora.specs"))  # fmt: skip
             continue
-        wanted, specs = specs_of(leaf, base, x.ndim), []
-        kept = tuple(a for a in base.axes if a in model)
-        for part in ("a", "b", "magnitude"):
+        wanted, specs = specs_of(leaf, base, x.ndim, f"lora.apply: specs of {name!r}"), []
+        kept, sizes = tuple(a for a in base.axes if a in model), leaf.split(tuple(x.shape))
+        rank = cfg.rank_of(leaf.module)
+        for part, like in (("a", (*sizes[0], rank)), ("b", (rank, *sizes[1])), ("magnitude", sizes[1])):
             if part not in out[name]:
                 specs.append(P())
                 continue
-            ndim, spec = out[name][part].ndim, own_specs.get((name, part), wanted[part])
+            factor = out[name][part]
+            spec = own_specs.get((name, part), wanted[part])
             if spec.memory == "host":
-                out[name][part] = to_device(out[name][part])
-            dims = []
-            for dim, (axes, base_axes) in enumerate(zip(spec.parts(ndim), wanted[part].parts(ndim), strict=True)):
+                factor = out[name][part] = to_device(factor)
+                spec = P(*spec.entries)
+            sliced: dict[int, Axis] = {}
+            own_parts = parts_of(f"lora.apply: adapter_specs[{name!r}][{part!r}]", spec, len(like))
+            split = zip(own_parts, wanted[part].parts(len(like)), strict=True)
+            for dim, (axes, base_axes) in enumerate(split):
                 over, base_over = (tuple(a for a in of if a in model) for of in (axes, base_axes))
-                if over == base_over:
-                    dims.append(axes)
-                elif not axes:
-                    slices.setdefault((base_over, dim), []).append((name, part))
-                    dims.append(base_over)
-                else:
+                if over != base_over and axes:
                     errors.append(fail(f"lora.apply: adapters[{name!r}][{part!r}] has dim {dim} over {axes}, and its "
                                        f"base that dim over {base_axes or None}", factor=spec, base=base,
                                        fix="the specs of lora.specs, or P()"))  # fmt: skip
-            specs.append(P(*(axes or None for axes in dims)))
-            missing = tuple(a for a in kept if a not in specs[-1].axes)
+                elif over != base_over:
+                    sliced[dim] = base_over
+                    slices.setdefault((base_over, dim), []).append((name, part))
+                elif not axes and not base_axes and factor.shape[dim] != like[dim]:
+                    errors.append(another_shape(f"lora.apply: adapters[{name!r}]", part, factor, x, rank))
+                    break
+            if sliced:
+                spec = P(*[sliced.get(dim, axes or None) for dim, axes in enumerate(own_parts)])
+            specs.append(spec)
+            missing = tuple(a for a in kept if a not in spec.axes)
             if missing:
                 varied.setdefault(missing, []).append((name, part))
-        inputs = tuple(tuple(a for a in axes if a in model) or None for axes in leaf.split(base.parts(x.ndim))[0])
-        placed[name] = _Placed((specs[0], specs[1], specs[2]), inputs)
+        inputs, outputs = ([tuple(a for a in axes if a in model) for axes in dims]
+                           for dims in leaf.split(base.parts(x.ndim)))  # fmt: skip
+        placed[name] = _Placed((specs[0], specs[1], specs[2]), tuple(axes or None for axes in inputs),
+                               tuple(a for axes in outputs for a in axes) or None)  # fmt: skip
     raise_all(errors)
     for (axes, dim), which in slices.items():
         _replace(out, which, pslice([out[name][part] for name, part in which], axes, dim))
@@ -273,12 +323,14 @@ def _replace(factors: dict[str, dict[str, Tensor]], which: Sequence[tuple[str, s
 
 def _input_sizes(
     factors: dict[str, dict[str, Tensor]], placed: dict[str, _Placed],
-    leaves: Sequence[tuple[str, tree.Path, Any, Leaf | None]], shapes: Any,
+    leaves: Sequence[Adapted], shapes: Any,
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Return the global sizes of the input dims of each adapted leaf: those of `shapes`, or sums of local ones."""
     if shapes is not None:
-        known = {path: x.shape for path, x in tree.leaves_with_path(shapes)}
-        return {name: leaf.split(tuple(known[path]))[0] for name, path, _, leaf in leaves if leaf is not None}
+        known = {path: tuple(getattr(x, "shape", ())) for path, x in tree.leaves_with_path(shapes)}
+        raise_all([must_be(f"lora.apply: shapes, at {name!r},", f"a leaf of {x.ndim} dims", known.get(path))
+                   for name, path, x, _ in leaves if len(known.get(path, ())) != x.ndim])  # fmt: skip
+        return {name: leaf.split(known[path])[0] for name, path, _, leaf in leaves if leaf is not None}
     local = {name: list(factors[name]["a"].shape[:-1]) for name in placed}
     by_axes: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for name, where in placed.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import tempfile
 import warnings
@@ -13,32 +12,47 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.models import bert
+from fshard.models import bert, t5
 from tests.lib import model_cases as cases
 
 
-def bert_model():
+def base_model(name):
+    """The module of `fs.models`, and a small model of transformers in which every leaf matters."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=37, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=29,
-        max_position_embeddings=16, initializer_range=0.2,
-    )  # fmt: skip
-    return cases.randomize_vectors(transformers.BertForMaskedLM(config))
+    if name == "bert":
+        config = transformers.BertConfig(
+            vocab_size=37, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=29,
+            max_position_embeddings=16, initializer_range=0.2,
+        )  # fmt: skip
+        return bert, cases.randomize_vectors(transformers.BertForMaskedLM(config))
+    if name == "t5":
+        config = transformers.T5Config(
+            vocab_size=61, d_model=24, d_kv=5, d_ff=34, num_layers=2, num_decoder_layers=1, num_heads=3,
+            relative_attention_num_buckets=8, relative_attention_max_distance=6, dropout_rate=0.0,
+            decoder_start_token_id=3, pad_token_id=3, eos_token_id=None, initializer_factor=0.6,
+        )  # fmt: skip
+        return t5, cases.randomize_vectors(transformers.T5ForConditionalGeneration(config))
+    return cases.DECODERS[name].module, cases.hugging_face(name)
 
 
-def module_of(name):
-    return bert if name == "bert" else cases.DECODERS[name].module
+_made = {}
 
 
-@functools.cache
 def pair(name, dtype=torch.float32, **options):
     """PEFT's model, and our config, described parameters, lora config and adapters (full tensors) of it.
 
     `options` are those of `lora.Config`; both factors are drawn, so that the adapters matter.
     """
+    key = repr((name, dtype, options))
+    if key not in _made:
+        _made[key] = make_pair(name, dtype, options)
+    return _made[key]
+
+
+def make_pair(name, dtype, options):
     peft = pytest.importorskip("peft")
-    module, base = module_of(name), bert_model() if name == "bert" else cases.hugging_face(name)
+    module, base = base_model(name)
     with tempfile.TemporaryDirectory() as place:
         cfg, described = module.load(cases.saved(base.to(dtype), Path(place)))
         params = fs.device_get(fs.materialize(described, fs.P(), fs.make_mesh(**cases.ONE), key=fs.key(0)))
@@ -119,7 +133,11 @@ def to_leaf(x, dims, shape):
 
 
 def batch(case):
-    ids = cases.tokens(case.cfg.vocab_size)
+    """ids, targets: the next tokens; of T5 others."""
+    size = case.cfg.vocab_size
+    ids = cases.tokens(size)
+    if case.module is t5:
+        return ids, cases.tokens(size, t=7, seed=1)
     return ids, torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
 
 
@@ -127,7 +145,8 @@ def peft_results(case):
     """The logits, the loss, and the gradients of the adapters, by PEFT."""
     ids, targets = batch(case)
     case.theirs.zero_grad()
-    logits = case.theirs(input_ids=ids).logits
+    own = {"decoder_input_ids": t5.shifted(case.cfg, targets)} if case.module is t5 else {}
+    logits = case.theirs(input_ids=ids, **own).logits
     loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     loss.backward()
     state = {n: p.grad for n, p in case.theirs.named_parameters() if p.grad is not None}
@@ -155,8 +174,26 @@ def our_results(case, layout, *, adapter_specs=None, remat=False, adapters=None,
             return module.loss(case.cfg, adapted(adapters), ids, targets, layout=split, specs=specs, remat=remat)
 
         value, grads = fs.value_and_grad(loss)(adapters)
-        logits = (module.logits if module is bert else module.apply)(case.cfg, adapted(adapters), ids, layout=split,
-                                                                     specs=specs)  # fmt: skip
+        own = (t5.shifted(case.cfg, targets),) if module is t5 else ()
+        logits = (module.logits if module is bert else module.apply)(case.cfg, adapted(adapters), ids, *own,
+                                                                     layout=split, specs=specs)  # fmt: skip
         return logits, value, grads
 
     return fs.device_get(run(p, placed, ids, targets))
+
+
+def add_second(case, weight, **options):
+    """A second adapter of PEFT's model, active with the first: (its config, its tensors). The weights are of both."""
+    import peft
+
+    second = fs.lora.Config(**{"init": "random", **options})
+    if "second" not in case.theirs.peft_config:
+        torch.manual_seed(2)
+        with warnings.catch_warnings(action="ignore"):
+            case.theirs.add_adapter("second", peft_config(second, case.name))
+        case.theirs.base_model.set_adapter(["default", "second"])
+        for module in case.theirs.modules():
+            if isinstance(module, peft.tuners.lora.LoraLayer) and "second" in module.scaling:
+                module.set_scale("second", weight)
+    state = case.theirs.state_dict()
+    return second, read_adapters(case.module, case.cfg, second, state, "second")

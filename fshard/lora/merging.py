@@ -1,0 +1,171 @@
+"""Adapters merged into their bases, and taken out again: placed leaves, each part by the rank that has it.
+
+Source: PEFT's `merge` and `unmerge`, to the bit: its products are [out, r] @ [r, in], and its roundings those below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard._comm import in_region
+from fshard.collectives import psum
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
+from fshard.mesh import Mesh
+from fshard.reshard import reshard
+from fshard.shard_map import shard_map
+from fshard.sharded import Sharded, device_put
+from fshard.spec import P
+from fshard.weight import is_weight
+
+from .config import Config
+from .targets import Adapted, Leaf, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_of
+
+# (weight, its factors, the axes that split its inputs) -> the new weight
+_Change = Callable[[Tensor, Mapping[str, Tensor], Leaf, float, tuple[str, ...]], Tensor]
+
+
+@checked
+def merge(
+    cfg: Config, params: Any, adapters: Mapping[str, Any], *, of: Of = None, safe: bool = False, weight: float = 1.0
+) -> Any:
+    """Return the parameters with W + s A B in the place of W, and the values of modules to save. Outside `shard_map`.
+
+        plain  bf16(W32 + D)           safe  bf16(W32 + bf16(D)), D = s A B in the dtype of the factors
+
+    Leaves are `Sharded`, of any specs, or whole tensors. Every rank merges its own part: of the base nothing moves, of
+    the factors what a rank lacks. The bits are those of PEFT's merge, also on a mesh, but for the norms of DoRA where a
+    mesh axis splits their sum.
+
+    A table that a head is tied to is merged for the head too, which its adapter does not reach. A second DoRA adapter
+    must not be merged on top of another adapter, which would change its norms.
+
+    Args:
+        of: as for `init`.
+        safe: refuse a result that is not finite, on every rank, before any leaf is returned.
+        weight: as for `apply`.
+
+    >>> adapters = {"up": {"a": torch.ones(2, 1), "b": torch.ones(1, 2)}}
+    >>> fs.lora.merge(fs.lora.Config(["up"], rank=1, alpha=2), {"up": torch.eye(2)}, adapters)["up"]
+    tensor([[3., 2.],
+            [2., 3.]])
+
+    Raises ShardingError listing every adapter of no leaf, and with `safe` every leaf that is not finite.
+    """
+
+    def change(w: Tensor, own: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
+        delta = _delta(w, own, leaf, scale)
+        if "magnitude" in own:
+            whole = w + delta
+            dims = leaf.split(tuple(range(w.ndim)))[0]
+            norms = torch.linalg.vector_norm(whole, dim=dims, keepdim=True)
+            if axes:
+                norms = psum(norms.square(), axes).sqrt()
+            made: Tensor = own["magnitude"].reshape(norms.shape) / norms * whole
+            return made.to(w.dtype)
+        return w + delta.to(w.dtype) if safe or leaf.layout == "table" else (w + delta).to(w.dtype)
+
+    return _changed("lora.merge", cfg, params, adapters, of, weight, change, safe)
+
+
+@checked
+def unmerge(cfg: Config, params: Any, adapters: Mapping[str, Any], *, of: Of = None, weight: float = 1.0) -> Any:
+    """Return the parameters that `merge` took, up to rounding: W - s A B, as PEFT's. Outside `shard_map`.
+
+    >>> adapters = {"up": {"a": torch.ones(2, 1), "b": torch.ones(1, 2)}}
+    >>> fs.lora.unmerge(fs.lora.Config(["up"], rank=1, alpha=2), {"up": torch.full((2, 2), 2.0)}, adapters)["up"]
+    tensor([[0., 0.],
+            [0., 0.]])
+
+    Raises ShardingError for what merge has overwritten: modules that train in full, and the norms of DoRA.
+    """
+    lost = [name for name, own in adapters.items() if isinstance(own, Mapping) and {"value", "magnitude"} & set(own)]
+    if lost:
+        raise fail("lora.unmerge: merge does not keep what these had: modules to save, biases, norms of DoRA", *lost,
+                   fix="keep the parameters from before merge")  # fmt: skip
+
+    def change(w: Tensor, own: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
+        return w - _delta(w, own, leaf, scale).to(w.dtype)
+
+    return _changed("lora.unmerge", cfg, params, adapters, of, weight, change, False)
+
+
+def _delta(w: Tensor, own: Mapping[str, Tensor], leaf: Leaf, scale: float) -> Tensor:
+    """Return s A B in the shape of w, in the dtype of the factors; half precision is computed in float32 on a CPU."""
+    a, b = (own[part].to(w.device) for part in ("a", "b"))
+    dtype = a.dtype
+    if w.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16):
+        a, b = a.float(), b.float()
+    delta = (b.flatten(1).T.contiguous() @ a.flatten(0, -2).T.contiguous()) * scale  # [out, in]
+    return (delta if leaf.layout == "oi" else delta.T).to(dtype).reshape(w.shape)
+
+
+def _changed(
+    verb: str, cfg: Config, params: Any, adapters: Mapping[str, Any], of: Of, weight: float, change: _Change,
+    safe: bool,
+) -> Any:  # fmt: skip
+    """Return the parameters with each adapted leaf changed; with `safe`, refuse those that are not finite."""
+    if in_region():
+        raise fail(f"{verb}: inside shard_map", fix="call it on placed leaves, outside; inside, use lora.apply")
+    named = named_leaves(verb, params)
+    check_weight(verb, weight)
+    leaves = checked_leaves(verb, cfg, named, adapters, of)
+    raise_all([e for found in leaves for e in _shape_errors(verb, cfg, found, adapters[found.name])])
+    meshes = [x.mesh for _, _, x, _ in leaves if isinstance(x, Sharded)]
+    raise_all([must_be(f"{verb}: {tree.show('params', path)}", "a Sharded or a Tensor, as the others,", x)
+               for _, path, x, _ in leaves if not isinstance(x, Sharded if meshes else Tensor)])  # fmt: skip
+    bases = {name: x for name, _, x, _ in leaves}
+    described = {name: leaf for name, _, _, leaf in leaves}
+    specs = {name: x.spec if isinstance(x, Sharded) else P() for name, x in bases.items()}
+    own_specs = {name: {part: _own_spec(leaf, part, specs[name], bases[name].ndim) for part in adapters[name]}
+                 for name, leaf in described.items()}  # fmt: skip
+
+    def step(bases: Any, own: Any) -> Any:
+        out, wrong = {}, {}
+        for name, w in bases.items():
+            leaf, spec = described[name], specs[name]
+            if leaf is None:
+                out[name] = own[name]["value"].to(w.dtype, copy=True)
+            else:
+                inputs, _ = leaf.split(spec.parts(w.ndim))
+                axes = tuple(a for group in inputs for a in group)
+                out[name] = change(w, own[name], leaf, cfg.scale_of(leaf.module) * weight, axes)
+            if safe:
+                wrong[name] = psum((~out[name].isfinite()).sum(), spec.axes or None)
+        return out, wrong
+
+    if meshes:
+        factors = {name: adapters[name] for name in bases}
+        step = shard_map(step, mesh=meshes[0], in_specs=(specs, own_specs), out_specs=(specs, P()))
+        new, wrong = step(bases, _placed(factors, own_specs, meshes[0]))
+    else:
+        new, wrong = step(bases, adapters)
+    raise_all([fail(f"{verb}: {tree.show('params', path)} would not be finite", f"{int(wrong[name])} elements",
+                    fix="look for what made the adapter diverge; safe=False merges it anyway")
+               for name, path, _, _ in leaves if safe and int(wrong[name])])  # fmt: skip
+    return tree.unflatten(tree.flatten(params, is_weight)[1], [new.get(name, x) for name, (_, x) in named.items()])
+
+
+def _shape_errors(verb: str, cfg: Config, found: Adapted, own: Mapping[str, Any]) -> list[ShardingError]:
+    """Return the errors of tensors whose global shapes are not those of their leaf."""
+    wanted, rank = {"value": tuple(found.base.shape)}, None
+    if found.leaf is not None:
+        inputs, outputs = found.leaf.split(tuple(found.base.shape))
+        rank = cfg.rank_of(found.leaf.module)
+        wanted = {"a": (*inputs, rank), "b": (rank, *outputs), "magnitude": outputs}
+    return [another_shape(f"{verb}: adapters[{found.name!r}]", part, x, found.base, rank)
+            for part, x in own.items() if tuple(x.shape) != wanted[part]]  # fmt: skip
+
+
+def _own_spec(leaf: Leaf | None, part: str, spec: P, ndim: int) -> P:
+    return spec if leaf is None else specs_of(leaf, spec, ndim, "specs")[part]
+
+
+def _placed(factors: Any, specs: Any, mesh: Mesh) -> Any:
+    """Place the factors as their bases need them, from where they are."""
+    placed = [isinstance(x, Sharded) for x in tree.leaves(factors)]
+    return reshard(factors, specs) if all(placed) else device_put(factors, specs, mesh)
