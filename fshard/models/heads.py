@@ -61,7 +61,7 @@ def _model_of(base: Any, label: str = "heads.Config: base") -> _Model:
     found = next((m for m in _MODELS.values() if isinstance(base, m.module.Config)), None)
     if found is None:
         fix = "cfg.base and params['base']" if isinstance(base, Config) else ""
-        raise must_be(label, "a Config of a model in fs.models", base, fix=fix)
+        raise must_be(label, f"a Config of {', '.join(_MODELS)}", base, fix=fix)
     return found
 
 

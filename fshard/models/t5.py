@@ -28,7 +28,7 @@ from fshard.decoding.options import with_tokens
 from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, tensors, write
 from fshard.random import fold_in
-from fshard.spec import P, is_spec
+from fshard.spec import P
 
 from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens, append_to_cache
@@ -129,6 +129,11 @@ def init(cfg: Config) -> Any:
     >>> init(Config())["encoder"]["bias"], init(Config())["decoder"]["h"][0]["cross"]["q"]
     (f32[32, 8] = normal(std=0.04419), {'w': f32[512, 8, 64] = normal(std=0.005524)})
     """
+    return _described(cfg, lambda block, n: [block() for _ in range(n)])
+
+
+def _described(cfg: Config, blocks: Callable[[Callable[[], Any], int], list[Any]]) -> Any:
+    """The tree of `init`, where `blocks(block, n)` makes n blocks of a function that describes one."""
     d, h, k, f, n = cfg.d_model, cfg.num_heads, cfg.d_kv, cfg.d_ff, cfg.relative_attention_num_buckets
     factor = cfg.initializer_factor
 
@@ -154,8 +159,8 @@ def init(cfg: Config) -> Any:
         }  # fmt: skip
 
     def stack(name: str, layers: int) -> Any:
-        return {**({"bias": bias()} if cfg.shares_positions else {}), "h": [block(name) for _ in range(layers)],
-                "norm_f": norm()}  # fmt: skip
+        return {**({"bias": bias()} if cfg.shares_positions else {}),
+                "h": blocks(functools.partial(block, name), layers), "norm_f": norm()}  # fmt: skip
 
     return {
         "wte": initial.normal((cfg.vocab_size, d), std=factor),
@@ -204,11 +209,9 @@ def apply(
     dropout on; `remat` recomputes blocks in backward. `mask` [B@data, S] and `decoder_mask` [B@data, T] are 0 for
     padding, on either side: no token attends to it.
     """
-    layout = layout.with_batch(ids, key, cfg.dropout_rate)
-    top = _unshard(cfg, params, layout, specs, ("wte", *_STACKS, *_head(cfg)))
-    x = _encode(cfg, params, top, ids, layout, specs, key, remat, mask)
-    source = layout.enter(x, ids.shape[1])  # once for all blocks
-    return _decode(cfg, params, top, source, decoder_ids, layout, specs, key, remat, mask, decoder_mask, None)[0]
+    call = _Call.of(cfg, params, ids, layout, specs, key, remat, ("wte", *_STACKS, *_head(cfg)))
+    source = layout.enter(_encode(call, ids, mask), ids.shape[1])  # once for all blocks
+    return _decode(call, source, decoder_ids, mask, decoder_mask, None)[0]
 
 
 @checked
@@ -220,9 +223,8 @@ def encode(
 
     The parameters need neither a decoder nor a head.
     """
-    layout = layout.with_batch(ids, key, cfg.dropout_rate)
-    top = _unshard(cfg, params, layout, specs, ("wte", "encoder"))
-    return layout.whole(_encode(cfg, params, top, ids, layout, specs, key, remat, mask), ids.shape[1])
+    call = _Call.of(cfg, params, ids, layout, specs, key, remat, ("wte", "encoder"))
+    return layout.whole(_encode(call, ids, mask), ids.shape[1])
 
 
 @checked
@@ -236,10 +238,8 @@ def decode(
     `mask` is that of the source. With a `cache` the result is (logits, the updated cache): it has the keys and values
     of the tokens before, which `decoder_mask` covers too, and of the source, which is projected by the first call only.
     """
-    layout = layout.with_batch(decoder_ids, key, cfg.dropout_rate)
-    top = _unshard(cfg, params, layout, specs, ("wte", "decoder", *_head(cfg)))
-    logits, cache = _decode(cfg, params, top, pvary(states, layout.model), decoder_ids, layout, specs, key, remat, mask,
-                            decoder_mask, cache)  # fmt: skip
+    call = _Call.of(cfg, params, decoder_ids, layout, specs, key, remat, ("wte", "decoder", *_head(cfg)))
+    logits, cache = _decode(call, pvary(states, layout.model), decoder_ids, mask, decoder_mask, cache)
     return logits if cache is None else (logits, cache)
 
 
@@ -247,51 +247,65 @@ def _head(cfg: Config) -> tuple[str, ...]:
     return () if cfg.tie_word_embeddings else ("head",)
 
 
-def _unshard(cfg: Config, params: Any, layout: Layout, specs: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Unshard these parts of the parameters but for the blocks."""
-    without = _without_blocks
-    return layout.unshard(names, without(params), specs if is_spec(specs) else without(specs), without(init(cfg)))
+class _Call(NamedTuple):
+    """The arguments of a call, the described parameters, and those outside of the blocks, unsharded."""
+
+    cfg: Config
+    params: Any
+    layout: Layout
+    specs: Any
+    key: Tensor | None
+    remat: bool
+    described: Any
+    top: dict[str, Any]
+
+    @staticmethod
+    def of(
+        cfg: Config, params: Any, ids: Tensor, layout: Layout, specs: Any, key: Tensor | None, remat: bool,
+        names: tuple[str, ...],
+    ) -> _Call:  # fmt: skip
+        """Unshard the named parts of the parameters; ids [B, ...] have this rank's batch."""
+        check_ids("t5", ids)
+        layout = layout.with_batch(ids, key, cfg.dropout_rate)
+        described = _described(cfg, lambda block, n: [block()] * n)  # of which only the shapes are used
+        top = layout.unshard(names, _without_blocks(params), _without_blocks(specs), _without_blocks(described))
+        return _Call(cfg, params, layout, specs, key, remat, described, top)
 
 
 def _without_blocks(parts: Any) -> Any:
-    """The parts of a tree, of its stacks those outside of the blocks; what is not such a tree stays as it is."""
+    """The parts of a tree, of its stacks those outside of the blocks; one P for all of them stays as it is."""
     if not isinstance(parts, Mapping):
         return parts
     return {name: {n: p for n, p in part.items() if n != "h"} if name in _STACKS and isinstance(part, Mapping) else part
             for name, part in parts.items()}  # fmt: skip
 
 
-def _encode(
-    cfg: Config, params: Any, top: Any, ids: Tensor, layout: Layout, specs: Any, key: Tensor | None, remat: bool,
-    mask: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _encode(call: _Call, ids: Tensor, mask: Tensor | None) -> Tensor:
     """The normalized stream after the last block, [B, S, D]{I model}, or [B, S@model, D]."""
-    check_ids("t5", ids)
-    tokens, at = Tokens.of(ids), torch.arange(ids.shape[1], device=ids.device)
-    buckets = _buckets(at - at.unsqueeze(1), cfg, bidirectional=True)
-    run = _Stack(cfg, layout, tokens, buckets, _attended(mask, *ids.shape), None)
-    return _run_stack("encoder", run, params, top, ids, (), specs, key, remat, None)[0]
+    at = torch.arange(ids.shape[1], device=ids.device)
+    buckets = _buckets(at - at.unsqueeze(1), call.cfg, bidirectional=True)
+    stack = _Stack(call.cfg, call.layout, Tokens.of(ids), buckets, _attended(mask, *ids.shape), None)
+    return _run_stack("encoder", call, stack, ids, (), None)[0]
 
 
 def _decode(
-    cfg: Config, params: Any, top: Any, source: Tensor, ids: Tensor, layout: Layout, specs: Any, key: Tensor | None,
-    remat: bool, mask: Tensor | None, decoder_mask: Tensor | None, cache: Cache | None,
-) -> tuple[Tensor, Cache | None]:  # fmt: skip
+    call: _Call, source: Tensor, ids: Tensor, mask: Tensor | None, decoder_mask: Tensor | None, cache: Cache | None
+) -> tuple[Tensor, Cache | None]:
     """The logits [B, T, V@model], and the updated cache; source [B, S, D]{V model}."""
-    tokens = Tokens.of(ids, decoder_mask, cache)
+    cfg, tokens = call.cfg, Tokens.of(ids, decoder_mask, cache)
     if len(source) != len(ids) and not (cache and cache.blocks):  # beams have more rows than the source, in a cache
         raise fail("t5: the decoder needs a row for each row of the source", source=len(source), decoder_ids=len(ids))
-    own = tokens.mask
     at = torch.arange(tokens.start + tokens.t, device=ids.device)
+    own = tokens.mask
     if own is None and tokens.t > 1:
         own = nn.causal_mask(tokens.t, len(at), device=ids.device)
     buckets = _buckets(at - at[tokens.start :].unsqueeze(1), cfg, bidirectional=False)
-    run = _Stack(cfg, layout, tokens, buckets, own, _attended(mask, len(ids), source.shape[1]))
-    x, blocks = _run_stack("decoder", run, params, top, ids, (source,), specs, key, remat, cache)
+    stack = _Stack(cfg, call.layout, tokens, buckets, own, _attended(mask, len(ids), source.shape[1]))
+    x, blocks = _run_stack("decoder", call, stack, ids, (source,), cache)
     if cfg.scale_decoder_outputs:
         x = x * cfg.d_model**-0.5
-    head = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
-    logits = nn.linear(layout.enter(x, tokens.t), head)
+    head = call.top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else call.top["head"]["w"]
+    logits = nn.linear(call.layout.enter(x, tokens.t), head)
     return logits, None if cache is None else cache.updated(blocks, tokens.t)
 
 
@@ -378,47 +392,54 @@ class _Stack(NamedTuple):
 
 
 def _run_stack(
-    name: str, run: _Stack, params: Any, top: Any, ids: Tensor, source: tuple[Tensor, ...], specs: Any,
-    key: Tensor | None, remat: bool, cache: Cache | None,
-) -> tuple[Tensor, list[Any]]:  # fmt: skip
+    name: str, call: _Call, stack: _Stack, ids: Tensor, source: tuple[Tensor, ...], cache: Cache | None
+) -> tuple[Tensor, list[Any]]:
     """Embed ids and apply the blocks of a stack: the normalized stream, and the keys and values of each block."""
-    cfg, layout, own = run.cfg, run.layout, top[name]
-    key = fold_name(key, name)
-    x = run.dropout(layout.embed(ids, top["wte"], cfg.vocab_size), key, "embd")
+    cfg, layout, own, key = call.cfg, call.layout, call.top[name], fold_name(call.key, name)
+    x = stack.dropout(layout.embed(ids, call.top["wte"], cfg.vocab_size), key, "embd")
     # The blocks pass on the bias and the source, which are differentiated, beside the stream: scan captures no tensor,
     # and their gradients are summed block by block.
-    bias = (run.bias(own["bias"]),) if cfg.shares_positions else ()
+    bias = (stack.bias(own["bias"]),) if cfg.shares_positions else ()
     (x, *_), blocks = apply_blocks(
-        functools.partial(_block, run), params[name], (x, *bias, *source), layout=layout,
-        described=init(cfg)[name], specs=None if specs is None else spec_of(specs, name), key=key, remat=remat,
-        cache=cache,
+        functools.partial(_block, stack), call.params[name], (x, *bias, *source), layout=layout,
+        described=call.described[name], specs=None if call.specs is None else spec_of(call.specs, name), key=key,
+        remat=call.remat, cache=cache,
     )  # fmt: skip
-    return run.dropout(run.norm(x, own["norm_f"]), key, "final"), blocks
+    return stack.dropout(stack.norm(x, own["norm_f"]), key, "final"), blocks
 
 
 def _block(
-    run: _Stack, p: Any, carried: tuple[Tensor, ...], key: Tensor | None, cached: tuple[KeyValues, KeyValues] | None
+    stack: _Stack, p: Any, carried: tuple[Tensor, ...], key: Tensor | None, cached: tuple[KeyValues, KeyValues] | None
 ) -> tuple[tuple[Tensor, ...], Any]:
     """x + attention, + attention to the source in a decoder, + mlp, each of the norm of what is before it.
 
     `carried` are the stream x [B, T, D]{I model}, or [B, T@model, D], the bias if the blocks share it, and the source.
     """
     (x, *rest), attn = carried, p["attn"]
-    bias = rest[0] if run.cfg.shares_positions else run.bias(attn["bias"])
+    bias = rest[0] if stack.cfg.shares_positions else stack.bias(attn["bias"])
     own, cross = cached or (None, None)
 
-    h = run.enter(x, attn["norm"])
+    h = stack.enter(x, attn["norm"])
     q, k, v = (project_heads(h, attn[name]) for name in "qkv")  # each [B, H@model, T, K]
-    k, v, own = append_to_cache(k, v, run.tokens, own)
-    x = x + run.attention(q, KeyValues(k, v), bias, attn, key, "attn")
+    k, v, own = append_to_cache(k, v, stack.tokens, own)
+    x = _finite(x + stack.attention(q, KeyValues(k, v), bias, attn, key, "attn"))
 
     if "cross" in p:
-        q = project_heads(run.enter(x, p["cross"]["norm"]), p["cross"]["q"])
+        q = project_heads(stack.enter(x, p["cross"]["norm"]), p["cross"]["q"])
         if cross is None:
             cross = KeyValues(*(project_heads(rest[-1], p["cross"][name]) for name in "kv"))
-        x = x + run.attention(q, cross, run.source_attended, p["cross"], key, "cross")
+        x = _finite(x + stack.attention(q, cross, stack.source_attended, p["cross"], key, "cross"))
 
-    return (x + run.mlp(x, p["mlp"], key), *rest), (own, cross)
+    return (_finite(x + stack.mlp(x, p["mlp"], key)), *rest), (own, cross)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """The stream with the largest numbers of float16 for infinities, which a pretrained T5 reaches in this dtype.
+
+    In transformers one infinity lowers this bound by 1000 for the whole batch, here it does not depend on the others.
+    """
+    largest = torch.finfo(torch.float16).max
+    return x.clamp(-largest, largest) if x.dtype == torch.float16 else x
 
 
 @checked
@@ -551,7 +572,7 @@ def config(folder: StrPath) -> Config:
     kind = contents.get("model_type")
     feed_forward = contents.get("feed_forward_proj", "gated-gelu" if kind in ("mt5", "umt5") else "relu")
     tied = contents.get("tie_word_embeddings", True) is not False
-    scaled = {"t5": tied, "mt5": False}.get(str(kind), True)
+    scaled = {"t5": tied, "mt5": False}.get(str(kind), True)  # as transformers 5: for umt5 whatever the file says
     fixed = {"model_type": kind if kind in _CLASSES else "t5", "is_encoder_decoder": True, "is_decoder": False}
     if isinstance(feed_forward, str):
         fixed |= {"dense_act_fn": _activation(feed_forward), "is_gated_act": feed_forward.startswith("gated-")}

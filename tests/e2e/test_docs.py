@@ -250,6 +250,11 @@ bert = fs.models.bert
 cfg = bert.Config(32, 16, 1, 2, 32)
 bert.save("my-bert", cfg, fs.materialize(bert.init(cfg), P(), mesh, key=fs.key(0)))
 """
+T5 = """
+t5 = fs.models.t5
+cfg = t5.Config("t5", 32, 16, 4, 24, 1, 1, 2)
+t5.save("my-t5", cfg, fs.materialize(t5.init(cfg), P(), mesh, key=fs.key(0)))
+"""
 CHAIN = """
 specs = {"w": P()}
 params, grads = {"w": torch.zeros(1)}, {"w": torch.tensor([2.7183])}
@@ -289,6 +294,7 @@ SETUP = {
     "fshard.models.heads.load": HEADS,
     "fshard.models.llama.load": LLAMA,
     "fshard.models.mixtral.load": MIXTRAL,
+    "fshard.models.t5.load": T5,
     "fshard.nn.layers.attention": "q = k = v = torch.ones(2, 3, 4, 8)\nkey = fs.key(0)",
     "fshard.nn.layers.dropout": "x, key, layer = torch.ones(2, 3, 4), fs.key(0), 2",
     "fshard.nn.layers.embedding": VOCABULARY + 'params = {"wte": torch.ones(v, 4)}',

@@ -92,6 +92,7 @@ def _models() -> list[Call]:
         fs.models.llama: hidden, fs.models.bert: hidden | {"pooler": True, "nsp": True},
         **{getattr(fs.models, name): hidden | {"num_key_value_heads": 1}
            for name in ("mistral", "mixtral", "qwen2", "qwen3")},
+        fs.models.t5: {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2},
     }  # fmt: skip
     calls = []
     one = fs.make_mesh(kind="simulated", data=1)
@@ -115,12 +116,17 @@ def _models() -> list[Call]:
             "embed": {**common, "ids": ids},
             "pool": {"x": W[None], "mask": None},
             "logits": {**common, "ids": ids},
+            "encode": {**common, "ids": ids, **options, "remat": False},
+            "decode": {**common, "states": torch.ones(2, 3, 8), "decoder_ids": ids, **options, "decoder_mask": None},
+            "shifted": {"cfg": cfg, "targets": ids},
             "pooled": {**common, "x": torch.ones(2, 3, 16)},
             "follows": {**common, "x": torch.ones(2, 3, 16)},
             "load": {"path": f"{model.__name__.rpartition('.')[2]}_saved"},
             "config": {"folder": f"{model.__name__.rpartition('.')[2]}_saved"},
         }
         given["Cache"] = {"capacity": 8}
+        if model is fs.models.t5:
+            given["apply"] |= {"decoder_ids": ids, "decoder_mask": None}
         model.save(given["load"]["path"], cfg, params)
         found = [Call(name, getattr(model, name), args) for name, args in given.items() if hasattr(model, name)]
         calls += prefixed(model.__name__.removeprefix("fshard."), *found)

@@ -196,7 +196,7 @@ def test_what_no_head_can_be_is_refused(tmp_path):
         assert line in text
     assert "problem_type='regression' of tokens" in error_text(heads.Config, small, "tokens", problem_type="regression")
     assert error_text(heads.Config, {"n_embd": 3}, "tokens").startswith(
-        "heads.Config: base must be a Config of a model"
+        "heads.Config: base must be a Config of bert, gpt2, "
     )
     folder = cases.saved(cases.hugging_face("gpt2"), tmp_path)
     text = error_text(heads.load, folder)
@@ -207,7 +207,7 @@ def test_what_no_head_can_be_is_refused(tmp_path):
     ids = cases.tokens(61)
     assert "needed  [6, 2]" in error_text(heads.loss, cfg, p, ids, ids[:, 0])
     assert "params must be a dict with 'base' and 'score'" in error_text(heads.apply, cfg, p["base"], ids)
-    assert "embed: cfg must be a Config of a model in fs.models, got a Config\n  fix: cfg.base and params['base']" in (
+    assert "mixtral, qwen2, qwen3, got a Config\n  fix: cfg.base and params['base']" in (
         error_text(heads.embed, cfg, p, ids))  # fmt: skip
     assert "sequences without tokens have no last one" in error_text(heads.apply, cfg, p, ids[:, :0])
     assert "bert: the config has no mlm" in error_text(

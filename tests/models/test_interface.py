@@ -41,3 +41,10 @@ def test_the_encoder_has_the_positional_arguments_of_decoders(f):
         return [p.name for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     assert positional(models.bert) == positional(models.gpt2)
+
+
+@pytest.mark.parametrize("f", ["config", "init", "load", "loss", "save", "specs", "theirs", "generate"])
+def test_the_encoder_decoder_has_the_arguments_of_decoders_and_the_masks_of_its_target(f):
+    other, gpt2 = (inspect.signature(getattr(model, f)).parameters for model in (models.t5, models.gpt2))
+    assert {name: x.kind for name, x in other.items() if not name.startswith("decoder_")} == {
+        name: x.kind for name, x in gpt2.items()}  # fmt: skip

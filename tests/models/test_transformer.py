@@ -10,7 +10,7 @@ import torch
 import fshard as fs
 from fshard import P, ShardingError
 from fshard.decoding import loop
-from fshard.models import bert, gpt2, gpt_neox, gptj, llama
+from fshard.models import bert, gpt2, gpt_neox, gptj, llama, t5
 from tests.lib.model_cases import close, tokens
 
 MODELS = {
@@ -19,6 +19,7 @@ MODELS = {
     "gpt_neox": (gpt_neox, gpt_neox.Config(5, 24, 1, 3, 10, attention_dropout=0.2, hidden_dropout=0.2)),
     "llama": (llama, llama.Config(5, 12, 10, 1, 3, attention_dropout=0.2)),
     "bert": (bert, bert.Config(5, 12, 1, 3, 10, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)),
+    "t5": (t5, t5.Config("t5", 5, 12, 4, 10, 1, 1, 3, dropout_rate=0.2)),
 }
 
 
@@ -44,7 +45,7 @@ def assert_same(got, want):
     close(got, want, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "t5")) for name in MODELS])
 def test_dropout_of_an_uneven_batch_is_the_same_on_every_mesh(name):
     model, cfg = MODELS[name]
     ids = tokens(5, b=5, t=4)
