@@ -83,6 +83,7 @@ _FIXES: dict[Any, str] = {  # by the kind and the type that was passed, by the n
     ("a Tensor", "Sharded"): "compute inside fs.shard_map, where it is a tensor; fs.device_get(x) is the full tensor",
     ("a Tensor", "Deferred"): "fs.materialize it, and compute inside fs.shard_map",
     "key": "fs.key(0)",
+    "base": "fs.checkpoint.digest(tree)",
     "a Tensor": "torch.as_tensor(x)",
     "a Mesh": "fs.make_mesh(data=2, model=4)",
     "a P": "fs.P('data'); fs.P() for a leaf that is not split",

@@ -229,39 +229,111 @@ def _modified(name: str, args: Sequence[Any], constant: set[int]) -> ShardingErr
 
 @checked
 def accumulate(
-    f: Callable[..., Any], steps: int, *, argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    f: Callable[..., Any], steps: int, *, argnums: int | Sequence[int] = 0, has_aux: bool = False,
+    counted: bool = False, gather: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Return `value_and_grad` over `steps` microbatches in sequence: the mean of their values and gradients.
 
     Every argument that is not differentiated is split along dim 0 into `steps` equal parts (leaf by leaf; 0-d leaves
     and numbers are passed whole). Only the activations of one microbatch exist at a time. With `has_aux`, aux leaves
-    are stacked, [steps, ...]. To reduce gradients over an axis once instead of once per microbatch, `pvary` the
-    parameters before and `psum` the gradients after.
+    are stacked, [steps, ...].
+
+    The gradients of all ranks are added in one of three ways:
+
+    - in each microbatch, where `f` itself gathers the parameters, by `unshard` or `scan`. Gradients take twice the
+      memory of a rank's part of the parameters.
+    - once, with `gather`, which gathers the parameters before the microbatches: the fewest transfers. The parameters
+      and two copies of their gradients are whole on each rank.
+    - never, where the parameters and the loss vary over the axis: each rank has the gradients of its own examples, as
+      in `accumulate(loss, 4)(pvary(params, "data"), x)` of a loss without `pmean`.
+
+    Args:
+        counted: `f` returns `(total, count)`: a sum over what it counts, as the tokens that have a target, and their
+            number, each of all ranks. The value is the sum of the totals divided by that of the counts: the mean over
+            the whole batch, also if the microbatches count different numbers. With `has_aux`, `((total, count), aux)`.
+        gather: a function of the differentiated argument, called once; `f` gets its result. Its transpose reduces the
+            sum of the gradients.
 
     >>> loss, grads = accumulate(loss_fn, 4)(params, x, y)       # x [4 * b, D], y [4 * b]
+    >>> loss, grads = accumulate(loss_fn, 4, gather=lambda p: pvary(p, "data"))(params, x, y)
 
     Raises ShardingError if `steps` does not divide a leaf's dim 0.
     """
     if steps < 1:
         raise fail(f"accumulate: steps={steps}", fix="one or more")
-    one = value_and_grad(f, argnums, has_aux=has_aux)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if gather is not None and len(numbers) != 1:
+        raise fail(f"accumulate: argnums={argnums}: gather= is a function of one argument", fix="argnums=0")
+    name = getattr(f, "__name__", type(f).__name__)
+
+    @named_as(f)
+    def total_and_rest(*args: Any, **kwargs: Any) -> Any:
+        """Return (total, (count, aux)), where a mean is the total of one."""
+        out = f(*args, **kwargs)
+        loss, aux = _pair(name, "has_aux", out, "(loss, aux)") if has_aux else (out, None)
+        total, count = _pair(name, "counted", loss, "(total, count)") if counted else (loss, 1)
+        return total, (count, aux)
+
+    one = value_and_grad(total_and_rest, argnums, has_aux=True)
 
     @named_as(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         differentiated = {i % len(args) for i in numbers}
-        total: Any = None
+        full, reduce = list(args), None
+        if gather is not None:
+            _check_differentiable(name, numbers, args)
+            full[numbers[0]], reduce = _vjp(gather, args[numbers[0]])
+        sums: list[Any] = []
+        count: Any = 0
         auxes = []
         for step in range(steps):
-            part = [a if i in differentiated else _microbatch(i, a, step, steps) for i, a in enumerate(args)]
-            value, grads = one(*part, **kwargs)
-            loss, aux = value if has_aux else (value, None)
+            part = [a if i in differentiated else _microbatch(i, a, step, steps) for i, a in enumerate(full)]
+            (total, (n, aux)), grads = one(*part, **kwargs)
+            count = count + n
             auxes.append(aux)
-            total = (loss, grads) if total is None else tree.map(torch.add, total, (loss, grads))
-        loss, grads = tree.map(lambda t: t / steps, total) if steps > 1 else total
+            flat, treedef = tree.flatten((total, grads))
+            del total, grads
+            for i, x in enumerate(flat):  # leaf by leaf: two copies of the gradients and one leaf exist, and not three
+                sums[i : i + 1] = [sums[i] + x if step else x]
+            del flat, x
+        loss, grads = tree.unflatten(treedef, sums)
+        del sums
+        if reduce is not None:
+            grads = reduce(grads)
+        if counted or steps > 1:
+            loss, grads = tree.map(lambda x: _divided(x, count), (loss, grads))
         return ((loss, tree.map(lambda *xs: torch.stack(xs), *auxes)) if has_aux else loss), grads
 
     return wrapped
+
+
+def _pair(name: str, option: str, x: Any, words: str) -> tuple[Any, Any]:
+    if not (isinstance(x, tuple) and len(x) == 2):
+        raise fail(f"accumulate({name}): {option}=True, and the result is {shown(x)}", fix=f"return {words}")
+    return x[0], x[1]
+
+
+def _divided(x: Tensor, count: Any) -> Tensor:
+    """Return x / count in the dtype of x."""
+    # CUDA casts a count on the device to the dtype of x first, and half precision has not all integers.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)) if isinstance(count, Tensor) else x
+    out: Tensor = wide / count
+    return out.to(x.dtype)
+
+
+def _vjp(f: Callable[..., Any], x: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return f(x), and its transposed derivative: `torch.func.vjp`, of any tree."""
+    leaves, treedef = tree.flatten(x)
+    treedefs = []
+
+    def of_leaves(*flat: Tensor) -> tuple[Tensor, ...]:
+        out, of_out = tree.flatten(f(tree.unflatten(treedef, flat)))
+        treedefs.append(of_out)
+        return tuple(out)
+
+    vjp: Any = torch.func.vjp  # its result has two types
+    out, transposed = vjp(of_leaves, *leaves)
+    return tree.unflatten(treedefs[0], out), lambda y: tree.unflatten(treedef, transposed(tuple(tree.leaves(y))))
 
 
 def _microbatch(i: int, arg: Any, step: int, steps: int) -> Any:

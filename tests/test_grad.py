@@ -14,6 +14,7 @@ import torch
 import fshard as fs
 from fshard import P, ShardingError
 from tests.lib.assertions import error_text
+from tests.lib.operations import Operations
 
 
 def mlp(p, x):
@@ -95,6 +96,12 @@ def test_second_derivatives():
          ("accumulate: args[1] cannot be split into 3 equal microbatches\n  shape  [4, 3]\n  4 % 3 = 1\n"
           "  fix: another number of steps, or another batch size")),
         (lambda: fs.accumulate(loss, 0), "accumulate: steps=0\n  fix: one or more"),
+        (lambda: fs.accumulate(loss, 2, argnums=(0, 1), gather=lambda p: p),
+         "accumulate: argnums=(0, 1): gather= is a function of one argument\n  fix: argnums=0"),
+        (lambda: fs.accumulate(loss, 2, counted=True)(*data()),
+         "accumulate(loss): counted=True, and the result is a Tensor\n  fix: return (total, count)"),
+        (lambda: fs.accumulate(loss, 2, has_aux=True)(*data()),
+         "accumulate(loss): has_aux=True, and the result is a Tensor\n  fix: return (loss, aux)"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_errors(call, text):
@@ -111,20 +118,162 @@ def test_accumulate_equals_the_whole_batch(steps):
     torch.testing.assert_close(aux.sum(), x.sum())
 
 
-def test_accumulate_with_one_reduction_on_a_mesh():
-    p, x = data()
-    mesh = fs.make_mesh(data=2)
+# accumulate / no_sync of Accelerate: gradients reduced in each microbatch, once, or never
 
-    @fs.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()))
-    def step(p, x):
-        p = fs.pvary(p, "data")
-        value, grads = fs.accumulate(lambda p, x: fs.pmean(loss(p, x), "data"), 2)(p, x)
-        return value, fs.psum(grads, "data")
+ACCUMULATED = {"w": P("data"), "b": P(), "frozen": P(None, "data")}
 
+
+def accumulated(mesh, mode, steps, p, x):
+    """Return (loss, gradients of w and b) on a mesh: global ones, or those of each rank, stacked, in mode "never"."""
+    specs, (trained, frozen) = ACCUMULATED, fs.partition(p, ["w", "b"])
+
+    def whole(p):
+        shapes = next(part for part in (PARAMS, *fs.partition(PARAMS, ["w", "b"]))
+                      if fs.tree.structure(part) == fs.tree.structure(p))  # fmt: skip
+        return fs.unshard(p, specs, "data", shapes=shapes)
+
+    def local(p, x):
+        return loss({"w": p["w"], "b": p["b"]}, x @ p["frozen"])
+
+    def step(trained, frozen, x):
+        if mode == "never":
+            p, rest = whole(trained), whole(frozen)
+            value, grads = fs.accumulate(lambda p, x: local(fs.combine(p, rest), x), steps)(p, x)
+            return fs.tree.map(lambda t: t[None], (value, grads))
+        if mode == "once":
+            rest = whole(frozen)
+            f = lambda p, x: fs.pmean(local(fs.combine(p, rest), x), "data")  # noqa: E731
+            return fs.accumulate(f, steps, gather=whole)(trained, x)
+        f = lambda p, x: fs.pmean(local(whole(fs.combine(p, frozen)), x), "data")  # noqa: E731
+        return fs.accumulate(f, steps)(trained, x)
+
+    out = P("data") if mode == "never" else (P(), specs)
+    f = fs.shard_map(step, mesh=mesh, in_specs=(specs, specs, P("data")), out_specs=out)
+    args = fs.device_put((trained, frozen), specs_of((trained, frozen)), mesh)
     with fs.recording() as log:
-        got = step(p, x)
-    close(fs.device_get(got), by_autograd(p, x))
-    assert sorted(t.bytes for t in log) == [8, 8, 8, 8, 96, 96]  # two losses, one gradient, on two ranks
+        got = f(*args, x)
+    return fs.device_get(got), [(t.op, t.phase) for t in log if (t.op, t.bytes) != ("all_reduce", 8)]  # less the loss
+
+
+def specs_of(parts):
+    return tuple(fs.partition(ACCUMULATED, names)[0] for names in (["w", "b"], "frozen"))
+
+
+PARAMS = {"w": torch.zeros(3, 3), "b": torch.zeros(3), "frozen": torch.zeros(3, 3)}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_accumulate_has_three_ways_to_reduce(n, steps):
+    """Gradients of all examples, or of each rank's own; transfers of gradients: as many as microbatches, one, none."""
+    g = torch.Generator().manual_seed(3)
+    p = fs.tree.map(lambda t: torch.randn(t.shape, generator=g, dtype=torch.float64), PARAMS)
+    x = torch.randn(12, 3, generator=g, dtype=torch.float64)
+    whole_loss = lambda t, x: loss({"w": t["w"], "b": t["b"]}, x @ p["frozen"])  # noqa: E731
+    trained = {"w": p["w"], "b": p["b"]}
+    want = by_autograd(trained, x, whole_loss)
+    for mode in ("each", "once", "never"):
+        (value, grads), log = accumulated(fs.make_mesh(data=n), mode, steps, p, x)
+        assert grads.pop("frozen") is None
+        if mode == "never":
+            for rank, part in enumerate(x.chunk(n)):
+                close((value[rank], fs.tree.map(lambda t, r=rank: t[r], grads)), by_autograd(trained, part, whole_loss))
+        else:
+            close((value, grads), want)
+        reductions = [op for op, phase in log if phase == "backward"]
+        gathers = [op for op, phase in log if phase == "forward"]
+        times = {"each": steps, "once": 1, "never": 0}[mode] if n > 1 else 0
+        assert sorted(reductions) == sorted(["all_reduce", "reduce_scatter"] * times * n), mode
+        if n > 1:  # of w and frozen in one transfer, or each of them before the microbatches
+            assert gathers == ["all_gather"] * n * (steps if mode == "each" else 2), mode
+
+
+def test_accumulation_holds_two_copies_of_the_gradients_and_one_leaf():
+    leaves, n, rows = 8, 10_000, 2
+    params, x = [torch.ones(n) for _ in range(leaves)], torch.ones(4 * rows, 1)
+
+    def local(ps, x):
+        return sum((p.square().sum() * x).sum() for p in ps)
+
+    for steps in (1, 2, 4):
+        with Operations() as seen:
+            fs.accumulate(local, steps)(params, x)
+        copies = 1 if steps == 1 else 2
+        assert seen.peak <= (copies * leaves + 2.1) * n * 4  # and what one leaf has in backward
+
+
+def peak_of_accumulation(gather, width=128, blocks=8):
+    """Return the most bytes that a rank of two has allocated at a time in a step, for each parameter of a block."""
+    specs, mesh, most = [P("data")] * blocks, fs.make_mesh(data=2), {}
+    params = fs.materialize([fs.init.zeros((width, width)) for _ in specs], P("data"), mesh, key=fs.key(0))
+
+    def loss(ps, x):
+        for w in ps if gather else ():
+            x = x + x @ w
+        if not gather:
+            x = fs.scan(lambda w, x: x + x @ w, ps, x, specs=P("data"), axis="data")
+        return fs.pmean(x.sum(), "data")
+
+    def step(ps, x):
+        how = {"gather": lambda p: fs.unshard(p, specs, "data")} if gather else {}
+        with Operations() as seen:
+            out = fs.accumulate(loss, 4, **how)(ps, x)
+        most[int(fs.axis_index("data"))] = seen.peak
+        return out
+
+    f = fs.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check="never")
+    f(params, torch.zeros(8, width))
+    return max(most.values()) / width**2
+
+
+def test_accumulation_of_sharded_gradients_never_holds_whole_ones():
+    # Bytes for each parameter of a block: 4 whole, 2 of a part. At a time there are two gathered blocks, one whole
+    # gradient and its buffer, 16; activations of a row, 1; the sums, 8 * 2; and the new gradients of both ranks, which
+    # one thread makes, 8 * 4. Whole gradients would be 8 * 2 more, and the sums of whole ones 8 * 2.
+    assert peak_of_accumulation(gather=False) <= 16 + 1 + 8 * 2 + 8 * 4
+    assert peak_of_accumulation(gather=True) >= 8 * 4 * 3  # the parameters, the sums and the new gradients, whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2}, {"data": 3}], ids=str)
+def test_counted_losses_are_divided_by_the_tokens_of_all_microbatches(axes, dtype):
+    """The mean over all tokens with a target, though ranks and microbatches have different numbers of them, or none."""
+    g = torch.Generator().manual_seed(0)
+    w = torch.randn(4, 7, generator=g).to(dtype)
+    x, y = torch.randn(12, 5, 4, generator=g).to(dtype), torch.randint(7, (12, 5), generator=g)
+    y[torch.rand(12, 5, generator=g) < 0.5] = -100
+    y[6:8] = -100
+
+    def total_and_count(w, x, y):
+        total = fs.nn.cross_entropy(x @ fs.pvary(w, "data"), y, reduction="sum")
+        return fs.psum((total, (y != -100).sum()), "data")
+
+    def step(w, x, y):
+        return fs.accumulate(total_and_count, 2, counted=True)(w, x, y)
+
+    f = fs.shard_map(step, mesh=fs.make_mesh(**axes), in_specs=(P(), P("data"), P("data")), out_specs=P())
+    got = fs.device_get(f(w, x, y))
+    want = by_autograd(w, x, lambda w, x: torch.nn.functional.cross_entropy((x @ w).flatten(0, 1), y.flatten()))
+    if dtype == torch.float64:
+        close(got, want)
+    else:  # totals are rounded to 8 bits in each microbatch
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.01, check_dtype=False)
+
+
+def test_counted_with_aux_and_gather_and_large_counts():
+    def f(w, x):
+        return ((x * w).sum(), len(x) * 4097), x.sum()
+
+    x = torch.arange(6.0)
+    (value, aux), grads = fs.accumulate(f, 3, has_aux=True, counted=True, gather=lambda w: 2 * w)(torch.tensor(1.0), x)
+    assert (value.item(), grads.item()) == pytest.approx((30 / (6 * 4097),) * 2)
+    assert aux.tolist() == [1, 5, 9]
+    for count in (torch.tensor(257), torch.tensor(257.0)):  # 256 in bfloat16
+        for shape in ((), (2,)):
+            w = torch.ones(shape, dtype=torch.bfloat16)
+            _, grads = fs.accumulate(lambda w, n=count: (w.sum() * 256, n), 1, counted=True)(w)
+            assert torch.equal(grads, torch.full(shape, 256 / 257).bfloat16())
+            assert grads.dtype == torch.bfloat16
 
 
 # --- by plain autograd ---

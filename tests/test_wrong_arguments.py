@@ -203,8 +203,9 @@ CALLS = [
          {"f": loss, "argnums": 0, "has_aux": False, "p": TREE, "x": W}, words=_BY_POSITION),
     Call("grad", lambda f, argnums, p, x: fs.grad(f, argnums)(p, x), {"f": loss, "argnums": 0, "p": TREE, "x": W},
          words=_BY_POSITION),
-    Call("accumulate", lambda f, steps, argnums, p, x: fs.accumulate(f, steps, argnums=argnums)(p, x),
-         {"f": loss, "steps": 2, "argnums": 0, "p": TREE, "x": W}, words=_BY_POSITION),
+    Call("accumulate", lambda f, p, x, steps, **how: fs.accumulate(f, steps, **how)(p, x),
+         {"f": loss, "steps": 2, "argnums": 0, "counted": False, "gather": None, "p": TREE, "x": W},
+         words=_BY_POSITION),
     outside(fs.remat, f=block),
     # random numbers and initializers
     outside(fs.key, n=0),
@@ -335,8 +336,11 @@ def checkpoint_calls(folder: Path) -> list[Call]:
     fs.checkpoint.save(folder / "saved", TREE, step=1)
     fs.checkpoint.save(folder / "one", TREE)
     return prefixed("checkpoint",
-        outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True),
-        outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at=""),
+        outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True,
+                base=None),
+        outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at="",
+                base=None),
+        outside(fs.checkpoint.digest, tree_=TREE),
         outside(fs.checkpoint.inspect, path=folder / "saved", step=1),
         outside(fs.checkpoint.steps, path=folder / "saved"),
         outside(fs.checkpoint.latest, path=folder / "saved"),

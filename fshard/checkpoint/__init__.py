@@ -8,6 +8,12 @@ A tree has `Sharded` leaves, plain tensors (a key: the same on every rank) and P
 The ranks write in parallel, each part of a leaf once. A rank reads only the slices that it needs, for any mesh, specs
 and number of processes at saving. Simulated and process meshes write the same files, byte by byte.
 
+A part of a tree, as the adapters of frozen parameters, is saved with the digest of what it belongs to:
+
+    base = checkpoint.digest(params)                                    # once
+    checkpoint.save("out", adapters, step=25, base=base)
+    checkpoint.restore("out", adapters, step=25, base=base)             # an error with other parameters
+
 A checkpoint is a directory of safetensors files (`parts`) and a JSON manifest (`manifest`). It appears all at once: a
 kill at any time leaves the last one or the new one, and the new one if `save` has returned (`commit`). Nothing is
 pickled, and every byte that is read is checked.
@@ -24,6 +30,7 @@ from fshard._io import StrPath
 from fshard.errors import checked, raise_all
 
 from . import commit
+from .base import digest
 from .loading import restore
 from .manifest import Saved, Scalar
 from .parts import check_part
@@ -68,4 +75,4 @@ def latest(path: StrPath) -> int | None:
     return max(steps(path), default=None)
 
 
-__all__ = ["Saved", "inspect", "latest", "restore", "save", "steps"]
+__all__ = ["Saved", "digest", "inspect", "latest", "restore", "save", "steps"]

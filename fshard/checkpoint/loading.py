@@ -33,6 +33,7 @@ from fshard.spec import (
 )
 
 from . import commit
+from .base import check_base
 from .manifest import SCALARS, Manifest, Saved, Scalar, read_manifest
 from .parts import RESTORE_ANOTHER, Chunk, check_part, overlap, read_chunk
 
@@ -41,8 +42,9 @@ Reads = dict[str, list[tuple[str, Chunk, list[tuple[Box, Tensor]]]]]  # file -> 
 
 @checked
 def restore(
-    path: StrPath, like: Any, *, specs: Any = None, mesh: Mesh | None = None, step: int | None = None, at: str = ""
-) -> Any:
+    path: StrPath, like: Any, *, specs: Any = None, mesh: Mesh | None = None, step: int | None = None, at: str = "",
+    base: Mapping[str, str] | None = None,
+) -> Any:  # fmt: skip
     """Return a new tree with the structure of `like` and the values of the checkpoint.
 
     The values in `like` are ignored. Used are the shape, dtype, spec and mesh of a `Sharded` leaf; the shape and dtype
@@ -54,12 +56,14 @@ def restore(
         mesh: the mesh of the leaves. Without it each `Sharded` leaf stays on its own.
         step: restore `path/step_000025` instead of `path` itself.
         at: the dotted path of the subtree to restore: `"params"` for the parameters of a train state.
+        base: `digest` of the tree that the leaves belong to, if they were saved with one.
 
     >>> restore("out", init(), specs=specs, mesh=fs.make_mesh(model=2), step=25, at="params")
     {'up': f32[64, 256@model], 'down': f32[256@model, 64]}
 
     Raises ShardingError, before anything is loaded, listing every leaf that is missing, extra, or of another shape or
-    dtype, and every file that is missing, cut short or damaged; and later if the data in a file is damaged.
+    dtype, every leaf of the base that differs, and every file that is missing, cut short or damaged; and later if the
+    data in a file is damaged.
     """
     meshes = [mesh, *(x.mesh for x in tree.leaves(like) if isinstance(x, Sharded))]
     ranks = Ranks("restore", alone=not any(m is not None and m.kind == "process" for m in meshes))
@@ -70,6 +74,7 @@ def restore(
     def plan() -> str:
         raise_all(errors)
         manifest = commit.read(directory, step)
+        check_base(directory, manifest.base, base)
         with _unless_replaced(directory, manifest.digest):
             reads.update(_plan(targets, directory, manifest, at))
         return manifest.digest

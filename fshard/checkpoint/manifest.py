@@ -7,6 +7,7 @@
 `manifest.json` is one object. Its first line has `format`, `version` and the blake2b of the rest of the file:
 
     "step": 25 or null
+    "base": {"wte": "f32[96, 32] 5be0cd19..."}                 only of a checkpoint with a base, whose version is 2
     "files": {"part-00000.safetensors": {"bytes": 1208, "header_bytes": 184, "header_crc32": 1163250126}}
     "leaves": {
         "params.up":   {"dtype": "float32", "shape": [64, 256], "chunks": [
@@ -27,7 +28,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from fshard.spec import describe
 
 from .parts import DTYPES, PART_NAME, RESTORE_ANOTHER, UNCHANGED, Chunk, PartFile, block_count
 
-FORMAT, VERSION, MANIFEST = "fshard.checkpoint", 1, "manifest.json"
+FORMAT, MANIFEST = "fshard.checkpoint", "manifest.json"
+VERSIONS = (1, 2)  # 2 with a base, which a reader of 1 would not check
 SCALARS = (bool, int, float, str)
 Scalar = bool | int | float | str
 
@@ -59,27 +61,35 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint, except the bytes of tensors; `digest` is that of the text, once it is written."""
+    """Contents of a checkpoint, except the bytes of tensors; `digest` is that of the text, once it is written.
+
+    `base` has the digests of the tree that the leaves belong to; without one it is empty.
+    """
 
     step: int | None
     files: Mapping[str, PartFile]
     leaves: Mapping[str, Saved | Scalar]
+    base: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
 
 
-def leaves_digest(step: int | None, leaves: Mapping[str, Any], tied: Mapping[str, str]) -> str:
+def leaves_digest(
+    step: int | None, leaves: Mapping[str, Any], tied: Mapping[str, str], base: Mapping[str, str]
+) -> str:  # fmt: skip
     """Return a digest of the step and of all leaves without the bytes of tensors, for the headers of the part files."""
     table = {name: _encode(x) if isinstance(x, SCALARS) else [str(x.dtype), list(x.shape), tied.get(name)]
              for name, x in leaves.items()}  # fmt: skip
-    return _digest(json.dumps([step, table]).encode())
+    return _digest(json.dumps([step, table, *([base] if base else [])]).encode())
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json`, one line for each leaf, and flush it to the disk."""
     files = _rows({name: vars(part) for name, part in manifest.files.items()})
     leaves = _rows({path: _encode(leaf) for path, leaf in manifest.leaves.items()})
-    body = f'"step": {json.dumps(manifest.step)},\n"files": {files},\n"leaves": {leaves}}}\n'.encode()
-    first = f'{{"format": "{FORMAT}", "version": {VERSION}, "blake2b": "{_digest(body)}",\n'.encode()
+    base = f'"base": {_rows(manifest.base)},\n' if manifest.base else ""
+    body = f'"step": {json.dumps(manifest.step)},\n{base}"files": {files},\n"leaves": {leaves}}}\n'.encode()
+    version = VERSIONS[bool(base)]
+    first = f'{{"format": "{FORMAT}", "version": {version}, "blake2b": "{_digest(body)}",\n'.encode()
     path = directory / MANIFEST
     with write_errors("save", path, UNCHANGED):
         write_file(path, [first, body])
@@ -101,9 +111,9 @@ def read_manifest(directory: Path) -> Manifest:
     if not known:
         raise fail(f"{path} is not a manifest of fshard, or is damaged", f"its first line has no format {FORMAT!r}",
                    fix=RESTORE_ANOTHER)  # fmt: skip
-    if version != VERSION:
+    if version not in VERSIONS:
         raise fail(f"{path} was written by another version of fshard", fix="restore it with that version",
-                   expected=VERSION, got=version)  # fmt: skip
+                   expected=" or ".join(map(str, VERSIONS)), got=version)  # fmt: skip
     if digest != _digest(body):
         raise fail(f"{path} is damaged", fix=RESTORE_ANOTHER, expected=f"blake2b {digest}", got=_digest(body))
     try:
@@ -150,7 +160,10 @@ def _decode(body: Any) -> Manifest:
     _check_files_are_filled(files, [x for x in leaves.values() if isinstance(x, Saved) and x.same_as is None])
     if body["step"] is not None:
         _sizes([body["step"]])
-    return Manifest(body["step"], files, leaves)
+    base = body.get("base", {})
+    if not all(isinstance(x, str) for x in base.values()):
+        raise ValueError("the digests of the base are no texts")
+    return Manifest(body["step"], files, leaves, base)
 
 
 def _decode_scalar(entry: Any) -> Scalar:

@@ -22,8 +22,9 @@ Parts = dict[str, tuple[PartFile, list[tuple[str, Chunk]]]]  # file -> the file,
 
 @checked
 def save(
-    path: StrPath, tree_: Any, *, step: int | None = None, keep: int | None = None, overwrite: bool = False
-) -> Path:
+    path: StrPath, tree_: Any, *, step: int | None = None, keep: int | None = None, overwrite: bool = False,
+    base: Mapping[str, str] | None = None,
+) -> Path:  # fmt: skip
     """Save a tree of leaves, and return the directory of the checkpoint.
 
     Each different part of a leaf is written once, by one of the ranks that hold it, also if the leaf has two paths.
@@ -34,6 +35,8 @@ def save(
         step: save to `path/step_000025` instead of `path` itself.
         keep: afterwards remove the oldest other steps in `path`, so that this many are left.
         overwrite: replace a complete checkpoint of that name, by one rename too.
+        base: `digest` of another tree, to which these leaves belong, as adapters to frozen parameters. Its values are
+            not saved; `restore` with another base is an error.
 
     >>> save("out", {"params": params, "key": fs.key(0), "step": 25}, step=25)
     PosixPath('out/step_000025')
@@ -58,7 +61,7 @@ def save(
 
     def publish() -> None:
         with write_errors("save", final, UNCHANGED):
-            write_manifest(temporary, _manifest(step, leaves, tied, written))
+            write_manifest(temporary, _manifest(step, leaves, tied, written, base or {}))
             commit.publish(temporary, final)
             if step is not None and keep is not None:
                 commit.keep_newest(final.parent, step, keep)
@@ -67,7 +70,7 @@ def save(
                                        "fs.from_callback places values that differ")  # fmt: skip
     temporary, generation = ranks.run_on_first(lambda: commit.create_temporary(final, overwrite=overwrite))
     try:
-        digest = leaves_digest(step, leaves, tied)
+        digest = leaves_digest(step, leaves, tied, base or {})
         written = ranks.run(lambda: _write_parts(temporary, generation, tensors, digest, ranks))
         ranks.run_on_first(publish)
     except BaseException:
@@ -126,8 +129,9 @@ def _write_parts(
 
 
 def _manifest(
-    step: int | None, leaves: Mapping[str, Any], tied: Mapping[str, str], written: Iterable[Parts]
-) -> Manifest:
+    step: int | None, leaves: Mapping[str, Any], tied: Mapping[str, str], written: Iterable[Parts],
+    base: Mapping[str, str],
+) -> Manifest:  # fmt: skip
     parts = {file: part for parts in written for file, part in parts.items()}
     chunks: dict[str, list[Chunk]] = {}
     for _, of_file in parts.values():
@@ -137,4 +141,4 @@ def _manifest(
              Saved(tuple(x.shape), x.dtype, tuple(sorted(chunks[tied.get(name, name)], key=lambda c: c.offset)),
                    tied.get(name))
              for name, x in leaves.items()}  # fmt: skip
-    return Manifest(step, {file: parts[file][0] for file in sorted(parts)}, saved)
+    return Manifest(step, {file: parts[file][0] for file in sorted(parts)}, saved, base)

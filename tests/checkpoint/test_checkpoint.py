@@ -355,6 +355,8 @@ def _rank(directory: str) -> dict[str, Any]:
     results["missing"] = attempt(lambda: checkpoint.restore(out / "simulated", {**state, "more": 1}))
     results["cut"] = attempt(lambda: checkpoint.restore(out / "cut", state))
     results["plain"] = attempt(lambda: checkpoint.save(out / "plain", {"x": torch.arange(3)}))  # rank 0 writes
+    results["digest"] = [checkpoint.digest(_state(mesh, specs)) for specs in SPECS]
+    results["base"] = attempt(lambda: checkpoint.restore(out / "part", {"x": 1}, base=results["digest"][0]))
     return results
 
 
@@ -370,6 +372,8 @@ def test_process_and_simulated_meshes_write_and_read_the_same_files(
     with monkeypatch.context() as m:
         m.setattr(parts, "BLOCK_BYTES", 40)
         checkpoint.save(tmp_path / "big", {"w": torch.randn(64, 10)})
+    base = checkpoint.digest(want)
+    checkpoint.save(tmp_path / "part", {"x": 1}, base={**base, "params.up": "another"})
     results = ranks(2, _rank, str(tmp_path))
 
     process = tmp_path / "process"
@@ -394,6 +398,8 @@ def test_process_and_simulated_meshes_write_and_read_the_same_files(
         )
         assert "part-00001.safetensors: is cut short" in result["cut"]
         assert result["plain"] == "nothing was raised"
-    complete = {"simulated", "cut", "big", "process", "plain"}
+        assert result["digest"] == [base] * len(SPECS)
+        assert "  differs  params.up  saved with another, base has f32[6, 10] " in result["base"]
+    complete = {"simulated", "cut", "big", "process", "plain", "part"}
     assert {d.name for d in tmp_path.iterdir()} == complete
     assert checkpoint.restore(tmp_path / "plain", {"x": torch.zeros(3, dtype=torch.int64)})["x"].tolist() == [0, 1, 2]
