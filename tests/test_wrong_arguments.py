@@ -332,10 +332,19 @@ CALLS = [
 
 
 def checkpoint_calls(folder: Path) -> list[Call]:
-    """Return calls that write to and read from a folder."""
+    """Return calls that write to and read from a folder, and those of fs.accelerate."""
     fs.checkpoint.save(folder / "saved", TREE, step=1)
     fs.checkpoint.save(folder / "one", TREE)
-    return prefixed("checkpoint",
+    (folder / "fsdp.json").write_text('{"distributed_type": "FSDP", "num_processes": 2}')
+    settings = fs.accelerate.Settings(wrap="_no_split_modules")
+    model = type("Model", (), {"_no_split_modules": ["Block"]})
+    accelerate = prefixed("accelerate",
+        Call("read", fs.accelerate.read, {"path": folder / "fsdp.json", "num_processes": 4}, words={"path": "be read"}),
+        Call("settings.units", settings.units, {"model": model}),
+        outside(fs.accelerate.Settings, strategy="FULL_SHARD", processes=2, machines=2, wrap=("Block",), offload=True,
+                compute=torch.bfloat16, accumulate=2, backward_prefetch="pre", state_dict="full", reshard=2),
+    )  # fmt: skip
+    return accelerate + prefixed("checkpoint",
         outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True,
                 base=None),
         outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at="",
@@ -422,12 +431,13 @@ NOT_CALLED = (
     "trunc_normal_box",
     "uniform_box",
     "describe_initializer",
+    "settings",
 )
 
 
 def test_every_public_function_has_a_correct_call(calls: list[Call]) -> None:
     called = {call.name.split(".")[-1] for call in calls}
-    namespaces = (fs, fs.nn, fs.init, fs.random, fs.optim, fs.checkpoint)
+    namespaces = (fs, fs.nn, fs.init, fs.random, fs.optim, fs.checkpoint, fs.accelerate)
     functions = {name for space in namespaces for name in space.__all__ if inspect.isfunction(getattr(space, name))}
     assert functions - called - set(NOT_CALLED) == set()
 

@@ -56,15 +56,15 @@ class PartFile:
     header_crc32: int
 
 
-def blocks(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Split a contiguous tensor into boxes of at most `BLOCK_BYTES`, in the order of their bytes.
+def blocks(shape: Sequence[int], itemsize: int, nbytes: int | None = None) -> Iterator[Box]:
+    """Split a contiguous tensor into boxes of at most `nbytes`, or `BLOCK_BYTES`, in the order of their bytes.
 
     >>> [box[0] for box in blocks((1000, 300), 4)]
     [slice(0, 873, None), slice(873, 1000, None)]
     """
     if 0 in shape:
         return
-    dim, rows = _block_layout(shape, itemsize)
+    dim, rows = _block_layout(shape, itemsize, nbytes)
     inner = tuple(slice(0, n) for n in shape[dim:])
     if not dim:
         yield inner
@@ -75,13 +75,13 @@ def blocks(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
             yield *(slice(i, i + 1) for i in outer), slice(start, min(start + rows, n)), *inner
 
 
-def _block_layout(shape: Sequence[int], itemsize: int) -> tuple[int, int]:
+def _block_layout(shape: Sequence[int], itemsize: int, limit: int | None = None) -> tuple[int, int]:
     """Return (d, rows): a block is `rows` entries of dim d - 1 with all dims from d on; d = 0 if one block is all."""
-    dim, size = len(shape), itemsize
-    while dim and size * shape[dim - 1] <= BLOCK_BYTES:
+    dim, size, limit = len(shape), itemsize, limit or BLOCK_BYTES
+    while dim and size * shape[dim - 1] <= limit:
         dim -= 1
         size *= shape[dim]
-    return dim, BLOCK_BYTES // size
+    return dim, limit // size
 
 
 def block_count(shape: Sequence[int], itemsize: int) -> int:
@@ -186,6 +186,25 @@ def read_chunk(f: io.BufferedReader, leaf: str, chunk: Chunk, wanted: Sequence[t
         values = buffer[:size].view(dtype).view(box_shape(block))
         for common, box, out in overlaps:
             out[relative_box(common, box)] = values[relative_box(common, block)]
+
+
+def stream(directory: Path, leaf: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk],
+           nbytes: int = 1 << 26) -> Iterator[Tensor]:  # fmt: skip
+    """Read a whole leaf in pieces of at most `nbytes`, in the order of their bytes.
+
+    A block of a chunk that reaches into two pieces is read for each: with much smaller pieces, many times.
+    """
+    for box in blocks(shape, dtype.itemsize, nbytes):
+        out = torch.empty(box_shape(box), dtype=dtype)
+        for chunk in chunks:
+            chunk_box = tuple(slice(a, a + n) for a, n in zip(chunk.offset, chunk.shape, strict=True))
+            if (common := overlap(chunk_box, box)) is not None:
+                try:
+                    with open(directory / chunk.file, "rb") as f:
+                        read_chunk(f, leaf, chunk, [(relative_box(common, chunk_box), out[relative_box(common, box)])])
+                except OSError as e:
+                    raise cannot_read(directory / chunk.file, e, RESTORE_ANOTHER) from e
+        yield out
 
 
 def overlap(a: Box, b: Box) -> Box | None:

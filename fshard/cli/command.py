@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from fshard.errors import ShardingError
 
-from . import inspecting, launching
+from . import configuring, estimating, inspecting, launching, merging
 
-_COMMANDS = (inspecting, launching)
+_COMMANDS = (inspecting, estimating, configuring, launching, merging)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -56,6 +56,7 @@ class Contents:
     tree: Any
     specs: Callable[[str | None], Any] = lambda axis: P()
     dtype: str = ""  # of the config, by which the leaves are described
+    names: Any = None  # of leaves in Hugging Face's files: a model's `theirs`, for `lora.init`
 
 
 def inspect(
@@ -89,7 +90,7 @@ def inspect(
         wider = ",".join(filter(None, (mesh, f"{fully_sharded}=8")))
         raise fail(f"--fully-shard {fully_sharded}: the mesh has no such axis", fix=f"--mesh {wider}")
     contents = read(path, raw=raw)
-    leaves = contents.tree if cast is None else _cast(contents.tree, cast)
+    leaves = contents.tree if cast is None else cast_leaves(contents.tree, cast)
     spec_tree: Any = None
     if list(specs) != ["auto"]:
         spec_tree = rules(_table(specs, sizes))(leaves)
@@ -132,7 +133,8 @@ def read(path: str | Path, *, raw: bool = False) -> Contents:
         cfg, leaves = model.load(path)
     except ShardingError as e:
         raise ShardingError(f"{e}\n  (--raw shows the tensors of any folder by their names)") from e
-    return Contents(f"{kind}, its files read by {_name_of(model)}", leaves, lambda axis: model.specs(cfg, model=axis))
+    source = f"{kind}, its files read by {_name_of(model)}"
+    return Contents(source, leaves, lambda axis: model.specs(cfg, model=axis), names=getattr(model, "theirs", None))
 
 
 def _read_adapter(path: Path) -> Contents:
@@ -183,9 +185,10 @@ def _read_config(path: Path) -> Contents:
     if model is None or path.name != CONFIG:
         return _read_constructor(path, kind, config, dtype)
     cfg = model.config(path.parent)
-    leaves = model.init(cfg) if dtype is None else _cast(model.init(cfg), dtype)
+    leaves = model.init(cfg) if dtype is None else cast_leaves(model.init(cfg), dtype)
     source = f"{kind}, as {_name_of(model)} describes it"
-    return Contents(source, leaves, lambda axis: model.specs(cfg, model=axis), name)
+    names = getattr(model, "theirs", None)
+    return Contents(source, leaves, lambda axis: model.specs(cfg, model=axis), name, names)
 
 
 def _name_of(model: ModuleType) -> str:
@@ -210,17 +213,24 @@ def _read_constructor(path: Path, kind: str, config: dict[str, Any], dtype: torc
     classes = [getattr(transformers, str(name), None) for name in names or ()] if isinstance(names, list) else []
     usable = [c for c in classes if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel)]
     make = usable[0] if usable else transformers.AutoModel.from_config
+    return describe(path, lambda: make(hf_config), usable[0].__name__ if usable else kind, dtype, model_type=kind)
+
+
+def describe(
+    label: object, make: Callable[[], Any], name: str, dtype: torch.dtype | None = None, **facts: str
+) -> Contents:
+    """Describe a model by its constructor in transformers, which runs without values."""
     try:
-        _, leaves = defer(lambda: make(hf_config))
+        _, leaves = defer(make)
     except ShardingError:
         raise
     except Exception as e:
-        raise fail(f"{path}: its constructor in transformers fails", _first_line(e), model_type=kind) from e
-    source = f"{usable[0].__name__ if usable else kind}, as its constructor in transformers describes it"
-    params = leaves["params"] if dtype is None else _cast(leaves["params"], dtype)
+        raise fail(f"{label}: its constructor in transformers fails", _first_line(e), **facts) from e
+    source = f"{name}, as its constructor in transformers describes it"
+    params = leaves["params"] if dtype is None else cast_leaves(leaves["params"], dtype)
     groups = {"params": params, "buffers": leaves["buffers"]}
-    name = "" if dtype is None else str(dtype).removeprefix("torch.")
-    return Contents(source, {group: nested(flat) for group, flat in groups.items() if flat}, dtype=name)
+    shown = "" if dtype is None else str(dtype).removeprefix("torch.")
+    return Contents(source, {group: nested(flat) for group, flat in groups.items() if flat}, dtype=shown)
 
 
 def _first_line(e: Exception) -> str:
@@ -251,7 +261,7 @@ def nested(flat: dict[str, Any]) -> Any:
     return out
 
 
-def _cast(leaves: Any, dtype: torch.dtype) -> Any:
+def cast_leaves(leaves: Any, dtype: torch.dtype) -> Any:
     """Cast floating leaves to another dtype; a tie stays one leaf."""
     cast: dict[int, Any] = {}
 

@@ -181,6 +181,9 @@ def _check_devices(settings: Settings) -> int:
         return per_machine
     if gpus == 0:
         print("launch: there is no CUDA device: ranks on the CPU, over gloo", file=sys.stderr)
+    elif settings.gpus and max(settings.gpus) >= gpus:
+        raise fail(f"launch: gpu_ids are {', '.join(map(str, settings.gpus))}", f"this machine has {gpus} GPUs, from 0",
+                   fix=f"0 to {gpus - 1}")  # fmt: skip
     elif per_machine > len(settings.gpus or range(gpus)):
         have = f"gpu_ids are {', '.join(map(str, settings.gpus))}" if settings.gpus else f"it has {gpus} GPUs"
         most = len(settings.gpus or range(gpus)) * settings.machines
@@ -191,13 +194,15 @@ def _check_devices(settings: Settings) -> int:
 
 def _check_port(settings: Settings) -> None:
     """Raise ShardingError if several machines lack an address, or the port is taken on the machine that serves it."""
-    if settings.machines > 1 and (settings.address is None or settings.port is None):
+    alone = settings.machines == 1 and settings.rendezvous in ("static", "c10d")
+    if not alone and (settings.address is None or settings.port is None):
         missing = [name for name, x in (("main_process_ip", settings.address), ("main_process_port", settings.port))
                    if x is None]  # fmt: skip
-        raise fail(f"launch: {settings.machines} machines need {' and '.join(missing)}",
-                   "the ranks meet at the machine of rank 0",
+        what = f"{settings.machines} machines" if settings.machines > 1 else f"rdzv_backend {settings.rendezvous}"
+        raise fail(f"launch: {what} need{'s' * (settings.machines == 1)} {' and '.join(missing)}",
+                   "the ranks meet there",
                    fix="--main_process_ip HOST --main_process_port 29500")  # fmt: skip
-    if settings.port is not None and settings.machine_rank == 0:
+    if settings.port is not None and settings.machine_rank == 0 and settings.rendezvous in ("static", "c10d"):
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -233,8 +238,13 @@ def environment(
     if threads := given.get("num_cpu_threads_per_process"):
         out["OMP_NUM_THREADS"] = str(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        out["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // per_machine))
+        out["OMP_NUM_THREADS"] = str(max(1, _core_count() // per_machine))
     return out
+
+
+def _core_count() -> int:
+    """Return the number of cores that this process may use; of all where the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
@@ -267,4 +277,6 @@ def _run(arguments: Sequence[str]) -> int:
         return code if code > 0 else 128 - code
     except SignalException as e:  # torchrun has passed it on to the ranks, and waited for them
         return 128 + int(e.sigval)
+    except (AssertionError, ValueError) as e:
+        raise fail("launch: torchrun refuses the options", str(e)) from e
     return 0

@@ -1,1 +1,1 @@
-"""To and from other libraries: any `nn.Module`, and Hugging Face folders."""
+"""To and from other libraries: any `nn.Module`, Hugging Face folders, and files of Accelerate."""

@@ -211,6 +211,8 @@ def test_exit_status_is_that_of_the_ranks(monkeypatch, capsys, raised: BaseExcep
     (["--num_processes", "3", "--num_machines", "2", "train.py"], "3 % 2 = 1"),
     (["--num_machines", "2", "--num_processes", "2", "train.py"], "2 machines need main_process_ip and main_process_"),
     (["--num_machines", "2", "--num_processes", "2", "--master_addr=a", "train.py"], "2 machines need main_process_p"),
+    (["--rdzv_backend", "etcd", "train.py"], "rdzv_backend etcd needs main_process_ip and main_process_port"),
+    (["--max_restarts", "-1", "train.py"], "launch: torchrun refuses the options\n  max_restarts must be >= 0"),
     (["--rdzv_endpoint", "node0", "train.py"], "--rdzv_endpoint node0: has no port"),
     (["--use_fsdp", "--multi_gpu", "train.py"], "a run has one distributed_type"),
     (["--no_python", "-m", "x"], "a module is run by python"),
@@ -230,6 +232,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
         "launch: 3 ranks on this machine, and it has 2 GPUs\n  each rank has a GPU of its own\n"
         "  fix: --num_processes 2, or --cpu"
     )
+    assert "gpu_ids are 0, 2\n  this machine has 2 GPUs" in error(capsys, "--gpu_ids", "0,2", "train.py")
     assert "and gpu_ids are 1\n" in error(capsys, "--num_processes", "2", "--gpu_ids", "1", "train.py")
 
 

@@ -170,7 +170,6 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp_backward_prefetch": ("BACKWARD_POST", {"backward_prefetch": "post"}),
     "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", {"backward_prefetch": "pre"}),
     "fsdp_forward_prefetch": (True, {"forward_prefetch": True}),
-    "fsdp_limit_all_gathers": (False, {"limit_all_gathers": False}),
     "fsdp_state_dict_type": ("LOCAL_STATE_DICT", {"state_dict": "local"}),
     "fsdp_activation_checkpointing": (True, {"remat": True}),
     "fsdp_activation_checkpointing_offload": (True, {"remat": True, "offload_activations": True,
@@ -179,12 +178,13 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallelism_config_dp_shard_size": (4, {"shards": 4}),
     "parallelism_config_tp_size": (2, {"model": 2}),
 }  # fmt: skip
-HONOURED = {"fsdp_backward_prefetch_policy", "fsdp_limit_all_gathers", "fsdp_transformer_layer_cls_to_wrap"}
+HONOURED = {"fsdp_backward_prefetch_policy", "fsdp_transformer_layer_cls_to_wrap"}
 REFUSED = {"mpirun_config": {"mpirun_hostfile": "hosts"}, "fsdp_ignored_modules": "head",
            "parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2}  # fmt: skip
 NO_EFFECT: dict[str, Any] = {
     "dynamo_mode": "max-autotune", "dynamo_use_dynamic": True, "dynamo_use_regional_compilation": True,
     "fsdp_cpu_ram_efficient_loading": False, "fsdp_sync_module_states": "no", "fsdp_use_orig_params": False,
+    "fsdp_limit_all_gathers": False,
     "deepspeed_config": {"zero_stage": 2}, "megatron_lm_config": {"megatron_lm_pp_degree": 2},
     "fp8_config": {"backend": "TE"}, "ipex_config": {"ipex": True}, "use_xpu": True, "enable_cpu_affinity": True,
     "main_training_function": "train", "downcast_bf16": "yes", "tpu_name": "a", "tpu_zone": "b",
@@ -234,21 +234,20 @@ def test_key_that_would_change_the_run_is_refused(name: str):
     )
 
 
-@pytest.mark.parametrize("name", sorted(KEYS.keys() - {"distributed_type", "num_processes"}))
-def test_key_without_a_value_is_as_if_missing(name: str):
-    assert read(with_key(name, None)) == Settings(strategy="FULL_SHARD", processes=4)
+def test_key_without_a_value_is_as_if_missing():
+    for name in KEYS.keys() - {"distributed_type", "num_processes"}:
+        assert read(with_key(name, None)) == Settings(strategy="FULL_SHARD", processes=4), name
 
 
-NO_FIELD = {"num_processes", "fsdp_min_num_params", *(k for k in KEYS if k.startswith("parallelism_config_dp"))}
-
-
-@pytest.mark.parametrize("name", sorted(KEYS.keys() - {"distributed_type", "compute_environment"} - NO_FIELD))
-def test_default_of_accelerate_gives_no_warning(name: str):
+def test_defaults_of_accelerate_give_no_warning():
     """Those of the classes and options that write and read its files."""
     fields = dataclasses.fields(config_args.ClusterConfig)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    value = defaults.get(name, PARSER.get_default(name))
-    assert read(with_key(name, value)) == Settings(strategy="FULL_SHARD", processes=4)
+    said = {"distributed_type", "compute_environment", "num_processes", "fsdp_min_num_params"}
+    sizes = {f"parallelism_config_dp_{name}_size" for name in ("replicate", "shard")}
+    for name in KEYS.keys() - said - sizes:
+        value = defaults.get(name, PARSER.get_default(name))
+        assert read(with_key(name, value)) == Settings(strategy="FULL_SHARD", processes=4), name
 
 
 # --- values ------------------------------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ def test_strategy_by_name_or_number_is_that_of_torch():
 
 
 @pytest.mark.parametrize(("version", "value", "strategy", "reshard"), [
-    (2, True, "FULL_SHARD", None), (2, "false", "SHARD_GRAD_OP", None), (2, 4, "FULL_SHARD", 4),
+    (2, True, "FULL_SHARD", None), (2, "false", "SHARD_GRAD_OP", None), (2, 2, "FULL_SHARD", 2),
     (2, "NO_SHARD", "NO_SHARD", None), (1, "FULL_SHARD", "FULL_SHARD", None), (1, 1, "FULL_SHARD", None),
 ])  # fmt: skip
 def test_reshard_after_forward(version: int, value: Any, strategy: str, reshard: int | None):
@@ -362,7 +361,35 @@ def test_axes_of_the_strategies():
     assert axes(num_processes=8, **two) == {"replica": 2, "shard": 2, "model": 2}
     assert read("f.yaml").strategy == "_HYBRID_SHARD_ZERO2"
     wrong = error(written(distributed_type="FSDP", num_processes=6, **two))
-    assert "do not make up 6 processes\n  replica x shard x model = 2 x 2 x 2 = 8" in wrong
+    assert "do not make up 6 processes\n  strategy  _HYBRID_SHARD_ZERO2    reshard  None\n" in wrong
+    assert "\n  replica x shard x model = 2 x 2 x 2 = 8\n" in wrong
+
+
+def test_number_of_reshard_after_forward_is_the_size_of_an_axis():
+    """Weights stay split within groups of four of the eight ranks."""
+    settings = read(
+        written(distributed_type="FSDP", num_processes=8, fsdp_config={"version": 2, "reshard_after_forward": 4})
+    )
+    assert settings.axes == {"data": 2, "group": 4}
+    assert settings.strategy_options["axis"] == ("data", "group")
+    assert settings.strategy_options["release"] == "group"
+    wrong = error("f.yaml", fsdp_reshard_after_forward=3)
+    assert "do not make up 8 processes\n  strategy  FULL_SHARD    reshard  3\n  data x group = 2 x 3 = 6" in wrong
+
+
+def test_options_of_the_strategy():
+    def options(**config: Any) -> tuple[Any, ...]:
+        found = read(fsdp(**config)).strategy_options
+        assert found.keys() == {"prefetch", "backward_prefetch", "offload_params"}
+        return tuple(found.values())
+
+    assert options() == (0, 0, False)
+    assert options(backward_prefetch="BACKWARD_PRE", forward_prefetch=True, offload_params=True) == (1, 1, True)
+    assert options(backward_prefetch="BACKWARD_POST") == (0, "post", False)
+    assert options(version=2) == (1, 1, False)
+    if hasattr(fs, "strategy"):
+        made = fs.strategy("FULL_SHARD", **read(fsdp(backward_prefetch="BACKWARD_POST")).strategy_options)
+        assert made.options == {"release": True, "prefetch": 0, "backward_prefetch": "post"}
 
 
 def test_other_distributed_types_are_data_parallel():
@@ -442,6 +469,14 @@ def test_short_names_in_a_section_are_completed_as_in_accelerate():
     assert "fsdp_config.fsdp_offload_params is set twice\n  fsdp_offload_params is also at f.yaml, line 4" in twice
 
 
+def test_empty_section_is_none():
+    for empty in (None, {}, ""):
+        path = written(distributed_type="FSDP", num_processes=2, fsdp_config=empty, dynamo_config=empty)
+        assert read(path) == Settings(strategy="FULL_SHARD", processes=2)
+    wrong = error(written(distributed_type="FSDP", fsdp_config=["fsdp_version"]))
+    assert wrong.startswith("f.yaml, line 2: fsdp_config: ['fsdp_version'] is no section of keys\n  fix: fsdp_config:")
+
+
 def test_keys_replace_those_of_the_file():
     path = written(distributed_type="NO", num_processes=1, mixed_precision="bf16")
     settings = read(path, distributed_type="FSDP", num_processes=4, fsdp_sharding_strategy=2)
@@ -501,6 +536,37 @@ def test_settings_of_a_launch_come_from_the_environment(monkeypatch: pytest.Monk
 
 
 def test_settings_that_contradict_are_refused():
-    for wrong in ({"processes": 0}, {"accumulate": 0}, {"wrap": "T5Block"}, {"processes": 4, "model": 3}):
+    for wrong in (
+        {"processes": 0},
+        {"accumulate": 0},
+        {"wrap": "T5Block"},
+        {"wrap": ()},
+        {"wrap": 0},
+        {"reshard": 1},
+        {"processes": 4, "model": 3},
+    ):
         with pytest.raises(ShardingError, match="Settings: "):
             Settings(**wrong)
+
+
+# --- the page ----------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "launching.md"
+START, END = "<!-- keys -->\n", "<!-- end of keys -->"
+
+
+def table() -> str:
+    """Return the table of the keys, by their sections."""
+    rows = ["| key | here | meaning |", "|---|---|---|"]
+    for name, key in sorted(KEYS.items(), key=lambda item: item[1].section):
+        rows.append(f"| {key.section}{': ' * bool(key.section)}{name} | {key.effect} | {key.meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_page_has_every_key():
+    assert table() in PAGE.read_text(), "the table is out of date: python -m tests.interop.test_accelerate writes it"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    PAGE.write_text(text[: text.index(START) + len(START)] + table() + text[text.index(END) :])

@@ -48,6 +48,10 @@ def read_entries(path: Path) -> dict[str, Entry]:
         dotted = f"{section}.{key}" if section else key
         line = f", line {lines[dotted]}" if dotted in lines else ""
         entry = Entry(value, f"{path}{line}: {dotted}", section)
+        if key in SECTIONS:
+            if value:
+                errors.append(fail(f"{entry.where}: {value!r:.60} is no section of keys", fix=f"{key}:\n  key: value"))
+            continue
         prefix = SECTIONS.get(section, "")
         name = key if key.startswith(prefix.split("_")[0]) else prefix + key  # as Accelerate completes a short name
         if name in entries:

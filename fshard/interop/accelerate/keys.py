@@ -155,7 +155,7 @@ KEYS: dict[str, Key] = {
     "fsdp_version": _fsdp(_one_of("1", "2"), "the defaults and the words of that version"),
     "fsdp_sharding_strategy": _fsdp(_strategy, "`strategy`, by name or number"),
     "fsdp_reshard_after_forward": _fsdp(_raw, "version 1: as fsdp_sharding_strategy; 2: true FULL_SHARD, false "
-                                              "SHARD_GRAD_OP, or a number, `reshard`"),
+                                              "SHARD_GRAD_OP, or a number, `reshard`: the size of the axis `group`"),
     "fsdp_offload_params": _fsdp(_bool, "`offload`: parameters, gradients and optimizer state in host memory"),
     "fsdp_auto_wrap_policy": _fsdp(_one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), "`wrap`"),
     "fsdp_transformer_layer_cls_to_wrap": _fsdp(_names, "`wrap`: the classes of the units"),
@@ -163,7 +163,9 @@ KEYS: dict[str, Key] = {
     "fsdp_backward_prefetch": _fsdp(_prefetch, "`backward_prefetch`: pre, post or None"),
     "fsdp_backward_prefetch_policy": _fsdp(_prefetch, "as fsdp_backward_prefetch; Accelerate ignores it"),
     "fsdp_forward_prefetch": _fsdp(_bool, "`forward_prefetch`"),
-    "fsdp_limit_all_gathers": _fsdp(_bool, "`limit_all_gathers`; Accelerate ignores it in a file"),
+    "fsdp_limit_all_gathers": _fsdp(
+        _bool, "gathered units are always limited: to one more than are gathered ahead", "none", (True,)
+    ),
     "fsdp_state_dict_type": _fsdp(_one_of("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", first=1),
                                   "`state_dict`: full, local or sharded"),
     "fsdp_activation_checkpointing": _fsdp(_bool, "`remat`: activations are recomputed by unit"),
@@ -260,7 +262,7 @@ def _parse(v: Values, name: str, entry: Entry) -> None:
     try:
         value = key.parse(entry.value)
     except ValueError as e:
-        v.refuse(name, f"is not {e}" if not str(e).startswith("one of") else f"is {e}".replace("is ", "is not ", 1))
+        v.refuse(name, f"is not {e}")
         return
     if key.effect == "translated":
         v.values[name] = value
@@ -273,7 +275,7 @@ def _parse(v: Values, name: str, entry: Entry) -> None:
 
 
 def _is_empty(x: Any) -> bool:
-    return x is None or x in ("", [], {}, [""])
+    return x is None or (isinstance(x, (str, list, dict)) and x in ("", [], {}, [""]))
 
 
 def _unknown(name: str, entry: Entry, key: Key | None) -> ShardingError:
@@ -358,8 +360,6 @@ def _schedule(v: Values) -> dict[str, Any]:
                  "are kept only where the units are recomputed", fix="fsdp_activation_checkpointing: true")  # fmt: skip
     kinds = {"FULL_STATE_DICT": "full", "LOCAL_STATE_DICT": "local", "SHARDED_STATE_DICT": "sharded"}
     default = "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"
-    if "fsdp_limit_all_gathers" in v.values:
-        v.warn("fsdp_limit_all_gathers", "is honoured; Accelerate ignores it in a file, where it is always true")
     return {
         "strategy": strategy, "reshard": reshard, "wrap": _wrap_of(v), "offload": v.get("fsdp_offload_params", False),
         "remat": v.get("fsdp_activation_checkpointing", False),
@@ -367,7 +367,6 @@ def _schedule(v: Values) -> dict[str, Any]:
         "state_dict": kinds[v.get("fsdp_state_dict_type", default)],
         "backward_prefetch": _backward_prefetch_of(v, version),
         "forward_prefetch": v.get("fsdp_forward_prefetch", version == 2),
-        "limit_all_gathers": v.get("fsdp_limit_all_gathers", True),
     }  # fmt: skip
 
 

@@ -36,12 +36,13 @@ class Settings:
     The strategy
         strategy: a name for `fs.strategy`: "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD" or
             "_HYBRID_SHARD_ZERO2".
-        reshard: size of the group over which weights stay split between forward and backward; None: `strategy` says it.
+        reshard: size of the groups within which weights stay split between forward and backward; None: `strategy` says
+            it. The mesh then has an axis `group` of that size.
         wrap: the classes of the units; or the least number of parameters of one; "_no_split_modules", those that the
             model's class names; None: the model is one unit. See `units`.
         offload: parameters, gradients and optimizer state are in host memory.
         remat, offload_activations: units are recomputed in backward; their inputs are in host memory until then.
-        backward_prefetch, forward_prefetch, limit_all_gathers: when weights are gathered.
+        backward_prefetch, forward_prefetch: the unit that is gathered ahead. See `strategy_options`.
         state_dict: the form of a saved state: "full", "sharded" or "local".
 
     The rest
@@ -73,7 +74,6 @@ class Settings:
     offload_activations: bool = False
     backward_prefetch: Literal["pre", "post"] | None = None
     forward_prefetch: bool = False
-    limit_all_gathers: bool = True
     state_dict: Literal["full", "sharded", "local"] = "full"
     compute: torch.dtype = torch.float32
     accumulate: int = 1
@@ -86,6 +86,10 @@ class Settings:
                  if (value := getattr(self, name)) is not None and value < 1]  # fmt: skip
         if wrong:
             raise fail(f"Settings: {', '.join(wrong)}", fix="1 or more")
+        if self.reshard is not None and self.reshard < 2:
+            raise fail(f"Settings: reshard={self.reshard}", fix="a group of 2 ranks or more; or None")
+        if self.wrap == () or (isinstance(self.wrap, int) and self.wrap < 1):
+            raise fail(f"Settings: wrap={self.wrap}", fix="names of classes, or 1 or more parameters; or None")
         if isinstance(self.wrap, str) and self.wrap != NO_SPLIT_MODULES:
             raise fail(f"Settings: wrap={self.wrap!r}", fix=f"({self.wrap!r},) for a class, or {NO_SPLIT_MODULES!r}")
         _ = self.axes
@@ -102,17 +106,40 @@ class Settings:
         hybrid = self.strategy.removeprefix("_").startswith("HYBRID")
         replicas = (self.replicas or self.machines) if hybrid else 1
         last = {"model": self.model} if self.model > 1 else {}
-        known = replicas * self.model
-        rest = self.shards
-        if rest is None:
-            rest = -1 if self.processes is None else self.processes // known
-        if self.processes is not None and known * max(rest, 0) != self.processes:
-            sizes = {"replica": replicas, "shard" if hybrid else "data": rest, "model": self.model}
-            shown = " x ".join(str(n) for n in sizes.values())
+        if self.reshard is not None:
+            last = {"group": self.reshard, **last}
+        first = {"replica": replicas} if hybrid else {}
+        known = math.prod({**first, **last}.values())
+        rest = -1 if self.processes is None else self.processes // known
+        if self.shards is not None:
+            rest = self.shards // (self.reshard or 1)
+        axes = {**first, "shard" if hybrid else "data": rest, **last}
+        if self.processes is not None and math.prod(axes.values()) != self.processes:
             raise fail(f"Settings: the axes do not make up {self.processes} processes",
-                       f"{' x '.join(sizes)} = {shown} = {math.prod(sizes.values())}",
-                       fix="num_processes, num_machines and parallelism_config must fit")  # fmt: skip
-        return {"replica": replicas, "shard": rest, **last} if hybrid else {"data": rest, **last}
+                       f"{' x '.join(axes)} = {' x '.join(map(str, axes.values()))} = {math.prod(axes.values())}",
+                       fix="num_processes, num_machines, fsdp_reshard_after_forward and parallelism_config must "
+                           "fit", strategy=self.strategy, reshard=self.reshard)  # fmt: skip
+        return axes
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        """Options of the strategy, for `fs.strategy(settings.strategy, **settings.strategy_options)`.
+
+        `prefetch` and `backward_prefetch` are numbers of units, of `scan` and `Apply.unshard`, or "post".
+
+        >>> Settings(strategy="FULL_SHARD", processes=8, reshard=4, backward_prefetch="pre").strategy_options
+        {'prefetch': 0, 'backward_prefetch': 1, 'offload_params': False, 'axis': ('data', 'group'), 'release': 'group'}
+        """
+        backward = {"pre": 1, "post": "post", None: 0}[self.backward_prefetch]
+        options = {
+            "prefetch": int(self.forward_prefetch),
+            "backward_prefetch": backward,
+            "offload_params": self.offload,
+        }
+        if self.reshard is not None:
+            first = tuple(axis for axis in self.axes if axis not in ("group", "model"))
+            options |= {"axis": (*first, "group"), "release": "group"}
+        return options
 
     @checked
     def units(self, model: type | None = None) -> tuple[str, ...] | int | None:
@@ -149,6 +176,8 @@ def read(path: StrPath, **keys: Any) -> Settings:
     Raises ShardingError listing every key that is unknown, with the nearest one, or refused, and every value that its
     key does not have, by file and line.
     """
+    if not os.fspath(path):
+        raise fail("read: path is empty", fix="the file that `accelerate config` wrote")
     found = read_launched(path, keys)
     for text in found.warnings:
         python_warnings.warn(text, UserWarning, stacklevel=3)

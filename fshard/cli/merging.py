@@ -1,0 +1,272 @@
+"""`python -m fshard merge`: a sharded checkpoint as safetensors files, piece by piece, never whole in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import checkpoint, hf, tree
+from fshard._io import bytes_of, sync, write_errors
+from fshard._safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
+from fshard.checkpoint.commit import directory_of, is_complete, read
+from fshard.checkpoint.parts import check_part, stream
+from fshard.errors import fail, join_limited, raise_all
+from fshard.interop.hf import INDEX, SINGLE, config_of
+
+_DCP = ".metadata"  # of torch.distributed.checkpoint
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the checkpoint: `pieces` reads it in the order of its bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def add(commands: Any) -> None:
+    """Add `merge` to the commands of a parser."""
+    command = commands.add_parser(
+        "merge", help="write a sharded checkpoint as safetensors files with an index",
+        description="Write the tensors of a checkpoint, of fs.checkpoint.save or of torch.distributed.checkpoint "
+                    "(Accelerate's SHARDED_STATE_DICT), into a new folder: model.safetensors, or shards with an index. "
+                    "Names are the dotted paths of the leaves.",
+    )  # fmt: skip
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a folder of them: its last step")
+    command.add_argument("out", metavar="OUT", help="the folder to write; it must not exist")
+    command.add_argument("--step", type=int, help="this step of a folder of checkpoints")
+    command.add_argument("--at", help="the part to write (default: params, or all if there is none)")
+    command.add_argument("--like", metavar="FOLDER", help="the Hugging Face folder of the model, one of fs.models: "
+                         "write its names and shapes, and copy its config and tokenizer")  # fmt: skip
+    command.add_argument("--max_shard_bytes", "--max-shard-bytes", type=int, default=5 * 10**9, metavar="N",
+                         help="bytes of one file, at most (default: 5e9)")  # fmt: skip
+    command.add_argument("--allow_pickle", "--allow-pickle", action="store_true",
+                         help="read torch's checkpoint, whose .metadata is a pickle: it can run any code")  # fmt: skip
+    command.set_defaults(run=lambda options: merge(
+        options.checkpoint, options.out, step=options.step, at=options.at, max_shard_bytes=options.max_shard_bytes,
+        like=options.like, allow_pickle=options.allow_pickle))  # fmt: skip
+
+
+def merge(
+    path: str | Path, out: str | Path, *, step: int | None = None, at: str | None = None,
+    max_shard_bytes: int = 5 * 10**9, like: str | Path | None = None, allow_pickle: bool = False,
+) -> str:  # fmt: skip
+    """Write the tensors of a checkpoint into a new folder of safetensors files, and return a line about them.
+
+    Memory: a piece of 64 MiB of one tensor; of torch's checkpoints, one tensor. The folder appears when all is written.
+    With `like`, the folder of a model in `fs.models`, it is a folder that `from_pretrained` reads; the tensors are in
+    mapped files beside it meanwhile, which take as much room on the disk.
+    Raises ShardingError if the checkpoint is damaged, or the folder exists.
+    """
+    path, out = Path(path), Path(out)
+    if max_shard_bytes < 1:
+        raise fail(f"merge: --max_shard_bytes {max_shard_bytes}", fix="1 or more")
+    if out.exists():
+        raise fail(f"merge: {out} exists, and is not replaced", fix="name a new folder")
+    if (path / _DCP).is_file() and not is_complete(path):
+        source, entries = _torch_entries(path, at, allow_pickle)
+    else:
+        source, entries = _entries(path, step, at)
+    if not entries:
+        raise fail(f"merge: {source} has no tensors", fix="python -m fshard inspect shows the leaves")
+    if wrong := [f"{e.name}  {e.dtype}" for e in entries if e.dtype not in DTYPES.values()]:
+        raise fail("merge: safetensors has no such dtype", *wrong, fix="restore the checkpoint, and cast the leaves")
+    size = sum(e.nbytes for e in entries)
+    if like is not None:
+        with write_errors("merge", out, "nothing is written"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+                cfg, params = _model(entries, like, Path(folder), source)
+                hf.save(out, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
+        return f"{out}: {len(entries)} tensors of {source}, {size:,} bytes, as {like} has them"
+    files = _files(entries, max_shard_bytes)
+    with write_errors("merge", out, "nothing is written"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        try:
+            for name, group in files.items():
+                _write(temporary / name, group)
+            if len(files) > 1:
+                index = {"metadata": {"total_size": sum(e.nbytes for e in entries)},
+                         "weight_map": {e.name: name for name, group in files.items() for e in group}}  # fmt: skip
+                (temporary / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            temporary.chmod(0o755)
+            sync(temporary)
+            temporary.rename(out)
+            sync(out.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return f"{out}: {len(entries)} tensors of {source}, {size:,} bytes in {len(files)} file{'s' * (len(files) > 1)}"
+
+
+def _model(entries: Sequence[Entry], like: str | Path, folder: Path, source: str) -> tuple[Any, Any]:
+    """Return the config and the parameters of a model in `fs.models`, in files of `folder` mapped to memory."""
+    config = config_of(like)
+    model = hf.model_of(config)
+    if model is None:
+        raise fail(f"merge: --like {like}: {config.get('model_type')!r} is no model of fs.models",
+                   fix="leave out --like: the leaves of a module have the module's own names")  # fmt: skip
+    cfg = model.config(Path(like))
+    described = model.init(cfg)
+    first: dict[int, str] = {}  # a tied leaf is saved under its first name
+    for path, x in tree.leaves_with_path(described):
+        first.setdefault(id(x), tree.dotted(path))
+    expected = {first[id(x)]: x for x in tree.leaves(described)}
+    by_name = {e.name: e for e in entries}
+    lines = [f"missing  {name}  {x!r}" for name, x in expected.items() if name not in by_name]
+    lines += [f"extra    {name}  {list(e.shape)}" for name, e in by_name.items() if name not in expected]
+    lines += [f"differs  {name}  {list(e.shape)}, {list(expected[name].shape)} in {like}" for name, e in by_name.items()
+              if name in expected and e.shape != tuple(expected[name].shape)]  # fmt: skip
+    if lines:
+        raise fail(f"merge: {source} has not the parameters of {like}", *lines[:12],
+                   *[f"and {len(lines) - 12} more"][: len(lines) > 12], fix="--at, or another --like")  # fmt: skip
+    mapped = {name: _mapped(e, folder / str(i)) for i, (name, e) in enumerate(by_name.items())}
+    return cfg, tree.map(lambda x: mapped[first[id(x)]], described)
+
+
+def _mapped(e: Entry, path: Path) -> Tensor:
+    count = math.prod(e.shape)
+    if not count:
+        return torch.empty(e.shape, dtype=e.dtype)
+    out = torch.from_file(str(path), shared=True, size=count, dtype=e.dtype)
+    start = 0
+    for piece in e.pieces():
+        out[start : start + piece.numel()] = piece.flatten()
+        start += piece.numel()
+    return out.view(e.shape)
+
+
+def _entries(path: Path, step: int | None, at: str | None) -> tuple[str, list[Entry]]:
+    """Return the tensors of a checkpoint of fshard, of which tied ones stand once."""
+    if step is None and not is_complete(path):
+        step = checkpoint.latest(path)
+    directory = directory_of(path, step)
+    manifest = read(directory, step)
+    raise_all([e for name, part in manifest.files.items() for e in check_part(directory / name, part)])
+    tensors = {name: x for name, x in manifest.leaves.items() if isinstance(x, checkpoint.Saved)}
+    found = [name for name, x in tensors.items() if x.same_as is None]
+    if at is None:
+        at = "params" if any(name.startswith("params.") for name in tensors) else ""
+    prefix = f"{at}." if at else ""
+    chosen = [name for name in tensors if name.startswith(prefix)]
+    if not chosen and tensors:
+        raise fail(f"merge: {directory} has no tensors at {at!r}",
+                   fix=f"one of {join_limited(sorted({name.split('.')[0] for name in found}), 8)}")  # fmt: skip
+    entries: dict[str, Entry] = {}  # by the first path of the leaf, which may be in another part of the tree
+    for name in chosen:
+        first = tensors[name].same_as or name
+        x = tensors[first]
+        entries.setdefault(first, Entry(name.removeprefix(prefix), x.dtype, x.shape, _reader(directory, first, x)))
+    return f"{directory}{f' at {at}' * bool(at)}", list(entries.values())
+
+
+def _reader(directory: Path, name: str, x: checkpoint.Saved) -> Callable[[], Iterator[Tensor]]:
+    return lambda: stream(directory, name, x.shape, x.dtype, x.chunks)
+
+
+def _torch_entries(path: Path, at: str | None, allow_pickle: bool) -> tuple[str, list[Entry]]:
+    """Return the tensors of a folder of torch.distributed.checkpoint.
+
+    A key that all of them stand below, as `model` in those of Accelerate, is left out of the names.
+    """
+    if not allow_pickle:
+        raise fail(f"merge: {path} is a checkpoint of torch, whose {_DCP} is a pickle",
+                   "a pickle can run any code when it is read",
+                   fix="--allow_pickle, if you trust who wrote it")  # fmt: skip
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as e:
+        raise fail(f"merge: torch cannot read {path / _DCP}", f"{type(e).__name__}: {e}") from e
+    tensors = {name: x for name, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
+    paths: dict[str, Sequence[Any]] = metadata.planner_data or {}
+    tops = {str(paths[name][0]) if len(paths.get(name, ())) > 1 else "" for name in tensors}
+    if at is None:
+        at = tops.pop() if len(tops) == 1 else ""
+    prefix = f"{at}." if at else ""
+    if tensors and not any(name.startswith(prefix) for name in tensors):
+        raise fail(f"merge: {path} has no tensors at {at!r}", fix=f"one of {join_limited(sorted(tops), 8)}")
+
+    def reader(name: str, x: TensorStorageMetadata) -> Callable[[], Iterator[Tensor]]:
+        def pieces() -> Iterator[Tensor]:
+            out = torch.empty(x.size, dtype=x.properties.dtype)
+            load({name: out}, checkpoint_id=path, no_dist=True)
+            yield out
+
+        return pieces
+
+    entries = [Entry(name.removeprefix(prefix), x.properties.dtype, tuple(x.size), reader(name, x))
+               for name, x in tensors.items() if name.startswith(prefix)]  # fmt: skip
+    return f"{path}{f' at {at}' * bool(at)}", entries
+
+
+def _files(entries: Sequence[Entry], max_shard_bytes: int) -> dict[str, list[Entry]]:
+    """Divide the tensors, in order, into files of at most `max_shard_bytes`, or of one tensor."""
+    groups: list[list[Entry]] = [[]]
+    for e in entries:
+        if groups[-1] and sum(x.nbytes for x in groups[-1]) + e.nbytes > max_shard_bytes:
+            groups.append([])
+        groups[-1].append(e)
+    for group in groups:
+        group.sort(key=lambda e: -e.dtype.itemsize)  # the widest first: every tensor is aligned
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _write(path: Path, entries: Sequence[Entry]) -> None:
+    """Write a file: the header, the tensors, and then the header again, with their checksums."""
+    table = {e.name: (e.dtype, e.shape) for e in entries}
+    digits = {e.name: "0" * 8 * -(-e.nbytes // BLOCK_BYTES) for e in entries}
+
+    with open(path, "xb") as f:
+
+        def copied(e: Entry) -> Iterator[bytes | memoryview]:
+            for block in _blocks(bytes_of(piece) for piece in e.pieces()):
+                f.write(block)
+                yield block
+
+        f.write(encode_header(table, {"format": "pt"}, digits))
+        digits = {e.name: checksums_of(e.name, e.dtype, e.shape, copied(e)) for e in entries}
+        f.seek(0)
+        f.write(encode_header(table, {"format": "pt"}, digits))
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _blocks(pieces: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
+    """Cut a stream of bytes into blocks of `BLOCK_BYTES`, of which the last may be shorter."""
+    rest = b""
+    for piece in pieces:
+        start = 0
+        if rest:
+            start = min(BLOCK_BYTES - len(rest), len(piece))
+            rest += bytes(piece[:start])
+            if len(rest) < BLOCK_BYTES:
+                continue
+            yield rest
+        end = start + (len(piece) - start) // BLOCK_BYTES * BLOCK_BYTES
+        yield from (piece[i : i + BLOCK_BYTES] for i in range(start, end, BLOCK_BYTES))
+        rest = bytes(piece[end:])
+    if rest:
+        yield rest
