@@ -34,6 +34,9 @@ NAMESPACES = [
     "interop.hf", "interop.peft", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
     "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "lora", "weight",
     "interop.defer", "interop.hf", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
+    "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "ia3", "lora", "weight",
+    "interop.defer", "interop.hf", "interop.peft", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama",
+    "models.bert",
     "models.mistral", "models.mixtral", "models.qwen2", "models.qwen3", "models.heads",
 ]  # fmt: skip
 

@@ -356,6 +356,27 @@ def checkpoint_calls(folder: Path) -> list[Call]:
     )  # fmt: skip
 
 
+def peft_calls(folder: Path) -> list[Call]:
+    """Return calls that write adapters to a folder and read them."""
+    cfg = fs.lora.Config(("w",), rank=2)
+    adapters = {"w": {"a": W[:, :2], "b": W[:2]}}
+    fs.peft.save(folder / "adapters", cfg, adapters, DESCRIBED)
+    words = {"params": "no module is named", "adapters": "tree", "folder": r"adapter_config\.json"}
+    load = {"folder": folder / "adapters", "params": DESCRIBED, "of": None, "prefix": "", "ignored": ()}
+    save = {"path": folder / "again", "cfg": cfg, "adapters": adapters, "params": DESCRIBED, "of": None, "prefix": "",
+            "like": folder / "adapters", "config": {"task_type": "CAUSAL_LM"}}  # fmt: skip
+    ia3 = fs.ia3.Config(("w",))
+    scaled = {"cfg": ia3, "params": TREE, "of": None}
+    return [
+        Call("peft.load", fs.peft.load, load, words=words), Call("peft.save", fs.peft.save, save, words=words),
+        Call("ia3.Config", fs.ia3.Config, {"targets": ("w",), "feedforward": (), "modules_to_save": (), "exclude": ()}),
+        Call("ia3.init", fs.ia3.init, {**scaled, "key": KEY}, words=words),
+        Call("ia3.specs", fs.ia3.specs, {**scaled, "specs": SPECS}, words=words),
+        Call("ia3.apply", fs.ia3.apply, {**scaled, "adapters": {"w": {"scale": V}}, "specs": SPECS, "model": None},
+             words=words),
+    ]  # fmt: skip
+
+
 class Thing:
     """An object that no function knows."""
 
@@ -419,7 +440,7 @@ def make(picked: list[tuple[Call, str, str]]) -> dict[str, list[str]]:
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Call]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     with contextlib.chdir(folder):  # wrong paths are relative to it
-        yield CALLS + checkpoint_calls(folder)
+        yield CALLS + checkpoint_calls(folder) + peft_calls(folder)
 
 
 # Without arguments; called by other functions; for initializers of one's own; loads fake tensors for seconds.

@@ -101,6 +101,7 @@ def matches(want: str, got: str) -> bool:
     return doctest.OutputChecker().check_output(strip(want), strip(got), doctest.ELLIPSIS)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_runs_and_prints_what_it_shows(page: Path) -> None:
     text = page.read_text()
@@ -255,6 +256,22 @@ t5 = fs.models.t5
 cfg = t5.Config("t5", 32, 16, 4, 24, 1, 1, 2)
 t5.save("my-t5", cfg, fs.materialize(t5.init(cfg), P(), mesh, key=fs.key(0)))
 """
+ADAPTERS = (
+    GPT2
+    + """
+params, config = gpt2.init(cfg), fs.lora.Config(("c_attn",), rank=2)
+adapters = fs.materialize(fs.lora.init(config, params, of=gpt2.theirs), P(), mesh, key=fs.key(0))
+fs.peft.save("my-adapters", config, adapters, params, of=gpt2.theirs)
+"""
+)
+WRAPPED = """
+import peft, warnings
+from transformers import AutoModel, LlamaConfig
+warnings.simplefilter("ignore")
+base = LlamaConfig(vocab_size=31, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+peft.get_peft_model(AutoModel.from_config(base), config).save_pretrained("my-adapters")
+"""
 CHAIN = """
 specs = {"w": P()}
 params, grads = {"w": torch.zeros(1)}, {"w": torch.tensor([2.7183])}
@@ -287,6 +304,14 @@ SETUP = {
     "fshard.hf.weights": GPT2,
     "fshard.interop.hf.weights.read": GPT2,
     "fshard.interop.hf.weights.tensors": GPT2,
+    "fshard.interop.peft.adapters.load": ADAPTERS,
+    "fshard.interop.peft.adapters.save": ADAPTERS,
+    "fshard.interop.peft.wrapped.save_module": WRAPPED
+    + """
+apply, module = fs.defer(lambda: peft.get_peft_model(AutoModel.from_config(base), config))
+params = fs.materialize(module, P(), mesh, key=fs.key(0))
+""",
+    "fshard.interop.peft.wrapped.weights": WRAPPED,
     "fshard.models.bert.load": BERT,
     "fshard.models.gpt2.load": GPT2,
     "fshard.models.gpt_neox.load": NEOX,
