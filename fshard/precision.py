@@ -20,17 +20,25 @@ from .spec import P, is_spec
 @checked
 @dataclass(frozen=True)
 class Policy:
-    """Dtypes of the stored parameters, of the computation, and of its results.
+    """Dtypes of the stored parameters, of the computation, of its results, and of sums of gradients over ranks.
 
     >>> policy = Policy(compute=torch.bfloat16)
     >>> logits = policy.to_output(apply(policy.to_compute(params), policy.to_compute(x)))
+    >>> policy.options
+    {'dtype': torch.bfloat16, 'reduce_dtype': torch.float32}
 
-    Only floating leaves are cast. Source: DeepMind's jmp, for the three roles.
+    Only floating leaves are cast. Source: DeepMind's jmp, for the first three roles; torch's `MixedPrecision`.
     """
 
     param: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
     output: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+    @property
+    def options(self) -> dict[str, torch.dtype]:
+        """The options for `scan(..., **options)`, `unshard`, `apply.unshard` and `Layout`: casts at the gather."""
+        return {"dtype": self.compute, "reduce_dtype": self.reduce}
 
     def to_param(self, x: Any) -> Any:
         return cast(x, self.param)

@@ -222,6 +222,9 @@ def test_limit_all_gathers_is_the_number_of_blocks_ahead(monkeypatch: Any) -> No
 # --- units of a module ---
 
 
+on_gradient: list[Any] = []  # called in backward, before the gradients of each layer
+
+
 class Stack(nn.Module):
     """Layers called in an order of their own: 0, 2, 1, 2, 0."""
 
@@ -231,7 +234,10 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for i in (0, 2, 1, 2, 0):
-            x = torch.tanh(self.layers[i](x))
+            y = self.layers[i](x)
+            for f in on_gradient if y.requires_grad else ():
+                y.register_hook(lambda _, f=f: f())
+            x = torch.tanh(y)
         return x
 
 
@@ -287,7 +293,7 @@ def test_units_keep_parts_until_the_last_backward_that_needs_them(monkeypatch: A
 
 
 def test_units_are_gathered_before_or_after_the_gradients_of_the_unit_called_next(monkeypatch: Any) -> None:
-    """Compare the starts of gathers and sums of rank 0 in backward, and the waits for sums: none, pre and post."""
+    """Compare the starts of gathers and sums of rank 0 in backward, the waits for sums, and gradients of layers."""
     events: list[str] = []
     start_sums, start, start_reduce = UnitSchedule.start_sums, UnitSchedule.start, units.start_reduce
 
@@ -302,18 +308,20 @@ def test_units_are_gathered_before_or_after_the_gradients_of_the_unit_called_nex
     monkeypatch.setattr(UnitSchedule, "start_sums", lambda s, name, g: (log(f"sum {name[-1]}"), start_sums(s, name, g)))
     monkeypatch.setattr(UnitSchedule, "start", lambda s, name: (log(f"gather {name[-1]}"), start(s, name))[1])
     monkeypatch.setattr(units, "start_reduce", reduce)
+    on_gradient.append(lambda: log("grad"))
     got = {}
     for backward in (0, 1, "post"):
         step, params = unit_step(fs.make_mesh(node=1, local=2), prefetch=0, backward_prefetch=backward)
         events.clear()
         step(params, torch.randn(4, D))
-        got[backward] = events[5:]  # after the five gathers of forward
-    assert got[0] == ["gather 0", "sum 0", "done", "gather 2", "sum 2", "done", "gather 1", "sum 1", "done", "gather 2",
-                      "sum 2", "done", "sum 0", "done"]  # fmt: skip
-    assert got[1] == ["gather 0", "gather 2", "sum 0", "gather 1", "sum 2", "done", "gather 2", "sum 1", "done",
-                      "sum 2", "done", "sum 0", "done", "done"]  # fmt: skip
-    assert got["post"] == ["gather 0", "sum 0", "gather 2", "sum 2", "done", "gather 1", "sum 1", "done", "gather 2",
-                           "sum 2", "done", "sum 0", "done", "done"]  # fmt: skip
+        got[backward] = " ".join(events[5:])  # after the five gathers of forward
+    on_gradient.clear()
+    assert got[0] == ("grad gather 0 sum 0 done grad gather 2 sum 2 done grad gather 1 sum 1 done grad gather 2 sum 2 "
+                      "done grad sum 0 done")  # fmt: skip
+    assert got[1] == ("grad gather 0 gather 2 sum 0 grad gather 1 sum 2 done grad gather 2 sum 1 done grad sum 2 done "
+                      "grad sum 0 done done")  # fmt: skip
+    assert got["post"] == ("grad gather 0 sum 0 gather 2 grad sum 2 done gather 1 grad sum 1 done gather 2 grad sum 2 "
+                           "done grad sum 0 done done")  # fmt: skip
 
 
 def test_invalid_options_are_errors() -> None:

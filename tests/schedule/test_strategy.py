@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 import fshard as fs
 from fshard import P
 from fshard.models import gpt2
 from tests.lib.assertions import assert_same, error_text
 
-CFG = gpt2.Config(vocab_size=31, n_positions=8, n_embd=12, n_layer=3, n_head=2)
-ROWS, STEPS = 8, 3
+CFG = gpt2.Config(vocab_size=31, n_positions=8, n_embd=12, n_layer=2, n_head=2)
+ROWS, STEPS = 8, 2
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 
 
@@ -88,6 +90,12 @@ def train(s: fs.Strategy, mesh: fs.Mesh, model: Any, check: str = "never") -> tu
     return losses, fs.device_get(state["params"])
 
 
+PARAMS, OPTIMIZER = {"offload_params": True}, {"offload_optimizer": True}
+CASES: list[tuple[str, dict[str, bool]]] = [
+    ("FULL_SHARD", {}), ("FULL_SHARD", PARAMS), ("FULL_SHARD", OPTIMIZER), ("SHARD_GRAD_OP", PARAMS),
+    ("SHARD_GRAD_OP", {}), ("NO_SHARD", {}), ("HYBRID_SHARD", PARAMS), ("NO_SHARD", PARAMS),
+    ("_HYBRID_SHARD_ZERO2", {}),
+]  # fmt: skip
 MODELS = {
     "blocks of scan": gpt2_loss,
     "wrap by class": lambda s: stack_loss(s, "Block"),
@@ -96,22 +104,68 @@ MODELS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:apply.unshard. no units")
 @pytest.mark.parametrize("model", MODELS)
-def test_strategies_offload_and_wrap_policies_have_one_curve_of_losses(model: str) -> None:
+def test_full_shard_grad_op_no_shard_hybrid_offload_and_wrap_policy_have_one_curve_of_losses(model: str) -> None:
     build = MODELS[model]
     one = fs.strategy("NO_SHARD")
     want, _ = train(one, fs.make_mesh(data=1), build(one))  # a single device
     assert len(set(want)) == STEPS
     two, four = fs.make_mesh(data=2), fs.make_mesh(replica=2, shard=2)
     exact: dict[Any, Any] = {}
-    for name in STRATEGIES:
-        mesh = four if "HYBRID" in name else two
-        optimizer = [{"offload_optimizer": True}] * (name == "FULL_SHARD")
-        for offload in ({}, {"offload_params": True}, *optimizer):
-            s = fs.strategy(name, **offload)
-            got = train(s, mesh, build(s))
-            torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want), rtol=1e-6, atol=0)
-            assert_same(got, exact.setdefault(mesh, got), f"{name} {offload}")
+    for name, offload in CASES if model in ("blocks of scan", "wrap by class") else CASES[::3]:
+        mesh, s = four if "HYBRID" in name else two, fs.strategy(name, **offload)
+        got = train(s, mesh, build(s))
+        torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want), rtol=1e-6, atol=0)
+        assert_same(got, exact.setdefault(mesh, got), f"{name} {offload}")
+
+
+class Attention(nn.Module):
+    """Layers with attention, whose projections are leaves of no forward, and a list and a sequence of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2)])
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def wrapped_by_torch(module: nn.Module, least: int) -> set[str]:
+    """Return the modules that torch's policy wraps, driven as FSDP drives it; the root is no choice."""
+    chosen: set[str] = set()
+
+    def visit(name: str, m: nn.Module) -> int:
+        n = sum(p.numel() for p in m.parameters())
+        if not size_based_auto_wrap_policy(m, True, n, min_num_params=least):
+            return 0
+        wrapped = sum(visit(f"{name}.{key}" if name else key, child) for key, child in m.named_children())
+        if name and size_based_auto_wrap_policy(m, False, n - wrapped, min_num_params=least):
+            chosen.add(name)
+            return n
+        return wrapped
+
+    visit("", module)
+    return chosen
+
+
+def test_wrap_policy_by_class_by_size_and_none() -> None:
+    units = lambda how: set(fs.defer(Attention, units=how)[0].units)  # noqa: E731
+    assert units("TransformerEncoderLayer") == {"layers.0", "layers.1"}
+    module = Attention()
+    names = [m.numel() for m in module.parameters()] + [
+        sum(p.numel() for p in m.parameters()) for m in module.modules()
+    ]
+    for least in sorted({*names, *(n + 1 for n in names), 10**8} - {0}):
+        assert units(least) == wrapped_by_torch(module, least), least
+    assert units(None) == set()
+    apply, _ = fs.defer(Attention)
+    with pytest.warns(UserWarning, match="no units: all leaves are gathered at once, and kept"):
+        apply.unshard(P("data"), "data")
+    apply.unshard(P("data"), "data", release=False)
 
 
 def transfers(name: str, mesh: fs.Mesh, n: int, **how: Any) -> dict[tuple[str, Any], int]:
@@ -131,7 +185,7 @@ def transfers(name: str, mesh: fs.Mesh, n: int, **how: Any) -> dict[tuple[str, A
     return {key: n // mesh.size for key, n in count.items()}
 
 
-def test_transfers_of_each_strategy() -> None:
+def test_transfers_of_full_shard_shard_grad_op_no_shard_hybrid_shard_and_reshard_after_forward() -> None:
     n, two, four = 6, fs.make_mesh(data=2), fs.make_mesh(replica=2, shard=2)
     both = ("replica", "shard")
     released = 2 * n - 2  # the last two blocks are still gathered when backward starts
@@ -150,7 +204,25 @@ def test_transfers_of_each_strategy() -> None:
         ("all_reduce", both): 1}  # fmt: skip
 
 
-def test_bytes_of_the_train_state_on_each_rank() -> None:
+def test_options_of_a_strategy_reach_the_blocks_of_a_model() -> None:
+    """Count the gathers of a model of n blocks: one is of its other leaves, and the last blocks are gathered once."""
+    n, mesh = 5, fs.make_mesh(data=2)
+    cfg = replace(CFG, n_layer=n)
+    for s, gathers in (
+        (fs.strategy("FULL_SHARD"), 2 * n - 2),
+        (fs.strategy("FULL_SHARD", prefetch=0, backward_prefetch="post"), 2 * n - 1),
+        (fs.strategy("FULL_SHARD", prefetch=0, backward_prefetch=2), 2 * n - 3),
+        (fs.strategy("SHARD_GRAD_OP"), n),
+    ):
+        specs, layout = s.param_specs(gpt2.init(cfg)), gpt2.Layout(s.axis, **s.options)
+        loss = lambda p, x, layout=layout, specs=specs: gpt2.loss(cfg, p, x, x, layout=layout, specs=specs)  # noqa: E731
+        f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check="never")
+        with fs.recording() as log:
+            f(fs.materialize(gpt2.init(cfg), specs, mesh, key=fs.key(0)), batch(0)[:, :8])
+        assert sum(t.op == "all_gather" for t in log) == mesh.size * (gathers + 1)
+
+
+def test_offload_params_and_bytes_of_the_train_state_of_each_strategy() -> None:
     """Compare parameters + AdamW's two moments with 12 bytes a parameter, split or not, on the device or the host."""
     described = {"w": fs.init.zeros((16, 8)), "b": fs.init.zeros((8,))}
     n, opt = 16 * 8 + 8, fs.optim.adamw(1e-3)

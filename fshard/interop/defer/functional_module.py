@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import re
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -211,6 +212,7 @@ class Apply:
         >>> f(materialize(tree["params"], specs, mesh, key=key(0)), torch.zeros(4, 8))
         f32[4@data, 8]
 
+        Warns where there are no units and `release` is not False: one gather of all leaves, which are kept.
         Raises ShardingError, when the result is called, for the errors of `fs.unshard`, and inside
         torch.utils.checkpoint, which does not know that leaves are freed.
         """
@@ -219,6 +221,9 @@ class Apply:
         if remat and not self.units:
             raise fail("apply.unshard: remat=True recomputes each unit, and there are none",
                        fix="fs.defer(constructor, units=...); or fs.remat around the call")  # fmt: skip
+        if release and not self.units:
+            warnings.warn("apply.unshard: no units: all leaves are gathered at once, and kept until backward; choose "
+                          "some, fs.defer(constructor, units=...), or say release=False", stacklevel=3)  # fmt: skip
         return UnshardedByUnit(self, specs, axis, options, dtype, reduce_dtype, shapes)
 
     @checked

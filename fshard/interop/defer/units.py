@@ -80,9 +80,13 @@ def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: s
     if id(m) in seen:
         return 0
     seen.add(id(m))
-    own = {id(x): x.numel() for x in m.parameters(recurse=False) if id(x) not in seen}
+    # Attention computes with the leaves of its child, whose forward nobody calls; and its parent may, without it.
+    attention = isinstance(m, nn.MultiheadAttention)
+    own = {id(x): x.numel() for x in m.parameters(recurse=attention) if id(x) not in seen}
     seen.update(own)
     left = sum(own.values())
+    if attention:
+        return left
     left += sum(_choose_large(f"{name}.{key}" if name else key, child, least, chosen, seen)
                 for key, child in m.named_children())  # fmt: skip
     if left >= least and name and _has_forward(m):

@@ -1,0 +1,269 @@
+"""A frozen base in 8 bits: int8 weights with one scale for each output, dequantized where a block uses them.
+
+Legend: D inputs, F outputs; {V} varies over an axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fshard import nn, tree
+from fshard._comm import in_region, to_device
+from fshard.collectives import pmax
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
+from fshard.init import Deferred
+from fshard.init.deferred import Initializer, Scope
+from fshard.reshard import device_get
+from fshard.schedule.unshard import placements
+from fshard.shard_map import shard_map
+from fshard.sharded import Sharded
+from fshard.spec import Box, P, box_shape
+from fshard.weight import Part, Weight, is_weight
+
+from .config import ALL_LINEAR, Config
+from .targets import Leaf, Targets
+
+LARGEST = 127
+
+
+@dataclass(frozen=True, eq=False)
+class Int8(Weight):
+    """A matrix as values * scale: |error| of an element is at most half the scale of its output. Made by `quantize`."""
+
+    children = ("values", "scale")
+
+    values: Any  # int8[in.., out..]
+    scale: Any  # float32[out..]
+    inputs: int  # the number of input dims
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.values.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.scale.dtype
+        return dtype
+
+    def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
+        outputs = None if spec is None else _outputs_of(spec, self.ndim, self.inputs)
+        return [(spec, None if shape is None else tuple(shape)),
+                (outputs, None if shape is None else tuple(shape)[self.inputs :])]  # fmt: skip
+
+    def flatten(self, start: int = 0, end: int = -1) -> Int8:
+        end = end + self.ndim if end < 0 else end
+        if start < self.inputs <= end:
+            raise fail(f"flatten: dims {start} to {end} of {list(self.shape)} are inputs and outputs",
+                       fix="flatten the inputs, or the outputs", inputs=self.inputs)  # fmt: skip
+        values = self.values.flatten(start, end)
+        if end < self.inputs:
+            return replace(self, values=values, inputs=self.inputs - (end - start))
+        return replace(self, values=values, scale=self.scale.flatten(start - self.inputs, end - self.inputs))
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the whole matrix in a floating dtype."""
+        return _dequantized(self.values, self.scale, dtype)
+
+    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
+        """Compute x @ w + b, with w in the dtype of x: x [..., D] -> [..., F]. Backward dequantizes again."""
+        if self.scale.requires_grad:
+            raise fail(f"linear: Int8{list(self.shape)} is differentiated, and is frozen",
+                       fix="differentiate the adapters alone")  # fmt: skip
+        if torch.compiler.is_dynamo_compiling():  # which refuses a jvp, and saves what it needs by itself
+            return nn.linear(x, self.dequantize(x.dtype), b)
+        y: Tensor = _Linear.apply(x, self.values, self.scale, False)  # type: ignore[no-untyped-call]
+        return y if b is None else y + b
+
+
+def _dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype) * scale.to(dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """x @ w, or with `transposed` x @ w.T, of an int8 matrix [D, F] that alone is kept for backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, values: Tensor, scale: Tensor, transposed: bool) -> Tensor:
+        w = _dequantized(values, scale, x.dtype)
+        return torch.nn.functional.linear(x, w if transposed else w.transpose(0, 1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, values, scale, ctx.transposed = inputs
+        ctx.save_for_backward(values, scale)
+        ctx.save_for_forward(values, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        values, scale = ctx.saved_tensors
+        return _Linear.apply(grad, values, scale, not ctx.transposed), None, None, None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, *_: Any) -> Tensor | None:
+        values, scale = ctx.saved_tensors
+        return None if dx is None else _Linear.apply(dx, values, scale, ctx.transposed)  # type: ignore[no-untyped-call]
+
+
+# --- quantization ---------------------------------------------------------------------------------------------
+
+
+@checked
+def quantize(
+    params: Any, targets: str | Sequence[str] = ALL_LINEAR, *, exclude: str | Sequence[str] = (),
+    of: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
+    """Return the parameters with the matrices of the targets in 8 bits: a frozen base for adapters.
+
+        w [in.., out..]  ->  Int8: values int8[in.., out..], scale float32[out..]
+
+        scale = max |w| over the inputs / 127     values = round(w / scale), to even     |w - values scale| <= scale / 2
+
+    The result is the same on every mesh, bit for bit: the largest element is that of all ranks. A gather of it over
+    `data` moves 1 byte for each element, and a block in `scan` dequantizes it where it is used, in forward and again in
+    backward; nothing keeps the dequantized matrix. Pass the model the specs of `params`; `lora.part_specs` makes those
+    of the parts, for `shard_map`, `materialize` and `checkpoint.restore`.
+
+    Args:
+        params: a tree of placed leaves, of described ones, which are then quantized as they are filled, a leaf at a
+            time, or of tensors. Described, a device reads all inputs of its outputs.
+        targets, exclude, of: as for `lora.Config` and `lora.init`. Tables of embeddings are not quantized.
+
+    >>> q = fs.lora.quantize({"up": torch.tensor([[1.0, -0.5], [0.25, 4.0]])})["up"]
+    >>> q.values.tolist(), q.dequantize(torch.float32).round(decimals=2).tolist()
+    ([[127, -16], [32, 127]], [[1.0, -0.5], [0.25, 4.0]])
+
+    Raises ShardingError for targets that name nothing, listing every target that is no matrix [in, out] and every one
+    with an element that is not finite, and inside `shard_map`.
+    Source: Dettmers et al., 2022, "LLM.int8()", for a scale a row; 2023, "QLoRA", for adapters on a quantized base.
+    """
+    if in_region():
+        raise fail("lora.quantize: called inside shard_map, where every leaf is a local part", fix="call it outside")
+    tree.check_leaves("lora.quantize", "params", params, (Tensor, Deferred, Sharded))
+    rows = tree.leaves_with_path(params, is_weight)
+    chosen = Targets.of("lora.quantize", Config(targets, exclude=exclude), params, of).adapted
+    raise_all([error for path, x in rows if (name := tree.dotted(path)) in chosen
+               for error in _errors(tree.show("params", path), chosen[name][0], x)])  # fmt: skip
+    leaves = {tree.dotted(path): x for path, x in rows if tree.dotted(path) in chosen}
+    placed = {name: x for name, x in leaves.items() if isinstance(x, Sharded)}
+    made = _quantize_placed({name: (x, chosen[name][0].inputs) for name, x in placed.items()})
+    for name, x in leaves.items():
+        if name not in made:
+            quantized = _quantize_described if isinstance(x, Deferred) else _of_tensor
+            made[name] = quantized(name, x, chosen[name][0].inputs)
+    whole = [made.get(tree.dotted(path), x) for path, x in rows]
+    return tree.unflatten(tree.flatten(params, is_weight)[1], whole)
+
+
+@checked
+def part_specs(params: Any, specs: Any) -> Any:
+    """Return the specs of a tree with Weights, one for each of their tensors, from those of its matrices, or a prefix.
+
+    >>> q = fs.lora.quantize({"up": fs.init.normal((4, 6))})
+    >>> fs.lora.part_specs(q, {"up": P("data", "model")})["up"].scale
+    P('model')
+    """
+    return tree.unflatten(tree.structure(params), placements("lora.part_specs", params, specs)[0])
+
+
+def _errors(label: str, leaf: Leaf, x: Any) -> list[ShardingError]:
+    if leaf.layout != "io":
+        return [fail(f"lora.quantize: {label} is no matrix [in, out]", fix="leave it out of targets, or exclude it",
+                     module=leaf.module, layout=leaf.layout)]  # fmt: skip
+    if not isinstance(x, (Tensor, Deferred, Sharded)) or not x.dtype.is_floating_point:
+        return [must_be(f"lora.quantize: {label}", "a floating leaf", x, fix="leave it out of targets, or exclude it")]
+    return []
+
+
+def _outputs_of(spec: P, ndim: int, inputs: int) -> P:
+    return P(*(axes or None for axes in spec.parts(ndim)[inputs:]), memory=spec.memory)
+
+
+def _largest(w: Tensor, inputs: int) -> Tensor:
+    """Return the largest |w| of each output, in float32; 0 without inputs."""
+    if not math.prod(w.shape[:inputs]):
+        return torch.zeros(w.shape[inputs:], device=w.device)
+    return w.abs().amax(tuple(range(inputs))).float()
+
+
+def _rounded(w: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    scale = torch.where(scale > 0, scale, torch.finfo(torch.float32).tiny)  # largest / 127 may round to 0
+    return (w.float() / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
+
+
+def _not_finite(name: str) -> ShardingError:
+    return fail(f"lora.quantize: {name!r} has an element that is not finite", fix="exclude it, or repair it")
+
+
+def _of_tensor(name: str, x: Tensor, inputs: int) -> Int8:
+    largest = _largest(x.detach(), inputs)
+    if not largest.isfinite().all():
+        raise _not_finite(name)
+    return Int8(*_rounded(x.detach(), largest), inputs)
+
+
+def _quantize_placed(leaves: dict[str, tuple[Sharded, int]]) -> dict[str, Int8]:
+    """Quantize placed leaves, all in one call on their mesh."""
+    if not leaves:
+        return {}
+    mesh = next(x.mesh for x, _ in leaves.values())
+    specs = {name: x.spec for name, (x, _) in leaves.items()}
+    scales = {name: _outputs_of(x.spec, x.ndim, inputs) for name, (x, inputs) in leaves.items()}
+
+    @shard_map(mesh=mesh, in_specs=(specs,), out_specs=(specs, scales, P()))
+    def run(ws: dict[str, Tensor]) -> Any:
+        values, found, wrong = {}, {}, {}
+        for name, w in to_device(ws).items():
+            inputs = leaves[name][1]
+            own = _largest(w, inputs)
+            wrong[name] = pmax((~own.isfinite()).any().int(), specs[name].axes or None)
+            axes = tuple(a for split in specs[name].parts(w.ndim)[:inputs] for a in split)
+            values[name], found[name] = _rounded(w, pmax(own, axes or None))
+        return values, found, wrong
+
+    values, found, wrong = run({name: x for name, (x, _) in leaves.items()})
+    if mesh.kind != "abstract":
+        raise_all([_not_finite(name) for name, flag in device_get(wrong).items() if flag])
+    return {name: Int8(values[name], found[name], inputs) for name, (_, inputs) in leaves.items()}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The values, or the scale, of another leaf in 8 bits."""
+
+    name: str
+    leaf: Deferred
+    inputs: int
+    part: Literal["values", "scale"]
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        inputs = tuple(slice(0, n) for n in self.leaf.shape[: self.inputs])
+        outputs = box[self.inputs :] if self.part == "values" else box
+        owners = () if self.leaf.scope is None else self.leaf.scope.owners
+        init: Initializer = self.leaf.init
+        whole = (*inputs, *outputs)
+        w = init.fill(key if owners else key[0], self.leaf.shape, whole, self.leaf.dtype, device)
+        q = _of_tensor(self.name, w.reshape(box_shape(whole)), self.inputs)
+        part: Tensor = q.scale.to(dtype) if self.part == "scale" else q.values[box[: self.inputs]].clone()
+        return part
+
+    def describe(self) -> str:
+        return f"{self.part} of int8({self.leaf!r})"
+
+
+def _quantize_described(name: str, x: Deferred, inputs: int) -> Int8:
+    scope = x.scope or Scope(f"params.{name}")
+
+    def part(which: Literal["values", "scale"], shape: tuple[int, ...], dtype: torch.dtype) -> Deferred:
+        draws = scope.owners or (scope.name,)
+        return Deferred(shape, dtype, _Part(name, x, inputs, which), Scope(f"{scope.name}.{which}", draws))
+
+    return Int8(part("values", x.shape, torch.int8), part("scale", x.shape[inputs:], torch.float32), inputs)
