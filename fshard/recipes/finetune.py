@@ -36,6 +36,7 @@ from fshard.recipes.log import Log, printer
 from fshard.recipes.pretrain import with_second_moments
 from fshard.recipes.program import is_first
 
+MINILM_TARGETS = ("query", "key", "value", "output.dense", "intermediate.dense")  # all but the unused pooler
 BOUNDARIES = (16, 24, 32, 48)  # tokens: batches are of texts of similar lengths, padded to one of these
 
 
@@ -122,20 +123,14 @@ class Setup:
         self.strategy = command.strategy_of(args)
         self.axis = self.strategy.axis
         dtype = {"no": None, "bf16": torch.bfloat16}[args.mixed_precision]
+        # Without units all weights are gathered before the first block, and kept until backward.
+        once = {"release": False, "prefetch": 1000} if args.wrap == "none" else {}
         self.layout = t5.Layout(self.axis, "model", dtype=dtype, reduce_dtype=dtype and torch.float32,
-                                **self.strategy.options)  # fmt: skip
+                                **{**self.strategy.options, **once})  # fmt: skip
         self.remat = args.remat
 
     def specs(self, described: Any, specs: Any) -> Any:
         return self.strategy.param_specs(described, specs)
-
-    def whole(self, params: Any, specs: Any) -> tuple[Any, t5.Layout, Any]:
-        """The parameters, layout and specs for a model: with `--wrap none` all parameters are gathered here at once."""
-        if self.args.wrap != "none":
-            return params, self.layout, specs
-        layout = t5.Layout(self.axis, "model")
-        gathered = fs.unshard(params, specs, self.axis, dtype=self.layout.dtype, reduce_dtype=self.layout.reduce_dtype)
-        return gathered, layout, None
 
     def lora(self, targets: Sequence[str]) -> lora.Config:
         a = self.args
@@ -211,9 +206,8 @@ def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any], **optio
 
     def logits(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
         params = logits_of(trained, frozen, specs, key)
-        params, layout, its = setup.whole(params, specs)
         out: Tensor = t5.apply(cfg, params, batch["ids"], t5.shifted(cfg, batch["targets"]), mask=batch["mask"],
-                               layout=layout, specs=its, key=key, remat=setup.remat)  # fmt: skip
+                               layout=setup.layout, specs=specs, key=key, remat=setup.remat)  # fmt: skip
         return out
 
     return {"logits": logits, "classes": cfg.vocab_size, "split": "model", **options}
@@ -291,7 +285,7 @@ def minilm_lora(setup: Setup) -> Score:
     """Train adapters of a frozen MiniLM and a linear layer on the mean of its states."""
     args, folder = setup.args, minilm.folder(command.PROGRAM.stop)
     model, described = bert.load(folder)
-    cfg, axis, classes = setup.lora(("query", "value")), setup.axis, len(setup.texts.words)
+    cfg, axis, classes = setup.lora(MINILM_TARGETS), setup.axis, len(setup.texts.words)
     specs = setup.specs(described, bert.specs(model, model="model"))
     params = fs.materialize(described, specs, setup.mesh, key=setup.key)
     trained = {"adapters": lora.init(cfg, described, of=bert.theirs),
@@ -302,8 +296,7 @@ def minilm_lora(setup: Setup) -> Score:
     def logits(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
         adapted = lora.apply(cfg, frozen, trained["adapters"], of=bert.theirs, specs=specs,
                              adapter_specs=adapter_specs, data=axis, model="model", key=key, shapes=described)  # fmt: skip
-        adapted, layout, its = setup.whole(adapted, specs)
-        x = bert.apply(model, adapted, batch["ids"], mask=batch["mask"], layout=layout, specs=its, key=key,
+        x = bert.apply(model, adapted, batch["ids"], mask=batch["mask"], layout=setup.layout, specs=specs, key=key,
                        remat=setup.remat)  # fmt: skip
         head = fs.unshard(trained["head"], head_specs, axis)
         return nn.linear(bert.pool(x.float(), batch["mask"]), head["w"], head["b"])
