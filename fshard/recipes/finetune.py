@@ -55,7 +55,7 @@ class Part(NamedTuple):
     held_out: Sequence[Callable[[], Any]]
     steps: int
     lr: float
-    start: Any = None  # the placed initial values, if they are not those of the description
+    start: Any = None  # placed initial values, of all parameters or some, in place of those of the description
 
 
 class Score(NamedTuple):
@@ -177,7 +177,6 @@ class Setup:
         self.t5 = t5.Config(vocab_size=self.tokenizer.get_vocab_size(), d_model=args.width, d_kv=args.width // 4,
                             d_ff=2 * args.width, num_layers=2, num_decoder_layers=1, num_heads=4)  # fmt: skip
         described = t5.init(self.t5)
-        described["wte"] = minilm.embeddings(self.tokenizer, args.width, command.PROGRAM.stop)
         _, state = train(self, pretraining(self, described))
         if self.out is not None:
             t5.save(self.out / "t5", self.t5, state["params"])
@@ -228,9 +227,12 @@ def pretraining(setup: Setup, described: Any) -> Part:
 
     every = np.arange(len(tokens))
     specs = setup.specs(described, t5.specs(cfg, model="model"))
+    embeddings = minilm.embeddings(setup.tokenizer, cfg.d_model, command.PROGRAM.stop)
+    start = {"wte": fs.device_put(embeddings, specs["wte"], setup.mesh)}
+    steps = min(args.pretrain_steps, args.steps)
     return Part("pretrain", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
-                batches=setup.batches(fetch, lengths, every, training=True), held_out=[],
-                steps=min(args.pretrain_steps, args.steps), lr=2e-3)  # fmt: skip
+                batches=setup.batches(fetch, lengths, every, training=True), held_out=[], steps=steps, lr=2e-3,
+                start=start)  # fmt: skip
 
 
 def sentiment_batches(setup: Setup) -> tuple[Any, Any]:
@@ -288,14 +290,14 @@ def minilm_lora(setup: Setup) -> Score:
     cfg, axis, classes = setup.lora(MINILM_TARGETS), setup.axis, len(setup.texts.words)
     specs = setup.specs(described, bert.specs(model, model="model"))
     params = fs.materialize(described, specs, setup.mesh, key=setup.key)
-    trained = {"adapters": lora.init(cfg, described, of=bert.theirs),
-               "head": {"w": fs.init.normal((model.hidden_size, classes), std=0.02), "b": fs.init.zeros(classes)}}  # fmt: skip
+    head = {"w": fs.init.normal((model.hidden_size, classes), std=0.02), "b": fs.init.zeros(classes)}
+    trained = {"adapters": lora.init(cfg, described, of=bert.theirs), "head": head}
     head_specs = setup.specs(trained["head"], P())
     adapter_specs = lora.specs(cfg, described, specs, of=bert.theirs)
 
     def logits(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
-        adapted = lora.apply(cfg, frozen, trained["adapters"], of=bert.theirs, specs=specs,
-                             adapter_specs=adapter_specs, data=axis, model="model", key=key, shapes=described)  # fmt: skip
+        adapted = lora.apply(cfg, frozen, trained["adapters"], of=bert.theirs, specs=specs, data=axis, model="model",
+                             adapter_specs=adapter_specs, key=key, shapes=described)  # fmt: skip
         x = bert.apply(model, adapted, batch["ids"], mask=batch["mask"], layout=setup.layout, specs=specs, key=key,
                        remat=setup.remat)  # fmt: skip
         head = fs.unshard(trained["head"], head_specs, axis)
@@ -371,12 +373,9 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
             state = checkpoint.restore(args.resume / part.name, like, specs=specs, mesh=mesh, step=begin)
         except fs.ShardingError as e:
             raise command.PROGRAM.stop(f"--resume {args.resume}: {e}") from None
-    elif part.start is not None:
-        rest = {name: x for name, x in like.items() if name != "params"}
-        placed = fs.materialize(rest, {name: specs[name] for name in rest}, mesh, key=key)
-        state = {**placed, "params": part.start}
     else:
         state = fs.materialize(like, specs, mesh, key=fs.fold_in(key, "init"))
+        state["params"] = {**state["params"], **(part.start or {})}
     begin = begin or 0
     n = sum(x.numel() for x in fs.tree.leaves(part.trained))
     say(f"\n{part.name}: {n:,d} parameters train" + (f", resumed at step {begin}" if begin else ""))
