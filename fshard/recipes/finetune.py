@@ -55,6 +55,7 @@ class Part(NamedTuple):
     held_out: Sequence[Callable[[], Any]]
     steps: int
     lr: float
+    faster: float = 1.0  # the learning rate of the embeddings, times that of the rest
     start: Any = None  # placed initial values, of all parameters or some, in place of those of the description
 
 
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, Score]:
             part = t5_lora(setup, described, params) if name == "t5-lora" else t5_full(setup, described, params)
             scores[name], state = train(setup, part)
             if name == "t5-lora":
-                cfg = setup.lora(command.targets_of(args))
+                cfg = setup.adapter(command.targets_of(args))
                 setup.save_adapters(name, cfg, state["params"], described, t5.theirs, task_type="SEQ_2_SEQ_LM")
     if "minilm-lora" in methods:
         scores["minilm-lora"] = minilm_lora(setup)
@@ -132,7 +133,7 @@ class Setup:
     def specs(self, described: Any, specs: Any) -> Any:
         return self.strategy.param_specs(described, specs)
 
-    def lora(self, targets: Sequence[str]) -> lora.Config:
+    def adapter(self, targets: Sequence[str]) -> lora.Config:
         a = self.args
         return lora.Config(targets=targets, rank=a.rank, alpha=a.alpha, dropout=a.dropout)
 
@@ -255,7 +256,7 @@ def sentiment_batches(setup: Setup) -> tuple[Any, Any]:
 
 def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
     """Train adapters of a frozen T5."""
-    args, cfg = setup.args, setup.lora(command.targets_of(setup.args))
+    args, cfg = setup.args, setup.adapter(command.targets_of(setup.args))
     base_specs = setup.specs(described, t5.specs(setup.t5, model="model"))
     adapter_specs = lora.specs(cfg, described, base_specs, of=t5.theirs)
 
@@ -277,7 +278,7 @@ def t5_full(setup: Setup, described: Any, params: Any) -> Part:
     train_batches, held_out = sentiment_batches(setup)
     steps = command.steps_of(args, len(setup.texts.train), args.epochs)
     return Part("t5-full", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
-                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, start=params)  # fmt: skip
+                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, faster=20.0, start=params)  # fmt: skip
 
 
 # --- MiniLM ---------------------------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ def minilm_lora(setup: Setup) -> Score:
     """Train adapters of a frozen MiniLM and a linear layer on the mean of its states."""
     args, folder = setup.args, minilm.folder(command.PROGRAM.stop)
     model, described = bert.load(folder)
-    cfg, axis, classes = setup.lora(MINILM_TARGETS), setup.axis, len(setup.texts.words)
+    cfg, axis, classes = setup.adapter(MINILM_TARGETS), setup.axis, len(setup.texts.words)
     specs = setup.specs(described, bert.specs(model, model="model"))
     params = fs.materialize(described, specs, setup.mesh, key=setup.key)
     head = {"w": fs.init.normal((model.hidden_size, classes), std=0.02), "b": fs.init.zeros(classes)}
@@ -329,8 +330,7 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     args, mesh, axis, say = setup.args, setup.mesh, setup.axis, setup.say
     clock = time.perf_counter()
     schedule = optim.warmup(optim.linear(part.lr, 0.0, steps=part.steps), max(1, part.steps // 20), start=0.0)
-    adamw = optim.adamw(schedule, weight_decay=0.0)
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0, part.specs), adamw)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0, part.specs), make_adamw(schedule, part.faster))
     key = fs.fold_in(setup.key, part.name)
     specs = {"params": part.specs, "opt": setup.strategy.state_specs(optimizer, part.specs), "key": P(), "step": P()}
     like = {"params": part.trained, "opt": optimizer.init(part.trained), "key": key, "step": torch.tensor(0)}
@@ -408,6 +408,29 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     score = Score(right / rows, nats / targets, n, time.perf_counter() - clock)
     say(f"held-out accuracy {score.accuracy:.1%}, loss {score.loss:.3f}, perplexity {score.perplexity:.3f}")
     return score, state
+
+
+def make_adamw(schedule: optim.Schedule, faster: float) -> optim.Optimizer:
+    """AdamW without decay, with a learning rate for the embeddings `wte` that is `faster` times that of the rest.
+
+    T5's embeddings have values of about 1, and its matrices of about 1 / sqrt(width): at one rate the embeddings hardly
+    move. T5 itself was trained with rates relative to the size of a leaf. Source: Shazeer & Stern, 2018, "Adafactor".
+    """
+    rest = optim.adamw(schedule, weight_decay=0.0)
+    if faster == 1:
+        return rest
+    embeddings = optim.adamw(lambda count: schedule(count) * faster, weight_decay=0.0)
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        out = []
+        for optimizer, names in ((embeddings, ["wte"]), (rest, [name for name in params if name != "wte"])):
+            part, *moments = [{name: x[name] for name in names} for x in (params, grads, state["m"], state["v"])]
+            own = {"count": state["count"], "m": moments[1], "v": moments[2]}
+            out.append(optimizer.update(moments[0], own, part))
+        (first, a), (second, b) = out
+        return {**first, **second}, {"count": b["count"], "m": {**a["m"], **b["m"]}, "v": {**a["v"], **b["v"]}}
+
+    return optim.Optimizer(rest.init, update, rest.specs, "adamw")
 
 
 if __name__ == "__main__":

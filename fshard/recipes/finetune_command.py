@@ -148,7 +148,8 @@ def strategy_of(args: argparse.Namespace) -> fs.Strategy:
 
 def steps_of(args: argparse.Namespace, examples: int, epochs: float) -> int:
     """The steps of a method."""
-    return min(args.steps, max(1, round(epochs * examples / args.batch)))
+    steps: int = min(args.steps, max(1, round(epochs * examples / args.batch)))
+    return steps
 
 
 def check_same_run(args: argparse.Namespace, texts: int) -> None:

@@ -258,7 +258,7 @@ def test_launch_with_the_file_of_accelerate_runs_it_as_it_stands(texts, one, tmp
     command = [sys.executable, "-m", "fshard", "launch", "--config_file", str(YAML), "-m", "fshard.recipes.finetune",
                *TINY, "--data", texts, "--out", str(out), "--methods", "t5-lora"]  # fmt: skip
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "data=2" in done.stdout
