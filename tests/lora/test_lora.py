@@ -33,18 +33,27 @@ OPTIONS = {
 TWO_AXES = "both, fully sharded, sequence"
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [*(("gpt2", layout) for layout in LAYOUTS), *((name, layout) for name in BASE if name != "gpt2"
-                                                  for layout in ("one device", TWO_AXES))],
-)  # fmt: skip
+PARITY = [*(("gpt2", layout) for layout in LAYOUTS), *((name, TWO_AXES) for name in BASE if name != "gpt2"),
+          *((name, "one device") for name in BASE if name != "gpt2")]  # fmt: skip
+FAST = {("gpt2", "one device"), ("gpt2", "model, sequence"), ("gpt2", "uneven"), *((name, TWO_AXES) for name in BASE)}
+SLOW_OPTIONS = ("all-linear, neox", "all-linear, bert", "embeddings, dora", "exclude")
+
+
+def unless(fast, *values):
+    return pytest.param(*values, marks=[] if fast else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "layout"), [unless(case in FAST, *case) for case in PARITY])
 def test_logits_loss_and_gradients_are_those_of_peft(name, layout):
     case = cases.pair(name, **BASE[name])
     close(cases.our_results(case, layout), cases.peft_results(case), 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("layout", [TWO_AXES, pytest.param("uneven", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [*(unless(option not in SLOW_OPTIONS, option, TWO_AXES) for option in OPTIONS),
+     *(unless(False, option, "uneven") for option in ("dora", "dora, fused", "embeddings, tied", "all biases"))],
+)  # fmt: skip
 def test_options_have_the_numbers_of_peft(option, layout):
     name, options = OPTIONS[option]
     case = cases.pair(name, **options)
