@@ -456,13 +456,15 @@ def test_reader_of_models_says_what_reads_a_folder_of_adapters(tmp_path: Path) -
 
 
 def test_adapters_and_the_weights_of_their_base_may_share_a_folder(tmp_path: Path) -> None:
-    full = {"w": torch.ones(2)}
+    full = {"v": torch.ones(2), "w": torch.ones(2)}
     for _ in range(2):
-        _cfg, _adapters = small(tmp_path)
-        fs.hf.save(tmp_path / "a", {"model_type": "other"}, full)
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [CONFIG, WEIGHTS, "config.json", "model.safetensors"]
+        small(tmp_path)
+        fs.hf.save(tmp_path / "a", {"model_type": "other"}, full, max_shard_bytes=8)
+    small(tmp_path)
+    weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [CONFIG, WEIGHTS, "config.json", *weights]
     fs.peft.load(tmp_path / "a", TREE)
-    assert fs.hf.weights(tmp_path / "a", {"w": fs.init.zeros(2)})["w"].shape == (2,)
+    assert fs.hf.weights(tmp_path / "a", {n: fs.init.zeros(2) for n in full})["w"].shape == (2,)
 
 
 def test_targets_of_a_config_without_them_are_those_of_peft_for_the_model(tmp_path: Path) -> None:
