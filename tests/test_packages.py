@@ -31,13 +31,8 @@ FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer o
 NAMESPACES = [
     "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "interop.defer",
     "interop.hf", "interop.accelerate", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
-    "interop.hf", "interop.peft", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
-    "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "lora", "weight",
-    "interop.defer", "interop.hf", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama", "models.bert",
-    "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "ia3", "lora", "weight",
-    "interop.defer", "interop.hf", "interop.peft", "models.gpt2", "models.gptj", "models.gpt_neox", "models.llama",
-    "models.bert",
-    "models.mistral", "models.mixtral", "models.qwen2", "models.qwen3", "models.heads",
+    "interop.peft", "lora", "weight", "ia3", "models.mistral", "models.mixtral", "models.qwen2", "models.qwen3",
+    "models.heads", "models.t5",
 ]  # fmt: skip
 
 

@@ -200,7 +200,7 @@ class Setup:
 
 
 def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """What all parts that train a T5 have in common."""
+    """The fields that all parts which train a T5 have in common."""
     cfg = setup.t5
     specs = setup.specs(described, t5.specs(cfg, model="model"))
 
