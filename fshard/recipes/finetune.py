@@ -200,7 +200,7 @@ class Setup:
 
 
 def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """What all parts that train a T5 have in common."""
+    """The fields that all parts which train a T5 have in common."""
     cfg = setup.t5
     specs = setup.specs(described, t5.specs(cfg, model="model"))
 
@@ -278,7 +278,8 @@ def t5_full(setup: Setup, described: Any, params: Any) -> Part:
     train_batches, held_out = sentiment_batches(setup)
     steps = command.steps_of(args, len(setup.texts.train), args.epochs)
     return Part("t5-full", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
-                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, faster=20.0, start=params)  # fmt: skip
+                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, faster=20.0,
+                start=params)  # fmt: skip
 
 
 # --- MiniLM ---------------------------------------------------------------------------------------------------
