@@ -7,7 +7,8 @@
     python -m fshard.recipes.finetune --resume out --mesh model=2        resume on another mesh
 
 No T5 ships in a package, so the recipe pretrains a small one: a Unigram tokenizer of the texts, embeddings that begin
-as those of MiniLM, and then lost spans to restore. A run has parts, one after another: `pretrain`, and the methods.
+as those of MiniLM, and then lost spans to restore, mixed with the labels of half of the films; the methods train it on
+the films of the other half. A run has parts, one after another: `pretrain`, and the methods.
 Each trains one tree, its state, beside another one, which is frozen and is not differentiated.
 
 Legend: B batch, S source tokens, T target tokens, C classes (words of the vocabulary, or labels); [B@data] is a dim
@@ -37,6 +38,7 @@ from fshard.recipes.pretrain import with_second_moments
 from fshard.recipes.program import is_first
 
 MINILM_TARGETS = ("query", "key", "value", "output.dense", "intermediate.dense")  # all but the unused pooler
+FASTER = 20.0  # times the learning rate, for a T5's embeddings: see make_adamw
 BOUNDARIES = (16, 24, 32, 48)  # tokens: batches are of texts of similar lengths, padded to one of these
 
 
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Score]:
             part = t5_lora(setup, described, params) if name == "t5-lora" else t5_full(setup, described, params)
             scores[name], state = train(setup, part)
             if name == "t5-lora":
-                cfg = setup.adapter(command.targets_of(args))
+                cfg = setup.adapter(args.targets.split(","))
                 setup.save_adapters(name, cfg, state["params"], described, t5.theirs, task_type="SEQ_2_SEQ_LM")
     if "minilm-lora" in methods:
         scores["minilm-lora"] = minilm_lora(setup)
@@ -185,6 +187,11 @@ class Setup:
                 self.tokenizer.save(str(self.out / "t5" / "tokenizer.json"))
         return described, state["params"]
 
+    @property
+    def t5_rows(self) -> Any:
+        """The rows that T5s train on: those whose labels the pretraining has not seen."""
+        return self.texts.train if self.args.model else self.texts.unfamiliar
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of texts, and EOS, at most as many as fit a batch."""
         most = BOUNDARIES[-1] - 1
@@ -214,7 +221,10 @@ def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any], **optio
 
 
 def pretraining(setup: Setup, described: Any) -> Part:
-    """Restore lost spans of all texts that are not held out."""
+    """Restore lost spans of all texts that are not held out, and, every other step, label those that are familiar.
+
+    A mixture of spans and labelled tasks, as T5's own pretraining.
+    """
     args, cfg = setup.args, setup.t5
     tokens = [ids[:-1] for ids in setup.encode(setup.texts.unlabelled)]
     lengths = np.array([len(ids) + 1 for ids in tokens])
@@ -226,18 +236,19 @@ def pretraining(setup: Setup, described: Any) -> Part:
         targets, _ = data.pad([target for _, target in pairs], length=spans.longest_target(length), value=-100)
         return {"ids": ids.numpy(), "mask": mask.numpy(), "targets": targets.numpy()}
 
-    every = np.arange(len(tokens))
+    of_spans = setup.batches(fetch, lengths, np.arange(len(tokens)), training=True)
+    of_labels, _ = sentiment_batches(setup, np.flatnonzero(setup.texts.familiar))
     specs = setup.specs(described, t5.specs(cfg, model="model"))
     embeddings = minilm.embeddings(setup.tokenizer, cfg.d_model, command.PROGRAM.stop)
     start = {"wte": fs.device_put(embeddings, specs["wte"], setup.mesh)}
     steps = min(args.pretrain_steps, args.steps)
     return Part("pretrain", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
-                batches=setup.batches(fetch, lengths, every, training=True), held_out=[], steps=steps, lr=2e-3,
-                start=start)  # fmt: skip
+                batches=lambda step: (of_spans, of_labels)[step % 2](step // 2), held_out=[], steps=steps, lr=1e-3,
+                faster=FASTER, start=start)  # fmt: skip
 
 
-def sentiment_batches(setup: Setup) -> tuple[Any, Any]:
-    """The batches to train on and those that are held out: a text, and as its target the word of its label."""
+def sentiment_batches(setup: Setup, rows: Any) -> tuple[Any, Any]:
+    """The batches of some rows to train on and those held out: a text, and as its target the word of its label."""
     tokens = setup.encode(setup.texts.texts)
     words = [
         [*e.ids, spans.EOS] for e in setup.tokenizer.encode_batch(list(setup.texts.words), add_special_tokens=False)
@@ -250,13 +261,13 @@ def sentiment_batches(setup: Setup) -> tuple[Any, Any]:
         return {"ids": ids.numpy(), "mask": mask.numpy(), "targets": targets.numpy()}
 
     lengths = np.array([len(ids) for ids in tokens])
-    return (setup.batches(fetch, lengths, setup.texts.train, training=True),
+    return (setup.batches(fetch, lengths, rows, training=True),
             setup.batches(fetch, lengths, setup.texts.test, training=False))  # fmt: skip
 
 
 def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
     """Train adapters of a frozen T5."""
-    args, cfg = setup.args, setup.adapter(command.targets_of(setup.args))
+    args, cfg = setup.args, setup.adapter(setup.args.targets.split(","))
     base_specs = setup.specs(described, t5.specs(setup.t5, model="model"))
     adapter_specs = lora.specs(cfg, described, base_specs, of=t5.theirs)
 
@@ -264,21 +275,21 @@ def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
         return lora.apply(cfg, frozen, adapters, of=t5.theirs, specs=specs, adapter_specs=adapter_specs,
                           data=setup.axis, model="model", key=key, shapes=described)  # fmt: skip
 
-    train_batches, held_out = sentiment_batches(setup)
-    steps = command.steps_of(args, len(setup.texts.train), args.epochs)
+    train_batches, held_out = sentiment_batches(setup, setup.t5_rows)
+    steps = command.steps_of(args, len(setup.t5_rows), args.epochs)
     return Part("t5-lora", lora.init(cfg, described, of=t5.theirs), adapter_specs, params, base_specs,
                 **t5_part(setup, described, adapted), batches=train_batches, held_out=held_out, steps=steps,
-                lr=args.lr or 3e-3)  # fmt: skip
+                lr=args.lr or 1e-3)  # fmt: skip
 
 
 def t5_full(setup: Setup, described: Any, params: Any) -> Part:
     """Train all parameters of a T5."""
     args = setup.args
     specs = setup.specs(described, t5.specs(setup.t5, model="model"))
-    train_batches, held_out = sentiment_batches(setup)
-    steps = command.steps_of(args, len(setup.texts.train), args.epochs)
+    train_batches, held_out = sentiment_batches(setup, setup.t5_rows)
+    steps = command.steps_of(args, len(setup.t5_rows), args.epochs)
     return Part("t5-full", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
-                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, faster=20.0,
+                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, faster=FASTER,
                 start=params)  # fmt: skip
 
 

@@ -40,15 +40,15 @@ def parser() -> argparse.ArgumentParser:
     add("--rank", type=int, default=8, help="of the adapters")
     add("--alpha", type=float, default=32.0)
     add("--dropout", type=float, default=0.1, help="of the adapters; 0 turns that of the models off, too")
-    add("--targets", default="", help="modules of T5 that are adapted, e.g. q,v (default: q,v of --model, else all)")
+    add("--targets", default="q,v", help="modules of T5 that are adapted, e.g. q,k,v,o,wi,wo (default: %(default)s)")
     add("--batch", type=int, default=32, help="texts of a step, over all devices")
     add("--lr", type=float, default=0.0, help="peak learning rate (default: that of the method)")
     add("--epochs", type=float, default=1.0, help="of the T5s")
     add("--minilm-epochs", type=float, default=1.0)
-    add("--pretrain-steps", type=int, default=200)
+    add("--pretrain-steps", type=int, default=700)
     add("--steps", type=int, default=10**9, help="at most so many of each part: for a trial")
     add("--vocab", type=int, default=4000, help="tokens of the small T5")
-    add("--width", type=int, default=256, help="of the small T5")
+    add("--width", type=int, default=128, help="of the small T5")
     add("--seed", type=int, default=0)
     add("--verify", action="store_true", help="before training, compare the step of each part on smaller meshes")
     add("--out", type=Path, help="write metrics, checkpoints, and adapters in PEFT's form here")
@@ -134,12 +134,6 @@ def mesh_of(args: argparse.Namespace) -> fs.Mesh:
     """Make the mesh, with the axes of the strategy for the batch."""
     axes = ("replica", "shard") if "HYBRID" in args.strategy else ("data",)
     return PROGRAM.mesh_of(args, {**dict.fromkeys(axes, "batch"), "model": ""})
-
-
-def targets_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The modules of T5 that are adapted: those of the original paper for a large one, all for the small one."""
-    names = args.targets or ("q,v" if args.model else "q,k,v,o,wi,wo")
-    return tuple(names.split(","))
 
 
 def strategy_of(args: argparse.Namespace) -> fs.Strategy:

@@ -27,11 +27,15 @@ HELD_OUT = 10  # one group in so many
 
 
 class Sentiment(NamedTuple):
-    """Texts, each with the number of its label and whether it is held out; and further texts to pretrain on."""
+    """Texts, each with the number of its label and whether it is held out; and further texts to pretrain on.
+
+    Half of the texts that are not held out, by group, are `familiar`: a T5 is pretrained on them with their labels.
+    """
 
     texts: Sequence[str]
     labels: npt.NDArray[np.int64]
     held_out: npt.NDArray[np.bool_]
+    familiar: npt.NDArray[np.bool_]
     words: Sequence[str]  # of the labels
     more: Sequence[str] = ()
 
@@ -39,6 +43,11 @@ class Sentiment(NamedTuple):
     def train(self) -> npt.NDArray[np.int64]:
         """The rows to train on."""
         return np.flatnonzero(~self.held_out)
+
+    @property
+    def unfamiliar(self) -> npt.NDArray[np.int64]:
+        """The rows to train a T5 on that was pretrained here."""
+        return np.flatnonzero(~self.held_out & ~self.familiar)
 
     @property
     def test(self) -> npt.NDArray[np.int64]:
@@ -64,14 +73,17 @@ def load(path: Path | None, stop: Callable[[str], SystemExit]) -> Sentiment:
     rows = [row for row in rows if first.pop(row[0], 0) is None]
     words = sorted({label for _, label, _ in rows})
     held_out = np.array([_is_held_out(group) for _, _, group in rows], dtype=bool)
+    familiar = ~held_out & np.array(
+        [zlib.crc32(group.encode()) // HELD_OUT % 2 == 0 for _, _, group in rows], dtype=bool
+    )
     where = f"--data {path}" if path else "the corpus"
     if len(words) < 2:
         raise stop(f"{where}: it has {len(words)} labels: give two or more")
-    if held_out.all() or not held_out.any():
+    if not held_out.any() or not familiar.any() or not (~held_out & ~familiar).any():
         raise stop(f"{where}: {len(rows)} different texts in {len({g for *_, g in rows})} groups are too few to hold "
-                   f"out one group in {HELD_OUT}: give more")  # fmt: skip
+                   f"out one group in {HELD_OUT} and to pretrain on half of the others: give more")  # fmt: skip
     labels = np.array([words.index(label) for _, label, _ in rows], dtype=np.int64)
-    return Sentiment([text for text, *_ in rows], labels, held_out, words, more)
+    return Sentiment([text for text, *_ in rows], labels, held_out, familiar, words, more)
 
 
 def _is_held_out(group: str) -> bool:

@@ -184,12 +184,21 @@ def test_held_out_groups_are_whole_and_no_text_stands_twice(tmp_path):
     group = [int(t[1:]) % 35 for t in data.texts]
     assert not {group[i] for i in data.train} & {group[i] for i in data.test}
     assert len(data.train) + len(data.test) == 70
+    familiar = np.flatnonzero(data.familiar)  # their labels are those that a T5 is pretrained on
+    assert not {group[i] for i in familiar} & ({group[i] for i in data.test} | {group[i] for i in data.unfamiliar})
+    assert sorted([*familiar, *data.unfamiliar]) == data.train.tolist()
     assert data.crc32 != data._replace(held_out=~data.held_out).crc32
 
 
 def test_bag_of_words_is_naive_bayes():
     texts = ["good good film", "bad film", "good plot", "dull plot", "good", "bad bad bad plot"]
-    data = sentiment.Sentiment(texts, np.array([1, 0, 1, 0, 1, 0]), np.array([False] * 4 + [True] * 2), ["bad", "good"])
+    data = sentiment.Sentiment(
+        texts,
+        np.array([1, 0, 1, 0, 1, 0]),
+        np.array([False] * 4 + [True] * 2),
+        np.array([True, True] + [False] * 4),
+        ["bad", "good"],
+    )
     assert sentiment.bag_of_words(data) == 1.0
     assert sentiment.majority(data) == 0.5
     flipped = data._replace(labels=np.array([1, 0, 1, 0, 0, 0]))
