@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._comm import in_region
+from ._comm import in_region, refuse_transfer
 from .errors import ShardingError, fail
 from .init import Deferred
 from .sharded import Sharded
@@ -81,6 +81,8 @@ class Ranks:
     def __init__(self, verb: str, *, alone: bool) -> None:
         if in_region():
             raise fail(f"{verb}: called inside shard_map, where every leaf is a local part", fix="call it outside")
+        if not alone:
+            refuse_transfer(verb)
         self.verb, self.alone = verb, alone
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 

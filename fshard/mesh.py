@@ -27,6 +27,7 @@ from ._comm import (
     coords_of,
     fake_tensors,
     refuse_nesting,
+    refuse_transfer,
     simulate,
     start_watchdog,
 )
@@ -76,6 +77,8 @@ class Mesh:
         abstract mesh runs on fake tensors.
         """
         refuse_nesting()
+        if self.kind == "process" and self.size > 1:
+            refuse_transfer("shard_map")
         if self._comm is not None:
             fake = self.kind == "abstract"
             with fake_tensors() if fake else contextlib.nullcontext():
@@ -89,6 +92,7 @@ class Mesh:
         """
         objects = [mine] * (self.size if self.kind == "process" else 1)
         if len(objects) > 1:
+            refuse_transfer(f"a transfer {purpose}")
             with Wait(lambda: (f"for other ranks {purpose}", f"one of them {SLOW}")):
                 call_distributed(dist.all_gather_object, objects, mine)
         return objects

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import tree
-from ._comm import copy_to_device, empty_part, to_spec_memory
+from ._comm import copy_to_device, empty_part, refuse_transfer, to_spec_memory
 from .errors import checked, fail
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, place_tree
@@ -37,6 +37,7 @@ def _get(x: Sharded, rank: int | None) -> Tensor | None:
     if x.mesh.kind == "abstract":
         raise fail(f"device_get: {x!r} is on an abstract mesh, where leaves have no values")
     if x.mesh.kind == "process":
+        refuse_transfer("device_get")
         return _gather_to_host(x, rank)
     out = torch.empty(x.shape, dtype=x.dtype)
     for at, part in zip(x.mesh.ranks, x.shards, strict=True):
@@ -116,6 +117,7 @@ def _copy(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
 
 
 def _exchange(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
+    refuse_transfer("reshard")
     me = mesh.ranks[0]
     boxes = [local_box(x.shape, spec, mesh.axes, mesh.coords(rank)) for rank in range(mesh.size)]
     mine = x.box(me)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import in_region
+from ._comm import in_region, refuse_transfer, without_others
 from .errors import ShardingError, checked, fail, must_be, raise_all
 from .mesh import Mesh
 from .reshard import device_get
@@ -38,8 +38,8 @@ def main_first(mesh: Mesh, *, local: bool = False) -> Iterator[bool]:
     If the body raises on any rank, every rank raises: that rank its own exception, the others a ShardingError that
     quotes it. If it raises on rank 0, the others do not run it. So no rank waits for one that has failed.
 
-    The body must not communicate (call `shard_map` on this mesh, `checkpoint.save`, another `main_first`): the other
-    ranks are not there. The wait for rank 0 is limited by `make_mesh(timeout=)`.
+    What would wait for other ranks is an error in the body: `shard_map` on a process mesh, `checkpoint.save`, another
+    `main_first`. The wait for rank 0 is limited by `make_mesh(timeout=)`.
 
     Args:
         local: the first rank of each host runs first, by the LOCAL_RANK of torchrun: for files on a host's own disk.
@@ -48,17 +48,20 @@ def main_first(mesh: Mesh, *, local: bool = False) -> Iterator[bool]:
     ...     print(first)
     True
 
-    Raises ShardingError inside `shard_map`, and where the body has failed on another rank.
+    Raises ShardingError inside `shard_map`, for what communicates in the body, and if it has failed on another rank.
 
     Source: `Accelerator.main_process_first`, in which the other ranks wait forever if the first one fails.
     """
     _refuse_region("main_first")
+    if mesh.kind == "process":
+        refuse_transfer("main_first")
     first = _is_first(mesh, local)
     if not first:
         _exchange("main_first", mesh)
     error: BaseException | None = None
     try:
-        yield first
+        with without_others("main_first"):
+            yield first
     except BaseException as e:  # KeyboardInterrupt too: the other ranks must end their wait
         error = e
     try:
@@ -93,6 +96,8 @@ def wait(mesh: Mesh) -> None:
     Raises ShardingError inside `shard_map`, and on every rank if another one is in `main_first`.
     """
     _refuse_region("wait")
+    if mesh.kind == "process":
+        refuse_transfer("wait")
     _exchange("wait", mesh)
 
 

@@ -87,4 +87,5 @@ class Weight(Node):
 
 
 def is_weight(x: object) -> bool:
+    """Return whether an object is a Weight: the `is_leaf` of trees in which each is one leaf."""
     return isinstance(x, Weight)

@@ -164,7 +164,7 @@ PARAMS = {"w": torch.zeros(3, 3), "b": torch.zeros(3), "frozen": torch.zeros(3, 
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_accumulate_has_three_ways_to_reduce(n, steps):
+def test_accumulate_and_no_sync_reduce_in_each_microbatch_once_or_never(n, steps):
     """Gradients of all examples, or of each rank's own; transfers of gradients: as many as microbatches, one, none."""
     g = torch.Generator().manual_seed(3)
     p = fs.tree.map(lambda t: torch.randn(t.shape, generator=g, dtype=torch.float64), PARAMS)

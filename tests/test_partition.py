@@ -216,7 +216,7 @@ def train_dense(steps: int = 3) -> tuple[Any, list[float]]:
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_training_a_part_equals_torch_with_frozen_parameters(axes: dict[str, int]) -> None:
+def test_partition_of_what_trains_equals_torch_with_frozen_parameters(axes: dict[str, int]) -> None:
     got, opt, losses = train(axes)
     want, want_losses = train_dense()
     # fp32 sums in another order, through three steps of Adam

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -87,11 +86,25 @@ def fill_a_cache(folder: Path) -> tuple[Any, ...]:
         else:
             out.append(None)
     # 5. Ranks in different functions.
-    with contextlib.ExitStack() as stack:
-        enter = fs.main_first(mesh).__enter__ if rank == 1 else lambda: fs.wait(mesh)
-        out.append(error_text(enter))
-        del stack
+    out.append(error_text(fs.main_first(mesh).__enter__ if rank == 1 else lambda: fs.wait(mesh)))
     fs.wait(mesh)  # still in step
+    x = fs.device_put(X, P("data"), mesh)
+    with fs.main_first(mesh):  # what would wait for ranks that are not there is refused
+        own = fs.make_mesh(kind="simulated", data=2)
+        assert evaluate(own)
+        transfers = {
+            "shard_map": fs.shard_map(lambda: fs.psum(torch.ones(1), "data"), mesh=mesh, out_specs=P()),
+            "main_first": fs.main_first(mesh).__enter__,
+            "wait": lambda: fs.wait(mesh),
+            "save": lambda: fs.checkpoint.save(folder / "c", x),
+            "device_get": lambda: fs.device_get(x),
+            "reshard": lambda: fs.reshard(x, P("model")),
+        }
+        for verb, f in transfers.items():
+            assert error_text(f).startswith(
+                f"{verb}: called in the body of main_first, which the ranks do not run together\n  it would not end\n"
+            )
+    fs.wait(mesh)
     # 6. Results of an evaluation, of uneven batches and with a mask.
     out.append([evaluate(mesh, rank=at) for at in (None, 2)])
     return tuple(out)

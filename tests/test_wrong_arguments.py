@@ -128,7 +128,7 @@ def prefixed(prefix: str, *calls: Call) -> list[Call]:
 
 _BY_POSITION = {"p": r"args\[0\]|argument 0", "x": r"args\[1\]"}
 _AXES_OF_SPECS = {"specs": "no mesh axis is bound"}  # specs without axes need no region
-_OF_LEAVES = {"params": r"params|\bmodule\b", "adapters": "adapters", "of": r"\bof\b"}
+_OF_LEAVES = {"params": r"params|\bmodule\b", "adapters": "adapters", "of": r"\bof\b", "data": "axis", "model": "axis"}
 _shape = {"shape": (4, 4)}
 _kaiming = {"mode": "fan_in", "nonlinearity": "relu", "in_dim": -2, "out_dim": -1, "dtype": torch.float32, "a": 0.0}
 _xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
@@ -267,6 +267,7 @@ CALLS = [
     *prefixed("lora",
         Call("quantize", fs.lora.quantize, {"params": {"w": W, "b": V}, "targets": ["w"], "exclude": (), "of": None},
              words={"params": "no module is named", "of": r"no module|path"}),
+        outside(fs.lora.dequantize, params=fs.lora.quantize(TREE), dtype=torch.float32),
         Call("part_specs", fs.lora.part_specs, {"params": TREE, "specs": SPECS},
              words={"params": "not a prefix of the tree"}),
     ),
@@ -371,7 +372,16 @@ def peft_calls(folder: Path) -> list[Call]:
     load = {"folder": folder / "adapters", "params": DESCRIBED, "of": None, "prefix": "", "ignored": ()}
     save = {"path": folder / "again", "cfg": cfg, "adapters": adapters, "params": DESCRIBED, "of": None, "prefix": "",
             "like": folder / "adapters", "config": {"task_type": "CAUSAL_LM"}}  # fmt: skip
-    return [Call("peft.load", fs.peft.load, load, words=words), Call("peft.save", fs.peft.save, save, words=words)]
+    ia3 = fs.ia3.Config(("w",))
+    scaled = {"cfg": ia3, "params": TREE, "of": None}
+    return [
+        Call("peft.load", fs.peft.load, load, words=words), Call("peft.save", fs.peft.save, save, words=words),
+        Call("ia3.Config", fs.ia3.Config, {"targets": ("w",), "feedforward": (), "modules_to_save": (), "exclude": ()}),
+        Call("ia3.init", fs.ia3.init, {**scaled, "key": KEY}, words=words),
+        Call("ia3.specs", fs.ia3.specs, {**scaled, "specs": SPECS}, words=words),
+        Call("ia3.apply", fs.ia3.apply, {**scaled, "adapters": {"w": {"scale": V}}, "specs": SPECS, "model": None},
+             words=words),
+    ]  # fmt: skip
 
 
 class Thing:

@@ -36,8 +36,10 @@ from .region import (
     live_axes,
     mark_donated,
     refuse_nesting,
+    refuse_transfer,
     region,
     storage_key,
+    without_others,
 )
 from .simulated import simulate
 from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
@@ -47,8 +49,8 @@ __all__ = [
     "Transfer", "Wait", "Watchdog", "bind", "call_at_exit", "call_distributed", "checker", "common_device",
     "coords_of", "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of", "is_observed", "is_view",
     "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated", "memory_device", "pack", "pad",
-    "recording", "refuse_nesting", "region", "run_on_meta", "simulate", "size_of", "split_padded",
-    "start_copy_to_device", "start_copy_to_host", "start_watchdog", "stop_after_transfers", "storage_key",
-    "to_device", "to_spec_memory", "transfer_count", "transposing", "unpack", "wait_before_writing",
-    "wait_for_copies_to_host",
+    "recording", "refuse_nesting", "refuse_transfer", "region", "run_on_meta", "simulate", "size_of",
+    "split_padded", "start_copy_to_device", "start_copy_to_host", "start_watchdog", "stop_after_transfers",
+    "storage_key", "to_device", "to_spec_memory", "transfer_count", "transposing", "unpack", "wait_before_writing",
+    "wait_for_copies_to_host", "without_others",
 ]  # fmt: skip

@@ -73,6 +73,23 @@ def bind(new: Region) -> Iterator[None]:
         _thread.region = None
 
 
+@contextlib.contextmanager
+def without_others(verb: str) -> Iterator[None]:
+    """Context in which the other ranks do not run the same code, as in the body of `verb`: a transfer would hang."""
+    _thread.without_others = verb
+    try:
+        yield
+    finally:
+        _thread.without_others = ""
+
+
+def refuse_transfer(what: str) -> None:
+    """Raise ShardingError in the context `without_others`."""
+    if verb := getattr(_thread, "without_others", ""):
+        raise fail(f"{what}: called in the body of {verb}, which the ranks do not run together", "it would not end",
+                   fix=f"call it after {verb}")  # fmt: skip
+
+
 def checker() -> Any:
     """Return the checker of this thread's region; `None` outside, and where the call is not checked."""
     current: Region | None = getattr(_thread, "region", None)

@@ -57,7 +57,8 @@ def save(
         raise_all(errors)
         if ranks.alone:
             return {}
-        return {name: summary(x) + (f" = {tied[name]}" if name in tied else "") for name, x in leaves.items()}
+        of_base = {f"base of {name}": text for name, text in (base or {}).items()}
+        return {name: summary(x) + (f" = {tied[name]}" if name in tied else "") for name, x in leaves.items()} | of_base
 
     def publish() -> None:
         with write_errors("save", final, UNCHANGED):

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import checkpoint
+from fshard import checkpoint, hf, tree
 from fshard._io import bytes_of, sync, write_errors
 from fshard._safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
 from fshard.checkpoint.commit import directory_of, is_complete, read
 from fshard.checkpoint.parts import check_part, stream
 from fshard.errors import fail, join_limited, raise_all
-from fshard.interop.hf import INDEX, SINGLE
+from fshard.interop.hf import INDEX, SINGLE, config_of
 
 _DCP = ".metadata"  # of torch.distributed.checkpoint
 
@@ -52,22 +52,26 @@ def add(commands: Any) -> None:
     command.add_argument("out", metavar="OUT", help="the folder to write; it must not exist")
     command.add_argument("--step", type=int, help="this step of a folder of checkpoints")
     command.add_argument("--at", help="the part to write (default: params, or all if there is none)")
+    command.add_argument("--like", metavar="FOLDER", help="the Hugging Face folder of the model, one of fs.models: "
+                         "write its names and shapes, and copy its config and tokenizer")  # fmt: skip
     command.add_argument("--max_shard_bytes", "--max-shard-bytes", type=int, default=5 * 10**9, metavar="N",
                          help="bytes of one file, at most (default: 5e9)")  # fmt: skip
     command.add_argument("--allow_pickle", "--allow-pickle", action="store_true",
                          help="read torch's checkpoint, whose .metadata is a pickle: it can run any code")  # fmt: skip
     command.set_defaults(run=lambda options: merge(
         options.checkpoint, options.out, step=options.step, at=options.at, max_shard_bytes=options.max_shard_bytes,
-        allow_pickle=options.allow_pickle))  # fmt: skip
+        like=options.like, allow_pickle=options.allow_pickle))  # fmt: skip
 
 
 def merge(
     path: str | Path, out: str | Path, *, step: int | None = None, at: str | None = None,
-    max_shard_bytes: int = 5 * 10**9, allow_pickle: bool = False,
+    max_shard_bytes: int = 5 * 10**9, like: str | Path | None = None, allow_pickle: bool = False,
 ) -> str:  # fmt: skip
     """Write the tensors of a checkpoint into a new folder of safetensors files, and return a line about them.
 
     Memory: a piece of 64 MiB of one tensor; of torch's checkpoints, one tensor. The folder appears when all is written.
+    With `like`, the folder of a model in `fs.models`, it is a folder that `from_pretrained` reads; the tensors are in
+    mapped files beside it meanwhile, which take as much room on the disk.
     Raises ShardingError if the checkpoint is damaged, or the folder exists.
     """
     path, out = Path(path), Path(out)
@@ -83,26 +87,67 @@ def merge(
         raise fail(f"merge: {source} has no tensors", fix="python -m fshard inspect shows the leaves")
     if wrong := [f"{e.name}  {e.dtype}" for e in entries if e.dtype not in DTYPES.values()]:
         raise fail("merge: safetensors has no such dtype", *wrong, fix="restore the checkpoint, and cast the leaves")
+    size = sum(e.nbytes for e in entries)
+    if like is not None:
+        with write_errors("merge", out, "nothing is written"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+                cfg, params = _model(entries, like, Path(folder), source)
+                hf.save(out, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
+        return f"{out}: {len(entries)} tensors of {source}, {size:,} bytes, as {like} has them"
     files = _files(entries, max_shard_bytes)
     with write_errors("merge", out, "nothing is written"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
         try:
             for name, group in files.items():
-                _write(folder / name, group)
+                _write(temporary / name, group)
             if len(files) > 1:
                 index = {"metadata": {"total_size": sum(e.nbytes for e in entries)},
                          "weight_map": {e.name: name for name, group in files.items() for e in group}}  # fmt: skip
-                (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            folder.chmod(0o755)
-            sync(folder)
-            folder.rename(out)
+                (temporary / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            temporary.chmod(0o755)
+            sync(temporary)
+            temporary.rename(out)
             sync(out.parent)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
-    size = sum(e.nbytes for e in entries)
     return f"{out}: {len(entries)} tensors of {source}, {size:,} bytes in {len(files)} file{'s' * (len(files) > 1)}"
+
+
+def _model(entries: Sequence[Entry], like: str | Path, folder: Path, source: str) -> tuple[Any, Any]:
+    """Return the config and the parameters of a model in `fs.models`, in files of `folder` mapped to memory."""
+    config = config_of(like)
+    model = hf.model_of(config)
+    if model is None:
+        raise fail(f"merge: --like {like}: {config.get('model_type')!r} is no model of fs.models",
+                   fix="leave out --like: the leaves of a module have the module's own names")  # fmt: skip
+    cfg = model.config(Path(like))
+    described = model.init(cfg)
+    expected = {tree.dotted(path): x for path, x in tree.leaves_with_path(described)}
+    by_name = {e.name: e for e in entries}
+    lines = [f"missing  {name}  {x!r}" for name, x in expected.items() if name not in by_name]
+    lines += [f"extra    {name}  {list(e.shape)}" for name, e in by_name.items() if name not in expected]
+    lines += [f"differs  {name}  {list(e.shape)}, {list(expected[name].shape)} in {like}" for name, e in by_name.items()
+              if name in expected and e.shape != tuple(expected[name].shape)]  # fmt: skip
+    if lines:
+        raise fail(f"merge: {source} has not the parameters of {like}", *lines[:12],
+                   *[f"and {len(lines) - 12} more"][: len(lines) > 12], fix="--at, or another --like")  # fmt: skip
+    mapped = {name: _mapped(e, folder / str(i)) for i, (name, e) in enumerate(by_name.items())}
+    return cfg, tree.map_with_path(lambda path, _: mapped[tree.dotted(path)], described)
+
+
+def _mapped(e: Entry, path: Path) -> Tensor:
+    count = math.prod(e.shape)
+    if not count:
+        return torch.empty(e.shape, dtype=e.dtype)
+    out = torch.from_file(str(path), shared=True, size=count, dtype=e.dtype)
+    start = 0
+    for piece in e.pieces():
+        out[start : start + piece.numel()] = piece.flatten()
+        start += piece.numel()
+    return out.view(e.shape)
 
 
 def _entries(path: Path, step: int | None, at: str | None) -> tuple[str, list[Entry]]:

@@ -13,10 +13,10 @@ Source: Hu et al., 2021, "LoRA"; names, defaults and arithmetic are those of Hug
 
 from .adapters import init, specs
 from .config import Config
-from .int8 import Int8, part_specs, quantize
+from .int8 import Int8, dequantize, part_specs, quantize
 from .merging import merge, unmerge
 from .targets import Leaf
 from .view import LoraWeight, apply
 
-__all__ = ["Config", "Int8", "Leaf", "LoraWeight", "apply", "init", "merge", "part_specs", "quantize", "specs",
-           "unmerge"]  # fmt: skip
+__all__ = ["Config", "Int8", "Leaf", "LoraWeight", "apply", "dequantize", "init", "merge", "part_specs", "quantize",
+           "specs", "unmerge"]  # fmt: skip

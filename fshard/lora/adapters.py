@@ -75,7 +75,7 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
     Raises ShardingError listing targets that name no module, with names like them, and targets that are no matrix.
     """
     targets = Targets.of("lora.init", cfg, params, of)
-    named = named_leaves(params)
+    named = named_leaves("lora.init", params)
     out = {name: _factors(cfg, leaf, tuple(x.shape)) for name, (leaf, x) in targets.adapted.items()}
     errors: list[ShardingError] = []
     rows: list[tuple[str, Any, Leaf | None]] = [(name, x, None) for name, x in targets.copied.items()]
@@ -124,9 +124,9 @@ def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, d
     """
     targets = Targets.of("lora.specs", cfg, params, of)
     flat = tree.broadcast(specs, params, name="lora.specs: specs", leaf=is_spec, is_leaf=is_weight)
-    by_name = dict(zip(named_leaves(params), flat, strict=True))
+    by_name = dict(zip(named_leaves("lora.specs", params), flat, strict=True))
     out = {}
     for name, (leaf, x) in targets.adapted.items():
-        parts = specs_of(leaf, by_name[name], x.ndim)
+        parts = specs_of(leaf, by_name[name], x.ndim, f"lora.specs: specs of {name!r}")
         out[name] = parts if cfg.dora else {part: parts[part] for part in ("a", "b")}
     return {**out, **{name: {"value": by_name[name]} for name in targets.copied}}

@@ -70,6 +70,10 @@ class Int8(Weight):
         """Return the whole matrix in a floating dtype."""
         return _dequantized(self.values, self.scale, dtype)
 
+    def dense(self) -> Tensor:
+        """Return the whole matrix in the dtype of the scale."""
+        return self.dequantize(self.dtype)
+
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute x @ w + b, with w in the dtype of x: x [..., D] -> [..., F]. Backward dequantizes again."""
         if self.scale.requires_grad:
@@ -160,6 +164,33 @@ def quantize(
             made[name] = quantized(name, x, chosen[name][0].inputs)
     whole = [made.get(tree.dotted(path), x) for path, x in rows]
     return tree.unflatten(tree.flatten(params, is_weight)[1], whole)
+
+
+@checked
+def dequantize(params: Any, *, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the parameters with floating matrices in the place of those in 8 bits, placed as they are: for `merge`.
+
+    >>> q = fs.lora.quantize({"up": torch.tensor([[2.0, -1.0], [127.0, 127.0]])})
+    >>> fs.lora.dequantize(q)["up"]
+    tensor([[  2.,  -1.],
+            [127., 127.]])
+
+    Raises ShardingError inside `shard_map`, and for described leaves, which have no values.
+    """
+    if in_region():
+        raise fail("lora.dequantize: called inside shard_map", fix="call it outside; inside, a Weight is used as it is")
+    tree.check_leaves("lora.dequantize", "params", params, (Tensor, Sharded))
+    nodes, structure = tree.flatten(params, is_weight)
+    chosen = {i: x for i, x in enumerate(nodes) if isinstance(x, Int8)}
+    made = {i: x.dequantize(dtype) for i, x in chosen.items() if isinstance(x.values, Tensor)}
+    placed = {i: x for i, x in chosen.items() if i not in made}
+    if placed:
+        mesh = next(x.values.mesh for x in placed.values())
+        specs = {i: tree.map(lambda leaf: leaf.spec, x) for i, x in placed.items()}
+        step = shard_map(lambda qs: {i: to_device(q).dequantize(dtype) for i, q in qs.items()}, mesh=mesh,
+                         in_specs=(specs,), out_specs={i: x.values.spec for i, x in placed.items()})  # fmt: skip
+        made |= step(placed)
+    return tree.unflatten(structure, [made.get(i, x) for i, x in enumerate(nodes)])
 
 
 @checked

@@ -23,7 +23,7 @@ from fshard.spec import P
 from fshard.weight import is_weight
 
 from .config import Config
-from .targets import Adapted, Leaf, Of, another_shape, checked_leaves, named_leaves, specs_of
+from .targets import Adapted, Leaf, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_of
 
 # (weight, its factors, the axes that split its inputs) -> the new weight
 _Change = Callable[[Tensor, Mapping[str, Tensor], Leaf, float, tuple[str, ...]], Tensor]
@@ -111,7 +111,8 @@ def _changed(
     """Return the parameters with each adapted leaf changed; with `safe`, refuse those that are not finite."""
     if in_region():
         raise fail(f"{verb}: inside shard_map", fix="call it on placed leaves, outside; inside, use lora.apply")
-    named = named_leaves(params)
+    named = named_leaves(verb, params)
+    check_weight(verb, weight)
     leaves = checked_leaves(verb, cfg, named, adapters, of)
     raise_all([e for found in leaves for e in _shape_errors(verb, cfg, found, adapters[found.name])])
     meshes = [x.mesh for _, _, x, _ in leaves if isinstance(x, Sharded)]
@@ -161,7 +162,7 @@ def _shape_errors(verb: str, cfg: Config, found: Adapted, own: Mapping[str, Any]
 
 
 def _own_spec(leaf: Leaf | None, part: str, spec: P, ndim: int) -> P:
-    return spec if leaf is None else specs_of(leaf, spec, ndim)[part]
+    return spec if leaf is None else specs_of(leaf, spec, ndim, "specs")[part]
 
 
 def _placed(factors: Any, specs: Any, mesh: Mesh) -> Any:

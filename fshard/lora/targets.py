@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +47,7 @@ class Leaf:
 
 
 # A model's `theirs`, from paths to tensors in files; or the function of `fs.defer`; or None.
-Of = Any
+Of = Callable[..., Any] | None
 
 
 def leaf_of(of: Of, path: tree.Path, ndim: int) -> Leaf:
@@ -93,7 +94,7 @@ class Targets(NamedTuple):
     @staticmethod
     def of(verb: str, cfg: Config, params: Any, of: Of) -> Targets:
         """Find the leaves. Raises ShardingError for targets that no leaf has, and for those that are no matrix."""
-        rows = [(name, path, leaf_of(of, path, x.ndim), x) for name, (path, x) in named_leaves(params).items()]
+        rows = [(name, path, leaf_of(of, path, x.ndim), x) for name, (path, x) in named_leaves(verb, params).items()]
         saved = {name: x for name, _, leaf, x in rows if any(in_module(m, leaf.module) for m in cfg.modules_to_save)}
         adapted: dict[str, tuple[Leaf, Any]] = {}
         errors: list[ShardingError] = []
@@ -157,10 +158,18 @@ def near(name: str, modules: list[str]) -> list[str]:
     return [next(m for m, end in ends.items() if end == c) for c in close]
 
 
-def specs_of(leaf: Leaf, spec: P, ndim: int) -> dict[str, P]:
+def specs_of(leaf: Leaf, spec: P, ndim: int, label: str) -> dict[str, P]:
     """Return the specs of the factors that lie as their base does: a as its inputs, b as its outputs."""
-    inputs, outputs = leaf.split(tuple(axes or None for axes in spec.parts(ndim)))
+    inputs, outputs = leaf.split(tuple(axes or None for axes in parts_of(label, spec, ndim)))
     return {"a": P(*inputs), "b": P(None, *outputs), "magnitude": P(*outputs)}
+
+
+def parts_of(label: str, spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of each dim. Raises ShardingError, naming the spec's `label`, for a spec of more dims."""
+    try:
+        return spec.parts(ndim)
+    except ShardingError as e:
+        raise ShardingError(f"{label}: {e}") from None
 
 
 class Adapted(NamedTuple):
@@ -172,9 +181,12 @@ class Adapted(NamedTuple):
     leaf: Leaf | None  # None for a leaf that is replaced
 
 
-def named_leaves(params: Any) -> dict[str, tuple[tree.Path, Any]]:
+def named_leaves(verb: str, params: Any) -> dict[str, tuple[tree.Path, Any]]:
     """Return the path and the leaf by each dotted path, in the order of the leaves; a Weight is one leaf."""
-    return {".".join([str(p) for p in path]): (path, x) for path, x in tree.leaves_with_path(params, is_weight)}
+    rows = tree.leaves_with_path(params, is_weight)
+    raise_all([must_be(f"{verb}: {tree.show('params', path)}", "a leaf with a shape", x)
+               for path, x in rows if not hasattr(x, "ndim")])  # fmt: skip
+    return {".".join([str(p) for p in path]): (path, x) for path, x in rows}
 
 
 def checked_leaves(
@@ -216,6 +228,12 @@ def checked_leaves(
                     errors.append(another_shape(label, part, own[part], x))
     raise_all(errors)
     return out
+
+
+def check_weight(verb: str, weight: float) -> None:
+    """Raise ShardingError for a weight that is not finite."""
+    if not math.isfinite(weight):
+        raise fail(f"{verb}: weight={weight}", fix="a finite number")
 
 
 def another_shape(label: str, part: str, got: Any, base: Any, rank: int | None = None) -> ShardingError:

@@ -15,17 +15,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import nn, random, tree
-from fshard._comm import Axis, to_device
+from fshard._comm import Axis, known_axes, region, to_device
 from fshard._ops import global_sizes
 from fshard.collectives import pslice, psum, pvary
 from fshard.decoding import global_batch
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.random import fold_in
 from fshard.spec import P, describe, is_spec, names_of, same_placement
 from fshard.weight import Part, Weight, is_weight
 
 from .config import Config
-from .targets import Adapted, Leaf, Of, another_shape, checked_leaves, named_leaves, specs_of
+from .targets import Adapted, Leaf, Of, another_shape, check_weight, checked_leaves, named_leaves, parts_of, specs_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -207,7 +207,12 @@ def apply(
 
     Raises ShardingError listing every adapter of no leaf, and of tensors that are not those of its leaf.
     """
-    named = named_leaves(params)
+    for axis in (data, model):
+        known_axes("lora.apply", region("lora.apply"), axis) if axis else None
+    check_weight("lora.apply", weight)
+    if batch is not None and batch < 0:
+        raise fail(f"lora.apply: batch={batch}", fix="the number of rows on all ranks")
+    named = named_leaves("lora.apply", params)
     leaves = checked_leaves("lora.apply", cfg, named, adapters, of)
     base_specs: dict[str, P] = {}
     if specs is not None:
@@ -266,7 +271,7 @@ def _aligned(
                 errors.append(fail(f"lora.apply: adapters[{name!r}]['value'] replaces a leaf with another spec",
                                    value=spec, leaf=base, fix="the specs of lora.specs"))  # fmt: skip
             continue
-        wanted, specs = specs_of(leaf, base, x.ndim), []
+        wanted, specs = specs_of(leaf, base, x.ndim, f"lora.apply: specs of {name!r}"), []
         kept, sizes = tuple(a for a in base.axes if a in model), leaf.split(tuple(x.shape))
         rank = cfg.rank_of(leaf.module)
         for part, like in (("a", (*sizes[0], rank)), ("b", (rank, *sizes[1])), ("magnitude", sizes[1])):
@@ -279,7 +284,8 @@ def _aligned(
                 factor = out[name][part] = to_device(factor)
                 spec = P(*spec.entries)
             sliced: dict[int, Axis] = {}
-            split = zip(spec.parts(len(like)), wanted[part].parts(len(like)), strict=True)
+            own_parts = parts_of(f"lora.apply: adapter_specs[{name!r}][{part!r}]", spec, len(like))
+            split = zip(own_parts, wanted[part].parts(len(like)), strict=True)
             for dim, (axes, base_axes) in enumerate(split):
                 over, base_over = (tuple(a for a in of if a in model) for of in (axes, base_axes))
                 if over != base_over and axes:
@@ -293,7 +299,7 @@ def _aligned(
                     errors.append(another_shape(f"lora.apply: adapters[{name!r}]", part, factor, x, rank))
                     break
             if sliced:
-                spec = P(*[sliced.get(dim, axes or None) for dim, axes in enumerate(spec.parts(len(like)))])
+                spec = P(*[sliced.get(dim, axes or None) for dim, axes in enumerate(own_parts)])
             specs.append(spec)
             missing = tuple(a for a in kept if a not in spec.axes)
             if missing:
@@ -321,8 +327,10 @@ def _input_sizes(
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Return the global sizes of the input dims of each adapted leaf: those of `shapes`, or sums of local ones."""
     if shapes is not None:
-        known = {path: x.shape for path, x in tree.leaves_with_path(shapes)}
-        return {name: leaf.split(tuple(known[path]))[0] for name, path, _, leaf in leaves if leaf is not None}
+        known = {path: tuple(getattr(x, "shape", ())) for path, x in tree.leaves_with_path(shapes)}
+        raise_all([must_be(f"lora.apply: shapes, at {name!r},", f"a leaf of {x.ndim} dims", known.get(path))
+                   for name, path, x, _ in leaves if len(known.get(path, ())) != x.ndim])  # fmt: skip
+        return {name: leaf.split(known[path])[0] for name, path, _, leaf in leaves if leaf is not None}
     local = {name: list(factors[name]["a"].shape[:-1]) for name in placed}
     by_axes: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for name, where in placed.items():

@@ -39,6 +39,17 @@ from .decoding import Cache, KeyValues, Tokens, append_to_cache
 Block = Callable[..., tuple[Any, Any]]
 
 
+class _Parts(dict[str, Any]):
+    """Parameters that are whole over an axis; those that it does not have are gathered at each access."""
+
+    def __init__(self, whole: dict[str, Any], gather: Callable[[Sequence[str]], dict[str, Any]]) -> None:
+        super().__init__(whole)
+        self._gather = gather
+
+    def __missing__(self, name: str) -> Any:
+        return self._gather([name])[name]
+
+
 @checked
 @dataclass(frozen=True)
 class Layout:
@@ -72,19 +83,32 @@ class Layout:
         return P(self.data, self.model if self.sequence else None)
 
     def unshard(self, names: Sequence[str], params: Any, specs: Any, described: Any) -> dict[str, Any]:
-        """Make the named parameters ready for each rank's own batch: unshard them over `data`, by their specs."""
+        """Make the named parameters ready for each rank's own batch: unshard them over `data`, by their specs.
+
+        In one transfer, but for frozen parts of a model with a head of its own: those are gathered when they are used,
+        so that the table of embeddings is freed before the blocks run. One that is the head, too, is used at the end
+        again, when the memory in use is largest.
+        """
         if not isinstance(params, Mapping):
             raise must_be("params", "a dict", params, fix="the tree of init, or of load")
         parts = {name: params[name] for name in names if name in params}
         wanted = {name: described[name] for name in names}
         check_params(parts, wanted)
-        part_specs = P() if specs is None else {name: spec_of(specs, name) for name in names}
+        part_specs: Any = P() if specs is None else {name: spec_of(specs, name) for name in names}
         if not self.data and not any_on_host(part_specs):  # without a collective, so also outside a region
             cast = lambda x: x.to(self.dtype) if x.is_floating_point() else x  # noqa: E731
             return parts if self.dtype is None else tree.map(cast, parts)
-        out: dict[str, Any] = unshard(parts, part_specs, self.data, shapes=wanted,
-                                      dtype=self.dtype, reduce_dtype=self.reduce_dtype)  # fmt: skip
-        return out
+
+        def gather(names: Sequence[str]) -> dict[str, Any]:
+            own = part_specs if is_spec(part_specs) else {name: part_specs[name] for name in names}
+            out: dict[str, Any] = unshard({name: parts[name] for name in names}, own, self.data,
+                                          shapes={name: wanted[name] for name in names}, dtype=self.dtype,
+                                          reduce_dtype=self.reduce_dtype)  # fmt: skip
+            return out
+
+        apart = "head" in parts and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling()
+        frozen = [name for name in names if apart and not any(x.requires_grad for x in tree.leaves(parts[name]))]
+        return _Parts(gather([name for name in names if name not in frozen]), gather)
 
     def replicated(self, params: Any) -> Any:
         """Replicated parameters as the stream uses them: varying over `model` if each rank has its own part of time."""

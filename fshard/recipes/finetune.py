@@ -36,6 +36,7 @@ from fshard.recipes.log import Log, printer
 from fshard.recipes.pretrain import with_second_moments
 from fshard.recipes.program import is_first
 
+MINILM_TARGETS = ("query", "key", "value", "output.dense", "intermediate.dense")  # all but the unused pooler
 BOUNDARIES = (16, 24, 32, 48)  # tokens: batches are of texts of similar lengths, padded to one of these
 
 
@@ -54,7 +55,8 @@ class Part(NamedTuple):
     held_out: Sequence[Callable[[], Any]]
     steps: int
     lr: float
-    start: Any = None  # the placed initial values, if they are not those of the description
+    faster: float = 1.0  # the learning rate of the embeddings, times that of the rest
+    start: Any = None  # placed initial values, of all parameters or some, in place of those of the description
 
 
 class Score(NamedTuple):
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, Score]:
             part = t5_lora(setup, described, params) if name == "t5-lora" else t5_full(setup, described, params)
             scores[name], state = train(setup, part)
             if name == "t5-lora":
-                cfg = setup.lora(command.targets_of(args))
+                cfg = setup.adapter(command.targets_of(args))
                 setup.save_adapters(name, cfg, state["params"], described, t5.theirs, task_type="SEQ_2_SEQ_LM")
     if "minilm-lora" in methods:
         scores["minilm-lora"] = minilm_lora(setup)
@@ -122,22 +124,16 @@ class Setup:
         self.strategy = command.strategy_of(args)
         self.axis = self.strategy.axis
         dtype = {"no": None, "bf16": torch.bfloat16}[args.mixed_precision]
+        # Without units all weights are gathered before the first block, and kept until backward.
+        once = {"release": False, "prefetch": 1000} if args.wrap == "none" else {}
         self.layout = t5.Layout(self.axis, "model", dtype=dtype, reduce_dtype=dtype and torch.float32,
-                                **self.strategy.options)  # fmt: skip
+                                **{**self.strategy.options, **once})  # fmt: skip
         self.remat = args.remat
 
     def specs(self, described: Any, specs: Any) -> Any:
         return self.strategy.param_specs(described, specs)
 
-    def whole(self, params: Any, specs: Any) -> tuple[Any, t5.Layout, Any]:
-        """The parameters, layout and specs for a model: with `--wrap none` all parameters are gathered here at once."""
-        if self.args.wrap != "none":
-            return params, self.layout, specs
-        layout = t5.Layout(self.axis, "model")
-        gathered = fs.unshard(params, specs, self.axis, dtype=self.layout.dtype, reduce_dtype=self.layout.reduce_dtype)
-        return gathered, layout, None
-
-    def lora(self, targets: Sequence[str]) -> lora.Config:
+    def adapter(self, targets: Sequence[str]) -> lora.Config:
         a = self.args
         return lora.Config(targets=targets, rank=a.rank, alpha=a.alpha, dropout=a.dropout)
 
@@ -182,7 +178,6 @@ class Setup:
         self.t5 = t5.Config(vocab_size=self.tokenizer.get_vocab_size(), d_model=args.width, d_kv=args.width // 4,
                             d_ff=2 * args.width, num_layers=2, num_decoder_layers=1, num_heads=4)  # fmt: skip
         described = t5.init(self.t5)
-        described["wte"] = minilm.embeddings(self.tokenizer, args.width, command.PROGRAM.stop)
         _, state = train(self, pretraining(self, described))
         if self.out is not None:
             t5.save(self.out / "t5", self.t5, state["params"])
@@ -205,15 +200,14 @@ class Setup:
 
 
 def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """What all parts that train a T5 have in common."""
+    """The fields that all parts which train a T5 have in common."""
     cfg = setup.t5
     specs = setup.specs(described, t5.specs(cfg, model="model"))
 
     def logits(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
         params = logits_of(trained, frozen, specs, key)
-        params, layout, its = setup.whole(params, specs)
         out: Tensor = t5.apply(cfg, params, batch["ids"], t5.shifted(cfg, batch["targets"]), mask=batch["mask"],
-                               layout=layout, specs=its, key=key, remat=setup.remat)  # fmt: skip
+                               layout=setup.layout, specs=specs, key=key, remat=setup.remat)  # fmt: skip
         return out
 
     return {"logits": logits, "classes": cfg.vocab_size, "split": "model", **options}
@@ -234,9 +228,12 @@ def pretraining(setup: Setup, described: Any) -> Part:
 
     every = np.arange(len(tokens))
     specs = setup.specs(described, t5.specs(cfg, model="model"))
+    embeddings = minilm.embeddings(setup.tokenizer, cfg.d_model, command.PROGRAM.stop)
+    start = {"wte": fs.device_put(embeddings, specs["wte"], setup.mesh)}
+    steps = min(args.pretrain_steps, args.steps)
     return Part("pretrain", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
-                batches=setup.batches(fetch, lengths, every, training=True), held_out=[],
-                steps=min(args.pretrain_steps, args.steps), lr=2e-3)  # fmt: skip
+                batches=setup.batches(fetch, lengths, every, training=True), held_out=[], steps=steps, lr=2e-3,
+                start=start)  # fmt: skip
 
 
 def sentiment_batches(setup: Setup) -> tuple[Any, Any]:
@@ -259,7 +256,7 @@ def sentiment_batches(setup: Setup) -> tuple[Any, Any]:
 
 def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
     """Train adapters of a frozen T5."""
-    args, cfg = setup.args, setup.lora(command.targets_of(setup.args))
+    args, cfg = setup.args, setup.adapter(command.targets_of(setup.args))
     base_specs = setup.specs(described, t5.specs(setup.t5, model="model"))
     adapter_specs = lora.specs(cfg, described, base_specs, of=t5.theirs)
 
@@ -281,7 +278,8 @@ def t5_full(setup: Setup, described: Any, params: Any) -> Part:
     train_batches, held_out = sentiment_batches(setup)
     steps = command.steps_of(args, len(setup.texts.train), args.epochs)
     return Part("t5-full", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
-                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, start=params)  # fmt: skip
+                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, faster=20.0,
+                start=params)  # fmt: skip
 
 
 # --- MiniLM ---------------------------------------------------------------------------------------------------
@@ -291,19 +289,18 @@ def minilm_lora(setup: Setup) -> Score:
     """Train adapters of a frozen MiniLM and a linear layer on the mean of its states."""
     args, folder = setup.args, minilm.folder(command.PROGRAM.stop)
     model, described = bert.load(folder)
-    cfg, axis, classes = setup.lora(("query", "value")), setup.axis, len(setup.texts.words)
+    cfg, axis, classes = setup.adapter(MINILM_TARGETS), setup.axis, len(setup.texts.words)
     specs = setup.specs(described, bert.specs(model, model="model"))
     params = fs.materialize(described, specs, setup.mesh, key=setup.key)
-    trained = {"adapters": lora.init(cfg, described, of=bert.theirs),
-               "head": {"w": fs.init.normal((model.hidden_size, classes), std=0.02), "b": fs.init.zeros(classes)}}  # fmt: skip
+    head = {"w": fs.init.normal((model.hidden_size, classes), std=0.02), "b": fs.init.zeros(classes)}
+    trained = {"adapters": lora.init(cfg, described, of=bert.theirs), "head": head}
     head_specs = setup.specs(trained["head"], P())
     adapter_specs = lora.specs(cfg, described, specs, of=bert.theirs)
 
     def logits(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
-        adapted = lora.apply(cfg, frozen, trained["adapters"], of=bert.theirs, specs=specs,
-                             adapter_specs=adapter_specs, data=axis, model="model", key=key, shapes=described)  # fmt: skip
-        adapted, layout, its = setup.whole(adapted, specs)
-        x = bert.apply(model, adapted, batch["ids"], mask=batch["mask"], layout=layout, specs=its, key=key,
+        adapted = lora.apply(cfg, frozen, trained["adapters"], of=bert.theirs, specs=specs, data=axis, model="model",
+                             adapter_specs=adapter_specs, key=key, shapes=described)  # fmt: skip
+        x = bert.apply(model, adapted, batch["ids"], mask=batch["mask"], layout=setup.layout, specs=specs, key=key,
                        remat=setup.remat)  # fmt: skip
         head = fs.unshard(trained["head"], head_specs, axis)
         return nn.linear(bert.pool(x.float(), batch["mask"]), head["w"], head["b"])
@@ -334,8 +331,7 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     args, mesh, axis, say = setup.args, setup.mesh, setup.axis, setup.say
     clock = time.perf_counter()
     schedule = optim.warmup(optim.linear(part.lr, 0.0, steps=part.steps), max(1, part.steps // 20), start=0.0)
-    adamw = optim.adamw(schedule, weight_decay=0.0)
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0, part.specs), adamw)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0, part.specs), make_adamw(schedule, part.faster))
     key = fs.fold_in(setup.key, part.name)
     specs = {"params": part.specs, "opt": setup.strategy.state_specs(optimizer, part.specs), "key": P(), "step": P()}
     like = {"params": part.trained, "opt": optimizer.init(part.trained), "key": key, "step": torch.tensor(0)}
@@ -378,12 +374,9 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
             state = checkpoint.restore(args.resume / part.name, like, specs=specs, mesh=mesh, step=begin)
         except fs.ShardingError as e:
             raise command.PROGRAM.stop(f"--resume {args.resume}: {e}") from None
-    elif part.start is not None:
-        rest = {name: x for name, x in like.items() if name != "params"}
-        placed = fs.materialize(rest, {name: specs[name] for name in rest}, mesh, key=key)
-        state = {**placed, "params": part.start}
     else:
         state = fs.materialize(like, specs, mesh, key=fs.fold_in(key, "init"))
+        state["params"] = {**state["params"], **(part.start or {})}
     begin = begin or 0
     n = sum(x.numel() for x in fs.tree.leaves(part.trained))
     say(f"\n{part.name}: {n:,d} parameters train" + (f", resumed at step {begin}" if begin else ""))
@@ -416,6 +409,29 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     score = Score(right / rows, nats / targets, n, time.perf_counter() - clock)
     say(f"held-out accuracy {score.accuracy:.1%}, loss {score.loss:.3f}, perplexity {score.perplexity:.3f}")
     return score, state
+
+
+def make_adamw(schedule: optim.Schedule, faster: float) -> optim.Optimizer:
+    """AdamW without decay, with a learning rate for the embeddings `wte` that is `faster` times that of the rest.
+
+    T5's embeddings have values of about 1, and its matrices of about 1 / sqrt(width): at one rate the embeddings hardly
+    move. T5 itself was trained with rates relative to the size of a leaf. Source: Shazeer & Stern, 2018, "Adafactor".
+    """
+    rest = optim.adamw(schedule, weight_decay=0.0)
+    if faster == 1:
+        return rest
+    embeddings = optim.adamw(lambda count: schedule(count) * faster, weight_decay=0.0)
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        out = []
+        for optimizer, names in ((embeddings, ["wte"]), (rest, [name for name in params if name != "wte"])):
+            part, *moments = [{name: x[name] for name in names} for x in (params, grads, state["m"], state["v"])]
+            own = {"count": state["count"], "m": moments[1], "v": moments[2]}
+            out.append(optimizer.update(moments[0], own, part))
+        (first, a), (second, b) = out
+        return {**first, **second}, {"count": b["count"], "m": {**a["m"], **b["m"]}, "v": {**a["v"], **b["v"]}}
+
+    return optim.Optimizer(rest.init, update, rest.specs, "adamw")
 
 
 if __name__ == "__main__":

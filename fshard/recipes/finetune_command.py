@@ -79,8 +79,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                  for least, names in ((1, ("steps", "batch", "accumulate", "rank", "vocab")), (4, ("width",)),
                                       (0, ("save_every", "seed", "pretrain_steps")))
                  for name in names if getattr(args, name) < least]  # fmt: skip
-    problems += [f"{flags(vars(args), [name])}: give a number above 0"
-                 for name in ("alpha", "epochs", "minilm_epochs") if not 0 < getattr(args, name) < math.inf]  # fmt: skip
+    for name in ("alpha", "epochs", "minilm_epochs"):
+        if not 0 < getattr(args, name) < math.inf:
+            problems.append(f"{flags(vars(args), [name])}: give a number above 0")
     if not 0 <= args.lr < math.inf:
         problems.append(f"--lr {args.lr}: give a number above 0, or 0 for that of the method")
     if not 0 <= args.dropout < 1:
@@ -147,7 +148,8 @@ def strategy_of(args: argparse.Namespace) -> fs.Strategy:
 
 def steps_of(args: argparse.Namespace, examples: int, epochs: float) -> int:
     """The steps of a method."""
-    return min(args.steps, max(1, round(epochs * examples / args.batch)))
+    steps: int = min(args.steps, max(1, round(epochs * examples / args.batch)))
+    return steps
 
 
 def check_same_run(args: argparse.Namespace, texts: int) -> None:

@@ -34,7 +34,7 @@ class Log:
         folder: Path | None,
     ) -> None:  # fmt: skip
         self.program, self.args, self.begin, self.steps, self.say = program, args, begin, steps, say
-        self.first = is_first()
+        self.first, self.folder = is_first(), folder
         self.file = None
         if folder and self.first:
             with self.errors():

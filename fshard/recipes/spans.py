@@ -5,6 +5,9 @@ Source: Kudo, 2018, "Subword regularization", for the tokenizer; Raffel et al., 
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,19 +17,51 @@ import numpy as np
 PAD, EOS, UNKNOWN = 0, 1, 2  # as T5's
 SENTINELS = 16  # <extra_id_0> ... stand for the spans
 FIRST_SENTINEL = 3
+LONGEST_PIECE = 16  # characters
 RATE, SPAN = 0.15, 2  # the part of the tokens that is lost, and the mean length of a span
 
 
 def train_tokenizer(texts: Sequence[str], size: int) -> Any:
-    """Train a Unigram tokenizer of `size` tokens, after T5's, on some texts in lower case."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    """Train a Unigram tokenizer of at most `size` tokens, after T5's, on some texts in lower case.
+
+    From all frequent parts of words, the pieces that the best segmentations use least are dropped until `size` are left
+    (expectation maximization over the best segmentation alone). The trainer of the tokenizers package gives other
+    tokens in every process; these are the same.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokenizer: Any = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words: Counter[str] = Counter()
+    for text in texts:
+        normal = tokenizer.normalizer.normalize_str(text)
+        words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal))
+    parts: Counter[str] = Counter()
+    for word, n in words.items():
+        for i, j in itertools.combinations(range(min(len(word), 32) + 1), 2):
+            if j - i <= LONGEST_PIECE:
+                parts[word[i:j]] += n
+    single = {part: n for part, n in parts.items() if len(part) == 1}  # always kept: every word has a segmentation
+    ranked = sorted((part for part in parts if len(part) > 1), key=lambda part: (-parts[part] * len(part), part))
     special = ["<pad>", "</s>", "<unk>", *(f"<extra_id_{i}>" for i in range(SENTINELS))]
-    options: Any = {"vocab_size": size, "special_tokens": special, "unk_token": "<unk>", "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(**options))
+    room = max(0, size - len(special) - len(single))
+    longer, counts = ranked[: 8 * room], parts
+    while True:
+        pieces = [*sorted(single), *longer]
+        total = sum(counts[p] + 1 for p in pieces)
+        vocabulary = [(p, 0.0) for p in special] + [(p, math.log((counts[p] + 1) / total)) for p in pieces]
+        model: Any = models.Unigram(vocabulary, UNKNOWN, False)
+        if len(longer) <= room:
+            break
+        counts = Counter()
+        for word, n in words.items():
+            for token in model.tokenize(word):
+                counts[token.value] += n
+        longer.sort(key=lambda part: (-counts[part] * len(part), part))
+        longer = longer[: max(room, len(longer) * 3 // 5)]
+    tokenizer.model = model
+    tokenizer.add_special_tokens(special)
     return tokenizer
 
 

@@ -149,12 +149,16 @@ class BufferPool:
     free: list[GatherBuffer] = field(default_factory=list)
 
     def take(self, n: int, nbytes: int, region: Region) -> list[GatherBuffer]:
-        """Return `n` buffers of at least `nbytes`, free ones first. On an abstract mesh they have no memory."""
+        """Return `n` buffers of at least `nbytes`, free ones first, of those the largest, so that loops share them.
+
+        On an abstract mesh they have no memory.
+        """
         if not nbytes:
             return []
         if not region.comm.has_values:
             return [GatherBuffer(torch.empty(0), torch.empty(0)) for _ in range(n)]
-        fit = [b for b in self.free if b.write.numel() >= nbytes and b.write.device == region.device][:n]
+        free = sorted((b for b in self.free if b.write.device == region.device), key=lambda b: -b.write.numel())
+        fit = [b for b in free if b.write.numel() >= nbytes][:n]
         new = [GatherBuffer.of(nbytes, region.device) for _ in range(n - len(fit))]
         if new:  # drop buffers that are too small
             self.free = [*fit, *new]
@@ -165,8 +169,10 @@ class BufferPool:
         self.free = [b for b in self.free if all(b is not other for other in buffers)]
 
     def release(self, buffers: Sequence[GatherBuffer]) -> None:
-        """Let other loops use these buffers."""
+        """Let other loops use these buffers, but for those that are smaller than others."""
         self.free += [b for b in buffers if b.write.numel() and all(b is not other for other in self.free)]
+        largest = max((b.write.numel() for b in self.free), default=0)
+        self.free = [b for b in self.free if b.write.numel() == largest]
 
 
 def buffer_pool(region: Region) -> BufferPool:

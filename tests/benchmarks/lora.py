@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import P, lora
 from fshard.models import gpt2, llama, t5
-from tests.lib.adapters import like_described, described_model
+from tests.lib.adapters import described_model, like_described
 
 from . import units
 from .units import LOSSES, Built, Model, fsdp2_step, report, run, units_step

@@ -350,6 +350,7 @@ def _rank(directory: str) -> dict[str, Any]:
     results["full"] = attempt(lambda: checkpoint.save(out / "full", state))
     os.fsync = fsync
     results["differ"] = attempt(lambda: checkpoint.save(out / "differ", {**state, "n": 4 + rank}))
+    results["bases"] = attempt(lambda: checkpoint.save(out / "bases", state, base={"w": f"of {rank}"}))
     results["object"] = attempt(lambda: checkpoint.save(out / "object", {**state, "n": object() if rank else 4}))
     results["exists"] = attempt(lambda: checkpoint.save(out / "process", state))
     results["missing"] = attempt(lambda: checkpoint.restore(out / "simulated", {**state, "more": 1}))
@@ -391,6 +392,7 @@ def test_process_and_simulated_meshes_write_and_read_the_same_files(
         assert result["differ"].startswith(
             "save: the ranks do not have the same leaves\n  n    rank 0  4    rank 1  5\n  fix: "
         )
+        assert "\n  base of w    rank 0  of 0    rank 1  of 1\n" in result["bases"]
         assert result["object"].startswith("rank 1: save: tree['n']: cannot write a object")
         assert "process exists" in result["exists"]
         assert result["missing"].startswith(

@@ -423,8 +423,8 @@ def test_paths_without_tensors_are_refused(capsys):
 
 
 @pytest.mark.parametrize("config", [
-    {"model_type": "t5", "d_model": "wide"}, {"model_type": "t5", "d_model": None}, {"model_type": "timm_backbone"},
-    {"model_type": "olmo", "hidden_act": "nobody-has-this"},
+    {"model_type": "mamba", "hidden_size": "wide"}, {"model_type": "mamba", "hidden_size": None},
+    {"model_type": "timm_backbone"}, {"model_type": "olmo", "hidden_act": "nobody-has-this"},
 ])  # fmt: skip
 def test_error_of_transformers_is_shown_in_one_line(capsys, config):
     """Each class of configs, and each constructor, raises errors of its own types."""

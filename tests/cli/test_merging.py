@@ -129,6 +129,38 @@ def test_memory_is_that_of_a_piece_and_not_of_a_leaf(monkeypatch):
     assert max(made) <= 1 << 20
 
 
+def test_folder_of_a_model(monkeypatch, capsys):
+    """GPT-2, whose layout differs from that in the files, from a sharded checkpoint."""
+    monkeypatch.setattr(parts.stream, "__defaults__", (100,))
+    gpt2, cfg = fs.models.gpt2, fs.models.gpt2.Config(33, 8, 16, 2, 4)
+    mesh, described = fs.make_mesh(data=2, model=3), fs.models.gpt2.init(cfg)
+    specs = fs.fully_shard(gpt2.specs(cfg, model="model"), described, axis="data")
+    gpt2.save("base", cfg, fs.materialize(described, P(), fs.make_mesh(data=1), key=KEY))
+    params = fs.materialize(described, specs, mesh, key=fs.key(1))
+    fs.checkpoint.save("out", {"params": params, "step": 1})
+    assert main(["merge", "out", "merged", "--like", "base"]) == 0
+    gpt2.save("direct", cfg, params, like="base")
+    assert_same(load_file("merged/model.safetensors"), load_file("direct/model.safetensors"))
+    assert Path("merged/config.json").read_text() == Path("direct/config.json").read_text()
+    assert sorted(p.name for p in Path().iterdir()) == ["base", "direct", "merged", "out"]
+    assert "of out at params" in capsys.readouterr().out
+    config = json.loads(Path("base/config.json").read_text())
+    Path("base/config.json").write_text(json.dumps(config | {"n_positions": 9}))
+    assert error(capsys, "out", "again", "--like", "base") == (
+        "merge: out at params has not the parameters of base\n  differs  wpe  [8, 16], [9, 16] in base\n"
+        "  fix: --at, or another --like"
+    )
+    Path("base/config.json").write_text(json.dumps(config | {"n_layer": 1}))
+    assert "\n  extra    h.1.down.b  [16]\n" in error(capsys, "out", "again", "--like", "base")
+    Path("base/config.json").write_text(json.dumps(config | {"n_layer": 3}))
+    assert "\n  missing  h.2.down.b  f32[16] = zeros\n" in error(capsys, "out", "again", "--like", "base")
+    Path("base/config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    assert "'mamba' is no model of fs.models\n  fix: leave out --like" in error(
+        capsys, "out", "again", "--like", "base"
+    )
+    assert not Path("again").exists()
+
+
 def test_damaged_checkpoint_is_an_error_and_nothing_is_written(capsys):
     saved()
     part = max(Path("out").glob("part-*"), key=lambda p: p.stat().st_size)

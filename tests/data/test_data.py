@@ -204,7 +204,7 @@ def test_the_global_batch_is_the_same_on_every_mesh(axes, batch):
         torch.testing.assert_close(got["y"], torch.from_numpy(LABELS)[rows], rtol=0, atol=0)
 
 
-def test_resumed_run_on_another_mesh_loads_the_same_batches():
+def test_skip_first_batches_a_resumed_run_on_another_mesh_loads_the_same_batches():
     whole = [fs.device_get(batch_of(s, {"data": 2}))["y"].tolist() for s in range(8)]
     resumed = [fs.device_get(batch_of(s, {"data": 4}))["y"].tolist() for s in range(5, 8)]
     assert whole[5:] == resumed

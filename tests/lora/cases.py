@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,14 +154,18 @@ def peft_results(case):
     return logits.detach(), loss.detach(), read_adapters(case.module, case.cfg, case.lora, state)
 
 
-def our_results(case, layout, *, adapter_specs=None, remat=False, adapters=None, **options):
-    """The logits, the loss, and the gradients of the adapters on a mesh, as full tensors."""
+def our_results(case, layout, *, adapter_specs=None, remat=False, dtype=None, again=False, **options):
+    """The logits, the loss, and the gradients of the adapters on a mesh, as full tensors.
+
+    With `again`, those of a second call, which nothing checks.
+    """
     module, lora, (ids, targets) = case.module, case.lora, batch(case)
     mesh, specs, split, p = cases.placed(module, case.cfg, case.params, layout)
     of = module.theirs
     if adapter_specs is None:
         adapter_specs = fs.lora.specs(lora, case.params, specs, of=of)
-    placed = fs.device_put(case.adapters if adapters is None else adapters, adapter_specs, mesh)
+    placed = fs.device_put(case.adapters, adapter_specs, mesh)
+    split = replace(split, dtype=dtype)
     rows = fs.P("data", None, "model")
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, adapter_specs, fs.P("data"), fs.P("data")),
@@ -179,6 +184,8 @@ def our_results(case, layout, *, adapter_specs=None, remat=False, adapters=None,
                                                                      layout=split, specs=specs)  # fmt: skip
         return logits, value, grads
 
+    if again:
+        run(p, placed, ids, targets)
     return fs.device_get(run(p, placed, ids, targets))
 
 

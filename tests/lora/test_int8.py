@@ -56,13 +56,15 @@ def test_error_of_each_element_is_at_most_half_the_scale_of_its_output() -> None
         assert bool((q.values[:, 0, 1] == 0).all())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_values_and_scales_are_the_same_bits_on_every_mesh_placed_or_described(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layouts"), [("gpt2", ["uneven", "model"]), ("llama", ["both, fully sharded, sequence"])]
+)
+def test_values_and_scales_are_the_same_bits_on_every_mesh_placed_or_described(name: str, layouts: list[str]) -> None:
     module, cfg = MODELS[name]
     params = weights(module, cfg)
     want = fs.lora.quantize(params, of=module.theirs)
     described = fs.lora.quantize(module.init(cfg), of=module.theirs)
-    for layout in ("uneven", "both, fully sharded, sequence", "model"):
+    for layout in layouts:
         mesh, specs, _, p = placed(module, cfg, params, layout)
         assert_same(fs.device_get(fs.lora.quantize(p, of=module.theirs)), want, layout)
         drawn = fs.materialize({"base": described}, {"base": fs.lora.part_specs(described, specs)}, mesh, key=fs.key(0))
@@ -175,6 +177,32 @@ def test_placed_weights_of_8_bits_are_saved_and_restored_on_another_mesh(tmp_pat
     assert again["h"][0]["q"]["w"].values.dtype == torch.int8
 
 
+def test_placed_base_of_8_bits_is_merged_after_it_is_dequantized() -> None:
+    (module, cfg), lora = MODELS["gpt2"], LORA["gpt2"]
+    params = weights(module, cfg)
+    want = fs.lora.quantize(params, of=module.theirs)
+    _, specs, _, p = placed(module, cfg, params, "uneven")
+    got = fs.lora.dequantize(fs.lora.quantize(p, of=module.theirs))
+    assert_same(fs.device_get(got), dequantized(want))
+    assert_same(dequantized(want), fs.lora.dequantize(want))
+    assert got["h"][0]["up"]["w"].spec == specs["h"][0]["up"]["w"]
+    adapters = fs.materialize(fs.lora.init(lora, params, of=module.theirs), P(), fs.make_mesh(**ONE), key=fs.key(1))
+    own = fs.device_get(adapters)
+    merged = fs.lora.merge(lora, got, fs.device_put(own, P(), fs.make_mesh(data=3, model=3)), of=module.theirs)
+    plain = fs.lora.merge(lora, dequantized(want), own, of=module.theirs)
+    assert_same(fs.device_get(merged), plain, rtol=1e-5, atol=1e-7)
+
+
+def test_magnitudes_on_a_base_of_8_bits_are_those_on_its_dequantized_weights() -> None:
+    lora = fs.lora.Config(["up"], rank=2, dora=True)
+    q = fs.lora.quantize({"up": torch.randn(4, 6)})
+    adapters = {"up": {"a": torch.randn(4, 2), "b": torch.randn(2, 6), "magnitude": torch.rand(6)}}
+    x, whole = torch.randn(3, 4), fs.lora.dequantize(q)
+    ours, want = (fs.nn.linear(x, fs.lora.apply(lora, base, adapters)["up"]) for base in (q, whole))
+    torch.testing.assert_close(ours, want)
+
+
+@pytest.mark.slow
 def test_linear_of_8_bits_under_transforms_and_compiled() -> None:
     q = fs.lora.quantize({"w": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))})["w"]
     w, x, b = q.dequantize(torch.float32), torch.randn(5, 4), torch.randn(3)
@@ -217,3 +245,4 @@ def test_invalid_leaves_and_gradients_of_frozen_ones_are_errors() -> None:
     trained = fs.lora.Int8(q.values, q.scale.requires_grad_(), 1)
     assert "Int8[2, 2] is differentiated, and is frozen" in error_text(fs.nn.linear, torch.ones(1, 2), trained)
     assert "inputs and outputs" in error_text(q.flatten)
+    assert "lora.dequantize: params" in error_text(fs.lora.dequantize, fs.lora.quantize({"w": fs.init.ones((2, 2))}))

@@ -33,18 +33,27 @@ OPTIONS = {
 TWO_AXES = "both, fully sharded, sequence"
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [*(("gpt2", layout) for layout in LAYOUTS), *((name, layout) for name in BASE if name != "gpt2"
-                                                  for layout in ("one device", TWO_AXES))],
-)  # fmt: skip
+PARITY = [*(("gpt2", layout) for layout in LAYOUTS), *((name, TWO_AXES) for name in BASE if name != "gpt2"),
+          *((name, "one device") for name in BASE if name != "gpt2")]  # fmt: skip
+FAST = {("gpt2", "one device"), ("gpt2", "model, sequence"), ("gpt2", "uneven"), *((name, TWO_AXES) for name in BASE)}
+SLOW_OPTIONS = ("all-linear, neox", "all-linear, bert", "embeddings, dora", "exclude")
+
+
+def unless(fast, *values):
+    return pytest.param(*values, marks=[] if fast else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "layout"), [unless(case in FAST, *case) for case in PARITY])
 def test_logits_loss_and_gradients_are_those_of_peft(name, layout):
     case = cases.pair(name, **BASE[name])
     close(cases.our_results(case, layout), cases.peft_results(case), 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("layout", [TWO_AXES, pytest.param("uneven", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [*(unless(option not in SLOW_OPTIONS, option, TWO_AXES) for option in OPTIONS),
+     *(unless(False, option, "uneven") for option in ("dora", "dora, fused", "embeddings, tied", "all biases"))],
+)  # fmt: skip
 def test_options_have_the_numbers_of_peft(option, layout):
     name, options = OPTIONS[option]
     case = cases.pair(name, **options)
@@ -75,8 +84,11 @@ def test_half_precision_rounds_once_as_peft_on_one_device():
     case = cases.pair("llama", torch.bfloat16, targets="all-linear", rank=3)
     adapted = fs.lora.apply(case.lora, case.params, case.adapters, of=case.module.theirs)
     layer = case.theirs.base_model.model.model.layers[1].mlp.down_proj
-    x = torch.randn(4, 29, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(64, 29, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(fs.nn.linear(x, adapted["h"][1]["down"]["w"]), layer(x))
+    second, tensors = cases.add_second(case, 0.3, targets=("down_proj",), rank=2)
+    both = fs.lora.apply(second, adapted, tensors, of=case.module.theirs, weight=0.3)
+    assert torch.equal(fs.nn.linear(x, both["h"][1]["down"]["w"]), layer(x))
 
 
 @pytest.mark.parametrize("layout", ["one device", TWO_AXES])
@@ -111,7 +123,7 @@ def test_several_weighted_adapters_are_those_of_peft(dora, layout):
 def test_dropout_by_a_key_is_the_same_on_every_mesh(name, targets, layout):
     case = cases.pair(name, targets=targets, rank=3, dropout=0.4)
     want = cases.our_results(case, "one device", key=fs.key(3))
-    close(cases.our_results(case, layout, key=fs.key(3), remat=True), want, 1e-5, 2e-5)
+    close(cases.our_results(case, layout, key=fs.key(3), remat=True, again=True), want, 1e-5, 2e-5)
     without = cases.our_results(case, "one device")
     assert not torch.allclose(without[1], want[1], rtol=1e-3)
 
@@ -167,3 +179,27 @@ def test_training_follows_peft_with_adamw():
     case.theirs.zero_grad()
     trained = cases.read_adapters(case.module, case.cfg, case.lora, case.theirs.state_dict())
     close(fs.device_get(adapters), trained, 1e-4, 1e-4)
+
+
+def test_generation_with_adapters_is_that_of_peft():
+    case = cases.pair("llama", **BASE["llama"])
+    mesh, specs, split, params = cases.cases.placed(case.module, case.cfg, case.params, TWO_AXES)
+    own = fs.lora.specs(case.lora, case.params, specs, of=case.module.theirs)
+    ids, _ = cases.batch(case)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, own, fs.P("data")), out_specs=fs.P("data"))
+    def write(p, adapters, ids):
+        adapted = fs.lora.apply(case.lora, p, adapters, of=case.module.theirs, specs=specs, model="model")
+        return case.module.generate(case.cfg, adapted, ids, new=4, layout=split, specs=specs)
+
+    got = fs.device_get(write(params, fs.device_put(case.adapters, own, mesh), ids))
+    want = case.theirs.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    assert torch.equal(got, want)
+
+
+def test_adapters_are_computed_in_the_dtype_of_the_layout():
+    case = cases.pair("llama", **BASE["llama"])
+    got = cases.our_results(case, TWO_AXES, dtype=torch.bfloat16, key=fs.key(0), again=True)
+    assert {x.dtype for x in fs.tree.leaves(got[2])} == {torch.float32}
+    assert got[0].dtype == torch.bfloat16
+    close(got[:2], cases.our_results(case, "one device", dtype=torch.bfloat16)[:2], 0.1, 0.05)  # 8 bits of bf16

@@ -259,8 +259,8 @@ def test_units_have_the_same_numbers_by_every_release_and_prefetch() -> None:
     step, params = unit_step(mesh)
     want = step(params, x)
     for release in ("local", "node", AXES, True, False):
-        for prefetch, backward in PREFETCHES if release == "local" else PREFETCHES[:2]:
-            for remat in (False, True):
+        for prefetch, backward in PREFETCHES if release == "local" else PREFETCHES[:1]:
+            for remat in (False, True) if release == "local" else (False,):
                 how = {"release": release, "prefetch": prefetch, "backward_prefetch": backward, "remat": remat}
                 step, _ = unit_step(mesh, **how)
                 with fs.recording() as log:

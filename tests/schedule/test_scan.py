@@ -12,6 +12,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
+from fshard._comm import region
+from fshard.schedule.buckets import buffer_pool
 from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations
 
@@ -326,6 +328,40 @@ def test_two_scans_in_sequence_share_buffers_without_changing_numbers() -> None:
     want = step_of(twice(plain(tree, specs)), mesh, specs)(params, x)
     for how in FEW:
         assert_same(step_of(twice(scanned(tree, specs, **how)), mesh, specs)(params, x), want)
+
+
+def test_scans_over_blocks_of_two_sizes_share_buffers_of_the_larger() -> None:
+    """As an encoder and a decoder: forward small, large; backward large, small."""
+    trees, mesh = [described(f=4), described(f=F + 3)], fs.make_mesh(data=2, model=1)
+    specs = [specs_for("sharded", tree) for tree in trees]
+    params, x = [place(mesh, *pair) for pair in zip(trees, specs, strict=True)], batch()
+    largest = max(x.numel() for x in fs.tree.leaves(trees[1][0])) * 4
+
+    def step_by(loop: Any) -> Any:
+        def both(p: Any, x: Tensor) -> Tensor:
+            for one, tree, own in zip(p, trees, specs, strict=True):
+                x = loop(tree, own)(one, x)
+            return x
+
+        return step_of(both, mesh, specs)
+
+    want = step_by(plain)(params, x)
+    for how in FEW:
+        sizes: list[list[int]] = []
+
+        def sized(tree: Any, own: Any, how: Any = how, sizes: Any = sizes) -> Any:
+            def loop(p: Any, x: Tensor) -> Tensor:
+                out = scanned(tree, own, **how)(p, x)
+                sizes.append([b.write.numel() for b in buffer_pool(region("test")).free])
+                return out
+
+            return loop
+
+        step = step_by(sized)
+        assert_same(step(params, x), want)
+        assert_same(step(params, x), want)
+        assert len(sizes[-1]) == len(sizes[0])  # in the second step; the buffers of the first are of both sizes
+        assert min(sizes[-1]) >= largest
 
 
 def test_weights_returned_by_a_block_are_copies() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 import fshard as fs
 from fshard import P
+from fshard.interop.defer.units import choose_units
 from fshard.models import gpt2
 from tests.lib.assertions import assert_same, error_text
 
@@ -104,7 +106,8 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore:apply.unshard. no units")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(m, marks=[pytest.mark.slow] * (m in ("wrap by size", "wrap none")))
+                                   for m in MODELS])  # fmt: skip
 def test_full_shard_grad_op_no_shard_hybrid_offload_and_wrap_policy_have_one_curve_of_losses(model: str) -> None:
     build = MODELS[model]
     one = fs.strategy("NO_SHARD")
@@ -152,16 +155,16 @@ def wrapped_by_torch(module: nn.Module, least: int) -> set[str]:
 
 
 def test_wrap_policy_by_class_by_size_and_none() -> None:
-    units = lambda how: set(fs.defer(Attention, units=how)[0].units)  # noqa: E731
-    assert units("TransformerEncoderLayer") == {"layers.0", "layers.1"}
     module = Attention()
+    units = lambda how: set(choose_units(module, how))  # noqa: E731
+    assert units("TransformerEncoderLayer") == {"layers.0", "layers.1"}
     names = [m.numel() for m in module.parameters()] + [
         sum(p.numel() for p in m.parameters()) for m in module.modules()
     ]
     for least in sorted({*names, *(n + 1 for n in names), 10**8} - {0}):
         assert units(least) == wrapped_by_torch(module, least), least
     assert units(None) == set()
-    apply, _ = fs.defer(Attention)
+    apply, _ = fs.defer(Stack)
     with pytest.warns(UserWarning, match="no units: all leaves are gathered at once, and kept"):
         apply.unshard(P("data"), "data")
     apply.unshard(P("data"), "data", release=False)
@@ -201,6 +204,24 @@ def test_transfers_of_full_shard_shard_grad_op_no_shard_hybrid_shard_and_reshard
     assert transfers("FULL_SHARD", four, n, axis=both, release="shard") == {
         ("all_gather", both): n, ("all_gather", "shard"): n - 2, ("reduce_scatter", both): n,
         ("all_reduce", both): 1}  # fmt: skip
+
+
+def test_options_of_a_strategy_reach_the_blocks_of_a_model() -> None:
+    """Count the gathers of a model of n blocks: one is of its other leaves, and the last blocks are gathered once."""
+    n, mesh = 5, fs.make_mesh(data=2)
+    cfg = replace(CFG, n_layer=n)
+    for s, gathers in (
+        (fs.strategy("FULL_SHARD"), 2 * n - 2),
+        (fs.strategy("FULL_SHARD", prefetch=0, backward_prefetch="post"), 2 * n - 1),
+        (fs.strategy("FULL_SHARD", prefetch=0, backward_prefetch=2), 2 * n - 3),
+        (fs.strategy("SHARD_GRAD_OP"), n),
+    ):
+        specs, layout = s.param_specs(gpt2.init(cfg)), gpt2.Layout(s.axis, **s.options)
+        loss = lambda p, x, layout=layout, specs=specs: gpt2.loss(cfg, p, x, x, layout=layout, specs=specs)  # noqa: E731
+        f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check="never")
+        with fs.recording() as log:
+            f(fs.materialize(gpt2.init(cfg), specs, mesh, key=fs.key(0)), batch(0)[:, :8])
+        assert sum(t.op == "all_gather" for t in log) == mesh.size * (gathers + 1)
 
 
 def test_offload_params_and_bytes_of_the_train_state_of_each_strategy() -> None:

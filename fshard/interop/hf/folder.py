@@ -127,6 +127,9 @@ def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
     """
     path = Path(folder) / name
     if not path.is_file():
+        if name == CONFIG and (path.parent / "adapter_config.json").is_file():
+            raise fail(f"{path}: there is no such file", "the folder has the adapters of peft",
+                       fix="give the folder of the base model; fs.peft.load reads adapters")  # fmt: skip
         raise fail(f"{path}: there is no such file", fix=_SAVED)
     return read_json(path)
 

@@ -1,4 +1,4 @@
-"""Adapters beside a parameter tree, `fs.lora`'s, in the files of PEFT: read by slices, and written from any mesh.
+"""Adapters beside a parameter tree, `fs.lora` and `fs.ia3`, in the files of PEFT, by slices, from and to any mesh.
 
 leaf here                       file: base_model.model.MODULE.
 ["h.0.q.w"]["a"]  [in.., r]     lora_A.weight [r, in], of a table lora_embedding_A
@@ -13,16 +13,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fshard import lora, tree
+from fshard import ia3, lora, tree
 from fshard._io import StrPath
-from fshard.errors import checked, fail, must_be, raise_all
+from fshard.errors import checked, fail, raise_all
 from fshard.init import Deferred, zeros
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
 from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
 from fshard.interop.hf.weights import with_dot
 from fshard.lora.config import in_module, names_module
-from fshard.lora.targets import Leaf, Targets, leaf_of
-from fshard.weight import is_weight
+from fshard.lora.targets import Leaf, Of, Targets, leaf_of, named_leaves
 
 from .config import KEPT, config_fields, selects, value_for
 from .files import CONFIG, WEIGHTS, check_folder, write_folder
@@ -30,14 +29,14 @@ from .files import CONFIG, WEIGHTS, check_folder, write_folder
 _START = "base_model.model."
 _KEYS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _TABLE_KEYS = {"a": "lora_embedding_A", "b": "lora_embedding_B", "magnitude": "lora_magnitude_vector"}
+Config = lora.Config | ia3.Config
 Adapters = Mapping[str, Mapping[str, Any]]
-Names = Callable[..., Any]  # a model's `theirs`, or what `fs.defer` returned
 
 
 @checked
 def load(
-    folder: StrPath, params: Any, *, of: Names | None = None, prefix: str = "", ignored: Sequence[str] = ()
-) -> tuple[lora.Config, dict[str, dict[str, Any]]]:
+    folder: StrPath, params: Any, *, of: Of = None, prefix: str = "", ignored: Sequence[str] = ()
+) -> tuple[Config, dict[str, dict[str, Any]]]:
     """Return the config and the described adapters of a folder that PEFT wrote; each rank will read only its own bytes.
 
     Several adapters of a model are in folders of their own, of which this reads one. Dtypes are those of the file.
@@ -71,21 +70,25 @@ def load(
         present = tuple(t for t in fields["targets"] if any(names_module(t, m) for m in modules))
         fields["targets"] = present or fields["targets"]
     fields["modules_to_save"] = tuple(s for s in fields["modules_to_save"] if any(in_module(s, m) for m in modules))
-    for name, default in (("ranks", fields["rank"]), ("alphas", fields["alpha"])):
-        fields[name] = _patterns(fields[name], dict(zip(modules, names, strict=True)), default)
-    cfg = lora.Config(**fields)
-    described = _described(cfg, Targets.of("peft.load", cfg, params, of))
+    cfg: Config
+    if contents["peft_type"] == "IA3":
+        cfg = ia3.Config(**fields)
+    else:
+        for name, default in (("ranks", fields["rank"]), ("alphas", fields["alpha"])):
+            fields[name] = _patterns(fields[name], dict(zip(modules, names, strict=True)), default)
+        cfg = lora.Config(**fields)
+    described = _described(cfg, _targets("peft.load", cfg, params, of))
     headers = WeightHeaders(path / WEIGHTS)
     raise_all([fail(f"{path / WEIGHTS}: {name!r} does not begin with {_START}", fix="adapters that PEFT has written")
                for name in headers.tensors if not name.startswith(_START)])  # fmt: skip
     headers.tensors = {name.removeprefix(_START): entry for name, entry in headers.tensors.items()}
-    theirs = _file_tensors(described, leaves, of)
+    theirs = _file_tensors(cfg, described, leaves, of)
     return cfg, read(headers, described, theirs, prefix=prefix, ignored=ignored)
 
 
 @checked
 def save(
-    path: StrPath, cfg: lora.Config, adapters: Adapters, params: Any, *, of: Names | None = None, prefix: str = "",
+    path: StrPath, cfg: Config, adapters: Adapters, params: Any, *, of: Of = None, prefix: str = "",
     like: StrPath | None = None, config: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write adapters as a folder that `PeftModel.from_pretrained` reads; every rank writes its own bytes.
@@ -111,10 +114,10 @@ def save(
 
     def contents() -> tuple[list[OutputTensor], Mapping[str, Any]]:
         leaves = _leaves(params, of)
-        targets = Targets.of("peft.save", cfg, params, of)
+        targets = _targets("peft.save", cfg, params, of)
         described = _described(cfg, targets)
         check_described(flat, tree.leaves_with_path(described))
-        theirs = _file_tensors(described, leaves, of)
+        theirs = _file_tensors(cfg, described, leaves, of)
 
         def without_prefix(path: tree.Path) -> FileTensor:
             found = theirs(path)
@@ -130,18 +133,22 @@ def save(
 
 
 def _leaves(params: Any, of: Any) -> dict[str, tuple[tree.Path, Leaf]]:
-    """Return the path and the description of each leaf, by dotted path. Raises ShardingError if one has no shape."""
-    raise_all([must_be(f"peft: {tree.show('params', path)}", "a leaf with a shape", x, fix="fs.init.*, or a tensor")
-               for path, x in tree.leaves_with_path(params, is_weight) if not hasattr(x, "shape")])  # fmt: skip
-    return {tree.dotted(path): (path, leaf_of(of, path, len(x.shape)))
-            for path, x in tree.leaves_with_path(params, is_weight)}  # fmt: skip
+    """Return the path and the description of each leaf, by dotted path."""
+    return {name: (path, leaf_of(of, path, x.ndim)) for name, (path, x) in named_leaves("peft", params).items()}
 
 
-def _described(cfg: lora.Config, targets: Targets) -> dict[str, dict[str, Deferred]]:
+def _targets(verb: str, cfg: Config, params: Any, of: Any) -> Targets:
+    return Targets.of(verb, cfg.named if isinstance(cfg, ia3.Config) else cfg, params, of)
+
+
+def _described(cfg: Config, targets: Targets) -> dict[str, dict[str, Deferred]]:
     """Return the tree of the adapters, of which only the shapes are meant."""
     out = {name: {"value": zeros(x.shape)} for name, x in targets.copied.items()}
     for name, (leaf, x) in targets.adapted.items():
         inputs, outputs = leaf.split(tuple(x.shape))
+        if isinstance(cfg, ia3.Config):
+            out[name] = {"scale": zeros(inputs if cfg.scales_inputs(leaf.module) else outputs)}
+            continue
         rank = cfg.rank_of(leaf.module)
         out[name] = {"a": zeros((*inputs, rank)), "b": zeros((rank, *outputs))}
         if cfg.dora:
@@ -150,10 +157,10 @@ def _described(cfg: lora.Config, targets: Targets) -> dict[str, dict[str, Deferr
 
 
 def _file_tensors(
-    described: Adapters, leaves: Mapping[str, tuple[tree.Path, Leaf]], of: Any
+    cfg: Config, described: Adapters, leaves: Mapping[str, tuple[tree.Path, Leaf]], of: Any
 ) -> Callable[[tree.Path], FileTensor]:
     """Return the function from the path of a leaf of the adapters to its tensor in the file, without `_START`."""
-    adapted = {leaves[name][1].module for name, own in described.items() if "a" in own}
+    adapted = {leaves[name][1].module for name, own in described.items() if "value" not in own}
 
     def theirs(path: tree.Path) -> FileTensor:
         name, part = path
@@ -163,23 +170,27 @@ def _file_tensors(
             layer = "base_layer." if leaf.module in adapted and leaf.part in ("bias", "b") else ""
             end = {"w": "weight", "b": "bias"}.get(leaf.part, leaf.part)
             return FileTensor(f"{leaf.module}.{layer}{end}", dims)
+        factors = _factor_dims(dims or "i o -> i o", leaf.inputs)
+        if isinstance(cfg, ia3.Config):
+            return FileTensor(f"{leaf.module}.ia3_l", factors["in" if cfg.scales_inputs(leaf.module) else "out"])
         keys = _TABLE_KEYS if leaf.layout == "table" else _KEYS
-        return FileTensor(f"{leaf.module}.{keys[part]}", _factor_dims(dims or "i o -> i o", leaf.inputs)[part])
+        return FileTensor(f"{leaf.module}.{keys[part]}", factors[part])
 
     return theirs
 
 
 def _factor_dims(dims: str, inputs: int) -> dict[str, str]:
-    """Return the patterns of the factors of a matrix, from its own.
+    """Return the patterns of the factors of a matrix, and of scales, from its own.
 
-    >>> _factor_dims("(g k) d -> d g k", 1)
-    {'a': 'rank d -> d rank', 'b': '(g k) rank -> rank g k', 'magnitude': '(g k) -> g k'}
+    >>> _factor_dims("(g k) d -> d g k", 1)["b"], _factor_dims("(g k) d -> d g k", 1)["out"]
+    ('(g k) rank -> rank g k', '(g k) 1 -> g k')
     """
     left, right = [re.findall(r"\([^)]*\)|\S+", side) for side in dims.split("->")]
     first = next(group for group in left if right[0] in re.findall(r"\w+", group))
     last = next(group for group in left if group != first)
     ins, outs = " ".join(right[:inputs]), " ".join(right[inputs:])
-    return {"a": f"rank {first} -> {ins} rank", "b": f"{last} rank -> rank {outs}", "magnitude": f"{last} -> {outs}"}
+    return {"a": f"rank {first} -> {ins} rank", "b": f"{last} rank -> rank {outs}", "magnitude": f"{last} -> {outs}",
+            "in": f"1 {first} -> {ins}", "out": f"{last} 1 -> {outs}"}  # fmt: skip
 
 
 # --- the config -----------------------------------------------------------------------------------------------
@@ -195,7 +206,7 @@ def _kept(like: StrPath | None, config: Mapping[str, Any] | None) -> dict[str, A
 
 
 def _contents(
-    cfg: lora.Config, leaves: Mapping[str, tuple[tree.Path, Leaf]], targets: Targets, of: Any, prefix: str
+    cfg: Config, leaves: Mapping[str, tuple[tree.Path, Leaf]], targets: Targets, of: Any, prefix: str
 ) -> dict[str, Any]:
     """Return the fields of the config that say what the adapters compute."""
     adapted = {leaf.module for leaf, _ in targets.adapted.values()}
@@ -208,17 +219,28 @@ def _contents(
         for n, m in names.items()
         if selects(chosen, n) and not selects(excluded, n) and not any(in_module(s, n) for s in saved)
     }
-    if as_peft != adapted:  # a glob, "all-linear", or an expression for names with the prefix
+    forward: Any = cfg.feedforward if isinstance(cfg, ia3.Config) else ()
+    first = {m for m in adapted if isinstance(cfg, ia3.Config) and cfg.scales_inputs(m)}
+    as_peft_first = {
+        m
+        for n, m in names.items()
+        if m in adapted and (re.fullmatch(forward, n) if isinstance(forward, str) else n.endswith(forward))
+    }
+    if as_peft != adapted or as_peft_first != first:  # a glob, "all-linear", or an expression for names with the prefix
         chosen, excluded = [n for n, m in names.items() if m in adapted], []
+        forward = [n for n, m in names.items() if m in first]
     own = {n: m for n, m in names.items() if m in adapted}
     inputs_first = any(_stores_inputs_first(*leaves[name], of) for name in targets.adapted)
+    common = {"inference_mode": True, "target_modules": chosen, "exclude_modules": excluded or None,
+              "modules_to_save": saved or None, "fan_in_fan_out": inputs_first}  # fmt: skip
+    if isinstance(cfg, ia3.Config):
+        forward = forward if isinstance(forward, str) else list(forward)
+        return {**common, "peft_type": "IA3", "feedforward_modules": forward, "init_ia3_weights": True}
     ranks, alphas = _patterns(cfg.ranks, own, cfg.rank), _patterns(cfg.alphas, own, cfg.alpha)
     return {
-        "peft_type": "LORA", "inference_mode": True, "target_modules": chosen, "exclude_modules": excluded or None,
-        "r": cfg.rank, "lora_alpha": cfg.alpha, "rank_pattern": ranks, "alpha_pattern": alphas,
-        "lora_dropout": cfg.dropout, "use_rslora": cfg.rslora, "use_dora": cfg.dora, "bias": cfg.bias,
-        "modules_to_save": saved or None, "fan_in_fan_out": inputs_first,
-        "init_lora_weights": {"kaiming": True, "random": False}.get(cfg.init, cfg.init),
+        **common, "peft_type": "LORA", "r": cfg.rank, "lora_alpha": cfg.alpha, "rank_pattern": ranks,
+        "alpha_pattern": alphas, "lora_dropout": cfg.dropout, "use_rslora": cfg.rslora, "use_dora": cfg.dora,
+        "bias": cfg.bias, "init_lora_weights": {"kaiming": True, "random": False}.get(cfg.init, cfg.init),
     }  # fmt: skip
 
 

@@ -70,14 +70,19 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "layers_pattern": (lambda x: isinstance(x, str) or _strings(x), "names"),
     "init_lora_weights": (lambda x: isinstance(x, (bool, str)), "true, false or the name of an initialization"),
 }
+_IA3_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **{name: _FIELDS[name] for name in ("target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out")},
+    "feedforward_modules": _FIELDS["exclude_modules"],
+    "init_ia3_weights": (_is(bool), "true or false"),
+}
 _NULLABLE = ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern",
-             "layers_to_transform", "layers_pattern", "init_lora_weights")  # fmt: skip
+             "layers_to_transform", "layers_pattern", "init_lora_weights", "feedforward_modules")  # fmt: skip
 
 
 def config_fields(
     path: Path, contents: Mapping[str, Any], names: Sequence[str], *, model_type: str | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of `lora.Config` for the contents of `adapter_config.json`.
+    """Return the fields of `lora.Config`, or of `ia3.Config`, for the contents of `adapter_config.json`.
 
     `fan_in_fan_out` has no effect: the layer itself says how it stores its matrix, as in PEFT.
 
@@ -94,6 +99,11 @@ def config_fields(
     def of(name: str, default: Any) -> Any:
         return default if contents.get(name) is None else contents[name]
 
+    chosen = {"targets": _with_prefix(of("target_modules", ()), prefix),
+              "exclude": _with_prefix(of("exclude_modules", ()), prefix),
+              "modules_to_save": tuple(of("modules_to_save", ()))}  # fmt: skip
+    if contents["peft_type"] == "IA3":
+        return {**chosen, "feedforward": _with_prefix(of("feedforward_modules", ()), prefix)}
     targets = of("target_modules", DEFAULT_TARGETS.get(str(model_type), ()))
     layers = of("layers_to_transform", [])
     layers = [layers] if isinstance(layers, int) else layers
@@ -104,33 +114,32 @@ def config_fields(
     return {
         "rank": of("r", 8), "alpha": of("lora_alpha", 8), "dropout": float(of("lora_dropout", 0.0)),
         "rslora": of("use_rslora", False), "dora": of("use_dora", False), "bias": of("bias", "none"),
-        "targets": _with_prefix(targets, prefix), "exclude": _with_prefix(of("exclude_modules", ()), prefix),
-        "modules_to_save": tuple(of("modules_to_save", ())), "ranks": dict(of("rank_pattern", {})),
-        "alphas": dict(of("alpha_pattern", {})),
+        **chosen, "targets": _with_prefix(targets, prefix),
+        "ranks": dict(of("rank_pattern", {})), "alphas": dict(of("alpha_pattern", {})),
         "init": {True: "kaiming", False: "random"}.get(of("init_lora_weights", True), "gaussian"),
     }  # fmt: skip
 
 
 def _errors(path: Path, contents: Mapping[str, Any], model_type: str | None) -> list[ShardingError]:
     kind = contents.get("peft_type")
-    if kind != "LORA":
-        return [fail(f"{path}: peft_type is {kind!r}, and not 'LORA'",
+    if kind not in ("LORA", "IA3"):
+        return [fail(f"{path}: peft_type is {kind!r}, and neither 'LORA' nor 'IA3'",
                      fix="apply, tree = fs.defer(lambda: peft.get_peft_model(model, config)) has every method of peft; "
                          "fs.peft.weights(folder, tree, of=apply)")]  # fmt: skip
     errors = []
     for name, value in sorted(contents.items()):
-        test, words = _FIELDS.get(name, (None, ""))
+        test, words = (_FIELDS if kind == "LORA" else _IA3_FIELDS).get(name, (None, ""))
         if name in (*KEPT, *_WITHOUT_EFFECT, "inference_mode", "peft_type") or (value is None and name in _NULLABLE):
             continue
         if test is not None:
             if not test(value):
                 errors.append(fail(f"{path}: {name} is {value!r}", fix=words))
-        elif name in _NEUTRAL:
+        elif kind == "LORA" and name in _NEUTRAL:
             if value is not None and value not in _NEUTRAL[name]:
                 errors.append(fail(f"{path}: {name} is not supported", f"it is {value!r}",
                                    fix=f"only {' or '.join(map(repr, [*_NEUTRAL[name], None]))}"))  # fmt: skip
         elif value is not None:
-            errors.append(fail(f"{path}: {name} is not a field of LoRA that is known here", f"it is {value!r}",
+            errors.append(fail(f"{path}: {name} is not a field of {kind} that is known here", f"it is {value!r}",
                                fix="take it out of the file if it changes nothing"))  # fmt: skip
     start = contents.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CHANGE_THE_BASE):
@@ -141,7 +150,7 @@ def _errors(path: Path, contents: Mapping[str, Any], model_type: str | None) -> 
         errors.append(fail(f"{path}: init_lora_weights is {start!r}, and only true, false and 'gaussian' are supported",
                            fix="true: the values are in the file, however they began"))  # fmt: skip
     targets, layers, patterns = (contents.get(k) for k in ("target_modules", "layers_to_transform", "layers_pattern"))
-    if targets is None and model_type not in DEFAULT_TARGETS:
+    if targets is None and (kind == "IA3" or model_type not in DEFAULT_TARGETS):
         errors.append(fail(f"{path}: target_modules is null, and there is no default for the model type {model_type!r}",
                            fix="name the adapted layers in it"))  # fmt: skip
     if isinstance(targets, str) and layers not in (None, []):
@@ -149,7 +158,8 @@ def _errors(path: Path, contents: Mapping[str, Any], model_type: str | None) -> 
                            fix="a list of names in target_modules, or the layers in the expression"))  # fmt: skip
     if patterns and layers in (None, []):
         errors.append(fail(f"{path}: layers_pattern is {patterns!r}, without layers_to_transform"))
-    expressions = [x for x in (targets, contents.get("exclude_modules")) if isinstance(x, str)]
+    expressions = [x for x in map(contents.get, ("target_modules", "exclude_modules", "feedforward_modules"))
+                   if isinstance(x, str)]  # fmt: skip
     for name in ("rank_pattern", "alpha_pattern"):
         expressions += contents[name] if isinstance(contents.get(name), dict) else []
     for text in expressions:

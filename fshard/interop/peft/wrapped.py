@@ -29,7 +29,9 @@ def weights(folder: StrPath, described: Any, *, of: Apply, adapter: str = "defau
     """Return the leaves of a module that peft has wrapped, its adapters with their values in a folder.
 
     `described` is the tree that `fs.defer` returned with `of`, or its params or buffers alone; other leaves are
-    returned as they are: `fs.hf.weights` reads those of the base model. Dtypes are those of the file.
+    returned as they are. `fs.hf.weights(base, tree, of=apply, missing=("*.lora_*",))` reads those of the base model,
+    and is called before: it also reads the base's values for trained copies. DoRA's magnitudes, which follow from the
+    base, it refuses unless they are read already: call this before and after. Dtypes are those of the file.
 
     >>> config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
     >>> apply, module = fs.defer(lambda: peft.get_peft_model(AutoModel.from_config(base), config))

@@ -88,7 +88,7 @@ MODELS = {
     ),
 }
 
-# name -> (model, options of LoraConfig)
+# name -> (model, options of LoraConfig, or of IA3Config)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, fused and stored [in, out]": ("gpt2", {"target_modules": ["c_attn"]}),
     "llama, patterns of rank and alpha": ("llama", {
@@ -111,8 +111,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5, DoRA of the feed-forward": ("t5", {"target_modules": ["wi", "wo", "o"], "use_dora": True}),
     "bert, all but one": ("bert", {"target_modules": ["query", "key", "dense"], "exclude_modules": ["pooler.dense",
                                    "predictions.transform.dense"], "bias": "lora_only"}),
+    "gpt2, IA3": ("gpt2", {"feedforward_modules": ["mlp.c_proj"], "target_modules": ["c_attn", "mlp.c_proj"]}),
+    "gpt2, IA3 of outputs that are summed": ("gpt2", {
+        "feedforward_modules": [], "target_modules": r".*(attn.c_proj|c_fc)"}),
+    "llama, IA3": ("llama", {"feedforward_modules": None, "task_type": "CAUSAL_LM"}),
+    "t5, IA3": ("t5", {"feedforward_modules": None, "task_type": "SEQ_2_SEQ_LM"}),
+    "bert classifier, IA3": ("bert classifier", {"feedforward_modules": None, "task_type": "SEQ_CLS"}),
 }  # fmt: skip
-FAST = list(CASES)[:5]
+FAST = [*list(CASES)[:4], "gpt2, IA3"]
 
 
 @dataclasses.dataclass
@@ -134,7 +140,8 @@ def reference(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Re
         for p in base.parameters():  # every leaf matters: no bias of zeros, no norm of ones
             p.add_(0.2 * torch.randn(p.shape))
     base.save_pretrained(folder / "base")
-    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "init_lora_weights": False, **options})
+    lora = {"r": 3, "lora_alpha": 5, "init_lora_weights": False}
+    config = peft.IA3Config(**options) if "feedforward_modules" in options else peft.LoraConfig(**{**lora, **options})
     wrapped = peft.get_peft_model(copy.deepcopy(base), config).eval()
     with torch.no_grad():
         for p in wrapped.parameters():
@@ -172,17 +179,18 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     cfg, params, of, lora, adapters = load(ref, tmp_path)
     mesh = fs.make_mesh(data=2, model=2)
     specs = fs.fully_shard(ref.model.module.specs(cfg, model="model"), params, axis="data")
-    adapter_specs = fs.lora.specs(lora, params, specs, of=of)
+    method: Any = fs.lora if isinstance(lora, fs.lora.Config) else fs.ia3
+    adapter_specs = method.specs(lora, params, specs, of=of)
+    where = {"adapter_specs": adapter_specs, "data": "data"} if method is fs.lora else {}
     options = {"layout": ref.model.module.Layout("data", "model"), "specs": specs}
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, adapter_specs, P("data")), out_specs=(ref.model.classes, adapter_specs),
                   check="first" if name == FAST[0] else "never")  # fmt: skip
     def step(p: Any, a: Any, ids: Tensor) -> Any:
         def loss(a: Any) -> tuple[Tensor, Tensor]:
-            adapted = fs.lora.apply(lora, p, a, of=of, specs=specs, adapter_specs=adapter_specs, data="data",
-                                    model="model")  # fmt: skip
+            adapted = method.apply(lora, p, a, of=of, specs=specs, model="model", **where)
             logits = ref.model.logits(cfg, adapted, ids, **options)
-            return fs.pmean(logits.square().mean(), ref.model.classes.axes), logits
+            return fs.psum(logits.square().sum(), ref.model.classes.axes) / ref.logits.numel(), logits
 
         (_, logits), grads = fs.value_and_grad(loss, has_aux=True)(a)
         return logits, fs.tree.map(lambda x, g: x - 0.1 * g, a, grads)
@@ -200,7 +208,15 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
         assert ours[field] == wanted[field], field
 
     fs.peft.save(tmp_path / "ours", lora, trained, params, of=of, like=tmp_path / "theirs")
-    assert any(not torch.equal(x, theirs[n]) for n, x in tensors_in(tmp_path / "ours").items())
+    ref.model.theirs(ref.wrapped).square().mean().backward()
+    with torch.no_grad():
+        for x in ref.wrapped.parameters():
+            if x.grad is not None:
+                x.sub_(0.1 * x.grad)
+    stepped = peft.get_peft_model_state_dict(ref.wrapped)
+    for n, x in tensors_in(tmp_path / "ours").items():
+        torch.testing.assert_close(x, stepped[n], rtol=1e-5, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+    assert any(not torch.allclose(x, theirs[n], atol=1e-3) for n, x in tensors_in(tmp_path / "ours").items())
     again = peft.PeftModel.from_pretrained(ref.base, tmp_path / "ours").eval()
     with torch.no_grad():
         got = fs.device_get(step(p, trained, IDS)[0])
@@ -232,7 +248,8 @@ def test_adapters_round_trip_beside_a_deferred_module(name: str, auto: str, tmp_
     lora, adapters = fs.peft.load(tmp_path / "theirs", params, of=apply)
     mesh = fs.make_mesh(data=2)
     specs = fs.fully_shard(P(), params, axis="data")
-    adapter_specs = fs.lora.specs(lora, params, specs, of=apply)
+    method: Any = fs.lora if isinstance(lora, fs.lora.Config) else fs.ia3
+    adapter_specs = method.specs(lora, params, specs, of=apply)
     tree = {"p": params, "a": adapters, "b": module["buffers"]}
     placed_tree = placed(tree, {"p": specs, "a": adapter_specs, "b": P()}, mesh)
     decoder = {"decoder_input_ids": IDS.flip(1)} if auto == "Seq2SeqLM" else {}
@@ -241,7 +258,7 @@ def test_adapters_round_trip_beside_a_deferred_module(name: str, auto: str, tmp_
                   out_specs=(P("data"), adapter_specs), check="never")  # fmt: skip
     def step(t: Any, inputs: Any) -> Any:
         def loss(a: Any) -> tuple[Tensor, Tensor]:
-            adapted = fs.lora.apply(lora, t["p"], a, of=apply, specs=specs, adapter_specs=adapter_specs, data="data")
+            adapted = method.apply(lora, t["p"], a, of=apply, specs=specs)
             whole = fs.unshard(adapted, specs, "data", shapes=apply.shapes)
             logits = apply(whole, fs.unshard(t["b"], P(), "data"), **inputs).logits
             return fs.pmean(logits.square().mean(), "data"), logits
@@ -429,14 +446,25 @@ def test_folder_is_unchanged_if_the_adapters_cannot_be_written(tmp_path: Path) -
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [CONFIG, WEIGHTS]
 
 
+def test_reader_of_models_says_what_reads_a_folder_of_adapters(tmp_path: Path) -> None:
+    small(tmp_path)
+    assert error_text(fs.hf.load, tmp_path / "a") == (
+        f"{tmp_path / 'a' / 'config.json'}: there is no such file\n  the folder has the adapters of peft\n"
+        "  fix: give the folder of the base model; fs.peft.load reads adapters"
+    )
+    assert "read the adapters by fs.peft.load" in error_text(fs.hf.weights, tmp_path / "a", TREE)
+
+
 def test_adapters_and_the_weights_of_their_base_may_share_a_folder(tmp_path: Path) -> None:
-    full = {"w": torch.ones(2)}
+    full = {"v": torch.ones(2), "w": torch.ones(2)}
     for _ in range(2):
-        _cfg, _adapters = small(tmp_path)
-        fs.hf.save(tmp_path / "a", {"model_type": "other"}, full)
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [CONFIG, WEIGHTS, "config.json", "model.safetensors"]
+        small(tmp_path)
+        fs.hf.save(tmp_path / "a", {"model_type": "other"}, full, max_shard_bytes=8)
+    small(tmp_path)
+    weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [CONFIG, WEIGHTS, "config.json", *weights]
     fs.peft.load(tmp_path / "a", TREE)
-    assert fs.hf.weights(tmp_path / "a", {"w": fs.init.zeros(2)})["w"].shape == (2,)
+    assert fs.hf.weights(tmp_path / "a", {n: fs.init.zeros(2) for n in full})["w"].shape == (2,)
 
 
 def test_targets_of_a_config_without_them_are_those_of_peft_for_the_model(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_every_field_of_peft_is_known_and_its_default_is_accepted() -> None:
     fields(**{k: v for k, v in config.to_dict().items() if k not in ("peft_type", "target_modules", "runtime_config")})
     for field in dataclasses.fields(peft.LoraConfig):
         if field.name not in ("runtime_config", "peft_type"):
-            assert "not a field of LoRA" not in error_text(**{"r": -1, "bias": "", field.name: object()})
+            assert "not a field of LORA" not in error_text(**{"r": -1, "bias": "", field.name: object()})
 
 
 def test_fields_of_other_methods_and_unknown_fields_are_named_all_at_once() -> None:
@@ -93,7 +93,9 @@ def test_fields_of_other_methods_and_unknown_fields_are_named_all_at_once() -> N
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3', and not 'LORA'"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA', and neither 'LORA' nor 'IA3'"),
+        ({"peft_type": "IA3", "r": 8}, "r is not a field of IA3 that is known here"),
+        ({"peft_type": "IA3", "target_modules": None}, "target_modules is null"),
         ({"target_modules": None}, "target_modules is null, and there is no default for the model type None"),
         (
             {"target_modules": "q.*", "layers_to_transform": [1]},

@@ -122,3 +122,27 @@ def test_module_and_folder_of_another_kind_are_errors(tmp_path: Path) -> None:
     assert "'base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight' is missing" in error_text(
         fs.peft.save_module, tmp_path / "new", {"params": {}, "buffers": {}}, of=apply
     )
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_base_and_adapters_of_a_wrapped_module_are_read_from_two_folders(dora: bool, tmp_path: Path) -> None:
+    base = llama().eval()
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], use_dora=dora,
+                             init_lora_weights=False)  # fmt: skip
+    module = peft.get_peft_model(base, config).eval()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.1 if p.requires_grad else 0)
+    module.save_pretrained(tmp_path / "theirs")
+    apply, tree = fs.defer(lambda: peft.get_peft_model(llama(), config).eval())
+    if dora:  # the magnitudes are computed from the base: they are read before it
+        tree = fs.peft.weights(tmp_path / "theirs", tree, of=apply)
+    tree = fs.hf.weights(tmp_path / "base", tree, of=apply, missing=("*.lora_*",))
+    tree = fs.peft.weights(tmp_path / "theirs", tree, of=apply)
+    full = fs.device_get(fs.materialize(tree, P(), fs.make_mesh(data=1), key=fs.key(0)))
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            apply(full["params"], full["buffers"], ids).logits, module(ids).logits, rtol=0, atol=0
+        )
