@@ -19,8 +19,9 @@ ROWS = 4
 
 # name: (config, layout on an axis "ranks", fully sharded, remat)
 KINDS = {
+    "data": (DROPS, gpt2.Layout("ranks", batch=ROWS), False, False),
     "tensor": (PLAIN, gpt2.Layout(None, "ranks"), False, False),
-    "full": (DROPS, gpt2.Layout("ranks", batch=ROWS), True, True),
+    "full": (PLAIN, gpt2.Layout("ranks", batch=ROWS), True, True),
 }
 
 
