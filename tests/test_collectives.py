@@ -25,13 +25,13 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "axes"), [MESHES[1], MESHES[5]])
 def test_adjoint_double_transpose_jvp_vmap(mesh, axes):
-    check_all(fs.make_mesh(**mesh), axes)
+    check_all(fs.make_mesh(**mesh), axes, "first" if len(mesh) > 1 else "never")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "axes"), [m for i, m in enumerate(MESHES) if i not in (1, 5)])
+@pytest.mark.parametrize(("mesh", "axes"), [MESHES[i] for i in (0, 2, 6, 7, 8)])
 def test_adjoint_double_transpose_jvp_vmap_on_more_meshes(mesh, axes):
-    check_all(fs.make_mesh(**mesh), axes)
+    check_all(fs.make_mesh(**mesh), axes, "never")  # types do not depend on sizes: they are those of the test above
 
 
 @pytest.mark.parametrize(("mesh", "axes"), MESHES)

@@ -41,9 +41,10 @@ def batches(n, bad=()):
     return out
 
 
-def on_a_mesh(layout, policy, optimizer, data, *, scale=None, check="first", donate=True, steps=1,
+def on_a_mesh(layout, policy, optimizer, data, *, scale=None, check=None, donate=True, steps=1,
               weight=1.0):  # fmt: skip
-    """Train on batches: after each, (parameters, optimizer state, loss)."""
+    """Train on batches: after each, (parameters, optimizer state, loss). Types are those of "2x2", however uneven."""
+    check = check or ("first" if layout == "2x2 sharded" else "never")
     axes, sharded = LAYOUTS[layout]
     mesh = fs.make_mesh(**{"data": 1, "model": 1, **axes})
     specs = fs.fully_shard(SPECS, SHAPES, axis="data") if sharded else SPECS

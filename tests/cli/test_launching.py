@@ -52,6 +52,7 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err.rstrip("\n")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_launch_of_the_t5_lora_file_runs_two_ranks_and_passes_on_the_exit_status(tmp_path: Path):
     """The file as it stands; rank 1 fails at the end, with a status of its own."""

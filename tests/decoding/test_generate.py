@@ -137,11 +137,11 @@ def test_draws_of_prompts_over_an_axis_that_is_not_named_are_an_error():
 # --- beams ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("sizes", MESHES[:2])
 def test_beams_of_enough_width_find_the_most_likely_sequence(sizes):
     """Against all sequences of three new tokens: the sum of log probabilities over their length^penalty."""
     ids, new, eos = prompts(3), 3, 5
-    for penalty in (0.0, 1.0, 2.0):
+    for penalty in (0.0, 2.0):
         got = generated(sizes, ids, new=new, beams=V**2, eos=eos, pad=0, length_penalty=penalty,
                         early_stopping="never")  # fmt: skip
         for row, found in zip(ids.tolist(), got.tolist(), strict=True):
@@ -170,7 +170,7 @@ def best_of_all(row, new, eos, penalty):
     {"beams": 2, "stop": [[3], [1, 4]], "pad": 0, "repetition_penalty": 1.4, "no_repeat_ngram": 2, "forced_eos": 2},
 ])  # fmt: skip
 def test_beams_do_not_depend_on_the_batch_or_the_mesh(options):
-    ids = prompts(20)
+    ids = prompts(8)
 
     def alone(ids):
         return generate(table_model(TABLE), ids, new=8, size=V, options=Options(**options))

@@ -18,12 +18,6 @@ from tests.lib.processes import Pool
 CLOSE = {"rtol": 2e-5, "atol": 5e-6}
 
 
-def test_a_whole_step_on_one_device_is_one_graph_and_equals_the_eager_step() -> None:
-    compiled, eager, (graphs, breaks) = compiled_and_eager("tensor", ranks=1, steps=2)
-    assert (graphs, breaks) == (1, {})
-    assert_same(compiled, eager, **CLOSE)
-
-
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_whole_step_on_real_ranks_is_one_graph_and_equals_the_eager_step_and_one_device(ranks: Pool) -> None:

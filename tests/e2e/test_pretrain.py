@@ -1,4 +1,4 @@
-"""The pretraining recipe: the losses of 50 steps are the same on every mesh, and after resuming on another one."""
+"""The pretraining recipe: the losses of 20 steps are the same on every mesh, and after resuming on another one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fshard.recipes.log import read_metrics
 
 TEXT = "\n".join(f"def f{i}(x, y={i}):\n    return x * {i} + y  # line {i * i}\n" for i in range(600))
 SMALL = [
-    "--steps", "50", "--batch", "8", "--context", "16", "--layers", "2", "--heads", "3", "--width", "24",
-    "--lr", "1e-3",
+    "--steps", "20", "--batch", "8", "--context", "16", "--layers", "2", "--heads", "3", "--width", "24",
+    "--lr", "3e-3",
 ]  # fmt: skip
 MESHES = {
     "data=2": "--mesh data=2",
@@ -71,14 +71,14 @@ def one_with_dropout(text, tmp_path_factory):
 
 
 def test_the_loss_falls(one):
-    assert [m["step"] for m in one] == list(range(50))
+    assert [m["step"] for m in one] == list(range(20))
     assert one[0]["loss"] == pytest.approx(5.55, abs=0.2)  # about ln 257
     assert one[-1]["loss"] < 5
     assert all(m["tokens_per_s"] > 0 for m in one)
 
 
-@pytest.mark.parametrize("name", [name if name == FAST else pytest.param(name, marks=pytest.mark.slow)
-                                  for name in MESHES])  # fmt: skip
+@pytest.mark.parametrize("name", [FAST, *(pytest.param(name, marks=pytest.mark.slow)
+                                          for name in ("data=2,model=2", "data=4 fsdp"))])  # fmt: skip
 def test_the_mesh_never_changes_the_curve(name, text, one, tmp_path):
     assert_same_curve(run(tmp_path, text, *MESHES[name].split()), one)
 
@@ -97,8 +97,8 @@ def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with
 def test_a_run_resumes_on_another_mesh(before, after, text, one_with_dropout, tmp_path):
     flags = MESHES.get(before, "--mesh data=1").split()
     with pytest.raises(StopError):
-        stop_after(40, tmp_path, text, *flags)
-    assert checkpoint.latest(tmp_path) == 40
+        stop_after(14, tmp_path, text, *flags)
+    assert checkpoint.latest(tmp_path) == 14
     run(tmp_path, text, "--dropout", "0.1", "--resume", str(tmp_path), *MESHES[after].split())
     assert_same_curve(metrics(tmp_path), one_with_dropout)
 
@@ -108,7 +108,7 @@ class StopError(Exception):
 
 
 def stop_after(step, out, text, *flags):
-    """Train as if for 50 steps, and interrupt right after the checkpoint of `step`."""
+    """Train as if for 20 steps, and interrupt right after the checkpoint of `step`."""
     saved = checkpoint.save
 
     def save_and_stop(path, state, *, step, **options):
@@ -130,23 +130,24 @@ def test_remat_does_not_change_the_curve_and_bfloat16_hardly(text, one, tmp_path
 
 
 @pytest.mark.slow
-def test_compile_does_not_change_the_curve(text, one, tmp_path):
-    assert_same_curve(run(tmp_path, text, "--compile", "--dropout", "0"), one)
+def test_compile_does_not_change_the_curve(text, tmp_path):
+    flags = ["--steps", "8", "--layers", "1"]
+    assert_same_curve(run(tmp_path / "compiled", text, "--compile", *flags), run(tmp_path / "eager", text, *flags))
 
 
 def test_a_sample_is_the_same_on_every_mesh(text, tmp_path, capsys):
     texts = []
     for mesh in ("data=1", "data=2,model=2"):
-        pretrain.main([*SMALL, "--text", text, "--steps", "10", "--mesh", mesh, "--sample", "30"])
+        pretrain.main([*SMALL, "--text", text, "--steps", "4", "--mesh", mesh, "--sample", "12"])
         out = capsys.readouterr().out
         assert "validation loss" in out
         assert "nats per byte" in out
         texts.append(out.split("written by the model\n")[1])
     assert texts[0] == texts[1]
-    assert len(texts[0]) > 20
+    assert len(texts[0]) > 8
 
 
-FEW = ["--steps", "4", "--layers", "1"]
+FEW = ["--steps", "2", "--layers", "1"]
 
 
 def test_verify_passes_and_does_not_change_the_training(text, tmp_path, capsys):
@@ -490,18 +491,17 @@ def train_on_rank(out, text, *flags):
 @pytest.mark.slow
 @pytest.mark.process
 def test_real_ranks_have_the_same_curve(text, one, one_with_dropout, tmp_path, ranks):
-    for n, plain, dropped in ((2, "data=2", "model=2"), (4, "data=2,model=2 fsdp sequence", "data=4 fsdp")):
-        out = tmp_path / f"plain{n}"
-        ranks(n, train_on_rank, str(out), text, *MESHES[plain].split(), timeout=120)
-        assert_same_curve(metrics(out), one)
-        out = tmp_path / f"dropout{n}"
-        flags = ["--dropout", "0.1", "--save-every", "25", *MESHES[dropped].split()]
-        ranks(n, train_on_rank, str(out), text, *flags, timeout=120)
-        assert_same_curve(metrics(out), one_with_dropout)
-        # resume from step 25 on a simulated mesh
-        shutil.rmtree(out / "step_000050")
-        run(out, text, "--dropout", "0.1", "--resume", str(out), "--mesh", "data=2,model=2")
-        assert_same_curve(metrics(out), one_with_dropout)
+    out = tmp_path / "plain"
+    ranks(4, train_on_rank, str(out), text, *MESHES["data=2,model=2 fsdp sequence"].split(), timeout=120)
+    assert_same_curve(metrics(out), one)
+    out = tmp_path / "dropout"
+    flags = ["--dropout", "0.1", "--save-every", "10", *MESHES["data=4 fsdp"].split()]
+    ranks(4, train_on_rank, str(out), text, *flags, timeout=120)
+    assert_same_curve(metrics(out), one_with_dropout)
+    # resume from step 10 on a simulated mesh
+    shutil.rmtree(out / "step_000020")
+    run(out, text, "--dropout", "0.1", "--resume", str(out), "--mesh", "data=2,model=2")
+    assert_same_curve(metrics(out), one_with_dropout)
 
 
 def train_and_verify_on_rank(out, text):

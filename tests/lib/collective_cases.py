@@ -165,10 +165,10 @@ def check_vmap_is_one_transfer(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
         assert logs[0] == logs[1], case.name
 
 
-def check_all(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
-    """Check every case on every rank of `mesh`."""
+def check_all(mesh: fs.Mesh, axes: tuple[str, ...], check: str = "first") -> None:
+    """Check every case on every rank of `mesh`; `check` is that of the types."""
 
-    @fs.shard_map(mesh=mesh, out_specs=P())
+    @fs.shard_map(mesh=mesh, out_specs=P(), check=check)
     def run() -> Tensor:
         for case in CASES:
             try:
@@ -180,8 +180,8 @@ def check_all(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
     run()
 
 
-def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
-    """Check known answers against dense arithmetic."""
+def check_values(mesh: fs.Mesh, axes: tuple[str, ...], check: str = "first") -> None:
+    """Check known answers against dense arithmetic; `check` is that of the types."""
     axis = axes if len(axes) > 1 else axes[0]
     sizes = [mesh.axes[a] for a in axes]
     n = math.prod(sizes)
@@ -190,7 +190,7 @@ def check_values(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
     parts = whole.view(n, 2, 6)
 
     def run(f: Callable[..., Any], out: Any, *args: Any, specs: Any = (spec,)) -> Any:
-        return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)(*args))
+        return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, check=check)(*args))
 
     assert_same(run(lambda x: fs.psum(x, axis), P(), whole), parts.sum(0))
     assert_same(run(lambda x: fs.pmean(x, axis), P(), whole), parts.mean(0))

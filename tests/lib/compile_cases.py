@@ -25,7 +25,7 @@ KINDS = {
 }
 
 
-def train(mesh: fs.Mesh, kind: str, *, compile: bool = False, steps: int = 4) -> list[Any]:
+def train(mesh: fs.Mesh, kind: str, *, compile: bool = False) -> list[Any]:
     """Train with clipping, a schedule, decay of matrices and donated state: the state and loss after each step."""
     cfg, layout, full, remat = KINDS[kind]
     described = gpt2.init(cfg)
@@ -50,25 +50,29 @@ def train(mesh: fs.Mesh, kind: str, *, compile: bool = False, steps: int = 4) ->
         return {"params": params, "opt": own, "key": state["key"], "step": state["step"] + 1}, loss
 
     history = []
-    for i in range(steps):
+    for i in range(4):
         ids = torch.randint(cfg.vocab_size, (ROWS, 9), generator=torch.Generator().manual_seed(i))
         state, loss = step(state, ids)
         history.append(fs.device_get((state, loss)))
     return history
 
 
-def compiled_and_eager(kind: str, *, ranks: int = 2, steps: int = 4) -> Any:
+def by_aot_eager() -> Any:
+    """A context in which `torch.compile` has another backend: dynamo and autograd trace alike for each of them, and the
+    default one runs a C++ compiler."""
+    return mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+def compiled_and_eager(kind: str) -> Any:
     """Train compiled and eager: (the compiled history, the eager one, (number of graphs, graph breaks))."""
-    mesh = fs.make_mesh(ranks=ranks)
+    mesh = fs.make_mesh(ranks=2)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # Dynamo and autograd trace the step alike for every backend; the default one compiles C++ for minutes.
-    backend = functools.partial(torch.compile, backend="aot_eager")
-    with mock.patch.object(torch, "compile", backend), torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = train(mesh, kind, compile=True, steps=steps)
+    with by_aot_eager(), torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = train(mesh, kind, compile=True)
     counters = torch._dynamo.utils.counters
     counted = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    return compiled, train(mesh, kind, steps=steps), counted
+    return compiled, train(mesh, kind), counted
 
 
 def uneven(mesh: fs.Mesh, *, compile: bool) -> list[torch.Tensor]:
@@ -101,8 +105,8 @@ def meshes_made_again() -> list[list[float]]:
     def f(x: torch.Tensor) -> torch.Tensor:
         return fs.psum(x * 2, "m")
 
-    backend, found = functools.partial(torch.compile, backend="aot_eager"), []
-    with mock.patch.object(torch, "compile", backend), torch._dynamo.config.patch(error_on_recompile=True):
+    found = []
+    with by_aot_eager(), torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(3):
             mesh = fs.make_mesh(m=2)
             step = fs.shard_map(f, mesh=mesh, in_specs=P("m"), out_specs=P(), compile=True, check="never")

@@ -45,6 +45,11 @@ MORE_LAYOUTS = {
 }
 
 
+def check_of(layout):
+    """`check=` on a layout: types do not depend on sizes, so two layouts, with and without sequence=, have them all."""
+    return "first" if layout in ("both", EVERYTHING) else "never"
+
+
 # --- the decoders ---------------------------------------------------------------------------------------------
 
 
@@ -262,7 +267,7 @@ def loss_and_grads(module, cfg, params, layout, *args, **options):
     """The loss and the gradients on a mesh, as full tensors; args [B, ...] are split over data."""
     mesh, specs, split, p = placed(module, cfg, params, layout)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * len(args)), out_specs=(P(), specs))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * len(args)), out_specs=(P(), specs), check=check_of(layout))
     def run(p, *args):
         return fs.value_and_grad(lambda p: module.loss(cfg, p, *args, layout=split, specs=specs, **options))(p)
 
@@ -272,7 +277,8 @@ def loss_and_grads(module, cfg, params, layout, *args, **options):
 def logits(module, cfg, params, layout, ids, mask=None):
     mesh, specs, split, p = placed(module, cfg, params, layout)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data", None, "model"))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data", None, "model"),
+                  check=check_of(layout))  # fmt: skip
     def run(p, ids, mask):
         return module.apply(cfg, p, ids, layout=split, specs=specs, mask=mask)
 
@@ -304,9 +310,10 @@ def check_logits_loss_and_gradients(ref, layout, *, rtol=1e-5, atol=1e-5):
     """fp32: the logits, the loss, and every gradient are transformers', to 1e-5 of each leaf's largest entry."""
     mesh, specs, split, p = placed(ref.module, ref.cfg, ref.params, layout)
     targets = torch.cat([ref.ids[:, 1:], torch.full_like(ref.ids[:, :1], -100)], 1)
+    check = "first" if layout == "both" else "never"  # with sequence= it is `loss_and_grads` that checks the types
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")),
-                  out_specs=(P("data", None, "model"), P(), specs))  # fmt: skip
+                  out_specs=(P("data", None, "model"), P(), specs), check=check)  # fmt: skip
     def run(p, ids, targets):
         options = {"layout": split, "specs": specs}
         loss, grads = fs.value_and_grad(lambda p: ref.module.loss(ref.cfg, p, ids, targets, **options))(p)
@@ -353,7 +360,7 @@ def check_generation(ref, layout, *, new=7, padded=False, eos=None):
         assert 0 < (want[:, 5:] == eos).any(1).sum() < len(ids)  # some rows end, others do not
     mesh, specs, split, p = placed(ref.module, ref.cfg, ref.params, layout)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data"))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data"), check=check_of(layout))
     def run(p, ids, mask):
         return ref.module.generate(ref.cfg, p, ids, new=new, layout=split, specs=specs, mask=mask if padded else None,
                                    eos=eos)  # fmt: skip

@@ -169,7 +169,7 @@ def our_results(case, layout, *, adapter_specs=None, remat=False, dtype=None, ag
     rows = fs.P("data", None, "model")
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, adapter_specs, fs.P("data"), fs.P("data")),
-                  out_specs=(rows, fs.P(), adapter_specs))  # fmt: skip
+                  out_specs=(rows, fs.P(), adapter_specs), check=cases.check_of(layout))  # fmt: skip
     def run(p, adapters, ids, targets):
         def adapted(adapters):
             return fs.lora.apply(lora, p, adapters, of=of, specs=specs, adapter_specs=adapter_specs, data="data",

@@ -47,7 +47,7 @@ def on_mesh(f, cfg, params, name, *args, out=OVER_DATA):
     """f(params, layout and specs, *args) on a mesh; args [B, ...] are split over data."""
     mesh, specs, layout, p = placed(bert, cfg, params, name)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * len(args)), out_specs=out)
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * len(args)), out_specs=out, check=cases.check_of(name))
     def run(p, *args):
         return f(p, {"layout": layout, "specs": specs}, *args)
 
@@ -62,7 +62,7 @@ def states(cfg, params, name, ids, mask, types):
 def loss_and_grads(cfg, params, name, inputs, **more):
     mesh, specs, layout, p = placed(bert, cfg, params, name)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 4), out_specs=(P(), specs))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 4), out_specs=(P(), specs), check=cases.check_of(name))
     def run(p, ids, targets, mask, types):
         options = {"mask": mask, "types": types, "layout": layout, "specs": specs, **more}
         return fs.value_and_grad(lambda p: bert.loss(cfg, p, ids, targets, **options))(p)
@@ -106,7 +106,7 @@ def test_states_logits_loss_and_gradients_equal_transformers(name, known):
     mesh, specs, layout, p = placed(bert, known.cfg, known.params, name)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 4),
-                  out_specs=(P("data"), P("data", None, "model"), P(), specs))  # fmt: skip
+                  out_specs=(P("data"), P("data", None, "model"), P(), specs), check=cases.check_of(name))  # fmt: skip
     def run(p, ids, targets, mask, types):
         options = {"mask": mask, "types": types, "layout": layout, "specs": specs}
         loss, grads = fs.value_and_grad(lambda p: bert.loss(known.cfg, p, ids, targets, **options))(p)

@@ -21,7 +21,8 @@ def generated(sizes, ids, mask=None, cfg=CFG, **kwargs):
     described = fs.tree.map(lambda d: fs.init.normal(d.shape, std=0.3), gpt2.init(CFG))
     params = fs.materialize(described, specs, mesh, key=fs.key(0))
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data"))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P("data"),
+                  check="never" if sizes == MESHES[3] else "first")  # fmt: skip
     def run(p, ids, mask):
         return gpt2.generate(cfg, p, ids, layout=gpt2.Layout("data", "model"), mask=mask, **kwargs)
 

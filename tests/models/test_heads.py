@@ -71,7 +71,8 @@ def reference(kind, **changes):
 def check(ref, layout):
     mesh, specs, split, p = placed(heads, ref.cfg, ref.params, layout)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3), out_specs=(P("data"), P(), specs))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3), out_specs=(P("data"), P(), specs),
+                  check=cases.check_of(layout))  # fmt: skip
     def run(p, ids, mask, targets):
         options = {"layout": split, "specs": specs, "mask": mask}
         loss, grads = fs.value_and_grad(lambda p: heads.loss(ref.cfg, p, ids, targets, **options))(p)
@@ -90,8 +91,8 @@ def check(ref, layout):
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [pytest.param(kind, layout, marks=[] if kind in FAST and layout == EVERYTHING else pytest.mark.slow)
-     for kind in CASES for layout in (ONE, EVERYTHING, UNEVEN)],
+    [*((kind, EVERYTHING) for kind in FAST),
+     *(pytest.param(kind, layout, marks=pytest.mark.slow) for kind in CASES for layout in (ONE, UNEVEN))],
 )  # fmt: skip
 def test_scores_loss_and_gradients_equal_transformers(kind, layout):
     check(reference(kind), layout)

@@ -49,7 +49,8 @@ def test_experts_over_an_axis_have_the_logits_loss_and_gradients_of_transformers
     targets = torch.cat([ref.ids[:, 1:], torch.full_like(ref.ids[:, :1], -100)], 1)
     batch = P(layout.data)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, batch, batch), out_specs=(P(layout.data, None, "model"), P(), specs))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, batch, batch), out_specs=(P(layout.data, None, "model"), P(), specs),
+                  check="never" if name == "more ranks than experts" else "first")  # fmt: skip
     def run(p, ids, targets):
         options = {"layout": layout, "specs": specs, "remat": remat}
         loss, grads = fs.value_and_grad(lambda p: mixtral.loss(ref.cfg, p, ids, targets, **options))(p)

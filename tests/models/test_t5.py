@@ -104,7 +104,8 @@ def test_logits_loss_and_gradients_equal_transformers(variant, layout):
     mesh, specs, split, p = placed(t5, ref.cfg, ref.params, layout)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3),
-                  out_specs=(P("data"), P("data", None, "model"), P(), specs))  # fmt: skip
+                  out_specs=(P("data"), P("data", None, "model"), P(), specs),
+                  check=cases.check_of(layout))  # fmt: skip
     def run(p, ids, mask, targets):
         options = {"layout": split, "specs": specs, "mask": mask}
         loss, grads = fs.value_and_grad(lambda p: t5.loss(ref.cfg, p, ids, targets, **options))(p)
@@ -123,7 +124,7 @@ def test_logits_loss_and_gradients_equal_transformers(variant, layout):
 def generated(ref, layout, ids, mask=None, *, new=6, decoder_ids=None, **options):
     mesh, specs, split, p = placed(t5, ref.cfg, ref.params, layout)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3), out_specs=P("data"))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3), out_specs=P("data"), check=cases.check_of(layout))
     def run(p, ids, mask, decoder_ids):
         return t5.generate(ref.cfg, p, ids, new=new, layout=split, specs=specs, mask=mask, decoder_ids=decoder_ids,
                            **options)  # fmt: skip
@@ -250,7 +251,7 @@ def test_dropout_is_that_of_transformers_with_masks_that_no_mesh_changes(variant
     cfg, params, inputs, want_loss, want, _ = with_dropout(variant)
     mesh, specs, split, p = placed(t5, cfg, params, layout)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3), out_specs=(P(), specs))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3), out_specs=(P(), specs), check=cases.check_of(layout))
     def run(p, ids, mask, targets):
         options = {"layout": split, "specs": specs, "mask": mask, "key": fs.key(3), "remat": layout != ONE}
         return fs.value_and_grad(lambda p: t5.loss(cfg, p, ids, targets, **options))(p)

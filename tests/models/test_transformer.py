@@ -29,7 +29,8 @@ def loss_and_grads(model, cfg, sizes, ids, *, key=None, mask=None, data=("r", "d
                             key=fs.key(3))  # fmt: skip
     layout = model.Layout(data, batch=batch)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, P(data), P(data)), out_specs=(P(), specs))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P(data), P(data)), out_specs=(P(), specs),
+                  check="first" if sizes == {"r": 1, "d": 2} else "never")  # fmt: skip
     def run(p, ids, mask):
         return fs.value_and_grad(lambda p: model.loss(cfg, p, ids, ids.roll(-1, 1), layout=layout, specs=specs, key=key,
                                                       mask=mask, remat=True))(p)  # fmt: skip

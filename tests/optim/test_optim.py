@@ -332,7 +332,9 @@ def test_no_mesh_changes_a_step(axes, name, kind):
     specs = on(mesh, SPECS) if kind != "replicated" else P()
     if kind == "fully_shard":
         specs = fs.fully_shard(specs, params, axis="data" if "data" in axes else "model")
-    assert_same(train_on(mesh, OPTIMIZERS[name], params, specs), train(OPTIMIZERS[name](P()), params, 5))
+    check = "first" if axes == MESHES[2] else "never"
+    got = train_on(mesh, OPTIMIZERS[name], params, specs, check=check)
+    assert_same(got, train(OPTIMIZERS[name](P()), params, 5))
 
 
 @pytest.mark.parametrize("n", [1, 5, 16, 17, 100, 1027])

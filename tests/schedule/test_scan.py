@@ -208,9 +208,9 @@ def test_mixed_precision_equals_the_plain_loop_and_approximates_one_device(kind:
         for schedule in FEW:
             looped = scanned(tree, specs, **schedule, **how)
             assert_same(step_of(lambda p, x, f=looped: f(p, x.bfloat16()).float(), mesh, specs)(params, x), want)
-            assert_same(
-                step_of(lambda p, x, f=looped: f(p, x.bfloat16()).float(), mesh, specs, "always")(params, x), want
-            )
+            if schedule is FEW[1]:
+                checked = step_of(lambda p, x, f=looped: f(p, x.bfloat16()).float(), mesh, specs, "always")
+                assert_same(checked(params, x), want)
 
 
 def test_gradients_summed_in_float32_are_not_rounded() -> None:
@@ -510,7 +510,7 @@ def test_release_keeps_two_whole_blocks_and_the_activations() -> None:
 
 
 def test_memory_of_release_grows_with_blocks_only_by_gradient_shards() -> None:
-    d, rows, more = 64, 2, 48
+    d, rows, more = 64, 2, 24
     whole = sum(t.numel() for t in described(d, d)[0].values()) * 4
     # The last thread at a barrier makes the results of both, which then count as its own.
     results_of_both = more * whole // 2 + 8 * whole

@@ -44,7 +44,7 @@ BASES = {  # name -> (model, task, linear layers, of the feed-forward, layer nor
     "llama": (llama, "CAUSAL_LM", ["q_proj", "up_proj"], ["up_proj"], ["input_layernorm"], ["embed_tokens"]),
     "t5": (t5, "SEQ_2_SEQ_LM", ["q", "v"], ["wi"], ["layer_norm"], ["shared"]),
 }
-ALL, SOME = tuple(BASES), ("llama",)
+ALL, CONV, SOME = tuple(BASES), ("gpt2",), ("llama",)  # those of gpt2 have weights [in, out]
 TUNERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # name -> (config, options, bases)
     "LoRA": ("LoraConfig", {}, ALL),
     "LoRA, all linear layers": ("LoraConfig", {"target_modules": "all-linear"}, SOME),
@@ -59,13 +59,13 @@ TUNERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # name -> (c
     "IA3": ("IA3Config", {}, ALL),
     "OFT": ("OFTConfig", {"oft_block_size": 4, "r": 0}, SOME),
     "BOFT": ("BOFTConfig", {"boft_block_size": 4}, SOME),
-    "VeRA": ("VeraConfig", {"r": 4}, ALL),
-    "FourierFT": ("FourierFTConfig", {"n_frequency": 10}, ALL),
+    "VeRA": ("VeraConfig", {"r": 4}, CONV),
+    "FourierFT": ("FourierFTConfig", {"n_frequency": 10}, CONV),
     "WaveFT": ("WaveFTConfig", {"n_frequency": 8}, SOME),
     "HRA": ("HRAConfig", {}, SOME),
-    "VBLoRA": ("VBLoRAConfig", {"r": 4, "num_vectors": 6, "vector_length": 4}, ALL),
+    "VBLoRA": ("VBLoRAConfig", {"r": 4, "num_vectors": 6, "vector_length": 4}, CONV),
     "MiSS": ("MissConfig", {"r": 4}, SOME),
-    "LNTuning": ("LNTuningConfig", {}, ALL),
+    "LNTuning": ("LNTuningConfig", {}, CONV),
     "RandLoRA": ("RandLoraConfig", {"r": 4}, SOME),
     "trainable tokens": ("TrainableTokensConfig", {"token_indices": [1, 2]}, ALL),
     "SHiRA": ("ShiraConfig", {"r": 4, "random_seed": 0}, SOME),
@@ -78,7 +78,7 @@ TUNERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # name -> (c
     "prefix tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 3}, ALL),
     "prefix tuning by a projection": (
         "PrefixTuningConfig", {"num_virtual_tokens": 3, "prefix_projection": True, "encoder_hidden_size": 12}, SOME),
-    "P-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 3, "encoder_hidden_size": 12}, ALL),
+    "P-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 3, "encoder_hidden_size": 12}, CONV),
     "P-tuning by an LSTM": ("PromptEncoderConfig", {
         "num_virtual_tokens": 3, "encoder_hidden_size": 12, "encoder_reparameterization_type": "LSTM",
         "encoder_dropout": 0.0, "encoder_num_layers": 1}, SOME),

@@ -100,7 +100,7 @@ def greedy_by_fshard(kind: str, folder: Path, new: int = 12) -> Any:
     cfg, stored = hf.load(folder)
     specs = model.specs(cfg, model="model")
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check="never")
     def run(params, ids):
         return model.generate(cfg, params, ids, new=new, layout=model.Layout("data", "model"), **options)
 
@@ -118,6 +118,7 @@ LIKE_LLAMA = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM")  # i
     pytest.param(kind, several, carry, id=f"{kind}, {'two stops' if several else 'one stop'}{', like' * carry}",
                  marks=[pytest.mark.slow] * (several is not carry or kind in LIKE_LLAMA))
     for kind in DECODERS for several in (False, True) for carry in (False, True)
+    if (several and carry) or kind == DECODERS[0]  # every kind with all of a folder, one with each part of it
 ])  # fmt: skip
 def test_saved_decoder_stops_where_the_loaded_one_does(kind, several, carry, tmp_path):
     free = greedy(their_folder(kind, tmp_path / "free"))
