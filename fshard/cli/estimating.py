@@ -94,7 +94,8 @@ def _run(options: Any) -> str:
     if options.config_file:
         settings = read_launched(options.config_file, {})
         names = names or [settings.strategy]
-        ranks, machines = ranks or settings.processes, machines or settings.machines
+        ranks = settings.processes if ranks is None else ranks
+        machines = settings.axes.get("replica", settings.machines) if machines is None else machines
         dtypes = dtypes or [str(settings.compute).removeprefix("torch.")]
         offload, one_unit = offload or settings.offload, one_unit or settings.wrap is None
     ranks, machines = 8 if ranks is None else ranks, 1 if machines is None else machines
