@@ -93,6 +93,10 @@ def _run(options: Any) -> str:
     dtypes, offload, one_unit = options.dtypes, options.offload, options.one_unit
     if options.config_file:
         settings = read_launched(options.config_file, {})
+        if settings.model > 1 or settings.reshard is not None:
+            raise fail(f"estimate: {options.config_file} splits matrices over `model`, or keeps weights split over "
+                       "`group`, which is not estimated", f"its axes are {settings.axes}",
+                       fix="--ranks and --strategy, without --config_file")  # fmt: skip
         names = names or [settings.strategy]
         ranks = settings.processes if ranks is None else ranks
         machines = settings.axes.get("replica", settings.machines) if machines is None else machines
