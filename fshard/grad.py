@@ -44,9 +44,7 @@ def value_and_grad(
 
     @named_as(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for i in numbers:
-            if not -len(args) <= i < len(args):
-                raise fail(f"value_and_grad({name}): argnums={argnums}, but there are {len(args)} positional arguments")
+        _check_argnums(f"value_and_grad({name})", numbers, args)
         leaves, treedef = tree.flatten(tuple(args[i] for i in numbers))
         _check_differentiable(name, numbers, args)
 
@@ -193,6 +191,12 @@ def fill_tensors(rest: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
 # --- errors ---
 
 
+def _check_argnums(label: str, numbers: Sequence[int], args: Sequence[Any]) -> None:
+    if any(not -len(args) <= i < len(args) for i in numbers):
+        shown_ = numbers[0] if len(numbers) == 1 else numbers
+        raise fail(f"{label}: argnums={shown_}, but there are {len(args)} positional arguments")
+
+
 def _check_loss(name: str, loss: Any) -> None:
     if not isinstance(loss, Tensor):
         fix = "return (loss, aux) with has_aux=True" if isinstance(loss, tuple) else "return a 0-d tensor"
@@ -210,10 +214,13 @@ def _leaves_by_path(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[s
 
 def _check_differentiable(name: str, numbers: Sequence[int], args: Sequence[Any]) -> None:
     for path, leaf in _leaves_by_path(args, numbers):
-        if not isinstance(leaf, Tensor) or not differentiable_dtype(leaf):
-            kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise fail(f"value_and_grad({name}): {path} is {kind}, which has no gradient",
-                       fix="pass leaves that are not trained in another argument")  # fmt: skip
+        _check_leaf(f"value_and_grad({name}): {path}", leaf, "pass leaves that are not trained in another argument")
+
+
+def _check_leaf(label: str, leaf: Any, fix: str) -> None:
+    if not isinstance(leaf, Tensor) or not differentiable_dtype(leaf):
+        kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
+        raise fail(f"{label} is {kind}, which has no gradient", fix=fix)
 
 
 def _modified(name: str, args: Sequence[Any], constant: set[int]) -> ShardingError:
@@ -278,11 +285,12 @@ def accumulate(
 
     @named_as(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _check_argnums(f"accumulate({name})", numbers, args)
         differentiated = {i % len(args) for i in numbers}
         full, reduce = list(args), None
         if gather is not None:
             _check_differentiable(name, numbers, args)
-            full[numbers[0]], reduce = _vjp(gather, args[numbers[0]])
+            full[numbers[0]], reduce = _vjp(name, gather, args[numbers[0]])
         sums: list[Any] = []
         count: Any = 0
         auxes = []
@@ -302,9 +310,18 @@ def accumulate(
             grads = reduce(grads)
         if counted or steps > 1:
             loss, grads = tree.map(lambda x: _divided(x, count), (loss, grads))
-        return ((loss, tree.map(lambda *xs: torch.stack(xs), *auxes)) if has_aux else loss), grads
+        return ((loss, _stacked(name, auxes)) if has_aux else loss), grads
 
     return wrapped
+
+
+def _stacked(name: str, auxes: Sequence[Any]) -> Any:
+    """Stack the aux of the microbatches, leaf by leaf."""
+    for path, x in tree.leaves_with_path(auxes[0]):
+        if not isinstance(x, Tensor):
+            raise fail(f"accumulate({name}): {tree.show('aux', path)} is {shown(x)}, and cannot be stacked",
+                       fix="return tensors: torch.tensor(x)")  # fmt: skip
+    return tree.map(lambda *xs: torch.stack(xs), *auxes)
 
 
 def _pair(name: str, option: str, x: Any, words: str) -> tuple[Any, Any]:
@@ -321,14 +338,20 @@ def _divided(x: Tensor, count: Any) -> Tensor:
     return out.to(x.dtype)
 
 
-def _vjp(f: Callable[..., Any], x: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return f(x), and its transposed derivative: `torch.func.vjp`, of any tree."""
+def _vjp(name: str, gather: Callable[..., Any], x: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return gather(x), and its transposed derivative: `torch.func.vjp`, of any tree."""
     leaves, treedef = tree.flatten(x)
     treedefs = []
 
     def of_leaves(*flat: Tensor) -> tuple[Tensor, ...]:
-        out, of_out = tree.flatten(f(tree.unflatten(treedef, flat)))
+        result = gather(tree.unflatten(treedef, flat))
+        out, of_out = tree.flatten(result)
         treedefs.append(of_out)
+        if not out:
+            raise fail(f"accumulate({name}): gather= returned no leaves", fix="return the gathered parameters")
+        for path, leaf in tree.leaves_with_path(result):
+            _check_leaf(f"accumulate({name}): {tree.show('the result of gather', path)}", leaf,
+                        "gather what is differentiated alone, and capture the rest")  # fmt: skip
         return tuple(out)
 
     vjp: Any = torch.func.vjp  # its result has two types

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fshard.errors import fail
-from fshard.interop.accelerate.config_file import SECTIONS, write_config
+from fshard.interop.accelerate.config_file import SECTIONS, import_yaml, write_config
 from fshard.interop.accelerate.keys import KEYS
 from fshard.interop.accelerate.settings import read_launched
 
@@ -42,6 +42,11 @@ def config(options: argparse.Namespace) -> str:
     path = Path(options.config_file)
     if path.is_dir():
         raise fail(f"config: {path} is a folder", fix=f"--config_file {path / _FILE}")
+    if not path.parent.is_dir():  # known before the questions
+        raise fail(f"config: cannot write {path}", f"there is no folder {path.parent}",
+                   fix="--config_file with another path")  # fmt: skip
+    if path.suffix != ".json":
+        import_yaml(path)
     if options.mixed_precision and not options.default:
         raise fail("config: --mixed_precision is asked", fix="--default --mixed_precision bf16")
     if path.exists() and options.default:

@@ -93,8 +93,13 @@ def _run(options: Any) -> str:
     dtypes, offload, one_unit = options.dtypes, options.offload, options.one_unit
     if options.config_file:
         settings = read_launched(options.config_file, {})
+        if settings.model > 1 or settings.reshard is not None:
+            raise fail(f"estimate: {options.config_file} splits matrices over `model`, or keeps weights split over "
+                       "`group`, which is not estimated", f"its axes are {settings.axes}",
+                       fix="--ranks and --strategy, without --config_file")  # fmt: skip
         names = names or [settings.strategy]
-        ranks, machines = ranks or settings.processes, machines or settings.machines
+        ranks = settings.processes if ranks is None else ranks
+        machines = settings.axes.get("replica", settings.machines) if machines is None else machines
         dtypes = dtypes or [str(settings.compute).removeprefix("torch.")]
         offload, one_unit = offload or settings.offload, one_unit or settings.wrap is None
     ranks, machines = 8 if ranks is None else ranks, 1 if machines is None else machines

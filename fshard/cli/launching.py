@@ -126,7 +126,7 @@ def _settings(file: str | None, given: Mapping[str, Any]) -> tuple[Settings, dic
     if file is None and "num_processes" not in keys and "nproc_per_node" not in given:
         on_cpu = keys.get("use_cpu") or keys["distributed_type"] == "MULTI_CPU"
         per_machine = 1 if on_cpu else max(1, _gpu_count())
-        keys["num_processes"] = per_machine * int(keys.get("num_machines", 1))
+        keys["num_processes"] = per_machine * read_launched(None, {**keys, "num_processes": -1}).machines
     if per_node := given.get("nproc_per_node"):
         if "num_processes" in keys:
             raise fail("--num_processes and --nproc_per_node: one is the number of all ranks, one that of a machine",
@@ -136,11 +136,11 @@ def _settings(file: str | None, given: Mapping[str, Any]) -> tuple[Settings, dic
         machines = read_launched(file, {**keys, "num_processes": -1}).machines
         keys["num_processes"] = machines * int(per_node)
     settings = read_launched(file, keys)
-    wanted = keys.get("num_processes", settings.processes)
+    wanted = keys.get("num_processes")
     if settings.processes is None:
         raise fail(f"launch: {file or 'the command line'} does not say how many ranks to start",
                    fix="--num_processes 2")  # fmt: skip
-    if int(wanted or settings.processes) != settings.processes:
+    if wanted and KEYS["num_processes"].parse(wanted) != settings.processes:
         raise fail(f"--num_processes {wanted}: distributed_type is NO, which is one process",
                    fix="--use_fsdp, --multi_gpu, or --distributed_type MULTI_CPU")  # fmt: skip
     return settings, keys
@@ -236,7 +236,9 @@ def environment(
     elif settings.gpus is not None:
         out["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpus))
     if threads := given.get("num_cpu_threads_per_process"):
-        out["OMP_NUM_THREADS"] = str(threads)
+        if not threads.isdecimal() or int(threads) < 1:
+            raise fail(f"--num_cpu_threads_per_process {threads}: is not a number of threads", fix="1 or more")
+        out["OMP_NUM_THREADS"] = threads
     elif "OMP_NUM_THREADS" not in os.environ:
         out["OMP_NUM_THREADS"] = str(max(1, _core_count() // per_machine))
     return out

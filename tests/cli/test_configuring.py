@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,8 +160,13 @@ def test_default_asks_nothing(monkeypatch, capsys, n: int, want: Settings):
 
 
 def test_file_that_cannot_be_written_is_an_error(monkeypatch, capsys):
-    assert main(["config", "--default", "--config_file", "none/f.yaml"]) == 2
-    assert "config: cannot write none/f.yaml\n  No such file or directory" in capsys.readouterr().err
+    asked = answered(monkeypatch)
+    assert main(["config", "--config_file", "none/f.yaml"]) == 2
+    assert "config: cannot write none/f.yaml\n  there is no folder none" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert main(["config", "--config_file", "f.yaml"]) == 2
+    assert "f.yaml: a YAML file needs the package pyyaml" in capsys.readouterr().err
+    assert asked == []  # before the first question
     assert main(["config", "--config_file", "."]) == 2
     assert "config: . is a folder\n  fix: --config_file fshard.yaml" in capsys.readouterr().err
     assert main(["config", "--mixed_precision", "bf16"]) == 2

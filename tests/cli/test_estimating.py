@@ -134,6 +134,18 @@ def test_numbers_of_the_t5_lora_example(capsys):
     assert row["device"] == row["gathered"] + row["working"]
 
 
+def test_axes_of_the_config_file(capsys):
+    """Replicas divide the ranks as machines do; what is not estimated is refused, and 0 ranks are no default."""
+    base = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_version": 2}}
+    Path("r.json").write_text(json.dumps({**base, "parallelism_config": {"dp_replicate_size": 4}}))
+    Path("m.json").write_text(json.dumps({**base, "parallelism_config": {"tp_size": 2}}))
+    fs.checkpoint.save("w", {"w": torch.ones(8, 3)})
+    found = rows(capsys, "--config_file", "r.json", model="w")
+    assert {key: row["parameters"] for key, row in found.items()} == {("float32", "HYBRID_SHARD"): 8 * 3 * 4 // 2}
+    assert "axes are {'data': 4, 'model': 2}" in error(capsys, "w", "--config_file", "m.json")
+    assert error(capsys, "w", "--config_file", "r.json", "--ranks", "0").startswith("estimate: 0 ranks")
+
+
 def test_class_of_transformers_needs_no_file(monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
     config = functools.partial(transformers.GPT2Config, n_embd=8, n_layer=1, n_head=2, n_positions=4, vocab_size=10)

@@ -146,7 +146,7 @@ def test_ranks_without_a_file(monkeypatch):
         return keys["distributed_type"], int(args.nproc_per_node)
 
     assert kind() == ("NO", 1)
-    assert kind("--num_processes", "3") == ("MULTI_CPU", 3)
+    assert kind("--num_processes", "3") == kind("--num_processes", "3.0") == ("MULTI_CPU", 3)
     assert kind("--use_fsdp", "--num_processes", "3") == ("FSDP", 3)
     gpus(monkeypatch, 4)
     assert kind() == ("MULTI_GPU", 4)
@@ -207,6 +207,9 @@ def test_exit_status_is_that_of_the_ranks(monkeypatch, capsys, raised: BaseExcep
     (["-m", "train.py"], "launch: python finds no module train.py"),
     (["--config_file", "none.yaml", "train.py"], "none.yaml: "),
     (["--num_processes", "x", "train.py"], "--num_processes: 'x' is not an integer"),
+    (["--num_processes", "1e999", "train.py"], "--num_processes: '1e999' is not an integer"),
+    (["--num_machines", "x", "train.py"], "--num_machines: 'x' is not an integer of 1 or more"),
+    (["--num_cpu_threads_per_process", "x", "train.py"], "--num_cpu_threads_per_process x: is not a number of threads"),
     (["--nproc_per_node", "gpu", "train.py"], "--nproc_per_node gpu: is not a number of ranks"),
     (["--nproc_per_node", "2", "--num_processes", "2", "train.py"], "one is the number of all ranks"),
     (["--num_processes", "3", "--num_machines", "2", "train.py"], "3 % 2 = 1"),

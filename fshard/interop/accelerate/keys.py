@@ -44,7 +44,7 @@ def _int(least: int) -> Parse:
             value = float(x)  # YAML reads 1e8 as a text
         except (TypeError, ValueError):
             value = -0.5
-        if isinstance(x, bool) or value != int(value) or value < least:
+        if isinstance(x, bool) or not value.is_integer() or value < least:
             raise ValueError(f"an integer of {least} or more")
         return int(value)
 
