@@ -210,11 +210,18 @@ class ScaledWeight(Weight):
 
 
 def _targets(verb: str, cfg: Config, params: Any, of: Of) -> Targets:
-    """Find the leaves. Raises ShardingError for names of no module, and for those that are no linear layer."""
+    """Find the leaves. Raises ShardingError for names of no module, or of no linear layer."""
     found = Targets.of(verb, cfg.named, params, of)
     raise_all([fail(f"{verb}: {name!r} is a table of embeddings, which has no scale", module=leaf.module,
                     fix="name linear layers, or exclude it")
                for name, (leaf, _) in found.adapted.items() if leaf.layout == "table"])  # fmt: skip
+    modules = [leaf.module for leaf, _ in found.adapted.values()]
+    if isinstance(cfg.feedforward, str):
+        missing = [] if any(map(cfg.scales_inputs, modules)) else [cfg.feedforward]
+    else:
+        missing = [end for end in cfg.feedforward if not any(m.endswith(end) for m in modules)]
+    raise_all([fail(f"{verb}: feedforward: no scaled layer is named {end!r}", fix="one of targets, or leave it out")
+               for end in missing])  # fmt: skip
     return found
 
 

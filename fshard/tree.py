@@ -6,6 +6,7 @@ A leaf is any object that optree does not know as a container: a tensor, a `P`, 
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import functools
 from collections import OrderedDict
@@ -281,6 +282,10 @@ def broadcast(
 
     Raises ShardingError where the prefix has other keys, another length or another container than the tree.
     """
+    if not torch.compiler.is_dynamo_compiling():  # most often the structures are equal, which optree finds fast
+        values, structure = optree.tree_flatten(prefix, leaf)
+        if structure == optree.tree_structure(tree, is_leaf) and builtins.all(map(leaf, values)):
+            return values
     out: list[Any] = []
     _broadcast(prefix, tree, (), name, leaf, kind, is_leaf, out)
     return out

@@ -99,6 +99,24 @@ def test_mesh_never_changes_scaled_layers(targets: Any) -> None:
         assert a.abs().sum() > 0
 
 
+def test_layers_of_a_deferred_module_are_scaled_with_their_bias() -> None:
+    apply, described = fs.defer(lambda: torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)))
+    cfg, mesh = ia3.Config(("0", "1"), feedforward=("1",)), fs.make_mesh(data=2)
+    w, v = torch.randn(6, 4), torch.randn(2, 6)
+    params = {"0.weight": w, "0.bias": B, "1.weight": v, "1.bias": B[:2]}
+    scales = {"0.weight": {"scale": 1 + torch.arange(6.0)}, "1.weight": {"scale": 1 - torch.arange(6.0)}}
+    assert ia3.init(cfg, described["params"], of=apply)["1.weight"]["scale"].shape == (6,)
+
+    @fs.shard_map(mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P("data"))
+    def run(p: Any, scales: Any, x: Tensor) -> Any:
+        p = fs.pvary(ia3.apply(cfg, p, scales, of=apply), "data")
+        return apply(p, {}, x)
+
+    h = (X @ w.T + B) * scales["0.weight"]["scale"]
+    want = (h * scales["1.weight"]["scale"]) @ v.T + B[:2]
+    torch.testing.assert_close(fs.device_get(run(params, scales, X)), want)
+
+
 def test_scales_that_do_not_fit_are_all_listed() -> None:
     cfg = ia3.Config(("k", "down"))
     text = error_text(ia3.apply, cfg, PARAMS, {"k.w": {"scale": torch.ones(2, 3)}, "q.w": {"scale": torch.ones(1)}})
@@ -111,5 +129,8 @@ def test_scales_that_do_not_fit_are_all_listed() -> None:
     text = error_text(ia3.init, ia3.Config(("wte",)), model, of=gpt2.theirs)
     assert text.startswith("ia3.init: 'wte' is a table of embeddings, which has no scale")
     assert "ia3.Config: targets is empty" in error_text(ia3.Config, ())
+    for wrong in (("down", "v"), "v"):
+        text = error_text(ia3.apply, ia3.Config(("k", "down"), feedforward=wrong), PARAMS, {})
+        assert text.startswith("ia3.apply: feedforward: no scaled layer is named 'v'")
     assert "feedforward='(' is no regular expression" in error_text(ia3.Config, ("k",), feedforward="(")
     assert "no module is named 'query'" in error_text(ia3.init, ia3.Config(("query",)), PARAMS)

@@ -61,6 +61,8 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))
+        for name in ("ranks", "alphas"):  # a copy: what a config means does not change
+            object.__setattr__(self, name, dict(getattr(self, name)))
         if not self.targets:
             errors.append(fail("lora.Config: targets is empty", fix="names of modules, or 'all-linear'"))
         for name, rank in {"rank": self.rank, **{f"ranks[{k!r}]": r for k, r in self.ranks.items()}}.items():

@@ -54,7 +54,8 @@ def merge(
     tensor([[3., 2.],
             [2., 3.]])
 
-    Raises ShardingError listing every adapter of no leaf, and with `safe` every leaf that is not finite.
+    Raises ShardingError listing every adapter that is missing, or of no leaf of `cfg`, and with `safe` every leaf that
+    is not finite.
     """
 
     def change(w: Tensor, own: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
@@ -113,7 +114,7 @@ def _changed(
         raise fail(f"{verb}: inside shard_map", fix="call it on placed leaves, outside; inside, use lora.apply")
     named = named_leaves(verb, params)
     check_weight(verb, weight)
-    leaves = checked_leaves(verb, cfg, named, adapters, of)
+    leaves = checked_leaves(verb, cfg, named, adapters, of, (Tensor, Sharded))
     raise_all([e for found in leaves for e in _shape_errors(verb, cfg, found, adapters[found.name])])
     meshes = [x.mesh for _, _, x, _ in leaves if isinstance(x, Sharded)]
     raise_all([must_be(f"{verb}: {tree.show('params', path)}", "a Sharded or a Tensor, as the others,", x)
@@ -144,9 +145,10 @@ def _changed(
         new, wrong = step(bases, _placed(factors, own_specs, meshes[0]))
     else:
         new, wrong = step(bases, adapters)
+    has_values = not meshes or meshes[0].kind != "abstract"
     raise_all([fail(f"{verb}: {tree.show('params', path)} would not be finite", f"{int(wrong[name])} elements",
                     fix="look for what made the adapter diverge; safe=False merges it anyway")
-               for name, path, _, _ in leaves if safe and int(wrong[name])])  # fmt: skip
+               for name, path, _, _ in leaves if safe and has_values and int(wrong[name])])  # fmt: skip
     return tree.unflatten(tree.flatten(params, is_weight)[1], [new.get(name, x) for name, (_, x) in named.items()])
 
 

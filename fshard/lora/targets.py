@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -94,23 +95,38 @@ class Targets(NamedTuple):
     @staticmethod
     def of(verb: str, cfg: Config, params: Any, of: Of) -> Targets:
         """Find the leaves. Raises ShardingError for targets that no leaf has, and for those that are no matrix."""
-        rows = [(name, path, leaf_of(of, path, x.ndim), x) for name, (path, x) in named_leaves(verb, params).items()]
-        saved = {name: x for name, _, leaf, x in rows if any(in_module(m, leaf.module) for m in cfg.modules_to_save)}
-        adapted: dict[str, tuple[Leaf, Any]] = {}
-        errors: list[ShardingError] = []
-        for name, path, leaf, x in rows:
-            if name in saved or leaf.part in ("bias", "b") or not is_target(cfg, leaf):
-                continue
-            adapted[name] = leaf, x
-            if leaf.layout is None:
-                errors.append(fail(f"{verb}: {tree.show('params', path)} is a target and no matrix: {leaf.why}",
-                                   fix="name other targets, or exclude it", module=leaf.module))  # fmt: skip
-        errors += _unmatched(verb, cfg, [leaf for _, _, leaf, _ in rows], adapted)
-        raise_all(errors)
-        modules = {leaf.module for leaf, _ in adapted.values()}
-        biases = {name: x for name, _, leaf, x in rows if leaf.part in ("bias", "b") and
-                  (cfg.bias == "all" or (cfg.bias == "lora_only" and leaf.module in modules))}  # fmt: skip
-        return Targets(adapted, {**saved, **biases})
+        return Targets.among(verb, cfg, named_leaves(verb, params), of)
+
+    @staticmethod
+    def among(verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], of: Of) -> Targets:
+        """Find them among the leaves of `named_leaves`."""
+        adapted, copied = _chosen(verb, cfg, of, tuple([(path, x.ndim) for path, x in named.values()]))
+        return Targets({name: (leaf, named[name][1]) for name, leaf in adapted.items()},
+                       {name: named[name][1] for name in copied})  # fmt: skip
+
+
+@functools.lru_cache(maxsize=32)  # `apply` asks in every step
+def _chosen(
+    verb: str, cfg: Config, of: Of, leaves: tuple[tuple[tree.Path, int], ...]
+) -> tuple[dict[str, Leaf], tuple[str, ...]]:
+    """Return the adapted leaves, and the names of the copied ones, of a tree of leaves of these paths and dims."""
+    rows = [(tree.dotted(path), path, leaf_of(of, path, ndim)) for path, ndim in leaves]
+    saved = [name for name, _, leaf in rows if any(in_module(m, leaf.module) for m in cfg.modules_to_save)]
+    adapted: dict[str, Leaf] = {}
+    errors: list[ShardingError] = []
+    for name, path, leaf in rows:
+        if name in saved or leaf.part in ("bias", "b") or not is_target(cfg, leaf):
+            continue
+        adapted[name] = leaf
+        if leaf.layout is None:
+            errors.append(fail(f"{verb}: {tree.show('params', path)} is a target and no matrix: {leaf.why}",
+                               fix="name other targets, or exclude it", module=leaf.module))  # fmt: skip
+    errors += _unmatched(verb, cfg, [leaf for _, _, leaf in rows], adapted)
+    raise_all(errors)
+    modules = {leaf.module for leaf in adapted.values()}
+    biases = [name for name, _, leaf in rows if leaf.part in ("bias", "b") and
+              (cfg.bias == "all" or (cfg.bias == "lora_only" and leaf.module in modules))]  # fmt: skip
+    return adapted, tuple(dict.fromkeys([*saved, *biases]))
 
 
 def is_target(cfg: Config, leaf: Leaf) -> bool:
@@ -130,9 +146,7 @@ def is_target(cfg: Config, leaf: Leaf) -> bool:
     return any(names_module(one, name) for one in targets)
 
 
-def _unmatched(
-    verb: str, cfg: Config, leaves: list[Leaf], adapted: Mapping[str, tuple[Leaf, Any]]
-) -> list[ShardingError]:
+def _unmatched(verb: str, cfg: Config, leaves: list[Leaf], adapted: Mapping[str, Leaf]) -> list[ShardingError]:
     """Return the errors of targets, and of modules to save, that name nothing."""
     modules = sorted({leaf.module for leaf in leaves})
     matrices = sorted({leaf.module for leaf in leaves if leaf.layout})
@@ -186,20 +200,29 @@ def named_leaves(verb: str, params: Any) -> dict[str, tuple[tree.Path, Any]]:
     rows = tree.leaves_with_path(params, is_weight)
     raise_all([must_be(f"{verb}: {tree.show('params', path)}", "a leaf with a shape", x)
                for path, x in rows if not hasattr(x, "ndim")])  # fmt: skip
-    return {".".join([str(p) for p in path]): (path, x) for path, x in rows}
+    out = {".".join([str(p) for p in path]): (path, x) for path, x in rows}
+    if len(out) < len(rows):
+        both = next(path for path, _ in rows if out[tree.dotted(path)][0] != path)
+        raise fail(f"{verb}: {tree.show('params', both)} and {tree.show('params', out[tree.dotted(both)][0])} have one "
+                   f"dotted path, {tree.dotted(both)!r}", fix="rename one")  # fmt: skip
+    return out
 
 
 def checked_leaves(
     verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], adapters: Mapping[str, Mapping[str, Any]],
-    of: Of,
+    of: Of, kinds: tuple[type, ...],
 ) -> list[Adapted]:  # fmt: skip
-    """Return the leaves that have an adapter.
+    """Return the leaves that have an adapter, whose leaves are of these `kinds`.
 
-    Raises ShardingError listing every adapter of no leaf, and of tensors that are not those of its leaf.
+    Raises ShardingError listing every adapter that is missing, that is of no leaf of `cfg`, or whose tensors are not
+    those of its leaf.
     """
-    errors: list[ShardingError] = []
+    targets = Targets.among(verb, cfg, named, of)
+    words = " or ".join(kind.__name__ for kind in kinds)
+    errors = [fail(f"{verb}: adapters[{name!r}] is missing", fix="what lora.init, or fs.peft.load, returned for cfg")
+              for name in (*targets.adapted, *targets.copied) if name not in adapters]  # fmt: skip
     out: list[Adapted] = []
-    wanted = {"a", "b", "magnitude"} if cfg.dora else {"a", "b"}
+    factors = {"a", "b", "magnitude"} if cfg.dora else {"a", "b"}
     for name, own in adapters.items():
         label = f"{verb}: adapters[{name!r}]"
         if name not in named:
@@ -207,24 +230,25 @@ def checked_leaves(
             errors.append(fail(f"{label}: params has no leaf {name!r}", near=like, fix="pass the params of lora.init"))
             continue
         path, x = named[name]
-        if not isinstance(own, Mapping) or not all(hasattr(t, "shape") for t in own.values()):
-            errors.append(must_be(label, "a dict of tensors", own, fix="what lora.init, or fs.peft.load, returned"))
-        elif set(own) == {"value"}:
-            out.append(Adapted(name, path, x, None))
-            if len(own["value"].shape) != x.ndim:
-                errors.append(another_shape(label, "value", own["value"], x))
+        wanted = {"value"} if name in targets.copied else factors
+        if name not in targets.adapted and name not in targets.copied:
+            errors.append(fail(f"{label}: cfg does not adapt this leaf", fix="pass the config of lora.init"))
+        elif not isinstance(own, Mapping) or not all(isinstance(t, kinds) for t in own.values()):
+            got = next((t for t in own.values() if not isinstance(t, kinds)), own) if isinstance(own, Mapping) else own
+            errors.append(must_be(label, f"a dict of {words} leaves", got, fix="materialize what lora.init returned"))
         elif set(own) != wanted:
             errors.append(fail(f"{label}: has {sorted(own)}, not {sorted(wanted)}",
                                fix=f"the config with which it was made: this one has dora={cfg.dora}"))  # fmt: skip
+        elif name in targets.copied:
+            out.append(Adapted(name, path, x, None))
+            if own["value"].ndim != x.ndim:
+                errors.append(another_shape(label, "value", own["value"], x))
         else:
-            leaf = leaf_of(of, path, x.ndim)
-            if leaf.layout is None:
-                errors.append(fail(f"{label}: the leaf is no matrix: {leaf.why}", fix="pass the `of` of lora.init"))
-                continue
+            leaf, _ = targets.adapted[name]
             out.append(Adapted(name, path, x, leaf))
             outputs = x.ndim - leaf.inputs
             for part, ndim in (("a", leaf.inputs + 1), ("b", outputs + 1), ("magnitude", outputs)):
-                if part in own and len(own[part].shape) != ndim:
+                if part in own and own[part].ndim != ndim:
                     errors.append(another_shape(label, part, own[part], x))
     raise_all(errors)
     return out

@@ -6,6 +6,7 @@ over it, {I} does not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -205,7 +206,8 @@ def apply(
     >>> nn.linear(torch.tensor([[1.0, 2.0]]), params["up"])
     tensor([[7., 8.]])
 
-    Raises ShardingError listing every adapter of no leaf, and of tensors that are not those of its leaf.
+    Raises ShardingError listing every adapter that is missing, that is of no leaf of `cfg`, or whose tensors are not
+    those of its leaf.
     """
     for axis in (data, model):
         known_axes("lora.apply", region("lora.apply"), axis) if axis else None
@@ -213,7 +215,7 @@ def apply(
     if batch is not None and batch < 0:
         raise fail(f"lora.apply: batch={batch}", fix="the number of rows on all ranks")
     named = named_leaves("lora.apply", params)
-    leaves = checked_leaves("lora.apply", cfg, named, adapters, of)
+    leaves = checked_leaves("lora.apply", cfg, named, adapters, of, (Tensor,))
     base_specs: dict[str, P] = {}
     if specs is not None:
         flat = tree.broadcast(specs, params, name="lora.apply: specs", leaf=is_spec, is_leaf=is_weight)
@@ -235,11 +237,50 @@ def apply(
 
 
 class _Placed(NamedTuple):
-    """The placement of the factors of a leaf, as the leaf uses them."""
+    """The placement of the factors of a leaf, as the leaf uses them, and what makes it of that of the adapters."""
 
     specs: tuple[P, P, P]  # of a, b, magnitude
     inputs: tuple[Axis, ...]  # the axes over which each input dim stays split inside the model
     outputs: Axis  # those of all output dims
+    slices: tuple[tuple[str, int, tuple[str, ...]], ...]  # (part, dim, axes): a dim to slice
+    varied: tuple[tuple[str, tuple[str, ...]], ...]  # (part, axes) to vary over
+    same: tuple[tuple[str, int, int | None], ...]  # (part, dim, dim of the base): of one local size; None: of the rank
+    misplaced: tuple[tuple[str, int, tuple[str, ...], tuple[str, ...]], ...]  # (part, dim, its axes, the base's)
+
+
+@functools.lru_cache(maxsize=4096)  # `apply` asks for each leaf in every step
+def _placed(
+    leaf: Leaf, ndim: int, base: P, own: tuple[P | None, P | None, P | None], model: tuple[str, ...]
+) -> _Placed:
+    """Return the placement of the factors of a leaf, by its spec and their `own` ones: by default as it lies."""
+    wanted, dims = specs_of(leaf, base, ndim, "specs"), leaf.split(tuple(range(ndim)))
+    like: dict[str, tuple[int | None, ...]] = {"a": (*dims[0], None), "b": (None, *dims[1]), "magnitude": dims[1]}
+    specs: list[P] = []
+    slices: list[tuple[str, int, tuple[str, ...]]] = []
+    varied: list[tuple[str, tuple[str, ...]]] = []
+    same: list[tuple[str, int, int | None]] = []
+    misplaced: list[tuple[str, int, tuple[str, ...], tuple[str, ...]]] = []
+    for spec, (part, base_dims) in zip(own, like.items(), strict=True):
+        spec = wanted[part] if spec is None else P(*spec.entries)
+        own_axes = list(parts_of(f"adapter_specs of {part!r}", spec, len(base_dims)))
+        for dim, (axes, base_axes) in enumerate(zip(own_axes, wanted[part].parts(len(base_dims)), strict=True)):
+            over, base_over = (tuple(a for a in of if a in model) for of in (axes, base_axes))
+            if over != base_over and axes:
+                misplaced.append((part, dim, axes, base_axes))
+            elif over != base_over:
+                slices.append((part, dim, base_over))
+                own_axes[dim] = base_over
+            elif axes == base_axes:
+                same.append((part, dim, base_dims[dim]))
+        specs.append(P(*(axes or None for axes in own_axes)))
+        missing = tuple(a for a in base.axes if a in model and a not in specs[-1].axes)
+        if missing:
+            varied.append((part, missing))
+    kept = [tuple(a for a in axes if a in model) for axes in base.parts(ndim)]
+    inputs, outputs = leaf.split(tuple(kept))
+    return _Placed((specs[0], specs[1], specs[2]), tuple(axes or None for axes in inputs),
+                   tuple(a for axes in outputs for a in axes) or None, tuple(slices), tuple(varied), tuple(same),
+                   tuple(misplaced))  # fmt: skip
 
 
 def _aligned(
@@ -264,50 +305,38 @@ def _aligned(
     varied: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     errors: list[ShardingError] = []
     for name, _, x, leaf in leaves:
-        base = base_specs.get(name, P())
+        base, factors = base_specs.get(name, P()), out[name]
         if leaf is None:
             spec = own_specs.get((name, "value"), base)
             if not same_placement(P(*spec.entries), P(*base.entries), x.ndim):
                 errors.append(fail(f"lora.apply: adapters[{name!r}]['value'] replaces a leaf with another spec",
                                    value=spec, leaf=base, fix="the specs of lora.specs"))  # fmt: skip
             continue
-        wanted, specs = specs_of(leaf, base, x.ndim, f"lora.apply: specs of {name!r}"), []
-        kept, sizes = tuple(a for a in base.axes if a in model), leaf.split(tuple(x.shape))
+        a, b, magnitude = (own_specs.get((name, part)) for part in ("a", "b", "magnitude"))
+        try:
+            here = placed[name] = _placed(leaf, x.ndim, base, (a, b, magnitude), model)
+        except ShardingError as e:
+            errors.append(ShardingError(f"lora.apply: {name!r}: {e}"))
+            continue
+        for part, factor in factors.items():
+            spec = own_specs.get((name, part))
+            if spec is not None and spec.memory == "host":
+                factors[part] = to_device(factor)
+        for part, dim, axes, base_axes in here.misplaced:
+            errors.append(fail(f"lora.apply: adapters[{name!r}][{part!r}] has dim {dim} over {axes}, and its base that "
+                               f"dim over {base_axes or None}", factor=own_specs[name, part], base=base,
+                               fix="the specs of lora.specs, or P()"))  # fmt: skip
         rank = cfg.rank_of(leaf.module)
-        for part, like in (("a", (*sizes[0], rank)), ("b", (rank, *sizes[1])), ("magnitude", sizes[1])):
-            if part not in out[name]:
-                specs.append(P())
-                continue
-            factor = out[name][part]
-            spec = own_specs.get((name, part), wanted[part])
-            if spec.memory == "host":
-                factor = out[name][part] = to_device(factor)
-                spec = P(*spec.entries)
-            sliced: dict[int, Axis] = {}
-            own_parts = parts_of(f"lora.apply: adapter_specs[{name!r}][{part!r}]", spec, len(like))
-            split = zip(own_parts, wanted[part].parts(len(like)), strict=True)
-            for dim, (axes, base_axes) in enumerate(split):
-                over, base_over = (tuple(a for a in of if a in model) for of in (axes, base_axes))
-                if over != base_over and axes:
-                    errors.append(fail(f"lora.apply: adapters[{name!r}][{part!r}] has dim {dim} over {axes}, and its "
-                                       f"base that dim over {base_axes or None}", factor=spec, base=base,
-                                       fix="the specs of lora.specs, or P()"))  # fmt: skip
-                elif over != base_over:
-                    sliced[dim] = base_over
-                    slices.setdefault((base_over, dim), []).append((name, part))
-                elif not axes and not base_axes and factor.shape[dim] != like[dim]:
-                    errors.append(another_shape(f"lora.apply: adapters[{name!r}]", part, factor, x, rank))
-                    break
-            if sliced:
-                spec = P(*[sliced.get(dim, axes or None) for dim, axes in enumerate(own_parts)])
-            specs.append(spec)
-            missing = tuple(a for a in kept if a not in spec.axes)
-            if missing:
-                varied.setdefault(missing, []).append((name, part))
-        inputs, outputs = ([tuple(a for a in axes if a in model) for axes in dims]
-                           for dims in leaf.split(base.parts(x.ndim)))  # fmt: skip
-        placed[name] = _Placed((specs[0], specs[1], specs[2]), tuple(axes or None for axes in inputs),
-                               tuple(a for axes in outputs for a in axes) or None)  # fmt: skip
+        wrong = {part for part, dim, of_base in here.same if part in factors and
+                 factors[part].shape[dim] != (rank if of_base is None else x.shape[of_base])}  # fmt: skip
+        errors += [another_shape(f"lora.apply: adapters[{name!r}]", part, factors[part], x, rank) for part in
+                   sorted(wrong)]  # fmt: skip
+        for part, dim, axes in here.slices:
+            if part in factors:
+                slices.setdefault((axes, dim), []).append((name, part))
+        for part, axes in here.varied:
+            if part in factors:
+                varied.setdefault(axes, []).append((name, part))
     raise_all(errors)
     for (axes, dim), which in slices.items():
         _replace(out, which, pslice([out[name][part] for name, part in which], axes, dim))

@@ -168,7 +168,7 @@ def test_adapters_of_another_tree_or_config_are_refused():
     for part in (
         "5 problems",
         "adapters['h.9.qkv.w']: params has no leaf 'h.9.qkv.w'\n  near  h.1.qkv.w, h.0.qkv.w",
-        "adapters['h.0.ln_1.w']: the leaf is no matrix: it is a vector",
+        "adapters['h.0.ln_1.w']: cfg does not adapt this leaf",
         "has ['a'], not ['a', 'b']",
         "adapters['h.0.qkv.w']['b'] is [3], of a leaf [4, 3, 2, 2]",
         "adapters['wte'] must be a dict",
@@ -179,6 +179,31 @@ def test_adapters_of_another_tree_or_config_are_refused():
         "2 problems\nlora.apply: adapters['h.0.qkv.w']['a'] is [4, 2], of a leaf [4, 3, 2, 2], and of rank 3"
     )
     assert "and of rank 3" in error_text(lora.merge, other, params, made, of=gpt2.theirs)
+    for verb in (lora.apply, lora.merge):
+        text = error_text(verb, cfg, params, {"h.1.qkv.w": own}, of=gpt2.theirs)
+        assert text.startswith(f"lora.{verb.__name__}: adapters['h.0.qkv.w'] is missing")
+        text = error_text(verb, cfg, params, lora.init(cfg, PARAMS, of=gpt2.theirs), of=gpt2.theirs)
+        assert text.startswith(f"2 problems\nlora.{verb.__name__}: adapters['h.0.qkv.w'] must be a dict of Tensor")
+    both = {"a": {"b": torch.ones(2, 2)}, "a.b": torch.ones(2, 2)}
+    assert "have one dotted path, 'a.b'" in error_text(lora.init, lora.Config(["a.b"]), both)
+
+
+def test_names_are_matched_once_for_a_structure_not_in_every_step():
+    asked = []
+
+    def of(path):
+        asked.append(path)
+        return gpt2.theirs(path)
+
+    cfg, params, made = placed_pair()
+    for _ in range(3):
+        adapted = lora.apply(cfg, params, made, of=of)
+    assert len(asked) == len(fs.tree.leaves(params))
+    assert adapted["h"][1]["qkv"]["w"].rank == 2
+    ranks = {"c_attn": 3}
+    other = lora.Config(["c_attn"], ranks=ranks)
+    ranks["c_attn"] = 5  # the config has a copy
+    assert lora.init(other, PARAMS, of=of)["h.0.qkv.w"]["a"].shape == (4, 3)
 
 
 def test_specs_that_do_not_fit_the_base_are_refused():

@@ -103,6 +103,10 @@ def test_merge_refuses_trees_that_it_cannot_merge():
     own = {"w": {"a": torch.ones(2, 1), "b": torch.ones(1, 3), "magnitude": torch.ones(3)}}
     assert "merge does not keep what these had" in error_text(fs.lora.unmerge, cfg, w, own)
     assert "a Sharded or a Tensor" in error_text(fs.lora.merge, cfg, {"w": fs.init.zeros((2, 3))}, own)
+    shapes = fs.make_mesh(kind="abstract", data=2)
+    placed = fs.materialize({"w": fs.init.zeros((2, 3))}, P("data"), shapes, key=fs.key(0))
+    adapters = fs.materialize(fs.tree.map(lambda x: fs.init.zeros(x.shape), own), P(), shapes, key=fs.key(0))
+    assert fs.lora.merge(cfg, placed, adapters, safe=True)["w"].spec == P("data")  # without values nothing is refused
     inside = fs.shard_map(lambda w: fs.lora.merge(cfg, w, own), mesh=fs.make_mesh(data=1), in_specs=(P(),),
                           out_specs=P())  # fmt: skip
     assert error_text(inside, w).startswith("lora.merge: inside shard_map")

@@ -110,7 +110,8 @@ class AdaptedParameter(StandIn):
 
     @property
     def _layout(self) -> str | None:
-        return self.weight.leaf.layout if isinstance(self.weight, LoraWeight) else None
+        leaf = getattr(self.weight, "leaf", None)
+        return leaf.layout if isinstance(leaf, Leaf) else None
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
         if weight is not self or self._layout not in ("oi", "table"):
@@ -143,7 +144,7 @@ def _without_gradient_of_row(table: Any, row: int) -> Any:
     """Return adapters whose factor `a` gets no gradient from the row of a padding token, as torch's embedding."""
     if not isinstance(table, LoraWeight):
         return table
-    is_row = (torch.arange(len(table.a), device=table.a.device) == row)[:, None]
+    is_row = (torch.arange(len(table.a), device=table.a.device) == row % len(table.a))[:, None]
     return replace(table, base=_without_gradient_of_row(table.base, row), a=table.a.detach().where(is_row, table.a))
 
 
