@@ -100,24 +100,28 @@ def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: s
 def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Place]) -> dict[str, tuple[str, ...]]:
     """Return the names of each unit's parameters: each is in the innermost unit that has all places of the leaf.
 
-    A leaf that no unit has alone is in the innermost unit of each of its places, if all are in units.
+    A leaf that no unit has alone is in the innermost unit of each of its places, if all are in units. A leaf of a module
+    that is in several others has a place in each.
     """
-    holders = {name: {id(m._parameters) for m in module.get_submodule(name).modules()} for name in names}
-    of_leaf: dict[str, set[int]] = {}
+    units = {id(module.get_submodule(name)): name for name in names}
+
+    def around(leaf_name: str) -> list[str]:  # outermost first
+        path, m = [], module
+        for part in leaf_name.split(".")[:-1]:
+            m = m.get_submodule(part)
+            path += [units[id(m)]] if id(m) in units else []
+        return path
+
+    of_leaf: dict[str, list[list[str]]] = {}
     for p in places:
         if p.kind == "params":
-            of_leaf.setdefault(p.leaf, set()).add(id(p.holder))
-
-    def innermost(at: set[int]) -> str | None:
-        around = [name for name in names if at <= holders[name]]
-        return min(around, key=lambda name: len(holders[name])) if around else None
-
+            of_leaf.setdefault(p.leaf, []).extend(map(around, p.names))
     out: dict[str, list[str]] = {name: [] for name in names}
-    for leaf, at in of_leaf.items():
-        alone = innermost(at)
-        found = {innermost({holder}) for holder in at} if alone is None else {alone}
-        for name in names if None not in found else ():
-            if name in found:
+    for leaf, paths in of_leaf.items():
+        alone = [name for name in paths[0] if all(name in path for path in paths)]
+        found = [alone] if alone else paths
+        for name in names if all(found) else ():
+            if any(name == path[-1] for path in found):
                 out[name].append(leaf)
     return {name: tuple(leaves) for name, leaves in out.items()}
 

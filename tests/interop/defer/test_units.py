@@ -59,11 +59,12 @@ class Stack(nn.Module):
 
 
 class Universal(Stack):
-    """Blocks that share a weight, which no unit has alone."""
+    """Blocks that share a weight and a module, which no unit has alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.blocks[2].down = self.blocks[0].down
 
 
 class Nested(Stack):
