@@ -111,7 +111,7 @@ class LoraWeight(Weight):
         dropped = self._dropped(x.to(self.a.dtype))
         low = nn.linear(nn.linear(dropped, self.a.flatten(0, -2)), self.b.flatten(1))
         if self.magnitude is None:
-            return y + low * self.scale
+            return torch.add(y, low, alpha=self.scale)  # one pass, without a tensor of the outputs' size between
         factor = self.magnitude.flatten() / self._norm()
         # Liu et al.: the base's part is that of the same, dropped, inputs.
         plain = y if bias is None else y - bias

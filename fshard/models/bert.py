@@ -228,7 +228,8 @@ def loss(
     `options` are those of `apply`.
     """
     out = logits(cfg, params, ids, layout=layout, **options)
-    return nn.cross_entropy(out, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+    return nn.cross_entropy(out, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
+                            donate=True)  # fmt: skip
 
 
 @checked

@@ -154,7 +154,8 @@ def losses(
     they are 0.
     """
     run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-    ce = nn.cross_entropy(run.logits(top, x), targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+    ce = nn.cross_entropy(run.logits(top, x), targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
+                            donate=True)  # fmt: skip
     counted = torch.ones_like(ids) if mask is None else mask != 0
     sums = torch.stack([s for _, s in outs]).sum(0) if outs else x.new_zeros(2 * cfg.num_local_experts + 1)
     rows = counted.sum() * cfg.num_hidden_layers

@@ -453,7 +453,8 @@ def loss(
     """
     logits = apply(cfg, params, ids, shifted(cfg, targets), layout=layout, specs=specs, key=key, remat=remat, mask=mask,
                    decoder_mask=decoder_mask)  # fmt: skip
-    return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+    return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
+                            donate=True)  # fmt: skip
 
 
 @checked

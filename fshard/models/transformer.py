@@ -379,7 +379,8 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
         """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored."""
         _check_config("loss", cfg, config)
         logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-        return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data)
+        return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
+                            donate=True)  # fmt: skip
 
     return loss
 

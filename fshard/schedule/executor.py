@@ -110,7 +110,8 @@ class Executor:
         # Without discarding, remat runs a block without a graph and recomputes all of it. A checker and a dry run need
         # all of it; and a graph would keep an x that is to be offloaded.
         self.discards = not schedule.offload and checker() is None and region.comm.has_values
-        self.block_inputs: list[FlatTree | None] = [None] * self.n  # x before each block that is differentiated
+        # x before each block that is differentiated; its tensors only for remat: a block's graph saves those it needs.
+        self.block_inputs: list[FlatTree | None] = [None] * self.n
         self.input_copies: dict[int, PendingTransfer] = {}  # pending copies of those to the device
         self.graphs: list[BlockGraph | None] = [None] * self.n
         self.widths: list[int] = []  # number of tensors in x before each block
@@ -140,11 +141,13 @@ class Executor:
                 if differentiated:
                     if self.schedule.offload:
                         x = replace(x, tensors=[start_copy_to_host(t) for t in x.tensors])
-                    self.block_inputs[i], self.graphs[i] = x, graph
+                    self.block_inputs[i] = x if self.schedule.remat else replace(x, tensors=[])
+                    self.graphs[i] = graph
                     self._keep(i, weights)
                 self.widths.append(len(x.tensors))
                 x = y
                 outs.append(out)
+        self.x = replace(self.x, tensors=[])
         # Results refer to their graph, and the graph to this executor, which must not refer to the results.
         self.results = [replace(flat, tensors=[]) for flat in (x, *outs)]
         return [t for flat in (x, *outs) for t in flat.tensors]

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 import fshard as fs
 from fshard import P, ShardingError, nn
 from fshard.nn import loss
-from tests.lib.assertions import error_text
+from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
 
 INF = math.inf
@@ -636,9 +636,11 @@ def test_cross_entropy_of_large_logits_makes_no_array_of_their_size_but_the_grad
     x, t = rand(2048, 1203, dtype=torch.float32), ints(1203, 2048)
 
     def run(x, t):
-        with Operations() as seen:
-            fs.value_and_grad(lambda x: nn.cross_entropy(x, t, axis="m", size=1203))(x)
-        assert sum(a.numel >= x.numel() for a in seen.allocated) == 1, "one array of the logits' size: the gradient"
+        for donate in (False, True):
+            with Operations() as seen:
+                # The product stands for a model: its logits are the first array, the gradient of x the last.
+                fs.value_and_grad(lambda x: nn.cross_entropy(2 * x, t, axis="m", size=1203, donate=donate))(x)  # noqa: B023
+            assert sum(a.numel >= x.numel() for a in seen.allocated) == 3 - donate, "and the gradient of the logits"
         sizes = {n for shape in seen.shapes for n in (*shape, shape.numel())}
         assert not sizes & {1203, 1203 * 2048}, "no rank has the whole vocabulary"
         return t.new_zeros(())
@@ -661,6 +663,40 @@ def test_large_and_small_logits_agree(monkeypatch):
     small = fs.value_and_grad(nn.cross_entropy)(view, t)
     monkeypatch.setattr(loss, "_PLAIN_UP_TO", -1)
     close(fs.value_and_grad(nn.cross_entropy)(view, t), small, tol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_over_donated_logits_are_those_beside_them(monkeypatch, dtype):
+    monkeypatch.setattr(loss, "_PLAIN_UP_TO", -1)
+    monkeypatch.setattr(loss, "_BLOCK", {"cpu": 40})
+    x, w, t = rand(2, 7, 5, dtype=dtype), rand(5, 12, dtype=dtype), ints(12, 2, 7)
+    t[1, 3:] = -100
+    logits = {"row by row": lambda x: x @ w, "transposed": lambda x: (x @ w).transpose(0, 1).contiguous().transpose(0, 1),
+              "not written": lambda x: (x @ w).square()}  # fmt: skip
+    for name, f in logits.items():
+        for smooth in (0.0, 0.1):
+            run = lambda x, donate, f=f, smooth=smooth: nn.cross_entropy(  # noqa: E731
+                f(x), t, over="d", label_smoothing=smooth, donate=donate)  # fmt: skip
+            got, want = ((fs.shard_map(lambda x, donate=donate, run=run: fs.value_and_grad(lambda x: run(x, donate))(x),
+                                       mesh=fs.make_mesh(d=1), in_specs=P(), out_specs=P(), check="always")(x))
+                         for donate in (True, False))  # fmt: skip
+            assert_same(got, want, f"{name} {smooth}")
+
+
+def test_donated_logits_are_used_once(monkeypatch):
+    monkeypatch.setattr(loss, "_PLAIN_UP_TO", -1)
+    x, t = rand(6, 5, dtype=torch.float32).requires_grad_(), ints(5, 6)
+    out = nn.cross_entropy(2 * x, t, donate=True)
+    (first,) = torch.autograd.grad(out, x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, x)
+    out = nn.cross_entropy(2 * x, t, donate=True)
+    (g,) = torch.autograd.grad(out, x, create_graph=True)  # writes nothing
+    assert torch.autograd.grad(g.square().sum(), x)[0].abs().sum() > 0
+    close(g.detach(), first)
+    exps = (2 * x).exp()  # of which the backward pass needs the values
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nn.cross_entropy(exps, t, donate=True).backward()
 
 
 def test_second_derivatives_of_row_blocks_by_plain_autograd(monkeypatch):

@@ -136,30 +136,33 @@ RANKS = 2
 SHORT = IDS[:2, :3]
 # --- curves ---------------------------------------------------------------------------------------------------
 
-# axes, those that split the batch, and those over which specs split parameters, or heads
-CURVES: dict[str, tuple[dict[str, int], Any, str | None, str | None]] = {
-    "FULL_SHARD": ({"data": 2}, "data", "data", None),
-    "NO_SHARD": ({"data": 2}, "data", None, None),
-    "HYBRID_SHARD": ({"replica": 2, "shard": 2}, ("replica", "shard"), "shard", None),
-    "model": ({"model": 2}, None, None, "model"),
-    "FULL_SHARD, model": ({"data": 2, "model": 2}, "data", "data", "model"),
+# axes of the mesh, the strategy over those that split the batch, and the axis that splits heads
+CURVES: dict[str, tuple[dict[str, int], fs.Strategy | None, str | None]] = {
+    "FULL_SHARD": ({"data": 2}, fs.strategy("FULL_SHARD"), None),
+    "FULL_SHARD, offload": ({"data": 2}, fs.strategy("FULL_SHARD", offload_params=True), None),
+    "SHARD_GRAD_OP": ({"data": 2}, fs.strategy("SHARD_GRAD_OP"), None),
+    "NO_SHARD": ({"data": 2}, fs.strategy("NO_SHARD"), None),
+    "HYBRID_SHARD": ({"replica": 2, "shard": 2}, fs.strategy("HYBRID_SHARD"), None),
+    "model": ({"model": 2}, None, "model"),
+    "FULL_SHARD, model": ({"data": 2, "model": 2}, fs.strategy("FULL_SHARD"), "model"),
 }
 FAST = "FULL_SHARD, model"
 
 
 def curve(case: str, steps: int, key: Tensor | None = None, **options: Any) -> list[float]:
     """Return the losses of `fs.models.t5` with adapters that begin as those of peft."""
-    (axes, data, sharded, model), theirs = CURVES[case], reference("t5", steps, 1e-3)
-    mesh, layout, cfg = fs.make_mesh(**axes), t5.Layout(data, model), lora.Config(TARGETS["t5"], 3, 6, **options)
+    (axes, strategy, model), theirs = CURVES[case], reference("t5", steps, 1e-3)
+    data, how = (strategy.axis, strategy.options) if strategy else (None, {})
+    mesh, layout, cfg = fs.make_mesh(**axes), t5.Layout(data, model, **how), lora.Config(TARGETS["t5"], 3, 6, **options)
     torch.manual_seed(0)
     with described_model(t5, built("t5", **({"dropout_rate": 0.1} if key is not None else {}))) as (config, base):
         specs = t5.specs(config, model=model)
-        specs = fs.fully_shard(specs, base, axis=sharded) if sharded else specs
+        specs = strategy.param_specs(base, specs) if strategy else specs
         frozen = fs.materialize(base, specs, mesh, key=fs.key(0))
     described = lora.init(cfg, base, of=t5.theirs)
     own = lora.specs(cfg, base, specs, of=t5.theirs)
     optimizer = fs.optim.adamw(1e-3, weight_decay=0.0)
-    placed = {"adapters": own, "opt": optimizer.specs(own)}
+    placed = {"adapters": own, "opt": strategy.state_specs(optimizer, own) if strategy else optimizer.specs(own)}
 
     @fs.shard_map(mesh=mesh, in_specs=(placed, specs, P(data), P()), out_specs=(placed, P()))
     def step(state: Any, base: Any, ids: Tensor, key: Tensor | None) -> Any:
