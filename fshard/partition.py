@@ -1,6 +1,6 @@
 """Split a tree in two of one structure, by leaf, and join such trees again: the part that trains, and the rest.
 
-    trained, frozen = partition(params, "**.lora_*")
+    trained, frozen = partition(params, "**.lora_*.**")
     grads = grad(lambda p: loss(combine(p, frozen), batch))(trained)
 
 A leaf that is in the other tree is None here, which is an empty subtree: everything that maps, differentiates, updates,
@@ -62,14 +62,28 @@ def _match(paths: Sequence[tree.Path], globs: Sequence[str], errors: list[Shardi
     for glob in globs:
         found = [matches(part, glob.split(".")) for part in parts]
         if not any(found):
-            below = any(matches(part, [*glob.split("."), "**"]) for part in parts)
-            fix = f"'{glob}.**' matches every leaf below it" if below else "correct it, or leave it out"
+            fix = next((f"{wider!r} matches {where}" for wider, where in _wider(glob)
+                        if any(matches(part, wider.split(".")) for part in parts)), "correct it, or leave it out")
             leaves = join_limited(names, 4) or "none"
             errors.append(
                 fail(f"partition: rules: {glob!r} matches no leaf of the tree", f"its leaves are {leaves}", fix=fix)
             )
         selected = [a or b for a, b in zip(selected, found, strict=True)]
     return selected
+
+
+def _wider(glob: str) -> list[tuple[str, str]]:
+    """Return globs that match more than one that matches nothing, and where.
+
+    A leaf of a module is named by several parts: PEFT's `...q.lora_A.default.weight` is below `lora_A`, and `*.lora_*`
+    or `**lora_*`, which match it as a text or a file's name, do not match it by parts.
+    """
+    parts = [part if part == "**" else part.replace("**", "*") for part in glob.split(".")]
+    while len(parts) > 1 and parts[0] in ("*", "**"):
+        del parts[0]
+    anywhere = ".".join(["**", *parts])
+    return [(f"{glob}.**", "every leaf below it"), (anywhere, "it at any depth"),
+            (f"{anywhere}.**", "it at any depth, and every leaf below it")]  # fmt: skip
 
 
 def _is_true(path: tree.Path, answer: Any, errors: list[ShardingError]) -> bool:

@@ -89,11 +89,15 @@ def test_errors_of_partition() -> None:
         "  fix: 'h.0.**' matches every leaf below it\n"
         "partition: rules: '*.b' matches no leaf of the tree\n"
         "  its leaves are h.0.b, h.0.w, h.1.b, h.1.w, and 3 more\n"
-        "  fix: correct it, or leave it out\n"
+        "  fix: '**.b' matches it at any depth\n"
         "partition: rules: 'nothing.**' matches no leaf of the tree\n"
         "  its leaves are h.0.b, h.0.w, h.1.b, h.1.w, and 3 more\n"
         "  fix: correct it, or leave it out"
     )
+    of_peft = {"h.0.q.lora_A.default.weight": 1, "h.0.q.base_layer.weight": 2}
+    for glob in ("*.lora_*", "lora_*", "*.q.lora_*.*"):  # as `hf.weights(missing=)`, and as shells, match a text
+        fix = error_text(fs.partition, of_peft, glob).rpartition("fix: '")[2].partition("'")[0]
+        assert [x for x in fs.partition(of_peft, fix)[0].values() if x] == [1]
     w = torch.ones(2)
     assert error_text(fs.partition, {"wte": w, "head": [w]}, "wte") == (
         "partition: tree['wte'] is tied to tree['head'][0], which is not selected\n"
