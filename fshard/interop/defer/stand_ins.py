@@ -110,7 +110,7 @@ class AdaptedParameter(StandIn):
 
     @property
     def _layout(self) -> str | None:
-        return self.weight.leaf.layout if isinstance(self.weight, LoraWeight) else None
+        return getattr(getattr(self.weight, "leaf", None), "layout", None)
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
         if weight is not self or self._layout not in ("oi", "table"):

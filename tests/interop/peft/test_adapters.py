@@ -17,7 +17,6 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.interop.defer import Apply
 from fshard.models import bert, gpt2, gpt_neox, heads, llama, t5
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -224,7 +223,6 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     assert not torch.allclose(got, ref.logits, atol=1e-3)
 
 
-@pytest.mark.skipif(not hasattr(Apply, "module_leaf"), reason="adapters beside deferred modules are not here yet")
 @pytest.mark.parametrize(
     ("name", "auto"),
     [
@@ -236,6 +234,8 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
                 ("llama, patterns of rank and alpha", "CausalLM"),
                 ("bert classifier, its head trained", "SequenceClassification"),
                 ("t5, q and v", "Seq2SeqLM"),
+                ("t5, IA3", "Seq2SeqLM"),
+                ("gpt2, IA3", "CausalLM"),
             )
         ),
     ],
