@@ -9,6 +9,7 @@ leaf here                       file: base_model.model.MODULE.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,10 +24,15 @@ from fshard.interop.hf.weights import with_dot
 from fshard.lora.config import in_module, names_module
 from fshard.lora.targets import Leaf, Of, Targets, leaf_of, named_leaves
 
-from .config import KEPT, config_fields, selects, value_for
+from .config import KEPT, config_fields, saves, selects, value_for
 from .files import CONFIG, WEIGHTS, check_folder, write_folder
 
 _START = "base_model.model."
+# Tables of tokens, and the layers that a model has which is not tied.
+_TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared")
+_HEADS = ("lm_head", "embed_out", "score", "classifier")
+# What PEFT writes twice if all biases train, and so does a head.
+_WRITTEN_TWICE = (".modules_to_save.bias", ".original_module.bias")
 _KEYS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _TABLE_KEYS = {"a": "lora_embedding_A", "b": "lora_embedding_B", "magnitude": "lora_magnitude_vector"}
 Config = lora.Config | ia3.Config
@@ -69,7 +75,7 @@ def load(
     if not isinstance(fields["targets"], str):  # a list may have names that this model lacks, if it has some
         present = tuple(t for t in fields["targets"] if any(names_module(t, m) for m in modules))
         fields["targets"] = present or fields["targets"]
-    fields["modules_to_save"] = tuple(s for s in fields["modules_to_save"] if any(in_module(s, m) for m in modules))
+    fields["modules_to_save"] = _saved(fields["modules_to_save"], dict(zip(names, modules, strict=True)))
     cfg: Config
     if contents["peft_type"] == "IA3":
         cfg = ia3.Config(**fields)
@@ -77,13 +83,28 @@ def load(
         for name, default in (("ranks", fields["rank"]), ("alphas", fields["alpha"])):
             fields[name] = _patterns(fields[name], dict(zip(modules, names, strict=True)), default)
         cfg = lora.Config(**fields)
-    described = _described(cfg, _targets("peft.load", cfg, params, of))
+    targets = _targets("peft.load", cfg, params, of)
+    described = _described(cfg, targets)
     headers = WeightHeaders(path / WEIGHTS)
     raise_all([fail(f"{path / WEIGHTS}: {name!r} does not begin with {_START}", fix="adapters that PEFT has written")
                for name in headers.tensors if not name.startswith(_START)])  # fmt: skip
     headers.tensors = {name.removeprefix(_START): entry for name, entry in headers.tensors.items()}
     theirs = _file_tensors(cfg, described, leaves, of)
-    return cfg, read(headers, described, theirs, prefix=prefix, ignored=ignored)
+    ties = _tied_copies("peft.load", leaves, targets, of)
+    errors = [fail(f"{path / WEIGHTS}: has no {head}.weight: PEFT has trained {table!r} apart from it",
+                   "here they are tied", fix="in peft, modules_to_save with both, and ensure_weight_tying=True")
+              for head, table in ties.values() if f"{head}.weight" not in headers.tensors]  # fmt: skip
+    errors += [fail(f"{path / WEIGHTS}: {name!r} is a matrix of the base, which PEFT has written beside its adapter",
+                    fix="ignored=['.base_layer.weight'], if it is that of params")
+               for name in headers.tensors if name.endswith(".base_layer.weight")
+               and not name.endswith(tuple(ignored))]  # fmt: skip
+    if contents.get("ensure_weight_tying"):
+        errors += [fail(f"{path / CONFIG}: ensure_weight_tying, and {leaf.module!r} is adapted and tied",
+                        "here a tied head uses the table without its adapter", fix="adapters trained without it")
+                   for name, (leaf, _) in targets.adapted.items() if _tied_to(name, leaves, of)]  # fmt: skip
+    raise_all(errors)
+    copies = {f"{head}.weight": f"{table}.weight" for head, table in ties.values()}
+    return cfg, read(headers, described, theirs, prefix=prefix, ignored=(*ignored, *_WRITTEN_TWICE), copies=copies)
 
 
 @checked
@@ -118,13 +139,18 @@ def save(
         described = _described(cfg, targets)
         check_described(flat, tree.leaves_with_path(described))
         theirs = _file_tensors(cfg, described, leaves, of)
+        ties = _tied_copies("peft.save", leaves, targets, of)
 
         def without_prefix(path: tree.Path) -> FileTensor:
-            found = theirs(path)
-            return FileTensor(_START + found.name.removeprefix(prefix), found.dims)
+            found, head = theirs(path[:2]), path[2:]
+            name = f"{head[0]}.weight" if head else found.name
+            return FileTensor(_START + name.removeprefix(prefix), found.dims)
 
         kept = _kept(like, config)
-        return output_tensors(flat, without_prefix, ""), kept | _contents(cfg, leaves, targets, of, prefix)
+        written = _contents(cfg, leaves, targets, of, prefix, [head for head, _ in ties.values()])
+        # Of a tied table PEFT has two copies. An object of its own is not taken for a tie.
+        heads = [((name, "value", head), copy.copy(adapters[name]["value"])) for name, (head, _) in ties.items()]
+        return output_tensors([*flat, *heads], without_prefix, ""), kept | written
 
     write_folder(path, [leaf for _, leaf in flat], contents, like)
 
@@ -139,6 +165,44 @@ def _leaves(params: Any, of: Any) -> dict[str, tuple[tree.Path, Leaf]]:
 
 def _targets(verb: str, cfg: Config, params: Any, of: Any) -> Targets:
     return Targets.of(verb, cfg.named if isinstance(cfg, ia3.Config) else cfg, params, of)
+
+
+def _tied_to(name: str, leaves: Mapping[str, tuple[tree.Path, Leaf]], of: Any) -> list[str]:
+    """Return the other modules of Hugging Face's model that have the matrix of a leaf, by its dotted path."""
+    if hasattr(of, "module"):
+        return [o.removesuffix(".weight") for o, first in of.ties.items() if first == name and o.endswith(".weight")]
+    leaf = leaves[name][1]
+    modules = {leaf.module for _, leaf in leaves.values()}
+    if of is None or leaf.layout != "table" or leaf.module.rpartition(".")[2] not in _TABLES:
+        return []
+    if leaf.module == "shared":
+        return ["encoder.embed_tokens", "decoder.embed_tokens", *({"lm_head"} - modules)]
+    if "cls.predictions.transform.dense" in modules:
+        return ["cls.predictions.decoder"]
+    return [] if any(m.rpartition(".")[2] in _HEADS for m in modules) else ["lm_head"]
+
+
+def _tied_copies(
+    verb: str, leaves: Mapping[str, tuple[tree.Path, Leaf]], targets: Targets, of: Any
+) -> dict[str, tuple[str, str]]:
+    """Return the head and the table, of each table that trains in full and is tied to a head, by its dotted path.
+
+    Raises ShardingError for a table that other layers look up too: PEFT changes it in one of them.
+    """
+    modules = {name: leaves[name][1].module for name in [*targets.copied, *targets.adapted]}
+    others = {name: _tied_to(name, leaves, of) for name in modules}
+    raise_all([fail(f"{verb}: {modules[name]!r} is one table with {', '.join(own)}",
+                    "PEFT adapts, or trains, only the layer that is named", fix="other targets and modules_to_save")
+               for name, own in others.items() if len(own) > 1])  # fmt: skip
+    return {name: (others[name][0], modules[name]) for name in targets.copied if others[name]}
+
+
+def _saved(chosen: Sequence[str], modules: Mapping[str, str]) -> tuple[str, ...]:
+    """Return modules to save as they are here, for the modules by their names there: those that the model has."""
+    wanted = [module for name, module in modules.items() if saves(chosen, name)]
+    kept = tuple(s for s in chosen if any(in_module(s, m) for m in wanted))
+    same = [m for m in modules.values() if any(in_module(s, m) for s in kept)] == wanted
+    return kept if same else tuple(wanted)
 
 
 def _described(cfg: Config, targets: Targets) -> dict[str, dict[str, Deferred]]:
@@ -206,12 +270,16 @@ def _kept(like: StrPath | None, config: Mapping[str, Any] | None) -> dict[str, A
 
 
 def _contents(
-    cfg: Config, leaves: Mapping[str, tuple[tree.Path, Leaf]], targets: Targets, of: Any, prefix: str
-) -> dict[str, Any]:
+    cfg: Config, leaves: Mapping[str, tuple[tree.Path, Leaf]], targets: Targets, of: Any, prefix: str,
+    heads: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
     """Return the fields of the config that say what the adapters compute."""
     adapted = {leaf.module for leaf, _ in targets.adapted.values()}
     names = {m.removeprefix(prefix): m for m in dict.fromkeys(leaf.module for _, leaf in leaves.values())}
     saved = [s.removeprefix(prefix) for s in cfg.modules_to_save]
+    whole = [n for n, m in names.items() if any(in_module(s, m) for s in cfg.modules_to_save)]
+    if [n for n in names if saves(saved, n)] != whole:  # a glob, or the end of the name of another module
+        saved = whole
     excluded = list(cfg.exclude) if not isinstance(cfg.exclude, str) else cfg.exclude
     chosen = list(cfg.targets) if not isinstance(cfg.targets, str) else cfg.targets
     as_peft = {
@@ -232,7 +300,7 @@ def _contents(
     own = {n: m for n, m in names.items() if m in adapted}
     inputs_first = any(_stores_inputs_first(*leaves[name], of) for name in targets.adapted)
     common = {"inference_mode": True, "target_modules": chosen, "exclude_modules": excluded or None,
-              "modules_to_save": saved or None, "fan_in_fan_out": inputs_first}  # fmt: skip
+              "modules_to_save": [*saved, *heads] or None, "fan_in_fan_out": inputs_first}  # fmt: skip
     if isinstance(cfg, ia3.Config):
         forward = forward if isinstance(forward, str) else list(forward)
         return {**common, "peft_type": "IA3", "feedforward_modules": forward, "init_ia3_weights": True}

@@ -30,14 +30,14 @@ DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
 KEPT = ("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type")
 # Fields of methods that are not supported, with the values under which they do nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "alora_invocation_tokens": (), "arrow_config": (), "corda_config": (), "ensure_weight_tying": (False,),
-    "eva_config": (), "kasa_config": (), "layer_replication": ([],), "loftq_config": ({},), "lora_bias": (False,),
+    "alora_invocation_tokens": (), "arrow_config": (), "corda_config": (), "kasa_config": (),
+    "layer_replication": ([],), "loftq_config": ({},), "lora_bias": (False,),
     "lora_ga_config": (), "megatron_config": (), "monteclora_config": (), "target_parameters": ([],),
     "trainable_token_indices": ([], {}), "use_bdlora": (False,), "use_qalora": (False,), "velora_config": (),
 }  # fmt: skip
-_WITHOUT_EFFECT = ("megatron_core", "qalora_group_size")  # unless the option that they belong to is on
+# Fields of an option that is off, of how values began, and of how PEFT runs. `merge_weights` is of its first versions.
+_WITHOUT_EFFECT = ("eva_config", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config")
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_HEADS = ("classifier", "score")  # what PEFT trains of any classifier, whichever of them it has
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
@@ -64,19 +64,22 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "target_modules": (lambda x: isinstance(x, str) or _strings(x), "names, or a regular expression"),
     "exclude_modules": (lambda x: isinstance(x, str) or _strings(x), "names, or a regular expression"),
     "modules_to_save": (_strings, "names"),
-    "rank_pattern": (_numbers, "a number for each pattern"),
+    "rank_pattern": (lambda x: isinstance(x, dict) and all(_is(int)(n) and n > 0 for n in x.values()),
+                     "a number of 1 or more for each pattern"),
     "alpha_pattern": (_numbers, "a number for each pattern"),
     "layers_to_transform": (lambda x: _is(int)(x) or (isinstance(x, list) and all(map(_is(int), x))), "numbers"),
     "layers_pattern": (lambda x: isinstance(x, str) or _strings(x), "names"),
     "init_lora_weights": (lambda x: isinstance(x, (bool, str)), "true, false or the name of an initialization"),
-}
+    "ensure_weight_tying": (_is(bool), "true or false"),
+}  # fmt: skip
 _IA3_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **{name: _FIELDS[name] for name in ("target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out")},
     "feedforward_modules": _FIELDS["exclude_modules"],
     "init_ia3_weights": (_is(bool), "true or false"),
 }
 _NULLABLE = ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern",
-             "layers_to_transform", "layers_pattern", "init_lora_weights", "feedforward_modules")  # fmt: skip
+             "layers_to_transform", "layers_pattern", "init_lora_weights", "feedforward_modules",
+             "ensure_weight_tying")  # fmt: skip
 
 
 def config_fields(
@@ -116,7 +119,7 @@ def config_fields(
         "rslora": of("use_rslora", False), "dora": of("use_dora", False), "bias": of("bias", "none"),
         **chosen, "targets": _with_prefix(targets, prefix),
         "ranks": dict(of("rank_pattern", {})), "alphas": dict(of("alpha_pattern", {})),
-        "init": {True: "kaiming", False: "random"}.get(of("init_lora_weights", True), "gaussian"),
+        "init": {"false": "random", "gaussian": "gaussian"}.get(str(of("init_lora_weights", True)).lower(), "kaiming"),
     }  # fmt: skip
 
 
@@ -146,9 +149,9 @@ def _errors(path: Path, contents: Mapping[str, Any], model_type: str | None) -> 
         errors.append(fail(f"{path}: init_lora_weights is {start!r}, which changes the weights of the base too",
                            fix="in peft, save_pretrained(folder, path_initial_model_for_weight_conversion=...) writes "
                                "adapters of the base as it is"))  # fmt: skip
-    elif isinstance(start, str) and start != "gaussian":
-        errors.append(fail(f"{path}: init_lora_weights is {start!r}, and only true, false and 'gaussian' are supported",
-                           fix="true: the values are in the file, however they began"))  # fmt: skip
+    elif isinstance(start, str) and start.lower() not in ("gaussian", "eva", "orthogonal"):
+        errors.append(fail(f"{path}: init_lora_weights is {start!r}, which is not known here",
+                           fix="true, if it says only how the values began: they are in the file"))  # fmt: skip
     targets, layers, patterns = (contents.get(k) for k in ("target_modules", "layers_to_transform", "layers_pattern"))
     if targets is None and (kind == "IA3" or model_type not in DEFAULT_TARGETS):
         errors.append(fail(f"{path}: target_modules is null, and there is no default for the model type {model_type!r}",
@@ -200,6 +203,16 @@ def selects(chosen: str | Sequence[str], name: str) -> bool:
     if isinstance(chosen, str):
         return re.fullmatch(chosen, name) is not None
     return any(name == end or name.endswith(f".{end}") for end in chosen)
+
+
+def saves(chosen: Sequence[str], name: str) -> bool:
+    """Return whether a module is one that PEFT trains in full, or inside of it: by the last letters of its name.
+
+    >>> saves(["head"], "lm_head"), saves(["1.mlp"], "h.1.mlp.up")
+    (True, True)
+    """
+    parts = name.split(".")
+    return any(".".join(parts[: i + 1]).endswith(tuple(chosen)) for i in range(len(parts)))
 
 
 def value_for(patterns: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.interop.defer import Apply
 from fshard.models import bert, gpt2, gpt_neox, heads, llama, t5
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -72,6 +71,9 @@ MODELS = {
         **SEQUENCES,
     ),
     "llama": Model(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), llama, causal(llama)),
+    "tied llama": Model(
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, tie_word_embeddings=True)), llama, causal(llama)
+    ),
     "gpt_neox": Model(lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**NEOX)), gpt_neox, causal(gpt_neox)),
     "bert classifier": Model(
         lambda: hf.BertForSequenceClassification(hf.BertConfig(**BERT, num_labels=LABELS)),
@@ -102,6 +104,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, two layers": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
     "llama, a trained head and an embedding": ("llama", {
         "target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
+    "tied llama, a table that stays tied": ("tied llama", {
+        "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "tied llama, an embedding without its head": ("tied llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
+    "llama, a head and norms by the last letters of their names": ("llama", {
+        "target_modules": ["q_proj", "up_proj"], "modules_to_save": ["head", "norm", "1.mlp"]}),
+    "bert classifier, its head and all biases": ("bert classifier", {
+        "target_modules": ["query"], "bias": "all", "task_type": "SEQ_CLS"}),
     "gpt2, rslora by an expression": ("gpt2", {"target_modules": r".*\.1\.(attn|mlp)\.c_proj", "use_rslora": True}),
     "gpt2, all biases, an embedding": ("gpt2", {"target_modules": ["c_attn", "wpe"], "bias": "all"}),
     "gpt2, DoRA, biases": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "bias": "lora_only", "use_dora": True}),
@@ -155,7 +164,7 @@ def load(ref: Reference, folder: Path) -> tuple[Any, Any, Any, Any, Any]:
     """Return cfg, params, `of`, and the config and the described adapters."""
     cfg, params = fs.hf.load(folder / "base")
     of = (lambda path: heads.theirs(path, cfg)) if ref.model.module is heads else ref.model.module.theirs
-    ignored = [".base_layer.weight"] if "embed_tokens" in ref.wrapped.peft_config["default"].target_modules else []
+    ignored = [".base_layer.weight"] if "embed" in str(ref.wrapped.peft_config["default"].target_modules) else []
     return cfg, params, of, *fs.peft.load(folder / "theirs", params, of=of, ignored=ignored)
 
 
@@ -201,7 +210,8 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
 
     fs.peft.save(tmp_path / "same", lora, a, params, of=of, like=tmp_path / "theirs")
     theirs = tensors_in(tmp_path / "theirs")
-    assert_same(tensors_in(tmp_path / "same"), {n: x for n, x in theirs.items() if "base_layer.weight" not in n})
+    twice = ("base_layer.weight", ".modules_to_save.bias", ".original_module.bias")
+    assert_same(tensors_in(tmp_path / "same"), {n: x for n, x in theirs.items() if not n.endswith(twice)})
     ours, wanted = contents(tmp_path / "same"), contents(tmp_path / "theirs")
     assert isinstance(ours["target_modules"], str) == isinstance(wanted["target_modules"], str)
     for field in ours.keys() - {"target_modules", "modules_to_save"}:  # their order; the heads that the model lacks
@@ -224,7 +234,6 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     assert not torch.allclose(got, ref.logits, atol=1e-3)
 
 
-@pytest.mark.skipif(not hasattr(Apply, "module_leaf"), reason="adapters beside deferred modules are not here yet")
 @pytest.mark.parametrize(
     ("name", "auto"),
     [
@@ -236,6 +245,9 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
                 ("llama, patterns of rank and alpha", "CausalLM"),
                 ("bert classifier, its head trained", "SequenceClassification"),
                 ("t5, q and v", "Seq2SeqLM"),
+                ("t5, IA3", "Seq2SeqLM"),
+                ("gpt2, IA3", "CausalLM"),
+                ("tied llama, a table that stays tied", "CausalLM"),
             )
         ),
     ],
@@ -278,6 +290,57 @@ def test_adapters_round_trip_beside_a_deferred_module(name: str, auto: str, tmp_
     with torch.no_grad():
         torch.testing.assert_close(got, ref.model.theirs(again), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(got, ref.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text", "deferred"),
+    [
+        (
+            "tied llama",
+            {"modules_to_save": ["embed_tokens"]},
+            "has no lm_head.weight: PEFT has trained 'model.embed_",
+            False,
+        ),
+        (
+            "gpt2",
+            {"modules_to_save": ["wte"]},
+            "has no lm_head.weight: PEFT has trained 'transformer.wte' apart from",
+            True,
+        ),
+        (
+            "tied llama",
+            {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+            "and 'model.embed_tokens' is",
+            False,
+        ),
+        (
+            "t5",
+            {"target_modules": ["shared"]},
+            "'shared' is one table with encoder.embed_tokens, decoder.embed_tokens",
+            True,
+        ),
+        (
+            "t5",
+            {"modules_to_save": ["shared"]},
+            "'shared' is one table with encoder.embed_tokens, decoder.embed_tok",
+            False,
+        ),
+        ("llama", {"target_modules": ["lm_head"]}, "'lm_head.base_layer.weight' is a matrix of the base", False),
+    ],
+)
+def test_table_that_peft_trains_apart_from_a_layer_that_shares_it_is_refused(
+    kind: str, options: dict[str, Any], text: str, deferred: bool, tmp_path: Path
+) -> None:
+    layer = {"t5": "k", "gpt2": "c_attn"}.get(kind, "q_proj")
+    config = peft.LoraConfig(r=1, **{"target_modules": [layer], **options})
+    peft.get_peft_model(MODELS[kind].build(), config).save_pretrained(tmp_path)
+    of, tree = MODELS[kind].module.theirs, None
+    if deferred:
+        of, tree = fs.defer(MODELS[kind].build)
+    else:
+        MODELS[kind].build().save_pretrained(tmp_path / "base")
+        _, tree = fs.hf.load(tmp_path / "base")
+    assert text in error_text(fs.peft.load, tmp_path, tree["params"] if deferred else tree, of=of)
 
 
 def test_several_adapters_are_in_folders_of_their_own_and_compose(tmp_path: Path) -> None:
@@ -376,6 +439,15 @@ def test_targets_that_peft_would_read_otherwise_are_written_as_names(targets: An
     small(tmp_path, targets=targets)
     names = ["h.0.q", "h.1.q", "h.1.up"] if targets != "all-linear" else ["h.0.q", "h.0.up", "h.1.q", "h.1.up"]
     assert sorted(contents(tmp_path / "a")["target_modules"]) == names
+
+
+def test_modules_to_save_that_peft_would_read_otherwise_are_written_as_names(tmp_path: Path) -> None:
+    small(tmp_path, modules_to_save=("h.*.norm",))
+    assert contents(tmp_path / "a")["modules_to_save"] == ["h.0.norm", "h.1.norm"]
+    cfg, _ = fs.peft.load(tmp_path / "a", TREE)
+    assert cfg.modules_to_save == ("h.0.norm", "h.1.norm")
+    change(tmp_path / "a", modules_to_save=["orm"])
+    assert fs.peft.load(tmp_path / "a", TREE)[0] == cfg
 
 
 def test_config_says_what_the_caller_and_the_other_folder_say(tmp_path: Path) -> None:

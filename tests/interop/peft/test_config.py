@@ -81,10 +81,10 @@ def test_every_field_of_peft_is_known_and_its_default_is_accepted() -> None:
 
 def test_fields_of_other_methods_and_unknown_fields_are_named_all_at_once() -> None:
     text = error_text(use_qalora=True, lora_bias=True, layer_replication=[[0, 2]], trainable_token_indices=[1],
-                      target_parameters=["w"], loftq_config={"loftq_bits": 4}, eva_config={"rho": 2.0}, r=0,
+                      target_parameters=["w"], loftq_config={"loftq_bits": 4}, corda_config={"a": 2.0}, r=0,
                       bias="some", new_field=1, another=None, lora_dropout=1.0, rank_pattern={"q": "3"})  # fmt: skip
     for name in ("use_qalora", "lora_bias", "layer_replication", "trainable_token_indices", "target_parameters",
-                 "loftq_config", "eva_config", "r", "bias", "new_field", "lora_dropout", "rank_pattern"):  # fmt: skip
+                 "loftq_config", "corda_config", "r", "bias", "new_field", "lora_dropout", "rank_pattern"):  # fmt: skip
         assert re.search(rf"^adapter_config.json: {name} is ", text, re.MULTILINE), name
     assert "another" not in text
     assert text.startswith("12 problems")
@@ -103,7 +103,8 @@ def test_fields_of_other_methods_and_unknown_fields_are_named_all_at_once() -> N
         ),
         ({"layers_pattern": "h"}, "layers_pattern is 'h', without layers_to_transform"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the weights of"),
-        ({"init_lora_weights": "eva"}, "init_lora_weights is 'eva', and only true, false and 'gaussian'"),
+        ({"init_lora_weights": "mica"}, "init_lora_weights is 'mica', which is not known here"),
+        ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern is {'q_proj': 2.5}"),
         ({"target_modules": "(q"}, "'(q' is not a regular expression"),
         ({"alpha_pattern": {"[": 3}}, "'[' is not a regular expression"),
         ({"r": True}, "r is True"),
@@ -111,6 +112,18 @@ def test_fields_of_other_methods_and_unknown_fields_are_named_all_at_once() -> N
 )
 def test_config_that_has_no_meaning_here_is_an_error(changes: dict[str, Any], text: str) -> None:
     assert f"adapter_config.json: {text}" in error_text(**changes)
+
+
+def test_fields_of_other_versions_that_change_nothing_are_accepted() -> None:
+    plain = fields()
+    first = {"enable_lora": None, "merge_weights": False, "fan_in_fan_out": False, "inference_mode": True}
+    later = {"alora_invocation_tokens": None, "eva_config": {"rho": 2.0}, "megatron_config": None, "loftq_config": {},
+             "megatron_core": "megatron.core", "layer_replication": None, "target_parameters": None,
+             "runtime_config": {"ephemeral_gpu_offload": False}, "init_lora_weights": "eva"}  # fmt: skip
+    assert fields(**first) == fields(**later) == plain
+    assert fields(init_lora_weights="orthogonal")["init"] == "kaiming"
+    assert fields(init_lora_weights="Gaussian")["init"] == "gaussian"
+    assert "enable_lora is not a field" in error_text(enable_lora=[True, False, True])
 
 
 def test_prefix_that_names_may_lack_is_optional_in_an_expression() -> None:
