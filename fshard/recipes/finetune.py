@@ -347,9 +347,10 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     specs = {"params": part.specs, "opt": setup.strategy.state_specs(optimizer, part.specs), "key": P(), "step": P()}
     like = {"params": part.trained, "opt": optimizer.init(part.trained), "key": key, "step": torch.tensor(0)}
 
-    def loss_fn(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
+    def nats_of(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
         logits = part.logits(trained, frozen, batch, key)
-        out: Tensor = nn.cross_entropy(logits, batch["targets"], axis=part.split, size=part.classes, over=axis)
+        out: Tensor = nn.cross_entropy(logits, batch["targets"], axis=part.split, size=part.classes, over=axis,
+                                       reduction="sum")  # fmt: skip
         return out
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, part.frozen_specs, P(axis)), out_specs=(specs, P()),
@@ -358,11 +359,13 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
         key = fs.fold_in(state["key"], state["step"])
         total: Any = None
         for i, batch in enumerate(batches):  # microbatches
-            one = fs.value_and_grad(loss_fn)(
+            one = fs.value_and_grad(nats_of)(
                 state["params"], frozen, batch, fs.fold_in(key, i) if args.dropout else None
             )
             total = one if total is None else fs.tree.map(torch.add, total, one)
-        loss, grads = fs.tree.map(lambda x: x / len(batches), total)
+        # Divided once: a microbatch may have fewer targets than another, or none.
+        targets = fs.psum(torch.stack([(batch["targets"] != -100).sum() for batch in batches]).sum(), axis)
+        loss, grads = fs.tree.map(lambda x: x / targets, total)
         params, opt = optimizer.update(grads, state["opt"], state["params"])
         state = {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}
         return state, {"loss": loss, "grad_norm": opt[0]["norm"]}
