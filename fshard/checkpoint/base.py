@@ -92,7 +92,9 @@ def _as_words(x: Tensor) -> tuple[Tensor, int]:
     x = (x if x.ndim else x.reshape(1)).resolve_conj().resolve_neg()
     if x.element_size() <= 4:
         return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]), 1
-    return x.contiguous().view(torch.int32), x.element_size() // 4
+    if x.stride(-1) != 1:
+        x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves the strides of a dim of one element
+    return x.view(torch.int32), x.element_size() // 4
 
 
 @functools.lru_cache(maxsize=4)

@@ -108,7 +108,7 @@ def buckets(lengths: Integers, boundaries: Sequence[int], *, batch: int | Sequen
     """
     n = integers("buckets: lengths", lengths)
     edges = tuple(boundaries)
-    sizes = (batch,) * len(edges) if isinstance(batch, int) else tuple(batch)
+    sizes = tuple(batch) if isinstance(batch, Sequence) else (batch,) * len(edges)
     errors = []
     if n.ndim != 1 or not n.size or n.min() < 0:
         got = f"the shape {list(n.shape)}" if n.ndim != 1 or not n.size else f"{n.min()}"

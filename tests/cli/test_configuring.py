@@ -163,11 +163,11 @@ def test_file_that_cannot_be_written_is_an_error(monkeypatch, capsys):
     asked = answered(monkeypatch)
     assert main(["config", "--config_file", "none/f.yaml"]) == 2
     assert "config: cannot write none/f.yaml\n  there is no folder none" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    assert main(["config", "--config_file", "f.yaml"]) == 2
-    assert "f.yaml: a YAML file needs the package pyyaml" in capsys.readouterr().err
-    assert asked == []  # before the first question
     assert main(["config", "--config_file", "."]) == 2
     assert "config: . is a folder\n  fix: --config_file fshard.yaml" in capsys.readouterr().err
     assert main(["config", "--mixed_precision", "bf16"]) == 2
     assert "--mixed_precision is asked" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert main(["config", "--config_file", "f.yaml"]) == 2
+    assert "f.yaml: a YAML file needs the package pyyaml" in capsys.readouterr().err
+    assert asked == []  # before the first question

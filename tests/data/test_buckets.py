@@ -46,7 +46,7 @@ def test_every_epoch_has_each_example_once_in_batches_of_its_bucket(key: int | N
 
 
 def test_drop_last_leaves_out_what_does_not_fill_a_batch_of_its_bucket() -> None:
-    of = data.buckets([1, 1, 1, 9, 9, 5], [1, 5, 9], batch=2)
+    of = data.buckets([1, 1, 1, 9, 9, 5], [1, 5, 9], batch=np.int64(2))
     got = epoch(of, 0, fs.key(0), drop_last=True)
     assert [len(b.rows) for b in got] == [2, 2]
     assert sorted(b.length for b in got) == [1, 9]
