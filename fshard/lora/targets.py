@@ -231,11 +231,11 @@ def checked_leaves(
             continue
         path, x = named[name]
         wanted = {"value"} if name in targets.copied else factors
-        if name not in targets.adapted and name not in targets.copied:
-            errors.append(fail(f"{label}: cfg does not adapt this leaf", fix="pass the config of lora.init"))
-        elif not isinstance(own, Mapping) or not all(isinstance(t, kinds) for t in own.values()):
+        if not isinstance(own, Mapping) or not all(isinstance(t, kinds) for t in own.values()):
             got = next((t for t in own.values() if not isinstance(t, kinds)), own) if isinstance(own, Mapping) else own
             errors.append(must_be(label, f"a dict of {words} leaves", got, fix="materialize what lora.init returned"))
+        elif name not in targets.adapted and name not in targets.copied:
+            errors.append(fail(f"{label}: cfg does not adapt this leaf", fix="pass the config of lora.init"))
         elif set(own) != wanted:
             errors.append(fail(f"{label}: has {sorted(own)}, not {sorted(wanted)}",
                                fix=f"the config with which it was made: this one has dora={cfg.dora}"))  # fmt: skip
