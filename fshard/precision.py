@@ -27,13 +27,19 @@ class Policy:
     >>> policy.options
     {'dtype': torch.bfloat16, 'reduce_dtype': torch.float32}
 
-    Only floating leaves are cast. Source: DeepMind's jmp, for the first three roles; torch's `MixedPrecision`.
+    Only floating leaves are cast. Raises ShardingError for dtypes of no floats.
+    Source: DeepMind's jmp, for the first three roles; torch's `MixedPrecision`.
     """
 
     param: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
     output: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name, dtype in vars(self).items():
+            if not dtype.is_floating_point:
+                raise must_be(f"Policy: {name}", "a floating-point dtype", dtype, "torch.bfloat16")
 
     @property
     def options(self) -> dict[str, torch.dtype]:

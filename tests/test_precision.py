@@ -110,6 +110,11 @@ def test_policy_casts_floating_leaves_only():
     assert policy.to_output(low)["w"].dtype == policy.to_param(low)["w"].dtype == torch.float32
 
 
+def test_dtypes_of_no_floats_are_refused():
+    with pytest.raises(fs.ShardingError, match="Policy: reduce must be a floating-point dtype"):
+        fs.Policy(reduce=torch.int64)
+
+
 def test_policy_keeps_float32_gradients():
     policy, p = fs.Policy(compute=torch.bfloat16), whole()
     grads = fs.grad(lambda p: policy.to_output(policy.to_compute(p)["up"].sin()).square().mean())(p)

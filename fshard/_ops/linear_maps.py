@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fshard._callsite import Site
 from fshard._comm import Comm, PendingTransfer, join_padded, longest_part, pack, pad, size_of, split_padded, unpack
+from fshard.errors import must_be
 from fshard.spec import part_range
 
 Layout = tuple[tuple[int, int], ...]
@@ -300,7 +301,10 @@ class Precision:
 
     @staticmethod
     def of(x: Tensor, computed: torch.dtype | None, summed: torch.dtype | None) -> Precision | None:
-        """Return the precision of a leaf; `None` if no cast is needed."""
+        """Return the precision of a leaf; `None` if no cast is needed. Raises ShardingError for dtypes of no floats."""
+        for name, dtype in (("dtype", computed), ("reduce_dtype", summed)):
+            if dtype is not None and not dtype.is_floating_point:  # values or gradients would be cut off
+                raise must_be(f"mixed precision: {name}", "a floating-point dtype", dtype, "torch.bfloat16")
         computed = computed or x.dtype
         summed = summed or computed
         if not x.is_floating_point() or x.dtype == computed == summed:

@@ -120,6 +120,7 @@ class Executor:
         self.gathers: dict[int, list[PendingTransfer]] = {}  # pending
         self.shard_copies: dict[int, PendingTransfer] = {}  # pending
         self.kept: dict[int, tuple[BucketPlan, list[Tensor]]] = {}  # parts of weights kept for backward, and their plan
+        self.is_differentiated = False
         count = min(self.n, schedule.most_ahead + 1) if schedule.release else self.n
         self.buffers = buffer_pool(region).take(count, max(p.nbytes for p in plans), region)
 
@@ -369,6 +370,10 @@ class _BlockLoop(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             raise fail("scan: the gradient of a schedule cannot be differentiated by torch.autograd",
                        fix="nest fs.grad, or use torch.func: there it is the plain loop")  # fmt: skip
+        if ctx.executor.is_differentiated:  # retain_graph=True
+            raise fail("scan: a second backward pass through it; the first has freed the graphs of the blocks",
+                       fix="one backward pass for the sum of the losses")  # fmt: skip
+        ctx.executor.is_differentiated = True
         return None, *ctx.executor.run_backward(cotangents)
 
 

@@ -44,10 +44,10 @@ def scan(
 
     The numbers are those of `for p, s in zip(params, specs): x = block(unshard(p, s, axis), x)`. The schedule differs:
     `prefetch` blocks are gathered while one computes, forward and backward; at most `prefetch + 1` gathered blocks
-    exist at a time, those in transfer included; gradients are summed over the ranks while the blocks before compute
-    theirs. Leaves whose specs lack the axis (data parallel) are used without a copy, and their gradients summed. Leaves
-    in host memory (`P(..., memory="host")`) are copied to the device one block before their gather, and freed there
-    after use.
+    (of the larger prefetch) exist at a time, those in transfer included; gradients are summed over the ranks while
+    the blocks before compute theirs. Leaves whose specs lack the axis (data parallel) are used without a copy, and
+    their gradients summed. Leaves in host memory (`P(..., memory="host")`) are copied to the device one block
+    before their gather, and freed there after use.
 
     Args:
         params: a list of one tree for each block, or one tree whose leaves are stacked, [blocks, ...].
@@ -63,7 +63,7 @@ def scan(
         offload: with `remat`, keep x before each block in host memory, and copy it back one block ahead.
         prefetch: number of blocks to gather ahead; 0 gathers when needed.
         backward_prefetch: the same in backward, by default as many; "post" gathers one block ahead after the gradients
-            of a block are computed, while they are summed: one whole block fewer in memory than 1, and less overlap.
+            of a block are computed, while they are summed: with prefetch=0 one whole block fewer in memory than 1.
         dtype, reduce_dtype: as for `unshard`: mixed precision.
 
     Transfers, for each dtype of a block: a gather in forward, one in backward (except for the last `prefetch + 1`
@@ -73,8 +73,8 @@ def scan(
 
     >>> x = scan(block, params["h"], x, specs=specs["h"], axis="data")
 
-    Raises ShardingError for the errors of `unshard`, if `block` captures a tensor that is being differentiated, and
-    inside torch.utils.checkpoint, which does not know that weights are freed.
+    Raises ShardingError for the errors of `unshard`, if `block` captures a tensor that is being differentiated, for a
+    second backward pass, and inside torch.utils.checkpoint, which does not know that weights are freed.
     """
     schedule = Schedule(release, prefetch, backward_prefetch, remat, offload)
     schedule.check("scan", axis)

@@ -103,7 +103,7 @@ def strategy(
     hybrid, keeps = "HYBRID" in known, known not in ("FULL_SHARD", "HYBRID_SHARD")
     axis = axis if axis is not None else ("replica", "shard") if hybrid else "data"
     names = names_of(axis)
-    if not names or (hybrid and len(names) < 2):
+    if not names or (hybrid and len(names) < 2) or len(set(names)) < len(names):
         raise fail(f"strategy: {known} with axis={axis!r}",
                    fix="the axis that replicates first, then those that split: ('replica', 'shard')" if hybrid
                    else "one or more axes: 'data'")  # fmt: skip

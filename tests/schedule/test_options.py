@@ -334,3 +334,6 @@ def test_invalid_options_are_errors() -> None:
     ):
         assert message in error_text(step_of(mesh, **how), *place(mesh))
         assert message.replace("scan", "unshard").partition("=")[0] in error_text(unit_step, mesh, **how)
+    for name in ("dtype", "reduce_dtype"):
+        message = f"mixed precision: {name} must be a floating-point dtype, got torch.int32"
+        assert message in error_text(step_of(mesh, **{name: torch.int32}), *place(mesh))

@@ -542,7 +542,7 @@ def test_second_derivative_jvp_and_vmap_equal_the_plain_loop() -> None:
         assert_same(run(scanned(tree, specs), of), run(plain(tree, specs), of))
 
 
-def test_create_graph_is_an_error() -> None:
+def test_create_graph_and_a_second_backward_pass_are_errors() -> None:
     tree, mesh = described(blocks=2), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
 
@@ -558,6 +558,18 @@ def test_create_graph_is_an_error() -> None:
         fs.ShardingError, match=r"scan: the gradient of a schedule cannot be differentiated by torch\.autograd"
     ):
         twice(place(mesh, tree, specs), batch())
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check="never")
+    def again(p: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        with torch.enable_grad():
+            y = scanned(tree, specs)(p, x).square().sum()
+            y.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            y.backward()  # type: ignore[no-untyped-call]
+        return x
+
+    with pytest.raises(fs.ShardingError, match="scan: a second backward pass through it"):
+        again(place(mesh, tree, specs), batch())
 
 
 def test_invalid_arguments_are_errors() -> None:

@@ -273,6 +273,7 @@ def test_numbers_and_names_of_accelerate_are_those_of_torch() -> None:
         ((True,), {}, "strategy: name must be a str or an int, got True"),
         (("HYBRID_SHARD",), {"axis": "data"}, "strategy: HYBRID_SHARD with axis='data'"),
         (("FULL_SHARD",), {"axis": ()}, "strategy: FULL_SHARD with axis=()"),
+        (("HYBRID_SHARD",), {"axis": ("data", "data")}, "strategy: HYBRID_SHARD with axis=('data', 'data')"),
         (("SHARD_GRAD_OP",), {"release": True}, "strategy: SHARD_GRAD_OP keeps gathered weights until backward"),
         (("HYBRID_SHARD",), {"release": "replica"}, "weights are gathered over ('shard',)"),
         (("FULL_SHARD",), {"prefetch": -1}, "strategy: prefetch=-1"),

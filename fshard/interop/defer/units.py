@@ -100,8 +100,8 @@ def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: s
 def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Place]) -> dict[str, tuple[str, ...]]:
     """Return the names of each unit's parameters: each is in the innermost unit that has all places of the leaf.
 
-    A leaf that no unit has alone is in the innermost unit of each of its places, if all are in units. A leaf of a module
-    that is in several others has a place in each.
+    A leaf that no unit has alone is in the innermost unit of each of its places, if all are in units. A leaf of a
+    module that is in several others has a place in each.
     """
     units = {id(module.get_submodule(name)): name for name in names}
 
