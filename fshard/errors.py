@@ -168,7 +168,7 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
         for name, x in (*zip(itertools.chain(by_position, itertools.repeat(rest)), args), *kwargs.items()):  # noqa: B905
             kind = kinds.get(name) or kinds.get(others)
             if kind is not None and not _fits(x, kind):
-                raise must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
+                raise _namesake(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
         try:
             return f(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError, NotImplementedError) as e:
@@ -191,6 +191,22 @@ def _call_note(verb: str, args: Mapping[str, Any]) -> str:
     texts = {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else shown(x)
              for name, x in args.items()}  # fmt: skip
     return f"in {verb}({', '.join(f'{name}={text}' for name, text in texts.items())})"
+
+
+def _namesake(verb: str, name: str, kind: _Kind, x: object) -> ShardingError | None:
+    """Return the error of an argument of another class with the same name, as every model has a `Config`."""
+    theirs = [_home(t) for t in kind.types if t.__name__ == type(x).__name__]
+    if not theirs:
+        return None
+    ours = _home(type(x))
+    fix = f"call {ours}.{verb}" if hasattr(sys.modules[ours], verb) else ""
+    return fail(f"{verb}: {name} must be {kind.words} of {theirs[0]}, got one of {ours}", fix=fix)
+
+
+def _home(kind: type) -> str:
+    """Return the name of the module of a class, or of its package if that has the class too."""
+    package = kind.__module__.rpartition(".")[0]
+    return package if getattr(sys.modules.get(package), kind.__name__, None) is kind else kind.__module__
 
 
 def _too_many(verb: str, parameters: Sequence[inspect.Parameter], got: int, most: int) -> ShardingError:

@@ -241,9 +241,9 @@ def accumulate(
 ) -> Callable[..., Any]:  # fmt: skip
     """Return `value_and_grad` over `steps` microbatches in sequence: the mean of their values and gradients.
 
-    Every argument that is not differentiated is split along dim 0 into `steps` equal parts (leaf by leaf; 0-d leaves
-    and numbers are passed whole). Only the activations of one microbatch exist at a time. With `has_aux`, aux leaves
-    are stacked, [steps, ...].
+    Every positional argument that is not differentiated is split along dim 0 into `steps` equal parts (leaf by leaf;
+    0-d leaves and numbers are passed whole). Keyword arguments are passed whole: frozen parameters, a key. Only the
+    activations of one microbatch exist at a time. With `has_aux`, aux leaves are stacked, [steps, ...].
 
     The gradients of all ranks are added in one of three ways:
 
@@ -263,6 +263,10 @@ def accumulate(
 
     >>> loss, grads = accumulate(loss_fn, 4)(params, x, y)       # x [4 * b, D], y [4 * b]
     >>> loss, grads = accumulate(loss_fn, 4, gather=lambda p: pvary(p, "data"))(params, x, y)
+
+    The rows of a microbatch are some of each rank's, and so others on another mesh, which dropout can tell. To have the
+    same ones, split the batch before it is placed: x [4, b, D] by P(None, "data"), and keys `split(key, 4)`; `f` then
+    gets x [1, b, D] and a key [1, 2].
 
     Raises ShardingError if `steps` does not divide a leaf's dim 0.
     """
@@ -368,7 +372,7 @@ def _microbatch(i: int, arg: Any, step: int, steps: int) -> Any:
         if x.shape[0] % steps:
             raise fail(f"accumulate: {tree.show(f'args[{i}]', path)} cannot be split into {steps} equal microbatches",
                        f"{x.shape[0]} % {steps} = {x.shape[0] % steps}", shape=list(x.shape),
-                       fix="another number of steps, or another batch size")  # fmt: skip
+                       fix="another number of steps, or another batch size; what is no batch, by keyword")  # fmt: skip
         size = x.shape[0] // steps
         return x.narrow(0, step * size, size)
 

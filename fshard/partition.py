@@ -62,8 +62,14 @@ def _match(paths: Sequence[tree.Path], globs: Sequence[str], errors: list[Shardi
     for glob in globs:
         found = [matches(part, glob.split(".")) for part in parts]
         if not any(found):
-            fix = next((f"{wider!r} matches {where}" for wider, where in _wider(glob)
-                        if any(matches(part, wider.split(".")) for part in parts)), "correct it, or leave it out")
+            fix = next(
+                (
+                    f"{wider!r} matches {where}"
+                    for wider, where in _wider(glob)
+                    if any(matches(part, wider.split(".")) for part in parts)
+                ),
+                "correct it, or leave it out",
+            )
             leaves = join_limited(names, 4) or "none"
             errors.append(
                 fail(f"partition: rules: {glob!r} matches no leaf of the tree", f"its leaves are {leaves}", fix=fix)

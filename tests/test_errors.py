@@ -141,6 +141,18 @@ def test_error_of_a_tensor_says_where_a_placed_or_described_leaf_is_one():
 
 
 @pytest.mark.slow
+def test_error_of_a_class_of_the_same_name_says_of_which_module_each_is():
+    assert error_text(fs.lora.specs, fs.ia3.Config(["q"]), {}, {}) == (
+        "specs: cfg must be a Config of fshard.lora, got one of fshard.ia3\n  fix: call fshard.ia3.specs"
+    )
+    assert error_text(fs.ia3.apply, fs.lora.Config(["q"]), {}, {}).endswith("fix: call fshard.lora.apply")
+    assert error_text(fs.models.t5.init, fs.models.llama.Config()) == (
+        "init: cfg must be a Config of fshard.models.t5, got one of fshard.models.llama\n"
+        "  fix: call fshard.models.llama.init"
+    )
+    assert error_text(fs.ia3.apply, 3, {}, {}) == "apply: cfg must be a Config, got 3"
+
+
 def test_a_compiled_program_checks_no_argument():
     double = checked(doubled)
     compiled = torch.compile(double, backend="eager", fullgraph=True)

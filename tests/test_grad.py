@@ -95,7 +95,7 @@ def test_second_derivatives():
          "value_and_grad(<lambda>): argument 0 has no leaves\n  fix: pass the parameters, or other argnums"),
         (lambda: fs.accumulate(loss, 3)(*data()),
          ("accumulate: args[1] cannot be split into 3 equal microbatches\n  shape  [4, 3]\n  4 % 3 = 1\n"
-          "  fix: another number of steps, or another batch size")),
+          "  fix: another number of steps, or another batch size; what is no batch, by keyword")),
         (lambda: fs.accumulate(loss, 0), "accumulate: steps=0\n  fix: one or more"),
         (lambda: fs.accumulate(loss, 2, argnums=(0, 1), gather=lambda p: p),
          "accumulate: argnums=(0, 1): gather= is a function of one argument\n  fix: argnums=0"),
@@ -125,6 +125,36 @@ def test_accumulate_equals_the_whole_batch(steps):
     close((value, grads), by_autograd(p, x))
     assert aux.shape == (steps,)
     torch.testing.assert_close(aux.sum(), x.sum())
+
+
+def test_accumulate_splits_arguments_by_position_and_passes_those_by_keyword_whole():
+    p, x = data()
+
+    def draw(p, x, *, rest, key):
+        return loss(p, fs.nn.dropout(x, 0.5, key=key) @ rest["w"]), fs.random.uniform(key, (1,))
+
+    rest, key = {"w": torch.eye(3, dtype=x.dtype) * 2}, fs.key(5)
+    (value, aux), _ = fs.accumulate(draw, 2, has_aux=True)(p, x, rest=rest, key=key)
+    torch.testing.assert_close(
+        value, (draw(p, x[:2], rest=rest, key=key)[0] + draw(p, x[2:], rest=rest, key=key)[0]) / 2
+    )
+    assert torch.equal(aux[0], aux[1])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_microbatches_that_are_made_before_placing_have_the_same_dropout_on_every_mesh(n):
+    steps, b = 2, 4
+    p, x = torch.ones(3), fs.random.normal(fs.key(1), (steps, b, 3))
+
+    def f(p, x, key):
+        h = fs.nn.dropout(x[0], 0.5, key=key[0], spec=P("data"), shape=(b, 3))
+        return fs.psum((fs.pvary(p, "data") * h).square().sum(), "data") / b
+
+    step = fs.shard_map(lambda p, x: fs.accumulate(f, steps)(p, x, fs.split(fs.key(2), steps)),
+                        mesh=fs.make_mesh(data=n), in_specs=(P(), P(None, "data")), out_specs=P())  # fmt: skip
+    masked = [fs.nn.dropout(x[i], 0.5, key=fs.split(fs.key(2), steps)[i]) for i in range(steps)]
+    want = torch.stack(masked).square().sum() / (steps * b)
+    torch.testing.assert_close(fs.device_get(step(p, x)[0]), want)
 
 
 # accumulate / no_sync of Accelerate: gradients reduced in each microbatch, once, or never
