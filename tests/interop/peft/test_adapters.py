@@ -216,6 +216,7 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     assert isinstance(ours["target_modules"], str) == isinstance(wanted["target_modules"], str)
     for field in ours.keys() - {"target_modules", "modules_to_save"}:  # their order; the heads that the model lacks
         assert ours[field] == wanted[field], field
+    assert bool(ours["modules_to_save"]) == bool(wanted["modules_to_save"])  # without it peft has the same logits
 
     fs.peft.save(tmp_path / "ours", lora, trained, params, of=of, like=tmp_path / "theirs")
     ref.model.theirs(ref.wrapped).square().mean().backward()
