@@ -29,7 +29,7 @@ from ._comm import Axis
 from .collectives import pvary
 from .errors import ShardingError, checked, fail, must_be, raise_all
 from .lora.targets import Leaf, Of, Targets, named_leaves
-from .spec import P, is_spec, names_of
+from .spec import P, describe, is_spec, names_of
 from .weight import Part, Weight, is_weight
 
 
@@ -159,7 +159,7 @@ def apply(
     return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, x in values.items()])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScaledWeight(Weight):
     """A matrix with a scale of its outputs, x @ base * scale, or of its inputs, (x * scale) @ base. Made by `apply`."""
 
@@ -181,6 +181,9 @@ class ScaledWeight(Weight):
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.base.dtype
         return dtype
+
+    def __repr__(self) -> str:
+        return f"ScaledWeight({describe(self.dtype, tuple(self.shape))}, {'in' if self.of_inputs else 'out'}puts)"
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
         base = self.base.parts(spec, shape) if isinstance(self.base, Weight) else [(spec, shape)]

@@ -36,6 +36,7 @@ def test_outputs_with_their_bias_are_scaled_or_the_inputs_of_the_feed_forward() 
     got = nn.linear(X, params["k"]["w"], params["k"]["b"])
     torch.testing.assert_close(got, (X @ W + B) * scales["k.w"]["scale"])
     torch.testing.assert_close(nn.linear(X, params["down"]["w"]), (X * scales["down.w"]["scale"]) @ W)
+    assert repr(params["down"]["w"]) == "ScaledWeight(f32[4, 6], inputs)"
 
 
 def test_only_the_scales_have_gradients_and_a_half_precision_layer_keeps_its_dtype() -> None:

@@ -135,6 +135,10 @@ class AdaptedParameter(StandIn):
         return table.embed(input)
 
     def _refused(self, operation: str) -> ShardingError:
+        if self._layout is None:
+            return fail(f"{self.leaf!r} is of type {type(self.weight).__name__}, and used by {operation}",
+                        "in a deferred module only an adapter of a layer stands for it",
+                        fix="exclude its module from those of lora.quantize, or adapt it")  # fmt: skip
         return fail(f"{self.leaf!r} is adapted, and used by {operation}, which adapters do not take part in",
                     "they do in nn.Linear, nn.Embedding and transformers' Conv1D",
                     fix="exclude its module from the adapter's targets")  # fmt: skip

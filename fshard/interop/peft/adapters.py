@@ -24,7 +24,7 @@ from fshard.interop.hf.weights import with_dot
 from fshard.lora.config import in_module, names_module
 from fshard.lora.targets import Leaf, Of, Targets, leaf_of, named_leaves
 
-from .config import KEPT, config_fields, saves, selects, value_for
+from .config import KEPT, config_fields, only, saves, selects, value_for
 from .files import CONFIG, WEIGHTS, check_folder, write_folder
 
 _START = "base_model.model."
@@ -76,6 +76,10 @@ def load(
         present = tuple(t for t in fields["targets"] if any(names_module(t, m) for m in modules))
         fields["targets"] = present or fields["targets"]
     fields["modules_to_save"] = _saved(fields["modules_to_save"], dict(zip(names, modules, strict=True)))
+    if not fields["targets"]:
+        raise fail(f"{path / CONFIG}: target_modules and layers_to_transform name no layer of the model",
+                   target_modules=contents.get("target_modules"), layers=contents.get("layers_to_transform"),
+                   fix="the model that the adapters are of; or prefix=, for adapters of it without a head")  # fmt: skip
     cfg: Config
     if contents["peft_type"] == "IA3":
         cfg = ia3.Config(**fields)
@@ -295,8 +299,9 @@ def _contents(
         if m in adapted and (re.fullmatch(forward, n) if isinstance(forward, str) else n.endswith(forward))
     }
     if as_peft != adapted or as_peft_first != first:  # a glob, "all-linear", or an expression for names with the prefix
-        chosen, excluded = [n for n, m in names.items() if m in adapted], []
-        forward = [n for n, m in names.items() if m in first]
+        inside = [n for n, m in names.items() if m in adapted]
+        chosen, excluded = only(inside, list(names), selects), []
+        forward = only([n for n in inside if names[n] in first], inside, lambda ends, n: n.endswith(tuple(ends)))
     own = {n: m for n, m in names.items() if m in adapted}
     inputs_first = any(_stores_inputs_first(*leaves[name], of) for name in targets.adapted)
     common = {"inference_mode": True, "target_modules": chosen, "exclude_modules": excluded or None,

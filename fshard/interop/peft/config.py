@@ -5,6 +5,7 @@ Names and meanings of its fields: peft 0.21, `peft.LoraConfig` and `peft.tuners.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -48,14 +49,14 @@ def _strings(x: Any) -> bool:
     return isinstance(x, list) and all(isinstance(s, str) for s in x)
 
 
-def _numbers(x: Any) -> bool:
-    return isinstance(x, dict) and all(_is(int, float)(n) for n in x.values())
+def _number(x: Any) -> bool:
+    return _is(int, float)(x) and math.isfinite(x)
 
 
 # Fields with a meaning here: the test of a value, and its words.
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda x: _is(int)(x) and x > 0, "a number of 1 or more"),
-    "lora_alpha": (_is(int, float), "a number"),
+    "lora_alpha": (_number, "a finite number"),
     "lora_dropout": (lambda x: _is(int, float)(x) and 0 <= x < 1, "0 or more, less than 1"),
     "use_rslora": (_is(bool), "true or false"),
     "use_dora": (_is(bool), "true or false"),
@@ -66,7 +67,8 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "modules_to_save": (_strings, "names"),
     "rank_pattern": (lambda x: isinstance(x, dict) and all(_is(int)(n) and n > 0 for n in x.values()),
                      "a number of 1 or more for each pattern"),
-    "alpha_pattern": (_numbers, "a number for each pattern"),
+    "alpha_pattern": (lambda x: isinstance(x, dict) and all(map(_number, x.values())),
+                      "a finite number for each pattern"),
     "layers_to_transform": (lambda x: _is(int)(x) or (isinstance(x, list) and all(map(_is(int), x))), "numbers"),
     "layers_pattern": (lambda x: isinstance(x, str) or _strings(x), "names"),
     "init_lora_weights": (lambda x: isinstance(x, (bool, str)), "true, false or the name of an initialization"),
@@ -113,7 +115,8 @@ def config_fields(
     if layers:
         patterns = of("layers_pattern", [])
         patterns = [patterns] if isinstance(patterns, str) else patterns
-        targets = [n for n in names if n in targets or (selects(targets, n) and in_layers(n, layers, patterns))]
+        chosen_layers = [n for n in names if n in targets or (selects(targets, n) and in_layers(n, layers, patterns))]
+        targets = only(chosen_layers, names, selects)
     return {
         "rank": of("r", 8), "alpha": of("lora_alpha", 8), "dropout": float(of("lora_dropout", 0.0)),
         "rslora": of("use_rslora", False), "dora": of("use_dora", False), "bias": of("bias", "none"),
@@ -163,6 +166,8 @@ def _errors(path: Path, contents: Mapping[str, Any], model_type: str | None) -> 
         errors.append(fail(f"{path}: layers_pattern is {patterns!r}, without layers_to_transform"))
     expressions = [x for x in map(contents.get, ("target_modules", "exclude_modules", "feedforward_modules"))
                    if isinstance(x, str)]  # fmt: skip
+    listed = patterns if isinstance(patterns, list) else [patterns]
+    expressions += [x for x in listed if isinstance(x, str)]
     for name in ("rank_pattern", "alpha_pattern"):
         expressions += contents[name] if isinstance(contents.get(name), dict) else []
     for text in expressions:
@@ -203,6 +208,15 @@ def selects(chosen: str | Sequence[str], name: str) -> bool:
     if isinstance(chosen, str):
         return re.fullmatch(chosen, name) is not None
     return any(name == end or name.endswith(f".{end}") for end in chosen)
+
+
+def only(chosen: list[str], names: Sequence[str], selected: Callable[[list[str], str], bool]) -> str | list[str]:
+    r"""Return some of the modules as PEFT selects them and no others: a list; or an expression, if a list selects more.
+
+    >>> only(["q"], ["q", "k"], selects), only(["q"], ["q", "h.q"], selects)
+    (['q'], 'q')
+    """
+    return chosen if [n for n in names if selected(chosen, n)] == chosen else "|".join(map(re.escape, chosen))
 
 
 def saves(chosen: Sequence[str], name: str) -> bool:

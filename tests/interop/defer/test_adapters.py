@@ -427,3 +427,8 @@ def test_use_of_an_adapted_parameter_that_adapters_do_not_take_part_in_is_an_err
     adapters = {"weight": {"a": torch.ones(5, 1), "b": torch.ones(1, 3)}}
     adapted = lora.apply(cfg, weights, adapters, of=table)
     assert "'weight' is adapted, and used by embedding" in error_text(table, adapted, {}, torch.tensor([1]))
+    layer, _ = fs.defer(lambda: nn.Linear(3, 2), reference=0)
+    params = lora.quantize({"weight": torch.ones(2, 3)}) | {"bias": torch.ones(2)}
+    assert error_text(layer, params, {}, torch.ones(1, 3)).startswith(
+        "'weight' is of type Int8, and used by linear\n  in a deferred module only an adapter of a layer stands for it"
+    )

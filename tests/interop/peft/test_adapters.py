@@ -22,6 +22,8 @@ from fshard.models import bert, gpt2, gpt_neox, heads, llama, t5
 os.environ["HF_HUB_OFFLINE"] = "1"
 peft = pytest.importorskip("peft")
 hf = pytest.importorskip("transformers")
+from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -216,6 +218,7 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     assert isinstance(ours["target_modules"], str) == isinstance(wanted["target_modules"], str)
     for field in ours.keys() - {"target_modules", "modules_to_save"}:  # their order; the heads that the model lacks
         assert ours[field] == wanted[field], field
+    assert bool(ours["modules_to_save"]) == bool(wanted["modules_to_save"])  # without it peft has the same logits
 
     fs.peft.save(tmp_path / "ours", lora, trained, params, of=of, like=tmp_path / "theirs")
     ref.model.theirs(ref.wrapped).square().mean().backward()
@@ -441,6 +444,23 @@ def test_targets_that_peft_would_read_otherwise_are_written_as_names(targets: An
     assert sorted(contents(tmp_path / "a")["target_modules"]) == names
 
 
+def test_targets_whose_names_end_other_names_are_written_as_an_expression(tmp_path: Path) -> None:
+    matrix = fs.init.zeros((4, 4))
+    tree = {"q": matrix, "up": matrix, "h": {"q": matrix, "up": matrix}}
+    both: dict[str, Any] = {"targets": ("q", "up", "h.up"), "exclude": ("h.*q",)}
+    for cfg in (fs.lora.Config(**both), fs.ia3.Config(**both, feedforward=r"up")):
+        method = fs.lora if isinstance(cfg, fs.lora.Config) else fs.ia3
+        adapters = placed(method.init(cfg, tree), P(), fs.make_mesh(data=1))
+        fs.peft.save(tmp_path, cfg, adapters, tree)
+        theirs = peft.PeftConfig.from_pretrained(tmp_path)
+        names = [n for n in ("q", "up", "h.q", "h.up") if check_target_module_exists(theirs, n)]
+        assert {fs.tree.dotted((n,)) for n in names} == set(adapters)
+        again, read = fs.peft.load(tmp_path, tree)
+        assert fs.tree.structure(read) == fs.tree.structure(adapters)
+        if isinstance(again, fs.ia3.Config):
+            assert [again.scales_inputs(n) for n in ("q", "up", "h.up")] == [False, True, False]
+
+
 def test_modules_to_save_that_peft_would_read_otherwise_are_written_as_names(tmp_path: Path) -> None:
     small(tmp_path, modules_to_save=("h.*.norm",))
     assert contents(tmp_path / "a")["modules_to_save"] == ["h.0.norm", "h.1.norm"]
@@ -496,6 +516,8 @@ def test_targets_that_the_model_lacks_are_left_out_unless_it_lacks_all(tmp_path:
     assert (cfg.targets, cfg.modules_to_save) == (("q",), ())
     change(tmp_path / "a", target_modules=["query"])
     assert "no module is named 'query'" in error_text(fs.peft.load, tmp_path / "a", TREE)
+    change(tmp_path / "a", target_modules=["q"], layers_to_transform=[7])
+    assert "target_modules and layers_to_transform name no layer" in error_text(fs.peft.load, tmp_path / "a", TREE)
     change(tmp_path / "a", target_modules=["q"], use_qalora=True, lora_bias=True)
     text = error_text(fs.peft.load, tmp_path / "a", TREE)
     assert "use_qalora is not supported" in text
