@@ -103,7 +103,7 @@ def test_second_derivatives():
          "accumulate(loss): counted=True, and the result is a Tensor\n  fix: return (total, count)"),
         (lambda: fs.accumulate(loss, 2, has_aux=True)(*data()),
          "accumulate(loss): has_aux=True, and the result is a Tensor\n  fix: return (loss, aux)"),
-        (lambda: fs.accumulate(loss, 2)(), "accumulate(loss): argnums=0, but there are 0 positional arguments"),
+        (fs.accumulate(loss, 2), "accumulate(loss): argnums=0, but there are 0 positional arguments"),
         (lambda: fs.accumulate(loss, 2, argnums=2, gather=lambda p: p)(*data()),
          "accumulate(loss): argnums=2, but there are 2 positional arguments"),
         (lambda: fs.accumulate(loss, 2, gather=lambda p: {**p, "ids": torch.arange(3)})(*data()),

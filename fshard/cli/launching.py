@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,6 +162,8 @@ def _check_script(script: str, given: Mapping[str, Any]) -> None:
     if given.get("no_python"):
         if given.get("module"):
             raise fail("launch: --no_python and --module", "a module is run by python", fix="leave one of them out")
+        if shutil.which(script) is None:
+            raise fail(f"launch: there is no program {script}", fix="its path, ./program; or a name in PATH")
         return
     if given.get("module"):
         try:
@@ -268,6 +271,7 @@ def _run(arguments: Sequence[str]) -> int:
     torchrun: Any = importlib.import_module("torch.distributed.run")  # has no annotations
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
         torchrun.run(torchrun.parse_args(list(arguments)))
@@ -279,6 +283,10 @@ def _run(arguments: Sequence[str]) -> int:
         return code if code > 0 else 128 - code
     except SignalException as e:  # torchrun has passed it on to the ranks, and waited for them
         return 128 + int(e.sigval)
+    except (RendezvousError, torch.distributed.DistError) as e:
+        raise fail("launch: the machines did not meet", str(e).partition("\n")[0],
+                   fix="the same address, port and number of machines on each of them, started within the timeout, "
+                       "which --rdzv_conf timeout=SECONDS sets") from e  # fmt: skip
     except (AssertionError, ValueError) as e:
         raise fail("launch: torchrun refuses the options", str(e)) from e
     return 0

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 import fshard as fs
 from fshard.cli import main
@@ -136,8 +138,8 @@ def test_options_of_torchrun_are_passed_on(monkeypatch):
         "pkg",
         ["-m", "1"],
     )
-    args, _, _ = launched(monkeypatch, "--no_python", "some-program", "x")
-    assert (args.no_python, args.training_script) == (True, "some-program")
+    args, _, _ = launched(monkeypatch, "--no_python", sys.executable, "x")
+    assert (args.no_python, args.training_script) == (True, sys.executable)
 
 
 def test_ranks_without_a_file(monkeypatch):
@@ -198,6 +200,15 @@ def test_exit_status_is_that_of_the_ranks(monkeypatch, capsys, raised: BaseExcep
         assert f"launch: rank 2 failed first, with {how}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("raised", [RendezvousTimeoutError("late"), torch.distributed.DistStoreError("late\nframes")])
+def test_machines_that_do_not_meet_are_an_error(monkeypatch, capsys, raised: Exception):
+    def run(_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(torchrun, "run", run)
+    assert "\nlaunch: the machines did not meet\n  late\n  fix: the same address" in error(capsys, "train.py")
+
+
 # --- errors before anything starts --------------------------------------------------------------------------------
 
 
@@ -220,6 +231,7 @@ def test_exit_status_is_that_of_the_ranks(monkeypatch, capsys, raised: BaseExcep
     (["--rdzv_endpoint", "node0", "train.py"], "--rdzv_endpoint node0: has no port"),
     (["--use_fsdp", "--multi_gpu", "train.py"], "a run has one distributed_type"),
     (["--no_python", "-m", "x"], "a module is run by python"),
+    (["--no_python", "no-such-program"], "launch: there is no program no-such-program"),
     (["--mixed_precision", "fp8", "train.py"], "--mixed_precision: 'fp8' is not one of no, bf16, fp16"),
     (["--config_file", "no.yaml", "--num_processes=2", "train.py"], "--num_processes 2: distributed_type is NO"),
     (["--config_file", "open.yaml", "train.py"], "open.yaml does not say how many ranks"),
