@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from .files import CONFIG, WEIGHTS, check_folder, plain, write_folder
 
 # Fields that may differ between a folder and the module that reads it: they say nothing of what the adapters compute.
 _FREE = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config",
-         "init_weights", "init_lora_weights", "lora_dropout", "dropout", "module_dropout"}  # fmt: skip
+         "merge_weights", "init_weights", "init_lora_weights", "lora_dropout", "dropout", "module_dropout"}  # fmt: skip
 
 
 @checked
@@ -45,7 +46,7 @@ def weights(folder: StrPath, described: Any, *, of: Apply, adapter: str = "defau
     model = _wrapped(of, adapter)
     path = f"{folder}/{CONFIG}"
     own = {k: v for k, v in plain(model.peft_config[adapter].to_dict()).items() if k not in _FREE}
-    file = {k: v for k, v in contents.items() if k not in _FREE}
+    file = {k: v for k, v in {**_defaults(model.peft_config[adapter]), **contents}.items() if k not in _FREE}
     errors = [fail(f"{path}: {name} is not that of the module", folder=file.get(name), module=own.get(name),
                    fix="the config that peft.PeftConfig.from_pretrained(folder) returns")
               for name in sorted({*own, *file}) if _differ(own.get(name), file.get(name))]  # fmt: skip
@@ -148,6 +149,13 @@ def _prompt(model: Any, adapter: str) -> str:
         raise fail("peft: the prompt is computed by an encoder, and saved as its result",
                    f"from {', '.join(names)}", fix="prompt tuning, or prefix tuning without a projection")  # fmt: skip
     return f"prompt_encoder.{adapter}.embedding.weight"
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """Return the values of fields that a folder of an earlier version of peft lacks."""
+    out = {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+           for f in dataclasses.fields(config)}  # fmt: skip
+    return {name: plain(x) for name, x in out.items() if x is not dataclasses.MISSING}
 
 
 def _differ(ours: Any, theirs: Any) -> bool:
