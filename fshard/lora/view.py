@@ -319,8 +319,8 @@ def _aligned(
             errors.append(ShardingError(f"lora.apply: {name!r}: {e}"))
             continue
         for part, factor in factors.items():
-            spec = own_specs.get((name, part))
-            if spec is not None and spec.memory == "host":
+            placed_by = own_specs.get((name, part))
+            if placed_by is not None and placed_by.memory == "host":
                 factors[part] = to_device(factor)
         for part, dim, axes, base_axes in here.misplaced:
             errors.append(fail(f"lora.apply: adapters[{name!r}][{part!r}] has dim {dim} over {axes}, and its base that "

@@ -423,7 +423,7 @@ def test_use_of_an_adapted_parameter_that_adapters_do_not_take_part_in_is_an_err
     assert "no parameter of the module" in error_text(lora.init, lora.Config(["up"]), tree, of=apply)
     table, _ = fs.defer(lambda: nn.Embedding(5, 3, max_norm=1.0), reference=0)
     weights = {"weight": torch.ones(5, 3)}
-    cfg = lora.Config("all-linear", rank=1)
+    cfg = lora.Config(".*", rank=1)
     adapters = {"weight": {"a": torch.ones(5, 1), "b": torch.ones(1, 3)}}
     adapted = lora.apply(cfg, weights, adapters, of=table)
     assert "'weight' is adapted, and used by embedding" in error_text(table, adapted, {}, torch.tensor([1]))
