@@ -37,6 +37,7 @@ import torch
 import fshard as fs
 from fshard import P, ShardingError, checkpoint
 from fshard.recipes import pretrain
+from fshard.recipes.log import read_metrics
 
 SIZES = {"w": (64, 300), "b": (301,), "e": (0, 3)}
 
@@ -259,7 +260,7 @@ def files_of(folder: Path, step: int) -> dict[str, bytes]:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for _, line in pretrain.read_metrics(folder / "metrics.jsonl")]
+    lines = [json.loads(line) for _, line in read_metrics(folder / "metrics.jsonl", pretrain.command.stop)]
     return [(m["step"], m["loss"]) for m in lines]
 
 

@@ -70,7 +70,7 @@ def test_replicated_adapters_of_a_split_base_are_sliced(option):
     close(got, cases.peft_results(case), 1e-5, 2e-5)
 
 
-@pytest.mark.parametrize("layout", ["data, fully sharded", "uneven"])
+@pytest.mark.parametrize("layout", ["data, fully sharded", pytest.param("uneven", marks=pytest.mark.slow)])
 def test_a_base_of_half_precision_has_adapters_of_single(layout):
     case = cases.pair("llama", torch.bfloat16, **BASE["llama"])
     assert {x.dtype for x in fs.tree.leaves(case.adapters)} == {torch.float32}

@@ -407,11 +407,12 @@ def model(name):
     return module, batch, loss.detach(), grads
 
 
-@pytest.mark.parametrize("layout", [
-    pytest.param(name, marks=() if name == "data=2, model=2" else pytest.mark.slow)
-    for name in LAYOUTS
+@pytest.mark.parametrize(("name", "layout"), [
+    *((name, "data=2, model=2") for name in MODELS),
+    *(pytest.param("gpt2", name, marks=pytest.mark.slow) for name in LAYOUTS if name != "data=2, model=2"),
+    pytest.param("bert", "replica=2, shard=2", marks=pytest.mark.slow),
+    pytest.param("t5", "data=3", marks=pytest.mark.slow),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_in_train_mode_equal_the_dense_model_with_the_same_masks(name, layout):
     module, batch, expected_loss, expected_grads = model(name)
     sizes, over, shard = LAYOUTS[layout]
