@@ -115,6 +115,7 @@ def test_a_run_resumes_on_another_mesh(texts, one, tmp_path, monkeypatch):
 
 @needs_minilm
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
 def test_the_adapter_and_the_model_are_read_by_peft_and_transformers(texts, tmp_path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     out = tmp_path / "out"
