@@ -132,9 +132,9 @@ def test_the_adapter_and_the_model_are_read_by_peft_and_transformers(texts, tmp_
     assert max(float(x["b"].abs().max()) for x in own.values()) > 0
     adapted = lora.apply(options, params, own, of=t5.theirs)
     torch.testing.assert_close(t5.apply(cfg, adapted, ids, t5.shifted(cfg, targets)), want, rtol=1e-4, atol=1e-5)
-    folder = ["--model", str(out / "t5"), "--targets", "q,v"]
+    folder = ["--model", str(out / "t5"), "--targets", "q,k,v"]
     scores = finetune.main([*TINY, "--data", texts, "--methods", "t5-lora", *folder])
-    assert scores["t5-lora"].trained == 2 * 2 * 4 * 2 * 16 // 2 + 2 * 2 * 2 * 16  # q and v of 4 attentions
+    assert scores["t5-lora"].trained == 4 * 3 * (16 * 2 + 2 * 16)  # attentions, matrices, factors of rank 2
 
 
 @needs_minilm
