@@ -23,6 +23,7 @@ from fshard.spec import P
 from fshard.weight import is_weight
 
 from .config import Config
+from .int8 import Int8
 from .targets import Adapted, Leaf, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_of
 
 # (weight, its factors, the axes that split its inputs) -> the new weight
@@ -117,7 +118,7 @@ def _changed(
     leaves = checked_leaves(verb, cfg, named, adapters, of, (Tensor, Sharded))
     raise_all([e for found in leaves for e in _shape_errors(verb, cfg, found, adapters[found.name])])
     meshes = [x.mesh for _, _, x, _ in leaves if isinstance(x, Sharded)]
-    raise_all([must_be(f"{verb}: {tree.show('params', path)}", "a Sharded or a Tensor, as the others,", x)
+    raise_all([_not_mergeable(verb, path, x, bool(meshes))
                for _, path, x, _ in leaves if not isinstance(x, Sharded if meshes else Tensor)])  # fmt: skip
     bases = {name: x for name, _, x, _ in leaves}
     described = {name: leaf for name, _, _, leaf in leaves}
@@ -150,6 +151,15 @@ def _changed(
                     fix="look for what made the adapter diverge; safe=False merges it anyway")
                for name, path, _, _ in leaves if safe and has_values and int(wrong[name])])  # fmt: skip
     return tree.unflatten(tree.flatten(params, is_weight)[1], [new.get(name, x) for name, (_, x) in named.items()])
+
+
+def _not_mergeable(verb: str, path: tree.Path, x: Any, placed: bool) -> ShardingError:
+    """Return the error of a leaf that has no values, or is placed unlike the others."""
+    fix = "place all leaves on one mesh, or none" if isinstance(x, Tensor) else "fs.materialize it"
+    if isinstance(x, Int8):
+        fix = "lora.dequantize(params)"
+    words = "a Sharded, as others are" if placed else "a Sharded or a Tensor"
+    return must_be(f"{verb}: {tree.show('params', path)}", words, x, fix=fix)
 
 
 def _shape_errors(verb: str, cfg: Config, found: Adapted, own: Mapping[str, Any]) -> list[ShardingError]:

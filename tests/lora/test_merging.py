@@ -102,7 +102,12 @@ def test_merge_refuses_trees_that_it_cannot_merge():
     cfg, w = fs.lora.Config(["w"], rank=1, dora=True), {"w": torch.ones(2, 3)}
     own = {"w": {"a": torch.ones(2, 1), "b": torch.ones(1, 3), "magnitude": torch.ones(3)}}
     assert "merge does not keep what these had" in error_text(fs.lora.unmerge, cfg, w, own)
-    assert "a Sharded or a Tensor" in error_text(fs.lora.merge, cfg, {"w": fs.init.zeros((2, 3))}, own)
+    assert error_text(fs.lora.merge, cfg, {"w": fs.init.zeros((2, 3))}, own) == (
+        "lora.merge: params['w'] must be a Sharded or a Tensor, got f32[2, 3] = zeros\n  fix: fs.materialize it"
+    )
+    assert error_text(fs.lora.merge, cfg, fs.lora.quantize(w), own) == (
+        "lora.merge: params['w'] must be a Sharded or a Tensor, got an Int8\n  fix: lora.dequantize(params)"
+    )
     shapes = fs.make_mesh(kind="abstract", data=2)
     placed = fs.materialize({"w": fs.init.zeros((2, 3))}, P("data"), shapes, key=fs.key(0))
     adapters = fs.materialize(fs.tree.map(lambda x: fs.init.zeros(x.shape), own), P(), shapes, key=fs.key(0))
