@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard import nn
+from fshard import nn, tree
+from fshard._torch_compat import in_transform
 from fshard.errors import ShardingError, fail
 
 
@@ -54,6 +56,39 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({
     "sqrtsoftplus": _sqrtsoftplus, "swish": F.silu, "tanh": torch.tanh,
 })  # fmt: skip
 _WITH_PARAMETERS = ("prelu", "xielu")
+
+
+def activated(name: str, x: Tensor, w: Any) -> Tensor:
+    """Apply the activation of a name to x, the input of a matrix w, keeping little for backward if w is frozen.
+
+    A matrix that trains needs the result for its gradient, and relu's own backward pass reads it there. Beside a frozen
+    one relu keeps only where the result is positive: a byte for each element.
+    """
+    eager = not (torch.compiler.is_dynamo_compiling() or in_transform())
+    if name == "relu" and eager and x.requires_grad and not any(t.requires_grad for t in tree.leaves(w)):
+        out: Tensor = _Relu.apply(x)  # type: ignore[no-untyped-call]
+        return out
+    return ACTIVATIONS[name](x)
+
+
+class _Relu(torch.autograd.Function):
+    """relu that saves where its result is positive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = F.relu(x)
+        positive = out > 0
+        ctx.save_for_backward(positive)
+        ctx.save_for_forward(positive)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor) -> Tensor:
+        return dx * ctx.saved_tensors[0]  # type: ignore[no-any-return]
 
 
 def activation_errors(verb: str, option: str, name: str) -> list[ShardingError]:

@@ -30,7 +30,7 @@ from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, tensor
 from fshard.random import fold_in
 from fshard.spec import P
 
-from .activations import ACTIVATIONS, activation_errors
+from .activations import ACTIVATIONS, activated, activation_errors
 from .decoding import Cache, KeyValues, Tokens, append_to_cache
 from .hf_files import read_config
 from .transformer import (
@@ -380,11 +380,10 @@ class _Stack(NamedTuple):
         """The feed-forward layer, with dropout of its hidden units [B, T, F@model]."""
         cfg, layout = self.cfg, self.layout
         h = self.enter(x, p["norm"])
-        activation = ACTIVATIONS[cfg.activation]
         if cfg.gated:
-            h = activation(flat_linear(h, p["gate"])) * flat_linear(h, p["linear"])
+            h = ACTIVATIONS[cfg.activation](flat_linear(h, p["gate"])) * flat_linear(h, p["linear"])
         else:
-            h = activation(flat_linear(h, p["up"]))
+            h = activated(cfg.activation, flat_linear(h, p["up"]), p["down"]["w"])
         if cfg.dropout_rate and key is not None:
             h = nn.dropout(h, cfg.dropout_rate, key=fold_in(key, "hidden"), spec=P(layout.data, None, layout.model),
                            shape=layout.global_shape((len(h), self.tokens.t, cfg.d_ff)))  # fmt: skip

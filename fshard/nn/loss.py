@@ -21,9 +21,9 @@ from fshard.collectives import pmax, psum, pvary
 from fshard.errors import checked, fail
 from fshard.spec import describe
 
-# Largest number of logits for which the plain formula is faster. Forward and backward on one CPU core of a busy machine,
-# plain and in row blocks: 4.3 and 2.3 ms for half a million elements in rows of 4096, 2.3 and 2.5 in rows of 32128; 17
-# and 8 ms for two millions, 14 and 9.
+# Largest number of logits for which the plain formula is faster. Forward and backward on one core of a busy machine:
+# plain 4.3 and in row blocks 2.3 ms for half a million elements in rows of 4096, 2.3 and 2.5 in rows of 32128; 17 and
+# 8 ms for two million, 14 and 9.
 _PLAIN_UP_TO = 1 << 19
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of a row block: on a CPU, as many as stay in a core's cache
 
