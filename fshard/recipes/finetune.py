@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Score]:
             part = t5_lora(setup, described, params) if name == "t5-lora" else t5_full(setup, described, params)
             scores[name], state = train(setup, part)
             if name == "t5-lora":
-                cfg = setup.adapter(args.targets.split(","))
+                cfg = setup.adapter(args.targets.split(","), args.dropout)
                 setup.save_adapters(name, cfg, state["params"], described, t5.theirs, task_type="SEQ_2_SEQ_LM")
     if "minilm-lora" in methods:
         scores["minilm-lora"] = minilm_lora(setup)
@@ -135,9 +135,9 @@ class Setup:
     def specs(self, described: Any, specs: Any) -> Any:
         return self.strategy.param_specs(described, specs)
 
-    def adapter(self, targets: Sequence[str]) -> lora.Config:
+    def adapter(self, targets: Sequence[str], dropout: float) -> lora.Config:
         a = self.args
-        return lora.Config(targets=targets, rank=a.rank, alpha=a.alpha, dropout=a.dropout)
+        return lora.Config(targets=targets, rank=a.rank, alpha=a.alpha, dropout=dropout)
 
     def batches(self, fetch: Callable[..., dict[str, Any]], lengths: Any, rows: Any, *, training: bool) -> Any:
         """For training a function from a step to its microbatches; else one function for each batch of all rows.
@@ -267,7 +267,7 @@ def sentiment_batches(setup: Setup, rows: Any) -> tuple[Any, Any]:
 
 def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
     """Train adapters of a frozen T5."""
-    args, cfg = setup.args, setup.adapter(setup.args.targets.split(","))
+    args, cfg = setup.args, setup.adapter(setup.args.targets.split(","), setup.args.dropout)
     base_specs = setup.specs(described, t5.specs(setup.t5, model="model"))
     adapter_specs = lora.specs(cfg, described, base_specs, of=t5.theirs)
 
@@ -300,7 +300,8 @@ def minilm_lora(setup: Setup) -> Score:
     """Train adapters of a frozen MiniLM and a linear layer on the mean of its states."""
     args, folder = setup.args, minilm.folder(command.PROGRAM.stop)
     model, described = bert.load(folder)
-    cfg, axis, classes = setup.adapter(MINILM_TARGETS), setup.axis, len(setup.texts.words)
+    # MiniLM has dropout of its own; masks for the inputs of 36 adapters would take as long as the rest of a step.
+    cfg, axis, classes = setup.adapter(MINILM_TARGETS, dropout=0.0), setup.axis, len(setup.texts.words)
     specs = setup.specs(described, bert.specs(model, model="model"))
     params = fs.materialize(described, specs, setup.mesh, key=setup.key)
     head = {"w": fs.init.normal((model.hidden_size, classes), std=0.02), "b": fs.init.zeros(classes)}
