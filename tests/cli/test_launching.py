@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,34 +51,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[Any, dict[str
 def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(["launch", *argv]) == 2
     return capsys.readouterr().err.rstrip("\n")
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_launch_of_the_t5_lora_file_runs_two_ranks_and_passes_on_the_exit_status(tmp_path: Path):
-    """The file as it stands; rank 1 fails at the end, with a status of its own."""
-    Path("train.py").write_text(
-        """if True:
-        import sys, pathlib, torch, fshard as fs
-        settings = fs.accelerate.settings()
-        mesh = fs.make_mesh(**settings.axes)
-        total = fs.shard_map(lambda: fs.psum(fs.axis_index("data") + 1, "data"), mesh=mesh, out_specs=fs.P())()
-        rank, = mesh.ranks
-        out = [mesh, int(fs.device_get(total)), settings.units(), settings.strategy, settings.offload, sys.argv[1:]]
-        pathlib.Path(f"rank{rank}").write_text(repr(out))
-        fs.shard_map(lambda: fs.psum(fs.axis_index("data"), "data"), mesh=mesh, out_specs=fs.P())()
-        sys.exit(3 * rank)
-        """
-    )
-    command = [sys.executable, "-m", "fshard", "launch", "--config_file", str(T5_LORA), "train.py", "--steps", "2"]
-    ran = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    want = "[Mesh(data=2; process, 2 x cpu), 3, ('T5Block',), 'FULL_SHARD', True, ['--steps', '2']]"
-    assert [Path(f"rank{rank}").read_text() for rank in (0, 1)] == [want, want], ran.stderr
-    assert ran.returncode == 3
-    assert f"warning: {T5_LORA}, line 10: fsdp_config.fsdp_backward_prefetch_policy: " in ran.stderr
-    assert ran.stderr.endswith("launch: rank 1 failed first, with exit status 3\n")
 
 
 # --- torchrun and the environment -------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def test_the_file_of_the_launcher_sets_what_is_not_given(monkeypatch):
 @needs_minilm
 @pytest.mark.process
 @pytest.mark.slow
-def test_launch_with_the_file_of_accelerate_runs_it_as_it_stands(texts, one, tmp_path):
+def test_launch_with_the_file_of_accelerate_runs_it_as_it_stands_and_passes_on_the_exit_status(texts, one, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "fshard", "launch", "--config_file", str(YAML), "-m", "fshard.recipes.finetune",
                *TINY, "--data", texts, "--out", str(out), "--methods", "t5-lora"]  # fmt: skip
@@ -276,3 +276,33 @@ def test_launch_with_the_file_of_accelerate_runs_it_as_it_stands(texts, one, tmp
     for name in ("pretrain", "t5-lora"):
         for a, b in zip(metrics(out / name), one[1][name], strict=True):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    # a script of which rank 1 fails at the end, with a status of its own
+    script = tmp_path / "train.py"
+    script.write_text(
+        """if True:
+        import sys, pathlib, torch, fshard as fs
+        settings = fs.accelerate.settings()
+        mesh = fs.make_mesh(**settings.axes)
+        total = fs.shard_map(lambda: fs.psum(fs.axis_index("data") + 1, "data"), mesh=mesh, out_specs=fs.P())()
+        rank, = mesh.ranks
+        out = [mesh, int(fs.device_get(total)), settings.units(), settings.strategy, settings.offload, sys.argv[1:]]
+        pathlib.Path(f"rank{rank}").write_text(repr(out))
+        fs.shard_map(lambda: fs.psum(fs.axis_index("data"), "data"), mesh=mesh, out_specs=fs.P())()
+        sys.exit(3 * rank)
+        """
+    )
+    command = [sys.executable, "-m", "fshard", "launch", "--config_file", str(YAML), str(script), "--steps", "2"]
+    ran = subprocess.run(
+        command,
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    want = "[Mesh(data=2; process, 2 x cpu), 3, ('T5Block',), 'FULL_SHARD', True, ['--steps', '2']]"
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == [want, want], ran.stderr
+    assert ran.returncode == 3
+    assert f"warning: {YAML}, line 10: fsdp_config.fsdp_backward_prefetch_policy: " in ran.stderr
+    assert ran.stderr.endswith("launch: rank 1 failed first, with exit status 3\n")

@@ -488,22 +488,6 @@ def train_on_rank(out, text, *flags):
     pretrain.main([*SMALL, "--text", text, "--out", out, *flags])
 
 
-@pytest.mark.slow
-@pytest.mark.process
-def test_real_ranks_have_the_same_curve(text, one, one_with_dropout, tmp_path, ranks):
-    out = tmp_path / "plain"
-    ranks(4, train_on_rank, str(out), text, *MESHES["data=2,model=2 fsdp sequence"].split(), timeout=120)
-    assert_same_curve(metrics(out), one)
-    out = tmp_path / "dropout"
-    flags = ["--dropout", "0.1", "--save-every", "10", *MESHES["data=4 fsdp"].split()]
-    ranks(4, train_on_rank, str(out), text, *flags, timeout=120)
-    assert_same_curve(metrics(out), one_with_dropout)
-    # resume from step 10 on a simulated mesh
-    shutil.rmtree(out / "step_000020")
-    run(out, text, "--dropout", "0.1", "--resume", str(out), "--mesh", "data=2,model=2")
-    assert_same_curve(metrics(out), one_with_dropout)
-
-
 def train_and_verify_on_rank(out, text):
     torch.set_num_threads(1)
     os.environ["RANK"] = str(torch.distributed.get_rank())
@@ -516,9 +500,23 @@ def train_and_verify_on_rank(out, text):
     return e.value.code
 
 
+@pytest.mark.slow
 @pytest.mark.process
-def test_training_and_verify_on_real_ranks(text, tmp_path, ranks):
-    codes = ranks(2, train_and_verify_on_rank, str(tmp_path), text, timeout=120)
+def test_real_ranks_have_the_same_curve_and_verify_it(text, one, one_with_dropout, tmp_path, ranks):
+    out = tmp_path / "plain"
+    ranks(4, train_on_rank, str(out), text, *MESHES["data=2,model=2 fsdp sequence"].split(), timeout=120)
+    assert_same_curve(metrics(out), one)
+    out = tmp_path / "dropout"
+    flags = ["--dropout", "0.1", "--save-every", "10", *MESHES["data=4 fsdp"].split()]
+    ranks(4, train_on_rank, str(out), text, *flags, timeout=120)
+    assert_same_curve(metrics(out), one_with_dropout)
+    # resume from step 10 on a simulated mesh
+    shutil.rmtree(out / "step_000020")
+    run(out, text, "--dropout", "0.1", "--resume", str(out), "--mesh", "data=2,model=2")
+    assert_same_curve(metrics(out), one_with_dropout)
+    # verify: the ranks agree on what it says
+    out = tmp_path / "verified"
+    codes = ranks(2, train_and_verify_on_rank, str(out), text, timeout=120)
     assert "collapsing 'model' gives another answer" in codes[0]
     assert codes[1] == 1
-    assert_same_curve(metrics(tmp_path), run(tmp_path / "one", text, *FEW))
+    assert_same_curve(metrics(out), run(tmp_path / "few", text, *FEW))
