@@ -345,7 +345,7 @@ def checkpoint_calls(folder: Path) -> list[Call]:
     (folder / "fsdp.json").write_text('{"distributed_type": "FSDP", "num_processes": 2}')
     settings = fs.accelerate.Settings(wrap="_no_split_modules")
     model = type("Model", (), {"_no_split_modules": ["Block"]})
-    accelerate = prefixed("accelerate",
+    accelerate = prefixed("interop.accelerate",
         Call("read", fs.accelerate.read, {"path": folder / "fsdp.json", "num_processes": 4}, words={"path": "be read"}),
         Call("settings.units", settings.units, {"model": model}),
         outside(fs.accelerate.Settings, strategy="FULL_SHARD", processes=2, machines=2, wrap=("Block",), offload=True,

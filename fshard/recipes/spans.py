@@ -71,7 +71,7 @@ def corrupt(ids: Sequence[int], seed: Sequence[int]) -> tuple[list[int], list[in
     Both end with EOS. A pure function of the tokens and the seed. The source is at most as long as the tokens and EOS.
 
     >>> corrupt([50, 51, 52, 53, 54, 55, 56, 57, 58, 59], [0])
-    ([50, 51, 52, 53, 54, 55, 3, 58, 59, 1], [3, 56, 57, 1])
+    ([50, 51, 52, 53, 54, 55, 56, 57, 3, 1], [3, 58, 59, 1])
     """
     n = len(ids)
     lost = max(1, round(n * RATE))
