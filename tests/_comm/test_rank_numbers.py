@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -65,13 +66,16 @@ def work_of(f: Callable[[], Any]) -> dict[str, int]:
         instructions += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
     with _Calls() as seen:
+        gc.disable()  # a collection would run, and count, the finalizers of what earlier tests have left
         sys.settrace(trace)
         try:
             f()
         finally:
             sys.settrace(before)
+            if collects:
+                gc.enable()
     return {"calls": seen.calls, "tensors": seen.tensors, "instructions": instructions}
 
 
