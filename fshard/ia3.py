@@ -16,21 +16,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from . import init as initial
-from . import lora, nn, tree
+from . import lora, tree
 from ._comm import Axis
 from .collectives import pvary
 from .errors import ShardingError, checked, fail, must_be, raise_all
-from .lora.targets import Leaf, Of, Targets, named_leaves
-from .spec import P, describe, is_spec, names_of
-from .weight import Part, Weight, is_weight
+from .lora.adapted import AdaptedWeight
+from .lora.targets import Leaf, Of, Targets, named_leaves, specs_by_name
+from .spec import P, describe, names_of
+from .weight import Part, is_weight
 
 
 @checked
@@ -95,7 +94,7 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
 
     Raises ShardingError listing targets that name no layer, and targets that are no layer.
     """
-    leaves = _targets("ia3.init", cfg, params, of)
+    leaves = _targets("ia3.init", cfg, named_leaves("ia3.init", params), of)
     copies = {name: own for name, own in lora.init(cfg.named, params, of=of, key=key).items() if "value" in own}
     scales = {name: {"scale": initial.ones(_of_side(cfg, leaf, tuple(x.shape)))}
               for name, (leaf, x) in leaves.adapted.items()}  # fmt: skip
@@ -113,8 +112,9 @@ def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, d
     >>> fs.ia3.specs(fs.ia3.Config(["up"]), {"up": fs.init.zeros((4, 6))}, {"up": P(None, "model")})
     {'up': {'scale': P('model')}}
     """
-    leaves = _targets("ia3.specs", cfg, params, of)
-    by_name = _by_name("ia3.specs", params, specs)
+    named = named_leaves("ia3.specs", params)
+    leaves = _targets("ia3.specs", cfg, named, of)
+    by_name = specs_by_name("ia3.specs", named, params, specs)
     out = {name: {"scale": _scale_spec(cfg, name, leaf, x.ndim, by_name)} for name, (leaf, x) in leaves.adapted.items()}
     return {**out, **{name: {"value": by_name[name]} for name in leaves.copied}}
 
@@ -140,13 +140,14 @@ def apply(
 
     Raises ShardingError listing every scale that is missing, of no layer, or of another number of dims.
     """
-    targets = _targets("ia3.apply", cfg, params, of)
+    named = named_leaves("ia3.apply", params)
+    targets = _targets("ia3.apply", cfg, named, of)
     if model and specs is None:
         raise fail(f"ia3.apply: model={model!r}, and no specs", fix="specs=, those of params")
     _check("ia3.apply", cfg, targets, adapters)
-    by_name = {} if specs is None else _by_name("ia3.apply", params, specs)
+    by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)
     found: dict[str, Any] = {name: adapters[name]["value"] for name in targets.copied}
-    values = {name: x for name, (_, x) in named_leaves("ia3.apply", params).items()}
+    values = {name: x for name, (_, x) in named.items()}
     for name, (leaf, x) in targets.adapted.items():
         scale, base = adapters[name]["scale"], by_name.get(name, P())
         spec = _scale_spec(cfg, name, leaf, x.ndim, by_name) if by_name else P()
@@ -160,7 +161,7 @@ def apply(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ScaledWeight(Weight):
+class ScaledWeight(AdaptedWeight):
     """A matrix with a scale of its outputs, x @ base * scale, or of its inputs, (x * scale) @ base. Made by `apply`."""
 
     children = ("base", "scale")
@@ -172,49 +173,28 @@ class ScaledWeight(Weight):
     of_inputs: bool
     spec: P  # of the scale
 
-    @property
-    def shape(self) -> torch.Size:
-        shape: torch.Size = self.base.shape
-        return shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.base.dtype
-        return dtype
-
     def __repr__(self) -> str:
         return f"ScaledWeight({describe(self.dtype, tuple(self.shape))}, {'in' if self.of_inputs else 'out'}puts)"
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
-        base = self.base.parts(spec, shape) if isinstance(self.base, Weight) else [(spec, shape)]
-        return [*base, (self.spec, None if shape is None else self.leaf.split(tuple(shape))[not self.of_inputs])]
-
-    def flatten(self, start: int = 0, end: int = -1) -> ScaledWeight:
-        end = end + self.ndim if end < 0 else end
-        if start < self.inputs <= end:
-            raise fail(f"flatten: dims {start} to {end} of {list(self.shape)} are inputs and outputs",
-                       fix="flatten the inputs, or the outputs", inputs=self.inputs)  # fmt: skip
-        inputs = self.inputs - (end - start if end < self.inputs else 0)
-        return replace(self, base=self.base.flatten(start, end), inputs=inputs)
+        return [
+            *self.base_parts(spec, shape),
+            (self.spec, None if shape is None else self.leaf.split(tuple(shape))[not self.of_inputs]),
+        ]
 
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute the scaled x @ base, plus b, which `apply` has scaled: x [..., D] -> [..., F]."""
         scale = self.scale.flatten()
         if self.of_inputs:
-            return self._base_linear((x * scale).to(x.dtype), b)
-        y = self._base_linear(x, None)
+            return self.base_linear((x * scale).to(x.dtype), b)
+        y = self.base_linear(x, None)
         y = (y * scale).to(y.dtype)
         return y if b is None else y + b
 
-    def _base_linear(self, x: Tensor, b: Tensor | None) -> Tensor:
-        if self.leaf.layout == "oi" and isinstance(self.base, Tensor):
-            return F.linear(x, self.base, b)
-        return nn.linear(x, self.base, b)
 
-
-def _targets(verb: str, cfg: Config, params: Any, of: Of) -> Targets:
+def _targets(verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], of: Of) -> Targets:
     """Find the leaves. Raises ShardingError for names of no module, or of no linear layer."""
-    found = Targets.of(verb, cfg.named, params, of)
+    found = Targets.among(verb, cfg.named, named, of)
     raise_all([fail(f"{verb}: {name!r} is a table of embeddings, which has no scale", module=leaf.module,
                     fix="name linear layers, or exclude it")
                for name, (leaf, _) in found.adapted.items() if leaf.layout == "table"])  # fmt: skip
@@ -246,11 +226,6 @@ def _scale_spec(cfg: Config, name: str, leaf: Leaf, ndim: int, by_name: Mapping[
     if bias is not None and not cfg.scales_inputs(leaf.module):
         return by_name[bias]
     return P(*(axes or None for axes in _of_side(cfg, leaf, by_name[name].parts(ndim))))
-
-
-def _by_name(verb: str, params: Any, specs: Any) -> dict[str, P]:
-    flat = tree.broadcast(specs, params, name=f"{verb}: specs", leaf=is_spec, is_leaf=is_weight)
-    return dict(zip(named_leaves(verb, params), flat, strict=True))
 
 
 def _check(verb: str, cfg: Config, targets: Targets, adapters: Mapping[str, Any]) -> None:

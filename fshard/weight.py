@@ -59,6 +59,17 @@ class Weight(Node):
         """Look up rows, as `nn.embedding`."""
         raise self._refused("embedding")
 
+    def flattened(self, inputs: int, start: int, end: int) -> tuple[int, int, int]:
+        """Return the first and the last dim of a `flatten`, and the number of input dims, now `inputs`, after it.
+
+        Raises ShardingError for dims of which some are inputs and others outputs.
+        """
+        end = end + self.ndim if end < 0 else end
+        if start < inputs <= end:
+            raise fail(f"flatten: dims {start} to {end} of {list(self.shape)} are inputs and outputs",
+                       fix="flatten the inputs, or the outputs", inputs=inputs)  # fmt: skip
+        return start, end, inputs - (end - start if end < inputs else 0)
+
     def flatten(self, start: int = 0, end: int = -1) -> Any:
         """Return the Weight of the matrix with some of its dims as one, as `Tensor.flatten`."""
         raise self._refused("flatten")

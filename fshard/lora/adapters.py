@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import tree
 from fshard.errors import ShardingError, checked, fail, raise_all, shown
 from fshard.init import Deferred
 from fshard.sharded import key_of
-from fshard.spec import Box, full_box, is_spec
-from fshard.weight import is_weight
+from fshard.spec import Box, full_box
 
 from .config import Config
-from .targets import Leaf, Of, Targets, named_leaves, specs_of
+from .targets import Leaf, Of, Targets, named_leaves, specs_by_name, specs_of
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,9 @@ def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, d
     >>> fs.lora.specs(fs.lora.Config(["up"]), described, {"up": P(None, "model")})
     {'up': {'a': P(), 'b': P(None, 'model')}}
     """
-    targets = Targets.of("lora.specs", cfg, params, of)
-    flat = tree.broadcast(specs, params, name="lora.specs: specs", leaf=is_spec, is_leaf=is_weight)
-    by_name = dict(zip(named_leaves("lora.specs", params), flat, strict=True))
+    named = named_leaves("lora.specs", params)
+    targets = Targets.among("lora.specs", cfg, named, of)
+    by_name = specs_by_name("lora.specs", named, params, specs)
     out = {}
     for name, (leaf, x) in targets.adapted.items():
         parts = specs_of(leaf, by_name[name], x.ndim, f"lora.specs: specs of {name!r}")

@@ -57,14 +57,11 @@ class Int8(Weight):
                 (outputs, None if shape is None else tuple(shape)[self.inputs :])]  # fmt: skip
 
     def flatten(self, start: int = 0, end: int = -1) -> Int8:
-        end = end + self.ndim if end < 0 else end
-        if start < self.inputs <= end:
-            raise fail(f"flatten: dims {start} to {end} of {list(self.shape)} are inputs and outputs",
-                       fix="flatten the inputs, or the outputs", inputs=self.inputs)  # fmt: skip
-        values = self.values.flatten(start, end)
-        if end < self.inputs:
-            return replace(self, values=values, inputs=self.inputs - (end - start))
-        return replace(self, values=values, scale=self.scale.flatten(start - self.inputs, end - self.inputs))
+        start, end, inputs = self.flattened(self.inputs, start, end)
+        values, scale = self.values.flatten(start, end), self.scale
+        if end >= self.inputs:
+            scale = scale.flatten(start - self.inputs, end - self.inputs)
+        return replace(self, values=values, scale=scale, inputs=inputs)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the whole matrix in a floating dtype."""

@@ -6,13 +6,13 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from fshard import tree
 from fshard.errors import ShardingError, fail, must_be, raise_all
-from fshard.spec import P
+from fshard.spec import P, is_spec
 from fshard.weight import is_weight
 
 from .config import ALL_LINEAR, Config, in_module, names_module
@@ -206,6 +206,12 @@ def named_leaves(verb: str, params: Any) -> dict[str, tuple[tree.Path, Any]]:
         raise fail(f"{verb}: {tree.show('params', both)} and {tree.show('params', out[tree.dotted(both)][0])} have one "
                    f"dotted path, {tree.dotted(both)!r}", fix="rename one")  # fmt: skip
     return out
+
+
+def specs_by_name(verb: str, named: Iterable[str], params: Any, specs: Any) -> dict[str, P]:
+    """Return the spec of each leaf of `named_leaves(params)`; `specs` may be a prefix."""
+    flat = tree.broadcast(specs, params, name=f"{verb}: specs", leaf=is_spec, is_leaf=is_weight)
+    return dict(zip(named, flat, strict=True))
 
 
 def checked_leaves(

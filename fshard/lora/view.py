@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import nn, random, tree
@@ -25,12 +24,24 @@ from fshard.random import fold_in
 from fshard.spec import P, describe, is_spec, names_of, same_placement
 from fshard.weight import Part, Weight, is_weight
 
+from .adapted import AdaptedWeight
 from .config import Config
-from .targets import Adapted, Leaf, Of, another_shape, check_weight, checked_leaves, named_leaves, parts_of, specs_of
+from .targets import (
+    Adapted,
+    Leaf,
+    Of,
+    another_shape,
+    check_weight,
+    checked_leaves,
+    named_leaves,
+    parts_of,
+    specs_by_name,
+    specs_of,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LoraWeight(Weight):
+class LoraWeight(AdaptedWeight):
     """A matrix with low-rank factors: x @ base + (dropout(x) @ a @ b) * scale. Made by `apply`.
 
     `base` may be a Weight: another adapter's, or a quantized matrix.
@@ -53,31 +64,12 @@ class LoraWeight(Weight):
     sizes: tuple[int, ...]  # global, of the inputs, for dropout
     batch: int | None
 
-    @property
-    def shape(self) -> torch.Size:
-        shape: torch.Size = self.base.shape
-        return shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.base.dtype
-        return dtype
-
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
-        base = self.base.parts(spec, shape) if isinstance(self.base, Weight) else [(spec, shape)]
         known = None if shape is None else self.leaf.split(tuple(shape))
         sizes = [None] * 3 if known is None else [(*known[0], self.rank), (self.rank, *known[1]), known[1]]
         own = list(zip(self.specs, sizes, strict=True))
         own = own if self.magnitude is not None else own[:2]
-        return [*base, *own, *([] if self.key is None else [(None, None)])]
-
-    def flatten(self, start: int = 0, end: int = -1) -> LoraWeight:
-        end = end + self.ndim if end < 0 else end
-        if start < self.inputs <= end:
-            raise fail(f"flatten: dims {start} to {end} of {list(self.shape)} are inputs and outputs",
-                       fix="flatten the inputs, or the outputs", inputs=self.inputs)  # fmt: skip
-        inputs = self.inputs - (end - start if end < self.inputs else 0)
-        return replace(self, base=self.base.flatten(start, end), inputs=inputs)
+        return [*self.base_parts(spec, shape), *own, *([] if self.key is None else [(None, None)])]
 
     def transpose(self, first: int, second: int) -> Any:
         """Return the transposed table without its adapter, which is not that of a head tied to it: so PEFT does."""
@@ -92,17 +84,12 @@ class LoraWeight(Weight):
         """Compute x @ base + b, plus the adapters' part: x [..., D] -> [..., F]."""
         if self.ndim != 2:
             raise fail(f"linear: w is {self!r}", fix="flatten its inputs, and its outputs, to [D, F]")
-        y = self._base_linear(x, b)
+        y = self.base_linear(x, b)
         return self._adapted(x, y, b).to(y.dtype)
 
-    def _base_linear(self, x: Tensor, b: Tensor | None) -> Tensor:
-        if isinstance(self.base, LoraWeight):
-            return self.base._base_linear(x, b)
-        return F.linear(x, self.base, b) if self._stored_transposed else nn.linear(x, self.base, b)
-
-    @property
-    def _stored_transposed(self) -> bool:
-        return self.leaf.layout == "oi" and isinstance(self.base, Tensor)
+    def base_linear(self, x: Tensor, b: Tensor | None) -> Tensor:
+        """Compute x @ w + b of the matrix below all adapters."""
+        return self.base.base_linear(x, b) if isinstance(self.base, LoraWeight) else super().base_linear(x, b)
 
     def _adapted(self, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
         """Add the parts of this adapter, and of those below it, to y, in the wider of the dtypes of y and of a."""
@@ -216,10 +203,7 @@ def apply(
         raise fail(f"lora.apply: batch={batch}", fix="the number of rows on all ranks")
     named = named_leaves("lora.apply", params)
     leaves = checked_leaves("lora.apply", cfg, named, adapters, of, (Tensor,))
-    base_specs: dict[str, P] = {}
-    if specs is not None:
-        flat = tree.broadcast(specs, params, name="lora.apply: specs", leaf=is_spec, is_leaf=is_weight)
-        base_specs = dict(zip(named, flat, strict=True))
+    base_specs = {} if specs is None else specs_by_name("lora.apply", named, params, specs)
     factors, placed = _aligned(cfg, leaves, adapters, base_specs, adapter_specs, names_of(model))
     has_dropout = cfg.dropout > 0 and key is not None
     sizes = _input_sizes(factors, placed, leaves, shapes) if has_dropout else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,22 +60,12 @@ stop, interrupted, resume_hint = PROGRAM.stop, PROGRAM.interrupted, PROGRAM.resu
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments. Ends the program, naming each argument that no run can have."""
     args = parser().parse_args(argv)
-    problems = [f"{flags(vars(args), [name])}: give {least} or more"
-                for least, names in ((1, ("steps", "batch", "context", "layers", "heads", "width")),
-                                     (0, ("save_every", "sample", "seed")))
-                for name in names if getattr(args, name) < least]  # fmt: skip
-    if args.seed >= 1 << 64:
-        problems.append(f"--seed {args.seed}: give less than 2^64")
-    if not 0 < args.lr < math.inf:
-        problems.append(f"--lr {args.lr}: give a number above 0")
-    if not 0 <= args.dropout < 1:
-        problems.append(f"--dropout {args.dropout}: give a rate from 0 to below 1")
+    least = {1: ("steps", "batch", "context", "layers", "heads", "width"), 0: ("save_every", "sample", "seed")}
+    problems = PROGRAM.wrong_numbers(args, least, ("lr",))
     if not problems and args.width % args.heads:
         divisor = max(n for n in range(1, min(args.heads, args.width) + 1) if args.width % n == 0)
         problems.append(f"--heads {args.heads}: must divide --width, and {args.width} % {args.heads} = "
                         f"{args.width % args.heads}: give --heads {divisor}")  # fmt: skip
-    if args.save_every and not (args.out or args.resume):
-        problems.append(f"--save-every {args.save_every}: give the folder too, --out FOLDER")
     if problems:
         raise stop("\n".join(problems))
     return args

@@ -18,6 +18,7 @@ split over an axis.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -192,6 +193,11 @@ class Setup:
         """The rows that T5s train on: those whose labels the pretraining has not seen."""
         return self.texts.train if self.args.model else self.texts.unfamiliar
 
+    @functools.cached_property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of the labelled texts, with EOS."""
+        return self.encode(self.texts.texts)
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of texts, and EOS, at most as many as fit a batch."""
         most = BOUNDARIES[-1] - 1
@@ -226,7 +232,8 @@ def pretraining(setup: Setup, described: Any) -> Part:
     A mixture of spans and labelled tasks, as T5's own pretraining.
     """
     args, cfg = setup.args, setup.t5
-    tokens = [ids[:-1] for ids in setup.encode(setup.texts.unlabelled)]
+    texts = setup.texts
+    tokens = [ids[:-1] for ids in ([setup.tokens[i] for i in texts.train] + setup.encode(texts.more))]
     lengths = np.array([len(ids) + 1 for ids in tokens])
     seed = setup.key.tolist()
 
@@ -249,7 +256,7 @@ def pretraining(setup: Setup, described: Any) -> Part:
 
 def sentiment_batches(setup: Setup, rows: Any) -> tuple[Any, Any]:
     """The batches of some rows to train on and those held out: a text, and as its target the word of its label."""
-    tokens = setup.encode(setup.texts.texts)
+    tokens = setup.tokens
     words = [
         [*e.ids, spans.EOS] for e in setup.tokenizer.encode_batch(list(setup.texts.words), add_special_tokens=False)
     ]

@@ -13,7 +13,7 @@ import torch
 
 import fshard as fs
 
-from .program import Program, flag, flags, is_first
+from .program import Program, flag, is_first
 
 METHODS = ("t5-lora", "t5-full", "minilm-lora")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -75,19 +75,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.wrap = args.wrap or "block"
     args.mixed_precision = args.mixed_precision or "no"
     args.accumulate = 1 if args.accumulate is None else args.accumulate
-    problems += [f"{flags(vars(args), [name])}: give {least} or more"
-                 for least, names in ((1, ("steps", "batch", "accumulate", "rank", "vocab")), (4, ("width",)),
-                                      (0, ("save_every", "seed", "pretrain_steps")))
-                 for name in names if getattr(args, name) < least]  # fmt: skip
-    for name in ("alpha", "epochs", "minilm_epochs"):
-        if not 0 < getattr(args, name) < math.inf:
-            problems.append(f"{flags(vars(args), [name])}: give a number above 0")
+    least = {1: ("steps", "batch", "accumulate", "rank", "vocab"), 4: ("width",),
+             0: ("save_every", "seed", "pretrain_steps")}  # fmt: skip
+    problems += PROGRAM.wrong_numbers(args, least, ("alpha", "epochs", "minilm_epochs"))
     if not 0 <= args.lr < math.inf:
         problems.append(f"--lr {args.lr}: give a number above 0, or 0 for that of the method")
-    if not 0 <= args.dropout < 1:
-        problems.append(f"--dropout {args.dropout}: give a rate from 0 to below 1")
-    if args.seed >= 1 << 64:
-        problems.append(f"--seed {args.seed}: give less than 2^64")
     if not problems and args.batch % args.accumulate:
         problems.append(f"--accumulate {args.accumulate}: must divide --batch, and {args.batch} % {args.accumulate} = "
                         f"{args.batch % args.accumulate}")  # fmt: skip
@@ -96,8 +88,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [m for m in args.methods.split(",") if m not in METHODS]
     if unknown:
         problems.append(f"--methods {args.methods}: there is no {unknown[0]!r}: give some of {','.join(METHODS)}")
-    if args.save_every and not (args.out or args.resume):
-        problems.append(f"--save-every {args.save_every}: give the folder too, --out FOLDER")
     if problems:
         raise stop("\n".join(problems))
     return args

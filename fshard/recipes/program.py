@@ -6,6 +6,7 @@ Every refusal is one line that says what to change. All ranks end; rank 0 speaks
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -84,6 +85,27 @@ class Program:
             if value != default and name not in ("out", "resume", "verify"):
                 command += [flag(name), *([] if value is True else [str(value)])]
         return shlex.join(command)
+
+    def wrong_numbers(
+        self, args: argparse.Namespace, least: Mapping[int, Sequence[str]], positive: Sequence[str]
+    ) -> list[str]:
+        """Return a line for each number that no run can have, and for checkpoints that have no folder.
+
+        `least` has names of arguments by their least value; those of `positive` are above 0. Every recipe has a
+        dropout, a seed, and steps between checkpoints.
+        """
+        values = vars(args)
+        problems = [f"{flags(values, [name])}: give {number} or more"
+                    for number, names in least.items() for name in names if values[name] < number]  # fmt: skip
+        problems += [f"{flags(values, [name])}: give a number above 0"
+                     for name in positive if not 0 < values[name] < math.inf]  # fmt: skip
+        if args.seed >= 1 << 64:
+            problems.append(f"--seed {args.seed}: give less than 2^64")
+        if not 0 <= args.dropout < 1:
+            problems.append(f"--dropout {args.dropout}: give a rate from 0 to below 1")
+        if args.save_every and not (args.out or args.resume):
+            problems.append(f"--save-every {args.save_every}: give the folder too, --out FOLDER")
+        return problems
 
     def mesh_of(self, args: argparse.Namespace, limits: Mapping[str, str]) -> fs.Mesh:
         """Make the mesh of a text like `data=2,model=2`; the default size of an axis is 1.

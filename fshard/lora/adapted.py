@@ -1,0 +1,49 @@
+"""The part that all adapted matrices have in common: the matrix that they adapt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fshard import nn
+from fshard.spec import P
+from fshard.weight import Part, Weight
+
+from .targets import Leaf
+
+
+class AdaptedWeight(Weight):
+    """Base of matrices that are another one, `base`, a tensor or a Weight, and a few numbers that train beside it."""
+
+    base: Any  # [in.., out..]; flattened as its user asks
+    leaf: Leaf
+    inputs: int  # the number of input dims of the base, as it is flattened now
+
+    @property
+    def shape(self) -> torch.Size:
+        shape: torch.Size = self.base.shape
+        return shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.base.dtype
+        return dtype
+
+    def base_parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
+        """Return the parts of the base, of which there are several if it is a Weight."""
+        return self.base.parts(spec, shape) if isinstance(self.base, Weight) else [(spec, shape)]  # type: ignore[list-item]
+
+    def flatten(self, start: int = 0, end: int = -1) -> Self:
+        start, end, inputs = self.flattened(self.inputs, start, end)
+        return replace(self, base=self.base.flatten(start, end), inputs=inputs)  # type: ignore[type-var]
+
+    def base_linear(self, x: Tensor, b: Tensor | None) -> Tensor:
+        """Compute x @ base + b; of a module a base is stored [out, in]."""
+        if self.leaf.layout == "oi" and isinstance(self.base, Tensor):
+            return F.linear(x, self.base, b)
+        return nn.linear(x, self.base, b)
