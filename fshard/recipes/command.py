@@ -20,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mesh", default="",
                    help="axes and sizes, e.g. data=2,model=2 (default: data=1, or data=-1 under torchrun)")  # fmt: skip
     p.add_argument("--fsdp", action="store_true", help="shard parameters and optimizer state over data too")
+    p.add_argument("--zero", action="store_true", help="shard the optimizer state alone over data (ZeRO-1)")
     p.add_argument("--sequence-parallel", action="store_true", help="split the residual stream along time over model")
     p.add_argument("--text", type=Path, help="train on this file instead of the standard library")
     p.add_argument("--steps", type=int, default=1900)
@@ -66,6 +67,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         divisor = max(n for n in range(1, min(args.heads, args.width) + 1) if args.width % n == 0)
         problems.append(f"--heads {args.heads}: must divide --width, and {args.width} % {args.heads} = "
                         f"{args.width % args.heads}: give --heads {divisor}")  # fmt: skip
+    if args.fsdp and args.zero:
+        problems.append("--fsdp --zero: fully sharded parameters have a sharded optimizer state: give one of the two")
     if problems:
         raise stop("\n".join(problems))
     return args
