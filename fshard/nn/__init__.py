@@ -2,8 +2,9 @@
 
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
 from .loss import cross_entropy
+from .ranking import accuracy, top_k
 
 __all__ = [
-    "attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear", "mlp",
-    "rms_norm",
+    "accuracy", "attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear",
+    "mlp", "rms_norm", "top_k",
 ]  # fmt: skip
