@@ -218,7 +218,7 @@ def local_range(n: int, axis: Axis, *, size: int | None = None) -> tuple[int, in
     global size, needed only where the axis does not divide it; without it the ranks exchange their sizes if they can
     differ. Raises ShardingError if this rank's part of `size` is not `n`. For `None` the range is (0, n).
 
-    >>> local_range(3, "model", size=10)      # model=4: the parts are 3, 3, 3 and 1
+    >>> local_range(3, "model", size=12)      # model=4: the first rank
     (0, 3)
     """
     start, _ = checked_range("local_range", n, axis, size, word="the dim")
