@@ -2,8 +2,9 @@
 
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
 from .loss import cross_entropy
+from .replacement import Replacement, column_embedding, column_linear, row_embedding, row_linear
 
 __all__ = [
-    "attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear", "mlp",
-    "rms_norm",
+    "Replacement", "attention", "causal_mask", "column_embedding", "column_linear", "cross_entropy", "dropout",
+    "embedding", "gelu", "layer_norm", "linear", "mlp", "rms_norm", "row_embedding", "row_linear",
 ]  # fmt: skip
