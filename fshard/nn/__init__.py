@@ -3,8 +3,9 @@
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
 from .loss import cross_entropy
 from .ranking import accuracy, top_k
+from .replacement import Replacement, column_embedding, column_linear, row_embedding, row_linear
 
 __all__ = [
-    "accuracy", "attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear",
-    "mlp", "rms_norm", "top_k",
+    "Replacement", "accuracy", "attention", "causal_mask", "column_embedding", "column_linear", "cross_entropy",
+    "dropout", "embedding", "gelu", "layer_norm", "linear", "mlp", "rms_norm", "row_embedding", "row_linear", "top_k",
 ]  # fmt: skip
