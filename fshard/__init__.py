@@ -37,6 +37,7 @@ from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
 from .show.table import show
 from .spec import P, column, fully_shard, on_host, replicated, row, rules
+from .update import value_and_update
 from .validate import validate
 from .verify import verify
 
@@ -47,6 +48,6 @@ __all__ = [
     "grad", "hf", "ia3", "init", "interop", "key", "local_range", "lora", "main_first", "make_mesh", "materialize",
     "models", "nn", "on_host", "optim", "partition", "peft", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum",
     "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan",
-    "shard_map", "show", "split", "strategy", "to_device", "tree", "unshard", "validate", "value_and_grad", "verify",
-    "wait",
+    "shard_map", "show", "split", "strategy", "to_device", "tree", "unshard", "validate", "value_and_grad",
+    "value_and_update", "verify", "wait",
 ]  # fmt: skip

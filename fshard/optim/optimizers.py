@@ -68,6 +68,7 @@ class Optimizer(_Step):
     """A step of the parameters: `update(grads, state, params) -> (params, state)`."""
 
     scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # `update` by grads * factors
+    elementwise: bool = False  # the step of an element reads nothing but its gradient, its moments and the count
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def _optimizer(
         new_params, _, *new_moments = [tree.unflatten(treedef, column) for column in columns]
         return new_params, {"count": count, **dict(zip(moments, new_moments, strict=True))}
 
-    return Optimizer(init, update, specs, name, scaled)
+    return Optimizer(init, update, specs, name, scaled, elementwise=True)
 
 
 # --- composition --------------------------------------------------------------------------------------------
