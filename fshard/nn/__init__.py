@@ -1,11 +1,17 @@
 """Pure layers and losses: sharded over a mesh axis with `axis=`, dense without."""
 
 from .batch_norm import batch_norm
+from .classes import sample_classes
 from .convolution import avg_pool2d, conv2d, max_pool2d
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
 from .loss import cross_entropy
+from .margins import arcface, cosface, cosine_logits, margin
+from .ranking import accuracy, top_k
+from .replacement import Replacement, column_embedding, column_linear, row_embedding, row_linear
 
 __all__ = [
-    "attention", "avg_pool2d", "batch_norm", "causal_mask", "conv2d", "cross_entropy", "dropout", "embedding", "gelu",
-    "layer_norm", "linear", "max_pool2d", "mlp", "rms_norm",
+    "Replacement", "accuracy", "arcface", "attention", "avg_pool2d", "batch_norm", "causal_mask", "column_embedding",
+    "column_linear", "conv2d", "cosface", "cosine_logits", "cross_entropy", "dropout", "embedding", "gelu",
+    "layer_norm", "linear", "margin", "max_pool2d", "mlp", "rms_norm", "row_embedding", "row_linear", "sample_classes",
+    "top_k",
 ]  # fmt: skip
