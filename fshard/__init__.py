@@ -20,7 +20,7 @@ from .collectives import (
 from .errors import ShardingError
 from .grad import accumulate, grad, value_and_grad
 from .init import Deferred
-from .interop import accelerate, peft
+from .interop import accelerate, peft, state_dict
 from .interop.defer import defer
 from .mesh import Mesh, make_mesh
 from .partition import combine, partition
@@ -46,5 +46,5 @@ __all__ = [
     "grad", "hf", "ia3", "init", "interop", "key", "lora", "main_first", "make_mesh", "materialize", "models", "nn",
     "on_host", "optim", "partition", "peft", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter",
     "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show",
-    "split", "strategy", "to_device", "tree", "unshard", "validate", "value_and_grad", "verify", "wait",
+    "split", "state_dict", "strategy", "to_device", "tree", "unshard", "validate", "value_and_grad", "verify", "wait",
 ]  # fmt: skip
