@@ -3,25 +3,10 @@
 from . import checkpoint, data, decoding, hf, ia3, init, interop, lora, models, nn, optim, random, tree
 from ._comm import recording, to_device
 from .check import check
-from .collectives import (
-    all_gather,
-    all_to_all,
-    axis_index,
-    axis_size,
-    local_range,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    pslice,
-    psum,
-    psum_scatter,
-    pvary,
-)
 from .errors import ShardingError
 from .grad import accumulate, grad, value_and_grad
 from .init import Deferred
-from .interop import accelerate, peft
+from .interop import accelerate, peft, state_dict
 from .interop.defer import defer
 from .mesh import Mesh, make_mesh
 from .partition import combine, partition
@@ -40,6 +25,21 @@ from .spec import P, column, fully_shard, on_host, replicated, row, rules
 from .update import value_and_update
 from .validate import validate
 from .verify import verify
+from .collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    local_range,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pslice,
+    psum,
+    psum_scatter,
+    pvary,
+)
 
 __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "Strategy", "accelerate", "accumulate",
@@ -48,6 +48,6 @@ __all__ = [
     "grad", "hf", "ia3", "init", "interop", "key", "local_range", "lora", "main_first", "make_mesh", "materialize",
     "models", "nn", "on_host", "optim", "partition", "peft", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum",
     "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan",
-    "shard_map", "show", "split", "strategy", "to_device", "tree", "unshard", "validate", "value_and_grad",
-    "value_and_update", "verify", "wait",
+    "shard_map", "show", "split", "state_dict", "strategy", "to_device", "tree", "unshard", "validate",
+    "value_and_grad", "value_and_update", "verify", "wait",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class HeaderEntry:
 
     `file_size` and `file_mtime` (ns) are of the time when the header was read. `file` is absolute: the values may be
     read later from another working directory. `checksums` has eight digits for each block; None in files without them.
+    `strides` are those of a tensor that is not row-major, which a file of torch may have.
     """
 
     file: Path
@@ -63,6 +64,7 @@ class HeaderEntry:
     shape: tuple[int, ...]
     start: int
     checksums: str | None = None
+    strides: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +75,11 @@ class HeaderEntry:
         """Return whether the bytes of a block have its checksum."""
         assert self.checksums is not None
         return self.checksums[8 * block : 8 * block + 8] == checksum(self.name, self.dtype_name, self.shape, data)
+
+
+def dtype_name(dtype: torch.dtype) -> tuple[str, torch.dtype | None]:
+    """Return the name of a dtype in a header, and the dtype; None if safetensors has none."""
+    return (_NAMES[dtype], dtype) if dtype in _NAMES else (str(dtype).removeprefix("torch."), None)
 
 
 def checksum(name: str, dtype_name: str, shape: Sequence[int], block: bytes | memoryview) -> str:
@@ -87,11 +94,18 @@ def checksums_of(name: str, dtype: torch.dtype, shape: Sequence[int], blocks: It
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file, an error for each that is damaged, and the CRC-32 of the header itself."""
+    """The tensors of a file, an error for each that is damaged, the CRC-32 of the header itself, and its metadata."""
 
     entries: list[HeaderEntry]
     errors: list[ShardingError]
     crc32: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tensors, as `safetensors.torch.save_model` writes them: the metadata has name -> tensor."""
+        names = {entry.name for entry in self.entries}
+        return {alias: name for alias, name in self.metadata.items() if name in names and alias not in names}
 
 
 def encode_header(
@@ -163,7 +177,8 @@ def read_header(path: Path) -> Header:
     if end < available:
         errors.append(fail(f"{path}: is too long", f"its last tensor ends at byte {first + end}, the file has "
                            f"{stat.st_size}", fix="copy it again"))  # fmt: skip
-    return Header(entries, errors, zlib.crc32(text))
+    texts = metadata if isinstance(metadata, dict) else {}
+    return Header(entries, errors, zlib.crc32(text), {k: v for k, v in texts.items() if isinstance(v, str)})
 
 
 def _checksums(metadata: object) -> dict[str, str]:

@@ -128,8 +128,8 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
     """
     of = loader.batch_sampler
     if not isinstance(of, Sampler):
-        raise fail(f"batches: the batch sampler of the loader is a {type(of).__name__}, of one process",
-                   fix="DataLoader(dataset, batch_sampler=fs.data.sampler(key, len(dataset), batch, mesh))")  # fmt: skip
+        fix = "DataLoader(dataset, batch_sampler=fs.data.sampler(key, len(dataset), batch, mesh))"
+        raise fail(f"batches: the batch sampler of the loader is a {type(of).__name__}, of one process", fix=fix)
     if loader.num_workers and not loader.in_order:
         raise fail("batches: the loader returns batches in the order in which they are ready",
                    "each mesh, and each run, would have another", fix="in_order=True")  # fmt: skip

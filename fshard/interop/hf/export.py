@@ -22,7 +22,7 @@ import shutil
 import sys
 import zlib
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._io import Ranks, StrPath, assign_writers, bytes_of, local_part, summary, sync, write_errors, write_file
-from fshard._safetensors import BLOCK_BYTES, checksums_of
+from fshard._safetensors import BLOCK_BYTES
 from fshard.errors import ShardingError, checked, fail
 from fshard.interop.defer import Apply
 from fshard.spec import Box, relative_box
@@ -118,8 +118,7 @@ def write_files(
         files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata, single))
         out = {config_name: repr(small[config_name].decode())}
         if not ranks.alone:
-            out |= {file.name: f"header of crc32 {zlib.crc32(file.header):08x}" for file in files}
-            out |= {s.label: f"{summary(s.leaf)} for {t.name}" for t in tensors for s in t.sources}
+            out |= summaries(files)
         return out
 
     def create() -> str:
@@ -131,9 +130,7 @@ def write_files(
     is_new = not final.exists()
     try:
         temporary = final / ranks.run_on_first(create)
-        ranks.run(lambda: _write_parts(temporary, files, ranks))
-        checksums = ChainMap(*ranks.run(lambda: _checksums(temporary, files, ranks)))
-        files = [replace(f, checksums={t.name: checksums[t.name] for t in f.tensors}) for f in files]
+        files = write_parts(temporary, files, ranks)
         ranks.run_on_first(lambda: _publish(final, temporary, files, small))
     except BaseException:
         if ranks.rank == 0:
@@ -171,23 +168,38 @@ def _write_index(path: Path, files: Sequence[OutputFile], folder: str = "") -> N
     write_file(path, [(json.dumps(value, indent=2, sort_keys=True) + "\n").encode()])
 
 
-def _write_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> None:
+def summaries(files: Sequence[OutputFile]) -> dict[str, str]:
+    """Return texts by name that are equal on two ranks if they may write the files together."""
+    out = {file.name: f"header of crc32 {zlib.crc32(b''.join(x for _, x in file.pieces)):08x}" for file in files}
+    return out | {s.label: f"{summary(s.leaf)} for {t.name}" for f in files for t in f.tensors for s in t.sources}
+
+
+def write_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> list[OutputFile]:
+    """Write the tensors into files of their final size, each rank its own parts; return the files with checksums.
+
+    `temporary` is the folder of the files or, of one file, its path. They are flushed to the disk.
+    """
+    ranks.run(lambda: _write_own_parts(temporary, files, ranks))
+    checksums = ChainMap(*ranks.run(lambda: _checksums(temporary, files, ranks)))
+    return [replace(f, checksums={t.name: checksums[t.name] for t in f.tensors}) for f in files]
+
+
+def _write_own_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> None:
     """Write the parts of this process, and flush them to the disk."""
-    if not temporary.is_dir():
+    if not temporary.exists():
         raise fail(f"write: {temporary} does not exist on this rank, and rank 0 has created it",
                    fix="write to a folder that all ranks share")  # fmt: skip
     writers = iter(assign_writers(s.leaf for file in files for t in file.tensors for s in t.sources))
     for file in files:
         parts: Parts = []
-        start = len(file.header)
-        for tensor in file.tensors:
+        for start, tensor in zip(file.starts, file.tensors, strict=True):
             for source in tensor.sources:
                 parts += [(start, source, box, local_part(source.leaf, writer)) for box, writer in next(writers)
                           if ranks.writes_for(writer)]  # fmt: skip
-            start += tensor.nbytes
         if parts:
-            with write_errors("write", temporary / file.name, _UNCHANGED):
-                _write_into(temporary / file.name, parts)
+            path = temporary / file.name if temporary.is_dir() else temporary
+            with write_errors("write", path, _UNCHANGED):
+                _write_into(path, parts)
 
 
 def _write_into(path: Path, parts: Parts) -> None:
@@ -216,28 +228,28 @@ def _write_at(fd: int, data: memoryview, position: int) -> None:
         data, position = data[count:], position + count
 
 
-def _overwrite(path: Path, header: bytes) -> None:
-    """Replace the first bytes of a file, and flush them to the disk."""
+def overwrite(path: Path, pieces: Iterable[tuple[int, bytes]]) -> None:
+    """Replace some bytes of a file, and flush them to the disk."""
     with open(path, "r+b") as f:
-        f.write(header)
+        for start, data in pieces:
+            f.seek(start)
+            f.write(data)
         f.flush()
         os.fsync(f.fileno())
 
 
-def _checksums(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> dict[str, str]:
+def _checksums(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> dict[str, Any]:
     """Return the checksums, by name, of this process's share of the tensors, read back from their files."""
     out, nbytes = {}, [0] * ranks.size
     for file in files:
-        start = len(file.header)
-        with open(temporary / file.name, "rb") as f:
-            for t in file.tensors:
+        with open(temporary / file.name if temporary.is_dir() else temporary, "rb") as f:
+            for start, t in zip(file.starts, file.tensors, strict=True):
                 reader = nbytes.index(min(nbytes))  # the one with the fewest bytes so far, as in `assign_writers`
                 nbytes[reader] += t.nbytes
                 if reader == ranks.rank:
                     f.seek(start)
                     sizes = (min(BLOCK_BYTES, t.nbytes - i) for i in range(0, t.nbytes, BLOCK_BYTES))
-                    out[t.name] = checksums_of(t.name, t.dtype, t.shape, map(f.read, sizes))
-                start += t.nbytes
+                    out[t.name] = file.checksum(t, map(f.read, sizes))
     return out
 
 
@@ -248,7 +260,7 @@ def _publish(final: Path, temporary: Path, files: Sequence[OutputFile], small: M
     with write_errors("write", final, "the folder has all of the old weights, or all of the new ones"):
         names = [file.name for file in files]
         for file in files:
-            _overwrite(temporary / file.name, file.header)
+            overwrite(temporary / file.name, file.pieces)
         if len(files) > 1:
             _write_index(temporary / INDEX, files)
         sync(temporary)

@@ -11,15 +11,18 @@ An index that fshard wrote has in `metadata` the CRC-32 of each file's header: t
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fshard._io import StrPath, cannot_read
-from fshard._safetensors import DTYPES, HeaderEntry, read_header
+from fshard._safetensors import DTYPES, Header, HeaderEntry, read_header
+from fshard._torch_file import read_torch_file
 from fshard.errors import ShardingError, checked, fail
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+SUFFIX = ".safetensors"
 _SAVED = "give a folder that save_pretrained wrote"
 
 
@@ -27,14 +30,20 @@ class WeightHeaders:
     """The tensors of a folder, or of one file, by name, with the errors in their headers.
 
     `complete` is False if the header of a file could not be read: `tensors` then lacks those of that file.
+    `state_dict`: `path` is one file, of safetensors or of `torch.save`, and names may have aliases.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, state_dict: bool = False) -> None:
         self.path = path
         self.tensors: dict[str, HeaderEntry] = {}
         self.errors: list[ShardingError] = []
         self.complete = True
+        self.aliases: dict[str, str] = {}
         single, index = path / SINGLE, path / INDEX
+        if state_dict:
+            self.tensors = self._read_file(path, read_header if path.suffix == SUFFIX else read_torch_file)
+            self.tensors |= {alias: self.tensors[name] for alias, name in self.aliases.items()}
+            return
         if path.suffix in PICKLES and path.is_file():
             raise _refuse_pickles(path, [path.name])
         if path.is_file():
@@ -46,14 +55,17 @@ class WeightHeaders:
         else:
             raise _no_weights(path)
 
-    def _read_file(self, path: Path, crc32: object = None) -> dict[str, HeaderEntry]:
+    def _read_file(
+        self, path: Path, read: Callable[[Path], Header] = read_header, crc32: object = None
+    ) -> dict[str, HeaderEntry]:
         try:
-            header = read_header(path)
+            header = read(path)
         except ShardingError as e:
             self.complete = False
             self.errors.append(e)
             return {}
         self.errors += header.errors
+        self.aliases = header.aliases
         if crc32 not in (None, f"{header.crc32:08x}"):
             self.errors.append(fail(f"{path}: is not the file that {INDEX} was written with, by its header",
                                     expected=f"crc32 {crc32}", got=f"crc32 {header.crc32:08x}",
@@ -79,7 +91,7 @@ class WeightHeaders:
                 self.complete = False
                 continue
             was_complete = self.complete
-            tensors = self._read_file(path, crc32_of.get(file) if isinstance(crc32_of, dict) else None)
+            tensors = self._read_file(path, crc32=crc32_of.get(file) if isinstance(crc32_of, dict) else None)
             if was_complete == self.complete:
                 self.errors += [fail(f"{path}: {name!r} is not in it", f"{INDEX} says it is")
                                 for name in names if name not in tensors]  # fmt: skip

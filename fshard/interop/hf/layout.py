@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._io import writable
-from fshard._safetensors import BLOCK_BYTES, DTYPES, encode_header
+from fshard._safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
+from fshard._torch_file import Archive
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
 from fshard.spec import box_shape, describe
@@ -55,7 +59,7 @@ class OutputFile:
     name: str
     metadata: Mapping[str, str]
     tensors: tuple[OutputTensor, ...]
-    checksums: Mapping[str, str]
+    checksums: Mapping[str, Any]
 
     @property
     def header(self) -> bytes:
@@ -64,6 +68,47 @@ class OutputFile:
     @property
     def nbytes(self) -> int:
         return len(self.header) + sum(t.nbytes for t in self.tensors)
+
+    @property
+    def starts(self) -> list[int]:
+        """The first byte of each tensor."""
+        return list(itertools.accumulate((t.nbytes for t in self.tensors[:-1]), initial=len(self.header)))
+
+    @property
+    def pieces(self) -> list[tuple[int, bytes]]:
+        """All of the file but the tensors: (first byte, bytes)."""
+        return [(0, self.header)]
+
+    def checksum(self, t: OutputTensor, blocks: Iterable[bytes]) -> Any:
+        """Return the checksums of a tensor from its blocks of `BLOCK_BYTES`."""
+        return checksums_of(t.name, t.dtype, t.shape, blocks)
+
+
+@dataclass(frozen=True)
+class OutputTorchFile(OutputFile):
+    """A file of `torch.save`: a dict of the tensors, and of other names of them, `aliases`."""
+
+    aliases: Mapping[str, str]
+
+    @functools.cached_property
+    def archive(self) -> Archive:
+        return Archive.of({t.name: (t.dtype, t.shape) for t in self.tensors}, self.aliases)
+
+    @property
+    def nbytes(self) -> int:
+        return self.archive.nbytes
+
+    @property
+    def starts(self) -> list[int]:
+        return self.archive.starts
+
+    @property
+    def pieces(self) -> list[tuple[int, bytes]]:
+        crc32 = {f"data/{i}": self.checksums.get(t.name, 0) for i, t in enumerate(self.tensors)}
+        return list(self.archive.pieces(crc32))
+
+    def checksum(self, t: OutputTensor, blocks: Iterable[bytes]) -> Any:
+        return functools.reduce(lambda crc32, block: zlib.crc32(block, crc32), blocks, 0)
 
 
 def output_tensors(

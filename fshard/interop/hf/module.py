@@ -149,7 +149,14 @@ def read_module(
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of an
     unsupported dtype, cut short or out of place in its file.
     """
-    headers, names, prefix = WeightHeaders(Path(folder)), Names.of(of), with_dot(prefix)
+    return read_leaves(WeightHeaders(Path(folder)), described, Names.of(of), prefix, ignored, missing)
+
+
+def read_leaves(
+    headers: WeightHeaders, described: Any, names: Names, prefix: str, ignored: Sequence[str], missing: Sequence[str]
+) -> Any:
+    """Return the leaves `described` with their values in files, by `names`. The errors are those of `read_module`."""
+    prefix = with_dot(prefix)
     stored = _stored(headers, names)
     errors = [*headers.errors, *(ShardingError(f"{headers.path}: {e}") for e in stored.errors)]
     leaves = tree.leaves_with_path(described)

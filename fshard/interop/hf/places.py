@@ -80,6 +80,31 @@ class Places:
             dims.insert(0, tuple(dim))
         return Places(tuple(dims), self.offset)
 
+    def restride(self, shape: Sequence[int], strides: Sequence[int]) -> Places:
+        """Return the places if the tensor in the file, of `shape`, has these strides, and is not row-major.
+
+        >>> Places.of((4, 6)).restride((4, 6), (1, 4))  # a transposed matrix
+        Places(dims=(((4, 1),), ((6, 4),)), offset=0)
+        """
+        if 0 in self.shape:
+            return self
+        sizes_after = [math.prod(shape[i + 1 :]) for i in range(len(shape))]  # strides in row-major order
+        of_file = [x for x in zip(shape, sizes_after, strides, strict=True) if x[0] > 1]
+
+        def split_factor(size: int, step: int) -> list[Factor]:
+            out: list[Factor] = []
+            for n, row_major, stride in reversed(of_file):  # from the fastest dim in the file
+                if size == 1 or step >= n * row_major:
+                    continue
+                part = min(size, n * row_major // step)
+                out.insert(0, (part, step // row_major * stride))
+                size, step = size // part, n * row_major
+            return out
+
+        offset = sum(self.offset // row_major % n * stride for n, row_major, stride in of_file)
+        dims = tuple(tuple(f for factor in of_dim for f in split_factor(*factor)) for of_dim in self.dims)
+        return Places(dims, offset)
+
     def regions(self, box: Box) -> Iterator[FileRegion]:
         """Split a box of the tensor into regions, most often one, that are boxes of the factors."""
         if 0 in box_shape(box):

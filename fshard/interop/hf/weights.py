@@ -78,6 +78,10 @@ class FilePart:
     shape: tuple[int, ...]
     places: Places
 
+    def places_in(self, entry: HeaderEntry) -> Places:
+        """Return the places in this tensor, which may not be row-major."""
+        return self.places if entry.strides is None else self.places.restride(self.shape, entry.strides)
+
 
 class FromFile:
     """An initializer that reads its box from a file. Shown as `stored(model.safetensors: h.0.ln_1.weight)`.
@@ -108,7 +112,7 @@ class FromFile:
         for entry, part in self.parts:
             common = overlap(part.box, box)
             if common is not None:
-                _fill(out[relative_box(common, box)], entry, part.places, relative_box(common, part.box))
+                _fill(out[relative_box(common, box)], entry, part.places_in(entry), relative_box(common, part.box))
         for copy in self.copies:
             other = copy.fill(key, shape, box, dtype, device)
             if not torch.equal(out.flatten().view(torch.uint8), other.flatten().view(torch.uint8)):

@@ -1,0 +1,208 @@
+"""One dense file of tensors by name, to and from any mesh: a state_dict of `torch.save`, or a safetensors file.
+
+    state_dict.write("model.pt", params)               # every rank writes the bytes of its own parts
+    module.load_state_dict(torch.load("model.pt", weights_only=True))
+
+    torch.save(module.state_dict(), "model.pt")
+    params = fs.materialize(state_dict.read("model.pt", described), specs, mesh, key=key)      # and reads its own
+
+No rank holds the whole tree or a whole leaf, beside its parts at most a buffer of 8 MiB. A name is the dotted path of
+a leaf; a tie, one leaf at two paths, is stored once and has both names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fshard import tree
+from fshard._io import Ranks, StrPath, sync, write_errors, write_file
+from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.interop.defer import Apply
+from fshard.interop.hf.export import overwrite, summaries, write_parts
+from fshard.interop.hf.folder import SUFFIX, WeightHeaders
+from fshard.interop.hf.layout import OutputFile, OutputTorchFile, output_files, output_tensors
+from fshard.interop.hf.module import Names, name_of, read_leaves
+from fshard.interop.hf.weights import FileTensor, file_tensor
+from fshard.interop.hf.weights import read as read_tree
+
+Theirs = Callable[[tree.Path], FileTensor]
+
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@checked
+def write(
+    path: StrPath, tree_: Any, theirs: Theirs | Apply | None = None, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a tree of tensors as one dense file: `.safetensors`, or `.pt`, `.pth`, `.bin`, `.ckpt` of `torch.save`.
+
+    Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank; optimizer states too. Each different
+    part is written once, by one of the ranks that hold it. An older file is replaced at once, when all is on the disk.
+    On a process mesh every rank calls this, on a shared folder. The files of all meshes are equal, byte by byte.
+
+    Args:
+        theirs: path of a leaf -> its tensor in the file, as of `interop.hf.write`; or the function that `fs.defer`
+            returned with a module: the names are those of its `state_dict`, with its ties, and without the buffers that
+            are not persistent. Dotted paths if left out.
+        metadata: texts by name, of a safetensors file.
+
+    >>> params = fs.device_put({"up": torch.ones(4, 6), "norm": {"w": torch.ones(6)}}, P("model"), mesh)
+    >>> write("mlp.pt", params)
+    >>> {name: x.shape for name, x in torch.load("mlp.pt", weights_only=True).items()}
+    {'norm.w': torch.Size([6]), 'up': torch.Size([4, 6])}
+
+    Raises ShardingError, on every rank, listing every leaf that cannot be written; for two leaves of one name; for a
+    path with another suffix; if the ranks have different leaves; if one cannot write. The older file is then unchanged.
+    """
+    final = Path(path)
+    if final.suffix not in (SUFFIX, *_OF_TORCH):
+        raise fail(f"write: path {str(path)!r} has the suffix {final.suffix!r}",
+                   fix=f"{SUFFIX} for safetensors; {', '.join(_OF_TORCH)} for torch.load")  # fmt: skip
+    if metadata is not None and final.suffix != SUFFIX:
+        raise fail(f"write: metadata of {str(path)!r}", fix="a safetensors file has metadata, a file of torch none")
+    leaves = tree.leaves_with_path(tree_)
+    ranks = Ranks.of("write", [leaf for _, leaf in leaves])
+    files: list[OutputFile] = []
+
+    def plan() -> dict[str, str]:
+        of = theirs if isinstance(theirs, Apply) else None
+        named = theirs if theirs is not None and not isinstance(theirs, Apply) else _by_name(tree_)
+        stored, ties = _of_module(leaves, tree_, of)
+        tensors = output_tensors(stored, named, "")
+        aliases = _aliases(stored, named) | ties
+        (file,) = output_files(tensors, 1 << 62, {"format": "pt"} | dict(metadata or {}), final.name)
+        if clash := sorted(aliases.keys() & {t.name for t in tensors}):
+            raise fail(f"write: {clash[0]!r} is the name of two leaves", fix="give each leaf a name of its own")
+        if final.suffix == SUFFIX:
+            files.append(replace(file, metadata={**file.metadata, **aliases}))
+        else:
+            files.append(OutputTorchFile(file.name, {}, tuple(tensors), {}, aliases))
+        return {} if ranks.alone else summaries(files)
+
+    def create() -> str:
+        with write_errors("write", final, _unchanged(final)):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            _discard(final)
+            temporary = final.with_name(f"{_temporary(final)}{secrets.token_hex(4)}")
+            write_file(temporary, [], files[0].nbytes)
+        return temporary.name
+
+    def publish(file: OutputFile) -> None:
+        with write_errors("write", final, _unchanged(final)):
+            overwrite(temporary, file.pieces)
+            os.replace(temporary, final)
+            sync(final.parent)
+
+    ranks.check_equal(plan, "plain tensors and the arguments must be the same on every rank")
+    try:
+        temporary = final.with_name(ranks.run_on_first(create))
+        (file,) = write_parts(temporary, files, ranks)
+        ranks.run_on_first(lambda: publish(file))
+    except BaseException:
+        if ranks.rank == 0:
+            with contextlib.suppress(OSError):
+                _discard(final)
+        raise
+
+
+@checked
+def read(
+    path: StrPath, described: Any, theirs: Theirs | Apply | None = None, *, prefix: str = "",
+    ignored: Sequence[str] = (), missing: Sequence[str] = (),
+) -> Any:  # fmt: skip
+    """Return the tree `described` with its values in a file: leaves of the same shapes, which `fs.materialize` reads.
+
+    Every rank reads the bytes of its own parts only, as `torch.load` cannot. A file of torch may have tensors in dicts
+    and lists: their names are dotted, `model.h.0.weight`. Its pickle is read without running anything in it. The dtypes
+    are those of the file.
+
+    Args:
+        theirs: as of `write`. With the function that `fs.defer` returned, ties may have any or all of their names, and
+            buffers that are not persistent keep their initializers.
+        prefix: names are looked up unchanged, without this prefix (`"model."`), and with it.
+        ignored: names of tensors that are not read: their ends, or globs (`"optimizer.*"`); ends alone with a function
+            `theirs` of one's own.
+        missing: names of leaves that keep their initializers if the file lacks them: ends, or globs.
+
+    >>> torch.save({"model": {"w": torch.ones(6, 4).T}, "step": 3}, "train.pt")
+    >>> read("train.pt", {"w": fs.init.zeros((4, 6))}, prefix="model.")
+    {'w': f32[4, 6] = stored(train.pt: model.w)}
+
+    Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape or cut
+    short; and for a file with other objects than tensors, dicts, lists, numbers and strings.
+    """
+    headers = WeightHeaders(Path(path), state_dict=True)
+    if theirs is not None and not isinstance(theirs, Apply):
+        if missing:
+            raise fail(f"read: missing={list(missing)} beside a function theirs", fix="leave these leaves out")
+        return read_tree(headers, described, theirs, prefix=prefix, ignored=ignored)
+    names = replace(Names.of(theirs), pretrained=None)  # the module's own names, not those of a library's files
+    return read_leaves(headers, described, names, prefix, ignored, missing)
+
+
+def _by_name(whole: Any) -> Theirs:
+    return lambda path: FileTensor(name_of(path, whole))
+
+
+def _of_module(
+    leaves: Sequence[tuple[tree.Path, Any]], whole: Any, of: Apply | None
+) -> tuple[Sequence[tuple[tree.Path, Any]], dict[str, str]]:
+    """Return the leaves that a module's state_dict has, and its ties: name -> the name of the leaf that it uses.
+
+    Raises ShardingError listing every leaf that is missing or not the module's.
+    """
+    if of is None:
+        return leaves, {}
+    names = Names.of(of)
+    found = {name_of(path, whole) for path, _ in leaves}
+    errors = [fail(f"write: {tree.show('tree', path)} is not a leaf of {of!r}")
+              for path, _ in leaves if name_of(path, whole) not in names.kinds]  # fmt: skip
+    errors += [fail(f"write: {kind}[{name!r}] is missing", fix="write the whole tree: {'params': ..., 'buffers': ...}")
+               for name, kind in names.kinds.items()
+               if name not in {*found, *names.transient, *names.ties}]  # fmt: skip
+    raise_all(errors)
+    stored = [(path, x) for path, x in leaves if name_of(path, whole) not in names.transient]
+    return stored, {tied: name for tied, name in names.ties.items() if tied not in found}
+
+
+def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[str, str]:
+    """Return the other names of leaves that are at several paths: name -> the name under which the leaf is written."""
+    first: dict[int, tuple[tree.Path, Any]] = {}
+    aliases: dict[str, str] = {}
+    errors: list[ShardingError] = []
+    for path, leaf in leaves:
+        of_first, _ = first.setdefault(id(leaf), (path, leaf))
+        if of_first == path:
+            continue
+        parts, others = (file_tensor("write", p, theirs(p)).parts(leaf.shape) for p in (of_first, path))
+        if [p.text for _, p in parts] != [p.text for _, p in others] or any(p.at for _, p in (*parts, *others)):
+            errors.append(fail(f"write: {tree.show('tree', path)} is the leaf {tree.show('tree', of_first)}, and its "
+                               "dims in the file are others", fix="make it a leaf of its own: x.clone()"))  # fmt: skip
+            continue
+        aliases |= {b.name: a.name for (a, _), (b, _) in zip(parts, others, strict=True) if a.name != b.name}
+    raise_all(errors)
+    return aliases
+
+
+def _unchanged(final: Path) -> str:
+    return f"{final.name} is unchanged"
+
+
+def _temporary(final: Path) -> str:
+    return f".{final.name}.saving-"
+
+
+def _discard(final: Path) -> None:
+    """Remove the temporary files of saves that failed or were killed."""
+    for file in final.parent.iterdir():
+        if file.name.startswith(_temporary(final)):
+            file.unlink()
+
+
+__all__ = ["read", "write"]
