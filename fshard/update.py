@@ -7,6 +7,7 @@ Its backward pass reads each row once: for the gradient of the input, for its ow
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from . import tree
 from ._callsite import Site, site
 from ._comm import checker, storage_key
 from ._ops import Map, apply_map
+from ._torch_compat import in_backward as in_backward_pass
 from ._torch_compat import in_transform, named_as
 from .errors import ShardingError, checked, fail, raise_all, shown
 from .grad import value_and_grad
@@ -220,7 +222,7 @@ class _Table:
         self._is_stepped = True
 
     def refuse_transforms(self) -> None:
-        if torch.compiler.is_dynamo_compiling() or in_transform():
+        if torch.compiler.is_dynamo_compiling() or in_transform() or in_backward_pass():
             raise fail(f"{self.label} cannot be stepped in the backward pass of a compiled program, of another gradient, "
                        "of vmap or jvp, or inside remat and scan, which run the function in another way",
                        fix="leave it out of in_backward, or use value_and_grad and opt.update")  # fmt: skip
@@ -330,7 +332,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x,), w = ctx.saved_tensors, ctx.w
         w.table.note_step()
-        x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # [N, D], [N, F]
+        n = math.prod(x.shape[:-1])
+        x2, dy2 = x.reshape(n, x.shape[-1]), dy.reshape(n, dy.shape[-1])  # [N, D], [N, F]
         needs_dx, _, needs_db, *_ = ctx.needs_input_grad
         dx = x2.new_zeros(x2.shape, dtype=_wide(x)) if needs_dx else None
         for rows in w.table.chunks():
@@ -391,11 +394,12 @@ def _check_matrices(label: str, rows: dict[str, Row], leaves: Sequence[Any]) -> 
     errors = []
     for path, (x, *moments) in rows.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2:
-            errors.append(fail(f"{label}: in_backward: {path} is {shown(x)}, and no matrix of real numbers",
+            what = describe(x.dtype, x.shape) if isinstance(x, Tensor) else shown(x)
+            errors.append(fail(f"{label}: in_backward: {path} is {what}, and no matrix of real numbers",
                                fix="name matrices alone; the other leaves are stepped after the backward pass"))  # fmt: skip
             continue
-        errors += [fail(f"{label}: {path} is f[{list(x.shape)}], and a moment of it {list(m.shape)}",
-                        "its rows have no rows of the moment",
+        errors += [fail(f"{label}: in_backward: {path} is {describe(x.dtype, x.shape)}, and a moment of it "
+                        f"{describe(m.dtype, m.shape)}, which has not its rows",
                         fix="moments placed as their parameter, by opt.specs; or leave it out of in_backward")
                    for m in moments if m.shape != x.shape]  # fmt: skip
         if shared[storage_key(x)] > 1:
