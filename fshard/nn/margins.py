@@ -84,11 +84,12 @@ def margin(
 
     Source: Deng et al., 2019, "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", equation 4.
     """
-    if not all(map(math.isfinite, (m1, m2, m3, scale))) or m1 <= 0 or scale <= 0:
-        raise fail("margin: m1 and scale must be more than 0, and all finite", m1=m1, m2=m2, m3=m3, scale=scale)
+    if not (0 < m1 < math.inf and abs(m2) <= math.pi and math.isfinite(m3) and 0 < scale < math.inf):
+        raise fail("margin: m1 and scale are more than 0, m2 is an angle in radians, and all are finite",
+                   m1=m1, m2=m2, m3=m3, scale=scale)  # fmt: skip
 
     def formula(c: Tensor) -> Tensor:
-        return _rotated(c, m1, m2) - m3
+        return _rotated(c, m1, m2) - float(m3)
 
     return _change_targets("margin", cosines, targets, formula, scale, axis, size, classes)
 
@@ -111,7 +112,7 @@ def arcface(
     Source: Deng et al., 2019, "ArcFace: Additive Angular Margin Loss for Deep Face Recognition".
     """
     if not 0 <= m <= math.pi or not 0 < scale < math.inf:
-        raise fail("arcface: 0 <= m <= pi and a finite scale of more than 0", m=m, scale=scale)
+        raise fail("arcface: m is an angle in radians, 0 <= m <= pi, and scale finite and more than 0", m=m, scale=scale)
 
     def formula(c: Tensor) -> Tensor:
         rotated = _rotated(c, 1.0, m)
@@ -135,8 +136,8 @@ def cosface(
     Source: Wang et al., 2018, "CosFace: Large Margin Cosine Loss for Deep Face Recognition".
     """
     if not math.isfinite(m) or not 0 < scale < math.inf:
-        raise fail("cosface: a finite m, and a finite scale of more than 0", m=m, scale=scale)
-    return _change_targets("cosface", cosines, targets, lambda c: c - m, scale, axis, size, classes)
+        raise fail("cosface: m is finite, and scale finite and more than 0", m=m, scale=scale)
+    return _change_targets("cosface", cosines, targets, lambda c: c - float(m), scale, axis, size, classes)
 
 
 # --- formulas ---------------------------------------------------------------------------------------------------------
