@@ -65,15 +65,14 @@ LAYOUTS = {  # mesh, axes of the classes and of the batch: 7 classes over 4 rank
     "data": ({"d": 3}, None, "d"),
 }
 X, W, TARGETS = rand(5, 2, 4), rand(7, 4, seed=1), ints(7, 5, 2, seed=2)  # 5 rows over 2: 3 and 2
-W[3] = -5 * X[1, 0]  # an obtuse angle, and one near 0
 TARGETS[0, 0], TARGETS[1, 0], TARGETS[2, 1] = -100, 3, 6
-W[6] = 0.1 * X[2, 1] + 0.002 * rand(4, seed=5)
+W[3], W[6] = -5 * X[1, 0] + rand(4, seed=5), X[2, 1] + 0.01 * rand(4, seed=6)  # angles near pi and 0
 
 
 def dense(x, w, targets, formula, scale):
     """Logits by the words of the papers: one angle for each class, one-hot targets."""
     angles = torch.acos(F.linear(F.normalize(x, dim=-1), F.normalize(w, dim=-1)))
-    hot = F.one_hot(targets.clamp(min=0), len(w)).bool() & (targets >= 0).unsqueeze(-1)
+    hot = targets.unsqueeze(-1) == torch.arange(len(w))
     return scale * torch.where(hot, formula(angles), angles.cos())
 
 
@@ -97,7 +96,7 @@ def test_margins_equal_a_dense_formula_in_value_and_gradients(layout, kernel):
     got = on(sizes, run, (X, W, TARGETS), specs, [(P(), specs[:2])] * len(FORMULAS)) if sizes else run(X, W, TARGETS)
     for name, result, (_, formula) in zip(FORMULAS, got, FORMULAS.values(), strict=True):
         want = fs.value_and_grad(lambda x, w, f=formula: dense_loss(x, w, TARGETS, f), (0, 1))(X, W)
-        assert_same(result, want, name, rtol=1e-9, atol=1e-9)  # acos of a cosine near 1 loses digits: 1e-16 / 1e-6
+        assert_same(result, want, name, rtol=1e-9, atol=1e-9)  # acos of a cosine near 1 loses digits: 1e-16 / 1e-4
 
 
 def test_only_the_targets_change():
@@ -120,7 +119,9 @@ def test_angles_that_rounding_hides_have_finite_derivatives(kernel):
         torch.testing.assert_close(y.double(), want, rtol=0, atol=5 * 5e-4)
     derivative = lambda c, **m: torch.func.grad(lambda c: nn.margin(c, torch.tensor(0), scale=1.0, **m)[0])(c)[0]  # noqa: E731
     assert derivative(torch.tensor([1.0, 0.0]), m3=0.2) == 1
-    torch.testing.assert_close(derivative(torch.tensor([1.0, 0.0]), m1=2.0), torch.tensor(4.0))  # the limit of 2 sin 2θ / sin θ
+    torch.testing.assert_close(
+        derivative(torch.tensor([1.0, 0.0]), m1=2.0), torch.tensor(4.0)
+    )  # the limit of 2 sin 2θ / sin θ
     angle = torch.tensor(0.02, dtype=torch.float64)
     got = derivative(torch.stack([angle.cos(), angle]).float(), m2=0.5)
     # The float32 cosine of 0.02 is known to 6e-8, so its angle to 3e-6, or 1.5e-4 of itself.
@@ -188,7 +189,9 @@ def test_margins_under_transforms_and_second_derivatives(kernel):
         jvp = torch.func.jvp(f, (x, w), (rand(3, 4, seed=8), rand(5, 4, seed=9)))
         tables = torch.stack([w, 2 * w + x[0]])
         mapped = torch.func.vmap(torch.func.grad(f, 1), (None, 0))(x, tables)
-        by_example = torch.func.vmap(torch.func.grad(lambda w, x, t: f(x[None], w, t[None])), (None, 0, 0))(w, x, targets)
+        by_example = torch.func.vmap(torch.func.grad(lambda w, x, t: f(x[None], w, t[None])), (None, 0, 0))(
+            w, x, targets
+        )
         return [g.detach() for g in grads], second, jvp, mapped, by_example, torch.func.hessian(f)(x, w)
 
     assert_same(derivatives(ours), derivatives(theirs), rtol=1e-9, atol=1e-9)
@@ -199,13 +202,12 @@ def test_margins_under_transforms_and_second_derivatives(kernel):
 
 
 def test_types_of_a_forgotten_pvary_are_refused(kernel):
-    def run(x, w, targets):
-        return fs.grad(lambda w: nn.cosine_logits(x, w).sum())(w)
+    def run(x, w):
+        return fs.grad(lambda x, w: fs.psum(nn.cosine_logits(x, w).sum(), "d"), (0, 1))(x, w)
 
-    for specs, axis in (((P("d"), P(), P("d")), "d"), ((P(), P("d"), P()), "d")):
-        grad_of = run if specs[1] == P() else lambda x, w, t: fs.grad(lambda x: nn.cosine_logits(x, w).sum())(x)
-        with pytest.raises(ShardingError, match=f"invariant .* over '{axis}'"):
-            on({"d": 2}, grad_of, (X, W[:6], TARGETS), specs, P())
+    for specs in ((P("d"), P()), (P(), P("d"))):
+        with pytest.raises(ShardingError, match=r"an operand that is invariant \(I\) over 'd' with one that varies"):
+            on({"d": 2}, run, (X[:4], W[:6]), specs, specs)
 
 
 def test_large_margins_make_no_array_of_the_classes_but_logits_and_the_gradients(monkeypatch):
@@ -283,7 +285,9 @@ def test_classes_that_are_no_targets_are_drawn_alike_and_anew_for_each_key():
     # 2 of 10 at each step: 80 of 400, with a deviation of sqrt(400 * 0.2 * 0.8) = 8. Keys are fixed, so this is too.
     assert others.min() > 80 - 4 * 8
     assert others.max() < 80 + 4 * 8
-    assert_same(nn.sample_classes(KEY, targets, size=12, count=4), nn.sample_classes(KEY, targets.int(), size=12, count=4))
+    assert_same(
+        nn.sample_classes(KEY, targets, size=12, count=4), nn.sample_classes(KEY, targets.int(), size=12, count=4)
+    )
 
 
 def test_samples_of_no_targets_and_of_more_targets_than_asked_for():
@@ -295,9 +299,9 @@ def test_samples_of_no_targets_and_of_more_targets_than_asked_for():
 
 def test_a_dry_run_has_about_as_many_classes_on_each_rank():
     mesh = fs.make_mesh(kind="abstract", d=2, m=4)
-    f = fs.shard_map(lambda t: nn.sample_classes(KEY, t, size=40, count=10, axis="m", over="d"), mesh=mesh,
+    f = fs.shard_map(lambda t: nn.sample_classes(KEY, t, size=40, count=8, axis="m", over="d"), mesh=mesh,
                      in_specs=P("d"), out_specs=P("m"))  # fmt: skip
-    assert f(ints(40, 8)).shape == (10,)
+    assert f(ints(40, 8)).shape == (8,)
 
 
 SAMPLED = torch.tensor([0, 1, 4, 5, 9])  # of 13 classes, over 4 ranks: 4, 4, 4 and 1, of which the last has no sample
@@ -320,10 +324,10 @@ def test_cross_entropy_over_sampled_classes_is_that_of_their_columns(layout, ker
             start = start + 0 * fs.axis_index(axis)
         mine = SAMPLED[(SAMPLED >= start) & (SAMPLED < start + length)]
         at = torch.searchsorted(SAMPLED, mine)
-        t = targets
 
         def one(rate, kw):
             kw = {**kw, "weight": weight[at] if "weight" in kw else None}
+            t = targets.where(targets >= 0, kw["ignore_index"])
             logits = fs.pvary(rate, axis)[:, at]
             y = nn.cross_entropy(logits, t, axis=axis, over=over, classes=mine, **kw)
             total = y if y.ndim == 0 else fs.psum((y * torch.arange(1, 1 + len(y))).sum(), over)
@@ -343,9 +347,6 @@ def test_cross_entropy_over_sampled_classes_is_that_of_their_columns(layout, ker
             y = F.cross_entropy(x, ignored, **kw)
             return y if y.ndim == 0 else (y * (torch.arange(6) % rows + 1)).sum()
 
-        if 4 in targets[ignored == -100].tolist():  # -100 is then no class and not ignored
-            assert result[0].isnan()
-            continue
         assert_same(result, fs.value_and_grad(want)(columns), str(kw), **CLOSE)
 
 
@@ -367,12 +368,12 @@ def test_targets_that_are_not_sampled_give_nan(kernel):
 def test_classes_that_every_rank_has_are_refused():
     """A softmax over ranks with the same columns would count each class once for each rank."""
 
-    def run(x):
-        classes = nn.sample_classes(KEY, torch.tensor([1, 2]), size=8, count=4)  # axis= is missing
-        return nn.cross_entropy(fs.pvary(x, "m")[:, :4], torch.tensor([1, 2]), axis="m", classes=classes)
+    def run(x, targets):
+        classes = nn.sample_classes(KEY, targets, size=8, count=4)  # axis= is missing
+        return nn.cross_entropy(fs.pvary(x, "m"), targets, axis="m", classes=classes)
 
     with pytest.raises(ShardingError, match="psum over 'm' of a value that does not vary over it"):
-        on({"m": 2}, run, (rand(2, 4),), (P(),), P())
+        on({"m": 2}, run, (rand(2, 4), torch.tensor([1, 2])), (P(), P()), P())
 
 
 # --- train steps: sampled classes and an update of their rows ---------------------------------------------------------
@@ -418,7 +419,7 @@ def train(layout, opt):
                           out_specs=((P(), P(over)), specs, opt.specs(specs)), donate=(0, 1))  # fmt: skip
     seen = []
     for i in range(STEPS):
-        out, params, state = mapped(params, state, rand(BATCH, WIDTH, seed=i), targets_at(i), fs.fold_in(KEY, i))
+        out, params, state = mapped(params, state, rand(BATCH, WIDTH, seed=9 + i), targets_at(i), fs.fold_in(KEY, i))
         seen.append(out)
     return fs.device_get((seen, params, state))
 
@@ -428,15 +429,15 @@ def train_densely(opt):
     params = {"w": rand(SIZE, WIDTH)}
     state, seen = opt.init(params), []
     for i in range(STEPS):
-        x, targets = rand(BATCH, WIDTH, seed=i), targets_at(i)
+        x, targets = rand(BATCH, WIDTH, seed=9 + i), targets_at(i)
         known = set(targets[1:].tolist())
         order = [c for c in fs.data.permute(fs.fold_in(KEY, i), range(SIZE), size=SIZE).tolist() if c not in known]
         chosen = torch.tensor(sorted([*known, *order[: COUNT - len(known)]]))
 
         def loss_fn(w, x, targets=targets, chosen=chosen):
             logits = dense(x, w, targets, lambda a: (a + 0.3).cos() - 0.1, 4.0)
-            masked = torch.full_like(logits, -math.inf).index_copy(1, chosen, logits[:, chosen])
-            return F.cross_entropy(masked, targets)
+            columns = torch.searchsorted(chosen, targets.clamp(min=0)).where(targets >= 0, -100)
+            return F.cross_entropy(logits[:, chosen], columns)
 
         loss, (dw, dx) = fs.value_and_grad(loss_fn, (0, 1))(params["w"], x)
         seen.append((loss, dx))
