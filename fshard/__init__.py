@@ -3,6 +3,21 @@
 from . import checkpoint, data, decoding, hf, ia3, init, interop, lora, models, nn, optim, random, tree
 from ._comm import recording, to_device
 from .check import check
+from .collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    local_range,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pslice,
+    psum,
+    psum_scatter,
+    pvary,
+)
 from .errors import ShardingError
 from .grad import accumulate, grad, value_and_grad
 from .init import Deferred
@@ -25,21 +40,6 @@ from .spec import P, column, fully_shard, on_host, replicated, row, rules
 from .update import value_and_update
 from .validate import validate
 from .verify import verify
-from .collectives import (
-    all_gather,
-    all_to_all,
-    axis_index,
-    axis_size,
-    local_range,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    pslice,
-    psum,
-    psum_scatter,
-    pvary,
-)
 
 __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "Strategy", "accelerate", "accumulate",

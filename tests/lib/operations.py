@@ -38,6 +38,11 @@ class Operations(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
+    def live(self) -> int:
+        """Bytes of the storages allocated within that are still alive."""
+        return sum(n for ref, n in self._live.values() if not ref.expired())
+
+    @property
     def largest(self) -> int:
         """Bytes of the largest storage allocated."""
         return max((a.nbytes for a in self.allocated), default=0)
