@@ -202,3 +202,16 @@ def test_wrong_arguments_are_named(options, words):
 def test_one_value_on_all_ranks_is_refused():
     text = error_text(by_ours, X[:1, :, :1, :1], None, W, B, train=True, sizes={"data": 2}, data="data", over="data")
     assert "all ranks of 'data' together have one value of each channel: it has no variance" in text
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_kernels_of_the_global_batch_have_first_and_second_derivatives(affine):
+    from fshard.nn.batch_norm import _Moments, _Normalize
+
+    def f(x, w=None, b=None):
+        mean, squares = _Moments.apply(x)
+        return _Normalize.apply(x, mean, squares / 10, w, b, 0.1), mean, squares
+
+    leaves = [t.clone().requires_grad_() for t in (rand(2, 2, 5), rand(2, seed=1), rand(2, seed=2))[: 3 if affine else 1]]
+    torch.autograd.gradcheck(f, leaves)
+    torch.autograd.gradgradcheck(f, leaves)
