@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, checker
+from fshard._comm import Axis, checker, known_axes, live_axes, region
 from fshard._torch_compat import FakeTensor, in_transform, unwrapped
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be
@@ -110,9 +110,12 @@ def normalize_batch(
     """Normalize by the statistics of the batch: (y, mean [C], unbiased variance [C])."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     values = math.prod((len(x), *x.shape[2:]))  # of each channel on this rank
-    if not over and values > 1 and _has_kernel(x):
+    here = region(label) if over else None
+    alone = here is None or not live_axes(here.comm, known_axes(label, here, over))
+    if alone and values > 1 and _has_kernel(x):
         mean, var = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
-        return _kernel(x, mean, var, w, b, eps, train=True), mean, var  # which it writes
+        y = _kernel(x, mean, var, w, b, eps, train=True)  # which writes mean and var
+        return y, *psum((mean, var), over)  # of one rank: for their types
     mean, squares = _moments(x, values)
     n = torch.tensor(values, dtype=dtype, device=x.device)
     total, count = psum((n * mean, n), over)

@@ -76,6 +76,8 @@ def test_batch_norm_on_one_device_equals_that_of_torch(momentum, transform):
 
 
 MESHES = {
+    "batch of one rank": ({"data": 1}, "data", None),
+    "batch of one rank, channels": ({"data": 1, "model": 2}, "data", "model"),
     "batch": ({"data": 2}, "data", None),
     "batch, empty ranks": ({"data": 7}, "data", None),
     "batch over two axes": ({"replica": 2, "data": 2}, ("replica", "data"), None),
@@ -212,6 +214,7 @@ def test_kernels_of_the_global_batch_have_first_and_second_derivatives(affine):
         mean, squares = _Moments.apply(x)
         return _Normalize.apply(x, mean, squares / 10, w, b, 0.1), mean, squares
 
-    leaves = [t.clone().requires_grad_() for t in (rand(2, 2, 5), rand(2, seed=1), rand(2, seed=2))[: 3 if affine else 1]]
+    leaves = [rand(2, 2, 5), *([rand(2, seed=1), rand(2, seed=2)] if affine else [])]
+    leaves = [t.requires_grad_() for t in leaves]
     torch.autograd.gradcheck(f, leaves)
     torch.autograd.gradgradcheck(f, leaves)
