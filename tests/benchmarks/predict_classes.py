@@ -98,7 +98,7 @@ class Run:
             return loss, {"params": params, "opt": opt, "state": state}
 
         def observed(trees: Any, x: Tensor, y: Tensor) -> Any:
-            if watched is None:
+            if watched is None or (self.mesh.kind != "abstract" and int(fs.axis_index("data"))):
                 return body(trees, x, y)
             watched.arguments = sum(t.nbytes for t in fs.tree.leaves((trees, x, y)))
             with watched.operations:
@@ -126,6 +126,17 @@ def predict(cfg: resnet.Config, head: str, ranks: int, batch: int, pixels: int) 
     run, watched = Run(cfg, head, fs.make_mesh(kind="abstract", data=ranks)), Watched()
     x = fs.init.zeros((batch, cfg.num_channels, pixels, pixels))
     run.step(watched)(run.trees, x, fs.init.zeros((batch,), dtype=torch.int64))
+    return watched.prediction()
+
+
+def measure(cfg: resnet.Config, head: str, ranks: int, batch: int, pixels: int) -> Prediction:
+    """Return the bytes of the first rank of a simulated mesh, in a step that is run."""
+    run, watched = Run(cfg, head, fs.make_mesh(kind="simulated", data=ranks)), Watched()
+    trees = fs.materialize(run.trees, run.tree_specs, run.mesh, key=fs.key(0))
+    x = fs.random.normal(fs.key(1), (batch, cfg.num_channels, pixels, pixels))
+    y = torch.arange(batch) % cfg.num_labels
+    _, trees = run.step()(trees, x, y)  # buffers that are made once
+    run.step(watched)(trees, x, y)
     return watched.prediction()
 
 
