@@ -1,4 +1,4 @@
-"""Memory of a ResNet-50 with many classes, from shapes alone: `python -m tests.benchmarks.predict_classes [--json FILE]`.
+"""Memory of a ResNet-50 with many classes, from shapes alone: `python -m tests.benchmarks.predict_classes`.
 
 One rank of an abstract mesh runs a train step on fake tensors, forward, backward and SGD with momentum, and the bytes
 of the storages that are alive are followed. Nothing is computed. `tests/e2e/test_benchmarks.py` asserts that the
@@ -146,8 +146,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--classes", nargs="+", default=list(CLASSES), choices=CLASSES)
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, from shapes; load {os.getloadavg()[0]:.1f}; ResNet-50, 224 px, global batch 256, "
-          "SGD with momentum; MiB of a rank: predicted, [published], (share that is activations)")  # fmt: skip
+    print(f"torch {torch.__version__}, from shapes; load {os.getloadavg()[0]:.1f}; ResNet-50, 224 px, global batch "
+          "256, SGD with momentum; MiB of a rank: predicted, [published], (share that is activations)")  # fmt: skip
     rows = []
     for ranks in args.ranks:
         print(f"\n{ranks} ranks   " + "".join(f"{head:>24s}" for head in HEADS))
