@@ -6,7 +6,6 @@ does not. Source: He et al., 2015, "Deep residual learning"; weights as in Huggi
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -255,28 +254,33 @@ def features(
     check_params(params, described)
     check_params(state, _state(cfg), "state")
     x = x.to(layout.dtype or x.dtype)
-    parts = {"stem": params["stem"], **{str(i): stage for i, stage in enumerate(params["stages"])}}
-    wanted = {"stem": described["stem"], **{str(i): stage for i, stage in enumerate(described["stages"])}}
+    parts = {"stem": params["stem"], **{str(i): part for i, part in enumerate(params["stages"])}}
+    wanted = {"stem": described["stem"], **{str(i): part for i, part in enumerate(described["stages"])}}
     part_specs: Any = specs if specs is None or is_spec(specs) else {
         "stem": spec_of(specs, "stem"), **_by_number(spec_of(specs, "stages"), len(cfg.depths))}  # fmt: skip
 
-    def run(name: str, params: Any, state: Any, x: Tensor) -> tuple[Tensor, Any]:
-        p = layout.unshard(name, {name: params}, part_specs, wanted, layout.data)
-        if name == "stem":
-            x, new = _convolve(p, state, "1", _stem(cfg), x, train, layout)
-            x = ACTIVATIONS[cfg.hidden_act](x)
-            return (nn.max_pool2d(x, 3, stride=2, padding=1) if cfg.stem == "imagenet" else x), new
-        out = []
-        for i, (block, norms) in enumerate(zip(p, state, strict=True)):
-            x, new = _apply_block(cfg, block, norms, _block(cfg, int(name), i), x, train, layout)
-            out.append(new)
-        return x, out
+    def stage(name: str) -> Callable[..., tuple[Tensor, ...]]:
+        def run(params: Any, state: Any, x: Tensor) -> tuple[Tensor, ...]:
+            p = layout.unshard(name, {name: params}, part_specs, wanted, layout.data)
+            new: Any = []
+            if name == "stem":
+                x, new = _convolve(p, state, "1", _stem(cfg), x, train, layout)
+                x = ACTIVATIONS[cfg.hidden_act](x)
+                x = nn.max_pool2d(x, 3, stride=2, padding=1) if cfg.stem == "imagenet" else x
+            else:
+                for i, (block, norms) in enumerate(zip(p, state, strict=True)):
+                    x, of_block = _apply_block(cfg, block, norms, _block(cfg, int(name), i), x, train, layout)
+                    new.append(of_block)
+            return x, *tree.leaves(new)
 
-    states = {"stem": state["stem"], **{str(i): stage for i, stage in enumerate(state["stages"])}}
+        return run
+
+    states = {"stem": state["stem"], **{str(i): part for i, part in enumerate(state["stages"])}}
     new: dict[str, Any] = {}
     for name, part in parts.items():
-        f = functools.partial(run, name)
-        x, new[name] = (rematerialized(f) if remat else f)(part, states[name], x)
+        f = stage(name)
+        x, *leaves = (rematerialized(f) if remat else f)(part, states[name], x)
+        new[name] = tree.unflatten(tree.structure(states[name]), leaves)
     stem = new.pop("stem")
     return x.mean((2, 3)), {"stem": stem, "stages": list(new.values())}
 
@@ -305,7 +309,8 @@ def _apply_block(
     cfg: Config, p: Any, state: Any, block: dict[str, _Convolution], x: Tensor, train: bool, layout: Layout
 ) -> tuple[Tensor, dict[str, Any]]:
     """A block; inside it the activation is relu, whatever `hidden_act`, as in transformers."""
-    h, skip, new = x, x, dict[str, Any]()
+    new: dict[str, Any] = {}
+    h = skip = x
     for n, c in block.items():
         if n == "skip":
             skip, norm = _convolve(p, state, n, c, x, train, layout)
