@@ -112,7 +112,11 @@ def test_clipped_by_the_norm_of_the_summed_gradients(layout):
     make = lambda split: optim.chain(optim.clip_by_global_norm(0.7, split), optim.adamw(0.02))  # noqa: E731
     params = {**make_params(), "half": None}  # the rest differs by the rounding of the norm
     layout_specs = {**MODEL, "half": None}
-    LAYOUTS["here"] = (*LAYOUTS[layout][:1], layout_specs if LAYOUTS[layout][1] is MODEL else PLAIN, *LAYOUTS[layout][2:])
+    LAYOUTS["here"] = (
+        *LAYOUTS[layout][:1],
+        layout_specs if LAYOUTS[layout][1] is MODEL else PLAIN,
+        *LAYOUTS[layout][2:],
+    )
     try:
         got, (clip, _) = train_on("here", make, params=params)
     finally:
