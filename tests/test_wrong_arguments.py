@@ -129,6 +129,7 @@ def prefixed(prefix: str, *calls: Call) -> list[Call]:
 _BY_POSITION = {"p": r"args\[0\]|argument 0", "x": r"args\[1\]"}
 _AXES_OF_SPECS = {"specs": "no mesh axis is bound"}  # specs without axes need no region
 _OF_LEAVES = {"params": r"params|\bmodule\b", "adapters": "adapters", "of": r"\bof\b", "data": "axis", "model": "axis"}
+_OF_MARGINS = {"axis": "4 over ", "cosines": "logits|of the vocabulary"}
 _shape = {"shape": (4, 4)}
 _kaiming = {"mode": "fan_in", "nonlinearity": "relu", "in_dim": -2, "out_dim": -1, "dtype": torch.float32, "a": 0.0}
 _xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
@@ -260,14 +261,14 @@ CALLS = [
         outside(fs.nn.column_embedding, axis="model", out="whole"),
         outside(fs.nn.Replacement, name="mine", takes=(torch.nn.Linear,), specs=lambda of: {}, forward=block),
         outside(fs.nn.cosine_logits, x=W, w=W, eps=1e-12),
-        outside(fs.nn.margin, cosines=W, targets=IDS, m1=1.0, m2=0.5, m3=0.1, scale=64.0, axis=None, size=4,
-                classes=None),
-        Call("margin", fs.nn.margin, {"cosines": W[:, :2], "targets": IDS, "axis": "model", "size": 4}, inside=True,
-             words={"axis": "4 over ", "cosines": "logits|of the vocabulary"}),
-        outside(fs.nn.arcface, cosines=W, targets=IDS, m=0.5, scale=64.0, easy_margin=False, classes=IDS),
-        outside(fs.nn.cosface, cosines=W, targets=IDS, m=0.35, scale=64.0, classes=IDS),
-        outside(fs.nn.sample_classes, key=KEY, targets=IDS, size=8, count=4, axis=None, over=None),
-        inside(fs.nn.sample_classes, key=KEY, targets=IDS, size=8, count=4, axis="model", over="data"),
+        Call("margin", fs.nn.margin, {"cosines": W[:, :2], "targets": IDS, "m1": 1.0, "m2": 0.5, "m3": 0.1,
+             "scale": 64.0, "axis": "model", "size": 4}, inside=True, words=_OF_MARGINS),
+        Call("arcface", fs.nn.arcface, {"cosines": W, "targets": IDS, "m": 0.5, "scale": 64.0, "easy_margin": False,
+             "classes": IDS}, words=_OF_MARGINS),
+        Call("cosface", fs.nn.cosface, {"cosines": W, "targets": IDS, "m": 0.35, "scale": 64.0, "classes": IDS},
+             words=_OF_MARGINS),
+        Call("sample_classes", fs.nn.sample_classes, {"key": KEY, "targets": IDS, "size": 8, "count": 4,
+             "axis": "model", "over": "data"}, inside=True, words={"axis": "no axis", "over": "no axis"}),
         outside(fs.nn.layer_norm, x=W, w=V, b=V, eps=1e-5),
         outside(fs.nn.rms_norm, x=W, w=V, eps=1e-5),
         outside(fs.nn.attention, q=W[None], k=W[None], v=W[None], causal=False, mask=None, scale=1.0, rate=0.1, key=KEY,

@@ -67,7 +67,7 @@ def sample_classes(
     if torch.compiler.is_dynamo_compiling():
         raise fail("sample_classes: a compiled program has fixed shapes, and the number of classes that a rank has "
                    "depends on the targets", fix="leave out compile=True")  # fmt: skip
-    known = all_gather(targets.reshape(-1).long(), over, to="invariant")
+    known = all_gather(targets.long() if targets.ndim else targets.long().view(1), over, to="invariant")
     out = _sample(key, known, size, count, axis)
     if (types := checker()) is not None:
         types.set_integer_type(out, "sample_classes", of=(key, known), varies=names_of(axis))

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard._comm import Axis, in_region, region
+from fshard._ops import local_range
 from fshard._torch_compat import in_transform
 from fshard.collectives import pmax, psum, pvary
 from fshard.errors import checked, fail
@@ -82,7 +83,8 @@ def cross_entropy(
     if axis or classes is not None:
         column, is_local, whole = target_columns("cross_entropy", logits, targets, axis, size, classes)
     else:
-        column, is_local, whole = targets.long().where(counted, 0), counted, v
+        column, is_local = targets.long().where(counted, 0), counted
+        _, whole = local_range("cross_entropy", v, axis, size)
     is_local = is_local & counted
     column = column.unsqueeze(-1)[..., :v]
     # Subtract the largest logit of all ranks, a constant to the derivative, so that no exponential overflows. A part

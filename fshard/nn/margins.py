@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis
+from fshard._comm import Axis, checker
 from fshard._torch_compat import in_transform
 from fshard.errors import checked, fail
 from fshard.spec import describe
@@ -48,6 +48,8 @@ def cosine_logits(x: Tensor, w: Tensor, *, eps: float = 1e-12) -> Tensor:
         raise fail(f"cosine_logits: eps={eps}", fix="more than 0")
     if _is_plain(w):
         return _cosines(x, w, eps)
+    if checker() is not None:  # which sees in a Function no gradient, and so no operand that forgets a pvary
+        F.linear(x.reshape(math.prod(x.shape[:-1]), x.shape[-1])[:0], w[:0])
     logits: Tensor = _Cosines.apply(x, w, eps)  # type: ignore[no-untyped-call]
     return logits
 
@@ -84,11 +86,12 @@ def margin(
 
     Source: Deng et al., 2019, "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", equation 4.
     """
-    if not all(map(math.isfinite, (m1, m2, m3, scale))) or m1 <= 0 or scale <= 0:
-        raise fail("margin: m1 and scale must be more than 0, and all finite", m1=m1, m2=m2, m3=m3, scale=scale)
+    if not (0 < m1 < math.inf and abs(m2) <= math.pi and math.isfinite(m3) and 0 < scale < math.inf):
+        raise fail("margin: m1 and scale are more than 0, m2 is an angle in radians, and all are finite",
+                   m1=m1, m2=m2, m3=m3, scale=scale)  # fmt: skip
 
     def formula(c: Tensor) -> Tensor:
-        return _rotated(c, m1, m2) - m3
+        return _rotated(c, m1, m2) - float(m3)
 
     return _change_targets("margin", cosines, targets, formula, scale, axis, size, classes)
 
@@ -111,7 +114,9 @@ def arcface(
     Source: Deng et al., 2019, "ArcFace: Additive Angular Margin Loss for Deep Face Recognition".
     """
     if not 0 <= m <= math.pi or not 0 < scale < math.inf:
-        raise fail("arcface: 0 <= m <= pi and a finite scale of more than 0", m=m, scale=scale)
+        raise fail(
+            "arcface: m is an angle in radians, 0 <= m <= pi, and scale finite and more than 0", m=m, scale=scale
+        )
 
     def formula(c: Tensor) -> Tensor:
         rotated = _rotated(c, 1.0, m)
@@ -135,8 +140,8 @@ def cosface(
     Source: Wang et al., 2018, "CosFace: Large Margin Cosine Loss for Deep Face Recognition".
     """
     if not math.isfinite(m) or not 0 < scale < math.inf:
-        raise fail("cosface: a finite m, and a finite scale of more than 0", m=m, scale=scale)
-    return _change_targets("cosface", cosines, targets, lambda c: c - m, scale, axis, size, classes)
+        raise fail("cosface: m is finite, and scale finite and more than 0", m=m, scale=scale)
+    return _change_targets("cosface", cosines, targets, lambda c: c - float(m), scale, axis, size, classes)
 
 
 # --- formulas ---------------------------------------------------------------------------------------------------------
@@ -212,7 +217,8 @@ class _Cosines(torch.autograd.Function):
             inputs = [t for t, needed in zip((x, w), ctx.needs_input_grad, strict=False) if needed]
             grads = iter(torch.autograd.grad(_cosines(x, w, ctx.eps), inputs, d, create_graph=True))
             return *[next(grads) if needed else None for needed in ctx.needs_input_grad[:2]], None
-        rows, d = x.reshape(-1, x.shape[-1]), d.reshape(-1, len(w))
+        n = math.prod(x.shape[:-1])
+        rows, d = x.reshape(n, x.shape[-1]), d.reshape(n, len(w))
         unit, dw = _normalized(rows, ctx.eps), torch.empty_like(w)
         dunit = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
         step = max(1, _BLOCK.get(w.device.type, 1 << 24) // max(1, w.shape[1]))

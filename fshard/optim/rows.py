@@ -55,6 +55,7 @@ def update_rows(opt: Optimizer, rows: Tensor, grads: Any, state: Any, params: An
     copied = Tensor.index_copy if pure else Tensor.index_copy_
     if not pure:
         is_donated = donation_test()
+        gradients = [g.clone() if is_donated(g) else g for g in gradients]  # read before a block is written over it
         tables = [x.detach() if is_donated(x) else x.detach().clone() for x in tables]
         moments = [x.detach() if not row or is_donated(x) else x.detach().clone()
                    for x, row in zip(moments, by_rows, strict=True)]  # fmt: skip
