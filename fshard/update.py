@@ -7,6 +7,7 @@ Its backward pass reads each row once: for the gradient of the input, for its ow
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from . import tree
 from ._callsite import Site, site
 from ._comm import checker, storage_key
 from ._ops import Map, apply_map
+from ._torch_compat import in_backward as in_backward_pass
 from ._torch_compat import in_transform, named_as
 from .errors import ShardingError, checked, fail, raise_all, shown
 from .grad import value_and_grad
@@ -81,6 +83,8 @@ def value_and_update(
 
     @named_as(f)
     def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if globs:
+            _refuse_transforms(f"{label}: what {', '.join(map(repr, globs))} names")
         chosen, rest = _split(label, params, globs)
         leaves, treedef = tree.flatten(params)
         paths = [path for path, _ in tree.leaves_with_path(params)]
@@ -91,8 +95,6 @@ def value_and_update(
         _check_matrices(label, {tree.show("params", paths[i]): rows[i] for i in inside}, leaves)
         tables = {i: _Table(tree.show("params", paths[i]), rows[i], functools.partial(optimizer.step_one, i))
                   for i in inside}  # fmt: skip
-        for table in tables.values():
-            table.refuse_transforms()
 
         def loss_fn(rest: Any, tokens: dict[int, Tensor], *args: Any, **kwargs: Any) -> Any:
             full = treedef.flatten_up_to(rest)
@@ -180,8 +182,8 @@ class _Table:
         return self.old[0]
 
     def token(self) -> Tensor:
-        """Return a zero of the matrix's dtype and type: it is differentiated in the place of the matrix."""
-        return self.matrix.detach().flatten()[:0].sum().view(1, 1)
+        """Return an empty view of the matrix: it is differentiated in its place, and has its dtype, name and type."""
+        return self.matrix.detach()[:0, :0]
 
     def chunks(self) -> Iterator[slice]:
         n, width = self.matrix.shape
@@ -219,19 +221,13 @@ class _Table:
                        fix="one loss: the sum of the losses")  # fmt: skip
         self._is_stepped = True
 
-    def refuse_transforms(self) -> None:
-        if torch.compiler.is_dynamo_compiling() or in_transform():
-            raise fail(f"{self.label} cannot be stepped in the backward pass of a compiled program, of another gradient, "
-                       "of vmap or jvp, or inside remat and scan, which run the function in another way",
-                       fix="leave it out of in_backward, or use value_and_grad and opt.update")  # fmt: skip
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _SteppedMatrix(Weight):
     """A matrix in the loss, stepped by the backward pass of its one `linear`.
 
-    `token` [1, 1] is what is differentiated: it passes through pvary and casts in the place of the matrix, and records
-    them in its graph. Its own gradient is zero.
+    `token` [0, 0] is what is differentiated: it passes through pvary and casts in the place of the matrix, and its graph
+    records them.
     """
 
     children = ("token",)
@@ -266,15 +262,16 @@ class _SteppedMatrix(Weight):
 
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute x @ w + b, as `nn.linear`; its backward pass steps w."""
-        self.table.refuse_transforms()
+        _refuse_transforms(self.table.label)
         if not torch.is_grad_enabled():
             return _linear(x, b, self)
         self.table.note_use()
         if not self.token.requires_grad:  # detached by the loss: no gradient reaches it
             return _linear(x, b, self)
+        transposes = _transposes(self.table, self.token)
         if checker() is not None:  # nothing is differentiated inside a Function: show the checker what mixes here
-            F.linear(x, self.token.expand(1, x.shape[-1]))
-        y: Tensor = _Linear.apply(x, self.token, b, self, _transposes(self.table, self.token))  # type: ignore[no-untyped-call]
+            F.linear(x[..., :0], self.token)
+        y: Tensor = _Linear.apply(x, self.token, b, self, transposes)  # type: ignore[no-untyped-call]
         return y
 
     def rows(self, which: slice) -> Tensor:
@@ -330,7 +327,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x,), w = ctx.saved_tensors, ctx.w
         w.table.note_step()
-        x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # [N, D], [N, F]
+        n = math.prod(x.shape[:-1])
+        x2, dy2 = x.reshape(n, x.shape[-1]), dy.reshape(n, dy.shape[-1])  # [N, D], [N, F]
         needs_dx, _, needs_db, *_ = ctx.needs_input_grad
         dx = x2.new_zeros(x2.shape, dtype=_wide(x)) if needs_dx else None
         for rows in w.table.chunks():
@@ -385,17 +383,25 @@ def _split(label: str, params: Any, globs: Sequence[str]) -> tuple[Any, Any]:
                             ) from None  # fmt: skip
 
 
+def _refuse_transforms(what: str) -> None:
+    if torch.compiler.is_dynamo_compiling() or in_transform() or in_backward_pass():
+        raise fail(f"{what} cannot be stepped in the backward pass of a compiled program, of another gradient, of vmap or "
+                   "jvp, or inside remat and scan, which run the function in another way",
+                   fix="leave it out of in_backward, or use value_and_grad and opt.update")  # fmt: skip
+
+
 def _check_matrices(label: str, rows: dict[str, Row], leaves: Sequence[Any]) -> None:
     """Raise for leaves that cannot be stepped by rows, all at once."""
     shared = Counter(storage_key(x) for x in leaves if isinstance(x, Tensor) and x.numel())
     errors = []
     for path, (x, *moments) in rows.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2:
-            errors.append(fail(f"{label}: in_backward: {path} is {shown(x)}, and no matrix of real numbers",
+            what = describe(x.dtype, x.shape) if isinstance(x, Tensor) else shown(x)
+            errors.append(fail(f"{label}: in_backward: {path} is {what}, and no matrix of real numbers",
                                fix="name matrices alone; the other leaves are stepped after the backward pass"))  # fmt: skip
             continue
-        errors += [fail(f"{label}: {path} is f[{list(x.shape)}], and a moment of it {list(m.shape)}",
-                        "its rows have no rows of the moment",
+        errors += [fail(f"{label}: in_backward: {path} is {describe(x.dtype, x.shape)}, and a moment of it "
+                        f"{describe(m.dtype, m.shape)}, which has not its rows",
                         fix="moments placed as their parameter, by opt.specs; or leave it out of in_backward")
                    for m in moments if m.shape != x.shape]  # fmt: skip
         if shared[storage_key(x)] > 1:

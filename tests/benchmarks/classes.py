@@ -38,7 +38,8 @@ from .step_cost import measure_step
 
 WIDTH = 2048
 BATCH = 64  # of all ranks
-LR, MOMENTUM = 0.1, 0.9
+INPUTS = 4  # width of what the features are computed from: a body of a few rows
+LR, MOMENTUM = 1e-3, 0.9
 WARMUP = 2
 LOSSES = 1e-4  # the largest relative difference of two loss curves
 SIZES = {"1k": 1_000, "50k": 50_000, "100k": 100_000, "500k": 500_000, "1M": 1_000_000, "2M": 2_000_000}
@@ -69,24 +70,29 @@ def fill(table: Tensor, first: int) -> None:
 
 
 def batches(classes: int) -> list[tuple[Tensor, Tensor]]:
-    """The (features, targets) of a few steps, [BATCH, WIDTH] and [BATCH]."""
+    """The (inputs, targets) of a few steps, [BATCH, INPUTS] and [BATCH]."""
     g = torch.Generator().manual_seed(1)
-    return [(torch.randn(BATCH, WIDTH, generator=g), torch.randint(classes, (BATCH,), generator=g)) for _ in range(2)]
+    return [(torch.randn(BATCH, INPUTS, generator=g), torch.randint(classes, (BATCH,), generator=g)) for _ in range(2)]
+
+
+def body() -> Tensor:
+    """The matrix of the body, [INPUTS, WIDTH]."""
+    return torch.randn(INPUTS, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
 # --- steps ----------------------------------------------------------------------------------------------------
 
 
 class Head(nn.Module):
-    """Features times a trained scale, so that they need a gradient as those of a body do, and the classifier."""
+    """A body of one small matrix, so that the features have a gradient, and the classifier."""
 
     def __init__(self, classes: int, device: str) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.body = nn.Parameter(body())
         self.fc = nn.Linear(WIDTH, classes, bias=False, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc(x * self.scale)
+        y: Tensor = self.fc(x @ self.body)
         return y
 
 
@@ -130,12 +136,12 @@ def dtensor(classes: int) -> Step:
 
 def ours(classes: int, *, in_backward: tuple[str, ...]) -> Step:
     mesh = fs.make_mesh(kind="process", model=dist.get_world_size())
-    specs = {"scale": P(), "w": P("model")}
+    specs = {"body": P(), "w": P("model")}
     opt = fs.optim.sgd(LR, momentum=MOMENTUM)
     placed = {"params": specs, "opt": opt.specs(specs)}
 
     def loss_fn(params: Any, x: Tensor, targets: Tensor) -> Tensor:
-        logits = fs.nn.linear(fs.pvary(x * params["scale"], "model"), params["w"].mT)  # [B, C@model]
+        logits = fs.nn.linear(fs.pvary(x @ params["body"], "model"), params["w"].mT)  # [B, C@model]
         return fs.nn.cross_entropy(logits, targets, axis="model", size=classes, donate=True)
 
     @fs.shard_map(mesh=mesh, in_specs=(placed, P(), P()), out_specs=(placed, P()), donate=0)
@@ -155,7 +161,7 @@ def ours(classes: int, *, in_backward: tuple[str, ...]) -> Step:
         return out
 
     table = fs.from_callback((classes, WIDTH), specs["w"], mesh, part)
-    params = {"scale": fs.device_put(torch.ones(WIDTH), P(), mesh), "w": table}
+    params = {"body": fs.device_put(body(), P(), mesh), "w": table}
     state = {"params": params, "opt": opt.init(params)}
     del table, params
     data = [fs.device_put(b, P(), mesh) for b in batches(classes)]
