@@ -7,6 +7,7 @@ torch's Linear stores [F, D], and transformers' Conv1D [D, F]: each split is alo
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,11 +16,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from fshard._ops import local_range
 from fshard.collectives import all_gather, pslice, psum, pvary
 from fshard.errors import checked, fail
 from fshard.spec import P
-
-from .layers import embedding
 
 Axes = str | tuple[str, ...]
 Form = Literal["whole", "split"]
@@ -178,12 +178,10 @@ def _row_specs(of: Any, *, axis: Axes) -> dict[str, P]:
 
 
 def _linear(x: Tensor, w: Tensor, b: Tensor | None, of: Any) -> Tensor:
-    """Compute as the module itself does, on these parts of its parameters."""
     if _is_transposed(of):
         return F.linear(x, w, b)
-    if b is None:
-        return torch.matmul(x, w)
-    return torch.addmm(b, x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[-1])
+    y = torch.matmul(x, w)
+    return y if b is None else y + b
 
 
 def _check_inputs(x: Tensor, expected: int, fix: str) -> None:
@@ -225,10 +223,18 @@ def _table_specs(of: Any, *, dim: int, axis: Axes) -> dict[str, P]:
 
 
 def _row_embedding(leaves: Mapping[str, Tensor], ids: Tensor, *, of: Any, axis: Axes) -> Tensor:
-    rows = embedding(ids, leaves["weight"], axis=axis, size=of.weight.shape[0])  # zero where another rank has the row
-    if of.padding_idx is not None:
-        rows = torch.where((ids == of.padding_idx).unsqueeze(-1), rows.detach(), rows)
-    y: Tensor = psum(rows, axis)
+    table, padding_idx = leaves["weight"], of.padding_idx
+    n = table.shape[0]
+    start, v = local_range("embedding", n, axis, of.weight.shape[0])
+    local = ids.long() - start
+    is_local = (local >= 0) & (local < n)
+    if n:  # adapters have a gradient of the row of padding in one factor, so they are to know which it is
+        has_padding = padding_idx is not None and start <= padding_idx < start + n
+        rows = F.embedding(local.where(is_local, 0), table, padding_idx - start if has_padding else None)
+    else:  # zeros that depend on the table, so that this rank takes part in backward
+        rows = F.embedding(local.unsqueeze(-1)[..., :0], table).sum(-2)
+    otherwise = torch.where((ids >= 0) & (ids < v), 0.0, math.nan).to(rows.dtype)
+    y: Tensor = psum(torch.where(is_local.unsqueeze(-1), rows, otherwise.unsqueeze(-1)), axis)
     return y
 
 
