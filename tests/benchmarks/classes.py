@@ -312,7 +312,9 @@ def main(argv: list[str] | None = None) -> int:
             show(rows)
             found = verdicts(rows)
             for x in found:
-                print(f"  {x['ours']} / {x['peer']}, {x['measure']}: {x['ratio']:.3f}, at most {x['limit']}  {x['verdict']}")
+                print(
+                    f"  {x['ours']} / {x['peer']}, {x['measure']}: {x['ratio']:.3f}, at most {x['limit']}  {x['verdict']}"
+                )
             curves = {which: row["losses"] for which, row in rows.items() if "losses" in row}
             for which, curve in curves.items():
                 difference = distance(curve, next(iter(curves.values())))
