@@ -111,6 +111,7 @@ def value_and_update(
         new, shared = optimizer.step({i: [rows[i][0], flat_grads[i], *rows[i][1:]] for i in after})
         return value, *optimizer.trees(new | {i: table.new for i, table in tables.items()}, shared)
 
+    del wrapped.__wrapped__  # type: ignore[attr-defined]  # its arguments are not those of f, which shard_map would read
     return wrapped
 
 
@@ -160,7 +161,10 @@ class _Optimizer:
 
     def _fill(self, rows: dict[int, Row], shared: Sequence[Any]) -> Any:
         """Return the state with the moments of these rows, from their second tensor on."""
-        remaining = {None: iter(shared), **{i: iter(row[1:]) for i, row in rows.items()}}
+        remaining: dict[int | None, Iterator[Any]] = {
+            None: iter(shared),
+            **{i: iter(row[1:]) for i, row in rows.items()},
+        }
         return tree.unflatten(self._state, [next(remaining[o]) if o in remaining else None for o in self._owners])
 
 
@@ -168,7 +172,7 @@ class _Optimizer:
 
 
 class _Table:
-    """A matrix and its moments in one call: where it is used, its step row by row, and the tensors it is stepped into."""
+    """A matrix and its moments in one call: where it is used, its step by rows, and the tensors with the new values."""
 
     def __init__(self, label: str, row: Row, step: Callable[[Row], Row]) -> None:
         self.label, self.old, self._step = label, row, step
@@ -187,7 +191,8 @@ class _Table:
 
     def chunks(self) -> Iterator[slice]:
         n, width = self.matrix.shape
-        step = max(1, _CHUNK.get(self.matrix.device.type, 1 << 24) // max(1, width))
+        most = _CHUNK.get(self.matrix.device.type, 1 << 24)
+        step = max(1, min(most, max(n * width // 8, most // 4)) // max(1, width))  # of a small table, an eighth of it
         return (slice(at, min(at + step, n)) for at in range(0, n, step))
 
     def step(self, rows: slice, grad: Tensor) -> None:
@@ -226,8 +231,8 @@ class _Table:
 class _SteppedMatrix(Weight):
     """A matrix in the loss, stepped by the backward pass of its one `linear`.
 
-    `token` [0, 0] is what is differentiated: it passes through pvary and casts in the place of the matrix, and its graph
-    records them.
+    `token` [0, 0] is what is differentiated: it passes through pvary and casts in the place of the matrix, and its
+    graph records them.
     """
 
     children = ("token",)
@@ -352,7 +357,8 @@ class _Linear(torch.autograd.Function):
 def _transposes(table: _Table, token: Tensor) -> list[Callable[[Tensor], Tensor]]:
     """Return the transposes of the maps through which a token was passed, the last map's first."""
     out: list[Callable[[Tensor], Tensor]] = []
-    node, at = token.grad_fn, token.output_nr
+    node: Any = token.grad_fn
+    at = token.output_nr
     while node is not None and not hasattr(node, "variable"):
         m = getattr(node, "map", None)
         if isinstance(m, Map) and m.verb == "pvary":
@@ -379,14 +385,14 @@ def _split(label: str, params: Any, globs: Sequence[str]) -> tuple[Any, Any]:
     try:
         return partition(params, globs)
     except ShardingError as e:
-        raise ShardingError(str(e).replace("partition: rules", f"{label}: in_backward").replace("partition:", f"{label}:")
-                            ) from None  # fmt: skip
+        text = str(e).replace("partition: rules", f"{label}: in_backward").replace("partition: ", f"{label}: ")
+        raise ShardingError(text.replace("leaf of the tree", "leaf of params")) from None
 
 
 def _refuse_transforms(what: str) -> None:
     if torch.compiler.is_dynamo_compiling() or in_transform() or in_backward_pass():
-        raise fail(f"{what} cannot be stepped in the backward pass of a compiled program, of another gradient, of vmap or "
-                   "jvp, or inside remat and scan, which run the function in another way",
+        raise fail(f"{what} cannot be stepped in the backward pass of a compiled program, of another gradient, of vmap "
+                   "or jvp, or inside remat and scan, which run the function in another way",
                    fix="leave it out of in_backward, or use value_and_grad and opt.update")  # fmt: skip
 
 
@@ -398,7 +404,7 @@ def _check_matrices(label: str, rows: dict[str, Row], leaves: Sequence[Any]) -> 
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2:
             what = describe(x.dtype, x.shape) if isinstance(x, Tensor) else shown(x)
             errors.append(fail(f"{label}: in_backward: {path} is {what}, and no matrix of real numbers",
-                               fix="name matrices alone; the other leaves are stepped after the backward pass"))  # fmt: skip
+                               fix="name matrices alone: others are stepped after the backward pass"))  # fmt: skip
             continue
         errors += [fail(f"{label}: in_backward: {path} is {describe(x.dtype, x.shape)}, and a moment of it "
                         f"{describe(m.dtype, m.shape)}, which has not its rows",

@@ -11,7 +11,6 @@ import torch.nn.functional as F  # noqa: N812
 import fshard as fs
 from fshard import P, nn, optim, update
 from tests.lib.assertions import assert_same, error_text
-from tests.lib.compile_cases import by_aot_eager
 from tests.lib.operations import Operations
 
 D = 5  # width of the table
@@ -147,7 +146,7 @@ def test_chunks_have_the_bits_of_a_whole_step():
     for opt in (optim.sgd(0.1, momentum=0.9, weight_decay=0.01), optim.adamw(0.1)):
         a = b = (params, opt.init(params))
         for _ in range(3):
-            loss, grads = fs.value_and_grad(loss_fn)(a[0])
+            _, grads = fs.value_and_grad(loss_fn)(a[0])
             a = opt.update(grads, *reversed(a))
             b = fs.value_and_update(loss_fn, opt, in_backward="w")(*b)[1:]
         assert_same(b, a)
@@ -217,7 +216,7 @@ def test_sums_over_ranks_are_in_the_dtype_that_unshard_is_asked_for():
 
 @pytest.mark.parametrize("use", ["none", "no_grad", "aux", "detached"])
 def test_a_matrix_that_no_gradient_reaches_is_stepped_by_zero(use):
-    params, x, targets = values()
+    params, x, _ = values()
     opt = optim.adamw(0.1, weight_decay=0.5)
 
     def loss_fn(p, x):
@@ -250,7 +249,9 @@ def test_a_function_of_rows_is_differentiated_chunk_by_chunk():
 
     loss, grads = fs.value_and_grad(of(rows))(params, x, targets)
     want = (loss, *opt.update(grads, opt.init(params), params))
-    got = fs.value_and_update(of(lambda w: w.map_rows(rows)), opt, in_backward="w")(params, opt.init(params), x, targets)
+    got = fs.value_and_update(of(lambda w: w.map_rows(rows)), opt, in_backward="w")(
+        params, opt.init(params), x, targets
+    )
     assert_same(got, want, rtol=1e-12, atol=1e-13)
 
 
@@ -313,3 +314,35 @@ def test_refused(name):
 
 def test_clip_is_allowed_where_nothing_is_stepped_in_backward():
     assert_same(run(opt=CLIP, in_backward=())[0], run()[0])
+
+
+@pytest.mark.slow
+def test_a_compiled_program_is_refused():
+    mesh = fs.make_mesh(kind="simulated", model=1)
+    step = fs.shard_map(run, mesh=mesh, in_specs=(), out_specs=P(), compile=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot be stepped in the backward pass of a compiled"):
+        step()
+
+
+MISTAKES = {
+    "no pvary": (lambda p, x: fs.pmean(linear_loss(p, x), "data"), P(), ["params['fc']['w']", "fs.pvary(params"]),
+    "no mean": (lambda p, x: linear_loss(fs.pvary(p, "data"), x), P(), ["the loss that is differentiated varies"]),
+    "gathered": (lambda p, x: fs.pmean(linear_loss(fs.unshard(p, {"fc": P("data")}, "data"), x), "data"), P("data"),
+                 ["params['fc']['w'] passes through all_gather before nn.linear"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_of_sharding_are_found(name):
+    loss_fn, spec, words = MISTAKES[name]
+    opt = optim.sgd(0.1)
+    mesh = fs.make_mesh(kind="simulated", data=2)
+
+    @fs.shard_map(mesh=mesh, in_specs=(spec, P(), P("data")), out_specs=(P(), spec, P()))
+    def step(params, state, x):
+        return fs.value_and_update(loss_fn, opt, in_backward="fc.w")(params, state, x)
+
+    params = {"fc": {"w": torch.ones(6, D)}}
+    text = error_text(step, params, opt.init(params), torch.ones(4, D))
+    for word in words:
+        assert word in text, text

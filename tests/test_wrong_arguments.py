@@ -46,6 +46,10 @@ def loss(p: Any, x: Any) -> Any:
     return ((x @ p["w"] + p["b"]) ** 2).mean()
 
 
+def update_loss(p: Any, x: Any) -> Any:
+    return (fs.nn.linear(x, p["w"], p["b"]) ** 2).mean()
+
+
 def block(p: Any, x: Any) -> Any:
     return x @ p["w"] + p["b"]
 
@@ -323,6 +327,11 @@ CALLS = [
         Call("specs", SGD.specs, {"param_specs": SPECS}),
         Call("mask", lambda mask: fs.optim.sgd(0.1, mask=mask).update(TREE, SGD.init(TREE), TREE), {"mask": None}),
     ),
+    Call("value_and_update", lambda f, opt, in_backward, has_aux: fs.value_and_update(
+        f, opt, in_backward=in_backward, has_aux=has_aux)(TREE, SGD.init(TREE), W),
+        {"f": update_loss, "opt": SGD, "in_backward": ["w"], "has_aux": False}),
+    Call("stepped", fs.value_and_update(update_loss, SGD, in_backward="w"),
+         {"params": TREE, "state": SGD.init(TREE), "x": W}),
     Call("scale.guard", fs.LossScale().guard, {"optimizer": SGD, "specs": P()}),
     Call("scale.scale", fs.LossScale().scale, {"loss": V[0], "state": fs.LossScale().init()}),
     Call("scale.unscale", fs.LossScale().unscale, {"grads": TREE, "state": fs.LossScale().init(), "specs": P()},

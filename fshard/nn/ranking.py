@@ -20,6 +20,8 @@ from fshard.collectives import all_gather, axis_size, psum, pvary
 from fshard.errors import checked, fail
 from fshard.spec import describe
 
+from .classes import check_targets
+
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements that are compared at a time: the masks and numbers are small
 _ABSENT = 1 << 62  # number of a class that is not there, after all that are; exact as a float, as F.pad takes it
 
@@ -90,9 +92,7 @@ def accuracy(
     >>> top1, top5 = nn.accuracy(logits, targets, axis="model", size=50257, over="data")
     """
     _check_logits("accuracy", logits)
-    if targets.dtype not in (torch.int64, torch.int32, torch.uint8) or targets.shape != logits.shape[:-1]:
-        raise fail("accuracy: targets must be one integer class for each row of logits",
-                   logits=_describe(logits), targets=_describe(targets))  # fmt: skip
+    check_targets("accuracy", logits, targets)
     if not k or min(k) < 1:
         raise fail(f"accuracy: k={tuple(k)}", fix="k=(1, 5): each is 1 or more")
     x, n = logits.detach(), logits.shape[-1]
