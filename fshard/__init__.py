@@ -8,6 +8,7 @@ from .collectives import (
     all_to_all,
     axis_index,
     axis_size,
+    local_range,
     pmax,
     pmean,
     pmin,
@@ -36,6 +37,7 @@ from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
 from .show.table import show
 from .spec import P, column, fully_shard, on_host, replicated, row, rules
+from .update import value_and_update
 from .validate import validate
 from .verify import verify
 
@@ -43,8 +45,9 @@ __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "Strategy", "accelerate", "accumulate",
     "all_gather", "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "combine", "data",
     "decoding", "defer", "device_get", "device_put", "fold_in", "from_callback", "fully_shard", "gather_for_metrics",
-    "grad", "hf", "ia3", "init", "interop", "key", "lora", "main_first", "make_mesh", "materialize", "models", "nn",
-    "on_host", "optim", "partition", "peft", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter",
-    "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show",
-    "split", "strategy", "to_device", "tree", "unshard", "validate", "value_and_grad", "verify", "wait",
+    "grad", "hf", "ia3", "init", "interop", "key", "local_range", "lora", "main_first", "make_mesh", "materialize",
+    "models", "nn", "on_host", "optim", "partition", "peft", "pmax", "pmean", "pmin", "ppermute", "pslice", "psum",
+    "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan",
+    "shard_map", "show", "split", "strategy", "to_device", "tree", "unshard", "validate", "value_and_grad",
+    "value_and_update", "verify", "wait",
 ]  # fmt: skip

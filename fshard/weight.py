@@ -67,6 +67,11 @@ class Weight(Node):
         """Return the transposed matrix, for a head that is tied to a table of embeddings."""
         raise self._refused("transpose")
 
+    @property
+    def mT(self) -> Any:  # noqa: N802  torch's name
+        """The transposed matrix, as `Tensor.mT`."""
+        return self.transpose(-2, -1)
+
     def __getitem__(self, index: Any) -> Any:
         raise self._refused("[]")
 

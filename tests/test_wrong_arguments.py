@@ -44,6 +44,10 @@ def loss(p: Any, x: Any) -> Any:
     return ((x @ p["w"] + p["b"]) ** 2).mean()
 
 
+def update_loss(p: Any, x: Any) -> Any:
+    return (fs.nn.linear(x, p["w"], p["b"]) ** 2).mean()
+
+
 def block(p: Any, x: Any) -> Any:
     return x @ p["w"] + p["b"]
 
@@ -167,8 +171,8 @@ CALLS = [
     outside(fs.cast, x=TREE, dtype=torch.float16),
     outside(fs.Policy, param=torch.float32, compute=torch.float16, output=torch.float32, reduce=torch.float32),
     outside(fs.LossScale, initial=8.0, growth=2.0, backoff=0.5, interval=10, floor=1.0),
-    outside(fs.defer, constructor=lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), units="0", budget=100,
-            reference=None),
+    outside(fs.defer, constructor=lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), units="0",
+            replace={"0": fs.nn.column_linear("model")}, budget=100, reference=None),
     # scripts
     Call("main_first", lambda **args: fs.main_first(**args).__enter__(), {"mesh": MESH, "local": False}),
     outside(fs.wait, mesh=MESH),
@@ -186,6 +190,8 @@ CALLS = [
     inside(fs.ppermute, x=W, axis="data", perm=[(0, 1)]),
     inside(fs.axis_index, axis="data"),
     inside(fs.axis_size, axis="data"),
+    Call("local_range", fs.local_range, {"n": 2, "axis": "data", "size": 4}, inside=True,
+         words={"n": "of the dim", "axis": "4 over ", "size": "over 'data'"}),
     inside(fs.to_device, x=W),
     # transforms
     Call("unshard", fs.unshard, {"params": {"w": W[:, :2], "b": V}, "specs": SPECS, "axis": "model",
@@ -244,11 +250,20 @@ CALLS = [
     # layers
     *prefixed("nn",
         outside(fs.nn.linear, x=W, w=W, b=V),
+        inside(fs.nn.linear, x=W, w=W, b=V, axis="model", split="column", out="whole", size=8),
+        inside(fs.nn.linear, x=W, w=W, b=V, axis="model", split="row", out=None, size=None),
         outside(fs.nn.mlp, x=W, up=W, down=W, up_b=V, down_b=V, activation=torch.relu, axis=None),
         inside(fs.nn.mlp, x=W, up=W, down=W, up_b=V, down_b=V, activation=torch.relu, axis="model"),
         outside(fs.nn.embedding, ids=IDS, table=W, axis=None, size=4),
         Call("embedding", fs.nn.embedding, {"ids": IDS % 2, "table": W[:2], "axis": "model", "size": 4}, inside=True,
              words={"table": "of the vocabulary"}),
+        inside(fs.nn.embedding, ids=IDS, table=W, axis="model", size=8, split="column", out="whole", padding_idx=1,
+               max_norm=None),
+        outside(fs.nn.column_linear, axis="model", out="split"),
+        outside(fs.nn.row_linear, axis="model", input="split"),
+        outside(fs.nn.row_embedding, axis=("data", "model")),
+        outside(fs.nn.column_embedding, axis="model", out="whole"),
+        outside(fs.nn.Replacement, name="mine", takes=(torch.nn.Linear,), specs=lambda of: {}, forward=block),
         outside(fs.nn.cosine_logits, x=W, w=W, eps=1e-12),
         Call("margin", fs.nn.margin, {"cosines": W[:, :2], "targets": IDS, "m1": 1.0, "m2": 0.5, "m3": 0.1,
              "scale": 64.0, "axis": "model", "size": 4}, inside=True, words=_OF_MARGINS),
@@ -268,6 +283,10 @@ CALLS = [
         Call("cross_entropy", fs.nn.cross_entropy, {"logits": W[:, :2], "targets": IDS, "axis": "model", "size": 4,
              "over": None, "weight": V[:2], "ignore_index": -100, "label_smoothing": 0.1, "reduction": "mean"},
              inside=True, words={"axis": "4 over ", "over": "no axis"}),
+        Call("top_k", fs.nn.top_k, {"logits": W[:, :2], "k": 3, "axis": "model", "size": 4, "classes": None},
+             inside=True, words={"axis": "4 over "}),
+        Call("accuracy", fs.nn.accuracy, {"logits": W[:, :2], "targets": IDS, "k": (1, 3), "axis": "model", "size": 4,
+             "over": None, "ignore_index": -100}, inside=True, words={"axis": "4 over ", "over": "no axis"}),
         outside(rope.parameters, config={}, theta=10_000.0, partial=1.0),
         outside(rope.frequencies, parameters={"rope_theta": 1e4}, width=4, longest=8, length=None, device=None),
         outside(rope.angles, positions=IDS, rates=V, factor=1.0, dtype=torch.float32),
@@ -299,6 +318,11 @@ CALLS = [
         Call("specs", SGD.specs, {"param_specs": SPECS}),
         Call("mask", lambda mask: fs.optim.sgd(0.1, mask=mask).update(TREE, SGD.init(TREE), TREE), {"mask": None}),
     ),
+    Call("value_and_update", lambda f, opt, in_backward, has_aux: fs.value_and_update(
+        f, opt, in_backward=in_backward, has_aux=has_aux)(TREE, SGD.init(TREE), W),
+        {"f": update_loss, "opt": SGD, "in_backward": ["w"], "has_aux": False}),
+    Call("stepped", fs.value_and_update(update_loss, SGD, in_backward="w"),
+         {"params": TREE, "state": SGD.init(TREE), "x": W}),
     Call("scale.guard", fs.LossScale().guard, {"optimizer": SGD, "specs": P()}),
     Call("scale.scale", fs.LossScale().scale, {"loss": V[0], "state": fs.LossScale().init()}),
     Call("scale.unscale", fs.LossScale().unscale, {"grads": TREE, "state": fs.LossScale().init(), "specs": P()},

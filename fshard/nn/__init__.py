@@ -4,8 +4,11 @@ from .classes import sample_classes
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
 from .loss import cross_entropy
 from .margins import arcface, cosface, cosine_logits, margin
+from .ranking import accuracy, top_k
+from .replacement import Replacement, column_embedding, column_linear, row_embedding, row_linear
 
 __all__ = [
-    "arcface", "attention", "causal_mask", "cosface", "cosine_logits", "cross_entropy", "dropout", "embedding", "gelu",
-    "layer_norm", "linear", "margin", "mlp", "rms_norm", "sample_classes",
+    "Replacement", "accuracy", "arcface", "attention", "causal_mask", "column_embedding", "column_linear", "cosface",
+    "cosine_logits", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear", "margin", "mlp",
+    "rms_norm", "row_embedding", "row_linear", "sample_classes", "top_k",
 ]  # fmt: skip

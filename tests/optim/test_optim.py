@@ -743,3 +743,13 @@ def test_error_texts_of_masks_and_specs_of_another_tree():
     )
     assert error_text(optim.global_norm, params, {"a": P()}).startswith("specs: not a prefix of the tree it describes")
     assert "called outside shard_map" in error_text(optim.global_norm, params, P("data"))
+
+
+@pytest.mark.parametrize("opt", [optim.sgd(0.1, momentum=0.9), optim.adamw(0.1)], ids=lambda opt: opt.name)
+def test_check_of_a_step_allocates_nothing(opt):
+    """A leaf of 2^47 bytes: torch runs a kernel that has no rule for shapes on zeros of the sizes of fake tensors."""
+    mesh, params = fs.make_mesh(kind="abstract", model=2), {"w": init.zeros((1 << 23, 1 << 23))}
+    specs = {"w": P("model")}
+    state = opt.specs(specs)
+    step = fs.shard_map(opt.update, mesh=mesh, in_specs=(specs, state, specs), out_specs=(specs, state), donate=(1, 2))
+    assert fs.check(step, params, opt.init(params), params).result[0]["w"].shape == (1 << 23, 1 << 23)

@@ -1,0 +1,348 @@
+"""`value_and_update`: the numbers of `value_and_grad` and `opt.update`, with no gradient of a chosen matrix's size."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import fshard as fs
+from fshard import P, nn, optim, update
+from tests.lib.assertions import assert_same, error_text
+from tests.lib.operations import Operations
+
+D = 5  # width of the table
+CHOSEN = ("fc.w", "up", "down")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Two rows of a table in a chunk."""
+    monkeypatch.setattr(update, "_CHUNK", {"cpu": 2 * D})
+
+
+def values(classes=7, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    shapes = {"body": [D, D], "up": [D, 6], "down": [6, D], "w": [classes, D], "b": [classes]}
+    made = {name: torch.randn(shape, generator=g, dtype=dtype) for name, shape in shapes.items()}
+    params = {"fc": {"w": made.pop("w"), "b": made.pop("b")}, "frozen": None, **made}
+    return params, torch.randn(4, 3, D, generator=g, dtype=dtype), torch.randint(classes, (4, 3), generator=g)
+
+
+def specs_on(classes_over):
+    return {"fc": {"w": P(classes_over), "b": P(classes_over)}, "frozen": None, "body": P(), "up": P(None, "model"),
+            "down": P("model")}  # fmt: skip
+
+
+def loss_of(classes, *, over="model", compute=None):
+    """A loss of data split over "data": a plain matrix, a block of columns and rows, a table of classes."""
+    specs = specs_on(over)
+
+    def loss_fn(p, x, targets):
+        p = fs.unshard(p, specs, "data") if over == "model" else {**fs.pvary({**p, "fc": None}, "data"), "fc": p["fc"]}
+        if compute is not None:
+            p, x = fs.cast((p, x), compute)
+        h = torch.tanh(nn.linear(x, p["body"]))
+        h = h + fs.psum(nn.linear(torch.relu(nn.linear(fs.pvary(h, "model"), p["up"])), p["down"]), "model")
+        if over != "model":
+            h, targets = (fs.all_gather(y, "data", dim=0) for y in (h, targets))
+            targets = fs.pmax(targets, "data")
+        logits = nn.linear(fs.pvary(h, "model"), p["fc"]["w"].mT, p["fc"]["b"])
+        return nn.cross_entropy(logits, targets, axis=over, size=classes, over="data" if over == "model" else None)
+
+    return loss_fn
+
+
+def train(mesh, opt, loss_fn, params, x, targets, *, over="model", in_backward=CHOSEN, donate=0, steps=2):
+    """Some steps: the state after each. Without `in_backward`, by value_and_grad and opt.update."""
+    specs = specs_on(over)
+    placed = {"params": specs, "opt": opt.specs(specs)}
+
+    @fs.shard_map(mesh=mesh, in_specs=(placed, P("data"), P("data")), out_specs=(placed, P()), donate=donate)
+    def step(state, x, targets):
+        if in_backward:
+            loss, p, own = fs.value_and_update(loss_fn, opt, in_backward=in_backward)(
+                state["params"], state["opt"], x, targets)  # fmt: skip
+        else:
+            loss, grads = fs.value_and_grad(loss_fn)(state["params"], x, targets)
+            p, own = opt.update(grads, state["opt"], state["params"])
+        return {"params": p, "opt": own}, loss
+
+    state = fs.device_put(fs.tree.map(torch.clone, {"params": params, "opt": opt.init(params)}), placed, mesh)
+    history = []
+    for _ in range(steps):
+        state, loss = step(state, x, targets)
+        history.append(fs.device_get((state, loss)))
+    return history
+
+
+def one():
+    return fs.make_mesh(kind="simulated", data=1, model=1)
+
+
+OPTIMIZERS = {
+    "sgd": optim.sgd(0.1),
+    "momentum": optim.sgd(optim.cosine(0.1, 5), momentum=0.9, nesterov=True, weight_decay=0.1),
+    "dampening": optim.sgd(0.1, momentum=0.9, dampening=0.5),  # has no fused kernel
+    "adamw": optim.adamw(optim.warmup(0.1, 3), weight_decay=0.3, mask=lambda p: fs.tree.map(lambda x: x.ndim > 1, p)),
+    "masked": optim.adamw(0.1, weight_decay=0.3, mask={"fc": {"w": False, "b": True}, "frozen": None, "body": True,
+                                                      "up": True, "down": False}),
+}  # fmt: skip
+BOTH = ("data", "model")
+CASES = [
+    *[(name, {"data": 2, "model": 2}, "model", 7) for name in OPTIMIZERS],
+    ("momentum", {"data": 1, "model": 3}, "model", 7),
+    ("momentum", {"data": 1, "model": 4}, "model", 3),  # an empty part of the classes
+    ("adamw", {"data": 4, "model": 1}, "model", 7),
+    ("momentum", {"data": 2, "model": 2}, BOTH, 7),
+    ("adamw", {"data": 2, "model": 2}, BOTH, 1),  # three empty parts
+]
+
+
+@functools.cache
+def whole_steps(name, classes):
+    params, *batch = values(classes)
+    return train(one(), OPTIMIZERS[name], loss_of(classes), params, *batch, in_backward=())
+
+
+@pytest.mark.parametrize(("name", "axes", "over", "classes"), CASES, ids=str)
+def test_steps_are_those_of_value_and_grad_and_update(name, axes, over, classes):
+    params, *batch = values(classes)
+    mesh = fs.make_mesh(kind="simulated", **axes)
+    donate = () if name == "dampening" else 0
+    got = train(mesh, OPTIMIZERS[name], loss_of(classes, over=over), params, *batch, over=over, donate=donate)
+    assert_same(got, whole_steps(name, classes), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("chosen", ["**.w", "up", ["down", "body"], "*"], ids=str)
+def test_any_of_the_matrices(chosen):
+    opt, (params, x, targets) = optim.adamw(0.1), values()
+    params = {**params, "fc": {"w": params["fc"]["w"], "b": None}}
+
+    def loss_fn(p, x, targets):
+        h = nn.linear(torch.tanh(nn.linear(x, p["body"])) @ torch.ones(D, D, dtype=x.dtype), p["up"])
+        return F.cross_entropy(nn.linear(nn.linear(h, p["down"]), p["fc"]["w"].mT).flatten(0, 1), targets.flatten())
+
+    state = opt.init(params)
+    loss, grads = fs.value_and_grad(loss_fn)(params, x, targets)
+    want = (loss, *opt.update(grads, state, params))
+    before = fs.tree.map(torch.clone, (params, state))
+    got = fs.value_and_update(loss_fn, opt, in_backward=chosen)(params, state, x, targets)
+    assert_same(got, want, rtol=1e-11, atol=1e-12)
+    assert_same((params, state), before)  # nothing was donated
+
+
+def test_chunks_have_the_bits_of_a_whole_step():
+    """The gradient is exact in integers, so the bits of the step alone are compared."""
+    g = torch.Generator().manual_seed(0)
+    x, c = (torch.randint(-3, 4, shape, generator=g).float() for shape in ((6, 37), (6, 53)))
+    params = {"w": torch.randn(53, 37, generator=g)}
+
+    def loss_fn(p):
+        return (nn.linear(x, p["w"].mT) * c).sum()
+
+    for opt in (optim.sgd(0.1, momentum=0.9, weight_decay=0.01), optim.adamw(0.1)):
+        a = b = (params, opt.init(params))
+        for _ in range(3):
+            _, grads = fs.value_and_grad(loss_fn)(a[0])
+            a = opt.update(grads, *reversed(a))
+            b = fs.value_and_update(loss_fn, opt, in_backward="w")(*b)[1:]
+        assert_same(b, a)
+
+
+def test_no_tensor_of_the_size_of_the_matrix_is_made_of_donated_leaves(monkeypatch):
+    rows, width = 512, 8
+    monkeypatch.setattr(update, "_CHUNK", {"cpu": 16 * width})
+    mesh, opt = fs.make_mesh(kind="simulated", data=1, model=1), optim.adamw(0.1)
+    params = {"w": torch.randn(rows, width)}
+    seen = []
+
+    def loss_fn(p, x):
+        return nn.linear(x, p["w"].mT).square().mean()
+
+    for in_backward in ("w", ()):
+
+        @fs.shard_map(mesh=mesh, in_specs=None, out_specs=P(), donate=(0, 1), check="never")
+        def step(params, state, x, in_backward=in_backward):
+            with Operations() as ops:
+                out = fs.value_and_update(loss_fn, opt, in_backward=in_backward)(params, state, x)
+            seen.append((ops.largest, [leaf.data_ptr() for leaf in fs.tree.leaves((params["w"], state["m"]))]
+                         == [leaf.data_ptr() for leaf in fs.tree.leaves((out[1]["w"], out[2]["m"]))]))  # fmt: skip
+            return out
+
+        placed = fs.device_put(fs.tree.map(torch.clone, (params, opt.init(params))), P(), mesh)
+        step(*placed, fs.device_put(torch.randn(2, width), P(), mesh))
+    (chunked, in_place), (whole, _) = seen
+    assert in_place
+    assert whole == 4 * rows * width
+    assert chunked <= 4 * 2 * rows  # the logits; a chunk is half of that
+
+
+def test_half_precision_compute_of_a_float32_master():
+    params, *batch = values(dtype=torch.float32)
+    opt, loss_fn = optim.sgd(0.1, momentum=0.9), loss_of(7, compute=torch.bfloat16)
+    want, some, most = (train(one(), opt, loss_fn, params, *batch, in_backward=chosen, steps=1)[0][0]["params"]
+                        for chosen in ((), "fc.w", CHOSEN))  # fmt: skip
+    assert_same(some["fc"], want["fc"], rtol=1e-6, atol=1e-7)  # the same products in bfloat16
+    # Sums over chunks are kept in float32, where a product of bfloat16 in one part is rounded once: 2^-8 of each.
+    assert_same(most, want, rtol=2**-7, atol=2**-9)
+    assert {leaf.dtype for leaf in fs.tree.leaves(most)} == {torch.float32}
+
+
+def test_sums_over_ranks_are_in_the_dtype_that_unshard_is_asked_for():
+    opt, (params, x, _) = optim.sgd(1.0), values(dtype=torch.float32)
+    params, specs = {"w": params["fc"]["w"]}, {"w": P()}
+    mesh = fs.make_mesh(kind="simulated", data=4)
+
+    def steps(in_backward, **options):
+        def loss_fn(p, x):
+            p = fs.unshard(p, specs, "data", **options)
+            y = nn.linear(x.to(p["w"].dtype), p["w"].mT).float()
+            return fs.psum(y.square().sum(), "data")
+
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+        def step(p, s, x):
+            return fs.value_and_update(loss_fn, opt, in_backward=in_backward)(p, s, x)[1:]
+
+        return fs.device_get(step(params, opt.init(params), x))
+
+    for options in ({"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}, {}):
+        assert_same(steps("w", **options), steps((), **options), rtol=1e-6, atol=1e-6)
+    differ = [steps("w", dtype=torch.bfloat16, **more)[0]["w"] for more in ({}, {"reduce_dtype": torch.float32})]
+    assert not torch.equal(*differ)
+
+
+@pytest.mark.parametrize("use", ["none", "no_grad", "aux", "detached"])
+def test_a_matrix_that_no_gradient_reaches_is_stepped_by_zero(use):
+    params, x, _ = values()
+    opt = optim.adamw(0.1, weight_decay=0.5)
+
+    def loss_fn(p, x):
+        loss = nn.linear(x, p["body"]).square().mean()
+        if use == "none":
+            return loss, loss.detach()
+        w = fs.tree.map(torch.Tensor.detach, p["fc"]["w"]) if use == "detached" else p["fc"]["w"]
+        with torch.set_grad_enabled(use != "no_grad"):
+            return loss, nn.linear(x, w.mT).sum()
+
+    (loss, aux), grads = fs.value_and_grad(loss_fn, has_aux=True)(params, x)
+    want = ((loss, aux), *opt.update(grads, opt.init(params), params))
+    got = fs.value_and_update(loss_fn, opt, in_backward="fc.w", has_aux=True)(params, opt.init(params), x)
+    assert_same(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_a_function_of_rows_is_differentiated_chunk_by_chunk():
+    params, x, targets = values()
+    opt = optim.sgd(0.1, momentum=0.9)
+    params = {"w": params["fc"]["w"]}
+
+    def of(normalize):
+        def loss_fn(p, x, targets):
+            return F.cross_entropy(nn.linear(x, normalize(p["w"]).mT).flatten(0, 1), targets.flatten())
+
+        return loss_fn
+
+    def rows(w):
+        return F.normalize(w, dim=-1)
+
+    loss, grads = fs.value_and_grad(of(rows))(params, x, targets)
+    want = (loss, *opt.update(grads, opt.init(params), params))
+    got = fs.value_and_update(of(lambda w: w.map_rows(rows)), opt, in_backward="w")(
+        params, opt.init(params), x, targets
+    )
+    assert_same(got, want, rtol=1e-12, atol=1e-13)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def linear_loss(p, x):
+    return nn.linear(x, p["fc"]["w"].mT).square().mean()
+
+
+def run(loss_fn=linear_loss, in_backward="fc.w", opt=None, change=None, **options):
+    params, x, _ = values()
+    opt = opt or optim.sgd(0.1, momentum=0.9)
+    state = opt.init(params)
+    params = params if change is None else change(params)
+    return fs.value_and_update(loss_fn, opt, in_backward=in_backward, **options)(params, state, x)
+
+
+def twice(p, x):
+    return linear_loss(p, x) + linear_loss(p, x)
+
+
+def scaled(p, x):
+    return linear_loss(fs.tree.map(lambda w: 2 * w, p), x)
+
+
+def in_remat(p, x):
+    return fs.remat(linear_loss)(p, x)
+
+
+GUARD = fs.LossScale().guard(optim.sgd(0.1), P())
+CLIP = optim.chain(optim.clip_by_global_norm(1.0, P()), optim.adamw(0.1))
+REFUSED = {
+    "glob": (lambda: run(in_backward="fc.weight"),
+             ["in_backward: 'fc.weight' matches no leaf", "its leaves are body, down, fc.b, fc.w"]),
+    "wider": (lambda: run(in_backward="w"), ["'**.w' matches it at any depth"]),
+    "vector": (lambda: run(in_backward="fc.**"), ["params['fc']['b'] is f64[7], and no matrix"]),
+    "clip": (lambda: run(opt=CLIP), ["chain(clip_by_global_norm, adamw) needs the gradients of all leaves",
+                                     "before the others exist"]),
+    "guard": (lambda: run(opt=GUARD), ["guarded sgd needs the gradients of all leaves"]),
+    "twice": (lambda: run(twice), ["params['fc']['w'] is used twice", "first", "second", "in linear_loss"]),
+    "scaled": (lambda: run(scaled), ["passes through MulBackward0 before nn.linear"]),
+    "remat": (lambda: run(in_remat), ["params['fc']['w'] cannot be stepped", "remat"]),
+    "other use": (lambda: run(lambda p, x: (p["fc"]["w"] @ x.flatten(0, 1).mT).sum()), ["is no tensor"]),
+    "embedding": (lambda: run(lambda p, x: nn.embedding(torch.tensor([0]), p["fc"]["w"]).sum()), ["embedding"]),
+    "gradient": (lambda: fs.grad(lambda x: fs.value_and_update(linear_loss, optim.sgd(0.1), in_backward="fc.w")(
+        values()[0], optim.sgd(0.1).init(values()[0]), x)[0])(values()[1]), ["of another gradient"]),
+    "state": (lambda: run(change=lambda p: {**p, "more": p["body"]}), ["the state is not that of sgd"]),
+    "tied": (lambda: run(change=lambda p: {**p, "body": p["fc"]["w"][:5]}), ["shares its memory with another leaf"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, words = REFUSED[name]
+    text = error_text(call)
+    for word in words:
+        assert word in text, text
+
+
+def test_clip_is_allowed_where_nothing_is_stepped_in_backward():
+    assert_same(run(opt=CLIP, in_backward=())[0], run()[0])
+
+
+@pytest.mark.slow
+def test_a_compiled_program_is_refused():
+    mesh = fs.make_mesh(kind="simulated", model=1)
+    step = fs.shard_map(run, mesh=mesh, in_specs=(), out_specs=P(), compile=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot be stepped in the backward pass of a compiled"):
+        step()
+
+
+MISTAKES = {
+    "no pvary": (lambda p, x: fs.pmean(linear_loss(p, x), "data"), P(), ["params['fc']['w']", "fs.pvary(params"]),
+    "no mean": (lambda p, x: linear_loss(fs.pvary(p, "data"), x), P(), ["the loss that is differentiated varies"]),
+    "gathered": (lambda p, x: fs.pmean(linear_loss(fs.unshard(p, {"fc": P("data")}, "data"), x), "data"), P("data"),
+                 ["params['fc']['w'] passes through all_gather before nn.linear"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_of_sharding_are_found(name):
+    loss_fn, spec, words = MISTAKES[name]
+    opt = optim.sgd(0.1)
+    mesh = fs.make_mesh(kind="simulated", data=2)
+
+    @fs.shard_map(mesh=mesh, in_specs=(spec, P(), P("data")), out_specs=(P(), spec, P()))
+    def step(params, state, x):
+        return fs.value_and_update(loss_fn, opt, in_backward="fc.w")(params, state, x)
+
+    params = {"fc": {"w": torch.ones(6, D)}}
+    text = error_text(step, params, opt.init(params), torch.ones(4, D))
+    for word in words:
+        assert word in text, text
