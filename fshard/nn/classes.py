@@ -42,7 +42,7 @@ def sample_classes(
 
     >>> def step(params, state, x, targets, key):
     ...     classes = nn.sample_classes(key, targets, size=40, count=4, axis="model", over="data")
-    ...     rows = classes - 10 * fs.axis_index("model")                    # where this rank has them
+    ...     rows = classes - fs.local_range(len(params["w"]), "model", size=40)[0]
     ...     def loss_fn(sampled, x):
     ...         sampled, x = fs.pvary(sampled, "data"), fs.pvary(x, "model")
     ...         cosines = nn.cosine_logits(x, sampled["w"])                 # [B@data, S@model]
