@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     for which, share in ways.items():
         STEPS[which] = functools.partial(arcface, share=share)
     print(f"torch {torch.__version__}, batch {BATCH}, {WIDTH} features, float32, SGD with momentum, "
-          f"{args.ranks} ranks of 1 thread, {args.share:.0%} of the classes, load {os.getloadavg()[0]:.1f}")  # fmt: skip
+          f"{args.ranks} ranks of 1 thread, {args.share:.0%} of classes, load {os.getloadavg()[0]:.1f}")  # fmt: skip
     gc.freeze()
     for name in args.classes:
         classes = SIZES[name]
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         if total > 0.9 * available():
             print(f"\n{name} classes do not fit: 3 x {classes:,} x {WIDTH} x 4 B = {total / 1e9:.1f} GB")
             continue
-        rows: dict[str, dict[str, Any]] = {which: {"seconds": [], "resident": 0, "losses": []} for which in ways}
+        rows: dict[str, Any] = {which: {"seconds": [], "resident": 0} for which in ways}
         for which in ways:
             rows[which]["live"] = max(run_on_ranks(args.ranks, tensor_bytes, which, classes))
         for _ in range(args.rounds):
