@@ -103,7 +103,7 @@ def _checked(
     for (path, x), g in zip(tables, tree.leaves(grads), strict=True):
         name, got = tree.show("params", path), describe(x.dtype, x.shape)
         needed = describe(x.dtype, (len(rows), *x.shape[1:]))
-        place = (storage_key(x), x.storage_offset())
+        place = id(x) if in_transform() else (storage_key(x), x.storage_offset())
         if x.numel() and place in first:
             errors.append(fail(f"update_rows: {name} is {first[place]}: its rows would be stepped twice",
                                fix="one table once in the tree, with the sum of its gradients"))  # fmt: skip
