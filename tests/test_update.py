@@ -319,9 +319,11 @@ def test_clip_is_allowed_where_nothing_is_stepped_in_backward():
 @pytest.mark.slow
 def test_a_compiled_program_is_refused():
     mesh = fs.make_mesh(kind="simulated", model=1)
-    step = fs.shard_map(run, mesh=mesh, in_specs=(), out_specs=P(), compile=True)
+    params, x, _ = values()
+    step = fs.shard_map(fs.value_and_update(linear_loss, optim.sgd(0.1), in_backward="fc.w"), mesh=mesh,
+                        in_specs=None, out_specs=P(), compile=True)  # fmt: skip
     with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot be stepped in the backward pass of a compiled"):
-        step()
+        step(params, optim.sgd(0.1).init(params), x)
 
 
 MISTAKES = {
