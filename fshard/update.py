@@ -111,6 +111,7 @@ def value_and_update(
         new, shared = optimizer.step({i: [rows[i][0], flat_grads[i], *rows[i][1:]] for i in after})
         return value, *optimizer.trees(new | {i: table.new for i, table in tables.items()}, shared)
 
+    del wrapped.__wrapped__  # type: ignore[attr-defined]  # its arguments are not those of f, which shard_map would read
     return wrapped
 
 
