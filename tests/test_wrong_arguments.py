@@ -133,6 +133,7 @@ def prefixed(prefix: str, *calls: Call) -> list[Call]:
 _BY_POSITION = {"p": r"args\[0\]|argument 0", "x": r"args\[1\]"}
 _AXES_OF_SPECS = {"specs": "no mesh axis is bound"}  # specs without axes need no region
 _OF_LEAVES = {"params": r"params|\bmodule\b", "adapters": "adapters", "of": r"\bof\b", "data": "axis", "model": "axis"}
+_OF_MARGINS = {"axis": "4 over ", "cosines": "logits|of the vocabulary"}
 _shape = {"shape": (4, 4)}
 _kaiming = {"mode": "fan_in", "nonlinearity": "relu", "in_dim": -2, "out_dim": -1, "dtype": torch.float32, "a": 0.0}
 _xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
@@ -170,8 +171,8 @@ CALLS = [
     outside(fs.cast, x=TREE, dtype=torch.float16),
     outside(fs.Policy, param=torch.float32, compute=torch.float16, output=torch.float32, reduce=torch.float32),
     outside(fs.LossScale, initial=8.0, growth=2.0, backoff=0.5, interval=10, floor=1.0),
-    outside(fs.defer, constructor=lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), units="0", budget=100,
-            reference=None),
+    outside(fs.defer, constructor=lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), units="0",
+            replace={"0": fs.nn.column_linear("model")}, budget=100, reference=None),
     # scripts
     Call("main_first", lambda **args: fs.main_first(**args).__enter__(), {"mesh": MESH, "local": False}),
     outside(fs.wait, mesh=MESH),
@@ -189,6 +190,8 @@ CALLS = [
     inside(fs.ppermute, x=W, axis="data", perm=[(0, 1)]),
     inside(fs.axis_index, axis="data"),
     inside(fs.axis_size, axis="data"),
+    Call("local_range", fs.local_range, {"n": 2, "axis": "data", "size": 4}, inside=True,
+         words={"n": "of the dim", "axis": "4 over ", "size": "over 'data'"}),
     inside(fs.to_device, x=W),
     # transforms
     Call("unshard", fs.unshard, {"params": {"w": W[:, :2], "b": V}, "specs": SPECS, "axis": "model",
@@ -247,11 +250,29 @@ CALLS = [
     # layers
     *prefixed("nn",
         outside(fs.nn.linear, x=W, w=W, b=V),
+        inside(fs.nn.linear, x=W, w=W, b=V, axis="model", split="column", out="whole", size=8),
+        inside(fs.nn.linear, x=W, w=W, b=V, axis="model", split="row", out=None, size=None),
         outside(fs.nn.mlp, x=W, up=W, down=W, up_b=V, down_b=V, activation=torch.relu, axis=None),
         inside(fs.nn.mlp, x=W, up=W, down=W, up_b=V, down_b=V, activation=torch.relu, axis="model"),
         outside(fs.nn.embedding, ids=IDS, table=W, axis=None, size=4),
         Call("embedding", fs.nn.embedding, {"ids": IDS % 2, "table": W[:2], "axis": "model", "size": 4}, inside=True,
              words={"table": "of the vocabulary"}),
+        inside(fs.nn.embedding, ids=IDS, table=W, axis="model", size=8, split="column", out="whole", padding_idx=1,
+               max_norm=None),
+        outside(fs.nn.column_linear, axis="model", out="split"),
+        outside(fs.nn.row_linear, axis="model", input="split"),
+        outside(fs.nn.row_embedding, axis=("data", "model")),
+        outside(fs.nn.column_embedding, axis="model", out="whole"),
+        outside(fs.nn.Replacement, name="mine", takes=(torch.nn.Linear,), specs=lambda of: {}, forward=block),
+        outside(fs.nn.cosine_logits, x=W, w=W, eps=1e-12),
+        Call("margin", fs.nn.margin, {"cosines": W[:, :2], "targets": IDS, "m1": 1.0, "m2": 0.5, "m3": 0.1,
+             "scale": 64.0, "axis": "model", "size": 4}, inside=True, words=_OF_MARGINS),
+        Call("arcface", fs.nn.arcface, {"cosines": W, "targets": IDS, "m": 0.5, "scale": 64.0, "easy_margin": False,
+             "classes": IDS}, words=_OF_MARGINS),
+        Call("cosface", fs.nn.cosface, {"cosines": W, "targets": IDS, "m": 0.35, "scale": 64.0, "classes": IDS},
+             words=_OF_MARGINS),
+        Call("sample_classes", fs.nn.sample_classes, {"key": KEY, "targets": IDS, "size": 8, "count": 4,
+             "axis": "model", "over": "data"}, inside=True, words={"axis": "no axis", "over": "no axis"}),
         outside(fs.nn.layer_norm, x=W, w=V, b=V, eps=1e-5),
         outside(fs.nn.rms_norm, x=W, w=V, eps=1e-5),
         outside(fs.nn.attention, q=W[None], k=W[None], v=W[None], causal=False, mask=None, scale=1.0, rate=0.1, key=KEY,
@@ -262,6 +283,10 @@ CALLS = [
         Call("cross_entropy", fs.nn.cross_entropy, {"logits": W[:, :2], "targets": IDS, "axis": "model", "size": 4,
              "over": None, "weight": V[:2], "ignore_index": -100, "label_smoothing": 0.1, "reduction": "mean"},
              inside=True, words={"axis": "4 over ", "over": "no axis"}),
+        Call("top_k", fs.nn.top_k, {"logits": W[:, :2], "k": 3, "axis": "model", "size": 4, "classes": None},
+             inside=True, words={"axis": "4 over "}),
+        Call("accuracy", fs.nn.accuracy, {"logits": W[:, :2], "targets": IDS, "k": (1, 3), "axis": "model", "size": 4,
+             "over": None, "ignore_index": -100}, inside=True, words={"axis": "4 over ", "over": "no axis"}),
         outside(rope.parameters, config={}, theta=10_000.0, partial=1.0),
         outside(rope.frequencies, parameters={"rope_theta": 1e4}, width=4, longest=8, length=None, device=None),
         outside(rope.angles, positions=IDS, rates=V, factor=1.0, dtype=torch.float32),
@@ -280,6 +305,8 @@ CALLS = [
         outside(fs.optim.adamw, lr=0.1, b1=0.9, b2=0.9, eps=1e-8, weight_decay=0.1, mask={"w": True, "b": False}),
         Call("chain", lambda step: fs.optim.chain(step, SGD), {"step": fs.optim.clip_by_global_norm(1.0, P())}),
         outside(fs.optim.clip_by_global_norm, max_norm=1.0, specs=SPECS),
+        outside(fs.optim.update_rows, opt=SGD, rows=IDS[:2], grads={"w": W[:2], "b": V[:2]}, state=SGD.init(TREE),
+                params=TREE),
         Call("global_norm", fs.optim.global_norm, {"x": TREE, "specs": P()}, words=_AXES_OF_SPECS),
         outside(fs.optim.constant, value=0.1),
         outside(fs.optim.linear, start=0.0, end=1.0, steps=4),

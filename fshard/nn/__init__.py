@@ -1,9 +1,14 @@
 """Pure layers and losses: sharded over a mesh axis with `axis=`, dense without."""
 
+from .classes import sample_classes
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
 from .loss import cross_entropy
+from .margins import arcface, cosface, cosine_logits, margin
+from .ranking import accuracy, top_k
+from .replacement import Replacement, column_embedding, column_linear, row_embedding, row_linear
 
 __all__ = [
-    "attention", "causal_mask", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear", "mlp",
-    "rms_norm",
+    "Replacement", "accuracy", "arcface", "attention", "causal_mask", "column_embedding", "column_linear", "cosface",
+    "cosine_logits", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear", "margin", "mlp",
+    "rms_norm", "row_embedding", "row_linear", "sample_classes", "top_k",
 ]  # fmt: skip

@@ -306,7 +306,10 @@ class UnitSchedule:
                     other.gathered = gathered
             saved.gathered = gathered
         whole = saved.gathered.wait()[saved.leaf]
-        return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.offset)
+        # No offset in the buffer: it differs between ranks if other axes split the leaves before this one unevenly.
+        if saved.offset:
+            whole = whole.as_strided((saved.offset + 1,), (1,))[saved.offset :]
+        return whole.as_strided(saved.size, saved.stride)
 
     def discard(self, call: _Call, x: Tensor) -> SavedTensor:
         """Keep nothing of a tensor that a unit saves, with `remat`."""

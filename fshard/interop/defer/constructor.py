@@ -34,6 +34,7 @@ from fshard.init import (
     Uniform,
     describe_initializer,
 )
+from fshard.nn import Replacement
 from fshard.random import fold_in
 from fshard.spec import Box, describe
 
@@ -52,8 +53,9 @@ Source = tuple[int, int]  # (index of the owner whose key a draw uses, number of
 
 @checked
 def defer(
-    constructor: Callable[[], nn.Module], *, units: Units = None, budget: int = 1 << 30, reference: int | None = None
-) -> tuple[Apply, Tree]:
+    constructor: Callable[[], nn.Module], *, units: Units = None, replace: Mapping[str, Replacement] | None = None,
+    budget: int = 1 << 30, reference: int | None = None,
+) -> tuple[Apply, Tree]:  # fmt: skip
     """Run a constructor without allocating its parameters: return a pure function and a tree of their descriptions.
 
     All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, and
@@ -74,6 +76,9 @@ def defer(
         units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
             ("encoder.block.*"; `**` is any number of parts) or several of both; a function (path, module) -> bool; or a
             number: the innermost submodules with at least so many parameters. `apply.units` has their leaves.
+        replace: globs of paths of submodules, and the pure functions that compute them on shards:
+            `{"fc": fs.nn.column_linear("model"), "**.embed": fs.nn.row_embedding("model")}`. `apply.specs` has the
+            specs of all leaves. The first glob that matches a submodule counts; one that matches none is an error.
         budget: the most bytes that may be computed in full for one leaf.
         reference: a seed. The module is built eagerly under `torch.manual_seed(reference)`, and its leaves are
             sliced: they are bitwise those of the constructor, on every mesh, and take as much memory.
@@ -90,7 +95,7 @@ def defer(
     if in_region():
         raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
     if reference is not None:
-        return _eager(constructor, reference, units)
+        return _eager(constructor, reference, units, replace)
     with _seeded(0), recording(budget) as recorder:
         module = _construct(constructor)
         places = places_of(module)
@@ -99,7 +104,7 @@ def defer(
         nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
         _release(module, places, recorder)
     tree, whole = _describe(leaves, nodes, budget)
-    return Apply(module, whole=whole, units=choose_units(module, units)), tree
+    return Apply(module, whole=whole, units=choose_units(module, units), replace=replace), tree
 
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -337,7 +342,9 @@ def _plain_initializer(node: Node) -> Initializer | None:
     return None
 
 
-def _eager(constructor: Callable[[], nn.Module], seed: int, units: Units) -> tuple[Apply, Tree]:
+def _eager(
+    constructor: Callable[[], nn.Module], seed: int, units: Units, replace: Mapping[str, Replacement] | None
+) -> tuple[Apply, Tree]:
     with torch.random.fork_rng(), _seeded(seed):
         torch.manual_seed(seed)
         module = _construct(constructor)
@@ -348,4 +355,4 @@ def _eager(constructor: Callable[[], nn.Module], seed: int, units: Units) -> tup
         for kind, named in leaves_at(places).items()
     }
     _release(module, places, None)
-    return Apply(module, units=choose_units(module, units)), tree
+    return Apply(module, units=choose_units(module, units), replace=replace), tree

@@ -32,7 +32,8 @@ from .draws import Draws
 from .module_copy import ModuleCopy, copy_module
 from .module_leaves import Named, leaves_at, places_of
 from .probe import Fake
-from .stand_ins import AdaptedParameter, Placeholder, adapted_as, in_module, tensors_of
+from .replaced import Replace, Replaced
+from .stand_ins import adapted_as, detached, in_module, tensors_of
 from .units import Fill, UnshardedByUnit, as_they_are, leaves_of_units, shapes_of, unwatched
 from .writes import ParameterWrites, equal_values, version
 
@@ -69,19 +70,21 @@ class Apply:
         whole: leaves whose initial values are computed in full, and their bytes; for information.
         transient: names of buffers that are not persistent, beyond those of `module` itself.
         units: names of the submodules that `unshard` gathers one by one.
+        replace: the submodules that are pure functions on shards, as for `fs.defer`.
 
     >>> apply = Apply(torch.nn.Linear(2, 3, device="meta"))
     >>> apply({"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, {}, torch.ones(1, 2))
     tensor([[2., 2., 2.]])
 
-    `frozen` has the names of the parameters with `requires_grad=False`: differentiate the others.
+    `frozen` has the names of the parameters with `requires_grad=False`: differentiate the others. `specs` has the spec
+    of each leaf, `{"params": {name: P}, "buffers": {name: P}}`: that of its replacement, and P() of the others.
 
     Raises ShardingError listing every name that is missing or unexpected and every leaf with a wrong number of dims.
     """
 
     def __init__(
         self, module: nn.Module, ties: Mapping[str, str] | None = None, whole: Mapping[str, int] | None = None,
-        transient: frozenset[str] = frozenset(), units: Sequence[str] = (),
+        transient: frozenset[str] = frozenset(), units: Sequence[str] = (), replace: Replace = None,
     ) -> None:  # fmt: skip
         self.module, self.ties, self.whole = module, dict(ties or {}), dict(whole or {})
         self._places = places_of(module, self.ties)
@@ -91,6 +94,8 @@ class Apply:
         self.shapes = shapes_of(self._leaves["params"])
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self.units = leaves_of_units(module, units, self._places)
+        self._replaced = Replaced.of(module, replace, self._places)
+        self.specs = self._replaced.specs
         self._free_copies: deque[ModuleCopy] = deque()
         self._done: set[str] = set()  # the checks that only the first call makes; shared with copies, as the others are
         self._key: Tensor | None = None
@@ -304,7 +309,7 @@ class Apply:
 
     def _with(self, module: nn.Module) -> Apply:
         """Return the function of a changed copy of the module."""
-        other = Apply(module, self.ties, self.whole, self.transient, tuple(self.units))
+        other = Apply(module, self.ties, self.whole, self.transient, tuple(self.units), self._replaced.by)
         other._key = self._key
         if (split := self._split_batch) is not None:  # in another mode forward makes other draws
             other._split_batch = SplitBatch(split.axis, split.dim, split.with_probe)
@@ -322,7 +327,7 @@ class Apply:
         With `calls` (`UnitCalls`) the units run by it, `in_units` has placeholders for their leaves, and `fill` makes
         the leaves of their tensors.
         """
-        draws, named = None, in_module({**params, **(in_units or {})})
+        draws, named = None, in_module({**params, **(in_units or {})}, self._replaced.splits)
         if self._key is not None:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
             leaves_in_all = [*named.values(), *buffers.values()]
@@ -332,6 +337,8 @@ class Apply:
         if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call
             if any(map(is_weight, params.values())):
                 raise fail(f"{self!r}: adapted parameters cannot be compiled", fix="call it outside torch.compile")
+            if self._replaced.by:
+                raise fail(f"{self!r}: replaced modules cannot be compiled", fix="call it outside torch.compile")
             named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
@@ -377,8 +384,9 @@ class Apply:
         return out, after, changed
 
     def _run_on_fakes(self, params: Named, buffers: Named, fake: Fake, args: Any, kwargs: Any) -> None:
-        """Run forward on fake tensors with the shapes of these leaves."""
+        """Run forward on fake tensors with the shapes of these leaves, of the whole ones where they are split."""
         mine = self._take_copy()
+        self._replaced.remove(mine.module)
         norm: Any
         for _, norm in batch_norms(mine.module):
             norm.forward = functools.partial(nn.BatchNorm1d.forward, norm)  # without a collective
@@ -421,7 +429,7 @@ class Apply:
                        "not in forward") from e  # fmt: skip
         for name, x in params.items():
             expected = self._leaves["params"][name].shape
-            if x.shape != expected:
+            if x.shape != expected and name not in self._replaced.splits:
                 shapes = f"params[{name!r}] is {list(x.shape)}, and {list(expected)} in the module"
                 e.add_note(f"{shapes}: fs.unshard gathers whole leaves")
         types = checker()
@@ -460,7 +468,8 @@ class Apply:
                 norm.forward = functools.partial(
                     batch_norm_of_one_rank, f"{self!r}: {repr(name) if name else 'it'}", norm
                 )
-            return ModuleCopy(module, places_of(module, self.ties), self.units)
+            self._replaced.install(repr(self), module)
+            return ModuleCopy(module, places_of(module, self.ties), self.units, self._replaced.splits)
 
     def _give_back(self, mine: ModuleCopy) -> None:
         mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, unwatched, []
@@ -475,7 +484,7 @@ class Apply:
         holders = {id(holder) for m in modules.values() for holder in (m._parameters, m._buffers)}
         # What this call has changed before: attributes are arguments too.
         changed = {key: new for key, m in modules.items() if (new := mine.contents.changed_attributes(m))}
-        changed = tree.map(lambda x: _detached(x) if isinstance(x, Tensor) else x, changed)
+        changed = tree.map(lambda x: detached(x) if isinstance(x, Tensor) else x, changed)
         own = set(self.units[name])
         now: dict[str, Tensor] = {}
         number, fill = 0 if draws is None else draws.number, mine.units.fill
@@ -485,7 +494,7 @@ class Apply:
                 if p.kind == "buffers":
                     now[p.name] = x.clone()  # forward may update it
                 else:
-                    now[p.name] = _detached(x)
+                    now[p.name] = detached(x)
 
         def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
             copy = self._take_copy()
@@ -504,9 +513,3 @@ class Apply:
                 self._give_back(copy)
 
         return repeat
-
-
-def _detached(x: Tensor) -> Tensor:
-    if isinstance(x, AdaptedParameter):
-        return x.detached()
-    return x if isinstance(x, Placeholder) else x.detach().requires_grad_(x.requires_grad)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fshard.errors import fail
 
 from .module_leaves import Place
+from .stand_ins import Split
 from .units import UnitForwards
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))  # its parameters, buffers, modules, hooks
@@ -59,9 +60,11 @@ class Contents:
 class ModuleCopy:
     """A copy of a module, used by one call at a time, and the contents of all its containers."""
 
-    def __init__(self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]], splits: Mapping[str, Split]
+    ) -> None:
         self.module, self.places = module, places
-        self.units = UnitForwards(module, units, places)
+        self.units = UnitForwards(module, units, places, splits)
         self.contents = Contents(module)
         self._unit_contents: dict[str, Contents] = {}
 

@@ -1,9 +1,9 @@
-"""Tensors without values that stand in a module for its leaves: for one that is not gathered, and for a `Weight`."""
+"""Tensors without values that stand in a module for its leaves: not gathered ones, a `Weight`, and parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -15,6 +15,7 @@ from fshard._torch_compat import without_modes
 from fshard.errors import ShardingError, fail
 from fshard.lora import Leaf, LoraWeight
 from fshard.nn import linear
+from fshard.spec import P
 from fshard.weight import Weight
 
 from .module_leaves import Place
@@ -101,7 +102,7 @@ class AdaptedParameter(StandIn):
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rules: dict[Any, Callable[..., Any]] = {
-            F.linear: self._linear, torch.addmm: self._addmm, F.embedding: self._embedding
+            F.linear: self._linear, torch.addmm: self._addmm, torch.matmul: self._matmul, F.embedding: self._embedding
         }  # fmt: skip
         out = rules[func](*args, **kwargs) if func in rules else NotImplemented
         if out is not NotImplemented:
@@ -125,6 +126,9 @@ class AdaptedParameter(StandIn):
             return NotImplemented
         return self.weight.linear(mat1, input)
 
+    def _matmul(self, input: Any, other: Any) -> Any:
+        return self.weight.linear(input) if other is self and self._layout == "io" else NotImplemented
+
     def _embedding(
         self, input: Any, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
@@ -144,6 +148,50 @@ class AdaptedParameter(StandIn):
                     fix="exclude its module from the adapter's targets")  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Split:
+    """A parameter of replaced modules that mesh axes split: its whole shape, its spec, and the texts of errors."""
+
+    shape: tuple[int, ...]
+    spec: P
+    by: str  # "0: column_linear('model')", of each module that has it
+    others: str  # its names in modules that are not replaced
+
+
+class SplitParameter(StandIn):
+    """A parameter that is split, as a module has it: with the shape of the whole, and the rank's part in `part`."""
+
+    part: Tensor
+    placed: Split
+
+    @staticmethod
+    def of(leaf: str, part: Tensor, split: Split) -> SplitParameter:
+        out = SplitParameter.like(leaf, split.shape, part.dtype, part.device)
+        out.part, out.placed = part, split
+        return out
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.leaf}, split by {self.placed.spec}>"
+
+    def detached(self) -> SplitParameter:
+        """Return the stand-in of a detached part, which requires a gradient where this one does."""
+        return SplitParameter.of(self.leaf, detached(self.part), self.placed)
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where = f", as {self.placed.others}" if self.placed.others else ""
+        raise fail(f"{self.leaf!r} is split by replace= ({self.placed.by}), and used by "
+                   f"{getattr(func, '__name__', func)} outside of the forward of these modules{where}",
+                   "a rank has only its part of the parameter",
+                   fix="replace every module that uses it, or none of them")  # fmt: skip
+
+
+def detached(x: Tensor) -> Tensor:
+    """Return a leaf of a module, detached; it requires a gradient where it did."""
+    if isinstance(x, (AdaptedParameter, SplitParameter)):
+        return x.detached()
+    return x if isinstance(x, Placeholder) else x.detach().requires_grad_(x.requires_grad)
+
+
 def _without_gradient_of_row(table: Any, row: int) -> Any:
     """Return adapters whose factor `a` gets no gradient from the row of a padding token, as torch's embedding."""
     if not isinstance(table, LoraWeight):
@@ -152,9 +200,13 @@ def _without_gradient_of_row(table: Any, row: int) -> Any:
     return replace(table, base=_without_gradient_of_row(table.base, row), a=table.a.detach().where(is_row, table.a))
 
 
-def in_module(params: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the leaves as a module may have them: a Weight by its stand-in."""
-    return {name: AdaptedParameter.of(name, x) if isinstance(x, Weight) else x for name, x in params.items()}
+def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[str, Tensor]:
+    """Return the leaves as a module may have them: a Weight, and a part of a leaf that is split, by its stand-in."""
+    out = {name: AdaptedParameter.of(name, x) if isinstance(x, Weight) else x for name, x in params.items()}
+    for name, split in splits.items():
+        if name in out and not isinstance(out[name], Placeholder):
+            out[name] = SplitParameter.of(name, out[name], split)
+    return out
 
 
 def tensors_of(params: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from fshard.spec import P, is_spec, matches
 from fshard.weight import is_weight
 
 from .module_leaves import Named, Place
-from .stand_ins import Placeholder, in_module
+from .stand_ins import Placeholder, Split, in_module
 
 if TYPE_CHECKING:
     from .functional_module import Apply
@@ -151,9 +151,16 @@ def unwatched(leaves: Mapping[str, Tensor]) -> contextlib.AbstractContextManager
 class UnitForwards:
     """The forwards of the units in one copy of a module, which run by the schedule of the call that is running."""
 
-    __slots__ = ("_original", "_places", "calls", "fill", "keep", "replaced", "watch")
+    __slots__ = ("_original", "_places", "_splits", "calls", "fill", "keep", "replaced", "watch")
 
-    def __init__(self, module: nn.Module, units: Mapping[str, Sequence[str]], places: Sequence[Place]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Mapping[str, Sequence[str]],
+        places: Sequence[Place],
+        splits: Mapping[str, Split],
+    ) -> None:
+        self._splits = splits
         self.calls: Any = None  # None: a call with whole leaves
         self.keep: Callable[[str], Any] = str
         self.watch: Watch = unwatched
@@ -180,7 +187,7 @@ class UnitForwards:
         """Run the forward of a unit with the leaves that these tensors are."""
         places = self._places[name]
         given = {ps[0].leaf: x for ps, x in zip(places, self.fill(name, tensors), strict=True)}
-        leaves = list(in_module(given).values())
+        leaves = list(in_module(given, self._splits).values())
         outside = [[p.holder[p.key] for p in ps] for ps in places]
         for ps, x in zip(places, leaves, strict=True):
             for p in ps:

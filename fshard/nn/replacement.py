@@ -1,0 +1,243 @@
+"""Pure functions in the place of submodules of any `nn.Module`, for `fs.defer(replace=)`.
+
+Legend: D inputs, F outputs, V vocabulary; [F@axis] is a dim split over an axis; {V} varies over it, {I} does not.
+torch's Linear stores [F, D], and transformers' Conv1D [D, F]: each split is along the dim of its own layout.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fshard._ops import local_range
+from fshard.collectives import all_gather, pslice, psum, pvary
+from fshard.errors import checked, fail
+from fshard.spec import P
+
+Axes = str | tuple[str, ...]
+Form = Literal["whole", "split"]
+
+
+@checked
+@dataclass(frozen=True)
+class Replacement:
+    """A pure function in the place of the forward of submodules, and the specs of their parameters.
+
+    `fs.defer(constructor, replace={glob: replacement})` uses it; `column_linear` and others make one. One of your own:
+
+        def forward(leaves, x, *, of):          # inside shard_map
+            h = nn.layer_norm(x, leaves["weight"], leaves["bias"], eps=of.eps)
+            return h
+
+    Attributes:
+        name: as errors show it.
+        takes: the classes of the modules that it may replace; of a library that may not be installed, their names. A
+            subclass takes part if it has the forward of the class.
+        specs: from the module to the spec of each parameter that is split, by its name in the module; P() of the
+            others. It raises ShardingError for a module that the function cannot replace. The values of parameters are
+            not known to it.
+        forward: from `(leaves, *args, of=module, **kwargs)` to the result. `leaves` are the parameters of the module
+            and of its submodules, by name, as this rank has them; `of` is the module, for its attributes, its buffers,
+            and the global shapes of its parameters (`of.weight.shape`). Its result has the type that the modules after
+            it need: as a rule the same on all ranks of the axes that split its parameters.
+        input: "whole" if its arguments are the same on all of these ranks, which a checked call makes sure of; "split"
+            if each rank has a part.
+
+    >>> halves = nn.Replacement("halves", (torch.nn.PReLU,), lambda of: {"weight": P("model")},
+    ...                         lambda leaves, x, *, of: torch.nn.functional.prelu(x, leaves["weight"]))
+    """
+
+    name: str
+    takes: tuple[type[torch.nn.Module] | str, ...]
+    specs: Callable[[torch.nn.Module], Mapping[str, P]]
+    forward: Callable[..., Any]
+    input: Form = "whole"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@checked
+def column_linear(axis: Axes, *, out: Form = "whole") -> Replacement:
+    """Replace linear layers by one whose outputs are split: x [..., D]{I} -> [..., F]{I}.
+
+        torch.nn.Linear: weight [F@axis, D], bias [F@axis]      transformers' Conv1D: weight [D, F@axis], bias [F@axis]
+        cost: all_gather of the outputs; backward, psum of the gradient of x
+
+    With `out="split"` the outputs stay split, [..., F@axis]{V}, without the gather: for a loss with `axis=`, or where
+    the modules that follow work element by element, or by head, until a `row_linear(axis, input="split")`.
+
+    >>> apply, tree = fs.defer(lambda: torch.nn.Sequential(torch.nn.Linear(4, 10)),
+    ...                        replace={"0": nn.column_linear("model")})
+    >>> apply.specs["params"]
+    {'0.weight': P('model'), '0.bias': P('model')}
+    """
+    return _built_in("column_linear", _LINEAR, _column_specs, _column_linear, axis, out=out)
+
+
+@checked
+def row_linear(axis: Axes, *, input: Form = "whole") -> Replacement:
+    """Replace linear layers by one whose inputs are split: x [..., D]{I} -> [..., F]{I}.
+
+        torch.nn.Linear: weight [F, D@axis], bias [F]      transformers' Conv1D: weight [D@axis, F], bias [F]
+        cost: psum of the outputs; backward, all_gather of the gradient of x
+
+    Each rank takes its part of x. With `input="split"` it has that part already, x [..., D@axis]{V}: of a
+    `column_linear(axis, out="split")` before. Then backward needs no communication. The bias is added once, to the sum.
+
+    >>> up, down = nn.column_linear("model", out="split"), nn.row_linear("model", input="split")
+    >>> mlp = lambda: torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    >>> apply, tree = fs.defer(mlp, replace={"0": up, "2": down})
+    >>> apply.specs["params"]
+    {'0.weight': P('model'), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()}
+
+    Source: Shoeybi et al., 2019, "Megatron-LM".
+    """
+    return replace(_built_in("row_linear", _LINEAR, _row_specs, _row_linear, axis, input=input), input=input)
+
+
+@checked
+def row_embedding(axis: Axes) -> Replacement:
+    """Replace tables of embeddings by one whose rows are split: ids [...]{I} -> [..., D]{I}, table [V@axis, D].
+
+        cost: psum of the result; backward none
+
+    The row of `padding_idx` gets no gradient, as in torch. An id outside of the table gives NaN. A linear head that
+    shares the table has the same spec by `column_linear`: replace both.
+
+    >>> apply, tree = fs.defer(lambda: torch.nn.Sequential(torch.nn.Embedding(10, 4)),
+    ...                        replace={"**": nn.row_embedding("model")})
+    >>> apply.specs["params"]
+    {'0.weight': P('model')}
+
+    Raises ShardingError, in `fs.defer`, for a table with `max_norm`, `scale_grad_by_freq` or `sparse`.
+    """
+    return _built_in("row_embedding", _TABLE, functools.partial(_table_specs, dim=0), _row_embedding, axis)
+
+
+@checked
+def column_embedding(axis: Axes, *, out: Form = "whole") -> Replacement:
+    """Replace tables of embeddings by one whose columns are split: ids [...]{I} -> [..., D]{I}, table [V, D@axis].
+
+        cost: all_gather of the result; backward none
+
+    With `out="split"` the result stays split, [..., D@axis]{V}.
+
+    >>> apply, tree = fs.defer(lambda: torch.nn.Sequential(torch.nn.Embedding(10, 4)),
+    ...                        replace={"**": nn.column_embedding("model")})
+    >>> apply.specs["params"]
+    {'0.weight': P(None, 'model')}
+
+    Raises ShardingError, in `fs.defer`, for a table with `max_norm`, `scale_grad_by_freq` or `sparse`.
+    """
+    return _built_in("column_embedding", _TABLE, functools.partial(_table_specs, dim=1), _column_embedding, axis,
+                     out=out)  # fmt: skip
+
+
+_LINEAR: Any = (torch.nn.Linear, "Conv1D")
+_TABLE: Any = (torch.nn.Embedding,)
+
+
+def _built_in(
+    name: str, takes: Any, specs: Callable[..., Any], forward: Callable[..., Any], axis: Axes, **form: str
+) -> Replacement:
+    P(axis)  # its errors
+    shown = ", ".join([repr(axis), *(f"{key}={value!r}" for key, value in form.items() if value != "whole")])
+    return Replacement(f"{name}({shown})", takes, functools.partial(specs, axis=axis),
+                       functools.partial(forward, axis=axis, **form))  # fmt: skip
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------
+
+
+def _is_transposed(of: Any) -> bool:
+    """Return whether a linear layer stores [F, D]: torch's does, and transformers' Conv1D has [D, F]."""
+    return isinstance(of, torch.nn.Linear)
+
+
+def _sizes(of: Any) -> tuple[int, int]:
+    """Return the numbers of inputs and of outputs of a linear layer."""
+    first, second = of.weight.shape
+    return (second, first) if _is_transposed(of) else (first, second)
+
+
+def _column_specs(of: Any, *, axis: Axes) -> dict[str, P]:
+    weight = P(axis) if _is_transposed(of) else P(None, axis)
+    return {"weight": weight} if of.bias is None else {"weight": weight, "bias": P(axis)}
+
+
+def _row_specs(of: Any, *, axis: Axes) -> dict[str, P]:
+    return {"weight": P(None, axis) if _is_transposed(of) else P(axis)}
+
+
+def _linear(x: Tensor, w: Tensor, b: Tensor | None, of: Any) -> Tensor:
+    if _is_transposed(of):
+        return F.linear(x, w, b)
+    y = torch.matmul(x, w)
+    return y if b is None else y + b
+
+
+def _check_inputs(x: Tensor, expected: int, fix: str) -> None:
+    if x.shape[-1] != expected:
+        raise fail(f"its input has {x.shape[-1]} features here, not {expected}", input=list(x.shape), fix=fix)
+
+
+def _column_linear(leaves: Mapping[str, Tensor], x: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
+    inputs, outputs = _sizes(of)
+    _check_inputs(x, inputs, "features that an axis splits are the input of row_linear(axis, input='split')")
+    y = _linear(pvary(x, axis), leaves["weight"], leaves.get("bias"), of)  # [..., F@axis]
+    return y if out == "split" else all_gather(y, axis, -1, size=outputs, to="invariant")
+
+
+def _row_linear(leaves: Mapping[str, Tensor], x: Tensor, *, of: Any, axis: Axes, input: Form) -> Tensor:
+    inputs, _ = _sizes(of)
+    if input == "whole":
+        _check_inputs(x, inputs, "input='split', if the layer before has out='split'")
+        x = pslice(x, axis, -1)  # [..., D@axis]
+    else:
+        _check_inputs(x, leaves["weight"].shape[1 if _is_transposed(of) else 0],
+                      "out='split' for the layer before, or leave input= out")  # fmt: skip
+    y: Tensor = psum(_linear(x, leaves["weight"], None, of), axis)
+    return y + leaves["bias"] if "bias" in leaves else y
+
+
+# --- tables -----------------------------------------------------------------------------------------------------
+
+
+def _table_specs(of: Any, *, dim: int, axis: Axes) -> dict[str, P]:
+    for name, value, why in (
+        ("max_norm", of.max_norm, "forward writes the scaled rows to the table: no pure function does"),
+        ("scale_grad_by_freq", of.scale_grad_by_freq, "it divides gradients by the counts of one rank's batch"),
+        ("sparse", of.sparse, "gradients of leaves are dense"),
+    ):
+        if value:
+            raise fail(f"it has {name}={value}", why, fix=f"construct it without {name}")
+    return {"weight": P(*[None] * dim, axis)}
+
+
+def _row_embedding(leaves: Mapping[str, Tensor], ids: Tensor, *, of: Any, axis: Axes) -> Tensor:
+    table, padding_idx = leaves["weight"], of.padding_idx
+    n = table.shape[0]
+    start, v = local_range("embedding", n, axis, of.weight.shape[0])
+    local = ids.long() - start
+    is_local = (local >= 0) & (local < n)
+    if n:  # adapters have a gradient of the row of padding in one factor, so they are to know which it is
+        has_padding = padding_idx is not None and start <= padding_idx < start + n
+        rows = F.embedding(local.where(is_local, 0), table, padding_idx - start if has_padding else None)
+    else:  # zeros that depend on the table, so that this rank takes part in backward
+        rows = F.embedding(local.unsqueeze(-1)[..., :0], table).sum(-2)
+    otherwise = torch.where((ids >= 0) & (ids < v), 0.0, math.nan).to(rows.dtype)
+    y: Tensor = psum(torch.where(is_local.unsqueeze(-1), rows, otherwise.unsqueeze(-1)), axis)
+    return y
+
+
+def _column_embedding(leaves: Mapping[str, Tensor], ids: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
+    y = F.embedding(ids, leaves["weight"], of.padding_idx)  # [..., D@axis]
+    return y if out == "split" else all_gather(y, axis, -1, size=of.weight.shape[1], to="invariant")

@@ -1,0 +1,338 @@
+"""Modules with submodules that are pure functions on shards: they train as the dense module on one device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import fshard as fs
+from fshard import P
+from fshard.interop.defer.functional_module import Apply
+from fshard.nn import Replacement, column_embedding, column_linear, row_embedding, row_linear
+from tests.lib.assertions import assert_same, error_text
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+B, T, V, D, C = 5, 3, 11, 8, 7  # odd sizes, which no axis of two or three divides
+OPTIMIZER = {"lr": 1e-2, "eps": 1e-4}  # gradients that are zero but for rounding stay small steps
+
+
+def ids(high=V, shape=(B, T), seed=0):
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def targets(shape, classes):
+    return ids(classes, shape, seed=1)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width=13):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, width), nn.Linear(width, D)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    """A language model whose head shares the table; the second block is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(V, D, padding_idx=2), nn.Embedding(T, D)
+        block = Mlp()
+        self.blocks = nn.ModuleList([Mlp(), block, block])
+        self.head = nn.Linear(D, V, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.positions(torch.arange(T))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def language(axis="model"):
+    up, down = column_linear(axis, out="split"), row_linear(axis, input="split")
+    return {"embed": row_embedding(axis), "head": column_linear(axis), "positions": column_embedding(axis),
+            "blocks.*.up": up, "blocks.**.down": down}  # fmt: skip
+
+
+def dense_steps(module, inputs, loss, steps=3):
+    """Losses, the first gradients, parameters and buffers of a module that torch trains on the whole batch."""
+    opt = torch.optim.AdamW(module.parameters(), weight_decay=0.1, **OPTIMIZER)
+    losses, grads = [], {}
+    for _ in range(steps):
+        opt.zero_grad()
+        value = loss(module, *inputs)
+        value.backward()
+        grads = grads or {name: x.grad.clone() for name, x in module.named_parameters()}
+        opt.step()
+        losses.append(value.detach())
+    params = {name: x.detach() for name, x in module.named_parameters()}
+    return losses, grads, params, {name: x.clone() for name, x in module.named_buffers()}
+
+
+def sharded_steps(module, inputs, loss, replace, sizes, *, fsdp=True, units=(), steps=3, check="first", over=None):
+    """The same of the module on a mesh, with the batch split over data, and submodules replaced."""
+    mesh = fs.make_mesh(**sizes)
+    apply = Apply(copy.deepcopy(module).to("meta"), Apply(module).ties, replace=replace, units=units)
+    apply = apply.batch_norm_over(over) if over else apply
+    params = {name: x.detach().clone() for name, x in module.named_parameters()}
+    buffers = {name: x.clone() for name, x in module.named_buffers()}
+    specs = fs.fully_shard(apply.specs["params"], params, axis="data") if fsdp else apply.specs["params"]
+    opt = fs.optim.adamw(OPTIMIZER["lr"], eps=OPTIMIZER["eps"], weight_decay=0.1)
+    placed = specs, P(), opt.specs(specs)
+
+    @fs.shard_map(mesh=mesh, in_specs=(*placed, P("data")), out_specs=(P(), *placed, specs), check=check)
+    def step(p, b, state, inputs):
+        def loss_fn(p):
+            if units:
+                f = apply.unshard(specs, "data", shapes=params)
+                return loss(f.with_buffers, p, b, *inputs)
+            return loss(apply.with_buffers, fs.unshard(p, specs, "data", shapes=params), fs.pvary(b, "data"), *inputs)
+
+        (value, new), grads = fs.value_and_grad(loss_fn, has_aux=True)(p)
+        same = lambda x: fs.pmean(x, "data") if x.is_floating_point() else fs.pmax(x, "data")  # noqa: E731
+        p, state = opt.update(grads, state, p)
+        return value, p, fs.tree.map(same, new), state, grads
+
+    p, state = fs.device_put(params, specs, mesh), fs.device_put(opt.init(params), placed[2], mesh)
+    losses, first = [], None
+    for _ in range(steps):
+        value, p, buffers, state, grads = step(p, buffers, state, inputs)
+        first = first or fs.device_get(grads)
+        losses.append(fs.device_get(value))
+    return losses, first, fs.device_get(p), fs.device_get(buffers)
+
+
+def cross_entropy(f, p, b, x, y, axis=None, size=None):
+    out, new = f(p, b, x)
+    return fs.nn.cross_entropy(getattr(out, "logits", out), y, over="data", axis=axis, size=size), new
+
+
+def dense_cross_entropy(module, x, y):
+    out = module(x)
+    return F.cross_entropy(getattr(out, "logits", out).flatten(0, -2), y.flatten())
+
+
+@functools.cache
+def dense(make, *shapes, high=V, classes=V):
+    """A module, inputs, and the result of torch's training."""
+    torch.manual_seed(0)
+    module, (shape, of_targets) = make(), shapes
+    inputs = ids(high, shape), targets(of_targets, classes)
+    return module, inputs, dense_steps(copy.deepcopy(module), inputs, dense_cross_entropy)
+
+
+def assert_trained_equally(got, want):
+    for part, (a, b) in zip(("losses", "gradients", "parameters", "buffers"), zip(got, want, strict=True), strict=True):
+        assert_same(a, b, part, rtol=1e-4, atol=1e-6)
+
+
+LAYOUTS = [{"data": 1, "model": 1}, {"data": 2, "model": 2}, {"data": 3, "model": 2}, {"data": 1, "model": 9}]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("units", [(), ("blocks.0", "blocks.1")], ids=["", "units"])
+def test_module_with_split_submodules_trains_as_the_dense_one(sizes, units):
+    """Uneven sizes, empty shards, a tied table with a padding row, a module that stands twice in another."""
+    module, inputs, want = dense(Language, (B, T), (B, T))
+    got = sharded_steps(module, inputs, cross_entropy, language(), sizes, units=units)
+    assert_trained_equally(got, want)
+    assert 2 in inputs[0]
+
+
+@pytest.mark.parametrize("axis", [("model", "data"), ("a", "model")])
+def test_leaves_are_split_over_several_axes(axis):
+    module, inputs, want = dense(Language, (B, T), (B, T))
+    if "data" not in axis:
+        got = sharded_steps(module, inputs, cross_entropy, language(axis), {"data": 1, "a": 2, "model": 3}, fsdp=False)
+        return assert_trained_equally(got, want)
+    # An axis that splits the batch too: each rank would have the part of another batch.
+    text = error_text(sharded_steps, module, inputs, cross_entropy, language(axis), {"data": 2, "model": 2}, fsdp=False)
+    assert "Apply(Language): 'embed': row_embedding(('model', 'data'))" in text
+    return None
+
+
+def test_specs_of_defer_place_leaves_of_replaced_modules_and_replicate_the_others():
+    apply, tree = fs.defer(Language, replace=language())
+    split = {"embed.weight": P("model"), "positions.weight": P(None, "model")}
+    for block in ("blocks.0", "blocks.1"):
+        split |= {f"{block}.up.weight": P("model"), f"{block}.up.bias": P("model"),
+                  f"{block}.down.weight": P(None, "model")}  # fmt: skip
+    assert apply.specs == {"params": {name: split.get(name, P()) for name in tree["params"]}, "buffers": {}}
+    assert tree["params"].keys() == fs.defer(Language)[1]["params"].keys()
+    eager, _ = fs.defer(Language, replace=language(), reference=0)
+    for other in (apply.eval(), apply.train(False).train(), apply.batch_norm_over("data"), eager):
+        assert other.specs == apply.specs
+    assert fs.defer(Language)[0].specs == {"params": dict.fromkeys(tree["params"], P()), "buffers": {}}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype):
+    torch.manual_seed(0)
+    module, inputs = Language().to(dtype), (ids(), targets((B, T), V))
+    want = dense_steps(copy.deepcopy(module), inputs, dense_cross_entropy, steps=1)
+    got = sharded_steps(module, inputs, cross_entropy, language(), {"data": 2, "model": 2}, steps=1)
+    # bfloat16 rounds each partial sum of a row_linear to 8 bits, and the gradients of both ranks' batches again.
+    tolerance = {"rtol": 5e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {"rtol": 1e-10, "atol": 1e-12}
+    assert_same(got[1], want[1], **tolerance)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return 2 * super().forward(ids)
+
+
+def hooked():
+    m = nn.Linear(2, 2)
+    m.register_forward_hook(lambda *_: None)
+    return m
+
+
+def wrapped():
+    m = nn.Linear(2, 2)
+    m.forward = m.forward
+    return m
+
+
+def tied():
+    m = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    m[1].weight = m[0].weight
+    return m
+
+
+def repeated():
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def block_of(forward=None, specs=None, takes=(nn.Sequential,)):
+    return Replacement("mine", takes, specs or (lambda of: {}), forward or (lambda leaves, x, *, of: x))
+
+
+COLUMN, ROW, TABLE = column_linear("model"), row_linear("model"), row_embedding("model")
+LINEAR = lambda: nn.Sequential(nn.Linear(2, 2))  # noqa: E731
+OF_LINEAR = functools.partial(block_of, takes=(nn.Linear,))
+REFUSED = {
+    "unmatched": (Language, {"haed": COLUMN}, "'haed' matches no submodule\n  near  head"),
+    "shadowed": (Language, {"head": COLUMN, "hea?": COLUMN}, "'hea?' matches no submodule\n  near  head"),
+    "kind": (Language, {"*.0.norm": COLUMN},
+             "'blocks.0.norm' is a LayerNorm: column_linear('model') takes Linear and Conv1D\n"),
+    "subclass": (lambda: nn.Sequential(Scaled(3, 2)), {"0": TABLE},
+                 "'0' is a Scaled: row_embedding('model') computes the forward of Embedding, and this one has its own"),
+    "own forward": (lambda: nn.Sequential(wrapped()), {"0": ROW}, "computes the forward of Linear, and this one has"),
+    "hooks": (lambda: nn.Sequential(hooked()), {"0": COLUMN}, "'0' is a Linear: it has hooks"),
+    "weight_norm": (lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"0": COLUMN},
+                    "'0' is a ParametrizedLinear: it has parametrizations"),
+    "max_norm": (lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), {"0": TABLE}, "it has max_norm=1.0\n"),
+    "sparse": (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), {"0": column_embedding("model")},
+               "it has sparse=True\n"),
+    "counts": (lambda: nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True)), {"0": TABLE},
+               "it has scale_grad_by_freq=True\n"),
+    "nested": (lambda: nn.Sequential(LINEAR()), {"0": block_of(), "0.0": COLUMN},
+               "'0.0' is in '0', which is replaced too\n"),
+    "tied": (tied, {"0": COLUMN, "1": ROW},
+             "two ways\n  0  P('model'), by column_linear('model')    1  P(None, 'model'), by row_linear('model')"),
+    "repeated": (repeated, {"0": COLUMN, "2": ROW},
+                 "'0' and '2' are one module, and globs replace it by column_linear('model') and by row_linear("),
+    "no leaf": (LINEAR, {"0": OF_LINEAR(specs=lambda of: {"w": P()})},
+                "'0' is a Linear: mine has a spec for 'w', and it has no such parameter\n  has  weight, bias"),
+    "spec": (LINEAR, {"0": OF_LINEAR(specs=lambda of: {"bias": P(None, "a")})},
+             "'0' is a Linear: mine: 'bias': P(None, 'a') describes 2 dims, the leaf has 1"),
+    "no P": (LINEAR, {"0": OF_LINEAR(specs=lambda of: {"bias": "a"})}, "the spec of 'bias' must be a P"),
+    "no replacement": (Language, {"head": P("model")}, "must be"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("case", REFUSED)
+def test_submodule_that_cannot_be_replaced_is_an_error(case):
+    make, replace, text = REFUSED[case]
+    assert text in error_text(fs.defer, make, replace=replace, reference=0)
+
+
+def test_all_errors_are_told_at_once():
+    text = error_text(fs.defer, Language, replace={"embd": TABLE, "blocks.0.norm": COLUMN, "head": TABLE})
+    assert text.startswith("3 problems\n")
+
+
+def run(make, replace, x, *, sizes=None, specs=None, batch=None):
+    """Run a deferred module on an axis of two ranks; an axis `batch` splits the batch."""
+    apply, tree = fs.defer(make, replace=replace)
+    mesh, specs = fs.make_mesh(**(sizes or {"model": 2})), apply.specs["params"] if specs is None else specs
+    p = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+    f = fs.shard_map(lambda p, x: apply(p, {}, x), mesh=mesh, in_specs=(specs, P(batch)), out_specs=P(batch))
+    return fs.device_get(f(p, x))
+
+
+def test_split_parameter_that_other_code_reads_is_an_error():
+    """The head uses the table of embeddings by itself; so does attention its out_proj."""
+
+    class Tied(Language):
+        def forward(self, ids):
+            return F.linear(self.embed(ids), self.embed.weight)
+
+    assert error_text(run, Tied, {"embed": TABLE}, ids()).startswith(
+        "'embed.weight' is split by replace= (embed: row_embedding('model')), and used by linear outside of the "
+        "forward of these modules, as head.weight\n  a rank has only its part of the parameter\n  fix: replace every"
+    )
+    attention = lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # noqa: E731
+    text = error_text(run, attention, {"self_attn.out_proj": COLUMN}, torch.randn(2, 3, 8))
+    assert "'self_attn.out_proj.weight' is split by replace=" in text
+    assert "used by multi_head_attention_forward" in text
+
+
+def test_facts_of_a_split_parameter_are_those_of_the_whole():
+    class Reads(Language):
+        def forward(self, ids):
+            w = self.embed.weight
+            assert (w.shape, w.dtype, w.device.type, len(w), w.numel()) == ((V, D), torch.float32, "cpu", V, V * D)
+            return self.embed(ids)
+
+    assert run(Reads, {"embed": TABLE, "head": COLUMN}, ids()).shape == (B, T, D)
+
+
+def test_leaf_that_is_not_the_part_of_its_replacement_is_an_error():
+    assert error_text(run, Language, language(), ids(), specs=P()) == (
+        "Apply(Language): 'embed': row_embedding('model'): params['embed.weight'] is [11, 8] here, and not [6, 8], "
+        "this rank's part of [11, 8]\n  spec  P('model')    mesh  model=2\n"
+        '  fix: place it by apply.specs["params"]; fs.unshard over other axes alone'
+    )
+    text = error_text(run, Language, language(), ids(), sizes={"other": 2}, specs=P())
+    assert text.startswith("Apply(Language): 'embed': row_embedding('model'): the mesh has no axis 'model'\n")
+    apply, _ = fs.defer(Language, replace=language())
+    assert "outside" in error_text(apply, dict(Language().named_parameters()), {}, ids())
+
+
+def test_wrong_form_of_an_input_is_an_error_with_the_fix():
+    mlp = lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))  # noqa: E731
+    up, down, x = column_linear("model", out="split"), row_linear("model", input="split"), torch.randn(2, 4)
+    for wrong in (ROW, COLUMN):  # after a split output
+        assert error_text(run, mlp, {"0": up, "2": wrong}, x).startswith(
+            f"Apply(Sequential): '2': {wrong}: its input varies over 'model', which split its parameters"
+        )
+    text = error_text(run, mlp, {"0": COLUMN, "2": down}, x)
+    assert "'2': row_linear('model', input='split'): its input has 6 features here, not 3\n" in text
+
+
+TAKES_WHOLE = {"embed": TABLE, "columns": column_embedding("model"), "linear": COLUMN, "row": ROW}
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("name", TAKES_WHOLE)
+def test_batch_that_the_axis_of_the_parameters_splits_is_an_error(name, rows):
+    of_ids = name in ("embed", "columns")
+    make, x = (lambda: nn.Sequential(nn.Embedding(3, 2)), ids(3, (rows,))) if of_ids else (LINEAR, torch.ones(rows, 2))
+    text = error_text(run, make, {"0": TAKES_WHOLE[name]}, x, batch="model")
+    assert "its input varies over 'model', which split its parameters: each rank has another part of it\n" in text
