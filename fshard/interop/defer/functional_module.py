@@ -331,7 +331,8 @@ class Apply:
         if self._key is not None:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
             leaves_in_all = [*named.values(), *buffers.values()]
-            draws = draws_of(repr(self), self._key, self._split_batch, leaves_in_all, args, kwargs, run_on_fakes)
+            draws = draws_of(repr(self), self._key, self._split_batch, leaves_in_all, args, kwargs, run_on_fakes,
+                             self._replaced.axes)  # fmt: skip
         copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
         leaves: dict[str, Named] = {"params": named, "buffers": copies}
         if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call
@@ -439,6 +440,8 @@ class Apply:
             stated = self._split_batch.axis if self._split_batch else None
             what = f"{self!r}.draws_over({stated!r}) is to name the axes that split the examples of the arguments"
             fix = "name those that split the examples; no draw of a module can be split in another dim"
+            if self._replaced.by:
+                fix += ",\n       but those of features that replaced modules leave split, without probe=False"
             e.args = (f"{str(e).partition('  fix: ')[0]}  {what}\n  fix: {fix}",)
         if "invariant" not in str(e):
             return
