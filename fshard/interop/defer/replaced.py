@@ -15,9 +15,9 @@ from fshard import tree
 from fshard._comm import region
 from fshard.errors import ShardingError, fail, must_be, raise_all
 from fshard.nn import Replacement
+from fshard.nn.batch_norm import axes_of_own_values
 from fshard.spec import P, describe, format_axes, matches, part_range, same_placement
 
-from .batch_norm import axes_of_own_values
 from .module_leaves import Leaves, Place, leaves_at
 from .stand_ins import Split, SplitParameter
 
@@ -62,6 +62,11 @@ class Replaced:
             for leaf, spec in specs.items() if spec.axes
         }  # fmt: skip
         return Replaced(by, own, splits, _of_all_leaves(leaves, specs))
+
+    @property
+    def axes(self) -> set[tuple[str, ...]]:
+        """The axes of the dims that are split."""
+        return {over for x in self.splits.values() for over in x.spec.parts(len(x.shape)) if over}
 
     def install(self, label: str, module: nn.Module) -> None:
         """Give the submodules of a copy of the module their functions."""
