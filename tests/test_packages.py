@@ -30,8 +30,8 @@ FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer o
 # The namespaces of the public surface: every public name in them has a docstring.
 NAMESPACES = [
     "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "lora", "weight",
-    "ia3", "interop.defer", "interop.hf", "interop.peft", "interop.accelerate", "models.gpt2", "models.gptj",
-    "models.gpt_neox", "models.llama", "models.bert", "models.mistral", "models.mixtral", "models.qwen2",
+    "ia3", "interop.defer", "interop.hf", "interop.peft", "interop.accelerate", "interop.state_dict", "models.gpt2",
+    "models.gptj", "models.gpt_neox", "models.llama", "models.bert", "models.mistral", "models.mixtral", "models.qwen2",
     "models.qwen3", "models.heads", "models.t5",
 ]  # fmt: skip
 
