@@ -363,7 +363,8 @@ def checkpoint_calls(folder: Path) -> list[Call]:
         outside(fs.state_dict.write, path=folder / "again.safetensors", tree_=TREE, of=None, theirs=None,
                 metadata={"a": "b"}),
         Call("read", fs.state_dict.read, {"path": folder / "w.pt", "described": DESCRIBED, "of": None, "theirs": None,
-             "prefix": "", "ignored": (), "missing": ()}, words={"path": "be read", "described": "is not part of this model"}),
+             "prefix": "", "ignored": (), "missing": ()},
+             words={"path": "be read", "described": "is not part of this model"}),
     )  # fmt: skip
     images = Call("image_folder", fs.data.image_folder, {"path": folder / "photos", "size": (2, 2), "mode": "L"},
                   words={"path": "is no folder|classes in"})  # fmt: skip

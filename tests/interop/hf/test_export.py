@@ -438,6 +438,12 @@ def _rank(directory: str) -> dict[str, Any]:
         os.pwrite = functions["pwrite"]
     results["written"], results["written plain"] = before, results["written"] - before
     results["other values"] = attempt("other", {**gathered, "norm": gathered["norm"] + rank})
+    # and a loader, whose worker is forked beside the threads of gloo
+    sampler = fs.data.sampler(KEY, 7, 3, mesh, axis="model", epoch=0, drop_last=False)
+    loader: Any = torch.utils.data.DataLoader(torch.arange(7), batch_sampler=sampler, num_workers=1)  # type: ignore[arg-type]
+    loaded = list(fs.data.batches(loader))
+    results["drawn"] = [x.shards[0].tolist() for x in loaded]
+    results["batches"] = [x.tolist() for x in fs.device_get(loaded)]
     return results
 
 
@@ -456,7 +462,12 @@ def test_process_ranks_read_and_write_only_their_own_bytes(ranks: Pool, tmp_path
     for name in ("one.pt", "one.safetensors"):  # the file of one process; a failure of one rank has not changed it
         fs.state_dict.write(tmp_path / "simulated" / name, placed(values(), SPECS[1], data=1, model=2))
     assert files(tmp_path / "files") == files(tmp_path / "simulated")
+    batches = [fs.data.indices(KEY, step=s, size=7, batch=3, drop_last=False).tolist() for s in range(3)]
     for rank, result in enumerate(results):
+        assert result["batches"] == batches
+        assert result["drawn"] == [
+            (rows[:2], rows[2:])[rank] if len(rows) > 1 else (rows, [])[rank] for rows in batches
+        ]
         assert result["read"] == result["bytes of shards"]
         assert result["written plain"] == (0 if rank else sum(x.nbytes for x in values().values()))
         assert re.fullmatch(
