@@ -400,10 +400,19 @@ def checkpoint_calls(folder: Path) -> list[Call]:
         outside(fs.accelerate.Settings, strategy="FULL_SHARD", processes=2, machines=2, wrap=("Block",), offload=True,
                 compute=torch.bfloat16, accumulate=2, backward_prefetch="pre", state_dict="full", reshard=2),
     )  # fmt: skip
-    (folder / "cat").mkdir()
-    (folder / "cat" / "1.png").touch()
-    images = outside(fs.data.image_folder, path=folder, size=(2, 2), mode="L")
-    return accelerate + prefixed("data", images) + prefixed("checkpoint",
+    (folder / "photos" / "cat").mkdir(parents=True)
+    (folder / "photos" / "cat" / "1.png").touch()
+    torch.save({"w": W, "b": V}, folder / "w.pt")
+    files = prefixed("interop.state_dict",
+        outside(fs.state_dict.write, path=folder / "again.safetensors", tree_=TREE, of=None, theirs=None,
+                metadata={"a": "b"}),
+        Call("read", fs.state_dict.read, {"path": folder / "w.pt", "described": DESCRIBED, "of": None, "theirs": None,
+             "prefix": "", "ignored": (), "missing": ()},
+             words={"path": "be read", "described": "is not part of this model"}),
+    )  # fmt: skip
+    images = Call("image_folder", fs.data.image_folder, {"path": folder / "photos", "size": (2, 2), "mode": "L"},
+                  words={"path": "is no folder|classes in"})  # fmt: skip
+    return accelerate + files + prefixed("data", images) + prefixed("checkpoint",
         outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True,
                 base=None),
         outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at="",

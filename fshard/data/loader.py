@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fshard import tree
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import checked, fail, must_be, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import Axis, P, describe, is_spec, local_box, spec_errors
 
@@ -134,10 +134,12 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
         raise fail("batches: the loader returns batches in the order in which they are ready",
                    "each mesh, and each run, would have another", fix="in_order=True")  # fmt: skip
     spec = of.spec if spec is None else spec
-    first = next((s for s in tree.leaves(spec) if is_spec(s)), of.spec)
-    if first.parts(max(1, len(first.entries)))[0] != of.spec.parts(1)[0]:
-        raise fail(f"batches: spec={first} splits dim 0 by other axes than the sampler, {of.spec}",
-                   fix="sampler(..., axis=) and spec= name the same axes")  # fmt: skip
+    for leaf in tree.leaves(spec):
+        if not is_spec(leaf):
+            raise must_be("batches: spec", "a P or a tree of them", leaf)
+        if leaf.parts(max(1, len(leaf.entries)))[0] != of.spec.parts(1)[0]:
+            raise fail(f"batches: spec={leaf} splits dim 0 by other axes than the sampler, {of.spec}",
+                       fix="sampler(..., axis=) and spec= name the same axes")  # fmt: skip
     return _placed(loader, of, spec)
 
 

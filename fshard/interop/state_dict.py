@@ -38,8 +38,9 @@ _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 @checked
 def write(
-    path: StrPath, tree_: Any, theirs: Theirs | Apply | None = None, *, metadata: Mapping[str, str] | None = None
-) -> None:
+    path: StrPath, tree_: Any, *, of: Apply | None = None, theirs: Theirs | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
     """Write a tree of tensors as one dense file: `.safetensors`, or `.pt`, `.pth`, `.bin`, `.ckpt` of `torch.save`.
 
     Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank; optimizer states too. Each different
@@ -47,9 +48,9 @@ def write(
     On a process mesh every rank calls this, on a shared folder. The files of all meshes are equal, byte by byte.
 
     Args:
-        theirs: path of a leaf -> its tensor in the file, as of `interop.hf.write`; or the function that `fs.defer`
-            returned with a module: the names are those of its `state_dict`, with its ties, and without the buffers that
-            are not persistent. Dotted paths if left out.
+        of: the function that `fs.defer` returned with a module, whose whole tree is written: the names are those of its
+            `state_dict`, with its ties, and without the buffers that are not persistent.
+        theirs: path of a leaf -> its tensor in the file, as of `interop.hf.write`; its dotted path if left out.
         metadata: texts by name, of a safetensors file.
 
     >>> params = fs.device_put({"up": torch.ones(4, 6), "norm": {"w": torch.ones(6)}}, P("model"), mesh)
@@ -66,16 +67,19 @@ def write(
                    fix=f"{SUFFIX} for safetensors; {', '.join(_OF_TORCH)} for torch.load")  # fmt: skip
     if metadata is not None and final.suffix != SUFFIX:
         raise fail(f"write: metadata of {str(path)!r}", fix="a safetensors file has metadata, a file of torch none")
+    if of is not None and theirs is not None:
+        raise fail("write: theirs= beside of=", fix="leave one of them out")
     leaves = tree.leaves_with_path(tree_)
     ranks = Ranks.of("write", [leaf for _, leaf in leaves])
     files: list[OutputFile] = []
 
     def plan() -> dict[str, str]:
-        of = theirs if isinstance(theirs, Apply) else None
-        named = theirs if theirs is not None and not isinstance(theirs, Apply) else _by_name(tree_)
+        named = theirs or _by_name(tree_)
         stored, ties = _of_module(leaves, tree_, of)
         tensors = output_tensors(stored, named, "")
         aliases = _aliases(stored, named) | ties
+        if not tensors:
+            raise fail("write: tree_ has no leaves", fix="give the tree of tensors")
         (file,) = output_files(tensors, 1 << 62, {"format": "pt"} | dict(metadata or {}), final.name)
         if clash := sorted(aliases.keys() & {t.name for t in tensors}):
             raise fail(f"write: {clash[0]!r} is the name of two leaves", fix="give each leaf a name of its own")
@@ -113,7 +117,7 @@ def write(
 
 @checked
 def read(
-    path: StrPath, described: Any, theirs: Theirs | Apply | None = None, *, prefix: str = "",
+    path: StrPath, described: Any, *, of: Apply | None = None, theirs: Theirs | None = None, prefix: str = "",
     ignored: Sequence[str] = (), missing: Sequence[str] = (),
 ) -> Any:  # fmt: skip
     """Return the tree `described` with its values in a file: leaves of the same shapes, which `fs.materialize` reads.
@@ -123,11 +127,11 @@ def read(
     are those of the file.
 
     Args:
-        theirs: as of `write`. With the function that `fs.defer` returned, ties may have any or all of their names, and
-            buffers that are not persistent keep their initializers.
+        of: as of `write`. The file may have any or all names of a tie; buffers that are not persistent keep their
+            initializers.
+        theirs: as of `write`.
         prefix: names are looked up unchanged, without this prefix (`"model."`), and with it.
-        ignored: names of tensors that are not read: their ends, or globs (`"optimizer.*"`); ends alone with a function
-            `theirs` of one's own.
+        ignored: names of tensors that are not read: their ends, or globs (`"optimizer.*"`); ends alone with `theirs`.
         missing: names of leaves that keep their initializers if the file lacks them: ends, or globs.
 
     >>> torch.save({"model": {"w": torch.ones(6, 4).T}, "step": 3}, "train.pt")
@@ -138,12 +142,12 @@ def read(
     short; and for a file with other objects than tensors, dicts, lists, numbers and strings.
     """
     headers = WeightHeaders(Path(path), state_dict=True)
-    if theirs is not None and not isinstance(theirs, Apply):
-        if missing:
-            raise fail(f"read: missing={list(missing)} beside a function theirs", fix="leave these leaves out")
-        return read_tree(headers, described, theirs, prefix=prefix, ignored=ignored)
-    names = replace(Names.of(theirs), pretrained=None)  # the module's own names, not those of a library's files
-    return read_leaves(headers, described, names, prefix, ignored, missing)
+    if theirs is None:
+        names = replace(Names.of(of), pretrained=None)  # the module's own names, not those of a library's files
+        return read_leaves(headers, described, names, prefix, ignored, missing, "state_dict.read")
+    if of is not None or missing:
+        raise fail(f"read: theirs= beside {'of=' if of is not None else 'missing='}", fix="leave one of them out")
+    return read_tree(headers, described, theirs, prefix=prefix, ignored=ignored)
 
 
 def _by_name(whole: Any) -> Theirs:

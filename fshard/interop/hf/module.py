@@ -153,9 +153,13 @@ def read_module(
 
 
 def read_leaves(
-    headers: WeightHeaders, described: Any, names: Names, prefix: str, ignored: Sequence[str], missing: Sequence[str]
-) -> Any:
-    """Return the leaves `described` with their values in files, by `names`. The errors are those of `read_module`."""
+    headers: WeightHeaders, described: Any, names: Names, prefix: str, ignored: Sequence[str], missing: Sequence[str],
+    call: str = "hf.weights",
+) -> Any:  # fmt: skip
+    """Return the leaves `described` with their values in files, by `names`.
+
+    The errors are those of `read_module`; they name the function `call`.
+    """
     prefix = with_dot(prefix)
     stored = _stored(headers, names)
     errors = [*headers.errors, *(ShardingError(f"{headers.path}: {e}") for e in stored.errors)]
@@ -202,10 +206,12 @@ def read_leaves(
     extra = _extra(headers, names, stored, used, kinds, ignored)
     errors += [_unused(headers, name, stored, names) for name in extra] + _rests(headers, stored, used, set(extra))
     own = [name for of_leaf in names_of.values() for name in of_leaf]
-    errors += [fail(f"weights: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
+    verb = call.rpartition(".")[2]
+    errors += [fail(f"{verb}: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
                for pattern in missing if not matches(own, [pattern])]  # fmt: skip
     if lacking or extra:
-        errors.append(_advice(names, (lacking, present), (extra, list(headers.tensors)), (missing, ignored)))
+        errors.append(_advice(names, (lacking, present), (extra, list(headers.tensors)), (missing, ignored), call,
+                              "folder" if headers.path.is_dir() else "file"))  # fmt: skip
     raise_all(errors)
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
 
@@ -248,6 +254,7 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
                 first.setdefault(entry.dtype, f"{describe(entry.dtype, entry.shape)}  {entry.name}")
         raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *first.values())
     first_source, *copies = map(FromFile, sources)
+    copies = [copy for copy in copies if copy.reads != first_source.reads]  # other names of one tensor in the file
     return Deferred(leaf.shape, dtypes.pop(), FromFile(first_source.parts, copies))
 
 
@@ -322,14 +329,14 @@ def matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 def _advice(
     names: Names, leaves: tuple[Sequence[str], Sequence[str]], tensors: tuple[Sequence[str], Sequence[str]],
-    now: tuple[Sequence[str], Sequence[str]],
+    now: tuple[Sequence[str], Sequence[str]], call: str, where: str,
 ) -> ShardingError:  # fmt: skip
     """Return the error that names the arguments with which the folder is accepted.
 
     Args:
         leaves: names of those that are not in the folder, and of the others.
         tensors: names of those that no leaf uses, and of all.
-        now: `missing` and `ignored` of this call.
+        now: `missing` and `ignored` of this call, which is of the function `call`.
     """
     lacking, extra = leaves[0], tensors[0]
     accepted = (*now[0], *globs(*leaves)), (*now[1], *globs(*tensors))
@@ -339,8 +346,8 @@ def _advice(
         notes.append("for the names, ties and buffers of fs.defer's module: of=apply")
     leaves_have = "1 leaf has" if len(lacking) == 1 else f"{len(lacking)} leaves have"
     tensors_have = "1 tensor has" if len(extra) == 1 else f"{len(extra)} tensors have"
-    return fail(f"weights: {leaves_have} no tensor in the folder, {tensors_have} no leaf",
-                *notes, fix=f"if that is intended, hf.weights(..., {', '.join(arguments)})")  # fmt: skip
+    return fail(f"{call.rpartition('.')[2]}: {leaves_have} no tensor in the {where}, {tensors_have} no leaf",
+                *notes, fix=f"if that is intended, {call}(..., {', '.join(arguments)})")  # fmt: skip
 
 
 def globs(chosen: Sequence[str], every: Iterable[str]) -> list[str]:

@@ -110,7 +110,8 @@ class Places:
         if 0 in box_shape(box):
             return
         factors = [factor for of_dim in self.dims for factor in of_dim]
-        order = tuple(sorted(range(len(factors)), key=lambda i: (-factors[i][1], -factors[i][0])))
+        # A stride of 0, of an expanded tensor, is outside the others, where it makes no run shorter.
+        order = tuple(sorted(range(len(factors)), key=lambda i: (factors[i][1] > 0, -factors[i][1], -factors[i][0])))
         ranges = [list(split([n for n, _ in of_dim], s.start, s.stop))
                   for of_dim, s in zip(self.dims, box, strict=True)]  # fmt: skip
         for of_dims in itertools.product(*ranges):
@@ -172,9 +173,9 @@ class FileRegion:
         run = 1
         dims: list[tuple[int, int]] = []
         for n, stride in zip(reversed(sizes), reversed(self.strides), strict=True):
-            if stride == run:  # never again after a larger one: strides grow
+            if stride == run and not dims:
                 run *= n
-            else:
+            elif n > 1:
                 dims.insert(0, (n, stride))
         return run, dims
 

@@ -93,6 +93,11 @@ class FromFile:
     def __init__(self, parts: Sequence[tuple[HeaderEntry, FilePart]], copies: Sequence[FromFile] = ()) -> None:
         self.parts, self.copies = tuple(parts), tuple(copies)
 
+    @property
+    def reads(self) -> list[Any]:
+        """The places in files that are read: equal to those of another initializer that reads the same bytes."""
+        return [(entry.file, entry.start, entry.dtype, part.box, part.places_in(entry)) for entry, part in self.parts]
+
     def describe(self) -> str:
         """Return the text that is shown after a leaf."""
         entry = self.parts[0][0]

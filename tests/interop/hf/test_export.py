@@ -397,6 +397,10 @@ def _rank(directory: str) -> dict[str, Any]:
         os.preadv, os.pwrite = reading, writing  # type: ignore[assignment]
         params = fs.materialize(leaves, SPECS[1], mesh, key=KEY)
         export.write(out / "written", params, theirs, config=CONFIG, max_shard_bytes=5000)
+        before = results["written"]
+        fs.state_dict.write(out / "files" / "one.pt", params)
+        fs.state_dict.write(out / "files" / "one.safetensors", params)
+        results["written"], results["written to files"] = before, results["written"] - before
     finally:
         os.preadv, os.pwrite = functions["preadv"], functions["pwrite"]
     results["bytes of shards"] = sum(x.shards[0].nbytes for x in params.values())
@@ -415,6 +419,9 @@ def _rank(directory: str) -> dict[str, Any]:
     os.fsync = full if rank == 1 else functions["fsync"]
     try:
         results["full"] = attempt("full", params)
+        with pytest.raises(ShardingError) as e:
+            fs.state_dict.write(out / "files" / "one.pt", fs.tree.map(lambda x: x, params))
+        results["full file"] = str(e.value)
     finally:
         os.fsync = functions["fsync"]
     results["not shared"] = attempt(f"host{rank}", params)
@@ -431,6 +438,12 @@ def _rank(directory: str) -> dict[str, Any]:
         os.pwrite = functions["pwrite"]
     results["written"], results["written plain"] = before, results["written"] - before
     results["other values"] = attempt("other", {**gathered, "norm": gathered["norm"] + rank})
+    # and a loader, whose worker is forked beside the threads of gloo
+    sampler = fs.data.sampler(KEY, 7, 3, mesh, axis="model", epoch=0, drop_last=False)
+    loader: Any = torch.utils.data.DataLoader(torch.arange(7), batch_sampler=sampler, num_workers=1)  # type: ignore[arg-type]
+    loaded = list(fs.data.batches(loader))
+    results["drawn"] = [x.shards[0].tolist() for x in loaded]
+    results["batches"] = [x.tolist() for x in fs.device_get(loaded)]
     return results
 
 
@@ -442,14 +455,28 @@ def test_process_ranks_read_and_write_only_their_own_bytes(ranks: Pool, tmp_path
     results = ranks(2, _rank, str(tmp_path))
     assert files(tmp_path / "written") == files(tmp_path / "want")
     assert files(tmp_path / "plain") == files(tmp_path / "plain source")
-    assert sum(result["written"] for result in results) == sum(x.nbytes for x in values().values())
+    total = sum(x.nbytes for x in values().values())
+    assert sum(result["written"] for result in results) == total
+    assert sum(result["written to files"] for result in results) == 2 * total
+    assert min(result["written to files"] for result in results) > total / 2
+    for name in ("one.pt", "one.safetensors"):  # the file of one process; a failure of one rank has not changed it
+        fs.state_dict.write(tmp_path / "simulated" / name, placed(values(), SPECS[1], data=1, model=2))
+    assert files(tmp_path / "files") == files(tmp_path / "simulated")
+    batches = [fs.data.indices(KEY, step=s, size=7, batch=3, drop_last=False).tolist() for s in range(3)]
     for rank, result in enumerate(results):
+        assert result["batches"] == batches
+        assert result["drawn"] == [
+            (rows[:2], rows[2:])[rank] if len(rows) > 1 else (rows, [])[rank] for rows in batches
+        ]
         assert result["read"] == result["bytes of shards"]
         assert result["written plain"] == (0 if rank else sum(x.nbytes for x in values().values()))
         assert re.fullmatch(
             r"rank 1: write: cannot write \S+/full/\.saving-\w{8}/model.safetensors\n  No space left on device\n"
             r"  the weights in the folder are unchanged\n"
             r"  fix: make room or choose another disk, and call it again", result["full"])  # fmt: skip
+        assert re.fullmatch(
+            r"rank 1: write: cannot write \S+/files/\.one\.pt\.saving-\w{8}\n  No space left on device\n(.|\n)*",
+            result["full file"])  # fmt: skip
         assert re.fullmatch(
             r"rank 1: write: \S+/host1/\.saving-\w{8} does not exist on this rank, and rank 0 has created it\n"
             r"  fix: write to a folder that all ranks share", result["not shared"])  # fmt: skip
@@ -466,4 +493,4 @@ def test_process_ranks_read_and_write_only_their_own_bytes(ranks: Pool, tmp_path
             r"  fix: plain tensors and the arguments must be the same on every rank",
             result["other values"]), rank  # fmt: skip
     names = {d.name for d in tmp_path.iterdir()}
-    assert names == {"source", "plain source", "want", "written", "plain"}
+    assert names == {"source", "plain source", "want", "written", "plain", "files", "simulated"}

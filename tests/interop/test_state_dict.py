@@ -1,0 +1,478 @@
+"""Dense files of `torch.save` and safetensors: written by slices from every mesh, read by slices onto every mesh."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_model
+from torch import Tensor, nn
+
+import fshard as fs
+from fshard import P
+from fshard._torch_file import Archive, read_torch_file
+from fshard.interop.hf import weights
+from fshard.interop.hf.weights import FileTensor
+from tests.lib.assertions import assert_same, error_text
+from tests.lib.operations import Operations
+
+KEY = fs.key(0)
+MESHES = [{"data": 1}, {"data": 3}, {"data": 2, "model": 2}, {"model": 4}]
+SUFFIXES = (".pt", ".safetensors")
+
+
+def values() -> dict[str, Any]:
+    """Leaves of several dtypes, without dims, without elements, uneven, strided, and one at two paths."""
+    draw = torch.Generator().manual_seed(0)
+    w = torch.randn(5, 7, generator=draw)
+    return {
+        "w": w,
+        "layers": [{"up": torch.randn(6, 4, generator=draw).T, "b": torch.randn(9, generator=draw).bfloat16()}],
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3, dtype=torch.int32),
+        "few": torch.randn(2, 3, generator=draw).half(),  # fewer rows than ranks
+        "bytes": torch.arange(11, dtype=torch.uint8),
+        "quantized": torch.randn(9, generator=draw).to(torch.float8_e4m3fn),
+        "short": torch.arange(3).to(torch.uint16),
+        "complex": torch.randn(3, dtype=torch.complex64, generator=draw).conj(),
+        "mask": torch.tensor([True, False, True]),
+        "head": {"w": w},
+    }
+
+
+def specs(axes: dict[str, int]) -> Any:
+    one = P(next(iter(axes)))
+    both = P(*axes) if len(axes) > 1 else one
+    return {"w": both, "layers": one, "scalar": P(), "empty": one, "few": one, "bytes": P(tuple(axes)),
+            "quantized": one, "short": one, "complex": P(), "mask": one, "head": {"w": both}}  # fmt: skip
+
+
+def placed(axes: dict[str, int]) -> Any:
+    ours = values()
+    out = fs.device_put(ours, specs(axes), fs.make_mesh(**axes))
+    return out | {"head": {"w": out["w"]}}
+
+
+def described(tree: Any) -> Any:
+    seen: dict[int, fs.Deferred] = {}
+    return fs.tree.map(lambda x: seen.setdefault(id(x), fs.init.full(x.shape, 1, dtype=x.dtype)), tree)
+
+
+def named(tree: Any) -> dict[str, Tensor]:
+    return {fs.tree.dotted(path): x.resolve_conj() for path, x in fs.tree.leaves_with_path(tree)}
+
+
+# --- every mesh ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_mesh_writes_the_same_file_and_reads_it_back(tmp_path: Path, suffix: str) -> None:
+    fs.state_dict.write(tmp_path / f"plain{suffix}", values())
+    want = (tmp_path / f"plain{suffix}").read_bytes()
+    for i, axes in enumerate(MESHES):
+        fs.state_dict.write(tmp_path / f"{i}{suffix}", placed(axes))
+        assert (tmp_path / f"{i}{suffix}").read_bytes() == want
+        back = fs.state_dict.read(tmp_path / f"{i}{suffix}", described(values()))
+        for to in MESHES:
+            got = fs.materialize(back, specs(to), fs.make_mesh(**to), key=KEY)
+            assert got["head"]["w"] is got["w"]
+            assert_same(got, values())
+    assert sorted(f.name for f in tmp_path.iterdir()) == sorted([f"plain{suffix}", *(f"{i}{suffix}" for i in range(4))])
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_loads_the_file_as_a_state_dict(tmp_path: Path, mmap: bool) -> None:
+    fs.state_dict.write(tmp_path / "a.pt", placed(MESHES[2]))
+    got = torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap)
+    assert list(got) == [*(n for n in named(values()) if n != "w"), "w"]
+    assert_same(got, {n: named(values())[n] for n in got})
+    assert got["w"].data_ptr() == got["head.w"].data_ptr()  # stored once
+    assert all(x.data_ptr() % 64 == 0 for x in got.values() if mmap and x.numel())
+    torch.save(got, tmp_path / "again.pt")  # no place of its own is lost to the format
+    assert os.path.getsize(tmp_path / "a.pt") < os.path.getsize(tmp_path / "again.pt") + 200
+
+
+def test_other_readers_of_zip_archives_find_the_checksums_right(tmp_path: Path) -> None:
+    fs.state_dict.write(tmp_path / "a.pth", placed(MESHES[1]))
+    with zipfile.ZipFile(tmp_path / "a.pth") as archive:
+        assert archive.testzip() is None
+        assert archive.read("archive/data/0") == values()["bytes"].numpy().tobytes()
+    raw = bytearray((tmp_path / "a.pth").read_bytes())
+    raw[raw.find(values()["bytes"].numpy().tobytes())] ^= 1
+    (tmp_path / "a.pth").write_bytes(raw)
+    with zipfile.ZipFile(tmp_path / "a.pth") as archive:
+        assert archive.testzip() == "archive/data/0"
+
+
+def test_package_safetensors_loads_the_file_and_ties_as_save_model_writes_them(tmp_path: Path) -> None:
+    fs.state_dict.write(tmp_path / "a.safetensors", placed(MESHES[2]), metadata={"by": "me"})
+    assert_same(load_file(tmp_path / "a.safetensors"), {n: x for n, x in named(values()).items() if n != "w"})
+    module = nn.Module()
+    module.a, module.b = nn.Linear(3, 2), nn.Linear(3, 2)
+    module.b.weight = module.a.weight
+    save_model(module, str(tmp_path / "theirs.safetensors"))
+    tied = fs.init.zeros((2, 3))
+    tree = {"a": {"weight": tied, "bias": fs.init.zeros(2)}, "b": {"weight": tied, "bias": fs.init.zeros(2)}}
+    got = fs.materialize(fs.state_dict.read(tmp_path / "theirs.safetensors", tree), P(), fs.make_mesh(data=2), key=KEY)
+    assert_same(
+        {n: fs.device_get(x) for n, x in named_leaves(got)}, {n: x.detach() for n, x in module.state_dict().items()}
+    )
+    assert got["a"]["weight"] is got["b"]["weight"]
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    return [(fs.tree.dotted(path), x) for path, x in fs.tree.leaves_with_path(tree)]
+
+
+def test_optimizer_states_and_leaves_in_host_memory_are_written(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(data=2, model=2)
+    init = {"w": fs.init.normal((5, 6), dtype=torch.bfloat16), "b": fs.init.zeros(3)}
+    opt = fs.optim.adamw(0.1)
+    state = {"params": init, "opt": opt.init(init)}
+    where = {"params": fs.on_host({"w": P("data", "model"), "b": P()}), "opt": opt.specs(P("model"))}
+    here = fs.materialize(state, where, mesh, key=KEY)
+    fs.state_dict.write(tmp_path / "train.pt", here)
+    got = torch.load(tmp_path / "train.pt", weights_only=True)
+    assert_same(got, {n: fs.device_get(x) for n, x in named_leaves(here)})
+    again = fs.materialize(fs.state_dict.read(tmp_path / "train.pt", state), P(), fs.make_mesh(data=1), key=KEY)
+    assert_same(again, fs.device_get(here))
+
+
+# --- memory and bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_no_rank_holds_a_whole_leaf(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the parts there is one buffer: columns of a matrix of 1 MiB are written and read in chunks of 16 KiB."""
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr("fshard.interop.hf.export.CHUNK_BYTES", 1 << 14)
+    mesh = fs.make_mesh(model=4)
+    x = torch.arange(1 << 18, dtype=torch.float32).view(512, 512)
+    tree = fs.device_put({"a": x, "b": x.T.contiguous()}, P(None, "model"), mesh)
+    with Operations(torch.device("cpu")) as writing:
+        fs.state_dict.write(tmp_path / f"x{suffix}", tree)
+    with Operations(torch.device("cpu")) as reading:
+        back = fs.materialize(fs.state_dict.read(tmp_path / f"x{suffix}", described(tree)), P("model"), mesh, key=KEY)
+    assert_same(back, {"a": x, "b": x.T.contiguous()})
+    assert writing.largest <= 1 << 14
+    assert reading.largest == 1 << 18  # a part
+
+
+def test_each_part_is_written_once_and_only_the_parts_that_are_needed_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = {"pwrite": 0, "preadv": 0}
+    for name, nbytes in (("pwrite", len), ("preadv", lambda buffers: sum(map(len, buffers)))):
+        function = getattr(os, name)
+
+        def counting(fd: int, data: Any, at: int, name: str = name, nbytes: Any = nbytes, f: Any = function) -> int:
+            moved[name] += nbytes(data)
+            return int(f(fd, data, at))
+
+        monkeypatch.setattr(os, name, counting)
+    tree = placed({"data": 2, "model": 2})
+    fs.state_dict.write(tmp_path / "a.pt", tree)
+    total = sum(x.nbytes for n, x in named(values()).items() if n != "w")
+    assert moved["pwrite"] == total
+    mesh = fs.make_mesh(model=4)
+    monkeypatch.setattr(mesh, "ranks", (1,))  # as a process that is rank 1
+    of_rank = fs.materialize(
+        fs.state_dict.read(tmp_path / "a.pt", described(values())), specs({"model": 4}), mesh, key=KEY
+    )
+    read = {n: x.shards[0].nbytes for n, x in named_leaves(of_rank) if n != "w"}
+    assert moved["preadv"] == sum(read.values()) < total / 2
+
+
+# --- files of others ----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A module with a tie, buffers, one of them not persistent, and a weight that is not row-major."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.arange(3), persistent=False)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.head(self.embed(ids).mean(1) + self.norm(self.conv(x)).mean((2, 3)))
+
+
+def trained(seed: int) -> Net:
+    torch.manual_seed(seed)
+    net = Net()
+    net(torch.tensor([[1, 2], [3, 4]]), torch.randn(2, 3, 4, 4))  # moves the statistics
+    return net
+
+
+def test_any_module_both_ways(tmp_path: Path) -> None:
+    net, mesh = trained(1), fs.make_mesh(data=2, model=2)
+    torch.save(net.state_dict(), tmp_path / "theirs.pt")
+    apply, module = fs.defer(Net)
+    split = {"params": P("model"), "buffers": P()}
+    here = fs.materialize(fs.state_dict.read(tmp_path / "theirs.pt", module, of=apply), split, mesh, key=KEY)
+    assert here["buffers"]["steps"].shape == (3,)  # keeps its initializer
+    for suffix in SUFFIXES:
+        fs.state_dict.write(tmp_path / f"ours{suffix}", here, of=apply)
+    again = trained(2)
+    assert list(torch.load(tmp_path / "ours.pt", weights_only=True)).count("steps") == 0
+    again.load_state_dict(torch.load(tmp_path / "ours.pt", weights_only=True))  # strict
+    assert_same(dict(again.state_dict()), dict(net.state_dict()))
+    from_safetensors = fs.state_dict.read(tmp_path / "ours.safetensors", module, of=apply)
+    assert_same(fs.materialize(from_safetensors, P(), mesh, key=KEY), fs.device_get(here))
+    lacking = {"params": here["params"], "buffers": {}}
+    assert "write: buffers['norm.running_mean'] is missing" in error_text(
+        fs.state_dict.write, tmp_path / "ours.pt", lacking, of=apply
+    )
+    assert "write: tree['extra'] is not a leaf of" in error_text(
+        fs.state_dict.write, tmp_path / "ours.pt", {"extra": torch.ones(1), **here["params"]}, of=apply
+    )
+
+
+def test_tensors_in_dicts_and_lists_have_dotted_names(tmp_path: Path) -> None:
+    w = nn.Parameter(torch.arange(12.0).view(3, 4))
+    opt = torch.optim.Adam([w])
+    w.sum().backward()
+    opt.step()
+    state = {"model": OrderedDict(w=w), "optimizer": opt.state_dict(), "step": 3, "name": "x", "rate": [0.1, None]}
+    torch.save(state, tmp_path / "train.ckpt")
+    want = {"model.w", "optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq", "optimizer.state.0.step"}
+    assert {e.name for e in read_torch_file(tmp_path / "train.ckpt").entries} == want
+    read = fs.state_dict.read(
+        tmp_path / "train.ckpt", {"w": fs.init.zeros((3, 4))}, prefix="model", ignored=["optimizer.*"]
+    )
+    assert_same(fs.materialize(read, P("data"), fs.make_mesh(data=2), key=KEY), {"w": w.detach()})
+    moments = fs.state_dict.read(
+        tmp_path / "train.ckpt",
+        {"state": [{"exp_avg": fs.init.ones((3, 4)), "exp_avg_sq": fs.init.ones((3, 4)), "step": fs.init.ones(())}]},
+        prefix="optimizer.", ignored=["model.w"],
+    )  # fmt: skip
+    got = fs.device_get(fs.materialize(moments, P(), fs.make_mesh(data=2), key=KEY))["state"][0]
+    assert_same(got, {n: opt.state[w][n] for n in got})
+
+
+def strided(draw: random.Random) -> Tensor:
+    """Return a tensor with random strides: permuted, sliced with a step, expanded, or a part of a storage."""
+    x = torch.arange(2000.0)[draw.randrange(9) :]
+    sizes = [draw.choice([1, 2, 3, 4, 6]) for _ in range(draw.randrange(1, 5))]
+    x = x[: int(torch.Size(sizes).numel())].view(sizes)
+    for _ in range(draw.randrange(3)):
+        dim = draw.randrange(x.ndim)
+        if draw.random() < 0.5:
+            x = x.narrow(dim, start := draw.randrange(x.shape[dim]), draw.randrange(1, x.shape[dim] - start + 1))
+        else:
+            x = x[(slice(None),) * dim + (slice(draw.randrange(2), None, 2),)]
+    x = x.permute(draw.sample(range(x.ndim), x.ndim))
+    return x[None].expand(3, *x.shape) if draw.random() < 0.2 else x
+
+
+def test_tensors_of_any_strides_are_read_by_slices(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    theirs = {str(i): strided(draw) for i in range(60)}
+    torch.save(theirs, tmp_path / "a.pt")
+    tree = described(theirs)
+    mesh = fs.make_mesh(data=2, model=3)
+    choices = [P(), P("data"), P(None, "model"), P("model", "data"), P(("data", "model")), P(None, ("data", "model"))]
+    of = {n: draw.choice([s for s in choices if len(s.entries) <= x.ndim]) for n, x in theirs.items()}
+    assert_same(fs.materialize(fs.state_dict.read(tmp_path / "a.pt", tree), of, mesh, key=KEY), theirs)
+
+
+@pytest.mark.parametrize("memory", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
+def test_leaves_of_other_dims_than_those_of_a_strided_tensor(tmp_path: Path, memory: tuple[int, ...]) -> None:
+    x = torch.arange(6.0 * 4 * 5).view([(6, 4, 5)[d] for d in memory]).permute([memory.index(d) for d in range(3)])
+    assert x.shape == (6, 4, 5)
+    torch.save({"x": x}, tmp_path / "a.pt")
+    forms = {
+        "(h k) a b -> a h k b": x.view(2, 3, 4, 5).permute(2, 0, 1, 3),
+        "h (two=2 a) b -> h a two b": x.view(6, 2, 2, 5).permute(0, 2, 1, 3),
+        "h a b -> b (h a)": x.reshape(24, 5).T,
+    }
+    for dims, want in forms.items():
+        if "(h k)" in dims:
+            dims = dims.replace("(h k)", "(h=2 k)")
+        if "(h a)" in dims:
+            dims = "(h=6) (a=4) b -> b (h a)"
+        tree = {"x": fs.init.zeros(want.shape)}
+        read = fs.state_dict.read(tmp_path / "a.pt", tree, theirs=lambda path, dims=dims: FileTensor("x", dims))
+        for spec in (P(), P("data"), P(None, "data"), P("data", "model")):
+            assert_same(fs.materialize(read, spec, fs.make_mesh(data=2, model=2), key=KEY), {"x": want})
+        if memory == (0, 1, 2):  # and written by the same function
+            fs.state_dict.write(tmp_path / "b.pt", {"x": want}, theirs=lambda path, dims=dims: FileTensor("x", dims))
+            assert_same(torch.load(tmp_path / "b.pt", weights_only=True), {"x": x})
+
+
+def test_a_file_of_more_than_4_gib(tmp_path: Path) -> None:
+    """Only the places are written: the disk has no blocks for the rest."""
+    small = torch.arange(5, dtype=torch.float32)
+    archive = Archive.of({"large": (torch.uint8, (5 << 30,)), "small": (small.dtype, small.shape)}, {})
+    path = tmp_path / "large.pt"
+    with open(path, "xb") as f:
+        f.truncate(archive.nbytes)
+        for start, piece in archive.pieces({}):
+            f.seek(start)
+            f.write(piece)
+        f.seek(archive.starts[1])
+        f.write(small.numpy().tobytes())
+    assert os.path.getsize(path) == archive.nbytes > 5 << 30
+    got = torch.load(path, weights_only=True, mmap=True)
+    assert got["large"].shape == (5 << 30,)
+    assert got["small"].equal(small)
+    tree = {"large": fs.init.zeros(5 << 30, dtype=torch.uint8), "small": fs.init.zeros(5)}
+    read = fs.state_dict.read(path, tree)
+    assert_same(fs.materialize(read["small"], P("data"), fs.make_mesh(data=2), key=KEY), small)
+
+
+# --- what is wrong ------------------------------------------------------------------------------------------
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("it-ran",)
+
+
+def test_a_pickle_with_other_objects_is_refused_and_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for value in (Runs(), print, Path("x"), nn.Linear(2, 2)):
+        torch.save({"w": torch.ones(2), "x": value}, "a.pt")
+        text = error_text(fs.state_dict.read, "a.pt", {"w": fs.init.zeros(2)})
+        assert text.startswith("a.pt: has an object of the kind ")
+        assert "fix: on a machine that may run that" in text
+    assert not Path("it-ran").exists()
+
+
+def damaged(path: Path) -> Iterator[tuple[str, str]]:
+    """Write files that are damaged, in turn, and yield what their error has."""
+    good = {"w": torch.arange(600.0).view(20, 30)}
+    torch.save(good, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1500])
+    yield "cut short", "is no file of torch.save, or is cut short"
+    path.write_bytes(b"")
+    yield "empty", "is no file of torch.save"
+    torch.save(good, path, _use_new_zipfile_serialization=False)
+    yield "legacy", "if a torch before 1.6 wrote it"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/b.txt", "text")
+    yield "another archive", "is an archive, and none of torch.save"
+    for text in (b"", b"\x80\x02K", pickle.dumps({"w": [1]})[:-3], b"\x80\x02]q\x00K\x01Qe."):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a/data.pkl", text)
+        yield "pickle", "is damaged\n  data.pkl: "
+    torch.save(good, path)
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    for name in list(records):
+        changed = dict(records)
+        if name.endswith("data/0"):
+            changed[name] = records[name][:100]
+            want = "'w' is cut short\n  it ends at byte 2400 of its storage, and the file has 100"
+        elif name.endswith("byteorder"):
+            changed[name] = b"big"
+            want = "was written on a machine of another byte order"
+        else:
+            continue
+        with zipfile.ZipFile(path, "w") as archive:
+            for record, content in changed.items():
+                archive.writestr(record, content)
+        yield name, want
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for record, content in records.items():
+            archive.writestr(record, content)
+    yield "compressed", "is a compressed archive"
+    torch.save({"w": good["w"], "x": {"y.z": good["w"]}, "x.y": {"z": good["w"]}}, path)
+    yield "names", "'x.y.z' is the name of two tensors"
+    torch.save({"w": good["w"].to(torch.complex128)}, path)
+    yield "dtype", "'w' has dtype 'complex128', which is not supported"
+
+
+def test_errors_of_files_name_the_file_and_the_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    assert error_text(fs.state_dict.read, path, {}) == f"{path}: cannot be read\n  No such file or directory"
+    for what, want in damaged(path):
+        text = error_text(fs.state_dict.read, path, {"w": fs.init.zeros((20, 30))})
+        assert str(path) in text, what
+        assert want in text, what
+    torch.save({"w": torch.ones(2, 3), "b": torch.ones(2)}, path)
+    text = error_text(fs.state_dict.read, path, {"w": fs.init.zeros((3, 2)), "c": fs.init.zeros(2)})
+    for part in ("'w' has another shape", "'c' is missing", "'b' is not part of this model", "missing=", "ignored="):
+        assert part in text
+    assert "if that is intended, state_dict.read(..., missing=('c',), ignored=('b',))" in text
+    assert "read: theirs= beside missing=" in error_text(
+        fs.state_dict.read, path, {}, theirs=lambda p: FileTensor("w"), missing=["w"]
+    )
+    leaf = fs.state_dict.read(path, {"w": fs.init.zeros((2, 3))}, ignored=["b"])
+    os.truncate(path, 300)
+    assert "has changed since its header was read" in error_text(
+        fs.materialize, leaf, P(), fs.make_mesh(data=1), key=KEY
+    )
+
+
+def test_errors_of_write_leave_the_older_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.ones(3)
+    cases: dict[str, tuple[str, Any, dict[str, Any]]] = {
+        "suffix": ("a.npz", {"w": w}, {}),
+        "no suffix": ("a", {"w": w}, {}),
+        "metadata": ("a.pt", {"w": w}, {"metadata": {"a": "b"}}),
+        "described": ("a.pt", {"w": w, "x": fs.init.zeros(2)}, {}),
+        "number": ("a.pt", {"w": w, "x": 3}, {}),
+        "dtype": ("a.pt", {"w": w.to(torch.complex128)}, {}),
+        "no leaves": ("a.pt", {}, {}),
+        "two leaves": ("a.pt", {"a.b": w, "a": {"b": w.clone()}}, {}),
+        "a tie": ("a.pt", {"a.b": w, "a": {"b": w}, "c": w}, {}),
+        "name of a tie": ("a.pt", {"a": w, "b": w, "c": w.clone()}, {"theirs": lambda p: FileTensor(
+            {"a": "x", "b": "y", "c": "y"}[p[0]])}),
+        "dims of a tie": ("a.pt", {"a": torch.ones(2, 2), "b": None}, {"theirs": lambda p: FileTensor(
+            p[0], "i j -> j i" if p[0] == "b" else None)}),
+    }  # fmt: skip
+    wants = {
+        "suffix": "fix: .safetensors for safetensors; .pt, .pth, .bin, .ckpt for torch.load",
+        "no suffix": "has the suffix ''",
+        "metadata": "a file of torch none",
+        "described": "write: tree['x']: is only described",
+        "number": "write: tree['x']: cannot write a int",
+        "dtype": "cannot write torch.complex128",
+        "no leaves": "write: tree_ has no leaves",
+        "two leaves": "write: 'a.b' would be written twice",
+        "name of a tie": "write: 'y' is the name of two leaves",
+        "dims of a tie": "write: tree['b'] is the leaf tree['a'], and its dims in the file are others",
+    }
+    (tmp_path / "a.pt").write_bytes(b"older")
+    for what, (name, tree, how) in cases.items():
+        if what == "dims of a tie":
+            tree["b"] = tree["a"]
+        if what == "a tie":  # one leaf, two of whose paths have one name: no error
+            fs.state_dict.write(tmp_path / "tie.pt", tree)
+            assert list(torch.load(tmp_path / "tie.pt", weights_only=True)) == ["a.b", "c"]
+            (tmp_path / "tie.pt").unlink()
+            continue
+        assert wants[what] in error_text(fs.state_dict.write, tmp_path / name, tree, **how), what
+        assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("a.pt", b"older")]
+    for function in ("fsync", "pwrite", "replace"):
+        with monkeypatch.context() as m:
+
+            def full(*args: Any) -> None:
+                raise OSError(28, "No space left on device")
+
+            m.setattr(os, function, full)
+            text = error_text(fs.state_dict.write, tmp_path / "a.pt", placed(MESHES[2]))
+        assert text.startswith("write: cannot write ")
+        assert "No space left on device" in text
+        assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("a.pt", b"older")]
+    (tmp_path / ".a.pt.saving-00000000").write_bytes(b"of a save that was killed")
+    fs.state_dict.write(tmp_path / "a.pt", {"w": w})
+    assert [f.name for f in tmp_path.iterdir()] == ["a.pt"]
+    assert_same(torch.load(tmp_path / "a.pt", weights_only=True), {"w": w})
