@@ -284,6 +284,8 @@ CALLS = [
         outside(fs.optim.adamw, lr=0.1, b1=0.9, b2=0.9, eps=1e-8, weight_decay=0.1, mask={"w": True, "b": False}),
         Call("chain", lambda step: fs.optim.chain(step, SGD), {"step": fs.optim.clip_by_global_norm(1.0, P())}),
         outside(fs.optim.clip_by_global_norm, max_norm=1.0, specs=SPECS),
+        outside(fs.optim.zero, optimizer=SGD, specs=SPECS, split={"w": P("data", "model"), "b": P()}, axis="data",
+                summed=False),
         Call("global_norm", fs.optim.global_norm, {"x": TREE, "specs": P()}, words=_AXES_OF_SPECS),
         outside(fs.optim.constant, value=0.1),
         outside(fs.optim.linear, start=0.0, end=1.0, steps=4),

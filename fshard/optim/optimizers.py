@@ -68,6 +68,7 @@ class Optimizer(_Step):
     """A step of the parameters: `update(grads, state, params) -> (params, state)`."""
 
     scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # `update` by grads * factors
+    sums_gradients: bool = False  # over the ranks, as `zero` does: what reads their sum comes after that, inside of it
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------
@@ -219,6 +220,7 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
             f"chain: {wrong[0] if wrong else 'no steps'}",
             fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))",
         )
+    refuse_outside_of_sum("chain", steps[-1], len(steps) > 1)
     names = ", ".join(s.name for s in steps)
     # If the last transform only scales, the optimizer scales: that saves a second tree of gradients.
     factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None
@@ -239,6 +241,13 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
 
     return Optimizer(lambda params: tuple(s.init(params) for s in steps), update,
                      lambda specs: tuple(s.specs(specs) for s in steps), f"chain({names})")  # fmt: skip
+
+
+def refuse_outside_of_sum(verb: str, optimizer: Any, reads: bool = True) -> None:
+    """Raise for an optimizer that sums gradients, around which `verb` would read those of one rank."""
+    if reads and optimizer.sums_gradients:
+        raise fail(f"{verb}: {optimizer.name} sums the gradients over ranks, and before it each rank has its own",
+                   fix=f"inside of it: zero({verb}(...), specs, split, axis=...), with the specs `split`")  # fmt: skip
 
 
 @checked
@@ -317,9 +326,16 @@ def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: 
     if keys != sorted(["count", *moments]):
         raise fail(f"{name}: the state is not its state", fix="state = opt.init(params)",
                    got=keys, expected=sorted(["count", *moments]))  # fmt: skip
-    trees = [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]]
     if not isinstance(state["count"], Tensor):
         raise must_be(f"{name}: state['count']", "a Tensor", state["count"])
+    return like_params(name, params, [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]])
+
+
+def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tuple[list[list[Tensor]], Any]:
+    """Leaves of parameters and of some named trees, and the structure of the parameters.
+
+    Raises ShardingError unless these are trees like the parameters, of floating tensors of their shapes and dtypes.
+    """
     for label, other in [("params", params), *trees]:
         tree.check_leaves(name, label, other, Tensor)
     leaves, treedef = tree.flatten(params)
@@ -355,7 +371,9 @@ def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any,
             fail(
                 f"{name}: {label}{path}: is {describe(x.dtype, x.shape)}, its parameter "
                 f"{describe(expected[path].dtype, expected[path].shape)}",
-                fix="give it that shape and dtype",
+                fix="give it that shape and dtype"
+                if label == "grads" or x.numel() >= expected[path].numel()
+                else "a state of parameters split alike; or fs.optim.zero, for a state that is split more",
             )
             for path, x in got.items()
             if (x.shape, x.dtype) != (expected[path].shape, expected[path].dtype)
