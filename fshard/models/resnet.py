@@ -18,14 +18,15 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard._comm import Axis
+from fshard._comm import Axis, region
 from fshard._io import StrPath
 from fshard.collectives import all_gather, pvary
+from fshard.decoding import global_batch
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
 from fshard.schedule.remat import remat as rematerialized
 from fshard.schedule.unshard import unshard
-from fshard.spec import P, any_on_host, describe, is_spec, names_of
+from fshard.spec import P, any_on_host, describe, is_spec, names_of, part_range
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import read_config
@@ -103,7 +104,8 @@ class Layout:
     `data`: the batch. `model`: the classes of the head; it may have axes of `data`, over which the features and the
     targets are then gathered first. `dtype`: the dtype that convolutions and the head compute with (norms keep theirs,
     and their statistics are float32 or better), and `reduce_dtype`: the dtype their gradients are summed over `data`
-    with; by default the dtype they are stored in.
+    with; by default the dtype they are stored in. `examples`: the number of images on all ranks, needed only in a
+    compiled program that has an uneven dim anywhere and gathers features; elsewhere the ranks exchange it.
 
     >>> Layout(("replica", "data"), ("data", "model")).batch
     ('replica',)
@@ -113,6 +115,7 @@ class Layout:
     model: Axis = None
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    examples: int | None = None
 
     def __post_init__(self) -> None:
         data, gathered = names_of(self.data), self.gathered
@@ -129,6 +132,14 @@ class Layout:
     def batch(self) -> tuple[str, ...]:
         """The axes that split the batch of the head: `over=` of its loss."""
         return tuple(a for a in names_of(self.data) if a not in names_of(self.model))
+
+    def gathered_size(self, n: int) -> int:
+        """The number of images after the gather, of which this rank has `n`."""
+        if self.examples is None:
+            return global_batch("resnet", n, self.gathered, word="Layout(examples=)")
+        here = region("resnet")
+        sizes, coords = ([of[a] for a in self.batch] for of in (here.sizes, here.coords))
+        return part_range(self.examples, sizes, coords)[1]
 
     def unshard(self, name: str, params: Any, specs: Any, described: Any, axes: Axis) -> Any:
         """Make a part of the parameters whole over `axes`, by its specs; all but norms in `dtype`."""
@@ -280,7 +291,7 @@ def features(
     for name, part in parts.items():
         f = stage(name)
         x, *leaves = (rematerialized(f) if remat else f)(part, states[name], x)
-        new[name] = tree.unflatten(tree.structure(states[name]), leaves)
+        new[name] = tree.unflatten(tree.flatten(states[name])[1], leaves)
     stem = new.pop("stem")
     return x.mean((2, 3)), {"stem": stem, "stages": list(new.values())}
 
@@ -339,8 +350,9 @@ def head_inputs(
     described = init(cfg)
     fc = layout.unshard("fc", params, specs, described, layout.batch or None)
     if layout.gathered:
-        x = all_gather(x, layout.gathered)
-        targets = None if targets is None else all_gather(targets, layout.gathered, to="invariant")
+        size = layout.gathered_size(len(x))
+        x = all_gather(x, layout.gathered, size=size)
+        targets = None if targets is None else all_gather(targets, layout.gathered, size=size, to="invariant")
     x = pvary(x, tuple(a for a in names_of(layout.model) if a not in layout.gathered) or None)
     return x, fc, targets
 

@@ -76,7 +76,7 @@ def their_steps(model, steps=2, rate=0.1):
 def our_steps(cfg, weights, name, steps=2, rate=0.1, **options):
     sizes, head, sharded, remat = MESHES[name]
     batch = tuple(axis for axis in ("replica", "data") if axis in sizes) or None
-    mesh, layout = fs.make_mesh(**sizes or {"data": 1}), resnet.Layout(batch, head)
+    mesh, layout = fs.make_mesh(**sizes or {"data": 1}), resnet.Layout(batch, head, examples=5 if remat else None)
     specs = resnet.specs(cfg, model=head)
     if sharded:  # also the classes, along their other dim
         specs = fs.fully_shard(specs, weights["params"], axis="data", min_size=4)
