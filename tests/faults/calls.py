@@ -149,7 +149,34 @@ def _models() -> list[Call]:
         "load": {"path": "heads_saved"},
         "save": {"path": "heads", "cfg": cfg, "params": params},
     }
-    return calls + prefixed("models.heads", *(Call(name, getattr(heads, name), args) for name, args in given.items()))
+    calls += prefixed("models.heads", *(Call(name, getattr(heads, name), args) for name, args in given.items()))
+    return calls + _resnet(one)
+
+
+def _resnet(one: fs.Mesh) -> list[Call]:
+    resnet = fs.models.resnet
+    sizes = {"num_channels": 1, "embedding_size": 4, "hidden_sizes": (8,), "depths": (1,), "num_labels": 5}
+    cfg, x, targets = resnet.Config(**sizes), torch.ones(2, 1, 8, 8), torch.tensor([1, 4])
+    trees = {"params": resnet.init(cfg), "state": resnet.state(cfg)}
+    trees = fs.device_get(fs.materialize(trees, P(), one, key=KEY))
+    common, options = {"cfg": cfg, **trees}, {"layout": resnet.Layout(), "specs": resnet.specs(cfg)}
+    resnet.save("resnet_saved", cfg, trees)
+    given: dict[str, dict[str, Any]] = {
+        "Config": sizes,
+        "Layout": {"data": "data", "model": "model", "dtype": None},
+        "init": {"cfg": cfg},
+        "state": {"cfg": cfg},
+        "specs": {"cfg": cfg, "model": "model"},
+        "features": {**common, "x": x, "train": True, **options, "remat": False},
+        "head_inputs": {"cfg": cfg, "params": trees["params"], "x": torch.ones(2, 8), "targets": targets, **options},
+        "apply": {**common, "x": x, "train": False, **options},
+        "loss": {**common, "x": x, "targets": targets, "train": True, **options, "label_smoothing": 0.1},
+        "theirs": {"path": ("params", "fc", "w")},
+        "config": {"folder": "resnet_saved"},
+        "load": {"path": "resnet_saved"},
+        "save": {"path": "resnet", "cfg": cfg, "weights": trees},
+    }
+    return prefixed("models.resnet", *(Call(name, getattr(resnet, name), args) for name, args in given.items()))
 
 
 def _others() -> list[Call]:
