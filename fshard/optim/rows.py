@@ -86,6 +86,9 @@ def _checked(
     opt: Optimizer, rows: Tensor, grads: Any, state: Any, params: Any
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[bool]]:
     """Return the leaves of params, grads and state, and which of the state have the tables' rows. Refuse wrong ones."""
+    if torch.compiler.is_dynamo_compiling():
+        raise fail("update_rows: a compiled program has fixed shapes, and the number of rows changes from step to step",
+                   fix="leave out compile=True")  # fmt: skip
     for name, x in (("params", params), ("grads", grads), ("state", state)):
         tree.check_leaves("update_rows", name, x, Tensor)
     if rows.dtype != torch.int64 or rows.ndim != 1:
@@ -122,9 +125,7 @@ def _checked(
                     fix="state = opt.init(params)")
                for (path, x), row in zip(tree.leaves_with_path(state), by_rows, strict=True)
                if row and (not x.ndim or x.shape[0] != n)])  # fmt: skip
-    has_values = not (in_transform() or torch.compiler.is_dynamo_compiling())
-    if has_values and in_region():
-        has_values = region().comm.has_values
+    has_values = not in_transform() and (not in_region() or region().comm.has_values)
     if has_values and len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= n or bool((rows.diff() <= 0).any())):
         raise fail("update_rows: rows are not ascending, each once, of those of the tables", rows=rows.tolist()[:8],
                    needed=f"0 to {n - 1}", fix="rows = (classes - first).unique()")  # fmt: skip
