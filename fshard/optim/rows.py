@@ -60,9 +60,7 @@ def update_rows(opt: Optimizer, rows: Tensor, grads: Any, state: Any, params: An
         moments = [x.detach() if not row or is_donated(x) else x.detach().clone()
                    for x, row in zip(moments, by_rows, strict=True)]  # fmt: skip
     at_once = len(rows)
-    if (
-        opt.scaled is not None and tables and not torch.compiler.is_dynamo_compiling()
-    ):  # a chain may need all: their norm
+    if opt.elementwise and tables:  # a chain may need all of the gradients: their norm
         at_once = _BLOCK.get(tables[0].device.type, 1 << 24) // max([1, *(x[:1].numel() for x in tables)])
     before = list(moments)  # each block begins with the count, or the norm, of before
     for part, *gs in zip(*(torch.split(x, max(1, at_once)) for x in (rows, *gradients)), strict=True):
@@ -95,11 +93,14 @@ def _checked(
         raise fail(f"update_rows: rows are {describe(rows.dtype, rows.shape)}", fix="int64 [S]")
     tables = tree.leaves_with_path(params)
     marks, state_def = tree.flatten(opt.specs(tree.map(lambda _: _BY_ROWS, params)))
+    by_rows = [mark == _BY_ROWS for mark in marks]
+    if any(mark.axes and not row for mark, row in zip(marks, by_rows, strict=True)):
+        raise fail(f"update_rows: {opt.name} places its state otherwise than the tables, so rows lack moments",
+                   fix="optim.sgd or optim.adamw for these tables, and the state of the others split")  # fmt: skip
     if tree.structure(grads) != tree.structure(params):
         raise fail("update_rows: grads is not a tree like params", fix="the gradients of exactly these tables")
     if tree.structure(state) != state_def:
         raise fail(f"update_rows: the state is not that of {opt.name}", fix="state = opt.init(params)")
-    by_rows = [mark == _BY_ROWS for mark in marks]
     heights = {x.shape[0] if x.ndim else -1 for _, x in tables}
     first: dict[Any, str] = {}
     errors = []
