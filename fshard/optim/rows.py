@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import in_region, region, storage_key
 from fshard._torch_compat import in_transform
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
 from fshard.spec import P, describe
 
@@ -92,11 +92,12 @@ def _checked(
     if rows.dtype != torch.int64 or rows.ndim != 1:
         raise fail(f"update_rows: rows are {describe(rows.dtype, rows.shape)}", fix="int64 [S]")
     tables = tree.leaves_with_path(params)
-    marks, state_def = tree.flatten(opt.specs(tree.map(lambda _: _BY_ROWS, params)))
+    try:
+        marks, state_def = tree.flatten(opt.specs(tree.map(lambda _: _BY_ROWS, params)))
+    except ShardingError as e:  # zero's
+        raise fail(f"update_rows: {opt.name} places its state by specs of its own, not by those of the tables",
+                   fix="another optimizer for these tables, optim.sgd or optim.adamw") from e  # fmt: skip
     by_rows = [mark == _BY_ROWS for mark in marks]
-    if any(mark.axes and not row for mark, row in zip(marks, by_rows, strict=True)):
-        raise fail(f"update_rows: {opt.name} places its state otherwise than the tables, so rows lack moments",
-                   fix="optim.sgd or optim.adamw for these tables, and the state of the others split")  # fmt: skip
     if tree.structure(grads) != tree.structure(params):
         raise fail("update_rows: grads is not a tree like params", fix="the gradients of exactly these tables")
     if tree.structure(state) != state_def:
