@@ -47,9 +47,9 @@ def value_and_update(
     The other leaves are stepped after it. The numbers are those of `value_and_grad` and `opt.update`, to the rounding
     of a matrix product in parts; the steps themselves are the same bits.
 
-    `f` uses each of these matrices at most once, by `nn.linear(x, w)` or `nn.linear(x, w.mT)`, after `pvary`, `unshard`
-    over axes that do not split it, and casts. `pvary` over an axis sums the gradient of each chunk over it. One that
-    is not used is stepped by a zero gradient.
+    `f` uses each of these matrices at most once: by `nn.linear(x, w)`, `nn.linear(x, w.mT)` or
+    `nn.cosine_logits(x, w)`, after `pvary`, `unshard` over axes that do not split it, and casts. The gradient of each
+    chunk is summed over the axes of `pvary`. A matrix that is not used is stepped by a zero gradient.
 
     Args:
         opt: `optim.sgd` or `optim.adamw`, with any schedule and mask. A clip by the norm, and a loss scale, need all
@@ -261,6 +261,7 @@ class _SteppedMatrix(Weight):
         return self if first % 2 == second % 2 else replace(self, is_transposed=not self.is_transposed)
 
     def map_rows(self, f: Callable[[Tensor], Tensor]) -> _SteppedMatrix:
+        """Return the table with a function of each row, which is differentiated chunk by chunk."""
         if self.row_map is not None or self.is_transposed:
             raise self._refused("a function of rows")
         return replace(self, row_map=f)
@@ -284,13 +285,14 @@ class _SteppedMatrix(Weight):
         x = self.table.matrix[which].to(self.dtype)
         return x if self.row_map is None else self.row_map(x)
 
-    def grad_of_rows(self, which: slice, grad: Tensor) -> Tensor:
-        """Return the gradient of rows of the table, from that of `rows`."""
+    def rows_and_pullback(self, which: slice) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return `rows`, and the function from their gradient to that of the table's rows."""
         if self.row_map is None:
-            return grad
+            return self.rows(which), lambda grad: grad
         with torch.enable_grad():
             x = self.table.matrix[which].detach().to(self.dtype).requires_grad_()
-            return torch.autograd.grad(self.row_map(x), x, grad)[0]
+            y = self.row_map(x)
+        return y.detach(), lambda grad: torch.autograd.grad(y, x, grad)[0]
 
 
 def _linear(x: Tensor, b: Tensor | None, w: _SteppedMatrix) -> Tensor:
@@ -337,7 +339,7 @@ class _Linear(torch.autograd.Function):
         needs_dx, _, needs_db, *_ = ctx.needs_input_grad
         dx = x2.new_zeros(x2.shape, dtype=_wide(x)) if needs_dx else None
         for rows in w.table.chunks():
-            part = w.rows(rows)  # [C, D] of a transposed table, else [C, F]
+            part, pullback = w.rows_and_pullback(rows)  # [C, D] of a transposed table, else [C, F]
             if w.is_transposed:
                 if dx is not None:
                     dx += dy2[:, rows] @ part
@@ -346,7 +348,7 @@ class _Linear(torch.autograd.Function):
                 if dx is not None:
                     dx[:, rows] = (dy2 @ part.mT).to(dx.dtype)
                 grad = x2[:, rows].mT @ dy2
-            grad = w.grad_of_rows(rows, grad)
+            grad = pullback(grad)
             for transpose in ctx.transposes:
                 grad = transpose(grad)
             w.table.step(rows, grad.to(w.table.matrix.dtype))

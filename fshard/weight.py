@@ -6,7 +6,7 @@ Models use a matrix by `nn.linear`, `nn.embedding`, `flatten` and `transpose` al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,10 @@ class Weight(Node):
     def mT(self) -> Any:  # noqa: N802  torch's name
         """The transposed matrix, as `Tensor.mT`."""
         return self.transpose(-2, -1)
+
+    def map_rows(self, f: Callable[[Tensor], Tensor]) -> Any:
+        """Return the Weight of the matrix whose rows are a function of these, each of its own row alone."""
+        raise self._refused("a function of the rows")
 
     def __getitem__(self, index: Any) -> Any:
         raise self._refused("[]")

@@ -233,26 +233,23 @@ def test_a_matrix_that_no_gradient_reaches_is_stepped_by_zero(use):
     assert_same(got, want, rtol=1e-12, atol=1e-13)
 
 
-def test_a_function_of_rows_is_differentiated_chunk_by_chunk():
+@pytest.mark.parametrize("axes", [{"data": 1, "model": 3}, {"data": 2, "model": 2}], ids=str)
+def test_cosines_with_a_margin(axes):
     params, x, targets = values()
-    opt = optim.sgd(0.1, momentum=0.9)
-    params = {"w": params["fc"]["w"]}
+    params, specs, opt = {"w": params["fc"]["w"]}, {"w": P("model")}, optim.sgd(0.1, momentum=0.9)
 
-    def of(normalize):
-        def loss_fn(p, x, targets):
-            return F.cross_entropy(nn.linear(x, normalize(p["w"]).mT).flatten(0, 1), targets.flatten())
+    def loss_fn(p, x, targets):
+        cosines = nn.cosine_logits(fs.pvary(x, "model"), fs.pvary(p, "data")["w"])
+        logits = nn.arcface(cosines, targets, scale=4.0, axis="model", size=7)
+        return nn.cross_entropy(logits, targets, axis="model", size=7, over="data")
 
-        return loss_fn
+    def step(mesh, in_backward):
+        placed = (specs, opt.specs(specs))
+        update = fs.value_and_update(loss_fn, opt, in_backward=in_backward)
+        step = fs.shard_map(update, mesh=mesh, in_specs=(*placed, P("data"), P("data")), out_specs=(P(), *placed))
+        return fs.device_get(step(params, opt.init(params), x, targets))
 
-    def rows(w):
-        return F.normalize(w, dim=-1)
-
-    loss, grads = fs.value_and_grad(of(rows))(params, x, targets)
-    want = (loss, *opt.update(grads, opt.init(params), params))
-    got = fs.value_and_update(of(lambda w: w.map_rows(rows)), opt, in_backward="w")(
-        params, opt.init(params), x, targets
-    )
-    assert_same(got, want, rtol=1e-12, atol=1e-13)
+    assert_same(step(fs.make_mesh(kind="simulated", **axes), "w"), step(one(), ()), rtol=1e-11, atol=1e-12)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
@@ -319,9 +316,11 @@ def test_clip_is_allowed_where_nothing_is_stepped_in_backward():
 @pytest.mark.slow
 def test_a_compiled_program_is_refused():
     mesh = fs.make_mesh(kind="simulated", model=1)
-    step = fs.shard_map(run, mesh=mesh, in_specs=(), out_specs=P(), compile=True)
+    params, x, _ = values()
+    step = fs.shard_map(fs.value_and_update(linear_loss, optim.sgd(0.1), in_backward="fc.w"), mesh=mesh,
+                        in_specs=None, out_specs=P(), compile=True)  # fmt: skip
     with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot be stepped in the backward pass of a compiled"):
-        step()
+        step(params, optim.sgd(0.1).init(params), x)
 
 
 MISTAKES = {

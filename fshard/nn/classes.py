@@ -42,7 +42,7 @@ def sample_classes(
 
     >>> def step(params, state, x, targets, key):
     ...     classes = nn.sample_classes(key, targets, size=40, count=4, axis="model", over="data")
-    ...     rows = classes - 10 * fs.axis_index("model")                    # where this rank has them
+    ...     rows = classes - fs.local_range(len(params["w"]), "model", size=40)[0]
     ...     def loss_fn(sampled, x):
     ...         sampled, x = fs.pvary(sampled, "data"), fs.pvary(x, "model")
     ...         cosines = nn.cosine_logits(x, sampled["w"])                 # [B@data, S@model]
@@ -78,7 +78,7 @@ def _sample(key: Tensor, targets: Tensor, size: int, count: int, axis: Axis) -> 
     start, length = _part("sample_classes", size, axis)
     if in_region() and not region().comm.has_values:  # a dry run: about as many on each rank
         return targets.new_empty(_part("sample_classes", min(count, size), axis)[1])
-    known = targets.cpu().unique()
+    known = torch.unique(targets.cpu())
     known = known[known >= 0]
     if len(known) and known[-1] >= size:
         raise fail(f"sample_classes: target {int(known[-1])} is not a class", f"classes are 0 to {size - 1}")
@@ -119,6 +119,8 @@ def target_columns(
                    fix="classes = nn.sample_classes(...)")  # fmt: skip
     column = torch.searchsorted(classes, targets.long().contiguous())
     is_local = torch.cat([classes, classes.new_full((1,), -1 << 63)])[column] == targets
+    if (types := checker()) is not None:  # the ranks have different columns, also where they made `classes` themselves
+        types.set_integer_type(is_local, verb, of=(targets, classes), varies=names_of(axis))
     return column.where(is_local, 0), is_local, v
 
 

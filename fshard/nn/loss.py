@@ -53,8 +53,8 @@ def cross_entropy(
             their size is made. A second backward pass through the same logits is torch's error for a tensor modified
             in place; second derivatives by `create_graph` or torch.func do not write.
         classes: [V], or [V@axis]: the class of each column, ascending, from `sample_classes`: the softmax is over these
-            alone, and so are `weight` and `label_smoothing`. `size` is then not used. A target that is none of them
-            gives NaN. One more number per target is sent.
+            alone, and so are `weight` and `label_smoothing`. `size` is then not used. A target that is none of them,
+            or that two ranks have, gives NaN. One more number per target is sent.
 
     The semantics are those of torch.nn.functional.cross_entropy with class indices; float32 or better inside
     and out. A target that is neither a class nor ignored gives NaN with `axis` (to raise, the host would have
@@ -102,10 +102,10 @@ def cross_entropy(
         if weight is not None:
             parts["total_weight"] = weight.sum()
     if classes is not None:
-        parts["found"], parts["classes"] = is_local.to(wide), torch.full((), v, dtype=wide, device=logits.device)
+        parts["found"], parts["classes"] = is_local.to(wide), (classes >= 0).sum().to(wide)
     sums = psum(parts, axis) if axis else parts
 
-    is_class = (targets >= 0) & (targets < whole) if classes is None else sums["found"] > 0
+    is_class = (targets >= 0) & (targets < whole) if classes is None else sums["found"] == 1
     number = whole if classes is None else sums["classes"]
     lse = sums["exp"].log()
     losses = lse - sums["target"]

@@ -20,6 +20,7 @@ from fshard._comm import Axis, checker
 from fshard._torch_compat import in_transform
 from fshard.errors import checked, fail
 from fshard.spec import describe
+from fshard.weight import Weight
 
 from .classes import target_columns
 
@@ -30,7 +31,7 @@ Formula = Callable[[Tensor], Tensor]  # the cosine of a target -> the cosine wit
 
 
 @checked
-def cosine_logits(x: Tensor, w: Tensor, *, eps: float = 1e-12) -> Tensor:
+def cosine_logits(x: Tensor, w: Tensor | Weight, *, eps: float = 1e-12) -> Tensor:
     """Compute the cosine of each row of x with each row of a table of classes: x [..., D], w [C, D] -> [..., C].
 
         classes split over an axis: x {V} over it (by pvary), w [C@axis, D]{V} -> [..., C@axis]{V}, no communication
@@ -46,6 +47,8 @@ def cosine_logits(x: Tensor, w: Tensor, *, eps: float = 1e-12) -> Tensor:
                    x=describe(x.dtype, x.shape), w=describe(w.dtype, w.shape))  # fmt: skip
     if not eps > 0:
         raise fail(f"cosine_logits: eps={eps}", fix="more than 0")
+    if isinstance(w, Weight):
+        return w.map_rows(lambda rows: _normalized(rows, eps)).mT.linear(_normalized(x, eps))  # type: ignore[no-any-return]
     if _is_plain(w):
         return _cosines(x, w, eps)
     if checker() is not None:  # which sees in a Function no gradient, and so no operand that forgets a pvary

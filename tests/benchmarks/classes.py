@@ -312,9 +312,8 @@ def main(argv: list[str] | None = None) -> int:
             show(rows)
             found = verdicts(rows)
             for x in found:
-                print(
-                    f"  {x['ours']} / {x['peer']}, {x['measure']}: {x['ratio']:.3f}, at most {x['limit']}  {x['verdict']}"
-                )
+                ratio = f"{x['ratio']:.3f}, at most {x['limit']:.2f}"
+                print(f"  {x['ours']} / {x['peer']}, {x['measure']}: {ratio}  {x['verdict']}")
             curves = {which: row["losses"] for which, row in rows.items() if "losses" in row}
             for which, curve in curves.items():
                 difference = distance(curve, next(iter(curves.values())))

@@ -10,6 +10,7 @@ import fshard as fs
 from fshard import P, ShardingError, init, optim, tree
 from fshard.optim import fused
 from tests.lib.assertions import assert_same, error_text
+from tests.nn import test_margins as sampled
 
 STEPS = 20
 
@@ -660,18 +661,19 @@ def clipped(specs):
     return optim.chain(optim.clip_by_global_norm(0.7, specs), optim.adamw(optim.warmup(0.1, 2)))
 
 
-def clipped_on_ranks():
-    """Train on real ranks: every leaf of this rank, with its box."""
+def trained_on_ranks():
+    """Train on real ranks: every leaf of this rank, with its box; and a table by rows, on sampled classes."""
     specs = {**SPECS, "empty": P()}
     mesh = fs.make_mesh(model=2)
     own = lambda x: [(leaf.shards[0], leaf.box(mesh.ranks[0])) for leaf in tree.leaves(x)]  # noqa: E731
-    return train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2))
+    return train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2)), sampled.train("2", "momentum")
 
 
 @pytest.mark.process
 def test_real_ranks_train_like_one_device(ranks):
-    want = tree.leaves(train(clipped(P()), make_params(), 3))
-    for own in ranks(2, clipped_on_ranks):
+    want, want_table = tree.leaves(train(clipped(P()), make_params(), 3)), sampled.train_densely("momentum")
+    for own, table in ranks(2, trained_on_ranks):
+        assert_same(table, want_table, rtol=1e-8, atol=1e-9)
         for (got, box), whole in zip(own, want, strict=True):
             torch.testing.assert_close(got, whole[box], rtol=1e-4, atol=1e-5)  # an error of the norm, times three
 

@@ -1,0 +1,129 @@
+"""Sampled classes beside the full head: `python -m tests.benchmarks.partial_fc [--classes 100k] [--share 0.1]`.
+
+ArcFace on a table of classes, and a step of SGD with momentum: of all classes, and of a sample of them (Partial FC).
+Memory of a rank and seconds of a step, each in turn in new processes. README.md in this folder says how to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fshard as fs
+from fshard import P
+
+from .classes import BATCH, LR, MOMENTUM, SIZES, STEPS, WIDTH, Step, available, batches, body, fill, tensor_bytes, timed
+from .init import MIB, spread
+from .peers import ratios, run_on_ranks
+
+
+def arcface(classes: int, *, share: float) -> Step:
+    mesh = fs.make_mesh(kind="process", model=dist.get_world_size())
+    specs = {"body": P(), "head": {"w": P("model")}}
+    opt = fs.optim.sgd(LR, momentum=MOMENTUM)
+    states = {name: opt.specs(spec) for name, spec in specs.items()}
+    count = round(share * classes)
+
+    def loss_fn(params: Any, x: Tensor, targets: Tensor, sampled: Tensor | None) -> Tensor:
+        features = fs.pvary(x @ params["body"], "model")
+        cosines = fs.nn.cosine_logits(features, params["head"]["w"])
+        logits = fs.nn.arcface(cosines, targets, axis="model", size=classes, classes=sampled)
+        del cosines
+        return fs.nn.cross_entropy(logits, targets, axis="model", size=classes, classes=sampled, donate=True)
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, states, P(), P(), P()), out_specs=(specs, states, P()), donate=(0, 1))
+    def train(params: Any, states: Any, x: Tensor, targets: Tensor, key: Tensor) -> Any:
+        head, sampled = params["head"], None
+        if count < classes:
+            sampled = fs.nn.sample_classes(key, targets, size=classes, count=count, axis="model")
+            rows = sampled - fs.local_range(len(head["w"]), "model", size=classes)[0]
+            head = {"w": head["w"][rows]}
+        loss, grads = fs.value_and_grad(loss_fn)(params | {"head": head}, x, targets, sampled)
+        del head
+        new_body, body_state = opt.update(grads["body"], states["body"], params["body"])
+        if sampled is None:
+            new_head, head_state = opt.update(grads["head"], states["head"], params["head"])
+        else:
+            new_head, head_state = fs.optim.update_rows(opt, rows, grads["head"], states["head"], params["head"])
+        return {"body": new_body, "head": new_head}, {"body": body_state, "head": head_state}, loss
+
+    def part(box: tuple[slice, ...]) -> Tensor:
+        out = torch.empty([s.stop - s.start for s in box])
+        fill(out, box[0].start)
+        return out
+
+    table = fs.from_callback((classes, WIDTH), P("model"), mesh, part)
+    params = {"body": fs.device_put(body(), P(), mesh), "head": {"w": table}}
+    state = {name: opt.init(tree) for name, tree in params.items()}
+    data = [fs.device_put(b, P(), mesh) for b in batches(classes)]
+
+    def step(i: int) -> Tensor:
+        nonlocal params, state
+        params, state, loss = train(params, state, *data[i % len(data)], fs.fold_in(fs.key(0), i))
+        return loss.shards[0]
+
+    del table
+    return step
+
+
+def minimum(classes: int, ranks: int, share: float) -> int:
+    """Bytes of a rank: its parts of weight and momentum, of the sampled weights, of gradients, and of logits twice."""
+    sampled = share * classes / ranks
+    rows = sampled if share == 1 else 2 * sampled
+    return int(4 * (2 * classes / ranks * WIDTH + rows * WIDTH + 2 * sampled * BATCH))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.partial_fc", description=__doc__)
+    parser.add_argument("--classes", nargs="+", choices=SIZES, default=["100k"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--share", type=float, default=0.1)
+    parser.add_argument("--rounds", type=int, default=3, help="new processes for each way, in turn")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of each process")
+    args = parser.parse_args(argv)
+    ways = {"full": 1.0, "sampled": args.share}
+    for which, share in ways.items():
+        STEPS[which] = functools.partial(arcface, share=share)
+    print(f"torch {torch.__version__}, batch {BATCH}, {WIDTH} features, float32, SGD with momentum, "
+          f"{args.ranks} ranks of 1 thread, {args.share:.0%} of classes, load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    gc.freeze()
+    for name in args.classes:
+        classes = SIZES[name]
+        total = 3 * classes * WIDTH * 4
+        if total > 0.9 * available():
+            print(f"\n{name} classes do not fit: 3 x {classes:,} x {WIDTH} x 4 B = {total / 1e9:.1f} GB")
+            continue
+        rows: dict[str, Any] = {which: {"seconds": [], "resident": 0} for which in ways}
+        for which in ways:
+            rows[which]["live"] = max(run_on_ranks(args.ranks, tensor_bytes, which, classes))
+        for _ in range(args.rounds):
+            for which, row in rows.items():
+                found = run_on_ranks(args.ranks, timed, which, classes, args.steps)
+                row["seconds"] += [max(ts) for ts in zip(*(r["seconds"] for r in found), strict=True)]
+                row["resident"] = max(row["resident"], *(r["resident"] for r in found))
+                row["losses"] = found[0]["losses"]
+        print(f"\n{name} classes\n  {'':9}{'live MiB':>10}{'minimum':>10}{'resident':>10}"
+              f"{'s/step':>10}{'least':>10}{'most':>10}{'loss':>10}")  # fmt: skip
+        for which, row in rows.items():
+            x = spread(row["seconds"])
+            sizes = [row["live"], minimum(classes, args.ranks, ways[which]), row["resident"]]
+            cells = [f"{n / MIB:.1f}" for n in sizes] + [f"{x[k]:.3f}" for k in ("median", "least", "most")]
+            print(f"  {which:9}" + "".join(f"{c:>10}" for c in [*cells, f"{row['losses'][-1]:.4f}"]))
+        time = ratios(rows["sampled"]["seconds"], rows["full"]["seconds"])[0]
+        live = rows["sampled"]["live"] / rows["full"]["live"]
+        print(f"  sampled / full: time {time:.3f}, live {live:.3f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
