@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler
 import fshard as fs
 from fshard import P, ShardingError, init, optim, tree
 from fshard.optim import fused
+from tests import test_update
 from tests.lib.assertions import assert_same, error_text
 from tests.nn import test_margins as sampled
 
@@ -662,18 +663,20 @@ def clipped(specs):
 
 
 def trained_on_ranks():
-    """Train on real ranks: every leaf of this rank, with its box; and a table by rows, on sampled classes."""
+    """Train on real ranks: every leaf of this rank with its box; a table by rows; in chunks."""
     specs = {**SPECS, "empty": P()}
     mesh = fs.make_mesh(model=2)
     own = lambda x: [(leaf.shards[0], leaf.box(mesh.ranks[0])) for leaf in tree.leaves(x)]  # noqa: E731
-    return train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2)), sampled.train("2", "momentum")
+    trained = train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2))
+    return trained, sampled.train("2", "momentum"), test_update.curve_on_ranks()
 
 
 @pytest.mark.process
 def test_real_ranks_train_like_one_device(ranks):
     want, want_table = tree.leaves(train(clipped(P()), make_params(), 3)), sampled.train_densely("momentum")
-    for own, table in ranks(2, trained_on_ranks):
+    for own, table, in_backward in ranks(2, trained_on_ranks):
         assert_same(table, want_table, rtol=1e-8, atol=1e-9)
+        assert_same(in_backward, test_update.whole_steps("momentum", 7), rtol=1e-11, atol=1e-12)
         for (got, box), whole in zip(own, want, strict=True):
             torch.testing.assert_close(got, whole[box], rtol=1e-4, atol=1e-5)  # an error of the norm, times three
 
