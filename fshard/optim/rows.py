@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import in_region, region, storage_key
 from fshard._torch_compat import in_transform
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
 from fshard.spec import P, describe
 
@@ -60,9 +60,7 @@ def update_rows(opt: Optimizer, rows: Tensor, grads: Any, state: Any, params: An
         moments = [x.detach() if not row or is_donated(x) else x.detach().clone()
                    for x, row in zip(moments, by_rows, strict=True)]  # fmt: skip
     at_once = len(rows)
-    if (
-        opt.scaled is not None and tables and not torch.compiler.is_dynamo_compiling()
-    ):  # a chain may need all: their norm
+    if opt.elementwise and tables:  # a chain may need all of the gradients: their norm
         at_once = _BLOCK.get(tables[0].device.type, 1 << 24) // max([1, *(x[:1].numel() for x in tables)])
     before = list(moments)  # each block begins with the count, or the norm, of before
     for part, *gs in zip(*(torch.split(x, max(1, at_once)) for x in (rows, *gradients)), strict=True):
@@ -86,17 +84,24 @@ def _checked(
     opt: Optimizer, rows: Tensor, grads: Any, state: Any, params: Any
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[bool]]:
     """Return the leaves of params, grads and state, and which of the state have the tables' rows. Refuse wrong ones."""
+    if torch.compiler.is_dynamo_compiling():
+        raise fail("update_rows: a compiled program has fixed shapes, and the number of rows changes from step to step",
+                   fix="leave out compile=True")  # fmt: skip
     for name, x in (("params", params), ("grads", grads), ("state", state)):
         tree.check_leaves("update_rows", name, x, Tensor)
     if rows.dtype != torch.int64 or rows.ndim != 1:
         raise fail(f"update_rows: rows are {describe(rows.dtype, rows.shape)}", fix="int64 [S]")
     tables = tree.leaves_with_path(params)
-    marks, state_def = tree.flatten(opt.specs(tree.map(lambda _: _BY_ROWS, params)))
+    try:
+        marks, state_def = tree.flatten(opt.specs(tree.map(lambda _: _BY_ROWS, params)))
+    except ShardingError as e:  # zero's
+        raise fail(f"update_rows: {opt.name} places its state by specs of its own, not by those of the tables",
+                   fix="another optimizer for these tables, optim.sgd or optim.adamw") from e  # fmt: skip
+    by_rows = [mark == _BY_ROWS for mark in marks]
     if tree.structure(grads) != tree.structure(params):
         raise fail("update_rows: grads is not a tree like params", fix="the gradients of exactly these tables")
     if tree.structure(state) != state_def:
         raise fail(f"update_rows: the state is not that of {opt.name}", fix="state = opt.init(params)")
-    by_rows = [mark == _BY_ROWS for mark in marks]
     heights = {x.shape[0] if x.ndim else -1 for _, x in tables}
     first: dict[Any, str] = {}
     errors = []
@@ -122,9 +127,7 @@ def _checked(
                     fix="state = opt.init(params)")
                for (path, x), row in zip(tree.leaves_with_path(state), by_rows, strict=True)
                if row and (not x.ndim or x.shape[0] != n)])  # fmt: skip
-    has_values = not (in_transform() or torch.compiler.is_dynamo_compiling())
-    if has_values and in_region():
-        has_values = region().comm.has_values
+    has_values = not in_transform() and (not in_region() or region().comm.has_values)
     if has_values and len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= n or bool((rows.diff() <= 0).any())):
         raise fail("update_rows: rows are not ascending, each once, of those of the tables", rows=rows.tolist()[:8],
                    needed=f"0 to {n - 1}", fix="rows = (classes - first).unique()")  # fmt: skip

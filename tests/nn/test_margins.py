@@ -59,7 +59,7 @@ FORMULAS = {
 
 LAYOUTS = {  # mesh, axes of the classes and of the batch: 7 classes over 4 ranks leave one with 1, over 6 one with none
     "dense": ({}, None, None),
-    "1": ({"m": 1}, "m", None),
+    "2": ({"m": 2}, "m", None),
     "4": ({"m": 4}, "m", None),
     "data, model": ({"d": 2, "m": 3}, "m", "d"),
     "two axes": ({"a": 3, "b": 2}, ("b", "a"), None),
@@ -272,7 +272,7 @@ def sample(layout, targets, key=KEY, *, size, count):
 
 @pytest.mark.parametrize(
     ("layout", "size", "count"),
-    [("1", 40, 9), ("4", 7, 3), ("4", 40, 39), ("4", 40, 100), ("data", 40, 9), ("data, model", 40, 9),
+    [("2", 40, 9), ("4", 7, 3), ("4", 40, 39), ("4", 40, 100), ("data", 40, 9), ("data, model", 40, 9),
      ("data, model", 7, 7), ("two axes", 40, 9), ("all axes", 2, 1), ("many", 1, 1), ("many", 30, 2)],
 )  # fmt: skip
 def test_the_sample_is_the_same_set_on_every_mesh(layout, size, count):

@@ -15,7 +15,8 @@ from tests.lib.operations import Operations
 from tests.nn.test_nn import AXES, axis_of, close, ints, on, rand
 
 INF, NAN = math.inf, math.nan
-MESHES = {**AXES, "5": {"m": 5}}
+MESHES = {**{name: AXES[name] for name in ("1", "3", "two axes", "3x2")}, "5": {"m": 5}}
+CLASSES = (1, 2, 7, 13)
 
 
 def by_hand(row, k):
@@ -33,20 +34,23 @@ def rows(c, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("c", [1, 2, 7, 13])
-def test_top_k_is_that_of_the_whole_row(name, c):
-    """Rank by rank with fewer classes than k, and with none; of equal logits the lowest class on every mesh."""
-    sizes, a, x = MESHES[name], axis_of(MESHES[name]), rows(c)
-    ks = sorted({1, min(3, c), c})
+def test_top_k_is_that_of_the_whole_row(name):
+    """Ranks with fewer classes than k, and with none; of equal logits the lowest class on every mesh."""
+    sizes, a = MESHES[name], axis_of(MESHES[name])
+    ks = {c: sorted({1, min(3, c), c}) for c in CLASSES}
 
-    def run(x):
-        return [nn.top_k(x.view(2, 4, -1), k, axis=a, size=size) for k in ks for size in (c, None)]
+    def run(*given):
+        return [nn.top_k(x.view(2, 4, -1), k, axis=a, size=size) for c, x in zip(CLASSES, given, strict=True)
+                for k in ks[c] for size in (c, None)]  # fmt: skip
 
-    check = "first" if name == "two axes" else "never"
-    for i, (values, indices) in enumerate(on(sizes, run, (x,), (P(None, a),), P(), check)):
-        want = torch.tensor([by_hand(row, ks[i // 2]) for row in x.tolist()]).view(2, 4, -1)
-        assert torch.equal(indices, want)
-        close(values, x.view(2, 4, -1).gather(-1, want), tol=0)
+    given = [rows(c) for c in CLASSES]
+    got = iter(on(sizes, run, given, (P(None, a),) * 4, P(), "first" if name == "two axes" else "never"))
+    for c, x in zip(CLASSES, given, strict=True):
+        for k in (k for k in ks[c] for _ in range(2)):
+            values, indices = next(got)
+            want = torch.tensor([by_hand(row, k) for row in x.tolist()])
+            assert torch.equal(indices.view(8, k), want)
+            close(values.reshape(8, k), x.gather(-1, want), tol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -130,16 +134,22 @@ def shares_by_hand(x, targets, k, ignored=-100):
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("c", [1, 2, 7, 13])
-def test_accuracy_is_that_of_the_whole_row(name, c):
-    sizes, a, x = MESHES[name], axis_of(MESHES[name]), rows(c).repeat(4, 1)
-    targets = ints(c, 32)
-    targets[::5] = -100
-    run = lambda x, t: [nn.accuracy(x, t, (1, 2, 5, 99), axis=a, size=size) for size in (c, None)]  # noqa: E731
-    check = "first" if name == "two axes" else "never"
-    for got in on(sizes, run, (x, targets), (P(None, a), P()), P(), check):
-        close(got, shares_by_hand(x, targets, (1, 2, 5, 99)), tol=1e-6)
-    close(nn.accuracy(x.view(4, 8, c), targets.view(4, 8)), shares_by_hand(x, targets, (1, 5)), tol=1e-6)
+def test_accuracy_is_that_of_the_whole_row(name):
+    sizes, a, k = MESHES[name], axis_of(MESHES[name]), (1, 2, 5, 99)
+    given = [(rows(c).repeat(4, 1), ints(c, 32)) for c in CLASSES]
+    for _, targets in given:
+        targets[::5] = -100
+
+    def run(given):
+        return [[nn.accuracy(x, t, k, axis=a, size=size) for size in (c, None)]
+                for c, (x, t) in zip(CLASSES, given, strict=True)]  # fmt: skip
+
+    specs = ([(P(None, a), P())] * len(given),)
+    got = on(sizes, run, (given,), specs, P(), "first" if name == "two axes" else "never")
+    for (x, targets), shares in zip(given, got, strict=True):
+        want = shares_by_hand(x, targets, k)
+        close(shares, [want, want], tol=1e-6)
+        close(nn.accuracy(x.view(4, 8, -1), targets.view(4, 8), k), want, tol=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [{"d": 1, "m": 1}, {"d": 2, "m": 1}, {"d": 4, "m": 2}, {"d": 3, "m": 3}])

@@ -9,7 +9,9 @@ from torch.optim import lr_scheduler
 import fshard as fs
 from fshard import P, ShardingError, init, optim, tree
 from fshard.optim import fused
+from tests import test_update
 from tests.lib.assertions import assert_same, error_text
+from tests.nn import test_margins as sampled
 
 STEPS = 20
 
@@ -660,12 +662,13 @@ def clipped(specs):
     return optim.chain(optim.clip_by_global_norm(0.7, specs), optim.adamw(optim.warmup(0.1, 2)))
 
 
-def clipped_on_ranks():
-    """Train on real ranks: every leaf of this rank, with its box."""
+def trained_on_ranks():
+    """Train on real ranks: every leaf of this rank with its box; a table by rows; in chunks; with a split state."""
     specs = {**SPECS, "empty": P()}
     mesh = fs.make_mesh(model=2)
     own = lambda x: [(leaf.shards[0], leaf.box(mesh.ranks[0])) for leaf in tree.leaves(x)]  # noqa: E731
-    return train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2)), own(zero_on_ranks())
+    trained = train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2))
+    return trained, sampled.train("2", "momentum"), test_update.curve_on_ranks(), own(zero_on_ranks())
 
 
 def zero_on_ranks():
@@ -689,9 +692,11 @@ def zero_on_ranks():
 
 @pytest.mark.process
 def test_real_ranks_train_like_one_device(ranks):
-    want = tree.leaves(train(clipped(P()), make_params(), 3))
+    want, want_table = tree.leaves(train(clipped(P()), make_params(), 3)), sampled.train_densely("momentum")
     exact = tree.leaves(train(OPTIMIZERS["adamw"](P()), make_params(), 3))
-    for own, zero in ranks(2, clipped_on_ranks):
+    for own, table, in_backward, zero in ranks(2, trained_on_ranks):
+        assert_same(table, want_table, rtol=1e-8, atol=1e-9)
+        assert_same(in_backward, test_update.whole_steps("momentum", 7), rtol=1e-11, atol=1e-12)
         for (got, box), whole in zip(own, want, strict=True):
             torch.testing.assert_close(got, whole[box], rtol=1e-4, atol=1e-5)  # an error of the norm, times three
         for (got, box), whole in zip(zero, exact, strict=True):

@@ -273,6 +273,9 @@ def call(opt=SGD, rows=ROWS, grads=GRADS, state=None, params=TABLE):
          ("2 problems\n"
          "update_rows: state['m']['b']: is f32[2], its table has 4 rows\n  fix: state = opt.init(params)\n"
          "update_rows: state['m']['w']: is f32[2, 3], its table has 4 rows\n  fix: state = opt.init(params)")),
+        (call(optim.zero(SGD, P(), {"w": P("data"), "b": P("data")}, axis="data")),
+         ("update_rows: zero(sgd) places its state by specs of its own, not by those of the tables\n"
+         "  fix: another optimizer for these tables, optim.sgd or optim.adamw")),
         (call(grads={"w": GRADS["w"], "v": GRADS["w"]}, params=TIED),
          ("update_rows: params['w'] is params['v']: its rows would be stepped twice\n"
          "  fix: one table once in the tree, with the sum of its gradients")),
