@@ -37,7 +37,8 @@ def cosine_logits(x: Tensor, w: Tensor | Weight, *, eps: float = 1e-12) -> Tenso
         classes split over an axis: x {V} over it (by pvary), w [C@axis, D]{V} -> [..., C@axis]{V}, no communication
 
     Rows shorter than `eps` are divided by it, as by torch's `normalize`. Norms are computed in float32 or better. No
-    second table is made, normalized: of its size there is the gradient alone.
+    second table is made, normalized: of its size there is the gradient alone, or none where `fs.value_and_update` steps
+    the table in the backward pass.
 
     >>> nn.cosine_logits(torch.tensor([3.0, 4.0]), torch.tensor([[2.0, 0.0], [0.0, -1.0]]))
     tensor([ 0.6000, -0.8000])
@@ -72,7 +73,7 @@ def margin(
 
     The derivative is that of the formula, m1 sin(m1 θ + m2) / sin θ, and finite: where rounding hides the angle, cos θ
     is taken to be 1 - eps in size. Beyond the angle where m1 θ + m2 is π a larger angle has a larger logit, as in
-    InsightFace's combined loss, which has no threshold either (but takes 1 for the derivative); `arcface` has one.
+    InsightFace's code, which has no threshold either (there the derivative is that of m2 = 0); `arcface` offers one.
 
     Args:
         size: C, needed only where the axis does not divide it.

@@ -711,7 +711,9 @@ def test_a_compiled_program_of_all_layers_equals_the_eager_one():
         h = nn.attention(h, h, h, causal=True, rate=0.1, key=fs.fold_in(key, "attn"), spec=P(None, "m"))
         h = nn.layer_norm(nn.attention(h, h, h, causal=True).transpose(1, 2).flatten(2))
         h = nn.dropout(h, 0.2, key=key) + nn.mlp(x, p["up"], p["down"], axis="m")
-        return nn.cross_entropy(nn.linear(h, p["wte"].T), targets, axis="m", size=11, label_smoothing=0.1)
+        cosines = nn.cosine_logits(h, p["wte"])
+        logits = nn.linear(h, p["wte"].T) + nn.arcface(cosines, targets, axis="m", size=11, scale=4.0)
+        return nn.cross_entropy(logits, targets, axis="m", size=11, label_smoothing=0.1)
 
     def run(p, ids, targets, key):
         up, t = p["up"], targets.flatten()[:8]  # stand for logits, which are ranked by operations of their own
