@@ -192,7 +192,7 @@ class _Table:
     def chunks(self) -> Iterator[slice]:
         n, width = self.matrix.shape
         most = _CHUNK.get(self.matrix.device.type, 1 << 24)
-        step = max(1, min(most, max(n * width // 8, most // 4)) // max(1, width))  # of a small table, an eighth of it
+        step = max(1, min(most, max(n * width // 8, most // 16)) // max(1, width))  # of a small table, an eighth of it
         return (slice(at, min(at + step, n)) for at in range(0, n, step))
 
     def step(self, rows: slice, grad: Tensor) -> None:
@@ -341,7 +341,9 @@ class _Linear(torch.autograd.Function):
         for rows in w.table.chunks():
             part, pullback = w.rows_and_pullback(rows)  # [C, D] of a transposed table, else [C, F]
             if w.is_transposed:
-                if dx is not None:
+                if dx is not None and dx.dtype == part.dtype:
+                    dx.addmm_(dy2[:, rows], part)
+                elif dx is not None:
                     dx += dy2[:, rows] @ part
                 grad = dy2[:, rows].mT @ x2
             else:
@@ -352,6 +354,7 @@ class _Linear(torch.autograd.Function):
             for transpose in ctx.transposes:
                 grad = transpose(grad)
             w.table.step(rows, grad.to(w.table.matrix.dtype))
+            del part, pullback, grad  # before the next chunk is made
         dx = None if dx is None else dx.to(x.dtype).view(x.shape)
         return dx, None, dy2.sum(0) if needs_db else None, None, None
 
