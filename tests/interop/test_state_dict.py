@@ -8,6 +8,7 @@ import random
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +420,25 @@ def test_errors_of_files_name_the_file_and_the_tensor(tmp_path: Path) -> None:
     assert "has changed since its header was read" in error_text(
         fs.materialize, leaf, P(), fs.make_mesh(data=1), key=KEY
     )
+
+
+def test_a_changed_bit_outside_of_the_tensors_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    path, other, draw = tmp_path / "a.pt", tmp_path / "b.pt", random.Random(0)
+    torch.save({"w": torch.ones(2, 3), "b": torch.ones(2)}, path)
+    whole, want = path.read_bytes(), read_torch_file(path).entries
+    inside = {at for e in want for at in range(e.start, e.start + e.nbytes)}
+    texts = []
+    for at in draw.sample(sorted(set(range(len(whole))) - inside), 200):
+        other.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << draw.randrange(8))]) + whole[at + 1 :])
+        try:
+            got = read_torch_file(other)
+        except fs.ShardingError as e:
+            texts.append(str(e))
+            continue
+        texts += map(str, got.errors)
+        assert got.errors or [replace(e, file=path, file_mtime=want[0].file_mtime) for e in got.entries] == want
+    assert all(str(other) in text for text in texts)
+    assert len(texts) > 30
 
 
 def test_errors_of_write_leave_the_older_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
