@@ -127,6 +127,12 @@ def test_package_safetensors_loads_the_file_and_ties_as_save_model_writes_them(t
         {n: fs.device_get(x) for n, x in named_leaves(got)}, {n: x.detach() for n, x in module.state_dict().items()}
     )
     assert got["a"]["weight"] is got["b"]["weight"]
+    tree["b"]["weight"] = fs.init.zeros((2, 3))  # no tie here: both names are found
+    apart = fs.materialize(
+        fs.state_dict.read(tmp_path / "theirs.safetensors", tree), P(), fs.make_mesh(data=2), key=KEY
+    )
+    assert_same(apart, fs.device_get(got))
+    assert apart["a"]["weight"] is not apart["b"]["weight"]
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -282,6 +288,8 @@ def strided(draw: random.Random) -> Tensor:
 def test_tensors_of_any_strides_are_read_by_slices(tmp_path: Path) -> None:
     draw = random.Random(0)
     theirs = {str(i): strided(draw) for i in range(60)}
+    theirs["windows"] = torch.arange(40.0).as_strided((3, 2, 3), (3, 2, 1))  # elements in several places
+    theirs["expanded"] = torch.arange(6.0)[:, None].expand(6, 5)
     torch.save(theirs, tmp_path / "a.pt")
     tree = described(theirs)
     mesh = fs.make_mesh(data=2, model=3)
@@ -309,6 +317,11 @@ def test_leaves_of_other_dims_than_those_of_a_strided_tensor(tmp_path: Path, mem
         read = fs.state_dict.read(tmp_path / "a.pt", tree, theirs=lambda path, dims=dims: FileTensor("x", dims))
         for spec in (P(), P("data"), P(None, "data"), P("data", "model")):
             assert_same(fs.materialize(read, spec, fs.make_mesh(data=2, model=2), key=KEY), {"x": want})
+        halves = {n: fs.init.zeros((3, 4, 5)) for n in "ab"}
+        of_half = {n: FileTensor("x", "(two=2 h) a b -> h a b", {"two": i}) for i, n in enumerate("ab")}
+        read = fs.state_dict.read(tmp_path / "a.pt", halves, theirs=lambda path, of=of_half: of[path[0]])
+        got = fs.materialize(read, P(None, "data"), fs.make_mesh(data=2), key=KEY)
+        assert_same(got, {"a": x[:3], "b": x[3:]})
         if memory == (0, 1, 2):  # and written by the same function
             fs.state_dict.write(tmp_path / "b.pt", {"x": want}, theirs=lambda path, dims=dims: FileTensor("x", dims))
             assert_same(torch.load(tmp_path / "b.pt", weights_only=True), {"x": x})
