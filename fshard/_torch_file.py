@@ -43,6 +43,7 @@ _STORAGES = {
 }  # fmt: skip
 _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items() if name != "UntypedStorage"}
 _ALIGNMENT = 64
+_LOCAL = 0x04034B50  # before each record
 _SAVE_AGAIN = "torch.save(torch.load(path, weights_only=True), path), by a recent torch"
 
 
@@ -61,7 +62,7 @@ class Archive:
     @classmethod
     def of(cls, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], aliases: Mapping[str, str]) -> Archive:
         """Return the archive of a dict of contiguous tensors, with a storage for each, and of other names of them."""
-        values = {name: _Described(_Storage(str(i), dtype, math.prod(shape)), tuple(shape))
+        values = {name: _View(_Storage(str(i), dtype, math.prod(shape)), dtype, tuple(shape), _row_major(shape))
                   for i, (name, (dtype, shape)) in enumerate(tensors.items())}  # fmt: skip
         out = io.BytesIO()
         _Pickler(out, protocol=2).dump(values | {alias: values[name] for alias, name in aliases.items()})
@@ -100,7 +101,7 @@ class Archive:
         sizes = struct.pack("<HHQQ", 1, 16, size, size)  # of zip64
         padding = -(position + 30 + len(path) + len(sizes) + 4) % _ALIGNMENT
         extra = sizes + b"FB" + struct.pack("<H", padding) + bytes(padding)
-        return struct.pack("<IHHHHHIIIHH", 0x04034B50, 45, 0, 0, 0, 0x21, self._crc32(name, crc32), 0xFFFFFFFF,
+        return struct.pack("<IHHHHHIIIHH", _LOCAL, 45, 0, 0, 0, 0x21, self._crc32(name, crc32), 0xFFFFFFFF,
                            0xFFFFFFFF, len(path), len(extra)) + path + extra  # fmt: skip
 
     def _end(self, crc32: Mapping[str, int]) -> list[bytes]:
@@ -143,18 +144,18 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class _Described:
-    """A tensor in a file; contiguous without `strides`."""
+class _View:
+    """A tensor in a file: its first element is number `offset` of the storage."""
 
     storage: _Storage
+    dtype: torch.dtype
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
+    strides: tuple[int, ...]
     offset: int = 0
-    strides: tuple[int, ...] | None = None
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler of described tensors, as torch pickles tensors."""
+    """A pickler of tensors in a file, as torch pickles tensors."""
 
     def persistent_id(self, x: Any) -> Any:
         if not isinstance(x, _Storage):
@@ -163,14 +164,15 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, kind), x.key, "cpu", x.nbytes if kind == "UntypedStorage" else x.size
 
     def reducer_override(self, x: Any) -> Any:
-        if not isinstance(x, _Described):
+        if not isinstance(x, _View):
             return NotImplemented
-        like: Any = torch.empty(0, dtype=x.storage.dtype, device="cpu")
-        rebuild, (_, offset, _, _, *rest) = like.__reduce_ex__(2)
-        return rebuild, (x.storage, offset, x.shape, contiguous_strides(x.shape), *rest)
+        like: Any = torch.empty(0, dtype=x.dtype, device="cpu")
+        rebuild, (_, _, _, _, *rest) = like.__reduce_ex__(2)
+        return rebuild, (x.storage, x.offset, x.shape, x.strides, *rest)
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -180,14 +182,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 class _Record(NamedTuple):
     start: int
     size: int
-
-
-def is_torch_file(path: Path) -> bool:
-    """Return whether a file is an archive, as `torch.save` writes; False if it cannot be read."""
-    try:
-        return zipfile.is_zipfile(path)
-    except OSError:
-        return False
+    crc32: int
 
 
 def read_torch_file(path: Path) -> Header:
@@ -196,16 +191,16 @@ def read_torch_file(path: Path) -> Header:
     Errors of the result name tensors that are out of their storage, or have the name of another one. Numbers and
     strings are left out.
 
-    Raises ShardingError if the file is none of `torch.save`, is cut short, or has objects of other kinds.
+    Raises ShardingError if the file is none of `torch.save`, is cut short or damaged, or has objects of other kinds.
     """
     try:
         with open(path, "rb") as f:
             stat = os.fstat(f.fileno())
             records = _records(path, f)
-            order = _content(f, records.get("byteorder"))
+            order = _content(path, f, "byteorder", records)
             if order not in (b"", sys.byteorder.encode()):
                 raise fail(f"{path}: was written on a machine of another byte order", f"{order!r}", fix=_SAVE_AGAIN)
-            text = _content(f, records["data.pkl"])
+            text = _content(path, f, "data.pkl", records)
     except OSError as e:
         raise cannot_read(path, e) from e
     except zipfile.BadZipFile as e:
@@ -234,36 +229,48 @@ def read_torch_file(path: Path) -> Header:
 def _records(path: Path, f: Any) -> dict[str, _Record]:
     """Return the places of the records, by their names without the first folder."""
     out = {}
-    for info in zipfile.ZipFile(f).infolist():
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise fail(f"{path}: is a compressed archive, and its tensors cannot be read by slices", fix=_SAVE_AGAIN)
-        f.seek(info.header_offset + 26)
-        start = info.header_offset + 30 + sum(struct.unpack("<HH", f.read(4)))
-        out[info.filename.partition("/")[2]] = _Record(start, info.file_size)
+    try:
+        for info in zipfile.ZipFile(f).infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise fail(f"{path}: is a compressed archive, whose tensors cannot be read by slices", fix=_SAVE_AGAIN)
+            f.seek(info.header_offset)
+            signature, *_, name, extra = struct.unpack("<IHHHHHIIIHH", f.read(30))
+            if signature != _LOCAL or f.read(name) != info.orig_filename.encode():
+                raise zipfile.BadZipFile(f"{info.filename} is not at its place")
+            start = info.header_offset + 30 + name + extra
+            out[info.filename.partition("/")[2]] = _Record(start, info.file_size, info.CRC)
+    except (ValueError, NotImplementedError, struct.error) as e:  # of a damaged directory
+        if isinstance(e, ShardingError):
+            raise
+        raise zipfile.BadZipFile(str(e)) from e
     if "data.pkl" not in out:
         raise fail(f"{path}: is an archive, and none of torch.save", "it has no data.pkl")
     return out
 
 
-def _content(f: Any, record: _Record | None) -> bytes:
-    if record is None:
+def _content(path: Path, f: Any, name: str, records: Mapping[str, _Record]) -> bytes:
+    """Return the contents of a small record; `b""` if there is none."""
+    if name not in records:
         return b""
+    record = records[name]
     f.seek(record.start)
-    return bytes(f.read(record.size))
+    out = bytes(f.read(record.size))
+    if zlib.crc32(out) != record.crc32:
+        raise fail(f"{path}: is damaged", f"{name} does not have its checksum",
+                   fix="copy it again; or save it with torch.serialization.set_crc32_options(True)")  # fmt: skip
+    return out
 
 
-def _entry(path: Path, stat: os.stat_result, name: str, x: _Described, records: Mapping[str, _Record]) -> HeaderEntry:
-    assert x.dtype is not None
-    assert x.strides is not None
+def _entry(path: Path, stat: os.stat_result, name: str, x: _View, records: Mapping[str, _Record]) -> HeaderEntry:
     itemsize, record = x.dtype.itemsize, records.get(f"data/{x.storage.key}")
-    last = x.offset + sum((n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True))
-    sizes = (*x.shape, *x.strides, x.offset)
-    if record is None or any(type(n) is not int or n < 0 for n in sizes):
+    if record is None or any(type(n) is not int or n < 0 for n in (*x.shape, *x.strides, x.offset)):
         raise fail(f"{path}: {name!r} is damaged", f"shape {x.shape}, strides {x.strides}, storage {x.storage.key}",
-                   fix="copy the file again")  # fmt: skip
-    if 0 not in x.shape and ((last + 1) * itemsize > record.size or record.start + record.size > stat.st_size):
-        raise fail(f"{path}: {name!r} is cut short", f"it ends at byte {(last + 1) * itemsize} of its storage, and the "
-                   f"file has {min(record.size, stat.st_size - record.start)}", fix="copy it again")  # fmt: skip
+                   fix="copy it again")  # fmt: skip
+    end = (x.offset + sum((n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)) + 1) * itemsize
+    present = min(record.size, stat.st_size - record.start)
+    if 0 not in x.shape and end > present:
+        fact = f"it ends at byte {end} of its storage, and the file has {present}"
+        raise fail(f"{path}: {name!r} is cut short", fact, fix="copy it again")
     strides = None if 0 in x.shape or _is_contiguous(x.shape, x.strides) else x.strides
     return HeaderEntry(path.absolute(), stat.st_size, stat.st_mtime_ns, name, *dtype_name(x.dtype), x.shape,
                        record.start + x.offset * itemsize, strides=strides)  # fmt: skip
@@ -271,12 +278,12 @@ def _entry(path: Path, stat: os.stat_result, name: str, x: _Described, records: 
 
 def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether the elements are in order; the stride of a dim of size 1 does not matter."""
-    return all(n == 1 or a == b for n, a, b in zip(shape, strides, contiguous_strides(shape), strict=True))
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, _row_major(shape), strict=True))
 
 
-def _named(value: Any, prefix: str) -> Iterator[tuple[str, _Described]]:
+def _named(value: Any, prefix: str) -> Iterator[tuple[str, _View]]:
     """Yield the tensors in a tree, with their dotted names."""
-    if isinstance(value, _Described):
+    if isinstance(value, _View):
         yield prefix.removesuffix("."), value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, child in items:
@@ -287,9 +294,11 @@ class _UnknownError(Exception):
     """A name in a pickle that is not one of those that describe tensors."""
 
 
-def _rebuild(storage: Any, offset: int, shape: Any, strides: Any, *rest: Any) -> _Described:
+def _rebuild(storage: Any, offset: int, shape: Any, strides: Any, *rest: Any) -> _View:
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
-    return _Described(storage, tuple(shape), dtype, offset, tuple(strides))
+    if len(shape) != len(strides):
+        raise ValueError(f"shape {shape}, strides {strides}")
+    return _View(storage, dtype, tuple(shape), tuple(strides), offset)
 
 
 _KNOWN = {
@@ -305,7 +314,7 @@ _KNOWN = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler of trees of described tensors, that calls nothing but what `_KNOWN` has."""
+    """An unpickler of trees of tensors in a file, that calls nothing but what `_KNOWN` has."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:

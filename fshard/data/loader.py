@@ -133,6 +133,10 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
     if loader.num_workers and not loader.in_order:
         raise fail("batches: the loader returns batches in the order in which they are ready",
                    "each mesh, and each run, would have another", fix="in_order=True")  # fmt: skip
+    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else of.size
+    if size != of.size:
+        raise fail(f"batches: the dataset has {size} examples, the sampler {of.size}",
+                   fix=f"sampler(key, {size}, ...); torch.utils.data.Subset for a part of a dataset")  # fmt: skip
     spec = of.spec if spec is None else spec
     for leaf in tree.leaves(spec):
         if not is_spec(leaf):

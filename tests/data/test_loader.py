@@ -140,6 +140,7 @@ def test_every_iteration_of_a_loader_begins_at_the_step_of_its_sampler() -> None
     sampler = data.sampler(fs.key(0), SIZE, 4, fs.make_mesh(data=2), step=1, epoch=0)
     assert list(sampler) == list(sampler) == [data.indices(fs.key(0), step=1, size=SIZE, batch=4).tolist()]
     assert len(sampler) == len(DataLoader(torch.arange(SIZE), batch_sampler=sampler)) == 1
+    assert len(list(data.sampler(fs.key(0), SIZE, 4, fs.make_mesh(data=2), epoch=0, even=True))) == 3
     with pytest.raises(TypeError, match="no end"):
         len(data.sampler(fs.key(0), SIZE, 4, fs.make_mesh(data=2)))
 
@@ -219,6 +220,11 @@ ERRORS = {
         lambda: data.batches(a_loader(num_workers=1, in_order=False)),
         ("batches: the loader returns batches in the order in which they are ready\n"
          "  each mesh, and each run, would have another\n  fix: in_order=True"),
+    ),
+    "another size": (
+        lambda: data.batches(a_loader(torch.arange(SIZE + 2))),
+        ("batches: the dataset has 13 examples, the sampler 11\n"
+         "  fix: sampler(key, 13, ...); torch.utils.data.Subset for a part of a dataset"),
     ),
     "spec": (
         lambda: data.batches(a_loader(), spec=P(None, "data")),

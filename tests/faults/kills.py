@@ -104,6 +104,18 @@ def read_folder(folder: Path) -> int:
     return number_of({**got, "n": n, "text": f"state {n}"})
 
 
+def save_file(folder: Path, n: int, mesh: fs.Mesh | None) -> None:
+    fs.state_dict.write(folder / "c.pt", {name: x for name, x in state(n, mesh).items() if name in SIZES})
+
+
+def read_file(folder: Path) -> int:
+    if not (folder / "c.pt").exists():
+        return 0
+    got = torch.load(folder / "c.pt", weights_only=True)
+    n = int(got["b"][0])
+    return number_of({**got, "n": n, "text": f"state {n}"})
+
+
 @dataclass(frozen=True)
 class Program:
     save: Callable[[Path, int, fs.Mesh | None], None]
@@ -116,9 +128,11 @@ PROGRAMS = {
     "overwrite": Program(save_over, read_over),
     "overwrite of one step": Program(save_over_step, read_over_step),
     "Hugging Face folder": Program(save_folder, read_folder),
+    "file of torch": Program(save_file, read_file),
     "numbered steps, 2 ranks": Program(save_numbered, read_numbered, 2),
     "overwrite, 2 ranks": Program(save_over, read_over, 2),
     "Hugging Face folder, 2 ranks": Program(save_folder, read_folder, 2),
+    "file of torch, 2 ranks": Program(save_file, read_file, 2),
 }
 MESH = fs.make_mesh(data=1)
 

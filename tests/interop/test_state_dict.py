@@ -8,6 +8,7 @@ import random
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,12 @@ def test_package_safetensors_loads_the_file_and_ties_as_save_model_writes_them(t
         {n: fs.device_get(x) for n, x in named_leaves(got)}, {n: x.detach() for n, x in module.state_dict().items()}
     )
     assert got["a"]["weight"] is got["b"]["weight"]
+    tree["b"]["weight"] = fs.init.zeros((2, 3))  # no tie here: both names are found
+    apart = fs.materialize(
+        fs.state_dict.read(tmp_path / "theirs.safetensors", tree), P(), fs.make_mesh(data=2), key=KEY
+    )
+    assert_same(apart, fs.device_get(got))
+    assert apart["a"]["weight"] is not apart["b"]["weight"]
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -281,6 +288,8 @@ def strided(draw: random.Random) -> Tensor:
 def test_tensors_of_any_strides_are_read_by_slices(tmp_path: Path) -> None:
     draw = random.Random(0)
     theirs = {str(i): strided(draw) for i in range(60)}
+    theirs["windows"] = torch.arange(40.0).as_strided((3, 2, 3), (3, 2, 1))  # elements in several places
+    theirs["expanded"] = torch.arange(6.0)[:, None].expand(6, 5)
     torch.save(theirs, tmp_path / "a.pt")
     tree = described(theirs)
     mesh = fs.make_mesh(data=2, model=3)
@@ -308,6 +317,11 @@ def test_leaves_of_other_dims_than_those_of_a_strided_tensor(tmp_path: Path, mem
         read = fs.state_dict.read(tmp_path / "a.pt", tree, theirs=lambda path, dims=dims: FileTensor("x", dims))
         for spec in (P(), P("data"), P(None, "data"), P("data", "model")):
             assert_same(fs.materialize(read, spec, fs.make_mesh(data=2, model=2), key=KEY), {"x": want})
+        halves = {n: fs.init.zeros((3, 4, 5)) for n in "ab"}
+        of_half = {n: FileTensor("x", "(two=2 h) a b -> h a b", {"two": i}) for i, n in enumerate("ab")}
+        read = fs.state_dict.read(tmp_path / "a.pt", halves, theirs=lambda path, of=of_half: of[path[0]])
+        got = fs.materialize(read, P(None, "data"), fs.make_mesh(data=2), key=KEY)
+        assert_same(got, {"a": x[:3], "b": x[3:]})
         if memory == (0, 1, 2):  # and written by the same function
             fs.state_dict.write(tmp_path / "b.pt", {"x": want}, theirs=lambda path, dims=dims: FileTensor("x", dims))
             assert_same(torch.load(tmp_path / "b.pt", weights_only=True), {"x": x})
@@ -419,6 +433,25 @@ def test_errors_of_files_name_the_file_and_the_tensor(tmp_path: Path) -> None:
     assert "has changed since its header was read" in error_text(
         fs.materialize, leaf, P(), fs.make_mesh(data=1), key=KEY
     )
+
+
+def test_a_changed_bit_outside_of_the_tensors_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    path, other, draw = tmp_path / "a.pt", tmp_path / "b.pt", random.Random(0)
+    torch.save({"w": torch.ones(2, 3), "b": torch.ones(2)}, path)
+    whole, want = path.read_bytes(), read_torch_file(path).entries
+    inside = {at for e in want for at in range(e.start, e.start + e.nbytes)}
+    texts = []
+    for at in draw.sample(sorted(set(range(len(whole))) - inside), 200):
+        other.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << draw.randrange(8))]) + whole[at + 1 :])
+        try:
+            got = read_torch_file(other)
+        except fs.ShardingError as e:
+            texts.append(str(e))
+            continue
+        texts += map(str, got.errors)
+        assert got.errors or [replace(e, file=path, file_mtime=want[0].file_mtime) for e in got.entries] == want
+    assert all(str(other) in text for text in texts)
+    assert len(texts) > 30
 
 
 def test_errors_of_write_leave_the_older_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def _no_weights(path: Path) -> ShardingError:
 
 def _refuse_pickles(path: Path, names: list[str]) -> ShardingError:
     return fail(f"{path}: pickles are refused", f"it has {', '.join(names)}; a pickle runs any code that is in it",
+                "fs.state_dict.read reads one file of tensors, and runs nothing",
                 fix="convert it on a machine that may run that: "
                     "AutoModel.from_pretrained(a).save_pretrained(b)")  # fmt: skip
 
