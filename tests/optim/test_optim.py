@@ -668,7 +668,8 @@ def trained_on_ranks():
     mesh = fs.make_mesh(model=2)
     own = lambda x: [(leaf.shards[0], leaf.box(mesh.ranks[0])) for leaf in tree.leaves(x)]  # noqa: E731
     trained = train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2))
-    return trained, sampled.train("2", "momentum"), test_update.curve_on_ranks(), own(zero_on_ranks())
+    others = sampled.train("2", "momentum"), test_update.curve_on_ranks()
+    return trained, *others, own(zero_on_ranks()), zero_bytes()
 
 
 def zero_on_ranks():
@@ -690,13 +691,26 @@ def zero_on_ranks():
     return placed, state
 
 
+def zero_bytes():
+    """Bytes that a step of `zero` of summed gradients takes beside donated parameters, and those of the parameters."""
+    mesh, grads = fs.make_mesh(data=2), torch.ones(256, 64)
+    opt = optim.zero(optim.adamw(0.1), P(), P("data"), axis="data", summed=True)
+    specs = (P(), opt.specs(P()))
+    step = fs.shard_map(opt.update, mesh=mesh, in_specs=(P(), specs[1], P()), out_specs=specs, donate=(1, 2))
+    params = fs.device_put(torch.ones(256, 64), P(), mesh)
+    params, state = step(grads, opt.init(params), params)
+    return most_extra_bytes(step, grads, state, params)[0], grads.nbytes
+
+
 @pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*profiler.*")
 def test_real_ranks_train_like_one_device(ranks):
     want, want_table = tree.leaves(train(clipped(P()), make_params(), 3)), sampled.train_densely("momentum")
     exact = tree.leaves(train(OPTIMIZERS["adamw"](P()), make_params(), 3))
-    for own, table, in_backward, zero in ranks(2, trained_on_ranks):
+    for own, table, in_backward, zero, (most, nbytes) in ranks(2, trained_on_ranks):
         assert_same(table, want_table, rtol=1e-8, atol=1e-9)
         assert_same(in_backward, test_update.whole_steps("momentum", 7), rtol=1e-11, atol=1e-12)
+        assert most < nbytes / 8  # the new parameters are gathered in the memory of the old ones
         for (got, box), whole in zip(own, want, strict=True):
             torch.testing.assert_close(got, whole[box], rtol=1e-4, atol=1e-5)  # an error of the norm, times three
         for (got, box), whole in zip(zero, exact, strict=True):
