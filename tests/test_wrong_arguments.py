@@ -30,6 +30,7 @@ KEY = fs.key(0)
 W = torch.arange(16.0).reshape(4, 4)
 V = torch.arange(4.0)
 IDS = torch.tensor([0, 1, 2, 3])
+IMAGES = torch.rand(2, 4, 3, 3)
 PLACED = fs.device_put(W, P("data"), MESH)
 TREE = {"w": W, "b": V}
 SPECS = {"w": P(None, "model"), "b": P()}
@@ -255,6 +256,12 @@ CALLS = [
         outside(fs.nn.causal_mask, t=2, s=4, device=None),
         outside(fs.nn.dropout, x=W, rate=0.5, key=KEY, spec=P(), shape=(4, 4)),
         outside(fs.nn.gelu, x=W),
+        outside(fs.nn.conv2d, x=IMAGES, w=W[:, :, None, None], b=V, stride=1, padding="same", dilation=1, groups=1),
+        outside(fs.nn.max_pool2d, x=IMAGES, kernel=2, stride=(1, 2), padding=1, dilation=1, ceil_mode=False),
+        outside(fs.nn.avg_pool2d, x=IMAGES, kernel=2, stride=(1, 2), padding=1, ceil_mode=False,
+                count_include_pad=True),
+        outside(fs.nn.batch_norm, x=IMAGES, state={"mean": V, "var": V, "count": torch.tensor(0)}, w=V, b=V, train=True,
+                momentum=0.1, eps=1e-5, over=None),
         Call("cross_entropy", fs.nn.cross_entropy, {"logits": W[:, :2], "targets": IDS, "axis": "model", "size": 4,
              "over": None, "weight": V[:2], "ignore_index": -100, "label_smoothing": 0.1, "reduction": "mean"},
              inside=True, words={"axis": "4 over ", "over": "no axis"}),

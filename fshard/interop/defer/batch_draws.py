@@ -16,9 +16,9 @@ from fshard._comm import Axis, checker, in_region, known_axes, live_axes, region
 from fshard._ops import global_size
 from fshard._torch_compat import is_batched
 from fshard.errors import fail
+from fshard.nn.batch_norm import axes_of_own_values
 from fshard.spec import describe, part_lengths, part_range
 
-from .batch_norm import axes_of_own_values
 from .draws import Batch, Draws, Probe
 from .probe import Fake, prime_for, probe
 

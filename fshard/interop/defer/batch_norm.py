@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard._comm import Axis, checker, in_region, region
-from fshard.collectives import psum, pvary
+from fshard._comm import Axis, in_region, region
 from fshard.errors import fail
+from fshard.nn.batch_norm import averaged, axes_of_own_values, normalize_batch
 from fshard.spec import describe, names_of
-
-from .writes import equal_values
 
 _BATCH_NORMS: dict[type[nn.Module], Sequence[int]] = {  # kind -> the numbers of dims that its input may have
     nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,), nn.SyncBatchNorm: range(2, 64)
@@ -25,15 +23,6 @@ def batch_norms(module: nn.Module) -> list[tuple[str, nn.Module]]:
     own = {kind.forward for kind in _BATCH_NORMS}
     return [(name, m) for name, m in module.named_modules()
             if any(isinstance(m, kind) for kind in _BATCH_NORMS) and type(m).forward in own]  # fmt: skip
-
-
-def axes_of_own_values(x: Tensor) -> frozenset[str]:
-    """Return the axes over which ranks have values of their own, not copies of one; none in calls without checks."""
-    types = checker()
-    if types is None:
-        return frozenset()
-    type_, history = types.info(x).type, types.info(x).history
-    return frozenset(type_.varying - history.copies - {g.axis for g in history.gathers})
 
 
 def _axes_of_channels(m: Any) -> frozenset[str]:
@@ -81,29 +70,15 @@ def batch_norm_over(axis: Axis, name: str, m: Any, x: Tensor) -> Tensor:
         if leaf is not None and len(leaf) != x.shape[1]:
             raise fail(f"{name} whose {key} has {len(leaf)} channels, and its input has {x.shape[1]}",
                        input=describe(x.dtype, x.shape))  # fmt: skip
-    dims, shape = [d for d in range(x.ndim) if d != 1], [1, -1] + [1] * (x.ndim - 2)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    values = x.numel() // max(1, x.shape[1])  # of each channel on this rank
-    count = torch.tensor(values, dtype=wide.dtype, device=x.device)
-    total, count = psum((wide.sum(dims), count), axis)
-    # Read the count only where so few values are possible.
-    if values <= 1 and equal_values(count, torch.ones_like(count), unknown=False):
-        raise fail(f"{name}, and all ranks of {axis!r} together have one value of each channel: it has no variance",
-                   input=describe(x.dtype, x.shape), fix="a larger batch, or apply.eval()")  # fmt: skip
-    mean = total / count
-    centred = wide - pvary(mean, axis).view(shape)
-    variance = psum(centred.square().sum(dims), axis) / count
-    y = centred * pvary(variance + m.eps, axis).rsqrt().view(shape)
-    if m.weight is not None:
-        y = y * m.weight.view(shape) + m.bias.view(shape)
+    y, mean, var = normalize_batch(name, x, m.weight, m.bias, eps=m.eps, over=axis,
+                                   fix="a larger batch, or apply.eval()")  # fmt: skip
     if m.training and m.track_running_stats and m.running_mean is not None:
-        rate: Any = m.momentum or 0.0
+        state = {"mean": m.running_mean, "var": m.running_var, "count": m.num_batches_tracked}
+        momentum = m.momentum
+        if state["count"] is None:
+            state["count"], momentum = torch.zeros((), dtype=torch.int64), m.momentum or 0.0
+        new = averaged(state, mean, var, momentum)
+        m.running_mean, m.running_var = new["mean"], new["var"]
         if m.num_batches_tracked is not None:
-            m.num_batches_tracked.add_(1)
-            rate = m.momentum if m.momentum is not None else 1 / m.num_batches_tracked.to(wide.dtype)
-        unbiased = variance * (count / (count - 1))
-        for key, new in (("running_mean", mean), ("running_var", unbiased)):
-            old = getattr(m, key)
-            setattr(m, key, (old + rate * (new.detach() - old)).to(old.dtype))
-    out: Tensor = y.to(x.dtype)
-    return out
+            m.num_batches_tracked = new["count"]
+    return y

@@ -78,11 +78,11 @@ def version(x: Tensor) -> int:
     return version_of(unwrapped(x))
 
 
-def equal_values(x: Tensor, y: Tensor, unknown: bool = True) -> bool:
-    """Return whether two tensors have the same values; `unknown` for tensors without values."""
+def equal_values(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors have the same values; True for tensors without values."""
     x, y = unwrapped(x.detach()), unwrapped(y.detach())
     if x is y:
         return True
     if x.is_meta or isinstance(x, FakeTensor):
-        return unknown
+        return True
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN equals NaN

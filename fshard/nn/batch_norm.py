@@ -1,0 +1,179 @@
+"""Batch normalization as a pure function: the running statistics are a state tree in and out.
+
+Legend: B batch, C channels; [B@data] is a dim split over an axis; {V} varies over it, {I} does not.
+Source: Ioffe & Szegedy, 2015; torch.nn.functional.batch_norm for the meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fshard._comm import Axis, checker
+from fshard._torch_compat import FakeTensor, in_transform, unwrapped
+from fshard.collectives import psum, pvary
+from fshard.errors import checked, fail, must_be
+from fshard.spec import describe, names_of
+
+_STATE = ("mean", "var", "count")
+
+
+@checked
+def batch_norm(
+    x: Tensor, state: Any, w: Tensor | None = None, b: Tensor | None = None, *, train: bool,
+    momentum: float | None = 0.1, eps: float = 1e-5, over: Axis = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Compute (x - mean) / sqrt(var + eps) * w + b for each channel: x [B, C, ...] -> ([B, C, ...], the new state).
+
+        with `over`: x [B@over, C, ...]{V}, w and b [C]{V}, state {I} -> x's type, state {I}
+        cost: two psums of C numbers forward, two backward
+        channels split: x [B, C@axis, ...], w, b, and the state's mean and var [C@axis]: nothing else changes
+
+    In training mean and var are those of the batch, and of the examples on all ranks of `over`, each counted once even
+    if ranks have different numbers of them or none. Without training they are those of the state, which is returned.
+
+    Args:
+        state: {"mean": [C], "var": [C], "count": [] int64}: the averages of the means and of the unbiased variances of
+            `count` batches. It has no gradient. None: no averages, and none are returned.
+        momentum: weight of a new batch in the averages; None: they are of all batches alike.
+        over: axes the batch is split over, and also those that split height or width.
+
+    float32 or better inside; y has the dtype of x, the state keeps its own. Raises ShardingError in training for x that
+    varies over an axis other than those of `over` and of the state: the statistics of each rank's own examples change
+    with the mesh; and for a single value of each channel, which has no variance.
+
+    >>> y, state = nn.batch_norm(x, state, p["w"], p["b"], train=True, over="data")     # x [B@data, C, H, W]
+    """
+    _check("batch_norm", x, state, w, b)
+    if (momentum is not None and not 0 <= momentum <= 1) or not 0 < eps < math.inf:
+        raise fail(f"batch_norm: momentum={momentum}, eps={eps}", fix="0 <= momentum <= 1, or None; eps above 0")
+    if not train:
+        if state is None:
+            raise fail("batch_norm: train=False without a state, whose mean and var it uses",
+                       fix='state={"mean": ..., "var": ..., "count": ...}; or train=True')  # fmt: skip
+        return _normalize(x, state["mean"], state["var"], w, b, eps), state
+    _check_axes("batch_norm", x, state, over)
+    y, mean, var = normalize_batch("batch_norm", x, w, b, eps=eps, over=over, fix="a larger batch, or train=False")
+    return y, None if state is None else averaged(state, mean, var, momentum)
+
+
+def _check(verb: str, x: Tensor, state: Any, w: Tensor | None, b: Tensor | None) -> None:
+    if x.ndim < 2 or not x.is_floating_point():
+        raise fail(f"{verb}: x must be floating, with channels in dim 1", x=_describe(x), fix="x [B, C, ...]")
+    if state is not None and (not isinstance(state, Mapping) or set(state) != set(_STATE)
+                              or not all(isinstance(s, Tensor) for s in state.values())):  # fmt: skip
+        raise must_be(f"{verb}: state", 'None, or a dict of tensors "mean", "var" and "count"', state)
+    leaves = {"w": w, "b": b} | ({} if state is None else {f"state[{n!r}]": state[n] for n in ("mean", "var")})
+    for name, leaf in leaves.items():
+        if leaf is not None and tuple(leaf.shape) != (x.shape[1],):
+            raise fail(f"{verb}: {name} must have one number for each channel here", x=_describe(x),
+                       **{name: _describe(leaf)}, fix=f"[{x.shape[1]}]")  # fmt: skip
+    if state is not None and state["count"].ndim:
+        raise fail(f"{verb}: state['count'] must be one number", count=_describe(state["count"]))
+
+
+def axes_of_own_values(x: Tensor) -> frozenset[str]:
+    """Return the axes over which ranks have values of their own, not copies of one; none in calls without checks."""
+    types = checker()
+    if types is None:
+        return frozenset()
+    type_, history = types.info(x).type, types.info(x).history
+    return frozenset(type_.varying - history.copies - {g.axis for g in history.gathers})
+
+
+def _check_axes(verb: str, x: Tensor, state: Any, over: Axis) -> None:
+    """Raise ShardingError for statistics of one rank's own examples, or of several ranks' different channels."""
+    channels = (frozenset[str]() if state is None else
+                axes_of_own_values(state["mean"]) & axes_of_own_values(state["var"]))  # fmt: skip
+    if split := sorted(channels & set(names_of(over))):
+        raise fail(f"{verb}: over={over!r}, and the state varies over {split[0]!r}: that is the mean over different "
+                   "channels", fix="leave that axis out: each rank has all examples of its channels")  # fmt: skip
+    own = axes_of_own_values(x) - channels - set(names_of(over))
+    if own:
+        axes = tuple(sorted(own | set(names_of(over))))
+        raise fail(f"{verb}: x varies over {' and '.join(map(repr, sorted(own)))}, and over={over!r}",
+                   "the statistics of each rank's own examples change with the mesh",
+                   fix=f"over={axes if len(axes) > 1 else axes[0]!r}: those of all examples; or train=False; or a "
+                   "state that varies too, if each rank has channels or a model of its own")  # fmt: skip
+
+
+def normalize_batch(
+    label: str, x: Tensor, w: Tensor | None, b: Tensor | None, *, eps: float, over: Axis, fix: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalize by the statistics of the batch: (y, mean [C], unbiased variance [C])."""
+    dims = [d for d in range(x.ndim) if d != 1]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    values = math.prod(x.shape[d] for d in dims)  # of each channel on this rank
+    if not over and values > 1 and _has_kernel(x):
+        mean, var = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
+        return _kernel(x, mean, var, w, b, eps, train=True), mean, var  # which it writes
+    wide = x.to(dtype)
+    count = torch.tensor(values, dtype=dtype, device=x.device)
+    total, count = psum((wide.sum(dims), count), over)
+    # Read the count only where so few values are possible.
+    if values <= 1 and _at_most_one(count):
+        where = f"all ranks of {over!r} together have" if over else "x has"
+        raise fail(f"{label}: {where} one value of each channel: it has no variance" if values or over else
+                   f"{label}: x has no value of a channel", x=_describe(x), fix=fix)  # fmt: skip
+    mean = total / count
+    centred = wide - _beside(x, pvary(mean, over))
+    var = psum(centred.square().sum(dims), over) / count
+    y = centred * _beside(x, pvary(var + eps, over).rsqrt())
+    return _affine(y, w, b).to(x.dtype), mean.detach(), (var * (count / (count - 1))).detach()
+
+
+def _normalize(x: Tensor, mean: Tensor, var: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> Tensor:
+    """Normalize by statistics that are constants."""
+    if _has_kernel(x):
+        return _kernel(x, mean, var, w, b, eps, train=False)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    mean, var = (_beside(x, s.detach().to(dtype)) for s in (mean, var))
+    return _affine((x - mean) * (var + eps).rsqrt(), w, b).to(x.dtype)
+
+
+def _affine(y: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+    y = y if w is None else y * _beside(y, w)
+    return y if b is None else y + _beside(y, b)
+
+
+def _beside(x: Tensor, channels: Tensor) -> Tensor:
+    """View one number for each channel as x."""
+    return channels.view([1, -1] + [1] * (x.ndim - 2)) if x.ndim > 2 else channels
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Return whether torch's kernel computes this: it has no vmap for the statistics, and fails without channels."""
+    return x.shape[1] > 0 and (torch.compiler.is_dynamo_compiling() or not in_transform())
+
+
+def _kernel(
+    x: Tensor, mean: Tensor, var: Tensor, w: Tensor | None, b: Tensor | None, eps: float, *, train: bool
+) -> Tensor:
+    """Run torch's kernel, which takes other leaves than x in float32 or better; in training it writes mean and var."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    w, b = (None if leaf is None else leaf.to(dtype) for leaf in (w, b))
+    return F.batch_norm(x, mean.to(dtype), var.to(dtype), w, b, train, 1.0, eps)
+
+
+def averaged(state: Any, mean: Tensor, var: Tensor, momentum: float | None) -> dict[str, Tensor]:
+    """Return the state after one more batch, of this mean and unbiased variance."""
+    count = state["count"] + 1
+    rate = 1 / count.to(mean.dtype) if momentum is None else momentum
+    new = {name: (state[name] + rate * (x - state[name])).to(state[name].dtype)
+           for name, x in (("mean", mean), ("var", var))}  # fmt: skip
+    return {**new, "count": count}
+
+
+def _at_most_one(count: Tensor) -> bool:
+    """Read a count; False for one without a value."""
+    count = unwrapped(count.detach())
+    return not (count.is_meta or isinstance(count, FakeTensor)) and bool(count <= 1)
+
+
+def _describe(x: Tensor) -> str:
+    return describe(x.dtype, x.shape)
