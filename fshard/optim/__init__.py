@@ -3,8 +3,9 @@
 from .norm import global_norm
 from .optimizers import Optimizer, Transform, adamw, chain, clip_by_global_norm, sgd
 from .schedules import Schedule, constant, cosine, linear, warmup
+from .zero import zero
 
 __all__ = [
     "Optimizer", "Schedule", "Transform", "adamw", "chain", "clip_by_global_norm", "constant", "cosine",
-    "global_norm", "linear", "sgd", "warmup",
+    "global_norm", "linear", "sgd", "warmup", "zero",
 ]  # fmt: skip

@@ -317,9 +317,16 @@ def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: 
     if keys != sorted(["count", *moments]):
         raise fail(f"{name}: the state is not its state", fix="state = opt.init(params)",
                    got=keys, expected=sorted(["count", *moments]))  # fmt: skip
-    trees = [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]]
     if not isinstance(state["count"], Tensor):
         raise must_be(f"{name}: state['count']", "a Tensor", state["count"])
+    return like_params(name, params, [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]])
+
+
+def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tuple[list[list[Tensor]], Any]:
+    """Leaves of parameters and of some named trees, and the structure of the parameters.
+
+    Raises ShardingError unless these are trees like the parameters, of floating tensors of their shapes and dtypes.
+    """
     for label, other in [("params", params), *trees]:
         tree.check_leaves(name, label, other, Tensor)
     leaves, treedef = tree.flatten(params)
@@ -355,7 +362,9 @@ def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any,
             fail(
                 f"{name}: {label}{path}: is {describe(x.dtype, x.shape)}, its parameter "
                 f"{describe(expected[path].dtype, expected[path].shape)}",
-                fix="give it that shape and dtype",
+                fix="give it that shape and dtype"
+                if label == "grads" or x.numel() >= expected[path].numel()
+                else "a state of parameters split alike; or fs.optim.zero, for a state that is split more",
             )
             for path, x in got.items()
             if (x.shape, x.dtype) != (expected[path].shape, expected[path].dtype)
