@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import fshard as fs
 from fshard import P
@@ -341,6 +342,10 @@ CALLS = [
         outside(fs.data.pad, rows=[[1, 2], [3]], length=2, value=0, side="left"),
         outside(fs.data.load, fetch=lambda i: W[torch.from_numpy(i)], indices=IDS, mesh=MESH, spec=P("data")),
         outside(fs.data.crop, text=torch.arange(10), starts=[0, 1], length=2),
+        outside(fs.data.sampler, key=KEY, size=8, batch=2, mesh=MESH, axis="data", step=0, epoch=0, drop_last=True,
+                even=False, with_epoch=True),
+        outside(fs.data.batches, loader=DataLoader(IDS, batch_sampler=fs.data.sampler(KEY, 4, 2, MESH)),
+                spec=P("data")),
     ),
 ]  # fmt: skip
 
@@ -358,7 +363,10 @@ def checkpoint_calls(folder: Path) -> list[Call]:
         outside(fs.accelerate.Settings, strategy="FULL_SHARD", processes=2, machines=2, wrap=("Block",), offload=True,
                 compute=torch.bfloat16, accumulate=2, backward_prefetch="pre", state_dict="full", reshard=2),
     )  # fmt: skip
-    return accelerate + prefixed("checkpoint",
+    (folder / "cat").mkdir()
+    (folder / "cat" / "1.png").touch()
+    images = outside(fs.data.image_folder, path=folder, size=(2, 2), mode="L")
+    return accelerate + prefixed("data", images) + prefixed("checkpoint",
         outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True,
                 base=None),
         outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at="",

@@ -1,17 +1,25 @@
 """Data order as a pure function: (key, step) -> the global batch. Each rank reads only its own rows of it.
 
-There is no loader object and no state beyond the step number: resuming at a step is calling with that step.
+There is no state beyond the step number: resuming at a step is calling with that step.
 The batches are the same on every mesh, because a mesh only decides which rank reads which rows.
 
     rows = data.indices(key, step=step, size=len(images), batch=256)
     batch = data.load(lambda i: {"x": images[i], "y": labels[i]}, rows, mesh=mesh)
+
+With workers, and any map-style dataset:
+
+    loader = DataLoader(dataset, batch_sampler=data.sampler(key, len(dataset), 256, mesh, step=step), num_workers=4)
+    for batch in data.batches(loader): ...
 """
 
 from .buckets import Bucketed, Buckets, buckets
+from .images import ImageFolder, image_folder
+from .loader import Sampler, batches, sampler
 from .loading import load
 from .order import counted, indices, permute, steps_per_epoch
 from .tokens import crop, pad
 
 __all__ = [
-    "Bucketed", "Buckets", "buckets", "counted", "crop", "indices", "load", "pad", "permute", "steps_per_epoch",
+    "Bucketed", "Buckets", "ImageFolder", "Sampler", "batches", "buckets", "counted", "crop", "image_folder", "indices",
+    "load", "pad", "permute", "sampler", "steps_per_epoch",
 ]  # fmt: skip

@@ -212,6 +212,12 @@ IMAGES = """
 key, step = fs.key(0), 3
 images, labels = np.zeros((500, 3, 32, 32), np.float32), np.zeros(500, int)
 """
+PHOTOS = """
+import PIL.Image
+for name in ("cat/1.png", "cat/2.png", "dog/1.png"):
+    os.makedirs("photos/" + name[:3], exist_ok=True)
+    PIL.Image.new("RGB", (12, 10)).save("photos/" + name)
+"""
 GPT2 = """
 gpt2 = fs.models.gpt2
 cfg = gpt2.Config(32, 8, 16, 1, 4)
@@ -293,6 +299,8 @@ SETUP = {
     "fshard.checkpoint.steps": SAVED,
     "fshard.collectives.ppermute": "x = torch.ones(2)",
     "fshard._comm.record.recording": MLP + RECORDED,
+    "fshard.data.images.image_folder": PHOTOS,
+    "fshard.data.loader.sampler": "from torch.utils.data import DataLoader",
     "fshard.data.loading.load": IMAGES,
     "fshard.nn.loss.cross_entropy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
     "fshard.cli.inspecting.inspect": GPT2,

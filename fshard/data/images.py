@@ -1,0 +1,124 @@
+"""Folders of images as map-style datasets: the class of an image is the name of its sub-folder."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fshard.errors import checked, fail
+
+StrPath = str | os.PathLike[str]
+
+_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_CHANNELS = {"L": 1, "RGB": 3}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ImageFolder:
+    """A map-style dataset, made by `image_folder`: `images[i]` is (uint8 [C, H, W], label).
+
+    Attributes: `classes`, the names of the labels; `files`, in the order of the dataset; `labels`, of each file.
+    """
+
+    path: Path
+    classes: tuple[str, ...]
+    files: tuple[str, ...]
+    labels: tuple[int, ...]
+    size: tuple[int, int] | None
+    mode: str
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        """Decode one image. Raises ShardingError, with its path, if it cannot be read."""
+        path = self.path / self.files[i]
+        pil = _pillow()
+        try:
+            with pil.open(path) as image:
+                pixels = np.array(self._resize(image.convert(self.mode)))
+        except (OSError, ValueError, SyntaxError, EOFError) as e:  # as Pillow raises for files that are damaged
+            fix = "write it again, or remove it"
+            raise fail(f"image_folder: {path} cannot be read as an image", str(e), fix=fix) from e
+        return torch.from_numpy(pixels).view(*pixels.shape[:2], -1).permute(2, 0, 1).contiguous(), self.labels[i]
+
+    def _resize(self, image: Any) -> Any:
+        """Scale an image to cover `size`, and cut its middle out."""
+        if self.size is None:
+            return image
+        (height, width), (w, h) = self.size, image.size
+        scale = max(height / h, width / w)
+        left, top = (w - width / scale) / 2, (h - height / scale) / 2
+        box = (left, top, left + width / scale, top + height / scale)
+        bilinear = 2  # Pillow's number: of its filters the one for photographs in torchvision's ImageFolder recipes
+        return image.resize((width, height), bilinear, box=box)
+
+    def __repr__(self) -> str:
+        return f"ImageFolder({self.path}: {len(self)} images of {len(self.classes)} classes)"
+
+
+@checked
+def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: str = "RGB") -> ImageFolder:
+    """Return the images of a folder as a dataset of (uint8 [C, H, W], label); they are decoded when asked for.
+
+    Each sub-folder is a class, which may have folders of its own. Classes, and the files of each, are in the order of
+    their names. Names that begin with a dot are left out, and so are files that are no images by their suffix.
+
+    Args:
+        size: (H, W) of every image: it is scaled to cover that, and its middle is cut out. Without it each image has
+            the size of its file, and a batch needs equal ones.
+        mode: Pillow's: "RGB", 3 channels, or "L", 1 channel of grey.
+
+    >>> images = image_folder("photos", size=(8, 8))
+    >>> images, images.classes
+    (ImageFolder(photos: 3 images of 2 classes), ('cat', 'dog'))
+    >>> pixels, label = images[2]
+    >>> pixels.shape, images.classes[label]
+    (torch.Size([3, 8, 8]), 'dog')
+
+    Raises ShardingError for a folder without classes, and for a class without images.
+
+    Source: the layout is that of torchvision's `ImageFolder`.
+    """
+    root = Path(path)
+    if mode not in _CHANNELS:
+        raise fail(f"image_folder: mode={mode!r}", fix="'RGB' or 'L'")
+    if size is not None and min(size) < 1:
+        raise fail(f"image_folder: size={size}", fix="(height, width), both 1 or more")
+    if not root.is_dir():
+        raise fail(f"image_folder: {root} is no folder", fix="a folder with a sub-folder of images for each class")
+    _pillow()
+    classes = sorted(d.name for d in root.iterdir() if d.is_dir() and not d.name.startswith("."))
+    if not classes:
+        raise fail(f"image_folder: {root} has no sub-folders", fix="a folder of its own for the images of each class")
+    files = [sorted(_images(root, root / name)) for name in classes]
+    if empty := [name for name, found in zip(classes, files, strict=True) if not found]:
+        raise fail(f"image_folder: {len(empty)} of the {len(classes)} classes in {root} have no images",
+                   ", ".join(empty[:8]) + ", ..." * (len(empty) > 8), f"suffixes of images: {' '.join(_SUFFIXES)}",
+                   fix="remove these folders, or fill them")  # fmt: skip
+    labels = tuple(label for label, found in enumerate(files) for _ in found)
+    return ImageFolder(root, tuple(classes), tuple(f for found in files for f in found), labels, size, mode)
+
+
+def _images(root: Path, folder: Path) -> list[str]:
+    """Return the images below a folder, as paths relative to `root`."""
+    found = []
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [d for d in folders if not d.startswith(".")]
+        found += [Path(parent, n).relative_to(root).as_posix() for n in names
+                  if n.lower().endswith(_SUFFIXES) and not n.startswith(".")]  # fmt: skip
+    return found
+
+
+def _pillow() -> Any:
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as e:
+        raise fail("image_folder: needs Pillow, which is not installed", fix="pip install 'fshard[images]'") from e

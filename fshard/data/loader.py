@@ -1,0 +1,162 @@
+"""Batches of `torch.utils.data.DataLoader`, with its workers and any map-style dataset, in the order of `indices`.
+
+    sampler = data.sampler(key, len(dataset), 256, mesh, step=step)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=4)
+    for batch in data.batches(loader):        # Sharded leaves: every rank has loaded its own rows
+        ...
+
+Legend: B global batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fshard import tree
+from fshard.errors import checked, fail, raise_all
+from fshard.mesh import Mesh
+from fshard.spec import Axis, P, describe, is_spec, local_box, spec_errors
+
+from .loading import load
+from .order import Rows, indices, steps_per_epoch
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """A batch sampler, made by `sampler`: each iteration begins at `step` again.
+
+    Its length is the number of steps to the end of `epoch`; without `epoch` it has no end and no length.
+    """
+
+    key: Tensor | None
+    size: int
+    batch: int
+    mesh: Mesh
+    spec: P
+    step: int
+    epoch: int | None
+    drop_last: bool
+    even: bool
+    with_epoch: bool
+
+    def indices(self, step: int) -> Tensor:
+        """Return the global batch of a step: int64 [B], the same on every rank."""
+        return indices(self.key, step=step, size=self.size, batch=self.batch, epoch=self.epoch,
+                       drop_last=self.drop_last, even=self.even)  # fmt: skip
+
+    def steps(self) -> Iterator[int]:
+        """Iterate over the steps."""
+        return itertools.count(self.step) if self.epoch is None else iter(range(self.step, self._of_epoch))
+
+    def rows(self, size: int) -> slice:
+        """Return the rows of a global batch of `size` that this process loads; one if its part has none.
+
+        The one row, the first, has the dtypes and dims of the empty part.
+        """
+        boxes = [local_box((size,), self.spec, self.mesh.axes, self.mesh.coords(rank))[0] for rank in self.mesh.ranks]
+        start, stop = min(b.start for b in boxes), max(b.stop for b in boxes)
+        return slice(start, stop) if start < stop else slice(0, 1)
+
+    @property
+    def _of_epoch(self) -> int:
+        return steps_per_epoch(self.size, self.batch, drop_last=self.drop_last and not self.even)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for step in self.steps():
+            examples = self.indices(step)
+            own = examples[self.rows(len(examples))].tolist()
+            epoch = step // self._of_epoch if self.epoch is None else self.epoch
+            yield [(i, epoch) for i in own] if self.with_epoch else own
+
+    def __len__(self) -> int:
+        if self.epoch is None:
+            raise TypeError("a sampler without epoch= has no end: zip(range(steps), batches), or give epoch=")
+        return self._of_epoch - self.step
+
+
+@checked
+def sampler(
+    key: Tensor | None, size: int, batch: int, mesh: Mesh, *, axis: Axis = "data", step: int = 0,
+    epoch: int | None = None, drop_last: bool = True, even: bool = False, with_epoch: bool = False,
+) -> Sampler:  # fmt: skip
+    """Return a batch sampler for `torch.utils.data.DataLoader`: the batches of `indices`, from `step` on.
+
+    It yields the examples that this process loads: those of its rank's part of each global batch, or all of them on a
+    simulated mesh. Ranks that differ in other axes than `axis` (a model group) load the same examples. Its only state
+    is the step: to resume, on any mesh, make it with that step. Pass the loader to `batches`.
+
+    Args:
+        key, size, batch, step, epoch, drop_last, even: those of `indices`. `size` is the length of the dataset. With
+            `epoch` the sampler ends where the epoch does; without it there is no end.
+        axis: the mesh axes that rows are split over; `None` for none.
+        with_epoch: ask the dataset for `(example, epoch)` in the place of `example`. An augmentation draws by the key
+            `fold_in(fold_in(key, epoch), example)`, and is then the same in any worker and on any mesh.
+
+    >>> mesh = fs.make_mesh(data=2, model=2)
+    >>> loader = DataLoader(torch.arange(10), batch_sampler=sampler(None, 10, 4, mesh, epoch=0, step=1, even=True))
+    >>> [[x.tolist() for x in batch.shards] for batch in fs.data.batches(loader)]
+    [[[4, 5], [4, 5], [6, 7], [6, 7]], [[8, 9], [8, 9], [0, 1], [0, 1]]]
+
+    Raises ShardingError for an axis that the mesh lacks, and where `indices` does for `step`.
+    """
+    raise_all(spec_errors("sampler", (batch,), P(axis), mesh.axes))
+    out = Sampler(key, size, batch, mesh, P(axis), step, epoch, drop_last, even, with_epoch)
+    out.indices(step)  # raises
+    return out
+
+
+@checked
+def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
+    """Iterate over the global batches of a loader with a `sampler`: trees of `Sharded`, the same on every mesh.
+
+    Args:
+        loader: it collates the rows of this process into a tensor, an array or a tree of them, with dim 0 for rows.
+            Its workers decode, and prefetch in order.
+        spec: as of `load`: a spec, or a prefix tree of specs that split dim 0 as the sampler does; rows alone are split
+            if left out.
+
+    Raises ShardingError for a loader without such a sampler or that may change the order, and for leaves that `load`
+    refuses. The errors of a dataset are raised as the loader raises them.
+    """
+    of = loader.batch_sampler
+    if not isinstance(of, Sampler):
+        raise fail(f"batches: the batch sampler of the loader is a {type(of).__name__}, of one process",
+                   fix="DataLoader(dataset, batch_sampler=fs.data.sampler(key, len(dataset), batch, mesh))")  # fmt: skip
+    if loader.num_workers and not loader.in_order:
+        raise fail("batches: the loader returns batches in the order in which they are ready",
+                   "each mesh, and each run, would have another", fix="in_order=True")  # fmt: skip
+    spec = of.spec if spec is None else spec
+    first = next((s for s in tree.leaves(spec) if is_spec(s)), of.spec)
+    if first.parts(max(1, len(first.entries)))[0] != of.spec.parts(1)[0]:
+        raise fail(f"batches: spec={first} splits dim 0 by other axes than the sampler, {of.spec}",
+                   fix="sampler(..., axis=) and spec= name the same axes")  # fmt: skip
+    return _placed(loader, of, spec)
+
+
+def _placed(loader: DataLoader[Any], of: Sampler, spec: Any) -> Iterator[Any]:
+    for step, own in zip(of.steps(), loader, strict=True):
+        size = len(of.indices(step))
+        drawn = of.rows(size)
+        for path, x in tree.leaves_with_path(own):
+            if isinstance(x, (Tensor, np.ndarray)) and x.shape[:1] != (drawn.stop - drawn.start,):
+                raise fail(f"batches: {tree.show('batch', path)} is {_text(x)}, of {drawn.stop - drawn.start} examples",
+                           fix="collate_fn= returns a row for each example, in dim 0")  # fmt: skip
+        yield load(functools.partial(_part, own, drawn.start), range(size), mesh=of.mesh, spec=spec)
+
+
+def _part(own: Any, first: int, rows: Rows) -> Any:
+    """Return some consecutive rows of a global batch, of which this process has `own`, from row `first` on."""
+    part = slice(rows[0] - first, rows[-1] + 1 - first) if len(rows) else slice(0, 0)
+    return tree.map(lambda x: x[part] if isinstance(x, (Tensor, np.ndarray)) else x, own)
+
+
+def _text(x: Tensor | np.ndarray[Any, Any]) -> str:
+    return describe(x.dtype, x.shape) if isinstance(x, Tensor) else f"{x.dtype}{list(x.shape)}"
