@@ -58,6 +58,8 @@ def _has_type(value: Any, hint: Any) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_has_type(value, one) for one in typing.get_args(hint))
     kind = typing.get_origin(hint) or hint
+    if kind is typing.Literal:
+        return value in typing.get_args(hint)
     if kind is tuple:
         return isinstance(value, tuple) and all(_has_type(x, typing.get_args(hint)[0]) for x in value)
     if kind is int:

@@ -202,7 +202,7 @@ def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
     raise_all(errors)
 
 
-def check_params(params: Any, described: Any) -> None:
+def check_params(params: Any, described: Any, label: str = "params") -> None:
     """Raise ShardingError unless `params` has the leaves of the described tree: tensors or Weights of as many dims.
 
     Their shapes are local ones, of which this does not know the split.
@@ -215,18 +215,18 @@ def check_params(params: Any, described: Any) -> None:
                                              for x, d in zip(leaves, wanted, strict=True)):  # fmt: skip
         return
     have, want = dict(tree.leaves_with_path(params, is_weight)), dict(tree.leaves_with_path(described))
-    errors = [fail(f"{tree.show('params', path)}: is missing", f"the model has {want[path]!r} there",
+    errors = [fail(f"{tree.show(label, path)}: is missing", f"the model has {want[path]!r} there",
                    fix="pass the whole tree of init, or of load, with the same config")
               for path in want if path not in have]  # fmt: skip
-    errors += [fail(f"{tree.show('params', path)}: is more than the model has", leaf=repr(have[path])[:60],
+    errors += [fail(f"{tree.show(label, path)}: is more than the model has", leaf=repr(have[path])[:60],
                     fix="pass the config of these parameters")
                for path in have if path not in want]  # fmt: skip
     for path in [path for path in have if path in want]:
-        x, label = have[path], tree.show("params", path)
+        x, where = have[path], tree.show(label, path)
         if not isinstance(x, (Tensor, Weight)):
-            errors.append(must_be(label, "a Tensor", x))
+            errors.append(must_be(where, "a Tensor", x))
         elif x.ndim != want[path].ndim:
-            errors.append(fail(f"{label}: a leaf of {x.ndim} dims", shape=list(x.shape), model=repr(want[path])))
+            errors.append(fail(f"{where}: a leaf of {x.ndim} dims", shape=list(x.shape), model=repr(want[path])))
     raise_all(errors)
 
 

@@ -45,6 +45,8 @@ def conv2d(
         raise fail(f"conv2d: padding={padding!r}", fix='a number of zeros, "valid" or "same"')
     if padding == "same" and stride not in (1, (1, 1)):
         raise fail(f'conv2d: padding="same" and stride={stride}', fix="stride=1, or a number of zeros")
+    zeros = 0 if isinstance(padding, str) else padding
+    _check_windows("conv2d", x, (w.shape[2], w.shape[3]), stride, zeros, dilation, same=padding == "same")
     if x.shape[1] and w.shape[0]:
         return F.conv2d(x, w, b, stride, padding, dilation, groups)
     # torch has no convolution without channels: add channels of zeros, one to each group.
@@ -68,7 +70,8 @@ def max_pool2d(
     tensor([[[[ 5.,  7.],
               [13., 15.]]]])
     """
-    return _pool("max_pool2d", x, lambda x: F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode))
+    _check_windows("max_pool2d", x, kernel, kernel if stride is None else stride, padding, dilation, pads_half=True)
+    return _pool(x, lambda x: F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode))
 
 
 @checked
@@ -86,12 +89,32 @@ def avg_pool2d(
     tensor([[[[ 2.5000,  4.5000],
               [10.5000, 12.5000]]]])
     """
-    return _pool("avg_pool2d", x, lambda x: F.avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad))
+    _check_windows("avg_pool2d", x, kernel, kernel if stride is None else stride, padding, pads_half=True)
+    return _pool(x, lambda x: F.avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad))
 
 
-def _pool(verb: str, x: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
+def _check_windows(
+    verb: str, x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = 1, *, same: bool = False,
+    pads_half: bool = False,
+) -> None:  # fmt: skip
+    """Raise ShardingError for windows that are none, and for images that have room for none."""
     if x.ndim != 4:
         raise fail(f"{verb}: x must have 4 dims", x=_describe(x), fix="x [B, C, H, W]")
+    pairs = [n if isinstance(n, tuple) else (n, n) for n in (kernel, stride, padding, dilation)]
+    for dim, size, k, step, zeros, apart in zip("HW", x.shape[2:], *pairs, strict=True):
+        options = f"kernel={k}, stride={step}, padding={zeros}, dilation={apart}"
+        if min(k, step, apart) < 1 or zeros < 0:
+            raise fail(f"{verb}: {options} along {dim}", fix="padding 0 or more, the others 1 or more")
+        if pads_half and 2 * zeros > k:
+            raise fail(f"{verb}: {options} along {dim}: windows of padding alone", f"2 * {zeros} > {k}",
+                       fix="pad at most half of the kernel")  # fmt: skip
+        span = apart * (k - 1) + 1
+        if size + 2 * zeros < (1 if same else span):
+            raise fail(f"{verb}: {options} along {dim}: the kernel does not fit", f"{size} + 2 * {zeros} < {span}",
+                       x=_describe(x), fix="a smaller kernel, larger images, or more padding")  # fmt: skip
+
+
+def _pool(x: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
     if x.shape[1]:
         return pool(x)
     return pool(F.pad(x, (0, 0, 0, 0, 0, 1)))[:, :0]  # torch has no pool of no channels

@@ -127,6 +127,10 @@ def test_pools_equal_those_of_torch_with_the_batch_and_the_channels_split(name):
     (lambda: nn.conv2d(X, W, B[:1]), "conv2d: b must be one number for each output channel here"),
     (lambda: nn.conv2d(X, W, padding="full"), 'fix: a number of zeros, "valid" or "same"'),
     (lambda: nn.conv2d(X, W, padding="same", stride=2), 'padding="same" and stride=2'),
+    (lambda: nn.conv2d(X, W, stride=(1, 0)), "kernel=3, stride=0, padding=0, dilation=1 along W\n  fix: padding 0 or"),
+    (lambda: nn.conv2d(X, W, dilation=3), "along W: the kernel does not fit\n  x  f64[5, 4, 7, 6]\n  6 + 2 * 0 < 7\n"),
+    (lambda: nn.max_pool2d(X, 2, padding=-1), "padding=-1, dilation=1 along H"),
+    (lambda: nn.avg_pool2d(X, (2, 3), padding=(1, 2)), "along W: windows of padding alone\n  2 * 2 > 3\n"),
     (lambda: nn.max_pool2d(X[0], 2), "max_pool2d: x must have 4 dims"),
     (lambda: nn.avg_pool2d(X[0], 2), "avg_pool2d: x must have 4 dims"),
 ])  # fmt: skip

@@ -1,0 +1,492 @@
+"""ResNet as pure functions: an image classifier whose batch statistics are of all ranks, and whose classes are split.
+
+Legend: B batch, D channels of the features, C classes; [B@data] is a dim split over an axis; {V} varies over it, {I}
+does not. Source: He et al., 2015, "Deep residual learning"; weights as in Hugging Face `ResNetForImageClassification`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fshard import init as initial
+from fshard import nn, tree
+from fshard._comm import Axis
+from fshard._io import StrPath
+from fshard.collectives import all_gather, pvary
+from fshard.errors import checked, fail, must_be, raise_all
+from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
+from fshard.schedule.remat import remat as rematerialized
+from fshard.schedule.unshard import unshard
+from fshard.spec import P, any_on_host, describe, is_spec, names_of
+
+from .activations import ACTIVATIONS, activation_errors
+from .hf_files import read_config
+from .transformer import check_params, spec_of
+
+_DEPTHS: Mapping[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
+    18: ("basic", (2, 2, 2, 2)), 34: ("basic", (3, 4, 6, 3)), 50: ("bottleneck", (3, 4, 6, 3)),
+    101: ("bottleneck", (3, 4, 23, 3)), 152: ("bottleneck", (3, 8, 36, 3)),
+}  # fmt: skip
+_REDUCTION = 4  # of the channels inside a bottleneck
+
+
+@checked
+@dataclass(frozen=True)
+class Config:
+    """Sizes named as in Hugging Face's `ResNetConfig`, the number of classes, and the stem.
+
+    `num_labels` 0 is a model without a head. The stem "imagenet" is a convolution of 7x7 with stride 2 and a max pool,
+    "cifar" one of 3x3 that keeps the size, for small images. A stage after the first halves height and width in the
+    first 3x3 convolution of its first block, or with `downsample_in_bottleneck` in the 1x1 before it. `hidden_act` is
+    the activation after the stem and after each block; inside blocks it is relu.
+
+    >>> Config.of(50, num_labels=1_000_000).hidden_sizes
+    (256, 512, 1024, 2048)
+    """
+
+    num_channels: int = 3
+    embedding_size: int = 64
+    hidden_sizes: tuple[int, ...] = (256, 512, 1024, 2048)
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    layer_type: Literal["basic", "bottleneck"] = "bottleneck"
+    hidden_act: str = "relu"
+    downsample_in_first_stage: bool = False
+    downsample_in_bottleneck: bool = False
+    num_labels: int = 1000
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+
+    def __post_init__(self) -> None:
+        errors = [fail(f"resnet.Config: {name}={n}", fix="1 or more, less than 2147483648")
+                  for name, n in (("num_channels", self.num_channels), ("embedding_size", self.embedding_size))
+                  if not 1 <= n < 2**31]  # fmt: skip
+        if not 0 <= self.num_labels < 2**31:
+            errors.append(fail(f"resnet.Config: num_labels={self.num_labels}", fix="0 or more, less than 2147483648"))
+        if len(self.hidden_sizes) != len(self.depths) or not self.depths or min(*self.hidden_sizes, *self.depths) < 1:
+            errors.append(fail("resnet.Config: every stage has a number of channels and of blocks, each 1 or more",
+                               hidden_sizes=self.hidden_sizes, depths=self.depths))  # fmt: skip
+        if self.layer_type == "bottleneck" and any(n < _REDUCTION for n in self.hidden_sizes):
+            errors.append(fail(f"resnet.Config: hidden_sizes={self.hidden_sizes}",
+                               f"a bottleneck has 1 of {_REDUCTION} channels inside",
+                               fix=f"{_REDUCTION} or more"))  # fmt: skip
+        if self.downsample_in_bottleneck and self.layer_type == "basic":
+            errors.append(fail("resnet.Config: downsample_in_bottleneck=True with basic blocks, which have none",
+                               fix='False, or layer_type="bottleneck"'))  # fmt: skip
+        raise_all([*errors, *activation_errors("resnet.Config", "hidden_act", self.hidden_act)])
+
+    @staticmethod
+    def of(layers: Literal[18, 34, 50, 101, 152], **fields: Any) -> Config:
+        """Return the config of the ResNet with this number of layers; `fields` replace its own.
+
+        >>> Config.of(18, num_channels=1, num_labels=2177, stem="cifar").layer_type
+        'basic'
+        """
+        if layers not in _DEPTHS:
+            raise fail(f"resnet.Config.of: layers={layers!r}", fix=f"one of {', '.join(map(str, _DEPTHS))}")
+        kind, depths = _DEPTHS[layers]
+        sizes = (64, 128, 256, 512) if kind == "basic" else (256, 512, 1024, 2048)
+        return Config(**{"hidden_sizes": sizes, "depths": depths, "layer_type": kind, **fields})
+
+
+@checked
+@dataclass(frozen=True)
+class Layout:
+    """The mesh axes each part is split over; `None` leaves it whole.
+
+    `data`: the batch. `model`: the classes of the head; it may have axes of `data`, over which the features and the
+    targets are then gathered first. `dtype`: the dtype that convolutions and the head compute with (norms keep theirs,
+    and their statistics are float32 or better), and `reduce_dtype`: the dtype their gradients are summed over `data`
+    with; by default the dtype they are stored in.
+
+    >>> Layout(("replica", "data"), ("data", "model")).batch
+    ('replica',)
+    """
+
+    data: Axis = None
+    model: Axis = None
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        data, gathered = names_of(self.data), self.gathered
+        if data[len(data) - len(gathered) :] != gathered:
+            raise fail(f"resnet.Layout: data={self.data!r}, model={self.model!r}: the head has an axis of the batch "
+                       "that other axes split again", fix="let the last axes of data be those of the head")  # fmt: skip
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The axes over which the features are gathered for the head."""
+        return tuple(a for a in names_of(self.data) if a in names_of(self.model))
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes that split the batch of the head: `over=` of its loss."""
+        return tuple(a for a in names_of(self.data) if a not in names_of(self.model))
+
+    def unshard(self, name: str, params: Any, specs: Any, described: Any, axes: Axis) -> Any:
+        """Make a part of the parameters whole over `axes`, by its specs: matrices in `dtype`, norms in their own."""
+        own: Any = P() if specs is None else spec_of(specs, name)
+        leaves, treedef = tree.flatten(params[name])
+        flat = tree.broadcast(own, params[name], name=f"specs[{name!r}]", leaf=is_spec)
+        shapes = tree.leaves(described[name])
+        for is_norm in (False, True):
+            which = [i for i, x in enumerate(shapes) if (x.ndim < 2) == is_norm]
+            dtype = None if is_norm else self.dtype
+            if axes or any_on_host([flat[i] for i in which]):
+                out = unshard([leaves[i] for i in which], [flat[i] for i in which], axes,
+                              shapes=[shapes[i] for i in which], dtype=dtype,
+                              reduce_dtype=None if is_norm else self.reduce_dtype)  # fmt: skip
+            else:  # without a collective, so also outside a region
+                out = [leaves[i] if dtype is None else leaves[i].to(dtype) for i in which]
+            for i, x in zip(which, out, strict=True):
+                leaves[i] = x
+        return tree.unflatten(treedef, leaves)
+
+
+ONE_DEVICE = Layout()
+
+
+class _Convolution(NamedTuple):
+    """A convolution of a block, which a norm follows."""
+
+    inputs: int
+    outputs: int
+    kernel: int
+    stride: int = 1
+
+
+def _stem(cfg: Config) -> _Convolution:
+    return _Convolution(cfg.num_channels, cfg.embedding_size, *((7, 2) if cfg.stem == "imagenet" else (3, 1)))
+
+
+def _block(cfg: Config, stage: int, i: int) -> dict[str, _Convolution]:
+    """The convolutions of block `i` of a stage: "1" to "3" in order, and "skip" beside them if sizes differ."""
+    outputs = cfg.hidden_sizes[stage]
+    before = cfg.embedding_size if stage == 0 else cfg.hidden_sizes[stage - 1]
+    inputs, stride = (outputs, 1) if i else (before, 2 if stage or cfg.downsample_in_first_stage else 1)
+    if cfg.layer_type == "basic":
+        out = {"1": _Convolution(inputs, outputs, 3, stride), "2": _Convolution(outputs, outputs, 3)}
+    else:
+        inner, first = outputs // _REDUCTION, cfg.downsample_in_bottleneck
+        out = {"1": _Convolution(inputs, inner, 1, stride if first else 1),
+               "2": _Convolution(inner, inner, 3, 1 if first else stride),
+               "3": _Convolution(inner, outputs, 1)}  # fmt: skip
+    return out if inputs == outputs and stride == 1 else {**out, "skip": _Convolution(inputs, outputs, 1, stride)}
+
+
+def _stages(cfg: Config, part: Callable[[dict[str, _Convolution]], Any]) -> list[list[Any]]:
+    return [[part(_block(cfg, stage, i)) for i in range(depth)] for stage, depth in enumerate(cfg.depths)]
+
+
+@checked
+def init(cfg: Config) -> Any:
+    """The described parameters: convolutions He-normal by fan out, norms 1 and 0, the head as torch's Linear.
+
+    >>> init(Config.of(50))["fc"]
+    {'w': f32[1000, 2048] = uniform(low=-0.022097, high=0.022097), 'b': f32[1000] = uniform(low=-0.022097, high=0.022097)}
+    """
+
+    def convolution(c: _Convolution) -> Any:
+        shape = (c.outputs, c.inputs, c.kernel, c.kernel)
+        return {"w": initial.kaiming_normal(shape, mode="fan_out", nonlinearity="relu", in_dim=1, out_dim=0)}
+
+    def layers(block: dict[str, _Convolution]) -> Any:
+        return {key: part for n, c in block.items() for key, part in (
+            (f"conv_{n}", convolution(c)), (f"norm_{n}", {"w": initial.ones(c.outputs), "b": initial.zeros(c.outputs)}),
+        )}  # fmt: skip
+
+    params = {"stem": layers({"1": _stem(cfg)}), "stages": _stages(cfg, layers)}
+    if not cfg.num_labels:
+        return params
+    d = cfg.hidden_sizes[-1]
+    bound = 1 / math.sqrt(d)
+    return {**params, "fc": {"w": initial.uniform((cfg.num_labels, d), low=-bound, high=bound),
+                             "b": initial.uniform((cfg.num_labels,), low=-bound, high=bound)}}  # fmt: skip
+
+
+@checked
+def state(cfg: Config) -> Any:
+    """The described running statistics of the norms: means 0, variances 1, of 0 batches. On a mesh they are `P()`.
+
+    >>> state(Config.of(18))["stem"]["norm_1"]["mean"]
+    f32[64] = zeros
+    """
+
+    def norms(block: dict[str, _Convolution]) -> Any:
+        return {f"norm_{n}": {"mean": initial.zeros(c.outputs), "var": initial.ones(c.outputs),
+                              "count": initial.zeros((), dtype=torch.int64)} for n, c in block.items()}  # fmt: skip
+
+    return {"stem": norms({"1": _stem(cfg)}), "stages": _stages(cfg, norms)}
+
+
+@checked
+def specs(cfg: Config, *, model: Axis = None) -> Any:
+    """The classes over `model`, the rest replicated. `fs.fully_shard` adds a data axis.
+
+    >>> specs(Config.of(18), model=("data", "model"))["fc"]
+    P(('data', 'model'))
+    """
+    backbone = {"stem": P(), "stages": P()}
+    return {**backbone, "fc": P(model)} if cfg.num_labels else backbone
+
+
+@checked
+def features(
+    cfg: Config, params: Any, state: Any, x: Tensor, *, train: bool, layout: Layout = ONE_DEVICE, specs: Any = None,
+    remat: bool = False,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """The mean of the last stage over each image, and the new state: x [B@data, channels, H, W] -> [B@data, D].
+
+    With `train` the norms use the statistics of the images of all ranks of `layout.data`, and the new state is their
+    running average; otherwise they use the state. `params` are as placed. Pass their `specs` if they are split over
+    `layout.data` (FSDP). Each stage is unsharded just before it runs; `remat` recomputes stages in backward.
+    """
+    described = init(cfg)
+    if x.ndim != 4 or x.shape[1] != cfg.num_channels or not x.is_floating_point():
+        raise fail("resnet: the images do not fit the config", x=describe(x.dtype, x.shape),
+                   fix=f"floating [B, {cfg.num_channels}, H, W]")  # fmt: skip
+    check_params(params, described)
+    check_params(state, _state(cfg), "state")
+    x = x.to(layout.dtype or x.dtype)
+    parts = {"stem": params["stem"], **{str(i): stage for i, stage in enumerate(params["stages"])}}
+    wanted = {"stem": described["stem"], **{str(i): stage for i, stage in enumerate(described["stages"])}}
+    part_specs: Any = specs if specs is None or is_spec(specs) else {
+        "stem": spec_of(specs, "stem"), **_by_number(spec_of(specs, "stages"), len(cfg.depths))}  # fmt: skip
+
+    def run(name: str, params: Any, state: Any, x: Tensor) -> tuple[Tensor, Any]:
+        p = layout.unshard(name, {name: params}, part_specs, wanted, layout.data)
+        if name == "stem":
+            x, new = _convolve(p, state, "1", _stem(cfg), x, train, layout)
+            x = ACTIVATIONS[cfg.hidden_act](x)
+            return (nn.max_pool2d(x, 3, stride=2, padding=1) if cfg.stem == "imagenet" else x), new
+        out = []
+        for i, (block, norms) in enumerate(zip(p, state, strict=True)):
+            x, new = _apply_block(cfg, block, norms, _block(cfg, int(name), i), x, train, layout)
+            out.append(new)
+        return x, out
+
+    states = {"stem": state["stem"], **{str(i): stage for i, stage in enumerate(state["stages"])}}
+    new = {}
+    for name, part in parts.items():
+        f = lambda *args, name=name: run(name, *args)
+        x, new[name] = (rematerialized(f) if remat else f)(part, states[name], x)
+    stem = new.pop("stem")
+    return x.mean((2, 3)), {"stem": stem, "stages": list(new.values())}
+
+
+_state = state  # for functions with an argument of this name
+
+
+def _by_number(specs: Any, n: int) -> dict[str, Any]:
+    if not is_spec(specs) and not (isinstance(specs, (list, tuple)) and len(specs) == n):
+        raise must_be("specs['stages']", f"a P, or a list with the specs of {n} stages", specs,
+                      fix="the specs that the parameters were placed with")  # fmt: skip
+    return {str(i): specs if is_spec(specs) else specs[i] for i in range(n)}
+
+
+def _convolve(
+    p: Any, state: Any, n: str, c: _Convolution, x: Tensor, train: bool, layout: Layout
+) -> tuple[Tensor, dict[str, Any]]:
+    """Convolve, then normalize: the result, and the new state of the norm by its name."""
+    conv, norm = p[f"conv_{n}"], p[f"norm_{n}"]
+    h = nn.conv2d(x, conv["w"], stride=c.stride, padding=c.kernel // 2)
+    h, new = nn.batch_norm(
+        h, state[f"norm_{n}"], norm["w"], norm["b"], train=train, over=layout.data if train else None
+    )
+    return h, {f"norm_{n}": new}
+
+
+def _apply_block(
+    cfg: Config, p: Any, state: Any, block: dict[str, _Convolution], x: Tensor, train: bool, layout: Layout
+) -> tuple[Tensor, dict[str, Any]]:
+    """A block; inside it the activation is relu, whatever `hidden_act`, as in transformers."""
+    h, skip, new = x, x, {}
+    for n, c in block.items():
+        if n == "skip":
+            skip, norm = _convolve(p, state, n, c, x, train, layout)
+        else:
+            h, norm = _convolve(p, state, n, c, h if n == "1" else F.relu(h), train, layout)
+        new |= norm
+    return ACTIVATIONS[cfg.hidden_act](h + skip), new
+
+
+@checked
+def head_inputs(
+    cfg: Config, params: Any, x: Tensor, targets: Tensor | None = None, *, layout: Layout = ONE_DEVICE,
+    specs: Any = None,
+) -> tuple[Tensor, Any, Tensor | None]:  # fmt: skip
+    """Prepare the features [B@data, D] for a head split by class: (x, {"w": [C@model, D], "b": [C@model]}, targets).
+
+    Over axes of `layout.model` that split the batch too, features and targets are gathered: x [B@batch, D]{V model},
+    targets [B@batch]{I model}, where `batch` are `layout.batch`, the axes that remain. The gradient of x is summed over
+    the ranks' classes. For a loss of one's own:
+
+    >>> x, fc, y = resnet.head_inputs(cfg, params, x, y, layout=layout)
+    >>> loss = nn.cross_entropy(nn.linear(x, fc["w"].mT), y, axis=layout.model, size=cfg.num_labels, over=layout.batch)
+    """
+    if not cfg.num_labels:
+        raise fail("resnet: the config has no head", fix="Config(num_labels=1000)")
+    described = init(cfg)
+    fc = layout.unshard("fc", params, specs, described, layout.batch or None)
+    if layout.gathered:
+        x = all_gather(x, layout.gathered)
+        targets = None if targets is None else all_gather(targets, layout.gathered, to="invariant")
+    x = pvary(x, tuple(a for a in names_of(layout.model) if a not in layout.gathered) or None)
+    return x, fc, targets
+
+
+@checked
+def apply(
+    cfg: Config, params: Any, state: Any, x: Tensor, *, train: bool, layout: Layout = ONE_DEVICE, **options: Any
+) -> tuple[Tensor, Any]:
+    """Logits of the classes, and the new state: images [B@data, channels, H, W] -> [B@batch, C@model].
+
+    `batch` are the axes of `layout.data` that do not split the classes. Without a head: the features. `options` are
+    those of `features`.
+    """
+    x, new = features(cfg, params, state, x, train=train, layout=layout, **options)
+    if not cfg.num_labels:
+        return x, new
+    x, fc, _ = head_inputs(cfg, params, x, layout=layout, specs=options.get("specs"))
+    return _linear(x, fc), new
+
+
+def _linear(x: Tensor, fc: Any, _targets: Tensor | None = None) -> Tensor:
+    return nn.linear(x, fc["w"].mT, fc["b"])
+
+
+@checked
+def loss(
+    cfg: Config, params: Any, state: Any, x: Tensor, targets: Tensor, *, train: bool = True,
+    layout: Layout = ONE_DEVICE, logits: Callable[[Tensor, Any, Tensor], Tensor] | None = None,
+    label_smoothing: float = 0.0, **options: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Mean cross-entropy in nats over the targets of all ranks, [] {I}, and the new state.
+
+    Targets [B@data] are classes; those of -100 are ignored. `logits(x, fc, targets)` computes the logits [B, C@model]
+    of the arguments that `head_inputs` returns; by default x @ w + b. `options` are those of `features`.
+
+    >>> (loss, state), grads = fs.value_and_grad(
+    ...     lambda p: resnet.loss(cfg, p, state, x, y, layout=layout), has_aux=True)(params)
+    """
+    x, new = features(cfg, params, state, x, train=train, layout=layout, **options)
+    x, fc, y = head_inputs(cfg, params, x, targets, layout=layout, specs=options.get("specs"))
+    assert y is not None
+    out = nn.cross_entropy((logits or _linear)(x, fc, y), y, axis=layout.model, size=cfg.num_labels,
+                           over=layout.batch or None, label_smoothing=label_smoothing, donate=True)  # fmt: skip
+    return out, new
+
+
+# --- Hugging Face files ---------------------------------------------------------------------------------------
+
+
+_LEAVES = {
+    ("params", "conv", "w"): "convolution.weight",
+    ("params", "norm", "w"): "normalization.weight",
+    ("params", "norm", "b"): "normalization.bias",
+    ("state", "norm", "mean"): "normalization.running_mean",
+    ("state", "norm", "var"): "normalization.running_var",
+    ("state", "norm", "count"): "normalization.num_batches_tracked",
+}
+_FC = {("params", "fc", "w"): "classifier.1.weight", ("params", "fc", "b"): "classifier.1.bias"}
+
+
+@checked
+def theirs(path: tree.Path) -> FileTensor:
+    """The Hugging Face file tensor of the leaf at a path of {"params": ..., "state": ...}.
+
+    >>> theirs(("state", "stages", 2, 0, "norm_skip", "mean"))
+    FileTensor(name='resnet.encoder.stages.2.layers.0.shortcut.normalization.running_mean', dims=None, at=None)
+    """
+    if path in _FC:
+        return FileTensor(_FC[path])  # type: ignore[index]
+    match path:
+        case (group, "stem", str(layer), leaf):
+            prefix = "resnet.embedder.embedder"
+        case (group, "stages", int(stage), int(block), str(layer), leaf):
+            n = layer.partition("_")[2]
+            inner = "shortcut" if n == "skip" else f"layer.{int(n) - 1}" if n in ("1", "2", "3") else ""
+            prefix = f"resnet.encoder.stages.{stage}.layers.{block}.{inner}" if inner else ""
+        case _:
+            prefix, group, layer, leaf = "", "", "", ""
+    name = _LEAVES.get((str(group), layer.partition("_")[0], str(leaf)))
+    if not prefix or name is None:
+        raise fail(f"theirs: the model has no leaf at the path {path!r}",
+                   fix="('params', 'fc', 'w'), or ('params' or 'state', 'stages', 0, 0, 'norm_1', ...)")  # fmt: skip
+    return FileTensor(f"{prefix}.{name}")
+
+
+@checked
+def config(folder: StrPath, **fields: Any) -> Config:
+    """Read a `Config` from the `config.json` of a folder; `fields` replace its own.
+
+    Raises ShardingError for another type of model, and for one that was trained as a regression or for several classes
+    at once.
+    """
+    raw = config_of(folder)
+    problem = raw.get("problem_type")
+    if problem not in (None, "single_label_classification"):
+        raise fail(f"{Path(folder) / CONFIG}: problem_type={problem!r}, and the loss here is the cross-entropy of one class",
+                   fix="fs.defer(lambda: AutoModelForImageClassification.from_config(config))")  # fmt: skip
+    names = raw.get("id2label")
+    found = len(names) if isinstance(names, dict) else raw.get("num_labels", 2)  # 2: transformers' default
+    return read_config(folder, Config, {"model_type": "resnet"}, None, **{"num_labels": found, **fields})
+
+
+@checked
+def load(path: StrPath) -> tuple[Config, Any]:
+    """The config and the described {"params", "state"} of a folder written by `save_pretrained`; placing reads them.
+
+    The config has no labels if the folder has no head.
+
+    >>> cfg, weights = resnet.load("my-resnet")
+    >>> specs = {"params": resnet.specs(cfg, model="model"), "state": P()}
+    >>> weights = fs.materialize(weights, specs, mesh, key=fs.key(0))
+
+    Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
+    """
+    headers = WeightHeaders(Path(path))
+    has_head = any(name.startswith("classifier.") for name in headers.tensors)
+    cfg = config(path) if has_head else config(path, num_labels=0)
+    return cfg, read(headers, _described(cfg), theirs, prefix="resnet.")
+
+
+def _described(cfg: Config) -> dict[str, Any]:
+    return {"params": init(cfg), "state": state(cfg)}
+
+
+@checked
+def save(
+    path: StrPath, cfg: Config, weights: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a folder that `from_pretrained` reads, of {"params": ..., "state": ...}, which may be placed on a mesh.
+
+    `like`: see `hf.save`. Raises ShardingError for the stem "cifar", which transformers does not have.
+    """
+    if cfg.stem != "imagenet":
+        raise fail(f"resnet.save: stem={cfg.stem!r}: transformers has no such model", fix="fs.checkpoint.save")
+    write(path, weights, theirs, config=file_config(cfg, like), like=like, max_shard_bytes=max_shard_bytes,
+          described=_described(cfg))  # fmt: skip
+
+
+def file_config(cfg: Config, like: StrPath | None = None) -> dict[str, Any]:
+    """The contents of config.json; with names of the labels unless those of `like` are as many."""
+    sizes = {name: value for name, value in asdict(cfg).items() if name not in ("num_labels", "stem")}
+    kind = "ResNetForImageClassification" if cfg.num_labels else "ResNetModel"
+    out = {"architectures": [kind], "model_type": "resnet", **sizes}
+    names = None if like is None else config_of(like).get("id2label")
+    if not cfg.num_labels or (isinstance(names, dict) and len(names) == cfg.num_labels):
+        return out
+    labels = [f"LABEL_{i}" for i in range(cfg.num_labels)]
+    return {**out, "id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+
+
+__all__ = ["Config", "Layout", "apply", "config", "features", "head_inputs", "init", "load", "loss", "save", "specs",
+           "state", "theirs"]  # fmt: skip
