@@ -37,6 +37,7 @@ from ._ops import (
     minmax,
     split_layout,
 )
+from ._ops import local_range as checked_range
 from .errors import ShardingError, checked, fail, must_be, raise_all
 
 
@@ -207,6 +208,21 @@ def axis_size(axis: Axis) -> int:
         return 1
     current = region("axis_size")
     return size_of(known_axes("axis_size", current, axis), current.sizes)
+
+
+@checked
+def local_range(n: int, axis: Axis, *, size: int | None = None) -> tuple[int, int]:
+    """Return (start, stop): the global indices of this rank's `n` entries of a dim that `axis` splits.
+
+    A custom layer or loss uses it to find its own rows, as `nn.embedding` and `nn.cross_entropy` do. `size` is the
+    global size, needed only where the axis does not divide it; without it the ranks exchange their sizes if they can
+    differ. Raises ShardingError if this rank's part of `size` is not `n`. For `None` the range is (0, n).
+
+    >>> local_range(3, "model", size=10)      # model=4: the parts are 3, 3, 3 and 1
+    (0, 3)
+    """
+    start, _ = checked_range("local_range", n, axis, size, word="the dim")
+    return start, start + n
 
 
 # --- leaves of a tree ---

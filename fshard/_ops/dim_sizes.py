@@ -86,7 +86,7 @@ def global_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=
     return _exchange_sizes(verb, axes, ns, f"pass {word}", current.device)
 
 
-def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, int]:
+def local_range(verb: str, n: int, axis: Axis, size: int | None, *, word: str = "the vocabulary") -> tuple[int, int]:
     """Return (start, size): the offset of this rank's `n` entries, and the number of entries over `axis`.
 
     Raises ShardingError if this rank's part of `size` is not `n`.
@@ -101,7 +101,7 @@ def local_range(verb: str, n: int, axis: Axis, size: int | None) -> tuple[int, i
         sizes, coords = [current.sizes[a] for a in names], [current.coords[a] for a in names]
     start, length = part_range(size, sizes, coords)
     if length != n:
-        raise fail(f"{verb}: this rank holds {n} of the vocabulary, its part is {length}",
+        raise fail(f"{verb}: this rank holds {n} of {word}, its part is {length}",
                    f"{size} over {axis!r} splits into {part_lengths(size, sizes)}",
-                   fix="pass size=, the whole vocabulary")  # fmt: skip
+                   fix=f"pass size=, {word.replace('the', 'the whole')}")  # fmt: skip
     return start, size

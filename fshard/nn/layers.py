@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,21 +17,63 @@ from torch import Tensor
 from fshard import random
 from fshard._comm import Axis
 from fshard._ops import global_size, local_range
-from fshard.collectives import psum, pvary
+from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
 from fshard.spec import P
 from fshard.weight import Weight
 
 
 @checked
-def linear(x: Tensor, w: Tensor | Weight, b: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, w: Tensor | Weight, b: Tensor | None = None, *, axis: Axis = None,
+    split: Literal["column", "row"] = "column", out: Literal["split", "whole"] | None = None, size: int | None = None,
+) -> Tensor:  # fmt: skip
     """Compute x @ w + b: x [..., D], w [D, F], b [F] -> [..., F].
 
-    Column parallel is w [D, F@model] and x {V model}; row parallel is w [D@model, F], then a psum.
+        column: x [..., D]{I}, w [D, F@axis], b [F@axis]       -> [..., F@axis]{V}, or [..., F]{I} for out="whole"
+        row:    x [..., D@axis]{V}, w [D@axis, F], b [F]{I}    -> [..., F]{I}, or [..., F@axis]{V}, with b [F@axis],
+                                                                  for out="split"
+        cost: column none, or an all_gather of the result, and in backward a psum of x's gradient; row a psum of the
+              result, or a psum_scatter, and in backward none, or an all_gather
+
+    Without `out` columns stay split and rows are summed. A table of classes `w [C@axis, D]` is used as `w.mT`. `size`
+    is F, needed only by a column split with out="whole" in a compiled program, where the axis does not divide it.
+    Without `axis` nothing moves, and x and w may be parts: x {V} @ w [D, F@model], or x [..., D@model] @ w [D@model, F]
+    and then a psum. Source: Shoeybi et al., 2019, "Megatron-LM".
+
+    >>> h = nn.linear(x, params["up"], axis="model")                                  # [B, F@model]
+    >>> y = nn.linear(torch.relu(h), params["down"], axis="model", split="row")       # [B, D]
     """
-    if isinstance(w, Weight):
-        return w.linear(x, b)
-    return F.linear(x, w.transpose(0, 1), b)
+    if isinstance(w, Tensor) and w.ndim != 2:
+        raise fail(f"linear: w is {list(w.shape)}", fix="[D, F]; a table of classes [C, D] is used as w.mT")
+    if not axis:
+        return _linear(x, w, b)
+    if x.ndim and x.shape[-1] != w.shape[0]:
+        parts = "[..., D@axis], w [D@axis, F]" if split == "row" else "[..., D], w [D, F@axis]"
+        whole = "; fs.pslice(x, axis, -1) is the part of a whole x" if split == "row" else ""
+        raise fail(f"linear: x has {x.shape[-1]} inputs and w has {w.shape[0]}", x=list(x.shape), w=list(w.shape),
+                   fix=f"split={split!r} takes x {parts}{whole}")  # fmt: skip
+    if split == "column":
+        y = _linear(pvary(x, axis), w, b)
+        return y if out != "whole" else _gather_columns(y, axis, size)
+    y = _sum_parts(_linear(x, w, None), axis, out)
+    return y if b is None else y + b
+
+
+def _sum_parts(x: Tensor, axis: Axis, out: str | None) -> Tensor:
+    """Sum each rank's part of the result: [..., F]{V} -> [..., F]{I}, or [..., F@axis]{V} for out="split"."""
+    total: Tensor = psum_scatter(x, axis, -1) if out == "split" else psum(x, axis)
+    return total
+
+
+def _gather_columns(x: Tensor, axis: Axis, size: int | None) -> Tensor:
+    """Join the columns of all ranks: [..., F@axis]{V} -> [..., F]{I}."""
+    whole: Tensor = all_gather(x, axis, -1, size=size, to="invariant")
+    return whole
+
+
+def _linear(x: Tensor, w: Tensor | Weight, b: Tensor | None) -> Tensor:
+    return w.linear(x, b) if isinstance(w, Weight) else F.linear(x, w.transpose(0, 1), b)
 
 
 @checked
@@ -47,26 +90,63 @@ def mlp(
 
     >>> y = nn.mlp(x, params["up"], params["down"], activation=nn.gelu, axis="model")
     """
-    h = activation(linear(pvary(x, axis) if axis else x, up, up_b))  # [..., F@axis]
-    y = linear(h, down)
-    y = psum(y, axis) if axis else y
-    return y if down_b is None else y + down_b
+    h = activation(linear(x, up, up_b, axis=axis))  # [..., F@axis]
+    return linear(h, down, down_b, axis=axis, split="row")
 
 
 @checked
-def embedding(ids: Tensor, table: Tensor | Weight, *, axis: Axis = None, size: int | None = None) -> Tensor:
+def embedding(
+    ids: Tensor, table: Tensor | Weight, *, axis: Axis = None, size: int | None = None,
+    split: Literal["row", "column"] = "row", out: Literal["partial", "split", "whole"] | None = None,
+    padding_idx: int | None = None, max_norm: float | None = None,
+) -> Tensor:  # fmt: skip
     """Look up rows of a table: ids [...], table [V, D] -> [..., D].
 
-        with `axis`: ids {I}, table [V@axis, D]{V} -> [..., D]{V}, zero where another rank has the row:
-        sum the result with psum or psum_scatter. The gradient of the table needs no communication.
+        rows:    ids {I}, table [V@axis, D]{V} -> [..., D]{V}, zero where another rank has the row, to be summed;
+                 out="whole": [..., D]{I} by a psum; out="split": [..., D@axis]{V} by a psum_scatter
+        columns: ids {I}, table [V, D@axis]{V} -> [..., D@axis]{V}; out="whole": [..., D]{I} by an all_gather
 
-    `size` is V, needed only where the axis does not divide it. An id outside the table gives NaN with `axis` (to
-    raise, the host would have to wait for the device), and torch's IndexError without.
+    The gradient of the table needs no communication beyond the transpose of those.
+
+    Args:
+        size: V of a split by rows, D of a split by columns; needed only where the axis does not divide it.
+        out: without it nothing moves: "partial" of rows, "split" of columns.
+        padding_idx: the row that gets no gradient, from the end if negative, as in torch; its tangent is 0, too.
+        max_norm: refused: torch's writes shorter rows into the table in forward.
+
+    An id outside the table gives NaN with `axis` over rows (to raise, the host would have to wait for the device), and
+    torch's IndexError without.
 
     >>> x = fs.psum(nn.embedding(ids, params["wte"], axis="model", size=50257), "model")
     """
     if table.ndim != 2:
         raise fail(f"embedding: table is {list(table.shape)}", fix="[V, D]")
+    if max_norm is not None:
+        raise fail(f"embedding: max_norm={max_norm}", "torch's writes shorter rows into the table in forward",
+                   fix="table * (max_norm / table.norm(dim=1, keepdim=True)).clamp(max=1) after a step")  # fmt: skip
+    if out == "partial" and split == "column":
+        raise fail(
+            "embedding: out='partial' of split='column'", fix="out='split' or 'whole': no rank has a partial sum"
+        )
+    over = axis if split == "row" else None
+    if padding_idx is None:
+        rows = _lookup(ids, table, over, size)
+    else:
+        v = local_range("embedding", table.shape[0], over, size if over else None)[1]
+        if not -v <= padding_idx < v:
+            raise fail(f"embedding: padding_idx={padding_idx}, and the table has {v} rows",
+                       fix=f"{-v} <= padding_idx < {v}")  # fmt: skip
+        rows = _lookup(ids, table, over, v)
+        rows = torch.where((ids == padding_idx % v).unsqueeze(-1), rows.detach(), rows)
+    if not axis or out is None:
+        return rows
+    if split == "column":
+        return _gather_columns(rows, axis, size) if out == "whole" else rows
+    return rows if out == "partial" else _sum_parts(rows, axis, out)
+
+
+def _lookup(ids: Tensor, table: Tensor | Weight, axis: Axis, size: int | None) -> Tensor:
+    """Look up rows of a table [V@axis, D]: zero where another rank has the row, NaN where no rank has it."""
     if isinstance(table, Weight):
         return table.embed(ids, axis=axis, size=size)
     if not axis:

@@ -1,0 +1,238 @@
+"""Linear layers and embeddings, split by rows and by columns, equal torch's in value and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import fshard as fs
+from fshard import P, nn
+from tests.lib.assertions import error_text
+from tests.nn.test_nn import AXES, axis_of, close, ints, on, rand, value_and_vjp
+
+
+def check_of(sizes):
+    """Types do not depend on sizes: one mesh of each case is checked."""
+    return "first" if sizes == AXES["two axes"] else "never"
+
+
+# --- linear: every way to split it, on every mesh -----------------------------------------------------------
+# Legend: D 5 and F 7 are uneven over 2, 3 and 4 ranks; D 3 over 4 ranks, and over 3 x 2, leaves ranks without inputs.
+
+
+def _linear_cases(a):
+    """For each way: (function of x, w, b and a size, specs of x, w and b, spec of the result)."""
+    column, row = (P(), P(None, a), P(a)), (P(..., a), P(a), P())
+    table = (P(), P(a), P(a))  # one class in each row
+    return {
+        "column": (lambda x, w, b, n: nn.linear(x, w, b, axis=a), column, P(..., a)),
+        "column, whole": (lambda x, w, b, n: nn.linear(x, w, b, axis=a, out="whole", size=n), column, P()),
+        "column, no bias": (lambda x, w, b, n: nn.linear(x, w, axis=a, out="split") + 0 * b, column, P(..., a)),
+        "row": (lambda x, w, b, n: nn.linear(x, w, b, axis=a, split="row"), row, P()),
+        "row, split": (lambda x, w, b, n: nn.linear(x, w, b, axis=a, split="row", out="split"), (*row[:2], P(a)),
+                       P(..., a)),
+        "row of whole inputs": (lambda x, w, b, n: nn.linear(fs.pslice(x, a, -1), w, b, axis=a, split="row"),
+                                (P(), *row[1:]), P()),
+        "classes": (lambda x, w, b, n: nn.linear(x, w.mT, b, axis=a), table, P(..., a)),
+        "classes, whole": (lambda x, w, b, n: nn.linear(x, w.mT, b, axis=a, out="whole"), table, P()),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize(("d", "f"), [(5, 7), (3, 2), (4, 12)])
+def test_linear_of_each_split_has_the_values_and_gradients_of_torch(name, d, f):
+    sizes, a = AXES[name], axis_of(AXES[name])
+    x, w, b = rand(2, 3, d), rand(d, f, seed=1), rand(f, seed=2)
+    cases = _linear_cases(a)
+    arguments = {case: (x, w.mT if "classes" in case else w, b) for case in cases}
+
+    def run(arguments):
+        return {case: value_and_vjp_of_split(f_, specs[-1], (2, 3, f), case, *arguments[case])
+                for case, (f_, *specs) in cases.items()}  # fmt: skip
+
+    def value_and_vjp_of_split(layer, out, shape, case, *args):
+        y, pull = torch.func.vjp(lambda *args: layer(*args, f), *args)
+        g = rand(*shape, seed=50)  # the same on every mesh, of which this rank has a part
+        return y, pull(fs.pslice(g, a, -1) if out != P() else g)
+
+    specs = {case: specs for case, (_, specs, _) in cases.items()}
+    results = {case: (out, in_specs) for case, (_, in_specs, out) in cases.items()}
+    got = on(sizes, run, (arguments,), (specs,), results, check_of(sizes))
+    want = value_and_vjp(lambda x, w, b: x @ w + b, x, w, b)
+    for case in cases:
+        bare = case == "column, no bias"
+        y, (gx, gw, gb) = value_and_vjp(lambda x, w, b: x @ w + 0 * b, x, w, b) if bare else want
+        close(got[case], (y, (gx, gw.mT if "classes" in case else gw, gb)), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_linear_keeps_the_dtype(dtype):
+    x, w, b = rand(3, 4, dtype=dtype), rand(4, 6, seed=1, dtype=dtype), rand(6, seed=2, dtype=dtype)
+    specs = {"column": (P(), P(None, "m"), P("m")), "row": (P(None, "m"), P("m"), P())}
+    for split, in_specs in specs.items():
+        run = lambda x, w, b, split=split: nn.linear(x, w, b, axis="m", split=split, out="whole")  # noqa: E731
+        got = on({"m": 2}, run, (x, w, b), in_specs, P())
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), x.double() @ w.double() + b.double(), rtol=2e-2, atol=5e-2)
+
+
+def test_linear_moves_what_it_says():
+    """By columns the gradient of x alone is summed, by rows the result alone."""
+    x, w = rand(2, 4, dtype=torch.float32), rand(4, 8, dtype=torch.float32)
+
+    def moved(split, out, in_specs, spec):
+        def run(x, w):
+            y, pull = torch.func.vjp(lambda x, w: nn.linear(x, w, axis="m", split=split, out=out), x, w)
+            pull(torch.ones_like(y))
+            return y
+
+        with fs.recording() as log:
+            on({"m": 2}, run, (x, w), in_specs, spec)
+        return sorted((m.op, m.bytes // 4) for m in log[::2])  # both ranks record the same
+
+    column, row = (P(), P(None, "m")), (P(None, "m"), P("m"))
+    assert moved("column", None, column, P(None, "m")) == [("all_reduce", 8)]
+    assert [op for op, _ in moved("column", "whole", column, P())] == ["all_gather", "all_reduce"]
+    assert moved("row", None, row, P()) == [("all_reduce", 16)]
+    assert [op for op, _ in moved("row", "split", row, P(None, "m"))] == ["all_gather", "reduce_scatter"]
+
+
+# --- embeddings ---------------------------------------------------------------------------------------------
+
+
+def _embedding_cases(a, v, d):
+    """For each way: (keywords, spec of the table, spec of the result)."""
+    return {
+        "rows": ({"out": "whole", "size": v}, P(a), P()),
+        "rows, no size": ({"out": "whole"}, P(a), P()),
+        "rows, split": ({"out": "split", "size": v}, P(a), P(..., a)),
+        "columns": ({"split": "column"}, P(None, a), P(..., a)),
+        "columns, whole": ({"split": "column", "out": "whole", "size": d}, P(None, a), P()),
+        "columns, no size": ({"split": "column", "out": "whole"}, P(None, a), P()),
+    }
+
+
+@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize(("v", "d", "padding"), [(7, 5, None), (7, 5, 3), (3, 2, -1), (12, 4, 0), (1, 1, 0)])
+def test_embedding_of_each_split_has_the_values_and_gradients_of_torch(name, v, d, padding):
+    sizes, a = AXES[name], axis_of(AXES[name])
+    table, ids, cases = rand(v, d), torch.cat([ints(v, 4), torch.tensor([0, v - 1])]), _embedding_cases(a, v, d)
+    if padding is not None:
+        ids[1:3] = padding % v
+
+    def run(ids, tables):
+        out = {}
+        for case, (kw, _, spec) in cases.items():
+            y, pull = torch.func.vjp(lambda t, kw=kw: nn.embedding(ids, t, axis=a, padding_idx=padding, **kw),
+                                     tables[case])  # fmt: skip
+            g = rand(6, d, seed=50)
+            out[case] = y, pull(g if spec == P() else fs.pslice(g, a, -1))[0]
+        return out
+
+    specs = {case: spec for case, (_, spec, _) in cases.items()}
+    got = on(sizes, run, (ids, dict.fromkeys(cases, table)), (P(), specs),
+             {case: (out, spec) for case, (_, spec, out) in cases.items()}, check_of(sizes))  # fmt: skip
+    y, pull = torch.func.vjp(lambda t: F.embedding(ids, t, padding_idx=padding), table)
+    g = pull(rand(6, d, seed=50))[0]
+    for case in cases:
+        close(got[case], (y, g), case)
+    close(value_and_vjp(lambda t: nn.embedding(ids, t, padding_idx=padding), table), (y, (g,)))
+    assert padding is None or not g[padding].any()
+
+
+def test_the_padding_row_has_no_tangent_and_no_gradient_under_vmap():
+    """torch's own rule for forward mode gives the row a tangent that its backward pass does not have."""
+    table, ids = rand(7, 3), torch.tensor([[0, 2], [2, 6], [5, 2]])
+
+    def layer(ids, t):
+        return nn.embedding(ids, t, axis="m", size=7, padding_idx=2, out="whole")
+
+    def run(table):
+        jvp = torch.func.jvp(lambda t: layer(ids, t), (table,), (table,))[1]
+        each = torch.func.vmap(torch.func.grad(lambda t, i: layer(i, t).square().sum()), (None, 0))(table, ids)
+        plain = table.clone().requires_grad_()
+        (once,) = torch.autograd.grad(layer(ids, plain).square().sum(), plain)
+        return jvp, each, once
+
+    jvp, each, once = on({"m": 4}, run, (table,), (P("m"),), (P(), P(None, "m"), P("m")))
+    want = torch.zeros(3, 7, 3, dtype=torch.float64)
+    for i, row in enumerate(ids.tolist()):
+        for j in row:
+            want[i, j] += 2 * table[j] * (j != 2)
+    close(jvp, table[ids] * (ids != 2).unsqueeze(-1))
+    close(each, want)
+    close(once, want.sum(0))
+
+
+def test_embedding_by_columns_reads_rows_as_torch_does():
+    table = rand(4, 6).bfloat16()
+    run = lambda i, t: nn.embedding(i, t, axis="m", split="column", out="whole")  # noqa: E731
+    got = on({"m": 4}, run, (torch.tensor([[3], [0]]), table), (P(), P(None, "m")), P())
+    assert torch.equal(got, table[torch.tensor([[3], [0]])])
+    with pytest.raises(IndexError, match=r"in embedding\(ids="):
+        on({"m": 2}, run, (torch.tensor([4]), table), (P(), P(None, "m")), P())
+
+
+# --- the range of a rank ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 12])
+def test_local_range_is_the_range_of_the_ranks_entries(name, size):
+    sizes, a = AXES[name], axis_of(AXES[name])
+
+    def run(numbers):
+        ranges = [fs.local_range(len(numbers), a, size=n) for n in (size, None)]
+        return [numbers - torch.arange(start, stop) for start, stop in ranges]
+
+    assert not any(x.any() for x in on(sizes, run, (torch.arange(size),), (P(a),), P(a)))
+    assert fs.local_range(5, None) == (0, 5)
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+def _inside(f):
+    return lambda: on({"m": 2}, lambda: f() and None, (), (), P())
+
+
+X, W = torch.ones(2, 4), torch.ones(3, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: nn.linear(X, W[0]), "linear: w is [6]\n  fix: [D, F]; a table of classes [C, D] is used as w.mT"),
+        (_inside(lambda: nn.linear(X, W, axis="m", split="row")),
+         ("linear: x has 4 inputs and w has 3\n  x  [2, 4]    w  [3, 6]\n  fix: split='row' takes x [..., D@axis],"
+          " w [D@axis, F]; fs.pslice(x, axis, -1) is the part of a whole x")),
+        (_inside(lambda: nn.linear(X, W, axis="m")),
+         ("linear: x has 4 inputs and w has 3\n  x  [2, 4]    w  [3, 6]\n"
+          "  fix: split='column' takes x [..., D], w [D, F@axis]")),
+        (lambda: nn.embedding(ints(3, 2), W, max_norm=1.0),
+         ("embedding: max_norm=1.0\n  torch's writes shorter rows into the table in forward\n"
+          "  fix: table * (max_norm / table.norm(dim=1, keepdim=True)).clamp(max=1) after a step")),
+        (lambda: nn.embedding(ints(3, 2), W, padding_idx=3),
+         "embedding: padding_idx=3, and the table has 3 rows\n  fix: -3 <= padding_idx < 3"),
+        (_inside(lambda: nn.embedding(ints(3, 2), W, axis="m", size=6, padding_idx=-7)),
+         "embedding: padding_idx=-7, and the table has 6 rows\n  fix: -6 <= padding_idx < 6"),
+        (_inside(lambda: nn.embedding(ints(3, 2), W, axis="m", split="column", out="partial")),
+         ("embedding: out='partial' of split='column'\n  fix: out='split' or 'whole': no rank has a partial sum")),
+        (_inside(lambda: fs.local_range(3, "m", size=8)),
+         ("local_range: this rank holds 3 of the dim, its part is 4\n  8 over 'm' splits into [4, 4]\n"
+          "  fix: pass size=, the whole dim")),
+    ],
+)  # fmt: skip
+def test_error_texts(call, text):
+    assert error_text(call) == text
+
+
+def test_inputs_that_vary_are_refused_where_each_rank_needs_all_of_them():
+    """Each rank's own x, in a layer split by columns: its gradient would be summed with those of the others'."""
+
+    def run(x, w):
+        return fs.grad(lambda x: fs.psum(nn.linear(x, w, axis="m").square().sum(), "m"))(x)
+
+    with pytest.raises(fs.ShardingError, match="pvary"):
+        on({"m": 2}, run, (rand(2, 4), rand(4, 6)), (P("m"), P(None, "m")), P("m"))
