@@ -15,11 +15,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard._comm import Axis, in_region, region
-from fshard._ops import local_range
 from fshard._torch_compat import in_transform
 from fshard.collectives import pmax, psum, pvary
 from fshard.errors import checked, fail
 from fshard.spec import describe
+
+from .classes import check_targets, target_columns
 
 # Largest number of logits for which the plain formula is faster. Forward and backward on one core of a busy machine:
 # plain 4.3 and in row blocks 2.3 ms for half a million elements in rows of 4096, 2.3 and 2.5 in rows of 32128; 17 and
@@ -32,7 +33,7 @@ _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of a row block: on a CPU,
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, axis: Axis = None, size: int | None = None, over: Axis = None,
     weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
-    reduction: Literal["none", "mean", "sum"] = "mean", donate: bool = False,
+    reduction: Literal["none", "mean", "sum"] = "mean", donate: bool = False, classes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute softmax cross-entropy in nats: logits [..., V], integer targets [...] -> [], or [...].
 
@@ -50,6 +51,9 @@ def cross_entropy(
         donate: backward may write the gradient over large logits, if nothing else uses them: then no second array of
             their size is made. A second backward pass through the same logits is torch's error for a tensor modified
             in place; second derivatives by `create_graph` or torch.func do not write.
+        classes: [V], or [V@axis]: the class of each column, ascending, from `sample_classes`: the softmax is over these
+            alone, and so are `weight` and `label_smoothing`. `size` is then not used. A target that is none of them
+            gives NaN. One more number per target is sent.
 
     The semantics are those of torch.nn.functional.cross_entropy with class indices; float32 or better inside
     and out. A target that is neither a class nor ignored gives NaN with `axis` (to raise, the host would have
@@ -61,9 +65,7 @@ def cross_entropy(
     v = logits.shape[-1]
     if not 0 <= label_smoothing <= 1:
         raise fail(f"cross_entropy: label_smoothing={label_smoothing}", fix="0 <= label_smoothing <= 1")
-    if targets.dtype not in (torch.int64, torch.int32, torch.uint8) or targets.shape != logits.shape[:-1]:
-        raise fail("cross_entropy: targets must be one integer class for each row of logits",
-                   logits=_describe(logits), targets=_describe(targets))  # fmt: skip
+    check_targets("cross_entropy", logits, targets)
     if weight is not None and tuple(weight.shape) != (v,):
         raise fail("cross_entropy: weight must be one number for each class here",
                    logits=_describe(logits), weight=_describe(weight))  # fmt: skip
@@ -71,16 +73,18 @@ def cross_entropy(
     if weight is not None:
         weight = weight.detach().to(wide)
     plain = torch.compiler.is_dynamo_compiling() or logits.numel() <= _PLAIN_UP_TO
-    if plain and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
+    if plain and classes is None and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
         rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1).long()
         losses = F.cross_entropy(rows, classes, weight, ignore_index=ignore_index, reduction=reduction)
         return losses.view(targets.shape) if reduction == "none" else losses
 
-    start, whole = local_range("cross_entropy", v, axis, size)
     counted = targets != ignore_index
-    local = targets.long() - start
-    is_local = counted & (local >= 0) & (local < v) if axis else counted
-    column = local.where(is_local, 0).unsqueeze(-1)[..., :v]
+    if axis or classes is not None:
+        column, is_local, whole = target_columns("cross_entropy", logits, targets, axis, size, classes)
+    else:
+        column, is_local, whole = targets.long().where(counted, 0), counted, v
+    is_local = is_local & counted
+    column = column.unsqueeze(-1)[..., :v]
     # Subtract the largest logit of all ranks, a constant to the derivative, so that no exponential overflows. A part
     # whose logits are all -inf adds 0.
     largest = _row_max(logits, wide)
@@ -95,18 +99,22 @@ def cross_entropy(
         parts["all_classes"] = (shifted if weight is None else shifted * weight).sum(-1)
         if weight is not None:
             parts["total_weight"] = weight.sum()
+    if classes is not None:
+        parts["found"], parts["classes"] = is_local.to(wide), torch.full((), v, dtype=wide, device=logits.device)
     sums = psum(parts, axis) if axis else parts
 
+    is_class = (targets >= 0) & (targets < whole) if classes is None else sums["found"] > 0
+    number = whole if classes is None else sums["classes"]
     lse = sums["exp"].log()
     losses = lse - sums["target"]
     target_weight = counted.to(wide) if weight is None else sums["target_weight"]
     if weight is not None:
         losses = losses * target_weight
     if label_smoothing:
-        smooth = lse * (whole if weight is None else sums["total_weight"]) - sums["all_classes"]
-        losses = (1 - label_smoothing) * losses + label_smoothing / whole * smooth
-    if axis:
-        losses = losses.where((targets >= 0) & (targets < whole), math.nan)
+        smooth = lse * (number if weight is None else sums["total_weight"]) - sums["all_classes"]
+        losses = (1 - label_smoothing) * losses + label_smoothing / number * smooth
+    if axis or classes is not None:
+        losses = losses.where(is_class, math.nan)
     losses = losses.where(counted, 0)
     if reduction == "none":
         return losses

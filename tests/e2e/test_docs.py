@@ -283,6 +283,18 @@ specs = {"w": P()}
 params, grads = {"w": torch.zeros(1)}, {"w": torch.tensor([2.7183])}
 state = fs.optim.chain(fs.optim.clip_by_global_norm(1.0, specs), fs.optim.adamw(3e-4)).init(params)
 """
+CLASSIFIER = """
+opt = fs.optim.sgd(0.1, momentum=0.9)
+params = {"w": fs.random.normal(fs.key(0), (40, 8), spec=P("model")), "up": fs.random.normal(fs.key(1), (5, 8))}
+state, targets = opt.init(params), torch.arange(6)
+x = fs.random.normal(fs.key(2), (6, 5))
+"""
+SAMPLED = """
+opt = fs.optim.sgd(0.1, momentum=0.9)
+params = {"w": fs.random.normal(fs.key(0), (40, 8), spec=P("model"))}
+state, targets = opt.init(params), torch.arange(3) + 3 * fs.axis_index("data")
+x = fs.random.normal(fs.key(2), (6, 8), spec=P("data"))
+"""
 BATCH = """
 x = y = torch.ones(8, 8)
 loss_fn = lambda p, x, y: (x @ p["up"] @ p["down"] - y).square().mean()
@@ -328,6 +340,8 @@ params = fs.materialize(module, P(), mesh, key=fs.key(0))
     "fshard.models.llama.load": LLAMA,
     "fshard.models.mixtral.load": MIXTRAL,
     "fshard.models.t5.load": T5,
+    "fshard.nn.classes.sample_classes": SAMPLED,
+    "fshard.nn.margins.margin": CLASSIFIER,
     "fshard.nn.layers.attention": "q = k = v = torch.ones(2, 3, 4, 8)\nkey = fs.key(0)",
     "fshard.nn.layers.dropout": "x, key, layer = torch.ones(2, 3, 4), fs.key(0), 2",
     "fshard.nn.layers.embedding": VOCABULARY + 'params = {"wte": torch.ones(v, 4)}',

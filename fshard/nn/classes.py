@@ -1,0 +1,128 @@
+"""Classes of a split classifier: the columns of targets, and a sample of classes that holds all targets (Partial FC).
+
+Legend: B targets, C classes, S sampled classes; [C@axis] is a dim split over an axis.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fshard._comm import Axis, checker, in_region, known_axes, region
+from fshard._ops import local_range
+from fshard.collectives import all_gather
+from fshard.data import permute
+from fshard.errors import checked, fail
+from fshard.random import check_key
+from fshard.spec import describe, names_of, part_range
+
+
+@checked
+def sample_classes(
+    key: Tensor, targets: Tensor, *, size: int, count: int, axis: Axis = None, over: Axis = None
+) -> Tensor:
+    """Choose `count` of `size` classes, all targets among them: targets [...] -> int64 [S@axis], ascending.
+
+        targets {I} over `axis`, {V} over `over` -> {V} over `axis`     cost: the targets are gathered over `over`
+
+    A softmax over these classes alone is Partial FC: `nn.margin` and `nn.cross_entropy` take them as `classes=`, and
+    `optim.update_rows` steps only their rows. Beside the targets, the classes are the first of a random order, a
+    function of `key`: so the sample, and with it the loss and each gradient, is the same on every mesh. How many of the
+    classes a rank has is random too, about `count` divided by the ranks of `axis`; it may have none.
+
+    Args:
+        key: one for each step, `fs.fold_in(key, step)`.
+        targets: classes; negative ones are ignored.
+        size: C, the number of all classes; the table of classes is [C@axis, D].
+        count: number of sampled classes over all ranks: all of them where it is `size` or more, the targets alone where
+            these are `count` or more.
+        over: axes the targets are split over (`"data"`).
+
+    A step that trains a tenth of the classes of `params`, {"w": [C@model, D]}, on features x [B@data, D]:
+
+    >>> def step(params, state, x, targets, key):
+    ...     classes = nn.sample_classes(key, targets, size=40, count=4, axis="model", over="data")
+    ...     rows = classes - 10 * fs.axis_index("model")                    # where this rank has them
+    ...     def loss_fn(sampled, x):
+    ...         sampled, x = fs.pvary(sampled, "data"), fs.pvary(x, "model")
+    ...         cosines = nn.cosine_logits(x, sampled["w"])                 # [B@data, S@model]
+    ...         logits = nn.arcface(cosines, targets, axis="model", classes=classes)
+    ...         return nn.cross_entropy(logits, targets, axis="model", classes=classes, over="data")
+    ...     sampled = fs.tree.map(lambda w: w[rows], params)
+    ...     loss, (grads, dx) = fs.value_and_grad(loss_fn, (0, 1))(sampled, x)
+    ...     params, state = fs.optim.update_rows(opt, rows, grads, state, params)
+    ...     return loss, params, state, dx                                  # dx is the gradient for what makes x
+    >>> loss, params, state, dx = step(params, state, x, targets, fs.fold_in(fs.key(0), 7))
+
+    Raises ShardingError for a target of `size` or more, and in a compiled program: the shapes depend on the targets.
+
+    Source: An et al., 2022, "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs
+    by Partial FC", with one sample for all ranks in the place of one for each.
+    """
+    check_key("sample_classes", key)
+    if size < 1 or count < 1:
+        raise fail(f"sample_classes: size={size}, count={count}", fix="both are 1 or more")
+    if targets.dtype not in (torch.int64, torch.int32, torch.uint8):
+        raise fail(f"sample_classes: targets are {describe(targets.dtype, targets.shape)}", fix="integer classes")
+    if torch.compiler.is_dynamo_compiling():
+        raise fail("sample_classes: a compiled program has fixed shapes, and the number of classes that a rank has "
+                   "depends on the targets", fix="leave out compile=True")  # fmt: skip
+    known = all_gather(targets.reshape(-1).long(), over, to="invariant")
+    out = _sample(key, known, size, count, axis)
+    if (types := checker()) is not None:
+        types.set_integer_type(out, "sample_classes", of=(key, known), varies=names_of(axis))
+    return out
+
+
+def _sample(key: Tensor, targets: Tensor, size: int, count: int, axis: Axis) -> Tensor:
+    start, length = _part("sample_classes", size, axis)
+    if in_region() and not region().comm.has_values:  # a dry run: about as many on each rank
+        return targets.new_empty(_part("sample_classes", min(count, size), axis)[1])
+    known = targets.cpu().unique()
+    known = known[known >= 0]
+    if len(known) and known[-1] >= size:
+        raise fail(f"sample_classes: target {int(known[-1])} is not a class", f"classes are 0 to {size - 1}")
+    if count >= size:
+        return torch.arange(start, start + length, device=targets.device)
+    order = permute(key, torch.arange(count), size=size)
+    others = order[~torch.isin(order, known)][: max(0, count - len(known))]
+    chosen = torch.cat([known, others]).sort().values
+    return chosen[(chosen >= start) & (chosen < start + length)].to(targets.device)
+
+
+def _part(verb: str, size: int, axis: Axis) -> tuple[int, int]:
+    """Return (start, length) of this rank's part of a dim of `size`."""
+    if not names_of(axis):
+        return 0, size
+    current = region(verb)
+    names = known_axes(verb, current, axis)
+    return part_range(size, [current.sizes[a] for a in names], [current.coords[a] for a in names])
+
+
+def target_columns(
+    verb: str, logits: Tensor, targets: Tensor, axis: Axis, size: int | None, classes: Tensor | None
+) -> tuple[Tensor, Tensor, int]:
+    """Return (column of each target [...], 0 where this rank has none; whether it has one [...]; number of classes).
+
+    The columns of `logits` [..., V] are this rank's part of the classes, or `classes` [V].
+    """
+    check_targets(verb, logits, targets)
+    v = logits.shape[-1]
+    if classes is None:
+        start, whole = local_range(verb, v, axis, size)
+        column = targets.long() - start
+        is_local = (column >= 0) & (column < v)
+        return column.where(is_local, 0), is_local, whole
+    if classes.dtype != torch.int64 or tuple(classes.shape) != (v,):
+        raise fail(f"{verb}: classes must be the class of each column of logits, ascending",
+                   logits=describe(logits.dtype, logits.shape), classes=describe(classes.dtype, classes.shape),
+                   fix="classes = nn.sample_classes(...)")  # fmt: skip
+    column = torch.searchsorted(classes, targets.long().contiguous())
+    is_local = torch.cat([classes, classes.new_full((1,), -1 << 63)])[column] == targets
+    return column.where(is_local, 0), is_local, v
+
+
+def check_targets(verb: str, logits: Tensor, targets: Tensor) -> None:
+    if targets.dtype not in (torch.int64, torch.int32, torch.uint8) or targets.shape != logits.shape[:-1]:
+        got = {"logits": describe(logits.dtype, logits.shape), "targets": describe(targets.dtype, targets.shape)}
+        raise fail(f"{verb}: targets must be one integer class for each row of logits", **got)
