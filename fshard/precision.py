@@ -13,7 +13,7 @@ from . import tree
 from ._comm import checker, common_device
 from .collectives import psum, pvary
 from .errors import checked, fail, must_be
-from .optim.optimizers import Optimizer, scalar_like
+from .optim.optimizers import Optimizer, refuse_outside_of_sum, scalar_like
 from .spec import P, is_spec
 
 
@@ -162,6 +162,7 @@ class LossScale:
         copies of parameters and state and choose between old and new, leaf by leaf.
         """
         tree.check_leaves("guard", "specs", specs, P)
+        refuse_outside_of_sum("guard", optimizer)
 
         def init(params: Any) -> Any:
             return {"scale": self.init(params), "opt": optimizer.init(params)}

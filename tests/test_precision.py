@@ -16,7 +16,8 @@ LAYOUTS = {
     "one device": ({}, False), "data=2": ({"data": 2}, False), "model=2": ({"model": 2}, False),
     "2x2": ({"data": 2, "model": 2}, False), "data=2 sharded": ({"data": 2}, True),
     "2x2 sharded": ({"data": 2, "model": 2}, True), "uneven": ({"data": 3, "model": 3}, False),
-    "uneven sharded": ({"data": 3}, True),
+    "uneven sharded": ({"data": 3}, True), "data=2 zero": ({"data": 2}, "zero"),
+    "2x2 zero": ({"data": 2, "model": 2}, "zero"), "uneven zero": ({"data": 3, "model": 3}, "zero"),
 }  # fmt: skip
 POWERS = {"initial": 2.0**14, "growth": 4.0, "backoff": 0.25, "interval": 2}
 
@@ -44,11 +45,15 @@ def batches(n, bad=()):
 def on_a_mesh(layout, policy, optimizer, data, *, scale=None, check=None, donate=True, steps=1,
               weight=1.0):  # fmt: skip
     """Train on batches: after each, (parameters, optimizer state, loss). Types are those of "2x2", however uneven."""
-    check = check or ("first" if layout == "2x2 sharded" else "never")
+    check = check or ("first" if layout in ("2x2 sharded", "2x2 zero") else "never")
     axes, sharded = LAYOUTS[layout]
     mesh = fs.make_mesh(**{"data": 1, "model": 1, **axes})
-    specs = fs.fully_shard(SPECS, SHAPES, axis="data") if sharded else SPECS
-    opt = optimizer(specs) if scale is None else scale.guard(optimizer(specs), specs)
+    split = fs.fully_shard(SPECS, SHAPES, axis="data") if sharded else SPECS
+    opt = optimizer(split) if scale is None else scale.guard(optimizer(split), split)
+    zero = sharded == "zero"
+    specs = SPECS if zero else split
+    if zero:
+        opt = optim.zero(opt, specs, split, axis="data")
     state = {"params": whole(), "opt": opt.init(SHAPES)}
     state_specs = {"params": specs, "opt": opt.specs(specs)}
 
@@ -56,14 +61,15 @@ def on_a_mesh(layout, policy, optimizer, data, *, scale=None, check=None, donate
                   donate=0 if donate else ())  # fmt: skip
     def step(state, x, y):
         def loss_fn(params, x, y):
-            low = fs.unshard(policy.to_compute(params), specs, "data", shapes=SHAPES)
+            low = policy.to_compute(params)
+            low = low if zero else fs.unshard(low, specs, "data", shapes=SHAPES)
             h = torch.relu(fs.pvary(policy.to_compute(x), "model") @ low["up"] + low["bias"])
             out = policy.to_output(fs.psum(h @ low["down"], "model"))
             loss = fs.psum((out - y).square().sum(), "data") / 32 * steps * weight
             return loss if scale is None else scale.scale(loss, state["opt"]["scale"])
 
         gradient = fs.accumulate(loss_fn, steps) if steps > 1 else fs.value_and_grad(loss_fn)
-        loss, grads = gradient(state["params"], x, y)
+        loss, grads = gradient(fs.pvary(state["params"], "data") if zero else state["params"], x, y)
         params, new = opt.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": new}, loss
 
@@ -248,7 +254,7 @@ def test_all_ranks_skip_the_steps_that_grad_scaler_skips(layout, name):
 def test_a_finite_step_equals_the_optimizers_own():
     data, scale = batches(5), fs.LossScale(initial=2.0**10, interval=2)
     clipped = lambda specs: optim.chain(optim.clip_by_global_norm(0.5, specs), optim.adamw(0.05))  # noqa: E731
-    for layout in ("one device", "2x2 sharded"):
+    for layout in ("one device", "2x2 sharded", "2x2 zero"):
         for donate in (True, False):
             rows = (on_a_mesh(layout, fs.Policy(), clipped, data, scale=s, donate=donate) for s in (scale, None))
             for (params, state, _), (right, right_state, _) in zip(*rows, strict=True):  # powers of two round nothing
@@ -257,7 +263,7 @@ def test_a_finite_step_equals_the_optimizers_own():
                     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["data=2", "2x2 sharded"])
+@pytest.mark.parametrize("layout", ["data=2", "2x2 sharded", "2x2 zero"])
 def test_one_bad_microbatch_skips_the_whole_step(layout):
     scale, data = fs.LossScale(**POWERS), batches(6, (1, 2))
     adamw = OPTIMIZERS["adamw"][0]
@@ -276,9 +282,9 @@ def test_float16_trains_with_gradients_that_underflow_without_a_scale(layout):
     sgd, data = (lambda specs: optim.sgd(2.0**23, momentum=0.9)), batches(12)
     lost = on_a_mesh(layout, policy, sgd, data[:1], weight=weight)[0][0]
     torch.testing.assert_close(lost["up"], whole()["up"], rtol=0, atol=0)
-    got = on_a_mesh(layout, policy, sgd, data, scale=fs.LossScale(initial=2.0**46), weight=weight)
+    got = on_a_mesh(layout, policy, sgd, data, scale=fs.LossScale(initial=2.0**48), weight=weight)
     taken = [bool(state["scale"]["good"]) for _, state, _ in got]
-    assert not taken[0]  # the scale decreases until gradients fit into float16
+    assert not taken[0]  # the scale decreases until each rank's gradients fit into float16
     assert sum(taken) >= 6
     fit = [batch for batch, good in zip(data, taken, strict=True) if good]
     right = by_torch(lambda ps: torch.optim.SGD(ps, 2.0**23, momentum=0.9), fit, weight=weight)

@@ -68,6 +68,7 @@ class Optimizer(_Step):
     """A step of the parameters: `update(grads, state, params) -> (params, state)`."""
 
     scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # `update` by grads * factors
+    sums_gradients: bool = False  # over the ranks, as `zero` does: what reads their sum comes after that, inside of it
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------
@@ -219,6 +220,7 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
             f"chain: {wrong[0] if wrong else 'no steps'}",
             fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))",
         )
+    refuse_outside_of_sum("chain", steps[-1], len(steps) > 1)
     names = ", ".join(s.name for s in steps)
     # If the last transform only scales, the optimizer scales: that saves a second tree of gradients.
     factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None
@@ -239,6 +241,13 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
 
     return Optimizer(lambda params: tuple(s.init(params) for s in steps), update,
                      lambda specs: tuple(s.specs(specs) for s in steps), f"chain({names})")  # fmt: skip
+
+
+def refuse_outside_of_sum(verb: str, optimizer: Any, reads: bool = True) -> None:
+    """Raise for an optimizer that sums gradients, around which `verb` would read those of one rank."""
+    if reads and optimizer.sums_gradients:
+        raise fail(f"{verb}: {optimizer.name} sums the gradients over ranks, and before it each rank has its own",
+                   fix=f"inside of it: zero({verb}(...), specs, split, axis=...), with the specs `split`")  # fmt: skip
 
 
 @checked

@@ -14,7 +14,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import Axis, checker, in_region, known_axes, live_axes, region
 from fshard._ops import GatherInvariant, Map, Scatter, Slice, Sum, apply_map, split_layout
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
 from fshard.reshard import reshard
 from fshard.sharded import Sharded
@@ -80,8 +80,8 @@ def zero(
 
     def state_specs(param_specs: Any) -> Any:
         tree.check_leaves(f"{name}.specs", "param_specs", param_specs, P)
-        given, own = _pairs(f"{name}.specs: param_specs", param_specs, "zero: specs", specs, split)
-        if given != own:
+        given = tree.broadcast(param_specs, split, name=f"{name}.specs: param_specs", leaf=is_spec)
+        if given != tree.broadcast(specs, split, name="zero: specs", leaf=is_spec):
             raise fail(f"{name}.specs: param_specs are not the specs that it was made for",
                        fix="zero(optimizer, specs, split, axis=...).specs(specs)")  # fmt: skip
         return optimizer.specs(split)
@@ -92,30 +92,22 @@ def zero(
         own = _own(whole, parts)
         if checker() is not None:  # a step in place would write what varies into what does not
             own = [x.clone() for x in own]
-        own_grads = tree.unflatten(treedef, _own_sums(flat_grads, parts))
-        new, state = optimizer.update(own_grads, state, tree.unflatten(treedef, own))
+        try:
+            sums = _own_sums(flat_grads, parts)
+        except ShardingError as e:
+            raise e if checker() is None else _wrong_types(e, axis, summed) from None
+        new, state = optimizer.update(tree.unflatten(treedef, sums), state, tree.unflatten(treedef, own))
         return tree.unflatten(treedef, _whole(tree.leaves(new), parts, whole)), state
 
-    return Optimizer(init, update, state_specs, name)
-
-
-def _pairs(a_name: str, a: Any, b_name: str, b: Any, *others: Any) -> tuple[list[P], list[P]]:
-    """Return the specs of two trees, each at the leaves of the deepest of these and the others."""
-    deepest = max(a, b, *others, key=lambda t: len(tree.leaves(t)))
-    return (
-        tree.broadcast(a, deepest, name=a_name, leaf=is_spec),
-        tree.broadcast(b, deepest, name=b_name, leaf=is_spec),
-    )
+    return Optimizer(init, update, state_specs, name, sums_gradients=not summed)
 
 
 def _check(specs: Any, split: Any, axis: tuple[str, ...]) -> None:
     """Raise, with every leaf whose split is not its spec with axes of `axis` added."""
     fix = "split = fs.fully_shard(specs, tree, axis=...)"
-    deepest = max(specs, split, key=lambda t: len(tree.leaves(t)))
     errors, added = [], False
-    for (path, _), spec, own in zip(
-        tree.leaves_with_path(deepest), *_pairs("zero: specs", specs, "zero: split", split), strict=True
-    ):
+    each = tree.broadcast(specs, split, name="zero: specs", leaf=is_spec)
+    for (path, own), spec in zip(tree.leaves_with_path(split), each, strict=True):
         label, facts = f"zero: {tree.show('split', path)}", {"spec": spec, "split": own}
         more = set(own.axes) - set(spec.axes)
         added = added or bool(more)
@@ -127,6 +119,14 @@ def _check(specs: Any, split: Any, axis: tuple[str, ...]) -> None:
     raise_all(errors)
     if not added:
         raise fail("zero: split adds no axis to specs, so that no state would be split", axis=axis, fix=fix)
+
+
+def _wrong_types(error: ShardingError, axis: Axis, summed: bool) -> ShardingError:
+    """Replace the fix in the checker's error of gradients that are summed twice, or never."""
+    fix = (f"zero(..., summed=False): it sums these over {axis!r}" if summed else
+           f"zero(..., summed=True), or let the parameters enter the loss by fs.pvary(params, {axis!r}) before "
+           "value_and_grad, and not inside of it")  # fmt: skip
+    return fail(str(error).partition("\n  fix: ")[0], fix=fix)
 
 
 # --- the part of each leaf that a rank steps ---

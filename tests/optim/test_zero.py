@@ -6,14 +6,13 @@ times it on four ranks. So a step on any mesh has the bits of the plain step of 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import pytest
 import torch
 
 import fshard as fs
-from fshard import P, ShardingError, checkpoint, optim, tree
+from fshard import P, checkpoint, optim, tree
 from tests.lib.assertions import assert_same, error_text
 from tests.optim.test_optim import grads_at, pointers, train
 
@@ -99,24 +98,296 @@ def train_on(layout, make, *, steps=4, summed=False, donate=False, check="never"
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_mesh_changes_a_step(name, layout):
-    want = train(OPTIMIZERS[name](P()), make_params(), 4)
+    want = train(OPTIMIZERS[name](P()), make_params(), 3)
+    modes = [(False, True), (True, False)] + [(False, False), (True, True)] * (layout == "2x2")
+    for summed, donate in modes:
+        check = "first" if name == "adamw" and not summed and layout in ("2x2", "hybrid") else "never"
+        assert_same(train_on(layout, OPTIMIZERS[name], summed=summed, donate=donate, check=check, steps=3), want)
+
+
+def clipped(split):
+    return optim.chain(optim.clip_by_global_norm(0.7, split), optim.adamw(0.02))
+
+
+@pytest.mark.parametrize("layout", ["data=3", "3x2", "hybrid"])
+def test_a_clip_inside_takes_the_norm_of_the_summed_gradients(layout):
+    params = {**make_params(), "half": None}  # all else differs by the rounding of the norm
+    got, (clip, _) = train_on(layout, clipped, params=params)
+    want, (norm, _) = train(clipped(P()), params, 4)
+    assert_same(got, want, rtol=1e-5, atol=1e-6)
+    assert_same(clip, norm, rtol=1e-6, atol=0)
+
+
+def loss_fn(p, x, y):
+    """Mean over all examples, of which ranks may have different numbers: x [B@data, 6], y [B@data, 4]."""
+    h = torch.relu(fs.pvary(x, "model") @ p["up"] + p["bias"])  # [B, F@model]
+    out = fs.psum(h @ p["down"], "model") * p["scale"]
+    total, count = fs.psum(((out - y).square().sum(), torch.tensor(1.0 * len(x))), "data")
+    return total / count
+
+
+SHAPES = {"up": fs.init.normal((6, 10)), "bias": fs.init.normal((10,)), "down": fs.init.normal((10, 4)),
+          "scale": fs.init.ones(())}  # fmt: skip
+SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model"), "scale": P()}
+SPLIT = fs.fully_shard(SPECS, SHAPES, axis="data")
+
+
+def batch(n=10):
+    return fs.random.normal(fs.key(1), (n, 6)), fs.random.normal(fs.key(2), (n, 4))
+
+
+def trainer(mesh, opt, *, zero, accumulated=1):
+    """Make a step of the loss above, of parameters that are whole over `data`."""
+    state_specs = {"params": SPECS, "opt": opt.specs(SPECS)}
+    gradient = fs.value_and_grad(loss_fn) if accumulated == 1 else fs.accumulate(loss_fn, accumulated)
+
+    @fs.shard_map(mesh=mesh, in_specs=(state_specs, P("data"), P("data")), out_specs=(state_specs, P()), donate=0)
+    def step(state, x, y):
+        if zero:
+            loss, grads = gradient(fs.pvary(state["params"], "data"), x, y)
+        else:
+            loss, grads = fs.value_and_grad(lambda p: loss_fn(fs.pvary(p, "data"), x, y))(state["params"])
+        params, opt_state = opt.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt_state}, loss
+
+    return step, state_specs
+
+
+def start(mesh, opt, specs):
+    return fs.materialize({"params": SHAPES, "opt": opt.init(SHAPES)}, specs, mesh, key=fs.key(0))
+
+
+def test_a_loss_over_examples_trains_as_with_whole_states():
+    mesh, inner = fs.make_mesh(data=4, model=1), optim.adamw(0.05)
+    opt = optim.zero(inner, SPECS, SPLIT, axis="data")
+    (step, specs), (plain, plain_specs) = trainer(mesh, opt, zero=True), trainer(mesh, inner, zero=False)
+    a, b = start(mesh, opt, specs), start(mesh, inner, plain_specs)
+    for n in (10, 5, 3):  # on the fourth rank 1 example, and none
+        (a, loss), (b, want) = step(a, *batch(n)), plain(b, *batch(n))
+        assert_same((a, loss), fs.device_get((b, want)))  # the sums of a simulated mesh are in the order of the ranks
+
+
+def test_verify_finds_nothing():
+    mesh = fs.make_mesh(data=2, model=2)
+    opt = optim.zero(clipped(SPLIT), SPECS, SPLIT, axis="data")
+    step, specs = trainer(mesh, opt, zero=True)
+    assert fs.verify(step, start(mesh, opt, specs), *batch(5), meshes=[{"data": 1, "model": 1}]).leaves > 0
+
+
+def test_gradients_of_microbatches_are_scattered_once():
+    mesh = fs.make_mesh(data=2, model=1)
+    opt = optim.zero(optim.sgd(0.05, momentum=0.9), SPECS, SPLIT, axis="data")
+    (once, specs), (thrice, _) = trainer(mesh, opt, zero=True), trainer(mesh, opt, zero=True, accumulated=3)
+    a, b = start(mesh, opt, specs), start(mesh, opt, specs)
+    (a, loss), want = once(a, *batch(12)), None
+    with fs.recording() as log:
+        b, want = thrice(b, *batch(12))
+    assert_same((a, loss), fs.device_get((b, want)), rtol=1e-5, atol=1e-6)
+    assert Counter(t.op for t in log)["reduce_scatter"] == mesh.size
+
+
+def test_leaves_that_the_loss_gathers_itself_are_stepped_as_they_are():
+    """`up` is fully sharded and gathered by `unshard`, `down` is whole: one optimizer steps both."""
+    mesh, x = fs.make_mesh(data=3), fs.random.normal(fs.key(1), (6, 6))
+    params = {"up": torch.randn(6, 10), "down": torch.randn(10, 4)}
+    specs, split = {"up": P("data"), "down": P()}, {"up": P("data"), "down": P("data")}
+    opt = optim.zero(optim.adamw(0.05), specs, split, axis="data")
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, opt.specs(specs), P("data")), out_specs=(specs, opt.specs(specs)))
+    def step(p, state, x):
+        def loss(p, x):
+            return fs.pmean(
+                (torch.relu(x @ fs.unshard(p["up"], P("data"), "data")) @ p["down"]).square().mean(), "data"
+            )
+
+        return opt.update(fs.grad(loss)({"up": p["up"], "down": fs.pvary(p["down"], "data")}, x), state, p)
+
+    whole = lambda p: (torch.relu(x @ p["up"]) @ p["down"]).square().mean()  # noqa: E731
+    placed = fs.device_put(params, specs, mesh)
+    state, plain, plain_state = opt.init(placed), params, optim.adamw(0.05).init(params)
+    for _ in range(3):
+        placed, state = step(placed, state, x)
+        plain, plain_state = optim.adamw(0.05).update(fs.grad(whole)(plain), plain_state, plain)
+    assert_same((placed, state), (plain, plain_state), rtol=1e-4, atol=1e-6)
+
+
+# --- transfers and memory -------------------------------------------------------------------------------------------
+
+
+def blocks(dtype=torch.float32):
+    """Make 29 leaves, as those of a GPT-2 of two blocks, whose first dims two ranks do not all divide."""
+    block = [(8,), (8,), (8, 24), (24,), (8, 8), (8,), (8,), (8,), (8, 33), (33,), (33, 8), (8,), (3,)]
+    widths = [(17, 8), (5, 8), *block, *block, (7,)]
+    return [torch.randn(shape).to(dtype) for shape in widths]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.bfloat16)])
+def test_a_step_is_one_reduce_scatter_and_one_all_gather_per_dtype(dtypes):
+    n = 4
+    params = {str(dtype): blocks(dtype) for dtype in dtypes}
+    assert len(blocks()) == 29
+    mesh, specs = fs.make_mesh(data=n), tree.map(lambda _: P(), params)
+    split = fs.fully_shard(specs, params, axis="data")
+    opt = optim.zero(optim.adamw(0.1), specs, split, axis="data")
+    step = step_on(mesh, opt, specs, "data", donate=(1, 2), check="never")
+    placed = fs.device_put(params, specs, mesh)
+    state, grads = opt.init(placed), fs.device_put(params, specs, mesh)
+    with fs.recording() as log:
+        step(grads, state, placed)
+    assert Counter((t.op, t.dtype) for t in log) == {
+        (op, dtype): n for op in ("reduce_scatter", "all_gather") for dtype in dtypes
+    }
+    whole = sum(x.nbytes for x in tree.leaves(params))
+    # An argument of n parts is scattered, and one part is gathered: (n-1)/n of the bytes of the leaves each.
+    assert sum(t.bytes for t in log if t.op == "reduce_scatter") == n * whole
+    assert sum(t.bytes for t in log if t.op == "all_gather") == whole
+
+
+def test_a_rank_stores_its_part_of_the_moments_and_donated_memory_is_used_again():
+    params = {"a": torch.randn(64, 8), "b": torch.randn(8, 63), "c": torch.randn(33), "d": torch.randn(())}
+    mesh, split = fs.make_mesh(data=4), fs.fully_shard(P(), params, axis="data")
+    opt = optim.zero(optim.adamw(0.1), P(), split, axis="data")
+    step = step_on(mesh, opt, P(), "data", donate=(1, 2))
+    placed = fs.device_put(params, P(), mesh)
+    state, grads = opt.init(placed), fs.device_put(params, P(), mesh)
+    parts = [64 // 4 * 8 + 8 // 4 * 63 + n + 1 for n in (9, 9, 9, 6)]  # 33 over 4 is 9, 9, 9, 6
+    for rank in range(4):
+        assert sum(x.shards[rank].numel() for x in tree.leaves((state["m"], state["v"]))) == 2 * parts[rank]
+    for i in range(3):  # the first call is checked, and takes new memory
+        before = pointers((placed, state["m"], state["v"]))
+        placed, state = step(grads, state, placed)
+        assert i == 0 or pointers((placed, state["m"], state["v"])) == before
+    assert_same(fs.device_get(grads), params)  # not donated
+    kept = step_on(mesh, opt, P(), "data")
+    was = fs.device_get((placed, state))
+    kept(grads, state, placed)
+    assert_same((placed, state), was)
+
+
+# --- states ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [optim.adamw, lambda lr: fs.LossScale().guard(clipped(SPLIT), SPLIT)])
+def test_states_of_every_kind_are_those_of_the_plain_optimizer(make):
+    mesh, inner = fs.make_mesh(data=3, model=2), make(0.1)
+    opt = optim.zero(inner, SPECS, SPLIT, axis="data")
+    specs = opt.specs(SPECS)
+    assert specs == inner.specs(SPLIT)
+    described = opt.init(SHAPES)
+    assert repr(described) == repr(inner.init(SHAPES))
+    params = fs.materialize(SHAPES, SPECS, mesh, key=fs.key(0))
+    want = fs.materialize(described, specs, mesh, key=fs.key(0))
+    for state in (opt.init(params), fs.shard_map(opt.init, mesh=mesh, in_specs=(SPECS,), out_specs=specs)(params)):
+        assert repr(state) == repr(want)
+        assert_same(state, fs.device_get(want))
+    assert_same(opt.init(fs.device_get(params)), fs.device_get(want))
+    assert_same(fs.device_get(params), fs.device_get(fs.materialize(SHAPES, SPECS, mesh, key=fs.key(0))))
+
+
+def test_zero_and_plain_runs_resume_from_checkpoints_of_each_other(tmp_path):
+    inner, whole = optim.adamw(0.05), fs.make_mesh(data=4, model=1)
+    few = fs.make_mesh(data=2, model=2)
+    opt = optim.zero(inner, SPECS, SPLIT, axis="data")
+    kinds = {"zero": (trainer(whole, opt, zero=True), trainer(few, opt, zero=True), opt),
+             "plain": (trainer(whole, inner, zero=False), trainer(few, inner, zero=False), inner)}  # fmt: skip
+    like = {"params": SHAPES, "opt": inner.init(SHAPES)}
+    for first, second in (("zero", "plain"), ("plain", "zero")):
+        (step, specs), _, of_first = kinds[first]
+        state, _ = step(start(whole, of_first, specs), *batch(8))
+        checkpoint.save(tmp_path / first, state, step=1)
+        want, _ = step(state, *batch(8))
+        _, (step, specs), _ = kinds[second]
+        restored = checkpoint.restore(tmp_path / first, like, specs=specs, mesh=few, step=1)
+        got, _ = step(restored, *batch(8))
+        assert_same(got, fs.device_get(want), rtol=1e-5, atol=1e-6)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_what_reads_the_sum_of_the_gradients_is_refused_outside():
+    zero = optim.zero(optim.sgd(0.1), P(), P("data"), axis="data")
+    clip = optim.clip_by_global_norm(1.0, P())
+    for verb, wrap in (
+        ("chain", lambda opt: optim.chain(clip, opt)),
+        ("guard", lambda opt: fs.LossScale().guard(opt, P())),
+    ):
+        assert error_text(wrap, zero) == (
+            f"{verb}: zero(sgd) sums the gradients over ranks, and before it each rank has its own\n"
+            f"  fix: inside of it: zero({verb}(...), specs, split, axis=...), with the specs `split`"
+        )
+        assert wrap(optim.zero(optim.sgd(0.1), P(), P("data"), axis="data", summed=True))
+
+
+def test_gradients_that_are_summed_twice_or_never_are_errors_of_types():
+    mesh, params = fs.make_mesh(data=2), {"w": torch.ones(4, 2), "scale": torch.ones(())}
+    split = {"w": P("data"), "scale": P()}
+    texts = {}
     for summed in (False, True):
-        for donate in (False, True):
-            check = "first" if layout in ("3x2", "hybrid") else "never"
-            got = train_on(layout, OPTIMIZERS[name], summed=summed, donate=donate, check=check)
-            assert_same(fs.device_get(got), want)
+        opt = optim.zero(optim.sgd(0.1), P(), split, axis="data", summed=summed)
+
+        def update(grads, state, params, opt=opt, summed=summed):
+            return opt.update(fs.pvary(grads, "data") if summed else grads, state, params)
+
+        run = fs.shard_map(update, mesh=mesh, in_specs=(P(), P(), P()), out_specs=(P(), P()))
+        texts[summed] = error_text(run, params, {"count": torch.tensor(0)}, params)
+    assert "psum_scatter over 'data' of a value that does not vary over it" in texts[False]
+    assert texts[False].endswith(
+        "already: the sum would count it 2 times\n  fix: zero(..., summed=True), or let the parameters enter the loss "
+        "by fs.pvary(params, 'data') before value_and_grad, and not inside of it"
+    )
+    assert "pslice over 'data' of a value that varies over it already" in texts[True]
+    assert texts[True].endswith("different values\n  fix: zero(..., summed=False): it sums these over 'data'")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_clipped_by_the_norm_of_the_summed_gradients(layout):
-    make = lambda split: optim.chain(optim.clip_by_global_norm(0.7, split), optim.adamw(0.02))  # noqa: E731
-    params = {**make_params(), "half": None}  # the rest differs by the rounding of the norm
-    layout_specs = {**MODEL, "half": None}
-    LAYOUTS["here"] = (*LAYOUTS[layout][:1], layout_specs if LAYOUTS[layout][1] is MODEL else PLAIN, *LAYOUTS[layout][2:])
-    try:
-        got, (clip, _) = train_on("here", make, params=params)
-    finally:
-        del LAYOUTS["here"]
-    want, (norm, _) = train(make(P()), params, 4)
-    assert_same(fs.device_get(got), want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(fs.device_get(clip["norm"]), norm["norm"], rtol=1e-6, atol=0)
+def test_error_texts():
+    make = lambda *args, **options: error_text(optim.zero, optim.sgd(0.1), *args, **options)  # noqa: E731
+    fix = "\n  fix: split = fs.fully_shard(specs, tree, axis=...)"
+    assert make({"a": P("model")}, {"a": P("data")}, axis="data") == (
+        "zero: split['a'] is not its spec with axes of ('data',) added\n  spec  P('model')    split  P('data')" + fix
+    )
+    assert make(P(), {"a": P("model")}, axis="data") == (
+        "zero: split['a'] is not its spec with axes of ('data',) added\n  spec  P()    split  P('model')" + fix
+    )
+    assert make(P(), {"a": P()}, axis="data") == (
+        "zero: split adds no axis to specs, so that no state would be split\n  axis  ('data',)" + fix
+    )
+    assert make(P(), P("data", memory="host"), axis="data") == (
+        "zero: split: parts are transferred, and so are on the device\n"
+        "  spec  P()    split  P('data', memory='host')\n"
+        "  fix: only the state in host memory: fs.on_host(opt.specs(specs))"
+    )
+    opt = optim.zero(optim.sgd(0.1), {"a": P("model")}, {"a": P(("data", "model"))}, axis="data")
+    assert repr(opt) == "Optimizer(zero(sgd))"
+    assert error_text(opt.specs, {"a": P()}) == (
+        "zero(sgd).specs: param_specs are not the specs that it was made for\n"
+        "  fix: zero(optimizer, specs, split, axis=...).specs(specs)"
+    )
+    mesh, params = fs.make_mesh(data=2, model=2), {"a": torch.ones(4, 2)}
+    run = fs.shard_map(opt.update, mesh=mesh, in_specs=P(), out_specs=P())
+    assert error_text(run, params, {"count": torch.tensor(0)}, params) == (
+        "zero(sgd): params['a']: the state's part is not a part of the leaf's own\n"
+        "  spec  P('model')    split  P(('data', 'model'))\n"
+        "  zero adds axes to one dim of a leaf, as its minor axes" + fix
+    )
+    assert error_text(run, {"b": params["a"]}, {"count": torch.tensor(0)}, params).startswith(
+        "zero(sgd): grads: not a tree like params"
+    )
+    assert error_text(opt.update, params, {}, params).startswith("zero(sgd): called outside shard_map")
+    other = optim.zero(optim.sgd(0.1), P(), P("rows"), axis="rows")
+    run = fs.shard_map(other.update, mesh=mesh, in_specs=P(), out_specs=P())
+    assert error_text(run, params, {"count": torch.tensor(0)}, params).startswith(
+        "zero(sgd): the mesh has no axis 'rows'"
+    )
+
+
+def test_a_state_split_by_hand_is_refused_with_the_name_of_zero():
+    mesh, params = fs.make_mesh(data=2), [torch.ones(4, 2) for _ in range(27)]
+    opt = optim.sgd(0.1, momentum=0.9)
+    specs = opt.specs(fs.fully_shard(P(), params, axis="data"))
+    run = fs.shard_map(opt.update, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs))
+    assert error_text(run, params, opt.init(params), params) == (
+        "sgd: state['m'][0]: is f32[2, 2], its parameter f32[4, 2]\n"
+        "  fix: a state of parameters split alike; or fs.optim.zero, for a state that is split more\n"
+        "  the same for state['m'][1], state['m'][2], state['m'][3], and 23 more"
+    )
