@@ -40,6 +40,7 @@ from fshard.recipes.program import is_first
 
 RANKS = command.AXES
 SMOOTHING = 0.1  # of labels
+SCALE = 32.0  # of cosines
 
 
 class Images(NamedTuple):
@@ -102,16 +103,21 @@ def run(args: argparse.Namespace) -> float:
     command.PROGRAM.check_same_run(args, command.OF_PLACEMENT, labels=(images.labels_crc32, "the same images"))
     say(f"{len(images.train)} images to train on, {len(images.test)} to test on, {classes} classes, on {mesh!r}")
 
-    # The train state as a description, and its specs.
+    # The train state as a description, and its specs. A sample of the classes is stepped by an optimizer of its own.
     cfg = config(args, images.channels, classes)
     split = {"all": RANKS, "model": ("model",), "replicated": ()}[args.head]  # axes of the classes
-    rest = tuple(axis for axis in RANKS if axis not in split)  # of the images whose logits a rank computes
-    described, stats = resnet.init(cfg)
-    specs = {**fs.tree.map(lambda _: P(), described), "fc": {"w": P(split), "b": P(split)}}
-    optimizer = make_optimizer(args, described, specs)
+    layout = resnet.Layout(RANKS, split, dtype=DTYPES[args.dtype], reduce_dtype=torch.float32)
+    described = resnet.init(cfg)
+    specs = {**fs.tree.map(lambda _: P(), described), "fc": fs.tree.map(lambda _: P(split), described["fc"])}
+    sampled = args.partial_fc < 1
+    stepped, own = ({k: v for k, v in tree.items() if not (sampled and k == "fc")} for tree in (described, specs))
+    scale = fs.LossScale() if args.dtype == "float16" else None
+    optimizer, of_rows = make_optimizer(args, stepped, own, scale), optim.adamw(learning_rate(args), b2=0.98)
     key = fs.key(args.seed)
-    like = {"params": described, "stats": stats, "opt": optimizer.init(described), "key": key, "step": torch.tensor(0)}
-    state_specs = {"params": specs, "stats": P(), "opt": optimizer.specs(specs), "key": P(), "step": P()}
+    like = {"params": described, "statistics": resnet.state(cfg), "opt": optimizer.init(stepped),
+            "rows": of_rows.init(described["fc"]) if sampled else {}, "key": key, "step": torch.tensor(0)}  # fmt: skip
+    state_specs = {"params": specs, "statistics": P(), "opt": optimizer.specs(own),
+                   "rows": of_rows.specs(specs["fc"]) if sampled else {}, "key": P(), "step": P()}  # fmt: skip
     folder, begin = args.out or args.resume, 0
     if args.resume:
         begin = command.PROGRAM.last_saved(args)
@@ -121,44 +127,57 @@ def run(args: argparse.Namespace) -> float:
     n = sum(x.numel() for x in fs.tree.leaves(described))
     say(f"{n / 1e6:.2f}M parameters" + (f", resumed at step {begin}" if begin else ""))
 
-    layout = resnet.Layout(data=RANKS)
-    policy = fs.Policy(compute=DTYPES[args.dtype])
-    scale = fs.LossScale() if args.dtype == "float16" else None
+    def logits_of(params: Any, statistics: Any, x: Tensor, y: Tensor, *, train: bool, sample: Tensor | None) -> Any:
+        """Return the logits [B@rest, C@split] with margins for the targets y, these targets, and the new statistics."""
+        x, statistics = resnet.features(cfg, params, statistics, x, train=train, layout=layout)  # [B@ranks, D]
+        x, fc, y = resnet.head_inputs(cfg, params, x, y, layout=layout)  # [B@rest, D]
+        if args.margin == "none":
+            return nn.linear(x, fc["w"].mT, fc["b"]), y, statistics
+        margins = dict(zip(("m1", "m2", "m3"), command.MARGINS[args.margin], strict=True))
+        return nn.margin(nn.cosine_logits(x, fc["w"]), y, **margins, scale=SCALE, axis=split, size=classes,
+                         classes=sample), y, statistics  # fmt: skip
 
-    def logits_of(params: Any, stats: Any, x: Tensor, targets: Tensor, train: bool) -> Any:
-        """Return logits [B@rest, C@split], their targets [B@rest] and the new statistics."""
-        body = fs.unshard({k: v for k, v in params.items() if k != "fc"}, P(), RANKS, **policy.options)
-        fc = fs.unshard(params["fc"], P(split), rest, **policy.options)
-        x, stats = resnet.features(cfg, body, stats, x.to(policy.compute), train=train, layout=layout)  # [B@ranks, D]
-        x = fs.all_gather(x, split, 0)
-        targets = fs.all_gather(targets, split, 0, to="invariant")
-        return nn.linear(x, fc["w"].mT, fc["b"]), targets, stats
-
-    def loss_fn(params: Any, stats: Any, x: Tensor, targets: Tensor, scaling: Any) -> Any:
-        logits, targets, stats = logits_of(params, stats, x, targets, args.batch_stats == "global")
-        loss = nn.cross_entropy(logits, targets, axis=split, size=classes, over=rest, label_smoothing=SMOOTHING)
-        return (loss if scale is None else scale.scale(loss, scaling)), (stats, loss.detach())
+    def loss_fn(params: Any, statistics: Any, batch: Any, sample: Tensor | None, scaling: Any) -> Any:
+        train = args.batch_stats == "global"
+        logits, y, statistics = logits_of(params, statistics, *batch, train=train, sample=sample)
+        loss = nn.cross_entropy(logits, y, axis=split, size=classes, classes=sample, over=layout.batch,
+                                label_smoothing=SMOOTHING, donate=True)  # fmt: skip
+        return (scale.scale(loss, scaling) if scale else loss), (statistics, loss.detach())
 
     @fs.shard_map(mesh=mesh, in_specs=(state_specs, P(RANKS)), out_specs=(state_specs, P()), donate=0,
                   compile=args.compile)  # fmt: skip
     def train_step(state: Any, batch: Any) -> Any:
-        x = augment(fs.fold_in(state["key"], state["step"]), batch[0] / 255, args.batch)
-        scaling = state["opt"]["scale"] if scale else None
-        (_, (stats, loss)), grads = fs.value_and_grad(loss_fn, has_aux=True)(
-            state["params"], state["stats"], x, batch[1], scaling
+        key = fs.fold_in(state["key"], state["step"])
+        x, y = augment(key, batch[0] / 255, args.batch), batch[1]
+        params, opt, sample = state["params"], state["opt"], None
+        if sampled:
+            count = math.ceil(args.partial_fc * classes)
+            known = fs.all_gather(y, split or None, to="invariant")  # [B@rest]
+            sample = nn.sample_classes(key, known, size=classes, count=count, axis=split, over=layout.batch)
+            rows = sample - fs.local_range(len(params["fc"]["w"]), split, size=classes)[0]
+            params = {**params, "fc": fs.tree.map(lambda w: w[rows], params["fc"])}
+        (_, (statistics, loss)), grads = fs.value_and_grad(loss_fn, has_aux=True)(
+            params, state["statistics"], (x, y), sample, opt.get("scale") if scale else None
         )
-        params, opt = optimizer.update(grads, state["opt"], state["params"])
-        state = {"params": params, "stats": stats, "opt": opt, "key": state["key"], "step": state["step"] + 1}
+        if sampled:
+            fc, of_classes = optim.update_rows(of_rows, rows, grads.pop("fc"), state["rows"], state["params"]["fc"])
+            params, opt = optimizer.update(grads, opt, {name: params[name] for name in grads})
+            params["fc"] = fc
+        else:
+            of_classes = state["rows"]
+            params, opt = optimizer.update(grads, opt, params)
+        state = {**state, "params": params, "statistics": statistics, "opt": opt, "rows": of_classes,
+                 "step": state["step"] + 1}  # fmt: skip
         return state, {"loss": loss, "grad_norm": (opt["opt"] if scale else opt)[0]["norm"]}
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P(RANKS), P(RANKS)), out_specs=P())
-    def test_step(params: Any, stats: Any, batch: Any, counted: Tensor) -> Any:
+    def test_step(params: Any, statistics: Any, batch: Any, counted: Tensor) -> Any:
         with torch.no_grad():
-            targets = batch[1].where(counted, -100)
-            logits, targets, _ = logits_of(params, stats, batch[0] / 255, targets, train=False)
-            nats = nn.cross_entropy(logits, targets, axis=split, size=classes, over=rest, reduction="sum")
-            best = fs.all_gather(logits, split, -1, size=classes, to="invariant").topk(5, -1).indices
-            return nats, fs.all_gather(best, rest, 0, to="invariant"), fs.all_gather(targets, rest, 0, to="invariant")
+            x, y = batch[0] / 255, batch[1].where(counted, -100)
+            logits, y, _ = logits_of(params, statistics, x, y, train=False, sample=None)
+            nats = nn.cross_entropy(logits, y, axis=split, size=classes, over=layout.batch, reduction="sum")
+            best = nn.top_k(logits, min(5, classes), axis=split, size=classes)[1]
+            return nats, fs.all_gather((best, y), layout.batch or None, to="invariant")
 
     def batches(dataset: Any, key: Tensor | None, **options: Any) -> Iterator[Any]:
         sampler = data.sampler(key, len(dataset), args.batch, mesh, axis=RANKS, **options)
@@ -180,15 +199,13 @@ def run(args: argparse.Namespace) -> float:
                 except fs.ShardingError as e:
                     raise command.stop(f"{e}\n{command.PROGRAM.resume_hint(args)}") from None
 
-    nats, found, right = 0.0, [], []
+    nats, found = 0.0, []
     for i, batch in enumerate(batches(images.test, None, epoch=0, even=True)):
         counted = data.counted(step=i, size=len(images.test), batch=args.batch)
-        of_batch = test_step(state["params"], state["stats"], batch, counted)
-        nats += float(of_batch[0])
-        best, targets = (fs.device_get(x)[counted] for x in of_batch[1:])
-        found.append(best)
-        right.append(targets)
-    best, targets = torch.cat(found).numpy(), torch.cat(right).numpy()
+        of_batch, results = test_step(state["params"], state["statistics"], batch, counted)
+        nats += float(of_batch)
+        found.append([fs.device_get(x)[counted].numpy() for x in results])
+    best, targets = map(np.concatenate, zip(*found, strict=True))  # [N, 5], [N]
     hits = best == targets[:, None]
     top1 = float(hits[:, 0].mean())
     say(f"test images: top-1 {top1:.1%}, top-5 {hits.any(1).mean():.1%}, loss {nats / len(targets):.3f} "
@@ -201,23 +218,22 @@ def run(args: argparse.Namespace) -> float:
 
 
 def config(args: argparse.Namespace, channels: int, classes: int) -> resnet.Config:
-    """The ResNet for small images: a stem of one 3x3 convolution, and no pool."""
-    kind = "basic" if args.depth < 50 else "bottleneck"
+    """The ResNet for small images: a stem of one 3x3 convolution, and four stages, each of half the height and width."""
+    kind, depths = command.DEPTHS[args.depth]
     return resnet.Config(
-        num_channels=channels, embedding_size=max(1, args.width // 2), num_labels=classes, stem="cifar",
-        hidden_sizes=tuple(args.width << i for i in range(4)), depths=command.DEPTHS[args.depth], layer_type=kind,
-        downsample_in_first_stage=True,
+        num_channels=channels, embedding_size=max(1, args.width // 2), stem="cifar", downsample_in_first_stage=True,
+        hidden_sizes=tuple(args.width << i for i in range(4)), depths=depths, layer_type=kind, num_labels=classes,
     )  # fmt: skip
 
 
-def make_optimizer(args: argparse.Namespace, described: Any, specs: Any) -> optim.Optimizer:
+def make_optimizer(args: argparse.Namespace, described: Any, specs: Any, scale: fs.LossScale | None) -> optim.Optimizer:
     """AdamW with clipping; weight decay for matrices, none for vectors. With --zero its state is split over data."""
     split = fs.fully_shard(specs, described, axis="data") if args.zero else specs
     decay = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
     adamw = optim.adamw(learning_rate(args), b2=0.98, weight_decay=0.05, mask=decay)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, split), adamw)
-    if args.dtype == "float16":
-        optimizer = fs.LossScale().guard(optimizer, split)
+    if scale:
+        optimizer = scale.guard(optimizer, split)
     return optim.zero(optimizer, specs, split, axis="data", summed=True) if args.zero else optimizer
 
 

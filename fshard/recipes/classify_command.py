@@ -13,8 +13,9 @@ from .program import Program, flags
 
 AXES = ("data", "model")  # images are split over both
 OF_PLACEMENT = ("mesh", "head", "zero", "compile", "workers", "out", "resume", "save_every")
-DEPTHS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-MARGINS = {"none": None, "cosine": (1.0, 0.0, 0.0), "arcface": (1.0, 0.3, 0.0), "cosface": (1.0, 0.0, 0.2)}
+DEPTHS = {10: ("basic", (1, 1, 1, 1)), 18: ("basic", (2, 2, 2, 2)), 34: ("basic", (3, 4, 6, 3)),
+          50: ("bottleneck", (3, 4, 6, 3)), 101: ("bottleneck", (3, 4, 23, 3)), 152: ("bottleneck", (3, 8, 36, 3))}
+MARGINS = {"none": (1.0, 0.0, 0.0), "cosine": (1.0, 0.0, 0.0), "arcface": (1.0, 0.3, 0.0), "cosface": (1.0, 0.0, 0.2)}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,6 +67,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         problems.append(f"--partial-fc {args.partial_fc}: give a share above 0, at most 1")
     if args.folder and args.cjk:
         problems.append("--folder --cjk: give one of the two")
+    if args.partial_fc < 1 and args.dtype == "float16":
+        problems.append(f"--partial-fc {args.partial_fc} --dtype float16: a step that the loss scale skips would step "
+                        "the sampled classes: give --dtype bfloat16")  # fmt: skip
+    if args.partial_fc < 1 and args.compile:
+        problems.append(f"--partial-fc {args.partial_fc} --compile: how many sampled classes a rank has depends on the "
+                        "batch, and a compiled program has fixed shapes: give one of the two")  # fmt: skip
     if args.save_every and not (args.out or args.resume):
         problems.append(f"--save-every {args.save_every}: give the folder too, --out FOLDER")
     if problems:
