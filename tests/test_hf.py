@@ -67,7 +67,7 @@ def test_type_without_a_model_file_is_refused_with_an_alternative(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     assert error_text(hf.load, tmp_path) == (
         f"{tmp_path}/config.json: there is no model file for 'mamba'\n"
-        "  models  bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3, t5\n"
+        "  models  bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3, resnet, t5\n"
         "  fix: apply, module = fs.defer(lambda: AutoModel.from_config(config)); hf.weights(path, module, of=apply)"
     )
     with pytest.raises(ShardingError, match=r"save: int is not a Config of fs\.models"):

@@ -134,7 +134,13 @@ def read(path: str | Path, *, raw: bool = False) -> Contents:
     except ShardingError as e:
         raise ShardingError(f"{e}\n  (--raw shows the tensors of any folder by their names)") from e
     source = f"{kind}, its files read by {_name_of(model)}"
-    return Contents(source, leaves, lambda axis: model.specs(cfg, model=axis), names=getattr(model, "theirs", None))
+    has_state = model is models.resnet
+
+    def specs(axis: str | None) -> Any:
+        of_params = model.specs(cfg, model=axis)
+        return {"params": of_params, "state": P()} if has_state else of_params
+
+    return Contents(source, leaves, specs, names=getattr(model, "theirs", None))
 
 
 def _read_adapter(path: Path) -> Contents:

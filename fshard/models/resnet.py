@@ -6,6 +6,7 @@ does not. Source: He et al., 2015, "Deep residual learning"; weights as in Huggi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -131,18 +132,17 @@ class Layout:
         return tuple(a for a in names_of(self.data) if a not in names_of(self.model))
 
     def unshard(self, name: str, params: Any, specs: Any, described: Any, axes: Axis) -> Any:
-        """Make a part of the parameters whole over `axes`, by its specs: matrices in `dtype`, norms in their own."""
+        """Make a part of the parameters whole over `axes`, by its specs; all but norms in `dtype`."""
         own: Any = P() if specs is None else spec_of(specs, name)
         leaves, treedef = tree.flatten(params[name])
         flat = tree.broadcast(own, params[name], name=f"specs[{name!r}]", leaf=is_spec)
-        shapes = tree.leaves(described[name])
-        for is_norm in (False, True):
-            which = [i for i, x in enumerate(shapes) if (x.ndim < 2) == is_norm]
-            dtype = None if is_norm else self.dtype
+        shapes = tree.leaves_with_path(described[name])
+        for norms in (False, True):
+            which = [i for i, (path, _) in enumerate(shapes) if any(str(k).startswith("norm_") for k in path) == norms]
+            dtype, reduce_dtype = (None, None) if norms else (self.dtype, self.reduce_dtype)
             if axes or any_on_host([flat[i] for i in which]):
                 out = unshard([leaves[i] for i in which], [flat[i] for i in which], axes,
-                              shapes=[shapes[i] for i in which], dtype=dtype,
-                              reduce_dtype=None if is_norm else self.reduce_dtype)  # fmt: skip
+                              shapes=[shapes[i][1] for i in which], dtype=dtype, reduce_dtype=reduce_dtype)  # fmt: skip
             else:  # without a collective, so also outside a region
                 out = [leaves[i] if dtype is None else leaves[i].to(dtype) for i in which]
             for i, x in zip(which, out, strict=True):
@@ -189,8 +189,8 @@ def _stages(cfg: Config, part: Callable[[dict[str, _Convolution]], Any]) -> list
 def init(cfg: Config) -> Any:
     """The described parameters: convolutions He-normal by fan out, norms 1 and 0, the head as torch's Linear.
 
-    >>> init(Config.of(50))["fc"]
-    {'w': f32[1000, 2048] = uniform(low=-0.022097, high=0.022097), 'b': f32[1000] = uniform(low=-0.022097, high=0.022097)}
+    >>> init(Config.of(50))["fc"]["w"]
+    f32[1000, 2048] = uniform(low=-0.0221, high=0.0221)
     """
 
     def convolution(c: _Convolution) -> Any:
@@ -273,9 +273,9 @@ def features(
         return x, out
 
     states = {"stem": state["stem"], **{str(i): stage for i, stage in enumerate(state["stages"])}}
-    new = {}
+    new: dict[str, Any] = {}
     for name, part in parts.items():
-        f = lambda *args, name=name: run(name, *args)
+        f = functools.partial(run, name)
         x, new[name] = (rematerialized(f) if remat else f)(part, states[name], x)
     stem = new.pop("stem")
     return x.mean((2, 3)), {"stem": stem, "stages": list(new.values())}
@@ -297,9 +297,7 @@ def _convolve(
     """Convolve, then normalize: the result, and the new state of the norm by its name."""
     conv, norm = p[f"conv_{n}"], p[f"norm_{n}"]
     h = nn.conv2d(x, conv["w"], stride=c.stride, padding=c.kernel // 2)
-    h, new = nn.batch_norm(
-        h, state[f"norm_{n}"], norm["w"], norm["b"], train=train, over=layout.data if train else None
-    )
+    h, new = nn.batch_norm(h, state[f"norm_{n}"], norm["w"], norm["b"], train=train, over=layout.data)
     return h, {f"norm_{n}": new}
 
 
@@ -307,7 +305,7 @@ def _apply_block(
     cfg: Config, p: Any, state: Any, block: dict[str, _Convolution], x: Tensor, train: bool, layout: Layout
 ) -> tuple[Tensor, dict[str, Any]]:
     """A block; inside it the activation is relu, whatever `hidden_act`, as in transformers."""
-    h, skip, new = x, x, {}
+    h, skip, new = x, x, dict[str, Any]()
     for n, c in block.items():
         if n == "skip":
             skip, norm = _convolve(p, state, n, c, x, train, layout)
@@ -406,7 +404,7 @@ def theirs(path: tree.Path) -> FileTensor:
     FileTensor(name='resnet.encoder.stages.2.layers.0.shortcut.normalization.running_mean', dims=None, at=None)
     """
     if path in _FC:
-        return FileTensor(_FC[path])  # type: ignore[index]
+        return FileTensor(_FC[path])
     match path:
         case (group, "stem", str(layer), leaf):
             prefix = "resnet.embedder.embedder"
@@ -433,7 +431,8 @@ def config(folder: StrPath, **fields: Any) -> Config:
     raw = config_of(folder)
     problem = raw.get("problem_type")
     if problem not in (None, "single_label_classification"):
-        raise fail(f"{Path(folder) / CONFIG}: problem_type={problem!r}, and the loss here is the cross-entropy of one class",
+        raise fail(f"{Path(folder) / CONFIG}: problem_type={problem!r}",
+                   "the loss here is the cross-entropy of one class",
                    fix="fs.defer(lambda: AutoModelForImageClassification.from_config(config))")  # fmt: skip
     names = raw.get("id2label")
     found = len(names) if isinstance(names, dict) else raw.get("num_labels", 2)  # 2: transformers' default

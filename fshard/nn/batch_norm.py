@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, checker
+from fshard._comm import Axis, checker, known_axes, live_axes, region
 from fshard._torch_compat import FakeTensor, in_transform, unwrapped
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be
@@ -108,8 +108,10 @@ def normalize_batch(
     """Normalize by the statistics of the batch: (y, mean [C], unbiased variance [C])."""
     dims = [d for d in range(x.ndim) if d != 1]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    values = math.prod(x.shape[d] for d in dims)  # of each channel on this rank
-    if not over and values > 1 and _has_kernel(x):
+    values = math.prod([x.shape[d] for d in dims])  # of each channel on this rank
+    # A check needs the types that the sums give, over axes of one rank too.
+    alone = not over or (checker() is None and not live_axes(region(label).comm, known_axes(label, region(label), over)))
+    if alone and values > 1 and _has_kernel(x):
         mean, var = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
         return _kernel(x, mean, var, w, b, eps, train=True), mean, var  # which it writes
     wide = x.to(dtype)

@@ -262,6 +262,21 @@ t5 = fs.models.t5
 cfg = t5.Config("t5", 32, 16, 4, 24, 1, 1, 2)
 t5.save("my-t5", cfg, fs.materialize(t5.init(cfg), P(), mesh, key=fs.key(0)))
 """
+RESNET = """
+resnet = fs.models.resnet
+cfg = resnet.Config(3, 4, (8,), (1,), num_labels=8)
+"""
+RESNET_LOCAL = (
+    RESNET
+    + """
+layout = resnet.Layout("data", "model")
+init = lambda described: fs.tree.map(lambda d: torch.full(d.shape, 0.1, dtype=d.dtype), described)
+params, state = init(resnet.init(cfg)), init(resnet.state(cfg))
+params["fc"] = fs.tree.map(lambda x: fs.pslice(x, "model"), params["fc"])
+x = fs.random.normal(fs.key(1), (4, 3, 32, 32), spec=P("data"))
+y = fs.pslice(torch.tensor([0, 5, 7, 2]), "data")
+"""
+)
 ADAPTERS = (
     GPT2
     + """
@@ -339,9 +354,24 @@ params = fs.materialize(module, P(), mesh, key=fs.key(0))
     "fshard.models.heads.load": HEADS,
     "fshard.models.llama.load": LLAMA,
     "fshard.models.mixtral.load": MIXTRAL,
+    "fshard.models.resnet.head_inputs": RESNET_LOCAL + 'x = fs.random.normal(fs.key(1), (4, 8), spec=P("data"))',
+    "fshard.models.resnet.load": RESNET
+    + """
+weights = {"params": resnet.init(cfg), "state": resnet.state(cfg)}
+resnet.save("my-resnet", cfg, fs.materialize(weights, P(), mesh, key=fs.key(0)))
+""",
+    "fshard.models.resnet.loss": RESNET_LOCAL,
     "fshard.models.t5.load": T5,
     "fshard.nn.classes.sample_classes": SAMPLED,
     "fshard.nn.margins.margin": CLASSIFIER,
+    "fshard.nn.batch_norm.batch_norm": """
+x = fs.random.normal(fs.key(1), (4, 3, 4, 4), spec=P("data"))
+p = {"w": torch.ones(3), "b": torch.zeros(3)}
+state = {"mean": torch.zeros(3), "var": torch.ones(3), "count": torch.tensor(0)}
+""",
+    "fshard.nn.convolution.conv2d": """
+x, params = torch.ones(2, 3, 5, 5), {"w": torch.ones(2, 3, 3, 3), "b": torch.ones(2)}
+""",
     "fshard.nn.layers.attention": "q = k = v = torch.ones(2, 3, 4, 8)\nkey = fs.key(0)",
     "fshard.nn.layers.dropout": "x, key, layer = torch.ones(2, 3, 4), fs.key(0), 2",
     "fshard.nn.layers.embedding": VOCABULARY + 'params = {"wte": torch.ones(v, 4)}',
