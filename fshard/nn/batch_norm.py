@@ -109,9 +109,9 @@ def normalize_batch(
     dims = [d for d in range(x.ndim) if d != 1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     values = math.prod([x.shape[d] for d in dims])  # of each channel on this rank
-    # A check needs the types that the sums give, over axes of one rank too.
-    alone = not over or (checker() is None and not live_axes(region(label).comm, known_axes(label, region(label), over)))
-    if alone and values > 1 and _has_kernel(x):
+    if over and checker() is None:  # a check needs the types that sums give, over axes of one rank too
+        over = live_axes(region(label).comm, known_axes(label, region(label), over))
+    if not over and values > 1 and _has_kernel(x):
         mean, var = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
         return _kernel(x, mean, var, w, b, eps, train=True), mean, var  # which it writes
     wide = x.to(dtype)

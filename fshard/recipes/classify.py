@@ -100,6 +100,13 @@ def run(args: argparse.Namespace) -> float:
     say = printer()
     images = Images.of(args)
     classes = max(args.classes, len(images.names))
+    if 0 < args.classes < classes:
+        raise command.stop(
+            f"--classes {args.classes}: the images have {classes}: give {classes} or more, or leave it out"
+        )
+    if len(images.train) < args.batch or not len(images.test):
+        raise command.stop(f"--batch {args.batch}: there are only {len(images.train)} images to train on, and "
+                           f"{len(images.test)} to test on: give a smaller batch, or more images")  # fmt: skip
     command.PROGRAM.check_same_run(args, command.OF_PLACEMENT, labels=(images.labels_crc32, "the same images"))
     say(f"{len(images.train)} images to train on, {len(images.test)} to test on, {classes} classes, on {mesh!r}")
 
@@ -112,7 +119,7 @@ def run(args: argparse.Namespace) -> float:
     sampled = args.partial_fc < 1
     stepped, own = ({k: v for k, v in tree.items() if not (sampled and k == "fc")} for tree in (described, specs))
     scale = fs.LossScale() if args.dtype == "float16" else None
-    optimizer, of_rows = make_optimizer(args, stepped, own, scale), optim.adamw(learning_rate(args), b2=0.98)
+    optimizer, of_rows = make_optimizer(args, stepped, own, scale), optim.adamw(learning_rate(args), b2=0.99)
     key = fs.key(args.seed)
     like = {"params": described, "statistics": resnet.state(cfg), "opt": optimizer.init(stepped),
             "rows": of_rows.init(described["fc"]) if sampled else {}, "key": key, "step": torch.tensor(0)}  # fmt: skip
@@ -218,7 +225,7 @@ def run(args: argparse.Namespace) -> float:
 
 
 def config(args: argparse.Namespace, channels: int, classes: int) -> resnet.Config:
-    """The ResNet for small images: a stem of one 3x3 convolution, and four stages, each of half the height and width."""
+    """The ResNet for small images: a stem of one 3x3 convolution, four stages that each halve height and width."""
     kind, depths = command.DEPTHS[args.depth]
     return resnet.Config(
         num_channels=channels, embedding_size=max(1, args.width // 2), stem="cifar", downsample_in_first_stage=True,
@@ -230,7 +237,7 @@ def make_optimizer(args: argparse.Namespace, described: Any, specs: Any, scale: 
     """AdamW with clipping; weight decay for matrices, none for vectors. With --zero its state is split over data."""
     split = fs.fully_shard(specs, described, axis="data") if args.zero else specs
     decay = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
-    adamw = optim.adamw(learning_rate(args), b2=0.98, weight_decay=0.05, mask=decay)
+    adamw = optim.adamw(learning_rate(args), b2=0.99, weight_decay=0.05, mask=decay)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, split), adamw)
     if scale:
         optimizer = scale.guard(optimizer, split)

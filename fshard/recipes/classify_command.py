@@ -13,14 +13,20 @@ from .program import Program, flags
 
 AXES = ("data", "model")  # images are split over both
 OF_PLACEMENT = ("mesh", "head", "zero", "compile", "workers", "out", "resume", "save_every")
-DEPTHS = {10: ("basic", (1, 1, 1, 1)), 18: ("basic", (2, 2, 2, 2)), 34: ("basic", (3, 4, 6, 3)),
-          50: ("bottleneck", (3, 4, 6, 3)), 101: ("bottleneck", (3, 4, 23, 3)), 152: ("bottleneck", (3, 8, 36, 3))}
+DEPTHS = {
+    10: ("basic", (1, 1, 1, 1)),
+    18: ("basic", (2, 2, 2, 2)),
+    34: ("basic", (3, 4, 6, 3)),
+    50: ("bottleneck", (3, 4, 6, 3)),
+    101: ("bottleneck", (3, 4, 23, 3)),
+    152: ("bottleneck", (3, 8, 36, 3)),
+}
 MARGINS = {"none": (1.0, 0.0, 0.0), "cosine": (1.0, 0.0, 0.0), "arcface": (1.0, 0.3, 0.0), "cosface": (1.0, 0.0, 0.2)}
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m fshard.recipes.classify",
-                                description="Train a ResNet on images of characters, or on a folder of images.")  # fmt: skip
+    description = "Train a ResNet on images of characters, or on a folder of images."
+    p = argparse.ArgumentParser(prog="python -m fshard.recipes.classify", description=description)
     add = p.add_argument
     add("--folder", type=Path, help="a folder with a folder of images for each class, instead of characters")
     add("--cjk", action="store_true", help="add 32,148 Han and Hangul characters, of the package noto-cjk-sans-otc")
@@ -38,9 +44,9 @@ def parser() -> argparse.ArgumentParser:
         help="to compute with; parameters stay float32")  # fmt: skip
     add("--zero", action="store_true", help="split the optimizer's state over data (ZeRO-1)")
     add("--compile", action="store_true", help="compile the whole step as one graph")
-    add("--steps", type=int, default=1500)
-    add("--batch", type=int, default=128, help="images of a step, over all devices")
-    add("--lr", type=float, default=3e-3)
+    add("--steps", type=int, default=2400)
+    add("--batch", type=int, default=64, help="images of a step, over all devices")
+    add("--lr", type=float, default=2e-3)
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="processes that read the images (default: none)")
     add("--out", type=Path, help="write metrics.jsonl, checkpoints, loss.png and confusion.png here")
@@ -57,7 +63,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments. Ends the program, naming each argument that no run can have."""
     args = parser().parse_args(argv)
     problems = [f"{flags(vars(args), [name])}: give {least} or more"
-                for least, names in ((1, ("steps", "batch", "width")), (0, ("classes", "save_every", "seed", "workers")))
+                for least, names in ((1, ("steps", "batch", "width")),
+                                     (0, ("classes", "save_every", "seed", "workers")))
                 for name in names if getattr(args, name) < least]  # fmt: skip
     if args.seed >= 1 << 64:
         problems.append(f"--seed {args.seed}: give less than 2^64")
@@ -84,8 +91,8 @@ def mesh_of(args: argparse.Namespace) -> fs.Mesh:
     """Make the mesh, whose ranks have equally many images of a batch."""
     mesh = PROGRAM.mesh_of(args, {"data": "batch", "model": "batch"})
     if args.batch % mesh.size:
-        raise stop(f"--batch {args.batch}: the {mesh.size} ranks must have equal parts, and {args.batch} % {mesh.size} = "
-                   f"{args.batch % mesh.size}: give --batch {-(-args.batch // mesh.size) * mesh.size}")  # fmt: skip
+        raise stop(f"--batch {args.batch}: the {mesh.size} ranks must have equal parts, and {args.batch} % {mesh.size} "
+                   f"= {args.batch % mesh.size}: give --batch {-(-args.batch // mesh.size) * mesh.size}")  # fmt: skip
     if args.compile and mesh.kind == "simulated" and mesh.size > 1:
         raise stop(f"--compile --mesh {args.mesh}: the ranks are threads, which one compiler serves: "
                    f"give one of the two, or run torchrun --nproc-per-node {mesh.size}")  # fmt: skip

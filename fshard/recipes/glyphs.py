@@ -39,10 +39,11 @@ def load(stop: Callable[[str], SystemExit], *, cjk: bool = False) -> Glyphs:
     except ModuleNotFoundError as e:
         raise stop(f"the images are drawn from fonts of a package that is missing: pip install "
                    f"{str(e.name).replace('_', '-')}, or give --folder DIR") from None  # fmt: skip
-    faces = {f"DejaVu{family}{style}": (fonts / f"DejaVu{family}{style}.ttf", 0)
-             for family, slanted in STYLES.items() for style in ("", "-Bold", f"-{slanted}", f"-Bold{slanted}")}  # fmt: skip
-    sets = [(sorted(set.intersection(*(characters(face) for face in faces.values()))), list(faces.values()),
-             [name in HELD_OUT for name in faces])]  # fmt: skip
+    names = [f"DejaVu{family}{style}" for family, slanted in STYLES.items()
+             for style in ("", "-Bold", f"-{slanted}", f"-Bold{slanted}")]  # fmt: skip
+    faces = [(fonts / f"{name}.ttf", 0) for name in names]
+    known = sorted(set.intersection(*map(characters, faces)))
+    sets = [(known, faces, [name in HELD_OUT for name in names])]
     if noto is not None:
         known = sorted(c for c in characters((noto, 0)) if 0x4E00 <= c <= 0x9FFF or 0xAC00 <= c <= 0xD7A3)
         sets.append((known, [(noto, i) for i in range(5)], [i == CJK_HELD_OUT for i in range(5)]))
@@ -76,7 +77,7 @@ def merge(codes: Array, images: Array, held_out: Array) -> Glyphs:
     """Number the classes: characters that look the same in any face, A of Latin and of Greek, are one class.
 
     So no image has two classes. Characters without a visible pixel in some face are left out, and so is every test
-    image that is equal to a training image, and every second copy of an image in the same part.
+    image that is equal to a training image: many symbols are not bold or slanted anywhere.
     """
     invisible = np.unique(codes[images.reshape(len(images), -1).max(1) == 0])
     keep = ~np.isin(codes, invisible)
@@ -87,12 +88,8 @@ def merge(codes: Array, images: Array, held_out: Array) -> Glyphs:
     root = groups(codes, alike.values())
     first = {r: i for i, r in enumerate(sorted(set(root.values())))}
     classes = np.array([first[root[c]] for c in codes.tolist()])
-    parts: tuple[list[int], list[int]] = ([], [])
-    for rows in alike.values():
-        trains = [i for i in rows if not held_out[i]]
-        parts[not trains].append((trains or rows)[0])
-    train, test = (np.sort(part) for part in parts)
-    return Glyphs((images[train], classes[train]), (images[test], classes[test]), [chr(r) for r in first])
+    test = np.sort([i for rows in alike.values() if held_out[rows].all() for i in rows]).astype(np.int64)
+    return Glyphs((images[~held_out], classes[~held_out]), (images[test], classes[test]), [chr(r) for r in first])
 
 
 def groups(codes: Array, alike: Iterable[Sequence[int]]) -> dict[int, int]:

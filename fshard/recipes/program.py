@@ -140,7 +140,9 @@ class Program:
             raise self.stop(f"--resume {args.resume}: there is no complete checkpoint in it{fix}")
         return step
 
-    def check_same_run(self, args: argparse.Namespace, of_placement: Collection[str], **facts: tuple[object, str]) -> None:
+    def check_same_run(
+        self, args: argparse.Namespace, of_placement: Collection[str], **facts: tuple[object, str]
+    ) -> None:
         """Write the arguments beside the checkpoints, or end the program if those of the run that is resumed differ.
 
         Arguments `of_placement` may differ. Each of `facts` has a value, and the arguments that give the same one.
