@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, Score]:
     mesh = command.mesh_of(args)
     say = printer()
     texts = sentiment.load(args.data, command.PROGRAM.stop)
-    command.check_same_run(args, texts.crc32)
+    command.PROGRAM.check_same_run(args, command.OF_PLACEMENT, texts=(texts.crc32, "the same --data"))
     say(f"{len(texts.train)} texts to train on, {len(texts.test)} held out, on {mesh!r}")
     rows = {"majority": sentiment.majority(texts), "bag of words": sentiment.bag_of_words(texts)}
     scores: dict[str, Score] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +12,14 @@ import torch
 
 import fshard as fs
 
-from .program import Program, flag, is_first
+from .program import Program
 
 METHODS = ("t5-lora", "t5-full", "minilm-lora")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 UNITS = ("T5Block", "BertLayer", "BertEncoder")  # classes that `--wrap block` is for
-OF_PLACEMENT = ("mesh", "strategy", "offload", "wrap", "remat", "out", "resume", "save_every", "verify")
+OF_PLACEMENT = (  # and which parts run
+    "mesh", "strategy", "offload", "wrap", "remat", "out", "resume", "save_every", "verify", "methods",
+)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -134,25 +135,3 @@ def steps_of(args: argparse.Namespace, examples: int, epochs: float) -> int:
     """The steps of a method."""
     steps: int = min(args.steps, max(1, round(epochs * examples / args.batch)))
     return steps
-
-
-def check_same_run(args: argparse.Namespace, texts: int) -> None:
-    """Write the arguments beside the checkpoints, or end the program if those of the run that is resumed differ."""
-    now = {name: str(value) for name, value in vars(args).items() if name not in OF_PLACEMENT} | {"texts": texts}
-    if args.resume:
-        PROGRAM.last_saved(args)
-        try:
-            saved = json.loads((args.resume / "arguments.json").read_text())
-        except (OSError, ValueError) as e:
-            raise stop(f"--resume {args.resume}: {e}: give a folder of finetune") from None
-        other = [name for name in now if saved.get(name) != now[name] and name != "methods"]
-        if other:
-            words = [f"{flag(n)} {saved.get(n)}" if n != "texts" else "the same --data" for n in other]
-            raise stop(f"--resume {args.resume}: it was trained with other arguments: give {' '.join(words)}")
-    folder = args.out or args.resume
-    if folder and is_first():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "arguments.json").write_text(json.dumps(now, indent=2, sort_keys=True))
-        except OSError as e:
-            raise stop(f"--out {folder}: {e.strerror}: give another folder") from None

@@ -31,10 +31,10 @@ class Log:
 
     def __init__(
         self, program: Program, args: argparse.Namespace, begin: int, steps: int, say: Callable[..., None],
-        folder: Path | None,
+        folder: Path | None, unit: str = "tokens",
     ) -> None:  # fmt: skip
         self.program, self.args, self.begin, self.steps, self.say = program, args, begin, steps, say
-        self.first, self.folder = is_first(), folder
+        self.first, self.folder, self.unit = is_first(), folder, unit
         self.file = None
         if folder and self.first:
             with self.errors():
@@ -66,9 +66,10 @@ class Log:
                 self.file.write(json.dumps(metrics) + "\n")
                 self.file.flush()
         step = int(metrics["step"])
-        self.recent = [*self.recent[-49:], metrics["tokens_per_s"]]
+        self.recent = [*self.recent[-49:], metrics[f"{self.unit}_per_s"]]
         speed = sorted(self.recent)[len(self.recent) // 2]
-        summary = f"loss {metrics['loss']:.3f}  {speed / 1e3:.1f}k tokens/s"
+        rate = f"{speed / 1e3:.1f}k" if speed >= 1000 else f"{speed:.0f}"
+        summary = f"loss {metrics['loss']:.3f}  {rate} {self.unit}/s"
         if self.bar:
             self.bar.update(self.task, completed=step + 1, description=summary)
         elif step % 100 == 0 or step + 1 == self.steps:

@@ -6,12 +6,13 @@ Every refusal is one line that says what to change. All ranks end; rank 0 speaks
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,32 @@ class Program:
             fix = f": give --resume {parent}" if self.saved(parent) is not None else ""
             raise self.stop(f"--resume {args.resume}: there is no complete checkpoint in it{fix}")
         return step
+
+    def check_same_run(
+        self, args: argparse.Namespace, of_placement: Collection[str], **facts: tuple[object, str]
+    ) -> None:
+        """Write the arguments beside the checkpoints, or end the program if those of the run that is resumed differ.
+
+        Arguments `of_placement` may differ. Each of `facts` has a value, and the arguments that give the same one.
+        """
+        now = {name: str(value) for name, value in vars(args).items() if name not in of_placement}
+        now |= {name: value for name, (value, _) in facts.items()}
+        if args.resume:
+            self.last_saved(args)
+            try:
+                saved = json.loads((args.resume / "arguments.json").read_text())
+            except (OSError, ValueError) as e:
+                raise self.stop(f"--resume {args.resume}: {e}: give a folder of {self.name}") from None
+            words = [facts[n][1] if n in facts else f"{flag(n)} {saved.get(n)}" for n in now if saved.get(n) != now[n]]
+            if words:
+                raise self.stop(f"--resume {args.resume}: it was trained with other arguments: give {' '.join(words)}")
+        folder = args.out or args.resume
+        if folder and is_first():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "arguments.json").write_text(json.dumps(now, indent=2, sort_keys=True))
+            except OSError as e:
+                raise self.stop(f"--out {folder}: {e.strerror}: give another folder") from None
 
 
 def resumes_in_place(args: argparse.Namespace) -> bool:

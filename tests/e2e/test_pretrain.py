@@ -17,6 +17,7 @@ from fshard.checkpoint import commit
 from fshard.models import transformer
 from fshard.recipes import pretrain
 from fshard.recipes.log import read_metrics
+from tests.e2e import test_classify
 
 TEXT = "\n".join(f"def f{i}(x, y={i}):\n    return x * {i} + y  # line {i * i}\n" for i in range(600))
 SMALL = [
@@ -525,3 +526,10 @@ def test_real_ranks_have_the_same_curve_and_verify_it(text, one, one_with_dropou
     assert "collapsing 'model' gives another answer" in codes[0]
     assert codes[1] == 1
     assert_same_curve(metrics(out), run(tmp_path / "few", text, *FEW))
+    # classify: 5 classes over 4 ranks
+    (tmp_path / "images").mkdir()
+    folder = test_classify.draw_images(tmp_path / "images")
+    flags = ["--partial-fc", "0.5", "--margin", "arcface"]
+    one = test_classify.run(tmp_path / "one", folder, *flags)
+    ranks(4, test_classify.train_on_rank, str(tmp_path / "ranks"), folder, "--mesh", "data=2,model=2", *flags)
+    test_classify.assert_same_curve(metrics(tmp_path / "ranks"), one)

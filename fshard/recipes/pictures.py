@@ -1,0 +1,56 @@
+"""Pictures of a run: its losses, and the classes that it confuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def losses(path: Path, steps: Sequence[int], values: Sequence[float]) -> None:
+    """Draw the loss of each step, and its mean over 50 steps."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, values, color="0.8", label="each step")
+    window = min(50, len(values))
+    mean = np.convolve(values, np.ones(window) / window, "valid")
+    axes.plot(steps[window - 1 :], mean, label=f"mean of {window} steps")
+    axes.set(xlabel="step", ylabel="loss, nats")
+    axes.legend()
+    figure.savefig(path)
+
+
+def most_confused(targets: Array, predictions: Array, most: int = 24) -> tuple[Array, Array]:
+    """Return the classes of the most frequent mistakes, [n], and how often each one was taken for each other, [n, n].
+
+    Row i, column j: images of class i that were taken for class j; the diagonal has those that are right.
+    """
+    wrong = targets != predictions
+    pairs, counts = np.unique(np.sort(np.stack([targets, predictions], 1)[wrong], 1), axis=0, return_counts=True)
+    chosen: list[int] = []
+    for pair in pairs[np.argsort(-counts, kind="stable")].tolist():
+        new = [c for c in pair if c not in chosen]
+        if len(chosen) + len(new) > most:
+            break
+        chosen += new
+    table = [[int(((targets == i) & (predictions == j)).sum()) for j in chosen] for i in chosen]
+    return np.array(chosen, np.int64), np.array(table, np.int64).reshape(len(chosen), len(chosen))
+
+
+def confusion(path: Path, targets: Array, predictions: Array, names: Sequence[str]) -> None:
+    """Draw the counts of `most_confused`."""
+    classes, counts = most_confused(targets, predictions)
+    figure = import_module("matplotlib.figure").Figure(figsize=(9, 8), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel="taken for", ylabel="class", title="The classes most often confused")
+    if len(classes):
+        figure.colorbar(axes.imshow(counts, cmap="Blues"), label="images")
+        labels = [names[c] if c < len(names) else f"empty {c}" for c in classes]
+        axes.set_xticks(range(len(classes)), labels, rotation=90 if max(map(len, labels)) > 2 else 0)
+        axes.set_yticks(range(len(classes)), labels)
+    figure.savefig(path)
