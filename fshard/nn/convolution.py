@@ -65,7 +65,8 @@ def max_pool2d(
     """Take the largest value of each window: [B, C, H, W] -> [B, C, H', W']; `stride` is `kernel` by default.
 
     Batch and channels may be split over an axis, without communication. Of equal values the first has the gradient. The
-    options and the result are those of torch.nn.functional.max_pool2d. Raises ShardingError for windows that do not fit.
+    options and the result are those of torch.nn.functional.max_pool2d. Raises ShardingError for windows that do not
+    fit x.
 
     >>> nn.max_pool2d(torch.arange(16.0).view(1, 1, 4, 4), 2)
     tensor([[[[ 5.,  7.],

@@ -202,6 +202,15 @@ def test_wrong_arguments_are_named(options, words):
     assert words in error_text(nn.batch_norm, x, state, **arguments)
 
 
+def test_weights_that_do_not_vary_as_the_batch_are_refused_where_they_are_used():
+    def step(x, w):
+        return fs.grad(lambda w: fs.psum(loss(nn.batch_norm(x, None, w, train=True, over="data")[0]), "data"))(w)
+
+    text = error_text(on, {"data": 2}, step, (X, W), (P("data"), P()), P())
+    assert "native_batch_norm of an operand that is invariant (I) over 'data' with one that varies (V)" in text
+    assert 'fix: pass fs.pvary(w, "data")' in text
+
+
 def test_one_value_on_all_ranks_is_refused():
     text = error_text(by_ours, X[:1, :, :1, :1], None, W, B, train=True, sizes={"data": 2}, data="data", over="data")
     assert "all ranks of 'data' together have one value of each channel: it has no variance" in text
