@@ -28,8 +28,9 @@ def conv2d(
         input channels split:   x [B, I@model, H, W], w [O, I@model, h, w] -> a part of the sum, {V model}: psum it,
                                 then add the bias
 
-    A rank whose part of the channels or of the batch is empty computes an empty result, or zeros. `padding` is a number
-    of zeros on both sides, "valid" or "same". The options and the result are those of torch.nn.functional.conv2d.
+    A rank whose part of the channels or of the batch is empty computes an empty result, or zeros. Height and width are
+    whole on each rank. `padding` is a number of zeros on both sides, "valid" or "same". The options and the result are
+    those of torch.nn.functional.conv2d. Raises ShardingError for channels, or windows, that do not fit x.
 
     >>> y = nn.conv2d(fs.pvary(x, "model"), params["w"], params["b"], stride=2, padding=1)     # w [O@model, I, 3, 3]
     """
@@ -64,7 +65,8 @@ def max_pool2d(
     """Take the largest value of each window: [B, C, H, W] -> [B, C, H', W']; `stride` is `kernel` by default.
 
     Batch and channels may be split over an axis, without communication. Of equal values the first has the gradient. The
-    options and the result are those of torch.nn.functional.max_pool2d.
+    options and the result are those of torch.nn.functional.max_pool2d. Raises ShardingError for windows that do not
+    fit x.
 
     >>> nn.max_pool2d(torch.arange(16.0).view(1, 1, 4, 4), 2)
     tensor([[[[ 5.,  7.],

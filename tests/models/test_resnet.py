@@ -22,6 +22,7 @@ KINDS = {
     "basic": {"layer_type": "basic"},
     "bottleneck": {},
     "downsample in the 1x1, first stage": {"downsample_in_bottleneck": True, "downsample_in_first_stage": True},
+    "one stage": {"hidden_sizes": (8,), "depths": (2,)},
     "equal sizes, gelu": {"hidden_sizes": (5, 5), "layer_type": "basic", "hidden_act": "gelu"},
 }
 # name: (mesh, axes of the classes, fully sharded, remat); 7 classes and 5 images are uneven over 2 to 9 ranks
@@ -78,17 +79,20 @@ def our_steps(cfg, weights, name, steps=2, rate=0.1, **options):
     batch = tuple(axis for axis in ("replica", "data") if axis in sizes) or None
     mesh, layout = fs.make_mesh(**sizes or {"data": 1}), resnet.Layout(batch, head, examples=5 if remat else None)
     specs = resnet.specs(cfg, model=head)
+    has_logits = name == "one device" or "train" in options
     if sharded:  # also the classes, along their other dim
         specs = fs.fully_shard(specs, weights["params"], axis="data", min_size=4)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P(batch), P(batch)),
-                  out_specs=(specs, P(), P(), specs, P(layout.batch, head)),
+                  out_specs=(specs, P(), P(), specs, P(layout.batch, head) if has_logits else P()),
                   check="first" if name in CHECKED else "never")  # fmt: skip
     def step(p, state, x, y):
         def loss_fn(p):
             return resnet.loss(cfg, p, state, x, y, layout=layout, specs=specs, remat=remat, **options)
 
-        logits, _ = resnet.apply(cfg, p, state, x, train=options.get("train", True), layout=layout, specs=specs)
+        logits = x.new_zeros(())
+        if has_logits:
+            logits, _ = resnet.apply(cfg, p, state, x, train=options.get("train", True), layout=layout, specs=specs)
         (loss, new), grads = fs.value_and_grad(loss_fn, has_aux=True)(p)
         return fs.tree.map(lambda w, g: w - rate * g, p, grads), new, loss, grads, logits
 
@@ -128,21 +132,22 @@ def known(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "kind"), [
     *(("one device", kind) for kind in KINDS),
-    *(pytest.param(name, "bottleneck", marks=[pytest.mark.slow] if name in SLOW else []) for name in list(MESHES)[1:]),
+    *(pytest.param(name, "one stage", marks=[pytest.mark.slow] if name in SLOW else []) for name in list(MESHES)[1:]),
 ])  # fmt: skip
 def test_train_steps_equal_those_of_transformers(name, kind, known):
     cfg, weights = hf.load(known[kind].folder)
     assert cfg == resnet.Config(**{**TINY, **KINDS[kind]})
     got, want = our_steps(cfg, weights, name), known[kind].steps
     close(got.losses, want.losses)
-    close(got.logits, want.logits)
+    if name == "one device":
+        close(got.logits, want.logits)
     close_to_tensors("params", got.grads, want.grads)
     for group, leaves in got.weights.items():
         close_to_tensors(group, fs.device_get(leaves), want.tensors)
 
 
 def test_half_precision_computes_convolutions_and_the_head_in_it_and_norms_in_float32(known):
-    cfg, weights = hf.load(known["bottleneck"].folder)
+    cfg, weights = hf.load(known["one stage"].folder)
     mesh = fs.make_mesh(data=2, model=2)
     layout = resnet.Layout("data", ("data", "model"), dtype=torch.bfloat16, reduce_dtype=torch.float32)
     specs = resnet.specs(cfg, model=layout.model)
@@ -163,8 +168,8 @@ def test_half_precision_computes_convolutions_and_the_head_in_it_and_norms_in_fl
     loss, new, grads = fs.device_get(step(place("params", specs), place("state", P()), x.float(), y))
     assert dtypes == {torch.bfloat16, torch.float32}
     assert {g.dtype for g in fs.tree.leaves((loss, grads))} == {torch.float32}
-    # Rounding of 2^-8 at each of some ten convolutions.
-    torch.testing.assert_close(loss.double(), known["bottleneck"].steps.losses[0], rtol=0.03, atol=0)
+    # Rounding of 2^-8 at each of eight convolutions.
+    torch.testing.assert_close(loss.double(), known["one stage"].steps.losses[0], rtol=0.03, atol=0)
     assert new["stem"]["norm_1"]["var"].dtype == torch.float32
 
 
