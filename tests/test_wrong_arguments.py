@@ -303,7 +303,7 @@ CALLS = [
              "classes": None},
              inside=True, words={"axis": "4 over ", "over": "no axis"}),
         Call("top_k", fs.nn.top_k, {"logits": W[:, :2], "k": 3, "axis": "model", "size": 4, "classes": None},
-             inside=True, words={"axis": "4 over "}),
+             inside=True, words={"axis": "4 over ", "logits": "of the vocabulary"}),
         Call("accuracy", fs.nn.accuracy, {"logits": W[:, :2], "targets": IDS, "k": (1, 3), "axis": "model", "size": 4,
              "over": None, "ignore_index": -100}, inside=True, words={"axis": "4 over ", "over": "no axis"}),
         outside(rope.parameters, config={}, theta=10_000.0, partial=1.0),
