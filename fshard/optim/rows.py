@@ -62,7 +62,7 @@ def update_rows(opt: Optimizer, rows: Tensor, grads: Any, state: Any, params: An
     at_once = len(rows)
     if opt.elementwise and tables:  # a chain may need all of the gradients: their norm
         at_once = _BLOCK.get(tables[0].device.type, 1 << 24) // max([1, *(x[:1].numel() for x in tables)])
-    before = list(moments)  # each block begins with the count, or the norm, of before
+    before = moments  # each block begins with the count, or the norm, of before
     for part, *gs in zip(*(torch.split(x, max(1, at_once)) for x in (rows, *gradients)), strict=True):
         new_params, new_state = opt.update(
             tree.unflatten(treedef, gs),
