@@ -297,6 +297,10 @@ def in_remat(p, x):
     return fs.remat(linear_loss)(p, x)
 
 
+def captured(scale):
+    return lambda p, x: linear_loss(p, x) * scale
+
+
 GUARD = fs.LossScale().guard(optim.sgd(0.1), P())
 CLIP = optim.chain(optim.clip_by_global_norm(1.0, P()), optim.adamw(0.1))
 REFUSED = {
@@ -309,6 +313,10 @@ REFUSED = {
     "guard": (lambda: run(opt=GUARD), ["guarded sgd needs the gradients of all leaves"]),
     "twice": (lambda: run(twice), ["params['fc']['w'] is used twice", "first", "second", "in linear_loss"]),
     "scaled": (lambda: run(scaled), ["passes through MulBackward0 before nn.linear"]),
+    "captured": (lambda: run(captured(torch.ones((), requires_grad=True))), ["cannot be differentiated itself"]),
+    "placed": (lambda: run(change=lambda p: fs.device_put(p, P(), one())), ["params['fc']['w'] must be a tensor"]),
+    "moments": (lambda: run(change=lambda p: {**p, "fc": {"w": p["fc"]["w"][:3], "b": p["fc"]["b"]}}),
+                ["params['fc']['w'] is f64[3, 5], and a moment of it f64[7, 5]"]),
     "remat": (lambda: run(in_remat), ["params['fc']['w'] cannot be stepped", "remat"]),
     "other use": (lambda: run(lambda p, x: (p["fc"]["w"] @ x.flatten(0, 1).mT).sum()), ["is no tensor"]),
     "embedding": (lambda: run(lambda p, x: nn.embedding(torch.tensor([0]), p["fc"]["w"]).sum()), ["embedding"]),
