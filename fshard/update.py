@@ -23,7 +23,7 @@ from ._comm import checker, storage_key
 from ._ops import Map, apply_map
 from ._torch_compat import in_backward as in_backward_pass
 from ._torch_compat import in_transform, named_as
-from .errors import ShardingError, checked, fail, raise_all, shown
+from .errors import ShardingError, checked, fail, must_be, raise_all
 from .grad import value_and_grad
 from .optim import Optimizer
 from .optim.fused import donation_test
@@ -49,7 +49,8 @@ def value_and_update(
 
     `f` uses each of these matrices at most once: by `nn.linear(x, w)`, `nn.linear(x, w.mT)` or
     `nn.cosine_logits(x, w)`, after `pvary`, `unshard` over axes that do not split it, and casts. The gradient of each
-    chunk is summed over the axes of `pvary`. A matrix that is not used is stepped by a zero gradient.
+    chunk is summed over the axes of `pvary`. A matrix that is not used is stepped by a zero gradient. A step is of the
+    whole batch: there is no accumulation over microbatches.
 
     Args:
         opt: `optim.sgd` or `optim.adamw`, with any schedule and mask. A clip by the norm, and a loss scale, need all
@@ -406,8 +407,11 @@ def _check_matrices(label: str, rows: dict[str, Row], leaves: Sequence[Any]) -> 
     shared = Counter(storage_key(x) for x in leaves if isinstance(x, Tensor) and x.numel())
     errors = []
     for path, (x, *moments) in rows.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2:
-            what = describe(x.dtype, x.shape) if isinstance(x, Tensor) else shown(x)
+        if not isinstance(x, Tensor):
+            errors.append(must_be(f"{label}: in_backward: {path}", "a tensor", x, "a call inside shard_map"))
+            continue
+        if not x.is_floating_point() or x.ndim != 2:
+            what = describe(x.dtype, x.shape)
             errors.append(fail(f"{label}: in_backward: {path} is {what}, and no matrix of real numbers",
                                fix="name matrices alone: others are stepped after the backward pass"))  # fmt: skip
             continue

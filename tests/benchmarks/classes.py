@@ -193,14 +193,15 @@ def timed(which: str, classes: int, steps: int) -> Report:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     reset_peak()
-    seconds = []
+    seconds, cpu = [], []
     for i in range(WARMUP, WARMUP + steps):
         dist.barrier()
-        start = time.perf_counter()
+        start, of_cpu = time.perf_counter(), time.process_time()
         loss = step(i)
         seconds.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - of_cpu)
         losses.append(float(loss))
-    return {"seconds": seconds, "losses": losses, "resident": peak_bytes() - before}
+    return {"seconds": seconds, "cpu": cpu, "losses": losses, "resident": peak_bytes() - before}
 
 
 def tensor_bytes(which: str, classes: int) -> int:
@@ -248,18 +249,19 @@ def measure(classes: int, ranks: int, args: argparse.Namespace) -> Report:
         for which in here:
             rows[which]["live"] = max(run_on_ranks(ranks, tensor_bytes, which, classes))
     for which in here if "time" in args.measure else ():
-        rows[which] |= {"seconds": [], "resident": 0}
+        rows[which] |= {"seconds": [], "cpu": [], "resident": 0}
     for _ in range(args.rounds if "time" in args.measure else 0):
         for which in here:
             found = run_on_ranks(ranks, timed, which, classes, args.steps)
-            rows[which]["seconds"] += [max(ts) for ts in zip(*(r["seconds"] for r in found), strict=True)]
+            for clock in ("seconds", "cpu"):
+                rows[which][clock] += [max(ts) for ts in zip(*(r[clock] for r in found), strict=True)]
             rows[which]["resident"] = max(rows[which]["resident"], *(r["resident"] for r in found))
             rows[which]["losses"] = [statistics.fmean(xs) for xs in zip(*(r["losses"] for r in found), strict=True)]
     return rows
 
 
 def show(rows: Report) -> None:
-    titles = ["live MiB", "minimum", "of it", "resident", "s/step", "least", "most"]
+    titles = ["live MiB", "minimum", "of it", "resident", "s/step", "least", "most", "CPU s"]
     print(f"  {'':9}" + "".join(f"{t:>10}" for t in titles), flush=True)
     for which, row in rows.items():
         if "skipped" in row:
@@ -270,6 +272,7 @@ def show(rows: Report) -> None:
         if "seconds" in row:
             x = spread(row["seconds"])
             cells += [f"{row['resident'] / MIB:10.1f}", *(f"{x[k]:10.3f}" for k in ("median", "least", "most"))]
+            cells.append(f"{spread(row['cpu'])['median']:10.3f}")
         print(f"  {which:9}" + "".join(cells))
 
 
