@@ -293,7 +293,7 @@ class Apply:
         Each rank draws the numbers of its own examples, which may be fewer than those of other ranks, or none. Draws
         without a dim of examples (the skip of a whole layer) are the same on all ranks. `None` is for arguments that
         are the same on all ranks. The spec of an argument tells the dim of its examples; `dim` is that of arguments
-        that were computed in the region.
+        that were computed in the region. Of features that replaced modules leave split, each rank draws its own part.
 
         The dims that have the examples are found: the first call for arguments of new shapes, which must be a checked
         one, runs forward on fake tensors with a prime number of examples. An error names the line that flattens [T, B]

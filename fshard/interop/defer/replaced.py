@@ -107,11 +107,17 @@ def _matched(
     errors = []
     for glob in replace:
         if glob not in used:
-            near = ", ".join(difflib.get_close_matches(glob, names, 3, 0.3)) or ", ".join(names[:3])
-            errors.append(fail(f"defer: replace: {glob!r} matches no submodule", near=near,
+            errors.append(fail(f"defer: replace: {glob!r} matches no submodule", near=_near(glob, names),
                                fix="a glob of paths, as '**.embed'; an earlier glob may match all of its submodules"
                                ))  # fmt: skip
     return chosen, errors
+
+
+def _near(glob: str, names: Sequence[str]) -> str:
+    """Return the names of submodules most like a glob, by their last parts, one for each of these."""
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    close = difflib.get_close_matches(glob.rpartition(".")[2], list(by_last), 3, 0.0)
+    return ", ".join(by_last[last] for last in close)
 
 
 def _check_module(m: nn.Module, replacement: Replacement) -> None:
