@@ -145,13 +145,17 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor in a file: its first element is number `offset` of the storage."""
+    """A tensor in a file: its first element is number `offset` of the storage.
+
+    `lazy` has "conj" for one that torch conjugates, and "neg" for one that it negates, when it is used.
+    """
 
     storage: _Storage
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int = 0
+    lazy: tuple[str, ...] = ()
 
 
 class _Pickler(pickle.Pickler):
@@ -266,6 +270,9 @@ def _entry(path: Path, stat: os.stat_result, name: str, x: _View, records: Mappi
     if record is None or any(type(n) is not int or n < 0 for n in (*x.shape, *x.strides, x.offset)):
         raise fail(f"{path}: {name!r} is damaged", f"shape {x.shape}, strides {x.strides}, storage {x.storage.key}",
                    fix="copy it again")  # fmt: skip
+    if x.lazy:
+        raise fail(f"{path}: {name!r} has the values of another tensor, and is to be changed: {', '.join(x.lazy)}",
+                   fix="save x.resolve_conj().resolve_neg()")  # fmt: skip
     end = (x.offset + sum((n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)) + 1) * itemsize
     present = min(record.size, stat.st_size - record.start)
     if 0 not in x.shape and end > present:
@@ -295,10 +302,12 @@ class _UnknownError(Exception):
 
 
 def _rebuild(storage: Any, offset: int, shape: Any, strides: Any, *rest: Any) -> _View:
-    dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+    """Return the tensor of torch's arguments: requires_grad, hooks, the dtype of an untyped storage, and metadata."""
+    dtype = next((x for x in rest if isinstance(x, torch.dtype)), storage.dtype)
     if len(shape) != len(strides):
         raise ValueError(f"shape {shape}, strides {strides}")
-    return _View(storage, dtype, tuple(shape), tuple(strides), offset)
+    lazy = [name for x in rest[2:] if isinstance(x, dict) for name, value in x.items() if value]
+    return _View(storage, dtype, tuple(shape), tuple(strides), offset, tuple(lazy))
 
 
 _KNOWN = {

@@ -52,11 +52,16 @@ class Sampler:
         return indices(self.key, step=step, size=self.size, batch=self.batch, epoch=self.epoch,
                        drop_last=self.drop_last, even=self.even)  # fmt: skip
 
-    def steps(self) -> Iterator[int]:
+    def _length(self, step: int) -> int:
+        """Return the number of rows of the global batch of a step: `len(indices(step))`, without these."""
+        in_epoch = step % self._of_epoch
+        return self.batch if self.even else min(self.batch, self.size - in_epoch * self.batch)
+
+    def _steps(self) -> Iterator[int]:
         """Iterate over the steps."""
         return itertools.count(self.step) if self.epoch is None else iter(range(self.step, self._of_epoch))
 
-    def rows(self, size: int) -> slice:
+    def _own_rows(self, size: int) -> slice:
         """Return the rows of a global batch of `size` that this process loads; one if its part has none.
 
         The one row, the first, has the dtypes and dims of the empty part.
@@ -70,9 +75,9 @@ class Sampler:
         return steps_per_epoch(self.size, self.batch, drop_last=self.drop_last and not self.even)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for step in self.steps():
+        for step in self._steps():
             examples = self.indices(step)
-            own = examples[self.rows(len(examples))].tolist()
+            own = examples[self._own_rows(len(examples))].tolist()
             epoch = step // self._of_epoch if self.epoch is None else self.epoch
             yield [(i, epoch) for i in own] if self.with_epoch else own
 
@@ -148,14 +153,14 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
 
 
 def _placed(loader: DataLoader[Any], of: Sampler, spec: Any) -> Iterator[Any]:
-    for step, own in zip(of.steps(), loader, strict=True):
-        size = len(of.indices(step))
-        drawn = of.rows(size)
+    for step, own in zip(of._steps(), loader, strict=True):
+        size = of._length(step)
+        drawn = of._own_rows(size)
         for path, x in tree.leaves_with_path(own):
             if isinstance(x, (Tensor, np.ndarray)) and x.shape[:1] != (drawn.stop - drawn.start,):
                 raise fail(f"batches: {tree.show('batch', path)} is {_text(x)}, of {drawn.stop - drawn.start} examples",
                            fix="collate_fn= returns a row for each example, in dim 0")  # fmt: skip
-        yield load(functools.partial(_part, own, drawn.start), range(size), mesh=of.mesh, spec=spec)
+        yield load(functools.partial(_part, own, drawn.start), np.arange(size), mesh=of.mesh, spec=spec)
 
 
 def _part(own: Any, first: int, rows: Rows) -> Any:

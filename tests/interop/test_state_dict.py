@@ -409,6 +409,8 @@ def damaged(path: Path) -> Iterator[tuple[str, str]]:
     yield "compressed", "is a compressed archive"
     torch.save({"w": good["w"], "x": {"y.z": good["w"]}, "x.y": {"z": good["w"]}}, path)
     yield "names", "'x.y.z' is the name of two tensors"
+    torch.save({"w": torch.complex(good["w"], good["w"]).conj()}, path)
+    yield "conjugate", "'w' has the values of another tensor, and is to be changed: conj\n  fix: save x.resolve_conj()"
     torch.save({"w": good["w"].to(torch.complex128)}, path)
     yield "dtype", "'w' has dtype 'complex128', which is not supported"
 
