@@ -189,6 +189,23 @@ def test_gradients_of_microbatches_are_scattered_once():
     assert Counter(t.op for t in log)["reduce_scatter"] == mesh.size
 
 
+def test_a_gradient_and_a_vmap_pass_through_a_step():
+    mesh, w, g = fs.make_mesh(data=2), torch.randn(4, 5, 3), torch.randn(4, 5, 3)
+    opt = optim.zero(optim.sgd(0.1, momentum=0.9), P(), P("data"), axis="data")
+
+    def new(w, g, factor):
+        state = {"count": torch.tensor(0), "m": torch.zeros_like(fs.pslice(w, "data"))}
+        return opt.update(fs.pvary(g, "data") * factor.view(()), state, w)[0]
+
+    def both(w, g, factor):
+        slope = fs.grad(lambda g: new(w[0], g, factor).square().sum())(g[0])
+        return torch.func.vmap(lambda w, g: new(w, g, factor))(w, g), slope
+
+    run = fs.shard_map(both, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+    stepped = w - 0.1 * g
+    assert_same(run(w, g, weights([2])), (stepped, -0.1 * 2 * stepped[0]), rtol=1e-6, atol=1e-7)
+
+
 def test_leaves_that_the_loss_gathers_itself_are_stepped_as_they_are():
     """`up` is fully sharded and gathered by `unshard`, `down` is whole: one optimizer steps both."""
     mesh, x = fs.make_mesh(data=3), fs.random.normal(fs.key(1), (6, 6))
