@@ -16,7 +16,7 @@ LAYOUTS = {
     "one device": ({}, False), "data=2": ({"data": 2}, False), "model=2": ({"model": 2}, False),
     "2x2": ({"data": 2, "model": 2}, False), "data=2 sharded": ({"data": 2}, True),
     "2x2 sharded": ({"data": 2, "model": 2}, True), "uneven": ({"data": 3, "model": 3}, False),
-    "uneven sharded": ({"data": 3}, True), "data=2 zero": ({"data": 2}, "zero"),
+    "uneven sharded": ({"data": 3}, True),
     "2x2 zero": ({"data": 2, "model": 2}, "zero"), "uneven zero": ({"data": 3, "model": 3}, "zero"),
 }  # fmt: skip
 POWERS = {"initial": 2.0**14, "growth": 4.0, "backoff": 0.25, "interval": 2}

@@ -13,6 +13,7 @@ import torch
 
 import fshard as fs
 from fshard import P, checkpoint, optim, tree
+from fshard.models import gpt2
 from tests.lib.assertions import assert_same, error_text
 from tests.optim.test_optim import grads_at, pointers, train
 
@@ -95,8 +96,10 @@ def train_on(layout, make, *, steps=4, summed=False, donate=False, check="never"
 # --- the law --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*(("adamw", layout) for layout in LAYOUTS), ("sgd", "3x2"), ("sgd", "hybrid, over both"), ("dampened", "data=5")],
+)
 def test_no_mesh_changes_a_step(name, layout):
     want = train(OPTIMIZERS[name](P()), make_params(), 3)
     modes = [(False, True), (True, False)] + [(False, False), (True, True)] * (layout == "2x2")
@@ -184,6 +187,23 @@ def test_gradients_of_microbatches_are_scattered_once():
         b, want = thrice(b, *batch(12))
     assert_same((a, loss), fs.device_get((b, want)), rtol=1e-5, atol=1e-6)
     assert Counter(t.op for t in log)["reduce_scatter"] == mesh.size
+
+
+def test_a_gradient_and_a_vmap_pass_through_a_step():
+    mesh, w, g = fs.make_mesh(data=2), torch.randn(4, 5, 3), torch.randn(4, 5, 3)
+    opt = optim.zero(optim.sgd(0.1, momentum=0.9), P(), P("data"), axis="data")
+
+    def new(w, g, factor):
+        state = {"count": torch.tensor(0), "m": torch.zeros_like(fs.pslice(w, "data"))}
+        return opt.update(fs.pvary(g, "data") * factor.view(()), state, w)[0]
+
+    def both(w, g, factor):
+        slope = fs.grad(lambda g: new(w[0], g, factor).square().sum())(g[0])
+        return torch.func.vmap(lambda w, g: new(w, g, factor))(w, g), slope
+
+    run = fs.shard_map(both, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+    stepped = w - 0.1 * g
+    assert_same(run(w, g, weights([2])), (stepped, -0.1 * 2 * stepped[0]), rtol=1e-6, atol=1e-7)
 
 
 def test_leaves_that_the_loss_gathers_itself_are_stepped_as_they_are():
@@ -391,3 +411,17 @@ def test_a_state_split_by_hand_is_refused_with_the_name_of_zero():
         "  fix: a state of parameters split alike; or fs.optim.zero, for a state that is split more\n"
         "  the same for state['m'][1], state['m'][2], state['m'][3], and 23 more"
     )
+
+
+def test_a_model_of_parameters_that_vary_refuses_split_ones():
+    cfg = gpt2.Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1)
+    described, mesh = gpt2.init(cfg), fs.make_mesh(data=2)
+    layout, ids = gpt2.Layout("data", varied=True), torch.zeros(2, 4, dtype=torch.int64)
+    for part in ("wte", "h"):  # the top of the tree, and the blocks
+        specs = {**gpt2.specs(cfg), part: fs.fully_shard(P(), described[part], axis="data")}
+        run = fs.shard_map(lambda p, ids, s=specs: gpt2.apply(cfg, p, ids, layout=layout, specs=s), mesh=mesh,
+                           in_specs=(specs, P("data")), out_specs=P("data"), check="never")  # fmt: skip
+        params = fs.materialize(described, specs, mesh, key=fs.key(0))
+        text = error_text(run, params, ids)
+        assert text.startswith("Layout(varied=True): parameters are split over data\n  layout  Layout(data='data', ")
+        assert text.endswith("\n  fix: varied=False: unshard gathers them, and sums their gradients")
