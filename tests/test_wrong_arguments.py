@@ -306,6 +306,8 @@ CALLS = [
         outside(fs.optim.clip_by_global_norm, max_norm=1.0, specs=SPECS),
         outside(fs.optim.update_rows, opt=SGD, rows=IDS[:2], grads={"w": W[:2], "b": V[:2]}, state=SGD.init(TREE),
                 params=TREE),
+        outside(fs.optim.zero, optimizer=SGD, specs=SPECS, split={"w": P("data", "model"), "b": P()}, axis="data",
+                summed=False),
         Call("global_norm", fs.optim.global_norm, {"x": TREE, "specs": P()}, words=_AXES_OF_SPECS),
         outside(fs.optim.constant, value=0.1),
         outside(fs.optim.linear, start=0.0, end=1.0, steps=4),

@@ -6,7 +6,6 @@ does not. Source: He et al., 2015, "Deep residual learning"; weights as in Huggi
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,14 +18,15 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard._comm import Axis
+from fshard._comm import Axis, region
 from fshard._io import StrPath
 from fshard.collectives import all_gather, pvary
+from fshard.decoding import global_batch
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
 from fshard.schedule.remat import remat as rematerialized
 from fshard.schedule.unshard import unshard
-from fshard.spec import P, any_on_host, describe, is_spec, names_of
+from fshard.spec import P, any_on_host, describe, is_spec, names_of, part_range
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import read_config
@@ -104,7 +104,8 @@ class Layout:
     `data`: the batch. `model`: the classes of the head; it may have axes of `data`, over which the features and the
     targets are then gathered first. `dtype`: the dtype that convolutions and the head compute with (norms keep theirs,
     and their statistics are float32 or better), and `reduce_dtype`: the dtype their gradients are summed over `data`
-    with; by default the dtype they are stored in.
+    with; by default the dtype they are stored in. `examples`: the number of images on all ranks, needed only in a
+    compiled program that has an uneven dim anywhere and gathers features; elsewhere the ranks exchange it.
 
     >>> Layout(("replica", "data"), ("data", "model")).batch
     ('replica',)
@@ -114,6 +115,7 @@ class Layout:
     model: Axis = None
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    examples: int | None = None
 
     def __post_init__(self) -> None:
         data, gathered = names_of(self.data), self.gathered
@@ -130,6 +132,14 @@ class Layout:
     def batch(self) -> tuple[str, ...]:
         """The axes that split the batch of the head: `over=` of its loss."""
         return tuple(a for a in names_of(self.data) if a not in names_of(self.model))
+
+    def gathered_size(self, n: int) -> int:
+        """The number of images after the gather, of which this rank has `n`."""
+        if self.examples is None:
+            return global_batch("resnet", n, self.gathered, word="Layout(examples=)")
+        here = region("resnet")
+        sizes, coords = ([of[a] for a in self.batch] for of in (here.sizes, here.coords))
+        return part_range(self.examples, sizes, coords)[1]
 
     def unshard(self, name: str, params: Any, specs: Any, described: Any, axes: Axis) -> Any:
         """Make a part of the parameters whole over `axes`, by its specs; all but norms in `dtype`."""
@@ -255,28 +265,33 @@ def features(
     check_params(params, described)
     check_params(state, _state(cfg), "state")
     x = x.to(layout.dtype or x.dtype)
-    parts = {"stem": params["stem"], **{str(i): stage for i, stage in enumerate(params["stages"])}}
-    wanted = {"stem": described["stem"], **{str(i): stage for i, stage in enumerate(described["stages"])}}
+    parts = {"stem": params["stem"], **{str(i): part for i, part in enumerate(params["stages"])}}
+    wanted = {"stem": described["stem"], **{str(i): part for i, part in enumerate(described["stages"])}}
     part_specs: Any = specs if specs is None or is_spec(specs) else {
         "stem": spec_of(specs, "stem"), **_by_number(spec_of(specs, "stages"), len(cfg.depths))}  # fmt: skip
 
-    def run(name: str, params: Any, state: Any, x: Tensor) -> tuple[Tensor, Any]:
-        p = layout.unshard(name, {name: params}, part_specs, wanted, layout.data)
-        if name == "stem":
-            x, new = _convolve(p, state, "1", _stem(cfg), x, train, layout)
-            x = ACTIVATIONS[cfg.hidden_act](x)
-            return (nn.max_pool2d(x, 3, stride=2, padding=1) if cfg.stem == "imagenet" else x), new
-        out = []
-        for i, (block, norms) in enumerate(zip(p, state, strict=True)):
-            x, new = _apply_block(cfg, block, norms, _block(cfg, int(name), i), x, train, layout)
-            out.append(new)
-        return x, out
+    def stage(name: str) -> Callable[..., tuple[Tensor, ...]]:
+        def run(params: Any, state: Any, x: Tensor) -> tuple[Tensor, ...]:
+            p = layout.unshard(name, {name: params}, part_specs, wanted, layout.data)
+            new: Any = []
+            if name == "stem":
+                x, new = _convolve(p, state, "1", _stem(cfg), x, train, layout)
+                x = ACTIVATIONS[cfg.hidden_act](x)
+                x = nn.max_pool2d(x, 3, stride=2, padding=1) if cfg.stem == "imagenet" else x
+            else:
+                for i, (block, norms) in enumerate(zip(p, state, strict=True)):
+                    x, of_block = _apply_block(cfg, block, norms, _block(cfg, int(name), i), x, train, layout)
+                    new.append(of_block)
+            return x, *tree.leaves(new)
 
-    states = {"stem": state["stem"], **{str(i): stage for i, stage in enumerate(state["stages"])}}
+        return run
+
+    states = {"stem": state["stem"], **{str(i): part for i, part in enumerate(state["stages"])}}
     new: dict[str, Any] = {}
     for name, part in parts.items():
-        f = functools.partial(run, name)
-        x, new[name] = (rematerialized(f) if remat else f)(part, states[name], x)
+        f = stage(name)
+        x, *leaves = (rematerialized(f) if remat else f)(part, states[name], x)
+        new[name] = tree.unflatten(tree.flatten(states[name])[1], leaves)
     stem = new.pop("stem")
     return x.mean((2, 3)), {"stem": stem, "stages": list(new.values())}
 
@@ -305,7 +320,8 @@ def _apply_block(
     cfg: Config, p: Any, state: Any, block: dict[str, _Convolution], x: Tensor, train: bool, layout: Layout
 ) -> tuple[Tensor, dict[str, Any]]:
     """A block; inside it the activation is relu, whatever `hidden_act`, as in transformers."""
-    h, skip, new = x, x, dict[str, Any]()
+    new: dict[str, Any] = {}
+    h = skip = x
     for n, c in block.items():
         if n == "skip":
             skip, norm = _convolve(p, state, n, c, x, train, layout)
@@ -334,8 +350,9 @@ def head_inputs(
     described = init(cfg)
     fc = layout.unshard("fc", params, specs, described, layout.batch or None)
     if layout.gathered:
-        x = all_gather(x, layout.gathered)
-        targets = None if targets is None else all_gather(targets, layout.gathered, to="invariant")
+        size = layout.gathered_size(len(x))
+        x = all_gather(x, layout.gathered, size=size)
+        targets = None if targets is None else all_gather(targets, layout.gathered, size=size, to="invariant")
     x = pvary(x, tuple(a for a in names_of(layout.model) if a not in layout.gathered) or None)
     return x, fc, targets
 

@@ -61,6 +61,8 @@ class Layout:
     parameters are gathered and computed with, and `reduce_dtype`: the dtype their gradients are summed over `data`
     with; by default the dtype they are stored in. `experts`: the experts of a mixture, by expert; see `mixtral.specs`.
     `release`, `prefetch` and `backward_prefetch`: when the blocks' parameters are gathered and freed; see `scan`.
+    `varied`: the parameters are whole over `data` and vary over it already, as `fs.pvary(params, "data")` before
+    `value_and_grad`, so that each rank has the gradients of its own examples, which `optim.zero` takes.
 
     >>> Layout("data", "model", sequence=True).stream
     P('data', 'model')
@@ -76,6 +78,15 @@ class Layout:
     release: Release = True
     prefetch: int = 1
     backward_prefetch: BackwardPrefetch = None
+    varied: bool = False
+
+    def unsharded(self, specs: Any) -> Axis:
+        """Return the axes over which parameters of these specs are made whole, and their gradients summed."""
+        split = {a for s in tree.leaves(specs) for a in s.axes} & {*names_of(self.data)} if self.varied else ()
+        if split:
+            raise fail(f"Layout(varied=True): parameters are split over {', '.join(sorted(split))}", layout=self,
+                       fix="varied=False: unshard gathers them, and sums their gradients")  # fmt: skip
+        return None if self.varied else self.data
 
     @property
     def stream(self) -> P:
@@ -95,13 +106,14 @@ class Layout:
         wanted = {name: described[name] for name in names}
         check_params(parts, wanted)
         part_specs: Any = P() if specs is None else {name: spec_of(specs, name) for name in names}
-        if not self.data and not any_on_host(part_specs):  # without a collective, so also outside a region
+        axis = self.unsharded(part_specs)
+        if not axis and not any_on_host(part_specs):  # without a collective, so also outside a region
             cast = lambda x: x.to(self.dtype) if x.is_floating_point() else x  # noqa: E731
             return parts if self.dtype is None else tree.map(cast, parts)
 
         def gather(names: Sequence[str]) -> dict[str, Any]:
             own = part_specs if is_spec(part_specs) else {name: part_specs[name] for name in names}
-            out: dict[str, Any] = unshard({name: parts[name] for name in names}, own, self.data,
+            out: dict[str, Any] = unshard({name: parts[name] for name in names}, own, axis,
                                           shapes={name: wanted[name] for name in names}, dtype=self.dtype,
                                           reduce_dtype=self.reduce_dtype)  # fmt: skip
             return out
@@ -361,7 +373,8 @@ def apply_blocks(
     blocks = params["h"]
     cached = cache.blocks if cache is not None and cache.blocks else [None] * len(blocks)
     inputs = [(fold_name(key, i), cached[i], *([] if each is None else each[i])) for i in range(len(blocks))]
-    out = scan(one, blocks, x, specs=None if specs is None else spec_of(specs, "h"), axis=layout.data, each=inputs,
+    block_specs = None if specs is None else spec_of(specs, "h")
+    out = scan(one, blocks, x, specs=block_specs, axis=layout.unsharded(block_specs), each=inputs,
                shapes=described["h"], remat=remat, has_aux=keep, release=layout.release,
                prefetch=layout.prefetch, backward_prefetch=layout.backward_prefetch, dtype=layout.dtype,
                reduce_dtype=layout.reduce_dtype)  # fmt: skip

@@ -56,7 +56,9 @@ def batch_norm(
         if state is None:
             raise fail("batch_norm: train=False without a state, whose mean and var it uses",
                        fix='state={"mean": ..., "var": ..., "count": ...}; or train=True')  # fmt: skip
-        return _normalize(x, state["mean"], state["var"], w, b, eps), state
+        mean, var = state["mean"].detach(), state["var"].detach()
+        y = _kernel(x, mean, var, w, b, eps, train=False) if _has_kernel(x) else _normalize(x, mean, var, w, b, eps)
+        return y, state
     _check_axes("batch_norm", x, state, over)
     y, mean, var = normalize_batch("batch_norm", x, w, b, eps=eps, over=over, fix="a larger batch, or train=False")
     return y, None if state is None else averaged(state, mean, var, momentum)
@@ -106,36 +108,38 @@ def normalize_batch(
     label: str, x: Tensor, w: Tensor | None, b: Tensor | None, *, eps: float, over: Axis, fix: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize by the statistics of the batch: (y, mean [C], unbiased variance [C])."""
-    dims = [d for d in range(x.ndim) if d != 1]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    values = math.prod([x.shape[d] for d in dims])  # of each channel on this rank
-    if over and checker() is None:  # a check needs the types that sums give, over axes of one rank too
-        over = live_axes(region(label).comm, known_axes(label, region(label), over))
-    if not over and values > 1 and _has_kernel(x):
+    values = math.prod((len(x), *x.shape[2:]))  # of each channel on this rank
+    here = region(label) if over else None
+    alone = here is None or not live_axes(here.comm, known_axes(label, here, over))
+    if alone and values > 1 and _has_kernel(x):
         mean, var = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
-        return _kernel(x, mean, var, w, b, eps, train=True), mean, var  # which it writes
-    wide = x.to(dtype)
-    count = torch.tensor(values, dtype=dtype, device=x.device)
-    total, count = psum((wide.sum(dims), count), over)
+        y = _kernel(x, mean, var, w, b, eps, train=True)  # which writes mean and var
+        return y, *psum((mean, var), over)  # of one rank: for their types
+    mean, squares = _moments(x, values)
+    n = torch.tensor(values, dtype=dtype, device=x.device)
+    total, count = psum((n * mean, n), over)
     # Read the count only where so few values are possible.
     if values <= 1 and _at_most_one(count):
         where = f"all ranks of {over!r} together have" if over else "x has"
         raise fail(f"{label}: {where} one value of each channel: it has no variance" if values or over else
                    f"{label}: x has no value of a channel", x=_describe(x), fix=fix)  # fmt: skip
-    mean = total / count
-    centred = wide - _beside(x, pvary(mean, over))
-    var = psum(centred.square().sum(dims), over) / count
-    y = centred * _beside(x, pvary(var + eps, over).rsqrt())
-    return _affine(y, w, b).to(x.dtype), mean.detach(), (var * (count / (count - 1))).detach()
+    global_mean = total / count
+    # About the mean of all ranks, without the cancellation of E[x^2] - E[x]^2. Source: Chan et al., 1979.
+    var = psum(squares + n * (mean - pvary(global_mean, over)).square(), over) / count
+    y = _normalize(x, pvary(global_mean, over), pvary(var, over), w, b, eps)
+    return y, global_mean.detach(), (var * (count / (count - 1))).detach()
 
 
 def _normalize(x: Tensor, mean: Tensor, var: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> Tensor:
-    """Normalize by statistics that are constants."""
-    if _has_kernel(x):
-        return _kernel(x, mean, var, w, b, eps, train=False)
+    """Compute (x - mean) / sqrt(var + eps) * w + b, in float32 or better."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    mean, var = (_beside(x, s.detach().to(dtype)) for s in (mean, var))
-    return _affine((x - mean) * (var + eps).rsqrt(), w, b).to(x.dtype)
+    mean, var = mean.to(dtype), var.to(dtype)
+    w, b = (None if leaf is None else leaf.to(dtype) for leaf in (w, b))
+    if not x.numel() or torch.compiler.is_dynamo_compiling() or in_transform():
+        return _affine((x - _beside(x, mean)) * _beside(x, (var + eps).rsqrt()), w, b).to(x.dtype)
+    y: Tensor = _Normalize.apply(x, mean, var, w, b, eps)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _affine(y: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
@@ -143,9 +147,25 @@ def _affine(y: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     return y if b is None else y + _beside(y, b)
 
 
+def _moments(x: Tensor, values: int) -> tuple[Tensor, Tensor]:
+    """Return the mean of each channel and the sum of the squared differences from it, in float32 or better."""
+    dims, dtype = [d for d in range(x.ndim) if d != 1], torch.promote_types(x.dtype, torch.float32)
+    if not values:
+        zeros = x.to(dtype).sum(dims)
+        return zeros, zeros
+    if not x.numel() or torch.compiler.is_dynamo_compiling() or in_transform():
+        mean = x.to(dtype).mean(dims)
+        return mean, (x - _beside(x, mean)).square().sum(dims)
+    moments: tuple[Tensor, Tensor] = _Moments.apply(x)  # type: ignore[no-untyped-call]
+    return moments
+
+
 def _beside(x: Tensor, channels: Tensor) -> Tensor:
     """View one number for each channel as x."""
     return channels.view([1, -1] + [1] * (x.ndim - 2)) if x.ndim > 2 else channels
+
+
+# --- kernels --------------------------------------------------------------------------------------------------
 
 
 def _has_kernel(x: Tensor) -> bool:
@@ -160,6 +180,54 @@ def _kernel(
     dtype = torch.promote_types(x.dtype, torch.float32)
     w, b = (None if leaf is None else leaf.to(dtype) for leaf in (w, b))
     return F.batch_norm(x, mean.to(dtype), var.to(dtype), w, b, train, 1.0, eps)
+
+
+class _Moments(torch.autograd.Function):
+    """`_moments` in one pass over x, which alone is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        # Averages of float32 or better, which are not used, let the kernel compute in their dtype.
+        unused = torch.zeros(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        mean, var = torch.batch_norm_update_stats(x, unused, unused.clone(), 0.0)
+        ctx.save_for_backward(x, mean)
+        return mean, var * (x.numel() // x.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, d_mean: Tensor, d_squares: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        scale = 2 * d_squares
+        shift = d_mean / (x.numel() // x.shape[1]) - scale * mean
+        return torch.addcmul(_beside(x, shift), x, _beside(x, scale)).to(x.dtype)
+
+
+class _Normalize(torch.autograd.Function):
+    """`_normalize` by torch's kernels, and the gradients of the statistics, which those take for constants."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, w: Tensor | None, b: Tensor | None, eps: float
+    ) -> Tensor:
+        ctx.eps, ctx.has_bias = eps, b is not None
+        ctx.save_for_backward(x, mean, var, w)
+        return _kernel(x, mean, var, w, b, eps, train=False)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+        x, mean, var, w = ctx.saved_tensors
+        rate = (var + ctx.eps).rsqrt()
+        if torch.is_grad_enabled():  # for a second derivative: operations that autograd can differentiate
+            dims = [d for d in range(x.ndim) if d != 1]
+            wide = d_y.to(mean.dtype)
+            d_x = (wide * _beside(x, rate if w is None else rate * w)).to(x.dtype)
+            d_w, d_b = (wide * (x - _beside(x, mean)) * _beside(x, rate)).sum(dims), wide.sum(dims)
+        else:
+            d_x, d_w, d_b = torch.ops.aten.native_batch_norm_backward(
+                d_y, x, w, mean, var, None, None, False, ctx.eps, [True, True, True]
+            )
+        scale = rate if w is None else rate * w
+        d_mean, d_var = -scale * d_b, -0.5 * rate * scale * d_w
+        return d_x, d_mean, d_var, None if w is None else d_w, d_b if ctx.has_bias else None, None
 
 
 def averaged(state: Any, mean: Tensor, var: Tensor, momentum: float | None) -> dict[str, Tensor]:

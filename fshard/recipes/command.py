@@ -21,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mesh", default="",
                    help="axes and sizes, e.g. data=2,model=2 (default: data=1, or data=-1 under torchrun)")  # fmt: skip
     p.add_argument("--fsdp", action="store_true", help="shard parameters and optimizer state over data too")
+    p.add_argument("--zero", action="store_true", help="shard the optimizer state alone over data (ZeRO-1)")
     p.add_argument("--sequence-parallel", action="store_true", help="split the residual stream along time over model")
     p.add_argument("--text", type=Path, help="train on this file instead of the standard library")
     p.add_argument("--steps", type=int, default=1900)
@@ -77,6 +78,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         f"{args.width % args.heads}: give --heads {divisor}")  # fmt: skip
     if args.save_every and not (args.out or args.resume):
         problems.append(f"--save-every {args.save_every}: give the folder too, --out FOLDER")
+    if args.fsdp and args.zero:
+        problems.append("--fsdp --zero: fully sharded parameters have a sharded optimizer state: give one of the two")
     if problems:
         raise stop("\n".join(problems))
     return args

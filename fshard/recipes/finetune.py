@@ -397,7 +397,7 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     say(f"\n{part.name}: {n:,d} parameters train" + (f", resumed at step {begin}" if begin else ""))
     if args.verify:
         try:
-            checked = with_second_moments(state, part.specs, mesh)
+            checked = with_second_moments(state, mesh)
             say(str(fs.verify(train_step, checked, part.frozen, part.batches(begin))), markup=False)
         except fs.ShardingError as e:
             raise SystemExit(f"finetune: {e}" if is_first() else 1) from None

@@ -3,6 +3,7 @@
     python -m fshard.recipes.pretrain                                         one device
     python -m fshard.recipes.pretrain --mesh data=2,model=2                   four simulated devices: the same losses
     torchrun --nproc-per-node 4 -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --sequence-parallel
+    python -m fshard.recipes.pretrain --mesh data=4 --zero                    parameters whole, their AdamW state split
     python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  resume on another mesh
     python -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --verify   verify the step before training
 
@@ -114,13 +115,16 @@ def train(args: argparse.Namespace) -> float:
     cfg = gpt2.Config(vocab_size=VOCAB, n_positions=args.context, n_embd=args.width, n_layer=args.layers,
                       n_head=args.heads, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
                       resid_pdrop=args.dropout)  # fmt: skip
-    layout = gpt2.Layout("data", "model", args.sequence_parallel)
+    layout = gpt2.Layout("data", "model", args.sequence_parallel, varied=args.zero)
     policy = fs.Policy(compute=DTYPES[args.dtype])
     described = gpt2.init(cfg)
     specs = gpt2.specs(cfg, model="model")
     if args.fsdp:
         specs = fs.fully_shard(specs, described, axis="data")
     optimizer = make_optimizer(args, described, specs)
+    if args.zero:
+        split = fs.fully_shard(specs, described, axis="data")
+        optimizer = optim.zero(make_optimizer(args, described, split), specs, split, axis="data")
     key = fs.key(args.seed)
     state = {"params": described, "opt": optimizer.init(described)}
     state_specs = {"params": specs, "opt": optimizer.specs(specs), "key": P(), "step": P()}
@@ -145,7 +149,8 @@ def train(args: argparse.Namespace) -> float:
     @fs.shard_map(mesh=mesh, in_specs=in_specs, out_specs=(state_specs, P()), donate=0, compile=args.compile)
     def train_step(state: Any, batch: Any) -> Any:
         key = fs.fold_in(state["key"], state["step"]) if args.dropout else None
-        loss, grads = fs.value_and_grad(loss_fn)(state["params"], batch["ids"], batch["targets"], key)
+        params = fs.pvary(state["params"], "data") if args.zero else state["params"]
+        loss, grads = fs.value_and_grad(loss_fn)(params, batch["ids"], batch["targets"], key)
         params, opt = optimizer.update(grads, state["opt"], state["params"])
         state = {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}
         return state, {"loss": loss, "grad_norm": opt[0]["norm"]}
@@ -163,7 +168,7 @@ def train(args: argparse.Namespace) -> float:
         batch = batches(text, args.context, rows, fs.fold_in(key, "data"), mesh)(begin)
         policy = fs.Policy(compute=torch.float32)  # rounding to half precision would hide small mistakes
         try:
-            say(str(fs.verify(train_step, with_second_moments(state, specs, mesh), batch)), markup=False)
+            say(str(fs.verify(train_step, with_second_moments(state, mesh), batch)), markup=False)
         except fs.ShardingError as e:
             raise SystemExit(f"pretrain: {e}" if is_first() else 1) from None
         policy = fs.Policy(compute=DTYPES[args.dtype])
@@ -216,7 +221,7 @@ def restore(
     return {name: state[name] for name in like}
 
 
-def with_second_moments(state: Any, specs: Any, mesh: fs.Mesh) -> Any:
+def with_second_moments(state: Any, mesh: fs.Mesh) -> Any:
     """The state with second moments of at least 1/N, those of an evenly spread gradient of norm 1, for `verify`.
 
     AdamW divides by the root of the second moment v. If v is only rounding^2, as at the first step for a gradient that
@@ -229,7 +234,7 @@ def with_second_moments(state: Any, specs: Any, mesh: fs.Mesh) -> Any:
     clip, adamw = state["opt"]
     floor = 1 / sum(x.numel() for x in fs.tree.leaves(adamw["v"]))
     raised = fs.shard_map(lambda v: fs.tree.map(lambda x: x.clamp(min=floor), v), mesh=mesh,
-                          in_specs=(specs,), out_specs=specs)(adamw["v"])  # fmt: skip
+                          out_specs=fs.tree.map(lambda x: x.spec, adamw["v"]))(adamw["v"])  # fmt: skip
     return {**state, "opt": (clip, {**adamw, "v": raised})}
 
 

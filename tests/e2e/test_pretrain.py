@@ -25,10 +25,11 @@ SMALL = [
     "--lr", "3e-3",
 ]  # fmt: skip
 MESHES = {
-    "data=2": "--mesh data=2",
     "model=2": "--mesh model=2",
     "data=2,model=2": "--mesh data=2,model=2",
     "data=4 fsdp": "--mesh data=4 --fsdp",
+    "data=3 zero": "--mesh data=3 --zero",
+    "data=2,model=2 zero sequence": "--mesh data=2,model=2 --zero --sequence-parallel",
     "data=2,model=2 fsdp sequence": "--mesh data=2,model=2 --fsdp --sequence-parallel",
     "model=4": "--mesh model=4",  # 257 tokens and 3 heads over 4
 }
@@ -85,7 +86,7 @@ def test_the_mesh_never_changes_the_curve(name, text, one, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data=2", "data=2,model=2 fsdp sequence", "model=4"])
+@pytest.mark.parametrize("name", ["data=2,model=2 zero sequence", "data=2,model=2 fsdp sequence", "model=4"])
 def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with_dropout, tmp_path):
     assert abs(one_with_dropout[9]["loss"] - one[9]["loss"]) > 1e-3
     assert_same_curve(run(tmp_path, text, "--dropout", "0.1", *MESHES[name].split()), one_with_dropout)
@@ -93,7 +94,7 @@ def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("data=1", "data=2,model=2 fsdp sequence"), pytest.param("model=4", "data=4 fsdp", marks=pytest.mark.slow)],
+    [("data=1", "data=2,model=2 fsdp sequence"), pytest.param("data=3 zero", "data=4 fsdp", marks=pytest.mark.slow)],
 )
 def test_a_run_resumes_on_another_mesh(before, after, text, one_with_dropout, tmp_path):
     flags = MESHES.get(before, "--mesh data=1").split()
@@ -228,6 +229,10 @@ def refusal(*flags):
     ("--context 0", "--context 0: give 1 or more"),
     ("--layers 0 --heads -1 --width 0",
      "--layers 0: give 1 or more; --heads -1: give 1 or more; --width 0: give 1 or more"),
+    (
+        "--fsdp --zero",
+        "--fsdp --zero: fully sharded parameters have a sharded optimizer state: give one of the two",
+    ),
     ("--heads 3 --width 128", "--heads 3: must divide --width, and 128 % 3 = 2: give --heads 2"),
     ("--lr nan", "--lr nan: give a number above 0"),
     ("--lr 0", "--lr 0.0: give a number above 0"),

@@ -76,6 +76,8 @@ def test_batch_norm_on_one_device_equals_that_of_torch(momentum, transform):
 
 
 MESHES = {
+    "batch of one rank": ({"data": 1}, "data", None),
+    "batch of one rank, channels": ({"data": 1, "model": 2}, "data", "model"),
     "batch": ({"data": 2}, "data", None),
     "batch, empty ranks": ({"data": 7}, "data", None),
     "batch over two axes": ({"replica": 2, "data": 2}, ("replica", "data"), None),
@@ -202,3 +204,17 @@ def test_wrong_arguments_are_named(options, words):
 def test_one_value_on_all_ranks_is_refused():
     text = error_text(by_ours, X[:1, :, :1, :1], None, W, B, train=True, sizes={"data": 2}, data="data", over="data")
     assert "all ranks of 'data' together have one value of each channel: it has no variance" in text
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_kernels_of_the_global_batch_have_first_and_second_derivatives(affine):
+    from fshard.nn.batch_norm import _Moments, _Normalize
+
+    def f(x, w=None, b=None):
+        mean, squares = _Moments.apply(x)
+        return _Normalize.apply(x, mean, squares / 10, w, b, 0.1), mean, squares
+
+    leaves = [rand(2, 2, 5), *([rand(2, seed=1), rand(2, seed=2)] if affine else [])]
+    leaves = [t.requires_grad_() for t in leaves]
+    torch.autograd.gradcheck(f, leaves)
+    torch.autograd.gradgradcheck(f, leaves)

@@ -665,15 +665,37 @@ def clipped_on_ranks():
     specs = {**SPECS, "empty": P()}
     mesh = fs.make_mesh(model=2)
     own = lambda x: [(leaf.shards[0], leaf.box(mesh.ranks[0])) for leaf in tree.leaves(x)]  # noqa: E731
-    return train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2))
+    return train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2)), own(zero_on_ranks())
+
+
+def zero_on_ranks():
+    """Train with a state that is split over the ranks, which each have a multiple of the gradients: 2 and -1 times."""
+    mesh, params = fs.make_mesh(data=2), make_params()
+    split = fs.fully_shard(P(), params, axis="data")
+    opt = optim.zero(OPTIMIZERS["adamw"](split), P(), split, axis="data")
+
+    @fs.shard_map(
+        mesh=mesh, in_specs=(P(), opt.specs(P()), P(), P("data")), out_specs=(P(), opt.specs(P())), donate=(1, 2)
+    )
+    def step(grads, state, params, factor):
+        return opt.update(tree.map(lambda g: fs.pvary(g, "data") * factor.view(()), grads), state, params)
+
+    placed = fs.device_put(params, P(), mesh)
+    state = opt.init(placed)
+    for i in range(3):
+        placed, state = step(grads_at(i, params), state, placed, torch.tensor([2.0, -1.0]))
+    return placed, state
 
 
 @pytest.mark.process
 def test_real_ranks_train_like_one_device(ranks):
     want = tree.leaves(train(clipped(P()), make_params(), 3))
-    for own in ranks(2, clipped_on_ranks):
+    exact = tree.leaves(train(OPTIMIZERS["adamw"](P()), make_params(), 3))
+    for own, zero in ranks(2, clipped_on_ranks):
         for (got, box), whole in zip(own, want, strict=True):
             torch.testing.assert_close(got, whole[box], rtol=1e-4, atol=1e-5)  # an error of the norm, times three
+        for (got, box), whole in zip(zero, exact, strict=True):
+            assert torch.equal(got, whole[box])
 
 
 # --- errors -------------------------------------------------------------------------------------------------
