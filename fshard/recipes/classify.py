@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import fshard as fs
 from fshard import P, checkpoint, data, nn, optim
@@ -46,8 +46,8 @@ SCALE = 32.0  # of cosines
 class Images(NamedTuple):
     """Datasets of (uint8 [channels, 32, 32], class), and the names of the classes."""
 
-    train: Dataset[Any]
-    test: Dataset[Any]
+    train: Any
+    test: Any
     names: Sequence[str]
     channels: int
     labels_crc32: int
@@ -58,7 +58,8 @@ class Images(NamedTuple):
         if args.folder:
             folder = data.image_folder(args.folder, size=(glyphs.SIZE, glyphs.SIZE))
             held_out = np.array([zlib.crc32(name.encode()) % 10 == 0 for name in folder.files])
-            train, test = (Subset(folder, np.flatnonzero(rows).tolist()) for rows in (~held_out, held_out))
+            every: Any = folder
+            train, test = (Subset(every, np.flatnonzero(rows).tolist()) for rows in (~held_out, held_out))
             return cls(train, test, folder.classes, 3, zlib.crc32("\n".join(folder.files).encode()))
         drawn = glyphs.load(command.stop, cjk=args.cjk)
         parts = [TensorDataset(torch.from_numpy(x)[:, None], torch.from_numpy(y)) for x, y in drawn[:2]]
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> float:
     n = sum(x.numel() for x in fs.tree.leaves(described))
     say(f"{n / 1e6:.2f}M parameters" + (f", resumed at step {begin}" if begin else ""))
 
-    def logits_of(params: Any, statistics: Any, x: Tensor, y: Tensor, *, train: bool, sample: Tensor | None) -> Any:
+    def logits_of(params: Any, statistics: Any, x: Tensor, y: Any, *, train: bool, sample: Tensor | None) -> Any:
         """Return the logits [B@rest, C@split] with margins for the targets y, these targets, and the new statistics."""
         x, statistics = resnet.features(cfg, params, statistics, x, train=train, layout=layout)  # [B@ranks, D]
         x, fc, y = resnet.head_inputs(cfg, params, x, y, layout=layout)  # [B@rest, D]

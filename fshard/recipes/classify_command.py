@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import fshard as fs
 
@@ -13,7 +14,7 @@ from .program import Program, flags
 
 AXES = ("data", "model")  # images are split over both
 OF_PLACEMENT = ("mesh", "head", "zero", "compile", "workers", "out", "resume", "save_every")
-DEPTHS = {
+DEPTHS: dict[int, tuple[Any, tuple[int, ...]]] = {
     10: ("basic", (1, 1, 1, 1)),
     18: ("basic", (2, 2, 2, 2)),
     34: ("basic", (3, 4, 6, 3)),
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         help="to compute with; parameters stay float32")  # fmt: skip
     add("--zero", action="store_true", help="split the optimizer's state over data (ZeRO-1)")
     add("--compile", action="store_true", help="compile the whole step as one graph")
-    add("--steps", type=int, default=2400)
+    add("--steps", type=int, default=1800)
     add("--batch", type=int, default=64, help="images of a step, over all devices")
     add("--lr", type=float, default=2e-3)
     add("--seed", type=int, default=0)

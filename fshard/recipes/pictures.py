@@ -49,8 +49,16 @@ def confusion(path: Path, targets: Array, predictions: Array, names: Sequence[st
     axes = figure.subplots()
     axes.set(xlabel="taken for", ylabel="class", title="The classes most often confused")
     if len(classes):
-        figure.colorbar(axes.imshow(counts, cmap="Blues"), label="images")
-        labels = [names[c] if c < len(names) else f"empty {c}" for c in classes]
-        axes.set_xticks(range(len(classes)), labels, rotation=90 if max(map(len, labels)) > 2 else 0)
-        axes.set_yticks(range(len(classes)), labels)
+        axes.imshow(counts, cmap="Blues", vmax=2 * counts.max())  # pale, so that numbers can be read
+        for i, j in zip(*counts.nonzero(), strict=True):
+            axes.text(j, i, counts[i, j], ha="center", va="center")
+        labels = [_drawable(names[c]) if c < len(names) else f"empty {c}" for c in classes]
+        turned = 90 if max(map(len, labels)) > 2 else 0
+        axes.set_xticks(range(len(classes)), labels, rotation=turned, parse_math=False)
+        axes.set_yticks(range(len(classes)), labels, parse_math=False)
     figure.savefig(path)
+
+
+def _drawable(name: str) -> str:
+    """Return the name, or its escapes: DejaVu, the font of the picture, has no East Asian characters."""
+    return name if all(ord(c) < 0x2E80 for c in name) else ascii(name)[1:-1]

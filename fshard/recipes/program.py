@@ -169,7 +169,7 @@ class Program:
 
         Arguments `of_placement` may differ. Each of `facts` has a value, and the arguments that give the same one.
         """
-        now = {name: str(value) for name, value in vars(args).items() if name not in of_placement}
+        now: dict[str, object] = {name: str(value) for name, value in vars(args).items() if name not in of_placement}
         now |= {name: value for name, (value, _) in facts.items()}
         if args.resume:
             self.last_saved(args)
