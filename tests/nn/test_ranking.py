@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import P, nn
-from tests.lib.assertions import error_text
+from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
 from tests.nn.test_nn import AXES, axis_of, close, ints, on, rand
 
@@ -61,6 +61,17 @@ def test_top_k_without_an_axis_has_the_values_of_torch(dtype):
         assert torch.equal(indices, torch.tensor([by_hand(row, k) for row in x.tolist()]))
         close(nn.top_k(x[0], k), (values[0], indices[0]), tol=0)  # one row
     assert [t.shape for t in nn.top_k(x[:0], 2)] == [(0, 2)] * 2
+
+
+def test_top_k_of_rows_of_few_values_is_in_the_order_of_the_classes():
+    """Long rows, whose chunks are not in the order of their largest entries, full of ties across chunks and ranks."""
+    x, ks = ints(6, 5, 211).double(), (1, 2, 7, 50, 211)
+    x[1] = x[1].sort().values
+    x[2, 100:] = -INF
+    want = [torch.tensor([by_hand(row, k) for row in x.tolist()]) for k in ks]
+    run = lambda x: [nn.top_k(x, k, axis="m", size=211)[1] for k in ks]  # noqa: E731
+    assert_same([nn.top_k(x, k)[1] for k in ks], want)
+    assert_same(on({"m": 3}, run, (x,), (P(None, "m"),), P(), "never"), want)
 
 
 @pytest.mark.parametrize("name", ["1", "3", "two axes"])
