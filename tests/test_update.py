@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -76,6 +77,13 @@ def train(mesh, opt, loss_fn, params, x, targets, *, over="model", in_backward=C
         state, loss = step(state, x, targets)
         history.append(fs.device_get((state, loss)))
     return history
+
+
+def curve_on_ranks():
+    """Train on two real ranks, with uneven classes: the job of a test of optimizers."""
+    mesh, (params, *batch) = fs.make_mesh(data=1, model=2), values()
+    with mock.patch.dict(update._CHUNK, {"cpu": 2 * D}):
+        return train(mesh, OPTIMIZERS["momentum"], loss_of(7), params, *batch)
 
 
 def one():
@@ -196,9 +204,10 @@ def test_sums_over_ranks_are_in_the_dtype_that_unshard_is_asked_for():
     params, specs = {"w": params["fc"]["w"]}, {"w": P()}
     mesh = fs.make_mesh(kind="simulated", data=4)
 
-    def steps(in_backward, **options):
+    def steps(in_backward, cast=None, **options):
         def loss_fn(p, x):
             p = fs.unshard(p, specs, "data", **options)
+            p = p if cast is None else fs.cast(p, cast)
             y = nn.linear(x.to(p["w"].dtype), p["w"].mT).float()
             return fs.psum(y.square().sum(), "data")
 
@@ -208,9 +217,10 @@ def test_sums_over_ranks_are_in_the_dtype_that_unshard_is_asked_for():
 
         return fs.device_get(step(params, opt.init(params), x))
 
-    for options in ({"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}, {}):
+    half = {"dtype": torch.bfloat16}
+    for options in (half, {**half, "reduce_dtype": torch.float32}, {}, {"cast": torch.bfloat16}):
         assert_same(steps("w", **options), steps((), **options), rtol=1e-6, atol=1e-6)
-    differ = [steps("w", dtype=torch.bfloat16, **more)[0]["w"] for more in ({}, {"reduce_dtype": torch.float32})]
+    differ = [steps("w", **half, **more)[0]["w"] for more in ({}, {"reduce_dtype": torch.float32})]
     assert not torch.equal(*differ)
 
 

@@ -90,8 +90,10 @@ def mlp(
 
     >>> y = nn.mlp(x, params["up"], params["down"], activation=nn.gelu, axis="model")
     """
-    h = activation(linear(x, up, up_b, axis=axis))  # [..., F@axis]
-    return linear(h, down, down_b, axis=axis, split="row")
+    h = activation(_linear(pvary(x, axis) if axis else x, up, up_b))  # [..., F@axis]
+    y = _linear(h, down, None)
+    y = _sum_parts(y, axis, "whole") if axis else y
+    return y if down_b is None else y + down_b
 
 
 @checked

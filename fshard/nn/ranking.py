@@ -8,19 +8,20 @@ class with the lowest number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, in_region, region
+from fshard._comm import Axis
 from fshard._ops import local_range
-from fshard.collectives import all_gather, axis_size, psum, pvary
+from fshard.collectives import all_gather, axis_size, psum
 from fshard.errors import checked, fail
 from fshard.spec import describe
 
-_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements that are compared at a time: the masks and numbers are small
+from .classes import check_targets
+
 _ABSENT = 1 << 62  # number of a class that is not there, after all that are; exact as a float, as F.pad takes it
 
 
@@ -54,14 +55,17 @@ def top_k(
                    classes=_describe(classes))  # fmt: skip
     elif k < 1:
         raise fail(f"top_k: k={k}", fix="1 <= k")
-    columns = _by_row_blocks(lambda rows: _top_columns(rows, min(k, n)), logits.detach())
+    columns = _top_columns(logits.detach(), min(k, n))
     values = logits.gather(-1, columns)
     indices = columns + start if classes is None else classes[columns]
     if k > n:  # a rank with few classes: the others expect k of each
         values, indices = F.pad(values, (0, k - n), value=-math.inf), F.pad(indices, (0, k - n), value=_ABSENT)
     if axis:
         values, indices = all_gather((values, indices), axis, -1, size=k * axis_size(axis), to="invariant")
-    values, indices = _first(values, indices, k)
+        by_class = indices.argsort(-1)
+        values, indices = values.gather(-1, by_class), indices.gather(-1, by_class)
+        first = _order(values.detach())[..., :k]
+        values, indices = values.gather(-1, first), indices.gather(-1, first)
     return values, indices if classes is None else indices.where(indices != _ABSENT, -1)
 
 
@@ -73,11 +77,10 @@ def accuracy(
     """Return the share of targets that are among the k largest logits, for each k: [..., C], [...] -> [len(k)].
 
         with `axis`: logits [..., C@axis]{V}, targets {I} over it -> {I}
-        cost: two psums of one number per target; no logits beside the targets' own move
+        cost: that of `top_k` for the largest k; no logits beside these move
 
-    Counts the classes before each target in the order of `top_k` (NaN first, then larger logits, then of equal logits
-    the lower class), so a model whose logits are all equal is right for class 0 alone. With k of C or more every target
-    counts as found.
+    The order is that of `top_k`: NaN first, then larger logits, of equal logits the lower class. So a model whose
+    logits are all equal is right for class 0 alone. For a k of C or more every target is found.
 
     Args:
         size: C, needed only where the axis does not divide it.
@@ -90,22 +93,15 @@ def accuracy(
     >>> top1, top5 = nn.accuracy(logits, targets, axis="model", size=50257, over="data")
     """
     _check_logits("accuracy", logits)
-    if targets.dtype not in (torch.int64, torch.int32, torch.uint8) or targets.shape != logits.shape[:-1]:
-        raise fail("accuracy: targets must be one integer class for each row of logits",
-                   logits=_describe(logits), targets=_describe(targets))  # fmt: skip
+    check_targets("accuracy", logits, targets)
     if not k or min(k) < 1:
         raise fail(f"accuracy: k={tuple(k)}", fix="k=(1, 5): each is 1 or more")
-    x, n = logits.detach(), logits.shape[-1]
-    start, whole = local_range("accuracy", n, axis, size)
-    local = targets.long() - start
-    is_local = (local >= 0) & (local < n)
-    column = local.where(is_local, 0).unsqueeze(-1)  # [..., 1]
-    own = psum(x.gather(-1, column[..., :n]).sum(-1).where(is_local, 0), axis)  # the target's logit
-    own, local = pvary((own.unsqueeze(-1), local.unsqueeze(-1)), axis)
-    before = psum(_by_row_blocks(_count_before, x, own, local), axis).squeeze(-1)
+    _, whole = local_range("accuracy", logits.shape[-1], axis, size)
+    first = top_k(logits.detach(), min(max(k), whole), axis=axis, size=whole)[1]
+    found = first == targets.unsqueeze(-1)  # [..., K]
     counted = targets != ignore_index
     wrong = counted & ((targets < 0) | (targets >= whole))
-    numbers = torch.stack([*((counted & (before < i)).sum() for i in k), counted.sum(), wrong.sum()])
+    numbers = torch.stack([*((counted & found[..., :i].any(-1)).sum() for i in k), counted.sum(), wrong.sum()])
     *hits, count, wrong = psum(numbers, over).unbind()
     shares: Tensor = (torch.stack(hits) / count).where(wrong == 0, math.nan)
     return shares
@@ -121,46 +117,29 @@ def _describe(x: Tensor) -> str:
 
 
 # --- the order of the classes of a row ------------------------------------------------------------------------
-# Legend: x [R, C] rows of logits on this rank.
+# Legend: x [..., C] logits on this rank.
 
 
-def _by_row_blocks(f: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
-    """Apply `f` to blocks of rows of tensors [..., any]: [R, any] -> [R, N]. Return [..., N]."""
-    rows, step = math.prod(x.shape[:-1]), _BLOCK.get(x.device.type, 1 << 24) // max(1, x.shape[-1])
-    if torch.compiler.is_dynamo_compiling() or (in_region() and not region().comm.has_values):  # one block of all rows
-        step = rows
-    flat = [torch.split(t.reshape(rows, t.shape[-1]), max(1, step)) for t in (x, *others)]
-    out = torch.cat([f(*block) for block in zip(*flat, strict=True)])
-    return out.view(*x.shape[:-1], out.shape[-1])
+def _order(x: Tensor) -> Tensor:
+    """Return the columns of each row from the first: NaN, then larger entries, and of equal ones the lower column."""
+    return x.argsort(dim=-1, descending=True, stable=True)
 
 
 def _top_columns(x: Tensor, k: int) -> Tensor:
-    """Return the columns of the k largest entries of each row, in order: [R, C] -> [R, k]."""
+    """Return the first k columns of each row, in order: [..., C] -> [..., k].
+
+    The columns are cut into chunks, and the chunks ordered by their largest entries. Each of the first k chunks has an
+    entry before all entries of later ones, so the first k columns are in these.
+    """
+    c = x.shape[-1]
     if not k:
-        return x[:, :0].long()
-    values, columns = x.topk(k)  # of entries equal to the last of these torch takes any: find the first ones
-    last = values[:, -1:]
-    number = torch.arange(x.shape[1], device=x.device)
-    tied = torch.where(_equal(x, last), number, _ABSENT).topk(k, largest=False).values
-    columns = columns.where(~_equal(values, last), _ABSENT)
-    values = torch.cat([values, last.expand_as(tied).where(tied != _ABSENT, -math.inf)], 1)
-    return _first(values, torch.cat([columns, tied], 1), k)[1]
-
-
-def _first(values: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the first k of candidates [..., N]: the largest values, of equal ones the lowest index."""
-    by_index = indices.argsort(-1)
-    values, indices = values.gather(-1, by_index), indices.gather(-1, by_index)
-    by_value = values.detach().argsort(dim=-1, descending=True, stable=True)[..., :k]
-    return values.gather(-1, by_value), indices.gather(-1, by_value)
-
-
-def _equal(x: Tensor, y: Tensor) -> Tensor:
-    return (x == y) | (x.isnan() & y.isnan())
-
-
-def _count_before(x: Tensor, own: Tensor, column: Tensor) -> Tensor:
-    """Count the classes of this rank before an entry of value `own` in a column, here or not: [R, 1] each -> [R, 1]."""
-    larger = (x > own) | (x.isnan() & ~own.isnan())
-    lower = torch.arange(x.shape[1], device=x.device) < column
-    return (larger | (_equal(x, own) & lower)).sum(1, keepdim=True)
+        return x[..., :0].long()
+    size = max(1, math.isqrt(c // k))  # as many chunks as entries in k of them
+    whole = c - c % size
+    largest = x[..., :whole].reshape(*x.shape[:-1], whole // size, size).amax(-1)
+    if whole < c:
+        largest = torch.cat([largest, x[..., whole:].amax(-1, keepdim=True)], -1)
+    chunks = _order(largest)[..., :k].sort(-1).values
+    columns = (size * chunks.unsqueeze(-1) + torch.arange(size, device=x.device)).flatten(-2)  # ascending
+    values = x.gather(-1, columns.clamp(max=c - 1)).masked_fill(columns >= c, -math.inf)
+    return columns.gather(-1, _order(values)[..., :k])

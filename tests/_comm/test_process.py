@@ -67,19 +67,71 @@ def opening_example(mesh: fs.Mesh, steps: int = 3) -> Any:
     return history
 
 
+def classifier(mesh: fs.Mesh) -> Any:
+    """Layers split by rows and by columns, their gradients, the best classes and the accuracy, of uneven classes."""
+    words, head, bias = (
+        torch.arange(n).float().sin().view(shape) for n, shape in ((35, (7, 5)), (15, (3, 5)), (3, (3,)))
+    )
+    ids, targets = torch.arange(7), torch.tensor([0, 2, -100, 1, 1, 0, 2])
+
+    @fs.shard_map(mesh=mesh, in_specs=(P("model"), P("model"), P("model"), P("data"), P("data")),
+                  out_specs=(P(), P("model"), P("data"), P()))  # fmt: skip
+    def run(words: Tensor, head: Tensor, bias: Tensor, ids: Tensor, targets: Tensor) -> Any:
+        def loss(words: Tensor) -> Any:
+            x = fs.nn.embedding(ids, fs.pvary(words, "data"), axis="model", size=7, padding_idx=2, out="whole")
+            logits = fs.nn.linear(x, fs.pvary(head, "data").mT, fs.pvary(bias, "data"), axis="model")
+            return fs.nn.cross_entropy(logits, targets, axis="model", size=3, over="data"), logits
+
+        (value, logits), grads = fs.value_and_grad(loss, has_aux=True)(words)
+        best = fs.nn.top_k(logits.round(), 2, axis="model", size=3)[1]  # rounded: with ties
+        return value, grads, best, fs.nn.accuracy(logits, targets, (1, 2), axis="model", size=3, over="data")
+
+    return fs.device_get(run(words, head, bias, ids, targets))
+
+
+def replaced_submodules(mesh: fs.Mesh) -> Any:
+    """Return the loss and gradients of a deferred module with tied, split tables, and an odd number of each feature."""
+
+    def make() -> torch.nn.Module:
+        embed, head = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11, bias=False)
+        head.weight = embed.weight
+        return torch.nn.Sequential(embed, torch.nn.Linear(8, 7), torch.nn.Tanh(), torch.nn.Linear(7, 8), head)
+
+    table, up = fs.nn.row_embedding("model"), fs.nn.column_linear("model", out="split")
+    down = fs.nn.row_linear("model", input="split")
+    apply, tree = fs.defer(make, replace={"0": table, "1": up, "3": down, "4": up})
+    specs = fs.fully_shard(apply.specs["params"], tree["params"], axis="data")
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))
+    def step(p: Any, ids: Tensor) -> Any:
+        def loss(p: Any) -> Tensor:
+            logits = apply(fs.unshard(p, specs, "data", shapes=tree["params"]), {}, ids)
+            out: Tensor = fs.nn.cross_entropy(logits, ids, axis="model", size=11, over="data")
+            return out
+
+        return fs.value_and_grad(loss)(p)
+
+    return fs.device_get(step(fs.materialize(tree["params"], specs, mesh, key=fs.key(0)), torch.arange(11)))
+
+
 def opening_example_on_ranks(axes: dict[str, int]) -> Any:
-    return opening_example(fs.make_mesh(**axes))
+    mesh = fs.make_mesh(**axes)
+    return opening_example(mesh), classifier(mesh), replaced_submodules(mesh) if axes["data"] == 2 else None
 
 
-def test_opening_example_equals_the_simulated_mesh(ranks: Pool) -> None:
-    one = opening_example(fs.make_mesh(data=1, model=1))
+def test_opening_example_and_split_layers_equal_the_simulated_mesh(ranks: Pool) -> None:
+    one, classified = (f(fs.make_mesh(data=1, model=1)) for f in (opening_example, classifier))
     assert not torch.equal(one[0]["up"], one[-1][0]["up"])  # it is trained
     for axes in ({"data": 2, "model": 2}, {"data": 4, "model": 1}, {"model": 4, "data": 1}):
         want = opening_example(fs.make_mesh(kind="simulated", **axes))
         assert_same(want, one, **CLOSE)
-        for got in ranks(4, opening_example_on_ranks, axes):
+        assert_same(classifier(fs.make_mesh(kind="simulated", **axes)), classified, **CLOSE)
+        of_module = replaced_submodules(fs.make_mesh(kind="simulated", **axes)) if axes["data"] == 2 else None
+        for got, layers, got_of_module in ranks(4, opening_example_on_ranks, axes):
             assert_same(got[0], want[0])  # initial values: bitwise
             assert_same(got, want, **CLOSE)
+            assert_same(layers, classified, **CLOSE)
+            assert_same(got_of_module, of_module, **CLOSE)
 
 
 # --- device_put, reshard, device_get ------------------------------------------------------------------------------

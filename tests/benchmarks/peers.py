@@ -39,18 +39,27 @@ from .train_steps import SIZES, Step, build
 # Steps of a family are compared with each other: they run in the same processes, in turn.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "data": ("floor", "ddp", "ddp view", "data", "ddp compiled", "data compiled"),
+    "zero": ("floor", "ddp+zero", "zero", "data"),
     "sharded": ("floor", "fsdp2", "sharded", "fsdp2 compiled", "sharded compiled"),
     "remat": ("fsdp2+ac", "sharded+remat", "fsdp2+ac compiled", "sharded+remat compiled"),
     "tensor": ("dtensor", "tensor", "dtensor compiled", "tensor compiled"),
     "one": ("floor", "one", "floor compiled", "one compiled"),
 }
 SINGLE_RANK = ("one",)  # families that need no second rank
-REFERENCE = {"data": "ddp", "sharded": "fsdp2", "remat": "fsdp2+ac", "tensor": "dtensor", "one": "floor"}
+REFERENCE = {
+    "data": "ddp",
+    "zero": "ddp+zero",
+    "sharded": "fsdp2",
+    "remat": "fsdp2+ac",
+    "tensor": "dtensor",
+    "one": "floor",
+}
 # (number of the target, family, step of fshard, step of torch, measure, target for the ratio)
 TARGETS = [
     ("1", "data", "data", "ddp", "time", 0.99), ("1", "data", "data", "ddp view", "time", 0.99),
     ("1", "data", "data", "floor", "time", 1.06),
     ("1", "data", "data", "ddp", "live", 1.0), ("1", "data", "data", "ddp view", "live", 1.0),
+    ("8", "zero", "zero", "ddp+zero", "time", 0.99), ("8", "zero", "zero", "ddp+zero", "live", 1.0),
     ("2", "sharded", "sharded", "fsdp2", "time", 0.88), ("2", "sharded", "sharded", "floor", "time", 1.10),
     ("2", "sharded", "sharded", "fsdp2", "live", 0.90), ("2", "sharded", "sharded", "fsdp2", "resident", 0.90),
     ("3", "remat", "sharded+remat", "fsdp2+ac", "time", 0.90),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -79,14 +80,17 @@ def own_rows(batch: Batch) -> Batch:
 
 
 def torch_step(size: Size, device: torch.device, wrap: Callable[..., nn.Module], *, compile: bool = False,
-         rows: Callable[[Batch], Batch] = own_rows, context: Any = contextlib.nullcontext) -> Step:  # fmt: skip
+         rows: Callable[[Batch], Batch] = own_rows, context: Any = contextlib.nullcontext,
+         zero: bool = False) -> Step:  # fmt: skip
     """A step of plain torch; `wrap` parallelizes the module, and compiles it if asked to."""
     model = wrap(gpt_module.build(size.cfg, KEY, device, size.dtype), device, compile)
     data = [rows(b) for b in batches(size, dist.get_world_size(), device)]
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     groups = [{"params": ps} for ps in (sharded, whole) if ps]  # the fused kernel needs parameters of one kind
-    optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+    if zero:  # the state of each parameter is on one rank
+        optimizer = ZeroRedundancyOptimizer(whole, torch.optim.AdamW, lr=LR, fused=True)
 
     def step(i: int) -> Tensor:
         with context():
@@ -145,6 +149,9 @@ def train_step(
 ) -> tuple[fs.optim.Optimizer, Any, Callable[[Any, Any], Any]]:
     """The optimizer, the specs of the train state, and the step: (state, batch) -> (state, loss)."""
     optimizer = fs.optim.adamw(LR)
+    if layout.varied:
+        split = fs.fully_shard(specs, gpt2.init(cfg), axis="data")
+        optimizer = fs.optim.zero(optimizer, specs, split, axis="data")
     placed = {"params": specs, "opt": optimizer.specs(specs)}
 
     @fs.shard_map(mesh=mesh, in_specs=(placed, P(layout.data)), out_specs=(placed, P()), donate=0, compile=compile)
@@ -152,7 +159,8 @@ def train_step(
         def loss_fn(params: Any) -> Tensor:
             return gpt2.loss(cfg, params, *batch, layout=layout, specs=specs, remat=remat)
 
-        loss, grads = fs.value_and_grad(loss_fn)(state["params"])
+        entered = fs.pvary(state["params"], "data") if layout.varied else state["params"]
+        loss, grads = fs.value_and_grad(loss_fn)(entered)
         params, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": opt}, loss
 
@@ -160,10 +168,15 @@ def train_step(
 
 
 def fshard_step(size: Size, device: torch.device, kind: str, *, remat: bool = False, compile: bool = False) -> Step:
-    """`kind`: "data", "sharded" over data, "tensor" parallel, or "one" rank, each with a batch of its own."""
+    """Make a step whose data are split over ranks, each with a batch of its own, or not, by `kind`.
+
+    "data": parameters are replicated, and for "zero" their state is split; "sharded": both are split; "tensor": tensor
+    parallel; "one": one rank.
+    """
     ranks, cfg = dist.get_world_size(), size.cfg
     tensor, one = kind == "tensor", kind == "one"
-    layout = gpt2.Layout(None if tensor else "data", None if kind in ("data", "sharded") else "model")
+    model = None if kind in ("data", "zero", "sharded") else "model"
+    layout = gpt2.Layout(None if tensor else "data", model, varied=kind == "zero")
     axes = {"model": ranks} if tensor else {"data": 1, "model": 1} if one else {"data": ranks}
     mesh = fs.make_mesh(kind="simulated" if one else "process", device=device, **axes)
     described = gpt2.init(cfg)
@@ -190,12 +203,14 @@ TORCH: dict[str, Callable[..., Step]] = {
     "floor": functools.partial(torch_step, wrap=unwrapped),
     "ddp": functools.partial(torch_step, wrap=functools.partial(ddp, view=False)),
     "ddp view": functools.partial(torch_step, wrap=functools.partial(ddp, view=True)),
+    "ddp+zero": functools.partial(torch_step, wrap=functools.partial(ddp, view=True), zero=True),
     "fsdp2": functools.partial(torch_step, wrap=functools.partial(fsdp, remat=False)),
     "fsdp2+ac": functools.partial(torch_step, wrap=functools.partial(fsdp, remat=True)),
     "dtensor": functools.partial(torch_step, wrap=tensor_parallel, rows=lambda b: b, context=loss_parallel),
 }
 FSHARD: dict[str, Callable[..., Step]] = {
     "data": functools.partial(fshard_step, kind="data"),
+    "zero": functools.partial(fshard_step, kind="zero"),
     "sharded": functools.partial(fshard_step, kind="sharded"),
     "sharded+remat": functools.partial(fshard_step, kind="sharded", remat=True),
     "tensor": functools.partial(fshard_step, kind="tensor"),

@@ -22,6 +22,7 @@ KINDS = {
     "data": (DROPS, gpt2.Layout("ranks", batch=ROWS), False, False),
     "tensor": (PLAIN, gpt2.Layout(None, "ranks"), False, False),
     "full": (PLAIN, gpt2.Layout("ranks", batch=ROWS), True, True),
+    "zero": (PLAIN, gpt2.Layout("ranks", batch=ROWS, varied=True), True, False),
 }
 
 
@@ -30,11 +31,14 @@ def train(mesh: fs.Mesh, kind: str, *, compile: bool = False) -> list[Any]:
     cfg, layout, full, remat = KINDS[kind]
     described = gpt2.init(cfg)
     specs = gpt2.specs(cfg, model=layout.model)
-    if full:
-        specs = fs.fully_shard(specs, described, axis="ranks")
+    split = fs.fully_shard(specs, described, axis="ranks") if full else specs
     adamw = optim.adamw(optim.warmup(optim.cosine(1e-2, 10), 3, start=1e-3), weight_decay=0.1,
                         mask=fs.tree.map(lambda x: x.ndim > 1, described))  # fmt: skip
-    opt = optim.chain(optim.clip_by_global_norm(0.3, specs), adamw)
+    opt = optim.chain(optim.clip_by_global_norm(0.3, split), adamw)
+    if layout.varied:
+        opt = optim.zero(opt, specs, split, axis="ranks")
+    else:
+        specs = split
     placed = {"params": specs, "opt": opt.specs(specs), "key": P(), "step": P()}
     like = {"params": described, "opt": opt.init(described), "key": fs.key(3), "step": torch.tensor(0)}
     state = fs.materialize(like, placed, mesh, key=fs.key(0))
@@ -45,7 +49,8 @@ def train(mesh: fs.Mesh, kind: str, *, compile: bool = False) -> list[Any]:
     @fs.shard_map(mesh=mesh, in_specs=(placed, P(layout.data)), out_specs=(placed, P()), donate=0, compile=compile)
     def step(state: Any, ids: torch.Tensor) -> Any:
         key = fs.fold_in(state["key"], state["step"])
-        loss, grads = fs.value_and_grad(loss_fn)(state["params"], ids, key)
+        params = fs.pvary(state["params"], "ranks") if layout.varied else state["params"]
+        loss, grads = fs.value_and_grad(loss_fn)(params, ids, key)
         params, own = opt.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": own, "key": state["key"], "step": state["step"] + 1}, loss
 

@@ -178,36 +178,15 @@ def test_parallel_mlp(name):
     assert len(log) == (2 * n if n > 1 else 0)
 
 
-def embed_all(sizes, calls, table):
-    """For each (ids, size): the rows, and the gradient of the table."""
-    a, given = axis_of(sizes), [size for _, size in calls]
+def embed(sizes, ids, table, size=None):
+    """The rows, and the gradient of the table."""
+    a = axis_of(sizes)
 
-    def one(ids, table, size):
+    def run(ids, table):
         y, pull = torch.func.vjp(lambda t: fs.psum(nn.embedding(ids, t, axis=a, size=size), a), table)
         return y, pull(rand(*y.shape, seed=50, dtype=y.dtype))[0]
 
-    def run(all_ids, table):
-        return [one(ids, table, size) for ids, size in zip(all_ids, given, strict=True)]
-
-    check = "first" if sizes == AXES["two axes"] else "never"  # types do not depend on sizes
-    return on(sizes, run, ([ids for ids, _ in calls], table), (P(), P(a)), [(P(), P(a))] * len(calls), check)
-
-
-def embed(sizes, ids, table, size=None):
-    return embed_all(sizes, [(ids, size)], table)[0]
-
-
-@pytest.mark.parametrize("name", AXES)
-@pytest.mark.parametrize("vocabulary", [1, 2, 7, 12])
-def test_embedding(name, vocabulary):
-    table = rand(vocabulary, 3)
-    calls, want = [], []
-    for shape in [(), (5,), (2, 4), (2, 1, 3), (0,)]:
-        ids = ints(vocabulary, *shape)
-        y, pull = torch.func.vjp(lambda t, ids=ids: F.embedding(ids, t), table)
-        calls += [(ids, vocabulary), (ids.int(), None)]  # without a size the ranks exchange theirs where they must
-        want += [(y, pull(rand(*y.shape, seed=50))[0])] * 2
-    close(embed_all(AXES[name], calls, table), want)
+    return on(sizes, run, (ids, table), (P(), P(a)), (P(), P(a)))
 
 
 def test_embedding_of_an_uneven_vocabulary_of_50257():

@@ -11,6 +11,8 @@ from fshard import P, nn
 from tests.lib.assertions import error_text
 from tests.nn.test_nn import AXES, axis_of, close, ints, on, rand, value_and_vjp
 
+MESHES = {name: AXES[name] for name in ("1", "4", "two axes", "3x2")}
+
 
 def check_of(sizes):
     """Types do not depend on sizes: one mesh of each case is checked."""
@@ -39,8 +41,8 @@ def _linear_cases(a):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AXES)
-@pytest.mark.parametrize(("d", "f"), [(5, 7), (3, 2), (4, 12)])
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(("d", "f"), [(5, 7), (3, 2)])
 def test_linear_of_each_split_has_the_values_and_gradients_of_torch(name, d, f):
     sizes, a = AXES[name], axis_of(AXES[name])
     x, w, b = rand(2, 3, d), rand(d, f, seed=1), rand(f, seed=2)
@@ -113,32 +115,37 @@ def _embedding_cases(a, v, d):
     }
 
 
-@pytest.mark.parametrize("name", AXES)
-@pytest.mark.parametrize(("v", "d", "padding"), [(7, 5, None), (7, 5, 3), (3, 2, -1), (12, 4, 0), (1, 1, 0)])
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(("v", "d", "padding"), [(7, 5, None), (12, 4, 3), (3, 2, -1), (1, 1, 0)])
 def test_embedding_of_each_split_has_the_values_and_gradients_of_torch(name, v, d, padding):
     sizes, a = AXES[name], axis_of(AXES[name])
-    table, ids, cases = rand(v, d), torch.cat([ints(v, 4), torch.tensor([0, v - 1])]), _embedding_cases(a, v, d)
+    table, cases = rand(v, d), _embedding_cases(a, v, d)
+    ids = torch.cat([ints(v, 4), torch.tensor([0, v - 1])])
     if padding is not None:
         ids[1:3] = padding % v
+    given = [ids, ids.view(2, 1, 3).int(), ids[:0], ids[0]] if v == 7 else [ids]
 
-    def run(ids, tables):
+    def run(given, tables):
         out = {}
         for case, (kw, _, spec) in cases.items():
-            y, pull = torch.func.vjp(lambda t, kw=kw: nn.embedding(ids, t, axis=a, padding_idx=padding, **kw),
-                                     tables[case])  # fmt: skip
-            g = rand(6, d, seed=50)
-            out[case] = y, pull(g if spec == P() else fs.pslice(g, a, -1))[0]
+            out[case] = []
+            for ids in given:
+                layer = lambda t, ids=ids, kw=kw: nn.embedding(ids, t, axis=a, padding_idx=padding, **kw)  # noqa: E731
+                y, pull = torch.func.vjp(layer, tables[case])
+                g = rand(*ids.shape, d, seed=50)
+                out[case].append((y, pull(g if spec == P() else fs.pslice(g, a, -1))[0]))
         return out
 
     specs = {case: spec for case, (_, spec, _) in cases.items()}
-    got = on(sizes, run, (ids, dict.fromkeys(cases, table)), (P(), specs),
-             {case: (out, spec) for case, (_, spec, out) in cases.items()}, check_of(sizes))  # fmt: skip
-    y, pull = torch.func.vjp(lambda t: F.embedding(ids, t, padding_idx=padding), table)
-    g = pull(rand(6, d, seed=50))[0]
-    for case in cases:
-        close(got[case], (y, g), case)
-    close(value_and_vjp(lambda t: nn.embedding(ids, t, padding_idx=padding), table), (y, (g,)))
-    assert padding is None or not g[padding].any()
+    got = on(sizes, run, (given, dict.fromkeys(cases, table)), (P(), specs),
+             {case: [(out, spec)] * len(given) for case, (_, spec, out) in cases.items()}, check_of(sizes))  # fmt: skip
+    for i, ids in enumerate(given):
+        y, pull = torch.func.vjp(lambda t, ids=ids: F.embedding(ids, t, padding_idx=padding), table)
+        g = pull(rand(*ids.shape, d, seed=50))[0]
+        for case in cases:
+            close(got[case][i], (y, g), case)
+        close(value_and_vjp(lambda t, ids=ids: nn.embedding(ids, t, padding_idx=padding), table), (y, (g,)))
+        assert padding is None or not g[padding].any()
 
 
 def test_the_padding_row_has_no_tangent_and_no_gradient_under_vmap():
@@ -177,16 +184,16 @@ def test_embedding_by_columns_reads_rows_as_torch_does():
 # --- the range of a rank ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", AXES)
-@pytest.mark.parametrize("size", [0, 1, 2, 5, 12])
-def test_local_range_is_the_range_of_the_ranks_entries(name, size):
-    sizes, a = AXES[name], axis_of(AXES[name])
+@pytest.mark.parametrize("name", MESHES)
+def test_local_range_is_the_range_of_the_ranks_entries(name):
+    sizes, a = MESHES[name], axis_of(MESHES[name])
 
-    def run(numbers):
-        ranges = [fs.local_range(len(numbers), a, size=n) for n in (size, None)]
-        return [numbers - torch.arange(start, stop) for start, stop in ranges]
+    def run(*parts):
+        ranges = [(x, fs.local_range(len(x), a, size=n)) for x, n in zip(parts, (0, 1, 2, 5, 12), strict=True)]
+        ranges += [(x, fs.local_range(len(x), a)) for x in parts]
+        return [x - torch.arange(start, stop) for x, (start, stop) in ranges]
 
-    assert not any(x.any() for x in on(sizes, run, (torch.arange(size),), (P(a),), P(a)))
+    assert not any(x.any() for x in on(sizes, run, [torch.arange(n) for n in (0, 1, 2, 5, 12)], (P(a),) * 5, P(a)))
     assert fs.local_range(5, None) == (0, 5)
 
 

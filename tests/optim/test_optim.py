@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler
 import fshard as fs
 from fshard import P, ShardingError, init, optim, tree
 from fshard.optim import fused
+from tests import test_update
 from tests.lib.assertions import assert_same, error_text
 from tests.nn import test_margins as sampled
 
@@ -662,20 +663,44 @@ def clipped(specs):
 
 
 def trained_on_ranks():
-    """Train on real ranks: every leaf of this rank, with its box; and a table by rows, on sampled classes."""
+    """Train on real ranks: every leaf of this rank with its box; a table by rows; in chunks; with a split state."""
     specs = {**SPECS, "empty": P()}
     mesh = fs.make_mesh(model=2)
     own = lambda x: [(leaf.shards[0], leaf.box(mesh.ranks[0])) for leaf in tree.leaves(x)]  # noqa: E731
-    return train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2)), sampled.train("2", "momentum")
+    trained = train_on(mesh, clipped, make_params(), specs, 3, own, donate=(1, 2))
+    return trained, sampled.train("2", "momentum"), test_update.curve_on_ranks(), own(zero_on_ranks())
+
+
+def zero_on_ranks():
+    """Train with a state that is split over the ranks, which each have a multiple of the gradients: 2 and -1 times."""
+    mesh, params = fs.make_mesh(data=2), make_params()
+    split = fs.fully_shard(P(), params, axis="data")
+    opt = optim.zero(OPTIMIZERS["adamw"](split), P(), split, axis="data")
+
+    @fs.shard_map(
+        mesh=mesh, in_specs=(P(), opt.specs(P()), P(), P("data")), out_specs=(P(), opt.specs(P())), donate=(1, 2)
+    )
+    def step(grads, state, params, factor):
+        return opt.update(tree.map(lambda g: fs.pvary(g, "data") * factor.view(()), grads), state, params)
+
+    placed = fs.device_put(params, P(), mesh)
+    state = opt.init(placed)
+    for i in range(3):
+        placed, state = step(grads_at(i, params), state, placed, torch.tensor([2.0, -1.0]))
+    return placed, state
 
 
 @pytest.mark.process
 def test_real_ranks_train_like_one_device(ranks):
     want, want_table = tree.leaves(train(clipped(P()), make_params(), 3)), sampled.train_densely("momentum")
-    for own, table in ranks(2, trained_on_ranks):
+    exact = tree.leaves(train(OPTIMIZERS["adamw"](P()), make_params(), 3))
+    for own, table, in_backward, zero in ranks(2, trained_on_ranks):
         assert_same(table, want_table, rtol=1e-8, atol=1e-9)
+        assert_same(in_backward, test_update.whole_steps("momentum", 7), rtol=1e-11, atol=1e-12)
         for (got, box), whole in zip(own, want, strict=True):
             torch.testing.assert_close(got, whole[box], rtol=1e-4, atol=1e-5)  # an error of the norm, times three
+        for (got, box), whole in zip(zero, exact, strict=True):
+            assert torch.equal(got, whole[box])
 
 
 # --- errors -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from fshard.errors import fail
 from fshard.spec import describe, part_lengths, part_range
 
 from .batch_norm import axes_of_own_values
-from .draws import Batch, Draws, Probe
+from .draws import Batch, Draws, Features, Probe
 from .probe import Fake, prime_for, probe
 
 # (maker of fake tensors, arguments, keyword arguments): runs forward on fake leaves
@@ -46,9 +46,13 @@ class SplitBatch:
 
 
 def draws_of(
-    name: str, key: Tensor, split: SplitBatch | None, leaves: Sequence[Tensor], args: Any, kwargs: Any, run: RunOnFakes
-) -> Draws:
-    """Return the mode that makes the random numbers of a call of the function `name`, whose module has `leaves`."""
+    name: str, key: Tensor, split: SplitBatch | None, leaves: Sequence[Tensor], args: Any, kwargs: Any,
+    run: RunOnFakes, split_features: Collection[tuple[str, ...]] = (),
+) -> Draws:  # fmt: skip
+    """Return the mode that makes the random numbers of a call of the function `name`, whose module has `leaves`.
+
+    Replaced modules may leave features split over `split_features`.
+    """
     if torch.compiler.is_dynamo_compiling():
         raise fail(f"{name}: draws by a key cannot be compiled", fix="call it outside torch.compile")
     if is_batched(key):
@@ -61,7 +65,10 @@ def draws_of(
                    fix=f'apply = apply.draws_over("{live[0]}"); apply.draws_over(None) if each rank has all of them'
                    )  # fmt: skip
     axes = live_axes(region().comm, known_axes(f"{name}.draws_over", region(), split.axis))
-    if not axes:
+    features = (
+        [_features(over) for over in split_features if live_axes(region().comm, over)] if split.with_probe else []
+    )
+    if not axes and not features:
         return Draws(name, key)
     found, find = _probed(name, key, split, axes, leaves, args, kwargs, run)
     if split.with_probe and not found.probes:
@@ -74,7 +81,12 @@ def draws_of(
                    f"{total} splits into {part_lengths(total, sizes)}",
                    fix="pass the batch by a spec that names the axis")  # fmt: skip
     batch = Batch(axes, start, mine, total, split.dim)
-    return Draws(name, key, batch, found.probes, find) if split.with_probe else Draws(name, key, batch)
+    return Draws(name, key, batch, found.probes, find, features) if split.with_probe else Draws(name, key, batch)
+
+
+def _features(axes: tuple[str, ...]) -> Features:
+    sizes, coords = (tuple([values[a] for a in axes]) for values in (region().sizes, region().coords))
+    return Features(axes, sizes, coords)
 
 
 def _probed(
@@ -113,6 +125,8 @@ def _examples(
     name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, Mapping[int, int]]:
     """Return the number of examples of this rank, and the dim of them by position among the arguments' tensors."""
+    if not axes:
+        return 1, {}
     types, name = checker(), f"{name}: draws_over({axes[0] if len(axes) == 1 else axes!r})"
     if types is None:
         raise fail(f"{name}: the first call for arguments of these shapes must be a checked one",

@@ -25,7 +25,7 @@ from fshard._operations import tensors_in
 from fshard._torch_compat import TorchDispatchMode, schema_of
 from fshard.errors import ShardingError, fail
 from fshard.random import bernoulli_box, fold_in
-from fshard.spec import Box, full_box
+from fshard.spec import Box, full_box, part_range
 
 from .distributions import MAX_RANDINT_RANGE, draw_box
 
@@ -84,6 +84,19 @@ class Batch:
     dim: int | None = None
 
 
+@dataclass(frozen=True)
+class Features:
+    """Mesh axes over which replaced modules leave features split: their sizes, and this rank's coordinates."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    coords: tuple[int, ...]
+
+    def part(self, n: int) -> tuple[int, int]:
+        """Return (start, length) of this rank's part of n features."""
+        return part_range(n, self.sizes, self.coords)
+
+
 # --- the mode ---------------------------------------------------------------------------------------------------
 
 
@@ -102,21 +115,23 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         batch: this rank's part of the batch; None where nothing is split.
         probes: the draws that may be expected, of a split batch; they differ in the numbers that forward reads.
         find: makes another probe, by the key of this call, and adds it to those.
+        features: the axes that may split other dims than those of the examples, of which the probes know the sizes.
     """
 
     def __init__(
         self, name: str, key: Tensor, batch: Batch | None = None, probes: Sequence[Probe] | None = None,
-        find: Callable[[], Probe] | None = None,
+        find: Callable[[], Probe] | None = None, features: Sequence[Features] = (),
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.name, self.key, self.batch, self.probes, self.find = name, key, batch, probes, find
+        self.features = features
         self.number = 0
         self.read: list[Read] = []
         self._scalars: Any = WeakTensorKeyDictionary()  # tensors of one number, made of draws alone
 
     def resumed(self, number: int) -> Draws:
         """Return a mode that goes on from draw `number`."""
-        other = Draws(self.name, self.key, self.batch, self.probes, self.find)
+        other = Draws(self.name, self.key, self.batch, self.probes, self.find, self.features)
         other.number, other.read = number, [r for r in self.read if r[0] <= number]
         return other
 
@@ -136,9 +151,11 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next(known, None) or self.find()
 
     def _unexpected(self, here: str, there: str) -> ShardingError:
+        empty = [f"or this rank has no part of the features that {f.axes} splits, and torch draws nothing for it: "
+                 "replace= is to leave them whole" for f in self.features]  # fmt: skip
         return draw_error(f"{self.name}: {here}, and {there} in a run with another number of examples",
                           "the draws of forward depend on that number, or on values, and may differ between ranks",
-                          fix="draw as often, and in the same shapes, for any batch: for all examples at once"
+                          *empty, fix="draw as often, and in the same shapes, for any batch: for all examples at once"
                           )  # fmt: skip
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -188,7 +205,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Draw this rank's part of the next draw, of local `shape`. A probe asks how the examples of `like` lie."""
-        whole, box, split = self._part(op, tuple(shape))
+        whole, box, axes = self._part(op, tuple(shape))
         key = fold_in(self.key, self.number)
         self.number += 1
         types = checker()
@@ -198,27 +215,38 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 out = draw_box(distribution, args, key, whole, box, dtype, device)
         if types is not None and self.batch is not None:
-            types.set_draw_type(out, op, self.key, self.batch.axes if split else (), shared=self.batch.axes)
+            types.set_draw_type(out, op, self.key, axes, shared=self.batch.axes)
         elif types is not None:
             types.set_draw_type(out, op, self.key, ())
-        if self.probes is not None and not split and out.numel() == 1:
+        if self.probes is not None and not axes and out.numel() == 1:
             self._scalars[out] = None
         return out
 
-    def _part(self, op: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Box, bool]:
-        """Return the global shape of a draw, this rank's box of it, and if the batch splits it."""
+    def _part(self, op: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Box, tuple[str, ...]]:
+        """Return the global shape of a draw, this rank's box of it, and the axes that split it."""
         if self.batch is None:
-            return shape, full_box(shape), False
-        examples = self._stated(op, shape, self.batch) if self.probes is None else self._found(op, shape)
-        if examples is None:
-            return shape, full_box(shape), False
-        whole, box, n = list(shape), list(full_box(shape)), examples.each
-        whole[examples.dim] = n * self.batch.total
-        box[examples.dim] = slice(n * self.batch.start, n * (self.batch.start + self.batch.count))
-        return tuple(whole), tuple(box), True
+            return shape, full_box(shape), ()
+        whole, box = list(shape), list(full_box(shape))
+        axes: tuple[str, ...] = ()
+        if self.probes is None:
+            examples = self._stated(op, shape, self.batch)
+        else:
+            examples, split = self._found(op, shape)
+            for dim, (n, over) in split.items():
+                start, length = over.part(n)
+                whole[dim], box[dim], axes = n, slice(start, start + length), (*axes, *over.axes)
+        if examples is not None:
+            n = examples.each
+            whole[examples.dim] = n * self.batch.total
+            box[examples.dim] = slice(n * self.batch.start, n * (self.batch.start + self.batch.count))
+            axes = (*self.batch.axes, *axes)
+        return tuple(whole), tuple(box), axes
 
-    def _found(self, op: str, shape: tuple[int, ...]) -> Examples | None:
-        """Return the dim of the examples that the probe found. Raises ShardingError for another draw than its."""
+    def _found(self, op: str, shape: tuple[int, ...]) -> tuple[Examples | None, dict[int, tuple[int, Features]]]:
+        """Return the dim of the examples that the probe found, and the (size, axes) of each dim of split features.
+
+        Raises ShardingError for another draw than the probe's.
+        """
         assert self.batch is not None
         probe = self._probe()
         if probe.failure is not None:
@@ -228,11 +256,27 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             expected = list(drawn.shape)
             if drawn.examples:
                 expected[drawn.examples.dim] = drawn.examples.each * self.batch.count
-            if (op, shape) == (drawn.op, tuple(expected)):
+            split = self._split(op, shape, expected, drawn.examples)
+            if op == drawn.op and split is not None:
                 self.number = number
-                return drawn.examples
+                return drawn.examples, split
         found = [f"{drawn.op} of {list(drawn.shape)}" for drawn in probe.draws[self.number : self.number + 1]]
         raise self._unexpected(f"draw {self.number} is {op} of {list(shape)}", found[0] if found else "there is none")
+
+    def _split(
+        self, op: str, shape: tuple[int, ...], expected: Sequence[int], examples: Examples | None
+    ) -> dict[int, tuple[int, Features]] | None:
+        """Return the (size, axes) of each dim of which `shape` is this rank's part; None if it is another shape."""
+        out: dict[int, tuple[int, Features]] = {}
+        if len(shape) != len(expected):
+            return None
+        for dim, (n, whole) in enumerate(zip(shape, expected, strict=True)):
+            over = [f for f in self.features if n != whole and f.part(whole)[1] == n]
+            if n != whole and (len(over) != 1 or op == "randperm" or (examples and dim == examples.dim)):
+                return None
+            if n != whole:
+                out[dim] = whole, over[0]
+        return out
 
     def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> Examples | None:
         """Return the dim that is said to have the examples."""

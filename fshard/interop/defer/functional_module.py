@@ -327,18 +327,19 @@ class Apply:
         With `calls` (`UnitCalls`) the units run by it, `in_units` has placeholders for their leaves, and `fill` makes
         the leaves of their tensors.
         """
+        if self._replaced.by and torch.compiler.is_dynamo_compiling():
+            raise fail(f"{self!r}: replaced modules cannot be compiled", fix="call it outside torch.compile")
         draws, named = None, in_module({**params, **(in_units or {})}, self._replaced.splits)
         if self._key is not None:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
             leaves_in_all = [*named.values(), *buffers.values()]
-            draws = draws_of(repr(self), self._key, self._split_batch, leaves_in_all, args, kwargs, run_on_fakes)
+            draws = draws_of(repr(self), self._key, self._split_batch, leaves_in_all, args, kwargs, run_on_fakes,
+                             self._replaced.axes)  # fmt: skip
         copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
         leaves: dict[str, Named] = {"params": named, "buffers": copies}
         if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call
             if any(map(is_weight, params.values())):
                 raise fail(f"{self!r}: adapted parameters cannot be compiled", fix="call it outside torch.compile")
-            if self._replaced.by:
-                raise fail(f"{self!r}: replaced modules cannot be compiled", fix="call it outside torch.compile")
             named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
@@ -391,8 +392,8 @@ class Apply:
         for _, norm in batch_norms(mine.module):
             norm.forward = functools.partial(nn.BatchNorm1d.forward, norm)  # without a collective
         for p in mine.places:
-            x = (params if p.kind == "params" else buffers)[p.leaf]
-            p.holder[p.key] = fake(x, x.shape)
+            x, split = (params if p.kind == "params" else buffers)[p.leaf], self._replaced.splits.get(p.leaf)
+            p.holder[p.key] = fake(x, x.shape if split is None else split.shape)
         mine.module(*args, **kwargs)
         mine.contents.restore()
         self._give_back(mine)
@@ -439,6 +440,8 @@ class Apply:
             stated = self._split_batch.axis if self._split_batch else None
             what = f"{self!r}.draws_over({stated!r}) is to name the axes that split the examples of the arguments"
             fix = "name those that split the examples; no draw of a module can be split in another dim"
+            if self._replaced.by:
+                fix += ",\n       but those of features that replaced modules leave split, without probe=False"
             e.args = (f"{str(e).partition('  fix: ')[0]}  {what}\n  fix: {fix}",)
         if "invariant" not in str(e):
             return

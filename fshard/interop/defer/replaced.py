@@ -63,6 +63,11 @@ class Replaced:
         }  # fmt: skip
         return Replaced(by, own, splits, _of_all_leaves(leaves, specs))
 
+    @property
+    def axes(self) -> set[tuple[str, ...]]:
+        """The axes of the dims that are split."""
+        return {over for x in self.splits.values() for over in x.spec.parts(len(x.shape)) if over}
+
     def install(self, label: str, module: nn.Module) -> None:
         """Give the submodules of a copy of the module their functions."""
         for name, replacement in self.by.items():

@@ -20,7 +20,8 @@ from tests.lib.assertions import assert_same, error_text
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 B, T, V, D, C = 5, 3, 11, 8, 7  # odd sizes, which no axis of two or three divides
-OPTIMIZER = {"lr": 1e-2, "eps": 1e-4}  # gradients that are zero but for rounding stay small steps
+# eps is far above a gradient that is rounding alone (a key's bias has 1e-7 for 0), by whose size AdamW divides a step.
+OPTIMIZER = {"lr": 3e-3, "eps": 1e-3}
 
 
 def ids(high=V, shape=(B, T), seed=0):
@@ -58,6 +59,11 @@ class Language(nn.Module):
         return self.head(x)
 
 
+COLUMN, ROW, TABLE = column_linear("model"), row_linear("model"), row_embedding("model")
+UP, DOWN = column_linear("model", out="split"), row_linear("model", input="split")
+LINEAR = lambda: nn.Sequential(nn.Linear(2, 2))  # noqa: E731
+
+
 def language(axis="model"):
     up, down = column_linear(axis, out="split"), row_linear(axis, input="split")
     return {"embed": row_embedding(axis), "head": column_linear(axis), "positions": column_embedding(axis),
@@ -79,7 +85,7 @@ def dense_steps(module, inputs, loss, steps=3):
     return losses, grads, params, {name: x.clone() for name, x in module.named_buffers()}
 
 
-def sharded_steps(module, inputs, loss, replace, sizes, *, fsdp=True, units=(), steps=3, check="first", over=None):
+def sharded_steps(module, inputs, loss, replace, sizes, *, fsdp=True, units=(), steps=3, over=None):
     """The same of the module on a mesh, with the batch split over data, and submodules replaced."""
     mesh = fs.make_mesh(**sizes)
     apply = Apply(copy.deepcopy(module).to("meta"), Apply(module).ties, replace=replace, units=units)
@@ -90,18 +96,16 @@ def sharded_steps(module, inputs, loss, replace, sizes, *, fsdp=True, units=(), 
     opt = fs.optim.adamw(OPTIMIZER["lr"], eps=OPTIMIZER["eps"], weight_decay=0.1)
     placed = specs, P(), opt.specs(specs)
 
-    @fs.shard_map(mesh=mesh, in_specs=(*placed, P("data")), out_specs=(P(), *placed, specs), check=check)
+    @fs.shard_map(mesh=mesh, in_specs=(*placed, P("data")), out_specs=(P(), *placed, specs))
     def step(p, b, state, inputs):
         def loss_fn(p):
-            if units:
-                f = apply.unshard(specs, "data", shapes=params)
-                return loss(f.with_buffers, p, b, *inputs)
-            return loss(apply.with_buffers, fs.unshard(p, specs, "data", shapes=params), fs.pvary(b, "data"), *inputs)
+            f = apply if not units else apply.unshard(specs, "data", shapes=params)
+            whole = p if units else fs.unshard(p, specs, "data", shapes=params)
+            return loss(f.with_buffers, whole, b, *inputs)
 
         (value, new), grads = fs.value_and_grad(loss_fn, has_aux=True)(p)
-        same = lambda x: fs.pmean(x, "data") if x.is_floating_point() else fs.pmax(x, "data")  # noqa: E731
         p, state = opt.update(grads, state, p)
-        return value, p, fs.tree.map(same, new), state, grads
+        return value, p, new, state, grads
 
     p, state = fs.device_put(params, specs, mesh), fs.device_put(opt.init(params), placed[2], mesh)
     losses, first = [], None
@@ -136,17 +140,85 @@ def assert_trained_equally(got, want):
         assert_same(a, b, part, rtol=1e-4, atol=1e-6)
 
 
-LAYOUTS = [{"data": 1, "model": 1}, {"data": 2, "model": 2}, {"data": 3, "model": 2}, {"data": 1, "model": 9}]
+LAYOUTS = {
+    "even and uneven": ({"data": 2, "model": 2}, ()),
+    "empty shards": ({"data": 1, "model": 9}, ()),
+    "units": ({"data": 3, "model": 2}, ("blocks.0", "blocks.1")),
+}
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("units", [(), ("blocks.0", "blocks.1")], ids=["", "units"])
-def test_module_with_split_submodules_trains_as_the_dense_one(sizes, units):
-    """Uneven sizes, empty shards, a tied table with a padding row, a module that stands twice in another."""
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_module_with_split_submodules_trains_as_the_dense_one(name):
+    """A tied table with a padding row, a module that stands twice in another, sizes that no axis divides."""
+    sizes, units = LAYOUTS[name]
     module, inputs, want = dense(Language, (B, T), (B, T))
-    got = sharded_steps(module, inputs, cross_entropy, language(), sizes, units=units)
-    assert_trained_equally(got, want)
     assert 2 in inputs[0]
+    assert_trained_equally(sharded_steps(module, inputs, cross_entropy, language(), sizes, units=units), want)
+
+
+class Seq2Seq(nn.Module):
+    """torch's encoder-decoder, with one table for both inputs and the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+        self.core = nn.Transformer(D, 2, 1, 1, 13, dropout=0.0, batch_first=True)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(self.core(x, x))
+
+
+def of_transformers(cls, **config):
+    hf = pytest.importorskip("transformers")
+    return getattr(hf, cls)(getattr(hf, cls).config_class(**config))
+
+
+def pixels():
+    return torch.randn(B, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+SMALL = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 37,
+         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": C, "vocab_size": V,
+         "max_position_embeddings": 16, "image_size": 16, "patch_size": 8}  # fmt: skip
+# name -> (constructor, replace, input, shape of the targets, classes); every head is split, and its loss has axis=
+FOREIGN = {
+    "torch seq2seq": (Seq2Seq, {"embed": TABLE, "head": UP, "**.linear1": UP, "**.linear2": DOWN}, ids, (B, T), V),
+    "gpt2": (lambda: of_transformers("GPT2LMHeadModel", vocab_size=V, n_positions=12, n_embd=24, n_layer=1, n_head=3,
+                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+             {"**.wte": TABLE, "**.wpe": column_embedding("model"), "lm_head": UP, "**.attn.c_attn": COLUMN,
+              "**.attn.c_proj": ROW, "**.c_fc": UP, "**.mlp.c_proj": DOWN}, ids, (B, T), V),
+    "llama, by heads": (lambda: of_transformers("LlamaForCausalLM", **SMALL | {"num_attention_heads": 4},
+                                                num_key_value_heads=2),
+                        {"**.embed_tokens": TABLE, "lm_head": UP, "**.[qkv]_proj": UP, "**.o_proj": DOWN,
+                         "**.gate_proj": UP, "**.up_proj": UP, "**.down_proj": DOWN}, ids, (B, T), V),
+    "bert": (lambda: of_transformers("BertForSequenceClassification", **SMALL),
+             {"classifier": UP, "**.word_embeddings": TABLE, "**.intermediate.dense": UP,
+              "**.layer.*.output.dense": DOWN}, ids, (B,), C),
+    "vit": (lambda: of_transformers("ViTForImageClassification", **SMALL),
+            {"classifier": UP, "**.mlp.fc1": UP, "**.mlp.fc2": DOWN}, pixels, (B,), C),
+    "resnet, in train mode": (
+        lambda: of_transformers("ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1],
+                                layer_type="basic", num_labels=C), {"classifier.1": UP}, pixels, (B,), C),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_model_of_others_with_a_split_head_trains_as_torch_on_the_whole_batch(name):
+    """Batch norms too: their statistics, and their buffers, are those of the five examples of two ranks."""
+    make, replace, x, shape, size = FOREIGN[name]
+    torch.manual_seed(0)
+    module, inputs = make(), (x(), targets(shape, size))
+    want = dense_steps(copy.deepcopy(module), inputs, dense_cross_entropy)
+    loss = functools.partial(cross_entropy, axis="model", size=size)
+    over = "data" if "train mode" in name else None
+    got = sharded_steps(module, inputs, loss, replace, {"data": 2, "model": 2}, over=over)
+    assert_trained_equally(got, want)
+    if over:
+        assert "is a BatchNorm2d in train mode" in error_text(
+            sharded_steps, module, inputs, loss, replace, {"data": 2, "model": 2}
+        )
 
 
 @pytest.mark.parametrize("axis", [("model", "data"), ("a", "model")])
@@ -186,6 +258,208 @@ def test_other_dtypes(dtype):
     assert_same(got[1], want[1], **tolerance)
 
 
+# --- with the other parts of a deferred module ----------------------------------------------------------------------
+
+
+def gradients(make, replace, sizes, loss, *inputs, units=None, key=None):
+    """The loss and the gradients of a deferred module whose leaves are drawn by one key, data split by data."""
+    apply, tree = fs.defer(make, replace=replace, units=units)
+    apply = apply.draws_over("data") if key is not None else apply
+    mesh, specs = fs.make_mesh(**sizes), fs.fully_shard(apply.specs["params"], tree["params"], axis="data")
+    p = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P(), *[P("data")] * len(inputs)), out_specs=(P(), specs))
+    def step(p, key, *inputs):
+        def loss_fn(p):
+            keys = {} if key is None else {"key": key}
+            if units:
+                return loss(apply.unshard(specs, "data", shapes=tree["params"], remat=True)(p, {}, *inputs, **keys))
+            return loss(apply(fs.unshard(p, specs, "data", shapes=tree["params"]), {}, *inputs, **keys))
+
+        return fs.value_and_grad(loss_fn)(p)
+
+    return step, p, fs.device_get(step(p, key, *inputs))
+
+
+def encoder():
+    layers = [nn.TransformerEncoderLayer(8, 2, 13, dropout=0.4, batch_first=True) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(V, 8), *layers)
+
+
+def mean_loss(y):
+    total, n = fs.psum((y.sin().add(0.5).square().sum(), torch.tensor(float(y.numel()))), "data")
+    return total / n
+
+
+ENCODER = {"0": TABLE, "**.linear1": UP, "**.linear2": DOWN}
+
+
+@pytest.mark.parametrize("units", [None, "TransformerEncoderLayer"])
+def test_dropout_of_split_features_by_key_is_the_same_on_every_mesh(units):
+    """Each rank draws the numbers of its own features; in backward again, where a unit is recomputed."""
+    calls = [({"data": 1, "model": 1}, None), ({"data": 2, "model": 2}, ENCODER), ({"data": 1, "model": 3}, ENCODER)]
+    one, *others = [gradients(encoder, replace, sizes, mean_loss, ids(), units=units, key=fs.key(7))[2]
+                    for sizes, replace in calls]  # fmt: skip
+    for other in others:
+        assert_same(other, one, rtol=1e-4, atol=1e-6)
+    dry = gradients(encoder, None, {"data": 1, "model": 1}, mean_loss, ids(), key=fs.key(8))[2]
+    assert not torch.allclose(dry[0], one[0])
+
+
+def test_dropout_of_features_that_a_rank_has_none_of_is_an_error():
+    text = error_text(gradients, encoder, ENCODER, {"data": 1, "model": 9}, mean_loss, ids(), key=fs.key(7))
+    assert "or this rank has no part of the features that ('model',) splits, and torch draws nothing for it" in text
+
+
+def test_dropout_of_split_features_without_a_probe_is_an_error():
+    def run():
+        apply, tree = fs.defer(encoder, replace=ENCODER)
+        apply, specs = apply.draws_over(None, probe=False), apply.specs["params"]
+        p = fs.materialize(tree["params"], specs, fs.make_mesh(model=2), key=fs.key(0))
+        fs.shard_map(lambda p, x, key: apply(p, {}, x, key=key), mesh=fs.make_mesh(model=2),
+                     in_specs=(specs, P(), P()), out_specs=P())(p, ids(), fs.key(1))  # fmt: skip
+
+    text = error_text(run)
+    assert "a random draw that is the same on every rank of 'model' with a varying operand" in text
+    assert text.endswith("but those of features that replaced modules leave split, without probe=False")
+
+
+def test_units_with_uneven_parts_are_verified_and_checked_without_data():
+    """A whole leaf after an uneven one is at another offset of the gathered buffer on each rank."""
+    make = lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 4), nn.LayerNorm(4)))  # noqa: E731
+    step, p, _ = gradients(make, {"0.0": UP, "0.2": DOWN}, {"data": 2, "model": 2}, mean_loss, torch.ones(6, 4),
+                           units=["0"])  # fmt: skip
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    assert str(fs.verify(step, p, None, x)).startswith("verified: 7 leaves the same on data=2, model=2; ")
+    moved = [(t.op, t.phase) for t in fs.check(step, p, None, x).transfers if "model" in t.axes]
+    # One sum, of row_linear, and again where backward recomputes it: the input needs no gradient.
+    assert moved == [("all_reduce", "forward"), ("all_reduce", "backward")]
+
+
+LORA = {"language": (Language, ["up", "down", "embed"], "Mlp", language()),
+        "Conv1D": (lambda: of_transformers("GPT2LMHeadModel", vocab_size=V, n_positions=12, n_embd=24, n_layer=1,
+                                           n_head=3).eval(),
+                   ["c_fc", "mlp.c_proj", "c_attn", "wte"], "GPT2Block",
+                   {"**.wte": TABLE, "lm_head": COLUMN, "**.c_attn": COLUMN, "**.c_fc": UP, "**.mlp.c_proj": DOWN}),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_adapters_beside_replaced_submodules(name):
+    """DoRA with dropout: values and gradients of the factors are those of one device without replacements."""
+    make, names, unit, replacements = LORA[name]
+    cfg = fs.lora.Config(names, rank=2, dora=True, dropout=0.3)
+
+    def run(replace, sizes, units=None):
+        apply, tree = fs.defer(make, replace=replace, units=units)
+        mesh, specs = fs.make_mesh(**sizes), fs.fully_shard(apply.specs["params"], tree["params"], axis="data")
+        described = fs.lora.init(cfg, tree["params"], of=apply, key=fs.key(0))
+        a_specs = fs.lora.specs(cfg, tree["params"], specs, of=apply)
+        p = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+        start = fs.device_get(fs.materialize(described, P(), fs.make_mesh(one=1), key=fs.key(1)))
+        start = fs.tree.map(
+            lambda x: x if x.any() else torch.sin(torch.arange(1.0, x.numel() + 1)).view(x.shape), start
+        )
+
+        @fs.shard_map(mesh=mesh, in_specs=(specs, a_specs, P("data"), P("data")), out_specs=(P(), a_specs))
+        def step(p, adapters, x, y):
+            def loss(adapters):
+                adapted = fs.lora.apply(cfg, p, adapters, of=apply, specs=specs, adapter_specs=a_specs, data="data",
+                                        model="model", key=fs.key(5), shapes=tree["params"])  # fmt: skip
+                if units:
+                    out = apply.unshard(specs, "data", shapes=tree["params"])(adapted, {}, x)
+                else:
+                    out = apply(fs.unshard(adapted, specs, "data", shapes=tree["params"]), {}, x)
+                return fs.nn.cross_entropy(getattr(out, "logits", out), y, over="data")
+
+            return fs.value_and_grad(loss)(adapters)
+
+        return fs.device_get(step(p, fs.device_put(start, a_specs, mesh), ids(), targets((B, T), V)))
+
+    one = run(None, {"data": 1, "model": 1})
+    size = max(float(x.abs().max()) for x in fs.tree.leaves(one))
+    for got in (run(replacements, {"data": 2, "model": 2}, unit), run(replacements, {"data": 1, "model": 9})):
+        assert_same(got, one, rtol=1e-4, atol=1e-6 * size)
+
+
+def test_generation_and_weights_of_a_folder_with_replaced_submodules(tmp_path):
+    _, replace, *_ = FOREIGN["llama, by heads"]
+    model = FOREIGN["llama, by heads"][0]().eval()
+    model.save_pretrained(tmp_path)
+    want = model.generate(ids(), max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    make = lambda: of_transformers("LlamaForCausalLM", **model.config.to_dict()).eval()  # noqa: E731
+    apply, tree = fs.defer(make, replace={**replace, "lm_head": COLUMN})
+    apply, mesh = apply.eval(), fs.make_mesh(data=2, model=2)
+    specs = fs.fully_shard(apply.specs["params"], tree["params"], axis="data")
+    stored = fs.materialize(fs.hf.weights(tmp_path, tree, of=apply), {"params": specs, "buffers": P()}, mesh,
+                            key=fs.key(0))  # fmt: skip
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=P("data"))
+    def write(p, b, x):
+        whole = fs.unshard(p, specs, "data", shapes=tree["params"])
+        return fs.hf.generate(apply, whole, b, x, new=4, data="data", eos=None)
+
+    assert torch.equal(fs.device_get(write(stored["params"], stored["buffers"], ids())), want)
+
+
+def test_compiled_call_is_an_error():
+    apply, tree = fs.defer(LINEAR, replace={"0": COLUMN})
+    mesh, specs = fs.make_mesh(model=1), apply.specs["params"]
+    p = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+    f = fs.shard_map(lambda p, x: apply(p, {}, x), mesh=mesh, in_specs=(specs, P()), out_specs=P(), compile=True,
+                     check="never")  # fmt: skip
+    with pytest.raises(Exception, match="replaced modules cannot be compiled"):
+        f(p, torch.ones(2, 2))
+
+
+# --- replacements of one's own --------------------------------------------------------------------------------------
+
+
+class Vision(nn.Module):
+    """A block whose norm sees split channels, and a head that is a module with parameters in two submodules."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Conv2d(3, 7, 3, padding=1), nn.PReLU(7), nn.Conv2d(7, 3, 3)
+        self.mlp, self.head = Mlp(), nn.Linear(3, D)
+
+    def forward(self, x):
+        return self.mlp(self.head(self.down(self.norm(self.up(x))).mean((2, 3))))
+
+
+def up_conv(leaves, x, *, of):
+    return F.conv2d(fs.pvary(x, "model"), leaves["weight"], leaves["bias"], of.stride, of.padding)
+
+
+def down_conv(leaves, x, *, of):
+    return fs.psum(F.conv2d(x, leaves["weight"], None, of.stride, of.padding), "model") + leaves["bias"].view(-1, 1, 1)
+
+
+def whole_mlp(leaves, x, *, of):
+    h = fs.nn.layer_norm(x, leaves["norm.weight"], leaves["norm.bias"], eps=of.norm.eps)
+    h = F.gelu(F.linear(fs.pvary(h, "model"), leaves["up.weight"], leaves["up.bias"]))
+    assert of.up.weight.shape == (13, D)
+    return x + fs.psum(F.linear(h, leaves["down.weight"]), "model") + leaves["down.bias"]
+
+
+OWN = {
+    "up": Replacement("up", (nn.Conv2d,), lambda of: {"weight": P("model"), "bias": P("model")}, up_conv),
+    "norm": Replacement("slopes", (nn.PReLU,), lambda of: {"weight": P("model")},
+                        lambda leaves, x, *, of: F.prelu(x, leaves["weight"]), input="split"),
+    "down": Replacement("down", (nn.Conv2d,), lambda of: {"weight": P(None, "model")}, down_conv, input="split"),
+    "mlp": Replacement("mlp", ("Mlp",), lambda of: {"up.weight": P("model"), "up.bias": P("model"),
+                                                    "down.weight": P(None, "model")}, whole_mlp),
+}  # fmt: skip
+
+
+def test_replacements_of_ones_own():
+    torch.manual_seed(0)
+    module = Vision()
+    inputs = pixels()[..., :6, :6], targets((B,), D)
+    want = dense_steps(copy.deepcopy(module), inputs, dense_cross_entropy)
+    assert_trained_equally(sharded_steps(module, inputs, cross_entropy, OWN, {"data": 2, "model": 3}), want)
+
+
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
@@ -221,8 +495,6 @@ def block_of(forward=None, specs=None, takes=(nn.Sequential,)):
     return Replacement("mine", takes, specs or (lambda of: {}), forward or (lambda leaves, x, *, of: x))
 
 
-COLUMN, ROW, TABLE = column_linear("model"), row_linear("model"), row_embedding("model")
-LINEAR = lambda: nn.Sequential(nn.Linear(2, 2))  # noqa: E731
 OF_LINEAR = functools.partial(block_of, takes=(nn.Linear,))
 REFUSED = {
     "unmatched": (Language, {"haed": COLUMN}, "'haed' matches no submodule\n  near  head"),
