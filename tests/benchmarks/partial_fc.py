@@ -76,10 +76,10 @@ def arcface(classes: int, *, share: float) -> Step:
 
 
 def minimum(classes: int, ranks: int, share: float) -> int:
-    """Bytes of a rank: its parts of weight and momentum, of the sampled weights, of gradients, and of logits twice."""
+    """Bytes of a rank: its parts of weight and momentum, of the sampled weights, of gradients, and of logits."""
     sampled = share * classes / ranks
     rows = sampled if share == 1 else 2 * sampled
-    return int(4 * (2 * classes / ranks * WIDTH + rows * WIDTH + 2 * sampled * BATCH))
+    return int(4 * (2 * classes / ranks * WIDTH + rows * WIDTH + sampled * BATCH))
 
 
 def main(argv: list[str] | None = None) -> int:
