@@ -36,7 +36,7 @@ def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[
     ties = ties or {}
     first: dict[int, str] = {}
     places: dict[tuple[int, str], Place] = {}
-    for prefix, m in _named_modules(module):
+    for prefix, m in named_modules(module):
         for kind, holder in (("params", m._parameters), ("buffers", m._buffers)):
             for key, x in holder.items():
                 if x is None:
@@ -51,14 +51,14 @@ def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[
     return list(places.values())
 
 
-def _named_modules(
+def named_modules(
     module: nn.Module, prefix: str = "", parents: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules with their prefixes, a shared one under each; one that contains itself has no further names."""
     yield prefix, module
     for key, m in module._modules.items():
         if m is not None and m is not module and m not in parents:
-            yield from _named_modules(m, f"{prefix}{key}.", (*parents, module))
+            yield from named_modules(m, f"{prefix}{key}.", (*parents, module))
 
 
 def leaves_at(places: Sequence[Place]) -> Leaves:

@@ -18,7 +18,7 @@ from fshard.nn import Replacement
 from fshard.nn.batch_norm import axes_of_own_values
 from fshard.spec import P, describe, format_axes, matches, part_range, same_placement
 
-from .module_leaves import Leaves, Place, leaves_at
+from .module_leaves import Leaves, Place, leaves_at, named_modules
 from .stand_ins import Split, SplitParameter
 
 Replace = Mapping[str, Replacement] | None
@@ -93,7 +93,7 @@ def _matched(
                for glob, x in replace.items() if not isinstance(x, Replacement)])  # fmt: skip
     chosen: dict[int, Replacement] = {}
     used: set[str] = set()
-    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+    names = [prefix[:-1] for prefix, _ in named_modules(module) if prefix]
     for name in names:
         glob = next((glob for glob in replace if matches(name.split("."), glob.split("."))), None)
         if glob is None:
@@ -143,7 +143,7 @@ def _check_module(m: nn.Module, replacement: Replacement) -> None:
 def _own_specs(m: nn.Module, replacement: Replacement) -> dict[str, P]:
     """Return the specs of a module's parameters by their names in it. Raises ShardingError without its name."""
     specs = dict(replacement.specs(m))
-    own = dict(m.named_parameters(remove_duplicate=False))
+    own = _parameters(m)
     for key, spec in specs.items():
         if key not in own:
             raise fail(f"{replacement} has a spec for {key!r}, and it has no such parameter", has=", ".join(own),
@@ -155,6 +155,12 @@ def _own_specs(m: nn.Module, replacement: Replacement) -> dict[str, P]:
         except ShardingError as e:
             raise ShardingError(f"{replacement}: {key!r}: {e}") from None
     return {key: specs.get(key, P()) for key in own}
+
+
+def _parameters(m: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module by all their names in it, as it has them now."""
+    return {f"{prefix}{key}": x for prefix, part in named_modules(m) for key, x in part._parameters.items()
+            if x is not None}  # fmt: skip
 
 
 def _specs_of_leaves(
@@ -204,14 +210,11 @@ def _run(label: str, replacement: Replacement, axes: set[str], m: nn.Module, *ar
                        "parameters: each rank has another part of it", input=describe(x.dtype, x.shape),
                        fix="split the batch over other axes; after a module with out='split', input='split'"
                        )  # fmt: skip
-    leaves: dict[str, Tensor] = {}
-    for prefix, part in m.named_modules(remove_duplicate=False):
-        for key, x in part._parameters.items():
-            if isinstance(x, SplitParameter):
-                _check_part(label, x, here.sizes, here.coords)
-                x = x.part
-            if x is not None:
-                leaves[f"{prefix}.{key}" if prefix else key] = x
+    leaves = _parameters(m)
+    for key, part in leaves.items():
+        if isinstance(part, SplitParameter):
+            _check_part(label, part, here.sizes, here.coords)
+            leaves[key] = part.part
     try:
         return replacement.forward(leaves, *args, of=m, **kwargs)
     except ShardingError as e:

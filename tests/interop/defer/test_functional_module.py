@@ -262,6 +262,7 @@ def test_module_that_contains_itself_has_each_leaf_once():
     module, x = cycle(), torch.randn(2, 4)
     params = dict(nn.Sequential(module[0]).named_parameters())
     assert torch.equal(apply({n: params[n] for n in tree["params"]}, {}, x), module(x))
+    assert fs.defer(cycle, replace={"0": fs.nn.column_linear("model")})[0].specs["params"]["0.weight"] == P("model")
 
 
 class InForward(nn.Module):
