@@ -68,6 +68,7 @@ def test_top_k_of_rows_of_few_values_is_in_the_order_of_the_classes():
     x, ks = ints(6, 5, 211).double(), (1, 2, 7, 50, 211)
     x[1] = x[1].sort().values
     x[2, 100:] = -INF
+    x[3] = torch.arange(211)  # the largest in a chunk that is shorter than the others
     want = [torch.tensor([by_hand(row, k) for row in x.tolist()]) for k in ks]
     run = lambda x: [nn.top_k(x, k, axis="m", size=211)[1] for k in ks]  # noqa: E731
     assert_same([nn.top_k(x, k)[1] for k in ks], want)
@@ -188,6 +189,8 @@ def test_a_head_over_all_ranks_counts_gathered_targets():
 
 def test_the_share_of_no_targets_and_of_wrong_ones_is_nan():
     x = rand(3, 5)
+    first = x.argmax(1)  # all are found; the first is a class that is ignored
+    close(nn.accuracy(x, first, (1, 9), ignore_index=int(first[0])), torch.ones(2))
     none = torch.full((3,), -100)
     for targets in (none, torch.tensor([0, 5, 1]), torch.tensor([0, -1, 1])):
         assert nn.accuracy(x, targets).isnan().all()
