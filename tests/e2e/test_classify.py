@@ -124,11 +124,6 @@ def test_half_precision_follows_the_curve(folder, on_one, tmp_path):
     assert abs(two[-1]["loss"] - one[-1]["loss"]) < 2e-2
 
 
-@pytest.mark.slow
-def test_a_compiled_step_has_the_same_curve(folder, on_one, tmp_path):
-    assert_same_curve(run(tmp_path, folder, "--compile"), on_one("plain"))
-
-
 def train_on_rank(out, folder, *flags):
     """Run on a rank of `test_real_ranks_have_the_same_curve_and_verify_it`, in test_pretrain."""
     torch.set_num_threads(1)
