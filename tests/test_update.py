@@ -251,7 +251,7 @@ def test_a_matrix_that_no_gradient_reaches_is_stepped_by_zero(use):
     assert_same(got, want, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("axes", [{"data": 1, "model": 3}, {"data": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 1, "model": 9}, {"data": 2, "model": 2}], ids=str)  # 9: parts of no class
 def test_cosines_with_a_margin(axes):
     params, x, targets = values()
     params, specs, opt = {"w": params["fc"]["w"]}, {"w": P("model")}, optim.sgd(0.1, momentum=0.9)
