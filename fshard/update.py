@@ -120,7 +120,7 @@ def value_and_update(
         new, shared = optimizer.step({i: [rows[i][0], flat_grads[i], *rows[i][1:]] for i in after})
         return value, *optimizer.trees(new | {i: table.new for i, table in tables.items()}, shared)
 
-    wrapped.__name__ = wrapped.__qualname__ = name  # and no __wrapped__: shard_map reads its own arguments, not those of f
+    wrapped.__name__ = wrapped.__qualname__ = name  # without __wrapped__: its arguments are not those of f
     return wrapped
 
 

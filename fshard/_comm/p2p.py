@@ -95,8 +95,8 @@ class PeerGroup:
             whole = _Parts(self, description, dict.fromkeys(self.others, flats), flats)
             return lambda: results(whole.reduce(op, outs))
 
-        # 1. Each rank reduces its n-th of the whole. 2. Every rank sends that to all others. A new total is the buffer of
-        # both rounds: rank r's summand of this n-th is received where the n-th of rank r is received after it.
+        # 1. Each rank reduces its n-th of the whole. 2. Every rank sends that to all others. A new total is the buffer
+        # of both rounds: rank r's summand of this n-th is received where the n-th of rank r is received after it.
         pieces = [_nths(flat, n) for flat in flats]
         totals = [_empty(flat, [n * len(row[0])]) if out is None else out
                   for flat, row, out in zip(flats, pieces, outs, strict=True)]  # fmt: skip
