@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import tree
 from ._callsite import Site, site
-from ._comm import checker, storage_key
+from ._comm import checker, in_region, region, storage_key
 from ._ops import Map, apply_map
 from ._torch_compat import in_backward as in_backward_pass
 from ._torch_compat import in_transform
@@ -32,6 +32,8 @@ from .spec import P, describe
 from .weight import Part, Weight, is_weight
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a chunk; on a CPU its weight, gradient and moment fit a cache
+
+_MOST_SHAPES = 64  # chunks where nothing is computed, and an operation on shapes takes longer than one on numbers
 
 
 @checked
@@ -202,6 +204,8 @@ class _Table:
         n, width = self.matrix.shape
         most = _CHUNK.get(self.matrix.device.type, 1 << 24)
         step = max(1, min(most, max(n * width // 8, most // 16)) // max(1, width))  # of a small table, an eighth of it
+        if in_region() and not region().comm.has_values:
+            step = max(step, -(-n // _MOST_SHAPES))
         return (slice(at, min(at + step, n)) for at in range(0, n, step))
 
     def step(self, rows: slice, grad: Tensor) -> None:

@@ -196,6 +196,18 @@ def test_no_tensor_of_the_size_of_the_matrix_is_made_of_donated_leaves(monkeypat
     assert chunked <= 4 * 2 * rows  # the logits; a chunk is half of that
 
 
+def test_shapes_alone_are_stepped_in_few_chunks(monkeypatch):
+    """An operation on shapes takes longer than one on numbers: a check of a million classes should take seconds."""
+    stepped = []
+    monkeypatch.setattr(update._Table, "step", lambda table, rows, grad: stepped.append(rows))
+    opt, params = optim.sgd(0.1), {"fc": {"w": fs.init.zeros((1001, D))}}
+    step = fs.shard_map(fs.value_and_update(linear_loss, opt, in_backward="fc.w"), in_specs=P(), out_specs=P(),
+                        mesh=fs.make_mesh(kind="abstract", data=2))  # fmt: skip
+    fs.check(step, params, opt.init(params), fs.init.zeros((4, D)))
+    assert [rows.start for rows in stepped[1:]] == [rows.stop for rows in stepped[:-1]]
+    assert (stepped[0].start, stepped[-1].stop, len(stepped)) == (0, 1001, 63)
+
+
 def test_half_precision_compute_of_a_float32_master():
     params, *batch = values(dtype=torch.float32)
     opt, loss_fn = optim.sgd(0.1, momentum=0.9), loss_of(7, compute=torch.bfloat16)
