@@ -7,7 +7,8 @@
     params = fs.materialize(state_dict.read("model.pt", described), specs, mesh, key=key)      # and reads its own
 
 No rank holds the whole tree or a whole leaf, beside its parts at most a buffer of 8 MiB. A name is the dotted path of
-a leaf; a tie, one leaf at two paths, is stored once and has both names.
+a leaf, in `{"params": ..., "buffers": ...}` without that first key. A tie, one leaf at two paths, is stored once and has
+both names.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def write(
         return {} if ranks.alone else summaries(files)
 
     def create() -> str:
-        with write_errors("write", final, _unchanged(final)):
+        with write_errors("write", final, f"{final.name} is unchanged"):
             final.parent.mkdir(parents=True, exist_ok=True)
             _discard(final)
             temporary = final.with_name(f"{_temporary(final)}{secrets.token_hex(4)}")
@@ -98,7 +99,7 @@ def write(
         return temporary.name
 
     def publish(file: OutputFile) -> None:
-        with write_errors("write", final, _unchanged(final)):
+        with write_errors("write", final, f"{final.name} is the older file, or all of the new one"):
             overwrite(temporary, file.pieces)
             os.replace(temporary, final)
             sync(final.parent)
@@ -205,10 +206,6 @@ def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[st
 
 def _two_leaves(name: str) -> ShardingError:
     return fail(f"write: {name!r} is the name of two leaves", fix="give each leaf a name of its own")
-
-
-def _unchanged(final: Path) -> str:
-    return f"{final.name} is unchanged"
 
 
 def _temporary(final: Path) -> str:
