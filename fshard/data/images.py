@@ -89,8 +89,8 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     >>> pixels.shape, images.classes[label]
     (torch.Size([3, 8, 8]), 'dog')
 
-    Raises ShardingError for a folder without classes, for a class without images, and, when it is asked for, for an image
-    that cannot be read or has more than 8 bits.
+    Raises ShardingError for a folder without classes, and for a class without images; and, when an image is asked for
+    that cannot be read or has more than 8 bits, for that.
 
     Source: the layout is that of torchvision's `ImageFolder`.
     """

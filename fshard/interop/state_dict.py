@@ -7,8 +7,8 @@
     params = fs.materialize(state_dict.read("model.pt", described), specs, mesh, key=key)      # and reads its own
 
 No rank holds the whole tree or a whole leaf, beside its parts at most a buffer of 8 MiB. A name is the dotted path of
-a leaf, in `{"params": ..., "buffers": ...}` without that first key. A tie, one leaf at two paths, is stored once and has
-both names.
+a leaf, in `{"params": ..., "buffers": ...}` without that first key. A tie, one leaf at two paths, is stored once and
+has both names.
 """
 
 from __future__ import annotations
