@@ -89,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=3, help="new processes for each way, in turn")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each process")
+    parser.add_argument("--memory", type=float, default=0.9 * available() / 1e9, help="GB that may be used")
     args = parser.parse_args(argv)
     ways = {"full": 1.0, "sampled": args.share}
     for which, share in ways.items():
@@ -98,12 +99,11 @@ def main(argv: list[str] | None = None) -> int:
     gc.freeze()
     for name in args.classes:
         classes = SIZES[name]
-        total = 3 * classes * WIDTH * 4
-        if total > 0.9 * available():
-            print(f"\n{name} classes do not fit: 3 x {classes:,} x {WIDTH} x 4 B = {total / 1e9:.1f} GB")
-            continue
-        rows: dict[str, Any] = {which: {"seconds": [], "resident": 0} for which in ways}
-        for which in ways:
+        needed = {which: args.ranks * minimum(classes, args.ranks, share) for which, share in ways.items()}
+        rows: dict[str, Any] = {
+            which: {"seconds": [], "resident": 0} for which in ways if needed[which] < args.memory * 1e9
+        }
+        for which in rows:
             rows[which]["live"] = max(run_on_ranks(args.ranks, tensor_bytes, which, classes))
         for _ in range(args.rounds):
             for which, row in rows.items():
@@ -113,11 +113,19 @@ def main(argv: list[str] | None = None) -> int:
                 row["losses"] = found[0]["losses"]
         print(f"\n{name} classes\n  {'':9}{'live MiB':>10}{'minimum':>10}{'resident':>10}"
               f"{'s/step':>10}{'least':>10}{'most':>10}{'loss':>10}")  # fmt: skip
-        for which, row in rows.items():
+        for which, share in ways.items():
+            least = minimum(classes, args.ranks, share)
+            if which not in rows:
+                print(f"  {which:9} does not fit: {args.ranks} ranks x {least / MIB:,.0f} MiB = "
+                      f"{needed[which] / 1e9:.1f} GB")  # fmt: skip
+                continue
+            row = rows[which]
             x = spread(row["seconds"])
-            sizes = [row["live"], minimum(classes, args.ranks, ways[which]), row["resident"]]
-            cells = [f"{n / MIB:.1f}" for n in sizes] + [f"{x[k]:.3f}" for k in ("median", "least", "most")]
-            print(f"  {which:9}" + "".join(f"{c:>10}" for c in [*cells, f"{row['losses'][-1]:.4f}"]))
+            cells = [f"{n / MIB:.1f}" for n in (row["live"], least, row["resident"])]
+            cells += [f"{x[k]:.3f}" for k in ("median", "least", "most")]
+            print(f"  {which:9}" + "".join(f"{c:>10}" for c in [*cells, f"{row['losses'][-1]:.4f}"]), flush=True)
+        if len(rows) < len(ways):
+            continue
         time = ratios(rows["sampled"]["seconds"], rows["full"]["seconds"])[0]
         live = rows["sampled"]["live"] / rows["full"]["live"]
         print(f"  sampled / full: time {time:.3f}, live {live:.3f}", flush=True)
