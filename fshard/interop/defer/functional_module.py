@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fshard import tree
 from fshard._comm import Axis, checker
 from fshard._ops import differentiable_dtype
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.lora import Leaf
 from fshard.random import check_key
 from fshard.schedule.options import BackwardPrefetch, Release
@@ -126,7 +126,7 @@ class Apply:
     def refuse_changed(self, changed: Sequence[str]) -> None:
         """Raise ShardingError if `forward` has changed these buffers."""
         if changed:
-            raise fail(f"{self!r}: forward changed buffers, and a plain call returns none: {', '.join(changed)}",
+            raise fail(f"{self!r}: forward changed buffers, and a plain call returns none: {join_limited(changed, 3)}",
                        fix="out, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()")  # fmt: skip
 
     def with_buffers(
