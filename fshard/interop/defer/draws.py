@@ -161,9 +161,11 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next(known, None) or self.find()
 
     def _unexpected(self, here: str, there: str) -> ShardingError:
-        split = [f"or {why}: replace= is to leave them whole" for f in self.features for why in (
-            f"this rank has no part of the features that {f.axes} splits, and torch draws nothing for it",
-            "they are flattened with another dim, and a rank's part is no range of it")]  # fmt: skip
+        axes = " or ".join(str(f.axes) for f in self.features)
+        split = [f"or {why}: replace= is to leave them whole" for why in (
+            f"this rank has no part of the features that {axes} splits, and torch draws nothing for it",
+            "they are flattened with another dim, and a rank's part is no range of it",
+            *["axes whose parts have one size cannot be told apart"] * (len(self.features) > 1)) if axes]  # fmt: skip
         return draw_error(f"{self.name}: {here}, and {there} in a run with another number of examples",
                           "the draws of forward depend on that number, or on values, and may differ between ranks",
                           *split, fix="draw as often, and in the same shapes, for any batch: for all examples at once"
