@@ -178,6 +178,8 @@ class Apply:
         """
         module = copy_module(self.module)
         for name, m in batch_norms(module):
+            if name in self._replaced.by:
+                continue
             m.forward = functools.partial(batch_norm_over, axis, f"{self!r}: {repr(name) if name else 'it'}", m)
         return self._with(module)
 
@@ -334,7 +336,7 @@ class Apply:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
             leaves_in_all = [*named.values(), *buffers.values()]
             draws = draws_of(repr(self), self._key, self._split_batch, leaves_in_all, args, kwargs, run_on_fakes,
-                             self._replaced.axes)  # fmt: skip
+                             self._replaced.features)  # fmt: skip
         copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
         leaves: dict[str, Named] = {"params": named, "buffers": copies}
         if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call
