@@ -19,19 +19,21 @@ from torch import Tensor
 
 from . import tree
 from ._callsite import Site, site
-from ._comm import checker, storage_key
+from ._comm import checker, in_region, region, storage_key
 from ._ops import Map, apply_map
 from ._torch_compat import in_backward as in_backward_pass
-from ._torch_compat import in_transform, named_as
+from ._torch_compat import in_transform
 from .errors import ShardingError, checked, fail, must_be, raise_all
 from .grad import value_and_grad
 from .optim import Optimizer
 from .optim.fused import donation_test
 from .partition import partition
 from .spec import P, describe
-from .weight import Part, Weight
+from .weight import Part, Weight, is_weight
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a chunk; on a CPU its weight, gradient and moment fit a cache
+
+_MOST_SHAPES = 64  # chunks where nothing is computed, and an operation on shapes takes longer than one on numbers
 
 
 @checked
@@ -82,10 +84,11 @@ def value_and_update(
                    "in_backward steps each chunk of rows when its gradient appears, before the others exist",
                    fix="optim.sgd or optim.adamw alone; or value_and_grad and opt.update")  # fmt: skip
 
-    @named_as(f)
     def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if globs:
-            _refuse_transforms(f"{label}: what {', '.join(map(repr, globs))} names")
+        if not globs:
+            value, grads = value_and_grad(f, has_aux=has_aux)(params, *args, **kwargs)
+            return value, *opt.update(grads, state, params)
+        _refuse_transforms(f"{label}: what {', '.join(map(repr, globs))} names")
         chosen, rest = _split(label, params, globs)
         leaves, treedef = tree.flatten(params)
         paths = [path for path, _ in tree.leaves_with_path(params)]
@@ -101,7 +104,14 @@ def value_and_update(
             full = treedef.flatten_up_to(rest)
             for i, token in tokens.items():
                 full[i] = _SteppedMatrix(token, tables[i])
-            return f(tree.unflatten(treedef, full), *args, **kwargs)
+            out = f(tree.unflatten(treedef, full), *args, **kwargs)
+            for x in tree.leaves(out, is_leaf=is_weight):
+                if isinstance(x, _SteppedMatrix):
+                    raise fail(f"{label}: the function returns {x.table.label}, which this call is about to overwrite",
+                               fix="leave it out of the result: the call returns the new parameters")  # fmt: skip
+            for table in tables.values():
+                table.is_loss_known = True
+            return out
 
         loss_fn.__name__ = name
         tokens = {i: table.token() for i, table in tables.items()}
@@ -112,7 +122,7 @@ def value_and_update(
         new, shared = optimizer.step({i: [rows[i][0], flat_grads[i], *rows[i][1:]] for i in after})
         return value, *optimizer.trees(new | {i: table.new for i, table in tables.items()}, shared)
 
-    del wrapped.__wrapped__  # type: ignore[attr-defined]  # its arguments are not those of f, which shard_map would read
+    wrapped.__name__ = wrapped.__qualname__ = name  # without __wrapped__: its arguments are not those of f
     return wrapped
 
 
@@ -180,7 +190,7 @@ class _Table:
         is_donated = donation_test()
         self.new = [x if is_donated(x) else torch.empty_like(x) for x in row]
         self.use: Site | None = None
-        self._is_used = self._is_stepped = False
+        self.is_loss_known = self._is_used = self._is_stepped = False
 
     @property
     def matrix(self) -> Tensor:
@@ -194,6 +204,8 @@ class _Table:
         n, width = self.matrix.shape
         most = _CHUNK.get(self.matrix.device.type, 1 << 24)
         step = max(1, min(most, max(n * width // 8, most // 16)) // max(1, width))  # of a small table, an eighth of it
+        if in_region() and not region().comm.has_values:
+            step = max(step, -(-n // _MOST_SHAPES))
         return (slice(at, min(at + step, n)) for at in range(0, n, step))
 
     def step(self, rows: slice, grad: Tensor) -> None:
@@ -218,6 +230,9 @@ class _Table:
         self._is_used, self.use = True, here
 
     def note_step(self) -> None:
+        if not self.is_loss_known:
+            raise fail(f"{self.label} would be stepped by a gradient that the loss computes itself",
+                       fix="leave it out of in_backward")  # fmt: skip
         if torch.is_grad_enabled():
             raise fail(f"{self.label} is stepped in this backward pass, which cannot be differentiated itself",
                        "a tensor that the loss captured requires a gradient of a caller",
@@ -270,6 +285,9 @@ class _SteppedMatrix(Weight):
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute x @ w + b, as `nn.linear`; its backward pass steps w."""
         _refuse_transforms(self.table.label)
+        if x.shape[-1:] != self.shape[:1]:  # a product in parts would not see columns of x beyond the rows of w
+            raise fail(f"linear: x is {list(x.shape)}, and {self.table.label} is used as {list(self.shape)}",
+                       fix="x [..., D], w [D, F]; a table of classes [C, D] is used as w.mT")  # fmt: skip
         if not torch.is_grad_enabled():
             return _linear(x, b, self)
         self.table.note_use()
@@ -301,10 +319,9 @@ def _linear(x: Tensor, b: Tensor | None, w: _SteppedMatrix) -> Tensor:
     matrix = w.table.matrix
     if w.row_map is None and w.dtype == matrix.dtype:
         return F.linear(x, matrix if w.is_transposed else matrix.mT, b)
-    chunks = list(w.table.chunks())
+    chunks = list(w.table.chunks()) or [slice(0)]  # of an empty table too: the result varies as the others' does
     if w.is_transposed:
-        parts = [F.linear(x, w.rows(rows), None if b is None else b[rows]) for rows in chunks]
-        return torch.cat(parts, -1) if parts else x.new_empty(*x.shape[:-1], 0)
+        return torch.cat([F.linear(x, w.rows(rows), None if b is None else b[rows]) for rows in chunks], -1)
     sums = x.new_zeros(*x.shape[:-1], w.shape[1], dtype=_wide(x))
     for rows in chunks:
         sums = sums + x[..., rows] @ w.rows(rows)

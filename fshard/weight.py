@@ -55,7 +55,9 @@ class Weight(Node):
         """Compute x @ w + b, as `nn.linear`."""
         raise self._refused("linear")
 
-    def embed(self, ids: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
+    def embed(
+        self, ids: Tensor, *, axis: Axis = None, size: int | None = None, padding_idx: int | None = None
+    ) -> Tensor:
         """Look up rows, as `nn.embedding`."""
         raise self._refused("embedding")
 

@@ -196,6 +196,18 @@ def test_no_tensor_of_the_size_of_the_matrix_is_made_of_donated_leaves(monkeypat
     assert chunked <= 4 * 2 * rows  # the logits; a chunk is half of that
 
 
+def test_shapes_alone_are_stepped_in_few_chunks(monkeypatch):
+    """An operation on shapes takes longer than one on numbers: a check of a million classes should take seconds."""
+    stepped = []
+    monkeypatch.setattr(update._Table, "step", lambda table, rows, grad: stepped.append(rows))
+    opt, params = optim.sgd(0.1), {"fc": {"w": fs.init.zeros((1001, D))}}
+    step = fs.shard_map(fs.value_and_update(linear_loss, opt, in_backward="fc.w"), in_specs=P(), out_specs=P(),
+                        mesh=fs.make_mesh(kind="abstract", data=2))  # fmt: skip
+    fs.check(step, params, opt.init(params), fs.init.zeros((4, D)))
+    assert [rows.start for rows in stepped[1:]] == [rows.stop for rows in stepped[:-1]]
+    assert (stepped[0].start, stepped[-1].stop, len(stepped)) == (0, 1001, 63)
+
+
 def test_half_precision_compute_of_a_float32_master():
     params, *batch = values(dtype=torch.float32)
     opt, loss_fn = optim.sgd(0.1, momentum=0.9), loss_of(7, compute=torch.bfloat16)
@@ -251,7 +263,7 @@ def test_a_matrix_that_no_gradient_reaches_is_stepped_by_zero(use):
     assert_same(got, want, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("axes", [{"data": 1, "model": 3}, {"data": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 1, "model": 9}, {"data": 2, "model": 2}], ids=str)  # 9: parts of no class
 def test_cosines_with_a_margin(axes):
     params, x, targets = values()
     params, specs, opt = {"w": params["fc"]["w"]}, {"w": P("model")}, optim.sgd(0.1, momentum=0.9)
@@ -297,10 +309,20 @@ def in_remat(p, x):
     return fs.remat(linear_loss)(p, x)
 
 
+def differentiated(p, x):
+    (slope,) = torch.autograd.grad(linear_loss(p, x @ p["body"]), p["body"])
+    return (p["body"] * slope).sum()
+
+
+def too_wide(p, x):
+    return nn.linear(F.pad(x, (0, 3)).bfloat16(), fs.cast(p, torch.bfloat16)["up"]).sum()
+
+
 def captured(scale):
     return lambda p, x: linear_loss(p, x) * scale
 
 
+ZERO = optim.zero(optim.sgd(0.1), P(), P("data"), axis="data")
 GUARD = fs.LossScale().guard(optim.sgd(0.1), P())
 CLIP = optim.chain(optim.clip_by_global_norm(1.0, P()), optim.adamw(0.1))
 REFUSED = {
@@ -311,6 +333,11 @@ REFUSED = {
     "clip": (lambda: run(opt=CLIP), ["chain(clip_by_global_norm, adamw) needs the gradients of all leaves",
                                      "before the others exist"]),
     "guard": (lambda: run(opt=GUARD), ["guarded sgd needs the gradients of all leaves"]),
+    "zero": (lambda: run(opt=ZERO), ["zero(sgd) needs the gradients of all leaves"]),
+    "differentiated": (lambda: run(differentiated), ["params['fc']['w'] would be stepped by a gradient that the loss"]),
+    "too wide": (lambda: run(too_wide, "up"), ["linear: x is [4, 3, 8], and params['up'] is used as [5, 6]"]),
+    "returned": (lambda: run(lambda p, x: (linear_loss(p, x), p), has_aux=True),
+                 ["the function returns params['fc']['w'], which this call is about to overwrite"]),
     "twice": (lambda: run(twice), ["params['fc']['w'] is used twice", "first", "second", "in linear_loss"]),
     "scaled": (lambda: run(scaled), ["passes through MulBackward0 before nn.linear"]),
     "captured": (lambda: run(captured(torch.ones((), requires_grad=True))), ["cannot be differentiated itself"]),
@@ -335,8 +362,19 @@ def test_refused(name):
         assert word in text, text
 
 
-def test_clip_is_allowed_where_nothing_is_stepped_in_backward():
+def test_any_optimizer_and_transform_are_allowed_where_nothing_is_stepped_in_backward():
     assert_same(run(opt=CLIP, in_backward=())[0], run()[0])
+    params, x, _ = values()
+    sgd = optim.sgd(0.1)
+    losses = torch.func.vmap(lambda x: fs.value_and_update(linear_loss, sgd, in_backward=())(
+        params, sgd.init(params), x)[0])(x)  # fmt: skip
+    assert_same(losses.mean(), run()[0], rtol=1e-12, atol=0)
+    mesh, opt = fs.make_mesh(kind="simulated", data=2), optim.zero(sgd, P(), P("data"), axis="data", summed=True)
+    step = fs.value_and_update(lambda p, x: fs.pmean(linear_loss(fs.pvary(p, "data"), x), "data"), opt, in_backward=())
+    specs = (P(), opt.specs(P()))
+    got = fs.shard_map(step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=(P(), *specs))
+    new = fs.device_get(got({"fc": {"w": params["fc"]["w"]}}, sgd.init({}), x))[1]
+    assert_same(new["fc"]["w"], run(opt=sgd)[1]["fc"]["w"], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard._torch_compat import foreach_copy_
+from fshard.spec import part_lengths
 
 from .description import Description, describe_transfer
 from .gloo import GlooConnections, PendingMessages, pack_messages, unpack_messages
@@ -94,18 +95,26 @@ class PeerGroup:
             whole = _Parts(self, description, dict.fromkeys(self.others, flats), flats)
             return lambda: results(whole.reduce(op, outs))
 
-        # 1. Each rank reduces its n-th of the whole. 2. Every rank sends that to all others.
-        pieces = [flat.tensor_split(n) for flat in flats]
+        # 1. Each rank reduces its n-th of the whole. 2. Every rank sends that to all others. A new total is the buffer
+        # of both rounds: rank r's summand of this n-th is received where the n-th of rank r is received after it.
+        pieces = [_nths(flat, n) for flat in flats]
+        totals = [_empty(flat, [n * len(row[0])]) if out is None else out
+                  for flat, row, out in zip(flats, pieces, outs, strict=True)]  # fmt: skip
+        summands = {
+            r: [_empty(row[me], row[me].shape) if out is not None else total.chunk(n)[r][: len(row[me])]
+                for row, out, total in zip(pieces, outs, totals, strict=True)]
+            for r in self.others
+        }  # fmt: skip
         outgoing = {r: [row[r] for row in pieces] for r in self.others}
-        parts = _Parts(self, description, outgoing, [row[me] for row in pieces])
+        parts = _Parts(self, description, outgoing, [row[me] for row in pieces], summands)
 
         def wait() -> list[Tensor]:
-            totals = [torch.empty_like(flat) if out is None else out for flat, out in zip(flats, outs, strict=True)]
-            into = [total.tensor_split(n) for total in totals]
+            whole = [total[: len(flat)] for total, flat in zip(totals, flats, strict=True)]
+            into = [_nths(total, n) for total in whole]
             reduced = parts.reduce(op, [row[me] for row in into])
             incoming = {r: [row[r] for row in into] for r in self.others}
             self._exchange(description, dict.fromkeys(self.others, reduced), incoming, parts.messages).wait()
-            return results(totals)
+            return results(whole)
 
         return wait
 
@@ -146,9 +155,9 @@ class _Parts:
 
     def __init__(
         self, peers: PeerGroup, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
-        mine: Sequence[Tensor],
+        mine: Sequence[Tensor], buffers: Mapping[int, Sequence[Tensor]] | None = None,
     ) -> None:  # fmt: skip
-        received = {r: [_empty(x, x.shape) for x in mine] for r in peers.others}
+        received = buffers or {r: [_empty(x, x.shape) for x in mine] for r in peers.others}
         self._parts = list(zip(*(xs for _, xs in sorted({**received, peers.me: mine}.items())), strict=True))
         self._buffers = received[peers.others[0]]
         self.messages = peers._exchange(description, outgoing, received)
@@ -160,6 +169,10 @@ class _Parts:
             reduce_in_order(parts, op, buffer, buffer if out is None else out)
             for parts, buffer, out in zip(self._parts, self._buffers, outs or [None] * len(self._buffers), strict=True)
         ]
+
+
+def _nths(flat: Tensor, n: int) -> Sequence[Tensor]:
+    return flat.split_with_sizes(part_lengths(len(flat), [n]))
 
 
 def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:

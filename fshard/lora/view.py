@@ -7,7 +7,7 @@ over it, {I} does not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -140,22 +140,26 @@ class LoraWeight(AdaptedWeight):
         # Over axes that split outputs alone each rank has all of x, and drops the same of it.
         return torch.where(pvary(keep, outputs).reshape(x.shape), x / (1 - self.rate), 0)
 
-    def embed(self, ids: Tensor, *, axis: Axis = None, size: int | None = None) -> Tensor:
-        """Look up rows of the table, plus the adapters' part: ids [...] -> [..., F], over `axis` as `nn.embedding`."""
+    def embed(
+        self, ids: Tensor, *, axis: Axis = None, size: int | None = None, padding_idx: int | None = None
+    ) -> Tensor:
+        """Look up rows of the table, plus the adapters' part: ids [...] -> [..., F], over `axis` as `nn.embedding`.
+
+        The row of `padding_idx` gets no gradient in the table and in `a`; the other factors do, as in PEFT.
+        """
         if self.leaf.layout != "table":
             raise self._refused("embedding")
-        y = self._base_embed(ids, axis, size)
-        return self._embedded(ids, y, axis, size).to(y.dtype)
+        look_up = functools.partial(nn.embedding, ids, axis=axis, size=size, padding_idx=padding_idx)
+        y = self._base_embed(look_up)
+        return self._embedded(look_up, y).to(y.dtype)
 
-    def _base_embed(self, ids: Tensor, axis: Axis, size: int | None) -> Tensor:
-        if isinstance(self.base, LoraWeight):
-            return self.base._base_embed(ids, axis, size)
-        return nn.embedding(ids, self.base, axis=axis, size=size)
+    def _base_embed(self, look_up: Callable[..., Tensor]) -> Tensor:
+        return self.base._base_embed(look_up) if isinstance(self.base, LoraWeight) else look_up(self.base)
 
-    def _embedded(self, ids: Tensor, y: Tensor, axis: Axis, size: int | None) -> Tensor:
+    def _embedded(self, look_up: Callable[..., Tensor], y: Tensor) -> Tensor:
         if isinstance(self.base, LoraWeight):
-            y = self.base._embedded(ids, y, axis, size)
-        low = nn.linear(nn.embedding(ids, self.a, axis=axis, size=size), self.b) * self.scale
+            y = self.base._embedded(look_up, y)
+        low = nn.linear(look_up(self.a), self.b) * self.scale
         if self.magnitude is None:
             return y + low
         return (self.magnitude / self._norm()) * (y + low)

@@ -26,7 +26,7 @@ from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
 from fshard.schedule.remat import remat as rematerialized
 from fshard.schedule.unshard import unshard
-from fshard.spec import P, any_on_host, describe, is_spec, names_of, part_range
+from fshard.spec import P, any_on_host, describe, is_spec, names_of, part_lengths, part_range
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import read_config
@@ -138,8 +138,13 @@ class Layout:
         if self.examples is None:
             return global_batch("resnet", n, self.gathered, word="Layout(examples=)")
         here = region("resnet")
-        sizes, coords = ([of[a] for a in self.batch] for of in (here.sizes, here.coords))
-        return part_range(self.examples, sizes, coords)[1]
+        sizes, coords = ([of[a] for a in names_of(self.data)] for of in (here.sizes, here.coords))
+        if part_range(self.examples, sizes, coords)[1] != n:
+            raise fail(f"resnet: Layout(examples={self.examples}), and this rank has {n} images",
+                       f"{self.examples} over {self.data!r} splits into {part_lengths(self.examples, sizes)}",
+                       fix="the number of images on all ranks")  # fmt: skip
+        split = len(self.batch)
+        return part_range(self.examples, sizes[:split], coords[:split])[1]
 
     def unshard(self, name: str, params: Any, specs: Any, described: Any, axes: Axis) -> Any:
         """Make a part of the parameters whole over `axes`, by its specs; all but norms in `dtype`."""

@@ -75,6 +75,8 @@ def _check(verb: str, x: Tensor, state: Any, w: Tensor | None, b: Tensor | None)
         if leaf is not None and tuple(leaf.shape) != (x.shape[1],):
             raise fail(f"{verb}: {name} must have one number for each channel here", x=_describe(x),
                        **{name: _describe(leaf)}, fix=f"[{x.shape[1]}]")  # fmt: skip
+        if leaf is not None and not leaf.is_floating_point():
+            raise fail(f"{verb}: {name} must be floating", **{name: _describe(leaf)})
     if state is not None and state["count"].ndim:
         raise fail(f"{verb}: state['count'] must be one number", count=_describe(state["count"]))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -131,15 +131,19 @@ def embedding(
             "embedding: out='partial' of split='column'", fix="out='split' or 'whole': no rank has a partial sum"
         )
     over = axis if split == "row" else None
-    if padding_idx is None:
-        rows = _lookup(ids, table, over, size)
-    else:
-        v = local_range("embedding", table.shape[0], over, size if over else None)[1]
+    v = size if over else None
+    if padding_idx is not None:
+        v = local_range("embedding", table.shape[0], over, v)[1]
         if not -v <= padding_idx < v:
             raise fail(f"embedding: padding_idx={padding_idx}, and the table has {v} rows",
                        fix=f"{-v} <= padding_idx < {v}")  # fmt: skip
-        rows = _lookup(ids, table, over, v)
-        rows = torch.where((ids == padding_idx % v).unsqueeze(-1), rows.detach(), rows)
+        padding_idx %= v
+    if (embed := getattr(table, "embed", None)) is not None:  # of a Weight, or of its stand-in in a deferred module
+        rows: Tensor = embed(ids, axis=over, size=v, padding_idx=padding_idx)
+    else:
+        rows = _lookup(ids, cast("Tensor", table), over, v)
+        if padding_idx is not None:
+            rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
     if not axis or out is None:
         return rows
     if split == "column":
@@ -147,10 +151,8 @@ def embedding(
     return rows if out == "partial" else _sum_parts(rows, axis, out)
 
 
-def _lookup(ids: Tensor, table: Tensor | Weight, axis: Axis, size: int | None) -> Tensor:
+def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: int | None) -> Tensor:
     """Look up rows of a table [V@axis, D]: zero where another rank has the row, NaN where no rank has it."""
-    if isinstance(table, Weight):
-        return table.embed(ids, axis=axis, size=size)
     if not axis:
         return F.embedding(ids, table)
     n = table.shape[0]

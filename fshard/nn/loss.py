@@ -203,10 +203,13 @@ class _ExpSums(torch.autograd.Function):
 def _row_blocks(x: Tensor, dtype: torch.dtype, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split x [..., V] and `others` [..., any] into blocks of rows: (a buffer of the block's size, x, *others)."""
     n, v = math.prod(x.shape[:-1]), x.shape[-1]
-    size = _BLOCK.get(x.device.type, 1 << 24)
-    if in_region() and not region().comm.has_values:  # an abstract mesh needs shapes alone: one block of all rows
-        size = x.numel()
-    step = max(1, size // max(1, v))
+    step = rows_of_a_block(n, v, _BLOCK.get(x.device.type, 1 << 24))
     buffer = torch.empty(min(n, step), v, dtype=dtype, device=x.device)
     for rows in zip(*(torch.split(t.reshape(n, t.shape[-1]), step) for t in (x, *others)), strict=True):
         yield buffer[: len(rows[0])], *rows
+
+
+def rows_of_a_block(n: int, width: int, elements: int) -> int:
+    """Return how many of n rows make a block of about `elements`: all on an abstract mesh, which needs shapes alone."""
+    has_values = not in_region() or region().comm.has_values
+    return max(1, elements // max(1, width) if has_values else n)

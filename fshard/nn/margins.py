@@ -23,6 +23,7 @@ from fshard.spec import describe
 from fshard.weight import Weight
 
 from .classes import target_columns
+from .loss import rows_of_a_block
 
 _PLAIN_UP_TO = 1 << 19  # elements up to which arrays of the size of the table or of the logits do not matter
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of a block of the table: on a CPU, those of a core's cache
@@ -173,7 +174,8 @@ def _change_targets(
 
     def target_logits(c: Tensor) -> Tensor:
         wide = c.to(torch.promote_types(c.dtype, torch.float32))
-        return (torch.where(is_local, formula(wide), wide) * scale).to(c.dtype)
+        # 0 to the formula elsewhere: that of a masked class, -inf, has a derivative of NaN.
+        return (torch.where(is_local, formula(wide.where(is_local, 0)), wide) * scale).to(c.dtype)
 
     if _is_plain(cosines):
         return (cosines * scale).scatter(-1, column, target_logits(cosines.gather(-1, column)))
@@ -225,7 +227,7 @@ class _Cosines(torch.autograd.Function):
         rows, d = x.reshape(n, x.shape[-1]), d.reshape(n, len(w))
         unit, dw = _normalized(rows, ctx.eps), torch.empty_like(w)
         dunit = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        step = max(1, _BLOCK.get(w.device.type, 1 << 24) // max(1, w.shape[1]))
+        step = rows_of_a_block(len(w), w.shape[1], _BLOCK.get(w.device.type, 1 << 24))
         for d_part, w_part, dw_part in zip(
             *(torch.split(t, step, dim) for t, dim in ((d, 1), (w, 0), (dw, 0))), strict=True
         ):

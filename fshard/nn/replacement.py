@@ -7,7 +7,6 @@ torch's Linear stores [F, D], and transformers' Conv1D [D, F]: each split is alo
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,10 +15,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._ops import local_range
 from fshard.collectives import all_gather, pslice, psum, pvary
 from fshard.errors import checked, fail
 from fshard.spec import P
+
+from .layers import embedding
 
 Axes = str | tuple[str, ...]
 Form = Literal["whole", "split"]
@@ -223,21 +223,9 @@ def _table_specs(of: Any, *, dim: int, axis: Axes) -> dict[str, P]:
 
 
 def _row_embedding(leaves: Mapping[str, Tensor], ids: Tensor, *, of: Any, axis: Axes) -> Tensor:
-    table, padding_idx = leaves["weight"], of.padding_idx
-    n = table.shape[0]
-    start, v = local_range("embedding", n, axis, of.weight.shape[0])
-    local = ids.long() - start
-    is_local = (local >= 0) & (local < n)
-    if n:  # adapters have a gradient of the row of padding in one factor, so they are to know which it is
-        has_padding = padding_idx is not None and start <= padding_idx < start + n
-        rows = F.embedding(local.where(is_local, 0), table, padding_idx - start if has_padding else None)
-    else:  # zeros that depend on the table, so that this rank takes part in backward
-        rows = F.embedding(local.unsqueeze(-1)[..., :0], table).sum(-2)
-    otherwise = torch.where((ids >= 0) & (ids < v), 0.0, math.nan).to(rows.dtype)
-    y: Tensor = psum(torch.where(is_local.unsqueeze(-1), rows, otherwise.unsqueeze(-1)), axis)
-    return y
+    return embedding(ids, leaves["weight"], axis=axis, size=of.weight.shape[0], padding_idx=of.padding_idx, out="whole")
 
 
 def _column_embedding(leaves: Mapping[str, Tensor], ids: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
-    y = F.embedding(ids, leaves["weight"], of.padding_idx)  # [..., D@axis]
-    return y if out == "split" else all_gather(y, axis, -1, size=of.weight.shape[1], to="invariant")
+    return embedding(ids, leaves["weight"], axis=axis, size=of.weight.shape[1], padding_idx=of.padding_idx,
+                     split="column", out=out)  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fshard as fs
 
-from .program import Program, flags
+from .program import Program
 
 AXES = ("data", "model")  # images are split over both
 OF_PLACEMENT = ("mesh", "head", "zero", "compile", "workers", "out", "resume", "save_every")
@@ -63,14 +62,8 @@ stop = PROGRAM.stop
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments. Ends the program, naming each argument that no run can have."""
     args = parser().parse_args(argv)
-    problems = [f"{flags(vars(args), [name])}: give {least} or more"
-                for least, names in ((1, ("steps", "batch", "width")),
-                                     (0, ("classes", "save_every", "seed", "workers")))
-                for name in names if getattr(args, name) < least]  # fmt: skip
-    if args.seed >= 1 << 64:
-        problems.append(f"--seed {args.seed}: give less than 2^64")
-    if not 0 < args.lr < math.inf:
-        problems.append(f"--lr {args.lr}: give a number above 0")
+    least = {1: ("steps", "batch", "width"), 0: ("classes", "save_every", "seed", "workers")}
+    problems = PROGRAM.wrong_numbers(args, least, ("lr",))
     if not 0 < args.partial_fc <= 1:
         problems.append(f"--partial-fc {args.partial_fc}: give a share above 0, at most 1")
     if args.folder and args.cjk:
@@ -81,8 +74,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.partial_fc < 1 and args.compile:
         problems.append(f"--partial-fc {args.partial_fc} --compile: how many sampled classes a rank has depends on the "
                         "batch, and a compiled program has fixed shapes: give one of the two")  # fmt: skip
-    if args.save_every and not (args.out or args.resume):
-        problems.append(f"--save-every {args.save_every}: give the folder too, --out FOLDER")
     if problems:
         raise stop("\n".join(problems))
     return args

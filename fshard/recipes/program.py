@@ -92,8 +92,8 @@ class Program:
     ) -> list[str]:
         """Return a line for each number that no run can have, and for checkpoints that have no folder.
 
-        `least` has names of arguments by their least value; those of `positive` are above 0. Every recipe has a
-        dropout, a seed, and steps between checkpoints.
+        `least` has names of arguments by their least value; those of `positive` are above 0. Every recipe has a seed
+        and steps between checkpoints, some have a dropout.
         """
         values = vars(args)
         problems = [f"{flags(values, [name])}: give {number} or more"
@@ -102,7 +102,7 @@ class Program:
                      for name in positive if not 0 < values[name] < math.inf]  # fmt: skip
         if args.seed >= 1 << 64:
             problems.append(f"--seed {args.seed}: give less than 2^64")
-        if not 0 <= args.dropout < 1:
+        if not 0 <= values.get("dropout", 0) < 1:
             problems.append(f"--dropout {args.dropout}: give a rate from 0 to below 1")
         if args.save_every and not (args.out or args.resume):
             problems.append(f"--save-every {args.save_every}: give the folder too, --out FOLDER")

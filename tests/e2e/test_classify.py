@@ -275,7 +275,7 @@ def refusal(*flags):
     ("--folder {tmp}", "image_folder: {tmp} has no sub-folders"),
     ("--folder {tmp}/none", "image_folder: {tmp}/none is no folder"),
     ("--folder {folder} --batch 64", "--batch 64: there are only "),
-    ("--folder {folder} --classes 3", "--classes 3: the images have 5: give as many, or leave it out"),
+    ("--folder {folder} --classes 3", "--classes 3: the images have 5: give 5 or more, or leave it out"),
     ("--folder {folder} --resume {saved} --lr 1", "--resume {saved}: it was trained with other arguments: give --lr"),
     ("--folder {folder} --out {saved}", "--out {saved} holds a run, up to step 4: give --resume {saved}, or another"),
     ("--folder {other} --resume {saved}", "--resume {saved}: it was trained with other arguments: give --folder "),

@@ -189,6 +189,7 @@ def test_copies_and_models_of_ones_own_keep_their_statistics():
     ({"eps": 0.0}, "eps=0.0"),
     ({"w": W[:3]}, "batch_norm: w must have one number for each channel here\n  x  f64[5, 4, 3, 2]    w  f64[3]"),
     ({"state": new_state(3)}, "batch_norm: state['mean'] must have one number for each channel here"),
+    ({"state": {**new_state(), "var": W.long()}}, "batch_norm: state['var'] must be floating\n  state['var']  i64[4]"),
     ({"state": {"mean": B}}, 'state must be None, or a dict of tensors "mean", "var" and "count"'),
     ({"state": {**new_state(), "count": B}}, "batch_norm: state['count'] must be one number"),
     ({"x": B}, "batch_norm: x must be floating, with channels in dim 1"),

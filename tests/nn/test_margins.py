@@ -122,6 +122,27 @@ def test_only_the_targets_change():
     assert_same(nn.margin(cosines[0], targets[0].int(), m2=0.5, scale=2.0), got[0])
 
 
+@pytest.mark.parametrize("layout", ["dense", "4"])
+def test_classes_masked_by_infinity_have_a_gradient_of_zero(layout, kernel):
+    """The first class of a rank too, which stands for the target where another rank has it, or none."""
+    sizes, axis, _ = LAYOUTS[layout]
+    cosines, targets = rand(4, 7).tanh(), torch.tensor([1, 3, -100, 5])
+    mask = torch.tensor([-math.inf, 0, -math.inf, 0, -math.inf, 0, -math.inf], dtype=torch.float64)
+
+    def run(cosines, mask):
+        def loss_of(c):
+            logits = nn.margin(c + mask, targets, m1=1.2, m2=0.3, scale=4.0, axis=axis, size=7)
+            return nn.cross_entropy(logits, targets, axis=axis, size=7)
+
+        return fs.value_and_grad(loss_of)(cosines)
+
+    value, got = on(sizes, run, (cosines, mask), (P(None, axis), P(axis)), (P(), P(None, axis)), "never")
+    kept = nn.margin(cosines[:, 1::2], (targets - 1) // 2, m1=1.2, m2=0.3, scale=4.0)
+    assert_same(value, F.cross_entropy(kept, ((targets - 1) // 2).where(targets >= 0, -100)), **CLOSE)
+    assert got.isfinite().all()
+    assert (got[:, ::2] == 0).all()
+
+
 def test_angles_that_rounding_hides_have_finite_derivatives(kernel):
     """Cosines of 1 and -1, and beyond: a margin of an angle has an infinite derivative there."""
     one = torch.tensor([1.0, 1 + 1e-6, 1 - 1e-7, -1.0, -1 - 1e-6])
@@ -315,8 +336,16 @@ def test_samples_of_no_targets_and_of_more_targets_than_asked_for():
     assert nn.sample_classes(KEY, torch.tensor([[9, 0], [4, 9]]), size=10, count=2).tolist() == [0, 4, 9]
 
 
-def test_a_dry_run_has_about_as_many_classes_on_each_rank():
+def test_a_dry_run_has_about_as_many_classes_on_each_rank_and_one_block_of_them(monkeypatch):
     mesh = fs.make_mesh(kind="abstract", d=2, m=4)
+    monkeypatch.setattr(margins, "_PLAIN_UP_TO", -1)
+    monkeypatch.setattr(margins, "_BLOCK", {"cpu": 4})
+    blocks, tangent = [], margins._tangent
+    monkeypatch.setattr(margins, "_tangent", lambda d, x, eps: (blocks.append(len(x)), tangent(d, x, eps))[1])
+    grad = fs.shard_map(fs.grad(lambda w, x: nn.cosine_logits(fs.pvary(x, "m"), w).sum()), mesh=mesh,
+                        in_specs=(P("m"), P()), out_specs=P("m"))  # fmt: skip
+    fs.check(grad, rand(40, 4), rand(3, 4))
+    assert blocks == [10, 3], "the table's rows, and those of x"
     f = fs.shard_map(lambda t: nn.sample_classes(KEY, t, size=40, count=8, axis="m", over="d"), mesh=mesh,
                      in_specs=P("d"), out_specs=P("m"))  # fmt: skip
     assert f(ints(40, 8)).shape == (8,)

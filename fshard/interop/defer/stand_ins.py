@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fshard import tree
 from fshard._torch_compat import without_modes
 from fshard.errors import ShardingError, fail
-from fshard.lora import Leaf, LoraWeight
+from fshard.lora import Leaf
 from fshard.nn import linear
 from fshard.spec import P
 from fshard.weight import Weight
@@ -135,8 +135,13 @@ class AdaptedParameter(StandIn):
     ) -> Any:  # fmt: skip
         if weight is not self or self._layout != "table" or max_norm is not None or scale_grad_by_freq or sparse:
             return NotImplemented
-        table = self.weight if padding_idx is None else _without_gradient_of_row(self.weight, padding_idx)
-        return table.embed(input)
+        return self.embed(input, padding_idx=padding_idx)
+
+    def embed(self, ids: Tensor, **options: Any) -> Tensor:
+        """Look up rows, as `nn.embedding`."""
+        if self._layout != "table":
+            raise self._refused("embedding")
+        return self.weight.embed(ids, **options)
 
     def _refused(self, operation: str) -> ShardingError:
         if self._layout is None:
@@ -190,14 +195,6 @@ def detached(x: Tensor) -> Tensor:
     if isinstance(x, (AdaptedParameter, SplitParameter)):
         return x.detached()
     return x if isinstance(x, Placeholder) else x.detach().requires_grad_(x.requires_grad)
-
-
-def _without_gradient_of_row(table: Any, row: int) -> Any:
-    """Return adapters whose factor `a` gets no gradient from the row of a padding token, as torch's embedding."""
-    if not isinstance(table, LoraWeight):
-        return table
-    is_row = (torch.arange(len(table.a), device=table.a.device) == row % len(table.a))[:, None]
-    return replace(table, base=_without_gradient_of_row(table.base, row), a=table.a.detach().where(is_row, table.a))
 
 
 def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[str, Tensor]:

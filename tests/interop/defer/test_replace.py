@@ -382,6 +382,41 @@ def test_adapters_beside_replaced_submodules(name):
     assert_same(got, one, rtol=1e-4, atol=1e-6 * size)
 
 
+@pytest.mark.parametrize("way", ["nn.embedding", "row_embedding", "column_embedding"])
+def test_padding_row_of_an_adapted_table_has_the_gradients_of_peft(way):
+    """None in the table and in factor a; b and the magnitude have those of all tokens."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    theirs = peft.get_peft_model(nn.Sequential(nn.Embedding(V, D, padding_idx=2)), peft.LoraConfig(
+        r=2, target_modules=["0"], use_dora=True, init_lora_weights=False))  # fmt: skip
+    theirs(ids()).square().sum().backward()
+    layer = theirs.base_model.model[0]
+    named = {"a": layer.lora_embedding_A["default"], "b": layer.lora_embedding_B["default"],
+             "magnitude": layer.lora_magnitude_vector["default"].weight}  # fmt: skip
+    factors, want = ({key: f(x).reshape(-1) if key == "magnitude" else f(x).mT for key, x in named.items()}
+                     for f in (torch.Tensor.detach, lambda x: x.grad))  # fmt: skip
+    make = lambda: nn.Sequential(nn.Embedding(V, D, padding_idx=2))  # noqa: E731
+    apply, tree = fs.defer(make, replace={"0": column_embedding("model") if way.startswith("column") else TABLE})
+    cfg, specs = fs.lora.Config(["0"], rank=2, dora=True), apply.specs["params"]
+    own = fs.lora.specs(cfg, tree["params"], specs, of=apply)
+
+    def gradient(p, adapters, ids):
+        def loss(adapters):
+            p_ = fs.lora.apply(cfg, p, adapters, of=apply, specs=specs, adapter_specs=own, model="model",
+                               shapes=tree["params"])  # fmt: skip
+            if way != "nn.embedding":
+                return apply(p_, {}, ids).square().sum()
+            table = p_["0.weight"]
+            return fs.nn.embedding(ids, table, axis="model", size=V, padding_idx=2 - V, out="whole").square().sum()
+
+        return fs.grad(loss)(adapters)
+
+    run = fs.shard_map(gradient, mesh=fs.make_mesh(model=3), in_specs=(specs, own, P()), out_specs=own)
+    got = run({"0.weight": layer.base_layer.weight.detach()}, {"0.weight": factors}, ids())
+    assert 2 in ids()
+    assert_same(fs.device_get(got)["0.weight"], want, rtol=1e-4, atol=1e-5)
+
+
 def test_generation_and_weights_of_a_folder_with_replaced_submodules(tmp_path):
     _, replace, *_ = FOREIGN["llama, by heads"]
     model = FOREIGN["llama, by heads"][0]().eval()
