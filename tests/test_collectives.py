@@ -23,9 +23,8 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "axes"), [MESHES[1], MESHES[5]])
-def test_adjoint_double_transpose_jvp_vmap(mesh, axes):
-    check_all(fs.make_mesh(**mesh), axes, "first" if len(mesh) > 1 else "never")
+def test_adjoint_double_transpose_jvp_vmap():
+    check_all(fs.make_mesh(a=2, b=2), ("b",), "first")
 
 
 @pytest.mark.slow

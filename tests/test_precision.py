@@ -127,7 +127,7 @@ def test_policy_keeps_float32_gradients():
     assert all(g.dtype == torch.float32 for g in fs.tree.leaves(grads))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["one device", "model=2", "2x2 sharded", "uneven sharded", "uneven zero"])
 def test_bfloat16_computation_with_float32_masters_trains_as_on_one_device(layout):
     policy, data = fs.Policy(compute=torch.bfloat16), batches(4)
     got = on_a_mesh(layout, policy, lambda specs: optim.sgd(1e-3, momentum=0.9), data)
@@ -226,9 +226,10 @@ OPTIMIZERS = {
 BAD = (0, 1, 4, 7)  # the first, two in a row, of each kind; 4 and 7 come after a growth
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_all_ranks_skip_the_steps_that_grad_scaler_skips(layout, name):
+@pytest.mark.parametrize(
+    ("name", "layout"), [*(("adamw", layout) for layout in LAYOUTS), ("sgd", "2x2 sharded"), ("sgd", "uneven zero")]
+)
+def test_all_ranks_skip_the_steps_that_grad_scaler_skips(name, layout):
     """In float32, so that all else is exact; a gradient overflows on the ranks with one row of `up`, or on all."""
     scale, data = fs.LossScale(**POWERS), batches(9, BAD)
     ours, theirs = OPTIMIZERS[name]
@@ -276,7 +277,7 @@ def test_one_bad_microbatch_skips_the_whole_step(layout):
             torch.testing.assert_close(p, right[k], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["one device", "data=2", "2x2 sharded", "uneven", "uneven zero"])
 def test_float16_trains_with_gradients_that_underflow_without_a_scale(layout):
     policy, weight = fs.Policy(compute=torch.float16), 2.0**-30
     sgd, data = (lambda specs: optim.sgd(2.0**23, momentum=0.9)), batches(12)
@@ -295,9 +296,8 @@ def test_float16_trains_with_gradients_that_underflow_without_a_scale(layout):
             assert (moved - right_moved).abs().max() <= 8 * 2**-11 * right_moved.abs().max()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("leaf", ["both", "data", "model", "none", "empty", "complex"])
-def test_one_element_on_one_rank_decides_for_all_ranks(leaf, bad):
+def test_one_element_on_one_rank_decides_for_all_ranks(leaf):
     specs = {"both": P("model", "data"), "data": P("data"), "model": P(None, "model"), "none": P(),
              "empty": P(("data", "model")), "complex": P("data")}  # fmt: skip
     g = torch.Generator().manual_seed(0)
@@ -316,12 +316,11 @@ def test_one_element_on_one_rank_decides_for_all_ranks(leaf, bad):
         torch.testing.assert_close(x, want, **({"rtol": 1e-15, "atol": 0.0} if x.dtype == torch.float64 else {}))
     for at in range(grads[leaf].numel()):
         worse = {**grads, leaf: grads[leaf].clone()}
-        worse[leaf].view(-1)[at] = bad
+        worse[leaf].view(-1)[at] = (torch.nan, -torch.inf)[at % 2]
         placed = fs.device_put(worse, specs, mesh)
-        new, finite = shares(placed, scale.init())
-        assert [bool(s) for s in finite.shards] == [False] * 4
         with fs.recording() as log:
-            shares(placed, scale.init())
+            new, finite = shares(placed, scale.init())
+        assert [bool(s) for s in finite.shards] == [False] * 4
         assert [t.bytes for t in log if t.op == "all_reduce"] == [4] * 4  # one number, on four ranks
 
 

@@ -170,14 +170,14 @@ def best_of_all(row, new, eos, penalty):
     {"beams": 2, "stop": [[3], [1, 4]], "pad": 0, "repetition_penalty": 1.4, "no_repeat_ngram": 2, "forced_eos": 2},
 ])  # fmt: skip
 def test_beams_do_not_depend_on_the_batch_or_the_mesh(options):
-    ids = prompts(8)
+    ids = prompts(5)
 
     def alone(ids):
         return generate(table_model(TABLE), ids, new=8, size=V, options=Options(**options))
 
     want = torch.cat([alone(row) for row in ids.split(1)])
     assert torch.equal(alone(ids), want)
-    assert torch.equal(generated(MESHES[1], ids[:5], mask=torch.ones(5, 3), new=8, **options), want[:5])
+    assert torch.equal(generated(MESHES[1], ids, mask=torch.ones(5, 3), new=8, **options), want)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------

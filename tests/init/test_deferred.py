@@ -72,6 +72,7 @@ def placements(ndim, axes):
     [pytest.param(n, marks=pytest.mark.slow) if n in ("xavier_normal", "kaiming_uniform") else n for n in MAKERS],
 )  # those are scales of normal and uniform, as are their two siblings
 def test_values_are_the_same_on_every_mesh_and_for_every_spec(name):
+    meshes = MESHES if name in ("normal", "orthogonal", "eye", "arange") else MESHES[-2:]  # the others are drawn as those
     kinds = FLOATS + (INTS if name in ("eye", "arange", "full", "zeros", "ones") else ())
     for i, shape in enumerate(shapes_for(name)):
         for dtype in kinds if i < 3 else kinds[:2]:
@@ -81,7 +82,7 @@ def test_values_are_the_same_on_every_mesh_and_for_every_spec(name):
             expected = on_one({"w": described})["w"]
             assert expected.dtype == dtype
             assert expected.shape == shape
-            for axes in MESHES if dtype == torch.float32 else MESHES[-2:]:
+            for axes in meshes if dtype == torch.float32 else MESHES[-1:]:
                 mesh = fs.make_mesh(**axes)
                 for spec in placements(len(shape), axes):
                     placed = fs.materialize({"w": described}, spec, mesh, key=fs.key(7))["w"]
@@ -343,11 +344,9 @@ def test_describing_70_billion_parameters_takes_less_than_50_mib():
 
 @pytest.mark.parametrize(
     ("part", "dtype"),
-    [("row", torch.float32), ("column", torch.bfloat16),
-     pytest.param("row", torch.bfloat16, marks=pytest.mark.slow),
-     pytest.param("column", torch.float32, marks=pytest.mark.slow)],
+    [("row", torch.float32), ("column", torch.bfloat16)],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", ["normal", "uniform", "trunc_normal", "zeros", "eye"])
 def test_filling_a_part_takes_16_mib_more_than_the_part(name, part, dtype):
     leaf = MAKERS[name]((4096, 4096), dtype)

@@ -62,7 +62,7 @@ def test_options_have_the_numbers_of_peft(option, layout):
     )  # 2e-5: norms of DoRA are sums of three
 
 
-@pytest.mark.parametrize("option", ["dora", "all-linear", "embeddings, tied"])
+@pytest.mark.parametrize("option", ["dora", "embeddings, tied"])
 def test_replicated_adapters_of_a_split_base_are_sliced(option):
     name, options = OPTIONS[option]
     case = cases.pair(name, **options)
@@ -171,7 +171,7 @@ def test_training_follows_peft_with_adamw():
     adapters = fs.device_put(case.adapters, own, mesh)
     state = fs.materialize(opt.init(case.adapters), state_specs, mesh, key=fs.key(0))
     theirs = torch.optim.AdamW([p for p in case.theirs.parameters() if p.requires_grad], 1e-2, weight_decay=0.1)
-    for _ in range(10):
+    for _ in range(4):
         adapters, state, loss = step(params, adapters, state, ids, targets)
         want = cases.peft_results(case)[1]
         theirs.step()

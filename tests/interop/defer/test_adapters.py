@@ -44,7 +44,7 @@ UNITS = {"t5": "T5Block", "gpt2": "GPT2Block", "llama": "LlamaDecoderLayer"}
 TARGETS = {"t5": ("q", "v", "wo"), "gpt2": ("c_attn", "mlp.c_proj", "wte"),
            "llama": ("q_proj", "down_proj", "embed_tokens")}  # fmt: skip
 IDS = torch.arange(3, 3 + 4 * 6).view(4, 6) % V  # with token 4, the padding of llama
-STEPS, LR = 4, 3e-2
+STEPS, LR = 3, 3e-2
 
 
 def built(name: str, **options: Any) -> nn.Module:
@@ -84,8 +84,8 @@ def reference(name: str, steps: int = STEPS, lr: float = LR) -> Reference:
 HOWS: list[tuple[dict[str, Any] | None, bool]] = [  # of apply.unshard, or its definition; are factors split too?
     (None, True), ({}, True), ({"remat": True}, False), ({"release": False, "prefetch": 0}, True),
 ]  # fmt: skip
-CASES = [("t5", {"data": 1}, HOWS[:1]), ("t5", {"data": 2, "model": 2}, HOWS[1:3]),
-         *[(name, {"data": 2}, HOWS[k:]) for k, name in enumerate(("t5", "gpt2", "llama"))]]  # fmt: skip
+CASES = [("t5", {"data": 1}, HOWS[:1]), ("t5", {"data": 2, "model": 2}, HOWS[1:3]), ("t5", {"data": 2}, HOWS[::3]),
+         ("gpt2", {"data": 2}, HOWS[1:]), ("llama", {"data": 2}, HOWS[2:])]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "axes", "hows"), CASES)
@@ -183,16 +183,18 @@ def curve(case: str, steps: int, key: Tensor | None = None, **options: Any) -> l
     return losses
 
 
-@pytest.mark.parametrize("case", [FAST, *[pytest.param(c, marks=pytest.mark.slow) for c in CURVES if c != FAST]])
-def test_thirty_steps_have_the_losses_of_peft_on_one_device(case: str) -> None:
-    assert curve(case, 30) == pytest.approx(reference("t5", 30, 1e-3).losses, rel=1e-5)
+@pytest.mark.parametrize(
+    ("case", "steps"), [(FAST, 3), *[pytest.param(c, 30, marks=pytest.mark.slow) for c in CURVES]]
+)
+def test_steps_have_the_losses_of_peft_on_one_device(case: str, steps: int) -> None:
+    assert curve(case, steps) == pytest.approx(reference("t5", steps, 1e-3).losses, rel=1e-5)
 
 
 def test_dropout_of_adapters_and_of_the_model_is_the_same_on_every_mesh() -> None:
     first, *others = (curve(case, 3, fs.key(5), dropout=0.3) for case in ("NO_SHARD", "model", FAST))
     for losses in others:
         assert losses == pytest.approx(first, rel=1e-5)
-    assert abs(first[0] - reference("t5", 30, 1e-3).losses[0]) > 1e-2
+    assert abs(first[0] - reference("t5", 3, 1e-3).losses[0]) > 1e-2
 
 
 # --- memory ---------------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ def dense(constructor: Any, batches: list[Tensor]) -> tuple[Tensor, dict[str, Te
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_schedule_has_the_numbers_of_the_definition_and_of_one_device(name: str) -> None:
-    for axes in MESHES:
+    for axes in MESHES if name == "in order" else MESHES[1:]:
         mesh = fs.make_mesh(**axes)
         apply, specs, params = placed(*MODULES[name], mesh)
         want = step_of(plain(apply, specs), mesh, specs)(params, IDS)
