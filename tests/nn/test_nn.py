@@ -749,6 +749,9 @@ def test_a_compiled_program_of_all_layers_equals_the_eager_one():
         (lambda: nn.cross_entropy(X, X),
          ("cross_entropy: targets must be one integer class for each row of logits\n"
          "  logits  f64[2, 5, 4]    targets  f64[2, 5, 4]")),
+        (lambda: nn.cross_entropy(torch.ones(()), torch.tensor(0)),
+         ("cross_entropy: targets must be one integer class for each row of logits\n"
+         "  logits  f32[]    targets  i64[]")),
         (lambda: nn.cross_entropy(X, ints(4, 5)),
          ("cross_entropy: targets must be one integer class for each row of logits\n"
          "  logits  f64[2, 5, 4]    targets  i64[5]")),
