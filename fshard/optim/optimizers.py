@@ -70,9 +70,7 @@ class Optimizer(_Step):
     scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # `update` by grads * factors
     elementwise: bool = False  # the step of an element reads nothing but its gradient, its moments and the count
     sums_gradients: bool = False  # over the ranks, as `zero` does: what reads their sum comes after that, inside of it
-    unscales: bool = (
-        False  # takes scaled gradients, as `LossScale.guard` does: what reads the true ones is inside
-    )
+    unscales: bool = False  # takes scaled gradients, as `LossScale.guard` does: what reads the true ones is inside
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------
@@ -215,6 +213,8 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
     >>> params, state = opt.update(grads, state, params)
     >>> state[0]["norm"]                                    # of the gradients, before the clip
     tensor(2.7183)
+
+    Raises ShardingError for an optimizer that sums or unscales the gradients itself: the transforms go inside of it.
     """
     kinds = [Transform] * (len(steps) - 1) + [Optimizer]
     article = {Transform: "a Transform", Optimizer: "an Optimizer"}
