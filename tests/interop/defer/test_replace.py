@@ -323,7 +323,7 @@ def test_dropout_of_split_features_that_are_flattened_with_the_batch_is_an_error
     mesh, specs = fs.make_mesh(model=2), apply.specs["params"]
     f = fs.shard_map(lambda p, x, key: apply.draws_over(None)(p, {}, x, key=key), mesh=mesh,
                      in_specs=(specs, P(), P()), out_specs=P())  # fmt: skip
-    text = error_text(f, fs.materialize(tree["params"], specs, mesh, key=fs.key(0)), torch.ones(3, D), fs.key(1))
+    text = error_text(f, fs.materialize(tree["params"], specs, mesh, key=fs.key(0)), torch.ones(2, D), fs.key(1))
     assert "or they are flattened with another dim, and a rank's part is no range of it: replace= is to" in text
 
 
