@@ -358,7 +358,7 @@ TABLE = [
     for row in itertools.product(("none", "mean", "sum"), (False, True), (-100, 2), (0.0, 0.1))
 ]
 PAIRS = [TABLE[i] for i in (1, 6, 8, 15, 18, 21)]  # every value of an option with every value of every other one
-WITH_THE_TABLE = ("dense", "1", "3", "data")  # other layouts take the pairs; all combinations there are slow
+WITH_THE_TABLE = ("dense", "1", "3", "data")  # other layouts take the pairs; all combinations in two of them are slow
 
 
 def theirs(x, t, w, *, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
@@ -439,7 +439,7 @@ def test_cross_entropy_equals_that_of_torch_on_every_mesh(layout, kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in LOSSES if name not in WITH_THE_TABLE])
+@pytest.mark.parametrize("layout", ["minor, major", "data, model"])  # every layout has the pairs
 def test_all_options_of_cross_entropy_on_larger_meshes(layout, kernel):
     check_options(layout, TABLE)
 

@@ -310,6 +310,7 @@ def limit(module: nn.Module, units: int) -> int:
 APART = ("T5Block", "**.shared", "**.embed_tokens", "**.lm_head")
 
 
+@pytest.mark.slow
 def test_memory_of_a_frozen_base_and_adapters_is_two_units_and_the_activations() -> None:
     """Three forms of one model: peft's module by units, the plain module and fs.lora, and `fs.models.t5` by scan.
 
