@@ -96,6 +96,15 @@ def checker() -> Any:
     return None if current is None else current.checker
 
 
+def axes_of_own_values(x: Tensor) -> frozenset[str]:
+    """Return the axes over which ranks have values of their own, not copies of one; none in calls without checks."""
+    types = checker()
+    if types is None:
+        return frozenset()
+    type_, history = types.info(x).type, types.info(x).history
+    return frozenset(type_.varying - history.copies - {g.axis for g in history.gathers})
+
+
 def known_axes(verb: str, region: Region, axis: Axis) -> tuple[str, ...]:
     """Return the names of an axis argument. Raises ShardingError for a name that the mesh lacks, or a repeated one."""
     names = names_of(axis)

@@ -273,6 +273,8 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         why = f"{why}\nat an earlier run of this line the value did not vary over {axes_text(axes)}"
     if set(axes) & x.info.type.drawn:
         choices.append(Fix(f"name {axes_text(axes)} in the spec of the draw", "each rank is to draw its own part"))
+    if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site.line if scene.site else 0)):
+        choices.append(gather)
     choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
     name = scene.known_name(x) or operand or scene.name(x)
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
@@ -296,8 +298,12 @@ def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -
     line = scene.expression.without_call(narrowed) if scene.expression and called == verb else None
     operand = arguments[0] if arguments else None
     if called not in (None, verb):
-        spec = f"pass {called} the spec of {x.info.name or 'each leaf'}, which names {over}"
-        return spec if verb == "pvary" else f"leave {over} out of the axes of {called}", operand
+        if verb == "pvary" and (x.info.name or called.rpartition(".")[2] in ("unshard", "scan")):
+            return f"pass {called} the spec of {x.info.name or 'each leaf'}, which names {over}", operand
+        left_out = f"leave {over} out of the axes of {called}"
+        if verb == "pvary" and not x.info.history.gathers:
+            return f'fs.all_gather(..., {axes_source(axes)}, to="invariant") of the value first; or {left_out}', operand
+        return left_out, operand
     if verb == "pvary" and scene.site in scene.checker.pvaried:
         name = operand or scene.name(x)
         return f"{name} = {scene.call(verb, name, axes_source(axes))} before the loop, and {name} alone in it", operand

@@ -38,15 +38,20 @@ class ImageFolder:
         return len(self.files)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        """Decode one image. Raises ShardingError, with its path, if it cannot be read."""
+        """Decode one image. Raises ShardingError, with its path, if it cannot be read or has more than 8 bits."""
         path = self.path / self.files[i]
         pil = _pillow()
         try:
             with pil.open(path) as image:
-                pixels = np.array(self._resize(image.convert(self.mode)))
-        except (OSError, ValueError, SyntaxError, EOFError) as e:  # as Pillow raises for files that are damaged
+                deep = image.mode if image.mode in ("I", "F") or image.mode.startswith("I;") else ""
+                converted = image.convert(self.mode)
+        except Exception as e:  # Pillow raises errors of many kinds for files that are damaged
             fix = "write it again, or remove it"
             raise fail(f"image_folder: {path} cannot be read as an image", str(e), fix=fix) from e
+        if deep:  # Pillow would make all that is above 255 white
+            raise fail(f"image_folder: {path} has pixels of more than 8 bits, Pillow's mode {deep!r}",
+                       fix="scale them to 0 to 255, and write it with 8 bits")  # fmt: skip
+        pixels = np.array(self._resize(converted))
         return torch.from_numpy(pixels).view(*pixels.shape[:2], -1).permute(2, 0, 1).contiguous(), self.labels[i]
 
     def _resize(self, image: Any) -> Any:
@@ -55,8 +60,9 @@ class ImageFolder:
             return image
         (height, width), (w, h) = self.size, image.size
         scale = max(height / h, width / w)
-        left, top = (w - width / scale) / 2, (h - height / scale) / 2
-        box = (left, top, left + width / scale, top + height / scale)
+        used_w, used_h = min(w, width / scale), min(h, height / scale)  # rounded, a quotient may be above the size
+        left, top = (w - used_w) / 2, (h - used_h) / 2
+        box = (left, top, left + used_w, top + used_h)
         bilinear = 2  # Pillow's number: of its filters the one for photographs in torchvision's ImageFolder recipes
         return image.resize((width, height), bilinear, box=box)
 
@@ -83,7 +89,8 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     >>> pixels.shape, images.classes[label]
     (torch.Size([3, 8, 8]), 'dog')
 
-    Raises ShardingError for a folder without classes, and for a class without images.
+    Raises ShardingError for a folder without classes, and for a class without images; and, when an image is asked for
+    that cannot be read or has more than 8 bits, for that.
 
     Source: the layout is that of torchvision's `ImageFolder`.
     """

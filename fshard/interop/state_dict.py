@@ -7,7 +7,8 @@
     params = fs.materialize(state_dict.read("model.pt", described), specs, mesh, key=key)      # and reads its own
 
 No rank holds the whole tree or a whole leaf, beside its parts at most a buffer of 8 MiB. A name is the dotted path of
-a leaf; a tie, one leaf at two paths, is stored once and has both names.
+a leaf, in `{"params": ..., "buffers": ...}` without that first key. A tie, one leaf at two paths, is stored once and
+has both names.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def write(
     Raises ShardingError, on every rank, listing every leaf that cannot be written; for two leaves of one name; for a
     path with another suffix; if the ranks have different leaves; if one cannot write. The older file is then unchanged.
     """
-    final = Path(path)
+    final = _path("write", path)
     if final.suffix not in (SUFFIX, *_OF_TORCH):
         raise fail(f"write: path {str(path)!r} has the suffix {final.suffix!r}",
                    fix=f"{SUFFIX} for safetensors; {', '.join(_OF_TORCH)} for torch.load")  # fmt: skip
@@ -82,7 +83,7 @@ def write(
             raise fail("write: tree_ has no leaves", fix="give the tree of tensors")
         (file,) = output_files(tensors, 1 << 62, {"format": "pt"} | dict(metadata or {}), final.name)
         if clash := sorted(aliases.keys() & {t.name for t in tensors}):
-            raise fail(f"write: {clash[0]!r} is the name of two leaves", fix="give each leaf a name of its own")
+            raise _two_leaves(clash[0])
         if final.suffix == SUFFIX:
             files.append(replace(file, metadata={**file.metadata, **aliases}))
         else:
@@ -90,7 +91,7 @@ def write(
         return {} if ranks.alone else summaries(files)
 
     def create() -> str:
-        with write_errors("write", final, _unchanged(final)):
+        with write_errors("write", final, f"{final.name} is unchanged"):
             final.parent.mkdir(parents=True, exist_ok=True)
             _discard(final)
             temporary = final.with_name(f"{_temporary(final)}{secrets.token_hex(4)}")
@@ -98,7 +99,7 @@ def write(
         return temporary.name
 
     def publish(file: OutputFile) -> None:
-        with write_errors("write", final, _unchanged(final)):
+        with write_errors("write", final, f"{final.name} is the older file, or all of the new one"):
             overwrite(temporary, file.pieces)
             os.replace(temporary, final)
             sync(final.parent)
@@ -141,13 +142,19 @@ def read(
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape or cut
     short; and for a file with other objects than tensors, dicts, lists, numbers and strings.
     """
-    headers = WeightHeaders(Path(path), state_dict=True)
+    headers = WeightHeaders(_path("read", path), state_dict=True)
     if theirs is None:
         names = replace(Names.of(of), pretrained=None)  # the module's own names, not those of a library's files
         return read_leaves(headers, described, names, prefix, ignored, missing, "state_dict.read")
     if of is not None or missing:
         raise fail(f"read: theirs= beside {'of=' if of is not None else 'missing='}", fix="leave one of them out")
     return read_tree(headers, described, theirs, prefix=prefix, ignored=ignored)
+
+
+def _path(verb: str, path: StrPath) -> Path:
+    if "\0" in os.fspath(path):
+        raise fail(f"{verb}: path {path!r} has a null byte, which no path can have")
+    return Path(path)
 
 
 def _by_name(whole: Any) -> Theirs:
@@ -171,8 +178,9 @@ def _of_module(
                for name, kind in names.kinds.items()
                if name not in {*found, *names.transient, *names.ties}]  # fmt: skip
     raise_all(errors)
-    stored = [(path, x) for path, x in leaves if name_of(path, whole) not in names.transient]
-    return stored, {tied: name for tied, name in names.ties.items() if tied not in found}
+    not_stored = {*names.transient, *(tied for tied, name in names.ties.items() if name in names.transient)}
+    stored = [(path, x) for path, x in leaves if name_of(path, whole) not in not_stored]
+    return stored, {tied: name for tied, name in names.ties.items() if tied not in {*found, *not_stored}}
 
 
 def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[str, str]:
@@ -189,13 +197,15 @@ def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[st
             errors.append(fail(f"write: {tree.show('tree', path)} is the leaf {tree.show('tree', of_first)}, and its "
                                "dims in the file are others", fix="make it a leaf of its own: x.clone()"))  # fmt: skip
             continue
-        aliases |= {b.name: a.name for (a, _), (b, _) in zip(parts, others, strict=True) if a.name != b.name}
+        for (a, _), (b, _) in zip(parts, others, strict=True):
+            if a.name != b.name and aliases.setdefault(b.name, a.name) != a.name:
+                errors.append(_two_leaves(b.name))
     raise_all(errors)
     return aliases
 
 
-def _unchanged(final: Path) -> str:
-    return f"{final.name} is unchanged"
+def _two_leaves(name: str) -> ShardingError:
+    return fail(f"write: {name!r} is the name of two leaves", fix="give each leaf a name of its own")
 
 
 def _temporary(final: Path) -> str:

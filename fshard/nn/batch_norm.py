@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, checker, known_axes, live_axes, region
+from fshard._comm import Axis, axes_of_own_values, known_axes, live_axes, region
 from fshard._torch_compat import FakeTensor, in_transform, unwrapped
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be
@@ -79,15 +79,6 @@ def _check(verb: str, x: Tensor, state: Any, w: Tensor | None, b: Tensor | None)
             raise fail(f"{verb}: {name} must be floating", **{name: _describe(leaf)})
     if state is not None and state["count"].ndim:
         raise fail(f"{verb}: state['count'] must be one number", count=_describe(state["count"]))
-
-
-def axes_of_own_values(x: Tensor) -> frozenset[str]:
-    """Return the axes over which ranks have values of their own, not copies of one; none in calls without checks."""
-    types = checker()
-    if types is None:
-        return frozenset()
-    type_, history = types.info(x).type, types.info(x).history
-    return frozenset(type_.varying - history.copies - {g.axis for g in history.gathers})
 
 
 def _check_axes(verb: str, x: Tensor, state: Any, over: Axis) -> None:

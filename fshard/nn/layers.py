@@ -51,8 +51,12 @@ def linear(
     if x.ndim and x.shape[-1] != w.shape[0]:
         parts = "[..., D@axis], w [D@axis, F]" if split == "row" else "[..., D], w [D, F@axis]"
         whole = "; fs.pslice(x, axis, -1) is the part of a whole x" if split == "row" else ""
+        whole += "; a table of classes [C, D] is used as w.mT" if x.shape[-1] == w.shape[1] else ""
         raise fail(f"linear: x has {x.shape[-1]} inputs and w has {w.shape[0]}", x=list(x.shape), w=list(w.shape),
                    fix=f"split={split!r} takes x {parts}{whole}")  # fmt: skip
+    if b is not None and b.shape != w.shape[1:] and not (split == "row" and out == "split"):
+        own = "b [F@axis], split as w" if split == "column" else "b [F], whole"
+        raise fail(f"linear: w has {w.shape[1]} outputs and b is {list(b.shape)}", fix=f"split={split!r} takes {own}")
     if split == "column":
         y = _linear(pvary(x, axis), w, b)
         return y if out != "whole" else _gather_columns(y, axis, size)

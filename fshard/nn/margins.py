@@ -19,9 +19,10 @@ from torch import Tensor
 from fshard._comm import Axis, checker
 from fshard._torch_compat import in_transform
 from fshard.errors import checked, fail
-from fshard.spec import describe
+from fshard.spec import describe, names_of
 from fshard.weight import Weight
 
+from .batch_norm import axes_of_own_values
 from .classes import target_columns
 from .loss import rows_of_a_block
 
@@ -169,6 +170,8 @@ def _change_targets(
     """Return cosines * scale, with the formula applied to the targets whose columns this rank has."""
     if not cosines.ndim or not cosines.is_floating_point():
         raise fail(f"{verb}: cosines are {describe(cosines.dtype, cosines.shape)}", fix="floats [..., C]")
+    if classes is None:
+        _check_axis(verb, cosines, targets, axis)
     column, is_local, _ = target_columns(verb, cosines, targets, axis, size, classes)
     column, is_local = column.unsqueeze(-1)[..., : cosines.shape[-1]], is_local.unsqueeze(-1)
 
@@ -181,6 +184,19 @@ def _change_targets(
         return (cosines * scale).scatter(-1, column, target_logits(cosines.gather(-1, column)))
     logits: Tensor = _ChangeTargets.apply(cosines, column, target_logits, scale)[0]  # type: ignore[no-untyped-call]
     return logits
+
+
+def _check_axis(verb: str, cosines: Tensor, targets: Tensor, axis: Axis) -> None:
+    """Raise ShardingError for columns that differ between ranks that `axis` does not name: the loss may name them."""
+    types = checker()
+    own = () if types is None else axes_of_own_values(cosines) - types.info(targets).type.varying - {*names_of(axis)}
+    if own:
+        axes = tuple(sorted({*own, *names_of(axis)}))
+        named, over = axes if len(axes) > 1 else axes[0], " and ".join(map(repr, sorted(own)))
+        raise fail(f"{verb}: cosines vary over {over}, targets do not, and axis={axis!r}",
+                   "each rank would take its part of the classes for all of them",
+                   fix=f"axis={named!r}, in the order of the table's spec; or fs.pvary(targets, {named!r}), "
+                   "if each rank has all classes")  # fmt: skip
 
 
 def _cosines(x: Tensor, w: Tensor, eps: float) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -100,7 +100,8 @@ def row_linear(axis: Axes, *, input: Form = "whole") -> Replacement:
 
     Source: Shoeybi et al., 2019, "Megatron-LM".
     """
-    return replace(_built_in("row_linear", _LINEAR, _row_specs, _row_linear, axis, input=input), input=input)
+    forward = _row_linear if input == "whole" else _row_linear_of_parts
+    return _built_in("row_linear", _LINEAR, _row_specs, forward, axis, input)
 
 
 @checked
@@ -119,7 +120,7 @@ def row_embedding(axis: Axes) -> Replacement:
 
     Raises ShardingError, in `fs.defer`, for a table with `max_norm`, `scale_grad_by_freq` or `sparse`.
     """
-    return _built_in("row_embedding", _TABLE, functools.partial(_table_specs, dim=0), _row_embedding, axis)
+    return _built_in("row_embedding", _TABLE, _row_table_specs, _row_embedding, axis)
 
 
 @checked
@@ -137,21 +138,23 @@ def column_embedding(axis: Axes, *, out: Form = "whole") -> Replacement:
 
     Raises ShardingError, in `fs.defer`, for a table with `max_norm`, `scale_grad_by_freq` or `sparse`.
     """
-    return _built_in("column_embedding", _TABLE, functools.partial(_table_specs, dim=1), _column_embedding, axis,
-                     out=out)  # fmt: skip
+    return _built_in("column_embedding", _TABLE, _column_table_specs, _column_embedding, axis, out=out)
 
 
 _LINEAR: Any = (torch.nn.Linear, "Conv1D")
 _TABLE: Any = (torch.nn.Embedding,)
 
 
+@functools.cache  # so that those of equal arguments are equal
 def _built_in(
-    name: str, takes: Any, specs: Callable[..., Any], forward: Callable[..., Any], axis: Axes, **form: str
-) -> Replacement:
+    name: str, takes: Any, specs: Callable[..., Any], forward: Callable[..., Any], axis: Axes, input: Form = "whole",
+    **out: Form,
+) -> Replacement:  # fmt: skip
     P(axis)  # its errors
-    shown = ", ".join([repr(axis), *(f"{key}={value!r}" for key, value in form.items() if value != "whole")])
+    forms = {"input": input, **out}
+    shown = ", ".join([repr(axis), *(f"{key}={value!r}" for key, value in forms.items() if value != "whole")])
     return Replacement(f"{name}({shown})", takes, functools.partial(specs, axis=axis),
-                       functools.partial(forward, axis=axis, **form))  # fmt: skip
+                       functools.partial(forward, axis=axis, **out), input)  # fmt: skip
 
 
 # --- linear layers ----------------------------------------------------------------------------------------------
@@ -189,23 +192,27 @@ def _check_inputs(x: Tensor, expected: int, fix: str) -> None:
         raise fail(f"its input has {x.shape[-1]} features here, not {expected}", input=list(x.shape), fix=fix)
 
 
-def _column_linear(leaves: Mapping[str, Tensor], x: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
+def _column_linear(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
     inputs, outputs = _sizes(of)
-    _check_inputs(x, inputs, "features that an axis splits are the input of row_linear(axis, input='split')")
-    y = _linear(pvary(x, axis), leaves["weight"], leaves.get("bias"), of)  # [..., F@axis]
+    _check_inputs(input, inputs, "features that an axis splits are the input of row_linear(axis, input='split')")
+    y = _linear(pvary(input, axis), leaves["weight"], leaves.get("bias"), of)  # [..., F@axis]
     return y if out == "split" else all_gather(y, axis, -1, size=outputs, to="invariant")
 
 
-def _row_linear(leaves: Mapping[str, Tensor], x: Tensor, *, of: Any, axis: Axes, input: Form) -> Tensor:
-    inputs, _ = _sizes(of)
-    if input == "whole":
-        _check_inputs(x, inputs, "input='split', if the layer before has out='split'")
-        x = pslice(x, axis, -1)  # [..., D@axis]
-    else:
-        _check_inputs(x, leaves["weight"].shape[1 if _is_transposed(of) else 0],
-                      "out='split' for the layer before, or leave input= out")  # fmt: skip
+def _row_linear(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes) -> Tensor:
+    _check_inputs(input, _sizes(of)[0], "input='split', if the layer before has out='split'")
+    return _sum_of_parts(leaves, pslice(input, axis, -1), of, axis)
+
+
+def _row_linear_of_parts(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes) -> Tensor:
+    _check_inputs(input, leaves["weight"].shape[1 if _is_transposed(of) else 0],
+                  "out='split' for the layer before, or leave input= out")  # fmt: skip
+    return _sum_of_parts(leaves, input, of, axis)
+
+
+def _sum_of_parts(leaves: Mapping[str, Tensor], x: Tensor, of: Any, axis: Axes) -> Tensor:
     y: Tensor = psum(_linear(x, leaves["weight"], None, of), axis)
-    return y + leaves["bias"] if "bias" in leaves else y
+    return y + leaves["bias"].to(y.dtype) if "bias" in leaves else y  # torch.autocast makes y half precision
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
@@ -217,15 +224,19 @@ def _table_specs(of: Any, *, dim: int, axis: Axes) -> dict[str, P]:
         ("scale_grad_by_freq", of.scale_grad_by_freq, "it divides gradients by the counts of one rank's batch"),
         ("sparse", of.sparse, "gradients of leaves are dense"),
     ):
-        if value:
+        if value is not None and value is not False:
             raise fail(f"it has {name}={value}", why, fix=f"construct it without {name}")
     return {"weight": P(*[None] * dim, axis)}
 
 
-def _row_embedding(leaves: Mapping[str, Tensor], ids: Tensor, *, of: Any, axis: Axes) -> Tensor:
-    return embedding(ids, leaves["weight"], axis=axis, size=of.weight.shape[0], padding_idx=of.padding_idx, out="whole")
+_row_table_specs, _column_table_specs = (functools.partial(_table_specs, dim=dim) for dim in (0, 1))
 
 
-def _column_embedding(leaves: Mapping[str, Tensor], ids: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
-    return embedding(ids, leaves["weight"], axis=axis, size=of.weight.shape[1], padding_idx=of.padding_idx,
+def _row_embedding(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes) -> Tensor:
+    return embedding(input, leaves["weight"], axis=axis, size=of.weight.shape[0], padding_idx=of.padding_idx,
+                     out="whole")  # fmt: skip
+
+
+def _column_embedding(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
+    return embedding(input, leaves["weight"], axis=axis, size=of.weight.shape[1], padding_idx=of.padding_idx,
                      split="column", out=out)  # fmt: skip

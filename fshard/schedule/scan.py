@@ -139,7 +139,7 @@ class _Blocks:
         for p, specs, shapes in zip(self.params, self.specs, self.shapes, strict=True):
             leaves = tree.leaves(p)
             leaf_specs, sizes = placements("scan", p, specs, shapes)
-            leaf_routes = routes("scan", current, leaves, leaf_specs, axis, sizes)
+            leaf_routes = routes("scan", current, p, leaves, leaf_specs, axis, sizes)
             plan = plan_buckets(current, leaves, leaf_routes, dtype, reduce_dtype)
             if plan is None:
                 return None

@@ -47,7 +47,7 @@ def unshard(
     tree.check_leaves("unshard", "params", params, Tensor)
     leaves, treedef = tree.flatten(params)
     leaf_specs, sizes = placements("unshard", params, specs, shapes)
-    leaf_routes = routes("unshard", current, leaves, leaf_specs, axis, sizes)
+    leaf_routes = routes("unshard", current, params, leaves, leaf_specs, axis, sizes)
     casts = [Precision.of(x, dtype, reduce_dtype) for x in leaves]
     out = [copy_to_device(x, current.device) if r.host else x for x, r in zip(leaves, leaf_routes, strict=True)]
     vary: dict[Any, list[int]] = {}
@@ -92,39 +92,43 @@ class Route:
 
 
 def routes(
-    verb: str, region: Region, leaves: Sequence[Tensor], specs: Sequence[P | None], axis: Axis,
+    verb: str, region: Region, params: Any, leaves: Sequence[Tensor], specs: Sequence[P | None], axis: Axis,
     shapes: Sequence[tuple[int, ...] | None],
 ) -> list[Route]:  # fmt: skip
     """Return the route of each leaf, over the axes of more than one rank. Raises if pieces cannot be joined.
 
-    A leaf without a spec stays as it is.
+    A leaf without a spec stays as it is. `params` is the tree of the leaves.
     """
     names = known_axes(verb, region, axis)
     live = live_axes(region.comm, names)
     host_is_other_memory = region.device != HOST
     out: list[Route] = []
     errors: list[ShardingError] = []
+
+    def label(i: int) -> str:  # of a leaf, for an error
+        return f"{verb}: {tree.show('params', tree.leaves_with_path(params)[i][0])}"
+
     for i, (x, spec, shape) in enumerate(zip(leaves, specs, shapes, strict=True)):
         gathers = []
         if spec is None:
             out.append(Route((), ()))
             continue
         if host_is_other_memory and x.device == HOST and spec.memory != "host":
-            errors.append(fail(f"{verb}: leaf {i} is in host memory, its spec says {spec}",
+            errors.append(fail(f"{label(i)} is in host memory, its spec says {spec}",
                                fix="pass fs.on_host(specs), or fs.to_device(params)"))  # fmt: skip
         if shape is not None and len(shape) != x.ndim:
-            errors.append(fail(f"{verb}: leaf {i} has {x.ndim} dims, and {len(shape)} in shapes", leaf=list(x.shape),
+            errors.append(fail(f"{label(i)} has {x.ndim} dims, and {len(shape)} in shapes", leaf=list(x.shape),
                                shapes=list(shape), fix="pass the tree that params were materialized from"))  # fmt: skip
             continue
-        if wrong := spec_errors(f"{verb}: leaf {i}", tuple(x.shape), spec, region.sizes):
-            errors += wrong
+        if spec_errors(verb, tuple(x.shape), spec, region.sizes):
+            errors += spec_errors(label(i), tuple(x.shape), spec, region.sizes)
             continue
         for dim, split in enumerate(spec.parts(x.ndim)):
             joined = tuple(a for a in split if a in names)
             major = split[: len(split) - len(joined)]
             if joined and split[len(major) :] != joined:
                 first = tuple(a for a in split if a not in names)
-                errors.append(fail(f"{verb}: leaf {i} has dim {dim} split by {split}; {joined} cannot be joined first",
+                errors.append(fail(f"{label(i)} has dim {dim} split by {split}; {joined} cannot be joined first",
                                    fix=f"make {joined} the minor axes: {(*first, *joined)}"))  # fmt: skip
             elif any(a in live for a in joined):
                 sizes, coords = [region.sizes[a] for a in major], [region.coords[a] for a in major]

@@ -368,6 +368,23 @@ def test_specs_that_were_not_passed_to_a_model_are_told_at_the_users_call():
     assert text.endswith("fix: pass loss the spec of p['head']['w'], which names 'data'")
 
 
+def test_features_that_vary_before_a_head_over_all_ranks_are_to_be_gathered_as_one_value():
+    def step(gather):
+        def loss(w, x):
+            x = x.exp()
+            if gather:
+                x = fs.all_gather(x, "data")
+            return fs.nn.linear(x, w.mT, axis=("data", "model")).sum()
+
+        f = fs.shard_map(fs.grad(loss, 1), mesh=MESH, in_specs=(P(("data", "model")), ROWS), out_specs=ROWS)
+        return error_text(fs.check, f, torch.zeros(8, 3), torch.zeros(4, 3))
+
+    line = line_of('x = fs.all_gather(x, "data")')
+    assert f'fix: at test_checker.py:{line}:  x = fs.all_gather(x, "data", to="invariant")\n' in step(True)
+    assert step(False).endswith("""fix: fs.all_gather(..., "data", to="invariant") of the value first; """
+                                "or leave 'data' out of the axes of linear")  # fmt: skip
+
+
 # --- fixes of errors ------------------------------------------------------------------------------------------
 
 

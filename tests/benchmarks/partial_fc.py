@@ -1,6 +1,7 @@
 """Sampled classes beside the full head: `python -m tests.benchmarks.partial_fc [--classes 100k] [--share 0.1]`.
 
-ArcFace on a table of classes, and a step of SGD with momentum: of all classes, and of a sample of them (Partial FC).
+ArcFace on a table of classes, and a step of SGD with momentum: of all classes, of all of them in chunks inside the
+backward pass, and of a sample of them (Partial FC).
 Memory of a rank and seconds of a step, each in turn in new processes. README.md in this folder says how to read them.
 """
 
@@ -26,7 +27,7 @@ from .init import MIB, spread
 from .peers import ratios, run_on_ranks
 
 
-def arcface(classes: int, *, share: float) -> Step:
+def arcface(classes: int, *, share: float, in_backward: bool = False) -> Step:
     mesh = fs.make_mesh(kind="process", model=dist.get_world_size())
     specs = {"body": P(), "head": {"w": P("model")}}
     opt = fs.optim.sgd(LR, momentum=MOMENTUM)
@@ -43,6 +44,11 @@ def arcface(classes: int, *, share: float) -> Step:
     @fs.shard_map(mesh=mesh, in_specs=(specs, states, P(), P(), P()), out_specs=(specs, states, P()), donate=(0, 1))
     def train(params: Any, states: Any, x: Tensor, targets: Tensor, key: Tensor) -> Any:
         head, sampled = params["head"], None
+        if in_backward:
+            moments = {"count": states["body"]["count"], "m": {name: states[name]["m"] for name in params}}
+            update = fs.value_and_update(loss_fn, opt, in_backward="head.w")
+            loss, params, new = update(params, moments, x, targets, sampled)
+            return params, {name: {"count": new["count"], "m": new["m"][name]} for name in params}, loss
         if count < classes:
             sampled = fs.nn.sample_classes(key, targets, size=classes, count=count, axis="model")
             rows = sampled - fs.local_range(len(head["w"]), "model", size=classes)[0]
@@ -75,11 +81,12 @@ def arcface(classes: int, *, share: float) -> Step:
     return step
 
 
-def minimum(classes: int, ranks: int, share: float) -> int:
+def minimum(which: str, classes: int, ranks: int, share: float) -> int:
     """Bytes of a rank: its parts of weight and momentum, of the sampled weights, of gradients, and of logits."""
-    sampled = share * classes / ranks
-    rows = sampled if share == 1 else 2 * sampled
-    return int(4 * (2 * classes / ranks * WIDTH + rows * WIDTH + sampled * BATCH))
+    own = classes / ranks
+    used = share * own if which == "sampled" else own
+    rows = {"full": used, "chunked": 0, "sampled": 2 * used}[which]
+    return int(4 * (2 * own * WIDTH + rows * WIDTH + used * BATCH))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,21 +96,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=3, help="new processes for each way, in turn")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each process")
+    parser.add_argument("--memory", type=float, default=0.9 * available() / 1e9, help="GB that may be used")
     args = parser.parse_args(argv)
-    ways = {"full": 1.0, "sampled": args.share}
-    for which, share in ways.items():
-        STEPS[which] = functools.partial(arcface, share=share)
+    ways = {"full": functools.partial(arcface, share=1.0),
+            "chunked": functools.partial(arcface, share=1.0, in_backward=True),
+            "sampled": functools.partial(arcface, share=args.share)}  # fmt: skip
+    STEPS.update(ways)
     print(f"torch {torch.__version__}, batch {BATCH}, {WIDTH} features, float32, SGD with momentum, "
           f"{args.ranks} ranks of 1 thread, {args.share:.0%} of classes, load {os.getloadavg()[0]:.1f}")  # fmt: skip
     gc.freeze()
     for name in args.classes:
         classes = SIZES[name]
-        total = 3 * classes * WIDTH * 4
-        if total > 0.9 * available():
-            print(f"\n{name} classes do not fit: 3 x {classes:,} x {WIDTH} x 4 B = {total / 1e9:.1f} GB")
-            continue
-        rows: dict[str, Any] = {which: {"seconds": [], "resident": 0} for which in ways}
-        for which in ways:
+        least = {which: minimum(which, classes, args.ranks, args.share) for which in ways}
+        fits = [which for which in ways if args.ranks * least[which] < args.memory * 1e9]
+        rows: dict[str, Any] = {which: {"seconds": [], "resident": 0} for which in fits}
+        for which in rows:
             rows[which]["live"] = max(run_on_ranks(args.ranks, tensor_bytes, which, classes))
         for _ in range(args.rounds):
             for which, row in rows.items():
@@ -113,14 +120,21 @@ def main(argv: list[str] | None = None) -> int:
                 row["losses"] = found[0]["losses"]
         print(f"\n{name} classes\n  {'':9}{'live MiB':>10}{'minimum':>10}{'resident':>10}"
               f"{'s/step':>10}{'least':>10}{'most':>10}{'loss':>10}")  # fmt: skip
-        for which, row in rows.items():
+        for which in ways:
+            if which not in rows:
+                total = f"{args.ranks} ranks x {least[which] / MIB:,.0f} MiB = {args.ranks * least[which] / 1e9:.1f} GB"
+                print(f"  {which:9} does not fit: {total}")
+                continue
+            row = rows[which]
             x = spread(row["seconds"])
-            sizes = [row["live"], minimum(classes, args.ranks, ways[which]), row["resident"]]
-            cells = [f"{n / MIB:.1f}" for n in sizes] + [f"{x[k]:.3f}" for k in ("median", "least", "most")]
-            print(f"  {which:9}" + "".join(f"{c:>10}" for c in [*cells, f"{row['losses'][-1]:.4f}"]))
-        time = ratios(rows["sampled"]["seconds"], rows["full"]["seconds"])[0]
-        live = rows["sampled"]["live"] / rows["full"]["live"]
-        print(f"  sampled / full: time {time:.3f}, live {live:.3f}", flush=True)
+            cells = [f"{n / MIB:.1f}" for n in (row["live"], least[which], row["resident"])]
+            cells += [f"{x[k]:.3f}" for k in ("median", "least", "most")]
+            print(f"  {which:9}" + "".join(f"{c:>10}" for c in [*cells, f"{row['losses'][-1]:.4f}"]), flush=True)
+        for which in rows if "sampled" in rows else ():
+            if which != "sampled":
+                time = ratios(rows["sampled"]["seconds"], rows[which]["seconds"])[0]
+                live = rows["sampled"]["live"] / rows[which]["live"]
+                print(f"  sampled / {which}: time {time:.3f}, live {live:.3f}", flush=True)
     return 0
 
 

@@ -338,7 +338,7 @@ def test_a_head_that_is_tied_only_in_its_first_rows_is_refused(tmp_path):
     _, stored = t5.load(tmp_path)
     text = error_text(fs.materialize, stored, P(), fs.make_mesh(data=1), key=fs.key(0))
     assert "'lm_head.weight' is not equal to 'shared.weight'" in text
-    assert "fix: tie_word_embeddings: false in config.json" in text
+    assert "fix: untie them (tie_word_embeddings: false in config.json)" in text
 
 
 def test_what_is_no_t5_is_refused(tmp_path):

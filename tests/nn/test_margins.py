@@ -246,6 +246,22 @@ def test_types_of_a_forgotten_pvary_are_refused(kernel):
             on({"d": 2}, run, (X[:4], W[:6]), specs, specs)
 
 
+@pytest.mark.parametrize("axis", [None, "m"])
+def test_an_axis_that_is_not_named_is_refused(axis):
+    """The loss names both axes, so that its result alone would not show it."""
+    cosines, targets, both = rand(3, 12), torch.tensor([0, 11, 4]), ("d", "m")
+    run = lambda c, t: nn.cross_entropy(nn.arcface(c, t, axis=axis), t, axis=both)  # noqa: E731
+    with pytest.raises(ShardingError) as e:
+        on({"d": 2, "m": 2}, run, (cosines, targets), (P(None, both), P()), P())
+    missing = "'d' and 'm'" if axis is None else "'d'"
+    assert str(e.value) == (
+        f"arcface: cosines vary over {missing}, targets do not, and axis={axis!r}\n"
+        "  each rank would take its part of the classes for all of them\n"
+        "  fix: axis=('d', 'm'), in the order of the table's spec; or fs.pvary(targets, ('d', 'm')), "
+        "if each rank has all classes"
+    )
+
+
 def test_large_margins_make_no_array_of_the_classes_but_logits_and_the_gradients(monkeypatch):
     """Of the table's size: its gradient. Of the logits' size: cosines, logits and two gradients. No one-hot."""
     monkeypatch.setattr(margins, "_PLAIN_UP_TO", 1 << 12)
@@ -524,7 +540,8 @@ C, T = torch.zeros(2, 5), torch.tensor([0, 4])
         (lambda: nn.cosface(C, T, m=math.nan),
          "cosface: m is finite, and scale finite and more than 0\n  m  nan    scale  64.0"),
         (lambda: nn.cosface(C, T[:1]),
-         "cosface: targets must be one integer class for each row of logits\n  logits  f32[2, 5]    targets  i64[1]"),
+         ("cosface: targets must be one integer class for each row of logits\n  logits  f32[2, 5]    targets  i64[1]\n"
+          "  fix: gather targets where features are gathered; .long() makes integers")),
         (lambda: nn.arcface(C, T, classes=T),
          ("arcface: classes must be the class of each column of logits, ascending\n"
          "  logits  f32[2, 5]    classes  i64[2]\n  fix: classes = nn.sample_classes(...)")),

@@ -753,10 +753,12 @@ def test_a_compiled_program_of_all_layers_equals_the_eager_one():
          "cross_entropy: label_smoothing=1.5\n  fix: 0 <= label_smoothing <= 1"),
         (lambda: nn.cross_entropy(X, X),
          ("cross_entropy: targets must be one integer class for each row of logits\n"
-         "  logits  f64[2, 5, 4]    targets  f64[2, 5, 4]")),
+         "  logits  f64[2, 5, 4]    targets  f64[2, 5, 4]\n"
+         "  fix: gather targets where features are gathered; .long() makes integers")),
         (lambda: nn.cross_entropy(X, ints(4, 5)),
          ("cross_entropy: targets must be one integer class for each row of logits\n"
-         "  logits  f64[2, 5, 4]    targets  i64[5]")),
+         "  logits  f64[2, 5, 4]    targets  i64[5]\n"
+         "  fix: gather targets where features are gathered; .long() makes integers")),
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), weight=B),
          "cross_entropy: weight must be one number for each class here\n  logits  f64[2, 5, 4]    weight  f64[3]"),
         (lambda: nn.cross_entropy(X, ints(4, 2, 5), axis="m"),

@@ -217,6 +217,11 @@ X, W = torch.ones(2, 4), torch.ones(3, 6)
         (_inside(lambda: nn.linear(X, W, axis="m")),
          ("linear: x has 4 inputs and w has 3\n  x  [2, 4]    w  [3, 6]\n"
           "  fix: split='column' takes x [..., D], w [D, F@axis]")),
+        (_inside(lambda: nn.linear(X, torch.ones(3, 4), axis="m")),
+         ("linear: x has 4 inputs and w has 3\n  x  [2, 4]    w  [3, 4]\n"
+          "  fix: split='column' takes x [..., D], w [D, F@axis]; a table of classes [C, D] is used as w.mT")),
+        (_inside(lambda: nn.linear(X, torch.ones(4, 2), torch.ones(3), axis="m")),
+         "linear: w has 2 outputs and b is [3]\n  fix: split='column' takes b [F@axis], split as w"),
         (lambda: nn.embedding(ints(3, 2), W, max_norm=1.0),
          ("embedding: max_norm=1.0\n  torch's writes shorter rows into the table in forward\n"
           "  fix: table * (max_norm / table.norm(dim=1, keepdim=True)).clamp(max=1) after a step")),

@@ -235,7 +235,8 @@ X, T = torch.ones(2, 4), torch.tensor([0, 1])
         (lambda: nn.accuracy(X, T, (1, 0)), "accuracy: k=(1, 0)\n  fix: k=(1, 5): each is 1 or more"),
         (lambda: nn.accuracy(X, T[:1]),
          ("accuracy: targets must be one integer class for each row of logits\n"
-          "  logits  f32[2, 4]    targets  i64[1]")),
+          "  logits  f32[2, 4]    targets  i64[1]\n"
+          "  fix: gather targets where features are gathered; .long() makes integers")),
         (lambda: nn.accuracy(X[0, 0], T), "accuracy: logits are f32[]\n  fix: floating logits [..., C]"),
     ],
 )  # fmt: skip

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import Axis, checker, in_region, known_axes, live_axes, region
+from fshard._comm import Axis, axes_of_own_values, checker, in_region, known_axes, live_axes, region
 from fshard._ops import global_size
 from fshard._torch_compat import is_batched
 from fshard.errors import fail
-from fshard.nn.batch_norm import axes_of_own_values
 from fshard.spec import describe, part_lengths, part_range
 
 from .draws import Batch, Draws, Features, Probe
@@ -47,11 +46,11 @@ class SplitBatch:
 
 def draws_of(
     name: str, key: Tensor, split: SplitBatch | None, leaves: Sequence[Tensor], args: Any, kwargs: Any,
-    run: RunOnFakes, split_features: Collection[tuple[str, ...]] = (),
+    run: RunOnFakes, split_features: Mapping[tuple[str, ...], Collection[int]] | None = None,
 ) -> Draws:  # fmt: skip
     """Return the mode that makes the random numbers of a call of the function `name`, whose module has `leaves`.
 
-    Replaced modules may leave features split over `split_features`.
+    Replaced modules may leave features split over `split_features`, whose global numbers they are.
     """
     if torch.compiler.is_dynamo_compiling():
         raise fail(f"{name}: draws by a key cannot be compiled", fix="call it outside torch.compile")
@@ -65,9 +64,8 @@ def draws_of(
                    fix=f'apply = apply.draws_over("{live[0]}"); apply.draws_over(None) if each rank has all of them'
                    )  # fmt: skip
     axes = live_axes(region().comm, known_axes(f"{name}.draws_over", region(), split.axis))
-    features = (
-        [_features(over) for over in split_features if live_axes(region().comm, over)] if split.with_probe else []
-    )
+    features = [_features(over, numbers) for over, numbers in (split_features or {}).items()
+                if split.with_probe and live_axes(region().comm, over)]  # fmt: skip
     if not axes and not features:
         return Draws(name, key)
     found, find = _probed(name, key, split, axes, leaves, args, kwargs, run)
@@ -84,9 +82,9 @@ def draws_of(
     return Draws(name, key, batch, found.probes, find, features) if split.with_probe else Draws(name, key, batch)
 
 
-def _features(axes: tuple[str, ...]) -> Features:
+def _features(axes: tuple[str, ...], numbers: Collection[int]) -> Features:
     sizes, coords = (tuple([values[a] for a in axes]) for values in (region().sizes, region().coords))
-    return Features(axes, sizes, coords)
+    return Features(axes, sizes, coords, frozenset(numbers))
 
 
 def _probed(

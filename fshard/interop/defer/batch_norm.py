@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard._comm import Axis, in_region, region
+from fshard._comm import Axis, axes_of_own_values, in_region, region
 from fshard.errors import fail
-from fshard.nn.batch_norm import averaged, axes_of_own_values, normalize_batch
+from fshard.nn.batch_norm import averaged, normalize_batch
 from fshard.spec import describe, names_of
 
 _BATCH_NORMS: dict[type[nn.Module], Sequence[int]] = {  # kind -> the numbers of dims that its input may have

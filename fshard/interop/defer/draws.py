@@ -91,6 +91,16 @@ class Features:
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     coords: tuple[int, ...]
+    numbers: frozenset[int]  # of the features, of each dim of a parameter that the axes split
+
+    def split(self, dim: int, ndim: int, whole: int, part: int) -> bool:
+        """Return whether `part` is this rank's size of a dim with features, or with heads of them.
+
+        A dim where they are flattened with others may have that size too, but a rank's part of it is no range: dim 0 of
+        several is [B*heads], and another product divides no number of features, as a rule.
+        """
+        is_features = (dim > 0 or ndim == 1) and any(n % max(1, whole) == 0 for n in self.numbers)
+        return is_features and self.part(whole)[1] == part
 
     def part(self, n: int) -> tuple[int, int]:
         """Return (start, length) of this rank's part of n features."""
@@ -151,11 +161,14 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next(known, None) or self.find()
 
     def _unexpected(self, here: str, there: str) -> ShardingError:
-        empty = [f"or this rank has no part of the features that {f.axes} splits, and torch draws nothing for it: "
-                 "replace= is to leave them whole" for f in self.features]  # fmt: skip
+        axes = " or ".join(str(f.axes) for f in self.features)
+        split = [f"or {why}: replace= is to leave them whole" for why in (
+            f"this rank has no part of the features that {axes} splits, and torch draws nothing for it",
+            "they are flattened with another dim, and a rank's part is no range of it",
+            *["axes whose parts have one size cannot be told apart"] * (len(self.features) > 1)) if axes]  # fmt: skip
         return draw_error(f"{self.name}: {here}, and {there} in a run with another number of examples",
                           "the draws of forward depend on that number, or on values, and may differ between ranks",
-                          *empty, fix="draw as often, and in the same shapes, for any batch: for all examples at once"
+                          *split, fix="draw as often, and in the same shapes, for any batch: for all examples at once"
                           )  # fmt: skip
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -271,7 +284,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(shape) != len(expected):
             return None
         for dim, (n, whole) in enumerate(zip(shape, expected, strict=True)):
-            over = [f for f in self.features if n != whole and f.part(whole)[1] == n]
+            over = [f for f in self.features if n != whole and f.split(dim, len(shape), whole, n)]
             if n != whole and (len(over) != 1 or op == "randperm" or (examples and dim == examples.dim)):
                 return None
             if n != whole:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fshard import tree
 from fshard._comm import Axis, checker
 from fshard._ops import differentiable_dtype
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.lora import Leaf
 from fshard.random import check_key
 from fshard.schedule.options import BackwardPrefetch, Release
@@ -126,7 +126,7 @@ class Apply:
     def refuse_changed(self, changed: Sequence[str]) -> None:
         """Raise ShardingError if `forward` has changed these buffers."""
         if changed:
-            raise fail(f"{self!r}: forward changed buffers, and a plain call returns none: {', '.join(changed)}",
+            raise fail(f"{self!r}: forward changed buffers, and a plain call returns none: {join_limited(changed, 3)}",
                        fix="out, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()")  # fmt: skip
 
     def with_buffers(
@@ -178,6 +178,8 @@ class Apply:
         """
         module = copy_module(self.module)
         for name, m in batch_norms(module):
+            if name in self._replaced.by:
+                continue
             m.forward = functools.partial(batch_norm_over, axis, f"{self!r}: {repr(name) if name else 'it'}", m)
         return self._with(module)
 
@@ -334,7 +336,7 @@ class Apply:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
             leaves_in_all = [*named.values(), *buffers.values()]
             draws = draws_of(repr(self), self._key, self._split_batch, leaves_in_all, args, kwargs, run_on_fakes,
-                             self._replaced.axes)  # fmt: skip
+                             self._replaced.features)  # fmt: skip
         copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
         leaves: dict[str, Named] = {"params": named, "buffers": copies}
         if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call

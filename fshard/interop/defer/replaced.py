@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fshard import tree
-from fshard._comm import region
+from fshard._comm import axes_of_own_values, checker, region
 from fshard.errors import ShardingError, fail, must_be, raise_all
 from fshard.nn import Replacement
-from fshard.nn.batch_norm import axes_of_own_values
 from fshard.spec import P, describe, format_axes, matches, part_range, same_placement
 
 from .module_leaves import Leaves, Place, leaves_at, named_modules
-from .stand_ins import Split, SplitParameter
+from .stand_ins import Split, SplitParameter, StandIn
 
 Replace = Mapping[str, Replacement] | None
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -64,9 +63,14 @@ class Replaced:
         return Replaced(by, own, splits, _of_all_leaves(leaves, specs))
 
     @property
-    def axes(self) -> set[tuple[str, ...]]:
-        """The axes of the dims that are split."""
-        return {over for x in self.splits.values() for over in x.spec.parts(len(x.shape)) if over}
+    def features(self) -> dict[tuple[str, ...], set[int]]:
+        """The axes of the dims that are split, and the global sizes of these dims."""
+        out: dict[tuple[str, ...], set[int]] = {}
+        for x in self.splits.values():
+            for n, over in zip(x.shape, x.spec.parts(len(x.shape)), strict=True):
+                if over:
+                    out.setdefault(over, set()).add(n)
+        return out
 
     def install(self, label: str, module: nn.Module) -> None:
         """Give the submodules of a copy of the module their functions."""
@@ -107,9 +111,10 @@ def _matched(
     errors = []
     for glob in replace:
         if glob not in used:
-            errors.append(fail(f"defer: replace: {glob!r} matches no submodule", near=_near(glob, names),
-                               fix="a glob of paths, as '**.embed'; an earlier glob may match all of its submodules"
-                               ))  # fmt: skip
+            fix = ("a glob of paths, as '**.embed'; an earlier glob may match all of its submodules" if names else
+                   "torch.nn.Sequential(module) has one, '0'")  # fmt: skip
+            errors.append(fail(f"defer: replace: {glob!r} matches no submodule", fix=fix,
+                               near=_near(glob, names) or f"{type(module).__name__} has none"))  # fmt: skip
     return chosen, errors
 
 
@@ -142,8 +147,9 @@ def _check_module(m: nn.Module, replacement: Replacement) -> None:
 
 def _own_specs(m: nn.Module, replacement: Replacement) -> dict[str, P]:
     """Return the specs of a module's parameters by their names in it. Raises ShardingError without its name."""
-    specs = dict(replacement.specs(m))
-    own = _parameters(m)
+    specs, own = replacement.specs(m), _parameters(m)
+    if not isinstance(specs, Mapping):
+        raise must_be(f"{replacement}: specs", "a function that returns a dict of parameters' names and specs", specs)
     for key, spec in specs.items():
         if key not in own:
             raise fail(f"{replacement} has a spec for {key!r}, and it has no such parameter", has=", ".join(own),
@@ -230,7 +236,12 @@ def _check_part(label: str, x: SplitParameter, sizes: Mapping[str, int], coords:
                    fix=f"use one of {list(sizes)}")  # fmt: skip
     expected = [part_range(n, [sizes[a] for a in axes], [coords[a] for a in axes])[1]
                 for n, axes in zip(x.placed.shape, spec.parts(len(x.placed.shape)), strict=True)]  # fmt: skip
+    fix = 'place it by apply.specs["params"]; fs.unshard over other axes alone'
     if list(x.part.shape) != expected:
         raise fail(f"{label}: params[{x.leaf!r}] is {list(x.part.shape)} here, and not {expected}, this rank's part of "
-                   f"{list(x.placed.shape)}", spec=spec, mesh=format_axes(sizes),
-                   fix='place it by apply.specs["params"]; fs.unshard over other axes alone')  # fmt: skip
+                   f"{list(x.placed.shape)}", spec=spec, mesh=format_axes(sizes), fix=fix)  # fmt: skip
+    if (types := checker()) is None or isinstance(x.part, StandIn):
+        return
+    if same := [a for a in spec.axes if sizes[a] > 1 and a not in types.info(x.part).type.varying]:
+        raise fail(f"{label}: params[{x.leaf!r}] is the same on all ranks of {same[0]!r}, which is to split it",
+                   spec=spec, mesh=format_axes(sizes), fix=fix)  # fmt: skip

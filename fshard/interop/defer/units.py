@@ -299,7 +299,7 @@ class UnshardedByUnit:
             for leaf in names:
                 verb, own = f"apply.unshard: params[{leaf!r}]", tree.leaves(params[leaf])
                 parts, sizes = placements(verb, params[leaf], specs[leaf], self._shapes[leaf])
-                found += routes(verb, here, own, parts, self._axis, sizes)
+                found += routes("apply.unshard", here, {leaf: params[leaf]}, own, parts, self._axis, sizes)
                 xs += own
             plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
             if plan is not None:

@@ -279,7 +279,7 @@ def _extra(
     ignored: Sequence[str],
 ) -> list[str]:  # fmt: skip
     """Return the names in the files that no leaf uses, and that may not be unused."""
-    in_use = {part.name for name in used for part in stored.leaves[name].parts}
+    in_use = {id(headers.tensors[part.name]) for name in used for part in stored.leaves[name].parts}
     module_name = {names.plain(name): name for name in names.kinds}
     target = {part.name: module_name.get(name) for name, x in stored.leaves.items() for part in x.parts}
     skipped = {names.plain(name) for name in names.transient}
@@ -294,7 +294,7 @@ def _extra(
         kind = names.kinds.get(target.get(name) or "")  # parameters, where only buffers are read
         return kind == "params" and kind not in kinds
 
-    return [name for name in headers.tensors if name not in in_use and not may_be_unused(name)]
+    return [name for name in headers.tensors if id(headers.tensors[name]) not in in_use and not may_be_unused(name)]
 
 
 def _unused(headers: WeightHeaders, name: str, stored: Converted, names: Names) -> ShardingError:

@@ -86,8 +86,8 @@ class FilePart:
 class FromFile:
     """An initializer that reads its box from a file. Shown as `stored(model.safetensors: h.0.ln_1.weight)`.
 
-    `parts` are the tensors in files that make up the leaf. `copies` must have the same values, since the config ties
-    them to it.
+    `parts` are the tensors in files that make up the leaf. `copies` must have the same values, as they are tied
+    to it.
     """
 
     def __init__(self, parts: Sequence[tuple[HeaderEntry, FilePart]], copies: Sequence[FromFile] = ()) -> None:
@@ -123,8 +123,9 @@ class FromFile:
             if not torch.equal(out.flatten().view(torch.uint8), other.flatten().view(torch.uint8)):
                 first, second = self.parts[0][0], copy.parts[0][0]
                 raise fail(f"{second.file}: {second.name!r} is not equal to {first.name!r}",
-                           "the config ties them: they would be one leaf",
-                           fix="tie_word_embeddings: false in config.json, or take it out of the file")  # fmt: skip
+                           "they are tied: they would be one leaf",
+                           fix="untie them (tie_word_embeddings: false in config.json), or take one out of the "
+                               "file")  # fmt: skip
         return out
 
 
@@ -350,10 +351,11 @@ def read(
             continue
         if missing:
             errors.append(fail(f"{headers.path}: no leaf is the rest of {name!r}", f"unused: {', '.join(missing)}"))
+    in_use = {id(headers.tensors[name]) for name in used}  # an alias of a tensor has the same entry
     errors += [fail(f"{headers.path}: {name!r} is not part of this model",
                     f"{entry.dtype_name.lower()}{list(entry.shape)}")
                for name, entry in headers.tensors.items()
-               if name not in used and not name.endswith(tuple(ignored))]  # fmt: skip
+               if id(entry) not in in_use and not name.endswith(tuple(ignored))]  # fmt: skip
     raise_all(errors)
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
 

@@ -53,7 +53,7 @@ class Language(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids):
-        x = self.embed(ids) + self.positions(torch.arange(T))
+        x = self.embed(input=ids) + self.positions(torch.arange(T))
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -246,6 +246,8 @@ def test_specs_of_defer_place_leaves_of_replaced_modules_and_replicate_the_other
     for other in (apply.eval(), apply.train(False).train(), apply.batch_norm_over("data"), eager):
         assert other.specs == apply.specs
     assert fs.defer(Language)[0].specs == {"params": dict.fromkeys(tree["params"], P()), "buffers": {}}
+    equal, _ = fs.defer(repeated, replace={"0": column_linear("model"), "2": column_linear("model")})
+    assert equal.specs["params"] == {"0.weight": P("model"), "0.bias": P("model")}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -306,6 +308,24 @@ def test_dropout_of_split_features_by_key_is_the_same_on_every_mesh(units):
     assert_same(run(ENCODER, {"data": 2, "model": 3}, ids(), key=fs.key(7))[2], one, rtol=1e-4, atol=1e-6)
     if not units:
         assert not torch.allclose(run(None, {"data": 1, "model": 1}, ids(), key=fs.key(8))[2][0], one[0])
+
+
+@pytest.mark.parametrize("flatten", [lambda h: h.flatten(), lambda h: h.view(len(h), -1, 2).flatten(0, 1)],
+                         ids=["features", "heads"])  # fmt: skip
+def test_dropout_of_split_features_that_are_flattened_with_the_batch_is_an_error(flatten):
+    """A rank's part of [B*heads] is no range of it: each rank would draw numbers of others."""
+
+    class Flattened(Mlp):
+        def forward(self, x):
+            h = self.up(x)
+            return self.down(F.dropout(flatten(h), 0.5).view(h.shape))
+
+    apply, tree = fs.defer(lambda: Flattened(16), replace={"up": UP, "down": DOWN})
+    mesh, specs = fs.make_mesh(model=2), apply.specs["params"]
+    f = fs.shard_map(lambda p, x, key: apply.draws_over(None)(p, {}, x, key=key), mesh=mesh,
+                     in_specs=(specs, P(), P()), out_specs=P())  # fmt: skip
+    text = error_text(f, fs.materialize(tree["params"], specs, mesh, key=fs.key(0)), torch.ones(3, D), fs.key(1))
+    assert "or they are flattened with another dim, and a rank's part is no range of it: replace= is to" in text
 
 
 def test_dropout_of_features_that_a_rank_has_none_of_is_an_error():
@@ -522,6 +542,14 @@ def test_replacements_of_ones_own():
     assert_trained_equally(sharded_steps(module, inputs, cross_entropy, OWN, {"data": 2, "model": 3}), want)
 
 
+def test_batch_norms_that_are_replaced_keep_their_function():
+    norm = block_of(lambda leaves, x, *, of: x + 1, takes=(nn.BatchNorm1d,))
+    apply = Apply(nn.Sequential(nn.BatchNorm1d(2, affine=False, track_running_stats=False)), replace={"0": norm})
+    f = fs.shard_map(lambda x: apply.batch_norm_over("data")({}, {}, x), mesh=fs.make_mesh(data=2), in_specs=P("data"),
+                     out_specs=P("data"))  # fmt: skip
+    assert torch.equal(fs.device_get(f(torch.zeros(4, 2))), torch.ones(4, 2))
+
+
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
@@ -561,6 +589,8 @@ OF_LINEAR = functools.partial(block_of, takes=(nn.Linear,))
 REFUSED = {
     "unmatched": (Language, {"**.donw": COLUMN}, "'**.donw' matches no submodule\n  near  blocks.0.down, "),
     "shadowed": (Language, {"head": COLUMN, "hea?": COLUMN}, "'hea?' matches no submodule\n  near  head"),
+    "no submodules": (lambda: nn.Linear(2, 2), {"**": COLUMN},
+                      "'**' matches no submodule\n  near  Linear has none\n  fix: torch.nn.Sequential(module) has"),
     "kind": (Language, {"*.0.norm": COLUMN},
              "'blocks.0.norm' is a LayerNorm: column_linear('model') takes Linear and Conv1D\n"),
     "subclass": (lambda: nn.Sequential(Scaled(3, 2)), {"0": TABLE},
@@ -569,7 +599,7 @@ REFUSED = {
     "hooks": (lambda: nn.Sequential(hooked()), {"0": COLUMN}, "'0' is a Linear: it has hooks"),
     "weight_norm": (lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"0": COLUMN},
                     "'0' is a ParametrizedLinear: it has parametrizations"),
-    "max_norm": (lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), {"0": TABLE}, "it has max_norm=1.0\n"),
+    "max_norm": (lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=0.0)), {"0": TABLE}, "it has max_norm=0.0\n"),
     "sparse": (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), {"0": column_embedding("model")},
                "it has sparse=True\n"),
     "counts": (lambda: nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True)), {"0": TABLE},
@@ -584,6 +614,8 @@ REFUSED = {
                 "'0' is a Linear: mine has a spec for 'w', and it has no such parameter\n  has  weight, bias"),
     "spec": (LINEAR, {"0": OF_LINEAR(specs=lambda of: {"bias": P(None, "a")})},
              "'0' is a Linear: mine: 'bias': P(None, 'a') describes 2 dims, the leaf has 1"),
+    "no specs": (LINEAR, {"0": OF_LINEAR(specs=lambda of: None)},
+                 "'0' is a Linear: mine: specs must be a function that returns a dict of parameters' names and specs"),
     "no P": (LINEAR, {"0": OF_LINEAR(specs=lambda of: {"bias": "a"})}, "the spec of 'bias' must be a P"),
     "no replacement": (Language, {"head": P("model")}, "must be"),
 }  # fmt: skip
@@ -627,6 +659,16 @@ def test_split_parameter_that_other_code_reads_is_an_error():
     assert "used by multi_head_attention_forward" in text
 
 
+def test_split_layers_have_the_dtype_of_autocast():
+    class Half(nn.Sequential):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    for replacement in (ROW, COLUMN):
+        assert run(lambda: Half(nn.Linear(4, 2)), {"0": replacement}, torch.ones(3, 4)).dtype == torch.bfloat16
+
+
 def test_facts_of_a_split_parameter_are_those_of_the_whole():
     class Reads(Language):
         def forward(self, ids):
@@ -643,6 +685,10 @@ def test_leaf_that_is_not_the_part_of_its_replacement_is_an_error():
         "this rank's part of [11, 8]\n  spec  P('model')    mesh  model=2\n"
         '  fix: place it by apply.specs["params"]; fs.unshard over other axes alone'
     )
+    # The part of another axis: it has the right shape, and is that of another rank.
+    other = {"0.weight": P("a"), "0.bias": P("a")}
+    text = error_text(run, LINEAR, {"0": COLUMN}, torch.ones(4, 2), sizes={"a": 2, "model": 2}, specs=other, batch="a")
+    assert "params['0.weight'] is the same on all ranks of 'model', which is to split it\n  spec  P('model')" in text
     text = error_text(run, Language, language(), ids(), sizes={"other": 2}, specs=P())
     assert text.startswith("Apply(Language): 'embed': row_embedding('model'): the mesh has no axis 'model'\n")
     apply, _ = fs.defer(Language, replace=language())

@@ -122,9 +122,7 @@ def test_tied_head_in_the_file_must_equal_the_embedding(name, head, embedding, t
     other = weights[embedding].clone()
     other[-1] += 1
     save_file({**weights, head: other}, tmp_path / "model.safetensors")
-    assert f"{head!r} is not equal to {embedding!r}\n  the config ties them: they would be one leaf" in error_text(
-        placed
-    )
+    assert f"{head!r} is not equal to {embedding!r}\n  they are tied: they would be one leaf" in error_text(placed)
     save_file({**weights, head: other[1:].clone()}, tmp_path / "model.safetensors")
     assert f"{head!r} is tied to {embedding!r} by the config, and is another tensor\n" in error_text(
         model.load, tmp_path

@@ -352,7 +352,7 @@ def test_tie_that_stands_twice_in_a_file_is_read_if_both_are_equal(tmp_path: Pat
     changed(tmp_path, lambda t: t[decoder][60, 15].add_(1))
     stored = fs.hf.weights(tmp_path, tree["params"], of=apply)
     text = error_text(fs.materialize, stored, P("data"), mesh, key=fs.key(0))
-    assert f"model.safetensors: {decoder!r} is not equal to {word!r}\n  the config ties them" in text
+    assert f"model.safetensors: {decoder!r} is not equal to {word!r}\n  they are tied" in text
     changed(tmp_path, lambda t: t.update({decoder: t[decoder][:60].clone()}))
     assert f"{decoder!r} has another shape" in error_text(fs.hf.weights, tmp_path, tree["params"], of=apply)
 
