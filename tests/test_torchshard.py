@@ -19,7 +19,7 @@ from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations
 
 B, D, H, C = 8, 4, 6, 7
-MESHES = [{"data": 1, "model": 1}, {"data": 4, "model": 1}, {"data": 1, "model": 3}, {"data": 2, "model": 2}]
+MESHES = [{"data": 1, "model": 1}, {"data": 1, "model": 3}, {"data": 2, "model": 2}]
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 

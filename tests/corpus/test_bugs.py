@@ -21,7 +21,13 @@ def test_correct_program_passes_the_types_and_verify(bug: Bug):
     fs.verify(f, *args)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=str)
+def in_large_program(bug: Bug) -> bool:
+    return bug.model == "block" and bug.caught_by == "types" and bug.factor is None
+
+
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.slow] * in_large_program(bug)) for bug in BUGS], ids=str
+)
 def test_verify_names_the_leaf_the_axis_and_the_factor(bug: Bug):
     f, args = bug.build(bug.wrong, check="never")
     message = error_text(fs.verify, f, *args)

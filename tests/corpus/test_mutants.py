@@ -42,9 +42,13 @@ EQUAL = {
 }
 
 
-def on_one_worker(program, *values):
+SLOW = ("clip and AdamW", "gpt2")  # of parts that other programs have
+
+
+def on_one_worker(program, *values, slow=False):
     """Parameters of a test that runs on the worker that has made the program's Subject."""
-    return pytest.param(program, *values, marks=pytest.mark.xdist_group(f"mutants of {program}"))
+    marks = [pytest.mark.xdist_group(f"mutants of {program}"), *[pytest.mark.slow] * slow]
+    return pytest.param(program, *values, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def test_neither_check_refuses_the_correct_program(name, subjects):
     assert subjects(name).alarms == {"types": "", "verify": ""}
 
 
-@pytest.mark.parametrize("name", [on_one_worker(name) for name in TESTED])
+@pytest.mark.parametrize("name", [on_one_worker(name, slow=name in SLOW) for name in TESTED])
 def test_no_mutant_is_missed(name, subjects):
     subject = subjects(name)
     outcomes = [subject.first_outcome(m) for m in subject.mutants if m.group in TESTED[name]]

@@ -72,7 +72,8 @@ def placements(ndim, axes):
     [pytest.param(n, marks=pytest.mark.slow) if n in ("xavier_normal", "kaiming_uniform") else n for n in MAKERS],
 )  # those are scales of normal and uniform, as are their two siblings
 def test_values_are_the_same_on_every_mesh_and_for_every_spec(name):
-    meshes = MESHES if name in ("normal", "orthogonal", "eye", "arange") else MESHES[-2:]  # the others are drawn as those
+    # The others are filled as these.
+    meshes = MESHES if name in ("normal", "orthogonal", "eye", "arange") else MESHES[-2:]
     kinds = FLOATS + (INTS if name in ("eye", "arange", "full", "zeros", "ones") else ())
     for i, shape in enumerate(shapes_for(name)):
         for dtype in kinds if i < 3 else kinds[:2]:
@@ -342,11 +343,7 @@ def test_describing_70_billion_parameters_takes_less_than_50_mib():
 # --- memory ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("part", "dtype"),
-    [("row", torch.float32), ("column", torch.bfloat16)],
-    ids=str,
-)
+@pytest.mark.parametrize(("part", "dtype"), [("row", torch.float32), ("column", torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("name", ["normal", "uniform", "trunc_normal", "zeros", "eye"])
 def test_filling_a_part_takes_16_mib_more_than_the_part(name, part, dtype):
     leaf = MAKERS[name]((4096, 4096), dtype)

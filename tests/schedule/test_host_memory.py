@@ -89,8 +89,7 @@ def train(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, **how: Any)
 
 
 @pytest.mark.parametrize(
-    ("kind", "remat"),
-    [("one", True), ("data", False), ("full", True), ("tensor", False), ("both", False), ("both", True)],
+    ("kind", "remat"), [("one", True), ("data", False), ("full", True), ("tensor", False), ("both", True)]
 )
 def test_training_with_host_leaves_has_the_numbers_of_device_leaves(kind: str, remat: bool) -> None:
     mesh = fs.make_mesh(data=1 if kind == "one" else 2, model=2 if kind in ("tensor", "both") else 1)

@@ -510,6 +510,7 @@ def test_release_keeps_two_whole_blocks_and_the_activations() -> None:
     assert peak(blocks, rows, d, remat=True) <= 2 * whole + 2 * whole + kept // blocks + (blocks + 4) * x
 
 
+@pytest.mark.slow
 def test_memory_of_release_grows_with_blocks_only_by_gradient_shards() -> None:
     d, rows, more = 64, 2, 24
     whole = sum(t.numel() for t in described(d, d)[0].values()) * 4

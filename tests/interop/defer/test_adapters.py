@@ -183,9 +183,7 @@ def curve(case: str, steps: int, key: Tensor | None = None, **options: Any) -> l
     return losses
 
 
-@pytest.mark.parametrize(
-    ("case", "steps"), [(FAST, 3), *[pytest.param(c, 30, marks=pytest.mark.slow) for c in CURVES]]
-)
+@pytest.mark.parametrize(("case", "steps"), [(FAST, 3), *[pytest.param(c, 30, marks=pytest.mark.slow) for c in CURVES]])
 def test_steps_have_the_losses_of_peft_on_one_device(case: str, steps: int) -> None:
     assert curve(case, steps) == pytest.approx(reference("t5", steps, 1e-3).losses, rel=1e-5)
 
@@ -312,6 +310,7 @@ def limit(module: nn.Module, units: int) -> int:
 APART = ("T5Block", "**.shared", "**.embed_tokens", "**.lm_head")
 
 
+@pytest.mark.slow
 def test_memory_of_a_frozen_base_and_adapters_is_two_units_and_the_activations() -> None:
     """Three forms of one model: peft's module by units, the plain module and fs.lora, and `fs.models.t5` by scan.
 

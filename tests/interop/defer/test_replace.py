@@ -202,9 +202,10 @@ FOREIGN = {
         lambda: of_transformers("ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1],
                                 layer_type="basic", num_labels=C), {"classifier.1": UP}, pixels, (B,), C),
 }  # fmt: skip
+SLOW = ("torch seq2seq", "bert", "vit")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("bert", "vit"))) for n in FOREIGN])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FOREIGN])
 def test_model_of_others_with_a_split_head_trains_as_torch_on_the_whole_batch(name):
     """Batch norms too: their statistics, and their buffers, are those of the five examples of two ranks."""
     make, replace, x, shape, size = FOREIGN[name]
