@@ -15,14 +15,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import random
-from fshard._comm import Axis
+from fshard._comm import Axis, axes_of_own_values
 from fshard._ops import global_size, local_range
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
 from fshard.spec import P, describe, names_of
 from fshard.weight import Weight
-
-from .batch_norm import axes_of_own_values
 
 
 @checked
