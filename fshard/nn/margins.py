@@ -227,7 +227,7 @@ class _Cosines(torch.autograd.Function):
         rows, d = x.reshape(n, x.shape[-1]), d.reshape(n, len(w))
         unit, dw = _normalized(rows, ctx.eps), torch.empty_like(w)
         dunit = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        step = rows_of_a_block(*w.shape, _BLOCK.get(w.device.type, 1 << 24))
+        step = rows_of_a_block(len(w), w.shape[1], _BLOCK.get(w.device.type, 1 << 24))
         for d_part, w_part, dw_part in zip(
             *(torch.split(t, step, dim) for t, dim in ((d, 1), (w, 0), (dw, 0))), strict=True
         ):
