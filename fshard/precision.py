@@ -154,7 +154,8 @@ class LossScale:
     def guard(self, optimizer: Optimizer, specs: Any) -> Optimizer:
         """Make an optimizer of scaled gradients that skips the steps whose gradients are not finite.
 
-        Its state is `{"scale": state of the scale, "opt": state of the optimizer}`. A skipped step changes no parameter
+        What reads the gradients is inside: `guard(chain(clip_by_global_norm(1.0, specs), adamw(1e-3)), specs)`. The
+        state is `{"scale": state of the scale, "opt": state of the optimizer}`. A skipped step changes no parameter
         and nothing in the optimizer's state, its count included, also where these are donated.
 
         Eager programs read on the host whether to skip: on CUDA the host waits for the backward pass, as it does in
@@ -181,7 +182,7 @@ class LossScale:
             return new[0], {"scale": self.adjust(state["scale"], finite), "opt": new[1]}
 
         return Optimizer(init, update, lambda param_specs: {"scale": self.specs(), "opt": optimizer.specs(param_specs)},
-                         f"guarded {optimizer.name}")  # fmt: skip
+                         f"guarded {optimizer.name}", unscales=True)  # fmt: skip
 
 
 def _checked_state(verb: str, state: Any, *names: str) -> Any:

@@ -71,7 +71,8 @@ def value_and_update(
             [1.3333, 1.0000]])
 
     Raises ShardingError for a glob that matches nothing, a leaf that is no matrix or is tied to another, an optimizer
-    that needs whole gradients, a matrix that is used twice or by anything else, and inside other gradients, vmap, jvp,
+    that needs whole gradients, a matrix that is used twice, by anything else or in a gradient that the loss computes
+    itself, one that the result contains, and inside other gradients, vmap, jvp,
     `remat`, `scan` and compiled programs, which run the function in another way.
 
     Source: Lv et al., 2023, "Full parameter fine-tuning for large language models with limited resources" (LOMO).

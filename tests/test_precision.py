@@ -423,6 +423,12 @@ def test_error_texts_of_numbers_out_of_range():
     text = r"guarded sgd: the state is not its state\n  fix: state = opt.init\(params\)"
     with pytest.raises(ShardingError, match=text):
         opt.update(torch.ones(2), optim.sgd(0.1).init(torch.ones(2)), torch.ones(2))
+    split = {"w": P("data")}
+    for guarded in (opt, optim.zero(opt, P(), split, axis="data", summed=True)):
+        assert error_text(optim.chain, optim.clip_by_global_norm(1.0, P()), guarded) == (
+            f"chain: {guarded.name} takes scaled gradients, and clip_by_global_norm before it would read those\n"
+            "  fix: inside of it: scale.guard(chain(...), specs)"
+        )
 
 
 def test_ranks_with_only_empty_parts_take_part_in_the_decision():

@@ -169,7 +169,7 @@ class Checker(OperationMode):
             if m.gives == "I" and m.origin is None:
                 reductions += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
             mixtures = tuple(x for x in info.history.mixtures if x.axis in varying)
-            copies = info.history.copies | axes if m.verb == "pvary" else info.history.copies - axes
+            copies = info.history.copies | axes - t.varying if m.verb == "pvary" else info.history.copies - axes
             gathers = tuple(x for x in info.history.gathers if x.axis in varying - axes)
             if m.verb == "all_gather" and m.gives == "V" and m.origin is None:
                 gathers += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)

@@ -125,7 +125,8 @@ def target_columns(
 
 
 def check_targets(verb: str, logits: Tensor, targets: Tensor) -> None:
-    if targets.dtype not in (torch.int64, torch.int32, torch.uint8) or targets.shape != logits.shape[:-1]:
+    integers = targets.dtype in (torch.int64, torch.int32, torch.uint8)
+    if not integers or not logits.ndim or targets.shape != logits.shape[:-1]:
         got = {"logits": describe(logits.dtype, logits.shape), "targets": describe(targets.dtype, targets.shape)}
         raise fail(f"{verb}: targets must be one integer class for each row of logits", **got,
                    fix="gather targets where features are gathered; .long() makes integers")  # fmt: skip

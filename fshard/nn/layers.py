@@ -15,11 +15,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import random
-from fshard._comm import Axis
+from fshard._comm import Axis, axes_of_own_values
 from fshard._ops import global_size, local_range
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
-from fshard.spec import P
+from fshard.spec import P, describe, names_of
 from fshard.weight import Weight
 
 
@@ -58,10 +58,19 @@ def linear(
         own = "b [F@axis], split as w" if split == "column" else "b [F], whole"
         raise fail(f"linear: w has {w.shape[1]} outputs and b is {list(b.shape)}", fix=f"split={split!r} takes {own}")
     if split == "column":
+        _check_whole("linear", "x", x, axis)
         y = _linear(pvary(x, axis), w, b)
         return y if out != "whole" else _gather_columns(y, axis, size)
     y = _sum_parts(_linear(x, w, None), axis, out)
     return y if b is None else y + b
+
+
+def _check_whole(verb: str, name: str, x: Tensor, axis: Axis) -> None:
+    """Raise ShardingError for rows that an axis splits, over which the weight is split too."""
+    if own := sorted(axes_of_own_values(x) & set(names_of(axis))):
+        raise fail(f"{verb}: the ranks over {own[0]!r} have different {name} and different parts of the weight",
+                   f"their results would be joined as if {name} were the same",
+                   fix=f"another axis for one of them, or {name} = fs.all_gather({name}, {own[0]!r})")  # fmt: skip
 
 
 def _sum_parts(x: Tensor, axis: Axis, out: str | None) -> Tensor:
@@ -94,6 +103,7 @@ def mlp(
 
     >>> y = nn.mlp(x, params["up"], params["down"], activation=nn.gelu, axis="model")
     """
+    _check_whole("mlp", "x", x, axis)
     h = activation(_linear(pvary(x, axis) if axis else x, up, up_b))  # [..., F@axis]
     y = _linear(h, down, None)
     y = _sum_parts(y, axis, "whole") if axis else y
@@ -134,6 +144,9 @@ def embedding(
         raise fail(
             "embedding: out='partial' of split='column'", fix="out='split' or 'whole': no rank has a partial sum"
         )
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise fail(f"embedding: ids are {describe(ids.dtype, ids.shape)}", fix="integer ids [...]")
+    _check_whole("embedding", "ids", ids, axis)
     over = axis if split == "row" else None
     v = size if over else None
     if padding_idx is not None:

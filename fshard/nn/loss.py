@@ -63,10 +63,10 @@ def cross_entropy(
 
     >>> nn.cross_entropy(logits, targets, axis="model", size=50257, over="data")     # [B@data, T, V@model]
     """
-    v = logits.shape[-1]
     if not 0 <= label_smoothing <= 1:
         raise fail(f"cross_entropy: label_smoothing={label_smoothing}", fix="0 <= label_smoothing <= 1")
     check_targets("cross_entropy", logits, targets)
+    v = logits.shape[-1]
     if weight is not None and tuple(weight.shape) != (v,):
         raise fail("cross_entropy: weight must be one number for each class here",
                    logits=_describe(logits), weight=_describe(weight))  # fmt: skip

@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, checker
+from fshard._comm import Axis, axes_of_own_values, checker
 from fshard._torch_compat import in_transform
 from fshard.errors import checked, fail
 from fshard.spec import describe, names_of
 from fshard.weight import Weight
 
-from .batch_norm import axes_of_own_values
 from .classes import target_columns
 from .loss import rows_of_a_block
 

@@ -70,6 +70,7 @@ class Optimizer(_Step):
     scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # `update` by grads * factors
     elementwise: bool = False  # the step of an element reads nothing but its gradient, its moments and the count
     sums_gradients: bool = False  # over the ranks, as `zero` does: what reads their sum comes after that, inside of it
+    unscales: bool = False  # takes scaled gradients, as `LossScale.guard` does: what reads the true ones is inside
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------
@@ -212,6 +213,8 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
     >>> params, state = opt.update(grads, state, params)
     >>> state[0]["norm"]                                    # of the gradients, before the clip
     tensor(2.7183)
+
+    Raises ShardingError for an optimizer that sums or unscales the gradients itself: the transforms go inside of it.
     """
     kinds = [Transform] * (len(steps) - 1) + [Optimizer]
     article = {Transform: "a Transform", Optimizer: "an Optimizer"}
@@ -222,6 +225,9 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
             fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))",
         )
     refuse_outside_of_sum("chain", steps[-1], len(steps) > 1)
+    if len(steps) > 1 and steps[-1].unscales:  # type: ignore[union-attr]  # the last is an Optimizer
+        raise fail(f"chain: {steps[-1].name} takes scaled gradients, and {steps[0].name} before it would read those",
+                   fix="inside of it: scale.guard(chain(...), specs)")  # fmt: skip
     names = ", ".join(s.name for s in steps)
     # If the last transform only scales, the optimizer scales: that saves a second tree of gradients.
     factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None

@@ -97,7 +97,7 @@ def zero(
         new, state = optimizer.update(tree.unflatten(treedef, sums), state, tree.unflatten(treedef, own))
         return tree.unflatten(treedef, _whole(tree.leaves(new), parts, whole)), state
 
-    return Optimizer(init, update, state_specs, name, sums_gradients=not summed)
+    return Optimizer(init, update, state_specs, name, sums_gradients=not summed, unscales=optimizer.unscales)
 
 
 def _check(specs: Any, split: Any, axis: tuple[str, ...]) -> None:

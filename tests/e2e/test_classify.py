@@ -32,8 +32,8 @@ SETTINGS = {
     "more classes": "--classes 9 --margin cosface",
 }
 CASES = [
-    ("data=2,model=2 over all", "sampled classes with a margin"),
-    ("data=2", "plain"), ("data=2", "frozen statistics"), ("model=2", "frozen statistics"), ("model=2", "more classes"),
+    ("data=2,model=2 over all", "sampled classes with a margin"), ("data=2", "plain"), ("data=2", "frozen statistics"),
+    ("model=2", "frozen statistics"), ("model=2", "more classes"),
     ("data=2,model=2 over all", "plain"), ("data=2,model=2 over all", "frozen statistics"),
     ("data=2,model=2 over model", "plain"), ("data=2,model=2 over none", "sampled classes with a margin"),
 ]  # fmt: skip

@@ -362,9 +362,10 @@ def test_wrong_images_leaves_and_layouts_are_named():
     assert "the head has an axis of the batch that other axes split again" in text
     assert resnet.Layout(("replica", "data"), ("model", "data")).batch == ("replica",)
     layout = resnet.Layout("data", ("data", "model"), examples=9)
-    step = fs.shard_map(lambda x: resnet.head_inputs(cfg, params, x, layout=layout)[0],
-                        mesh=fs.make_mesh(kind="abstract", data=2, model=2), in_specs=P("data"),
-                        out_specs=P())  # fmt: skip
-    assert ("resnet: Layout(examples=9), and this rank has 3 images\n  9 over 'data' splits into [5, 4]\n"
-            "  fix: the number of images on all ranks") in error_text(fs.check, step, torch.zeros(5, 12))  # fmt: skip
+    mesh, f = fs.make_mesh(data=2, model=2), lambda x: resnet.head_inputs(cfg, params, x, layout=layout)[0]
+    step = fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())
+    assert error_text(fs.check, step, torch.zeros(5, 12)) == (
+        "resnet: Layout(examples=9), and this rank has 3 images\n  9 over 'data' splits into [5, 4]\n"
+        "  fix: the number of images on all ranks"
+    )
     assert "layers=20\n  fix: one of 18, 34, 50, 101, 152" in error_text(resnet.Config.of, 20)

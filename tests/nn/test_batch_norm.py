@@ -167,6 +167,9 @@ def test_batch_statistics_of_one_ranks_examples_are_refused():
     text = error_text(by_ours, X, new_state(), W, B, train=True, sizes={"data": 2, "model": 2}, data="data",
                       model="model", over=("data", "model"))  # fmt: skip
     assert "over=('data', 'model'), and the state varies over 'model': that is the mean over different channels" in text
+    text = error_text(on, {"data": 2}, lambda x: nn.batch_norm(fs.pvary(x, "data"), None, train=True)[0], (X,),
+                      P("data"), P("data"))  # fmt: skip
+    assert "x varies over 'data'" in text, "a pvary makes no copies of what varies"
 
 
 def test_copies_and_models_of_ones_own_keep_their_statistics():

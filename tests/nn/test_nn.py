@@ -755,6 +755,10 @@ def test_a_compiled_program_of_all_layers_equals_the_eager_one():
          ("cross_entropy: targets must be one integer class for each row of logits\n"
          "  logits  f64[2, 5, 4]    targets  f64[2, 5, 4]\n"
          "  fix: gather targets where features are gathered; .long() makes integers")),
+        (lambda: nn.cross_entropy(torch.ones(()), torch.tensor(0)),
+         ("cross_entropy: targets must be one integer class for each row of logits\n"
+         "  logits  f32[]    targets  i64[]\n"
+         "  fix: gather targets where features are gathered; .long() makes integers")),
         (lambda: nn.cross_entropy(X, ints(4, 5)),
          ("cross_entropy: targets must be one integer class for each row of logits\n"
          "  logits  f64[2, 5, 4]    targets  i64[5]\n"

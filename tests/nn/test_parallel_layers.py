@@ -229,6 +229,8 @@ X, W = torch.ones(2, 4), torch.ones(3, 6)
          "embedding: padding_idx=3, and the table has 3 rows\n  fix: -3 <= padding_idx < 3"),
         (_inside(lambda: nn.embedding(ints(3, 2), W, axis="m", size=6, padding_idx=-7)),
          "embedding: padding_idx=-7, and the table has 6 rows\n  fix: -6 <= padding_idx < 6"),
+        (_inside(lambda: nn.embedding(rand(2), W, axis="m", size=6)),
+         "embedding: ids are f64[2]\n  fix: integer ids [...]"),
         (_inside(lambda: nn.embedding(ints(3, 2), W, axis="m", split="column", out="partial")),
          ("embedding: out='partial' of split='column'\n  fix: out='split' or 'whole': no rank has a partial sum")),
         (_inside(lambda: fs.local_range(3, "m", size=8)),
@@ -240,11 +242,25 @@ def test_error_texts(call, text):
     assert error_text(call) == text
 
 
-def test_inputs_that_vary_are_refused_where_each_rank_needs_all_of_them():
-    """Each rank's own x, in a layer split by columns: its gradient would be summed with those of the others'."""
+ROWS = {
+    "linear": lambda x, w: nn.linear(x, w, axis="m", out="whole"),
+    "mlp": lambda x, w: nn.mlp(x, w, w.mT, axis="m"),
+    "embedding": lambda x, w: nn.embedding(x[:, 0].int(), w.mT, axis="m", out="whole"),
+    "embedding, columns": lambda x, w: nn.embedding(x[:, 0].int(), w, axis="m", split="column", out="whole"),
+}
 
-    def run(x, w):
-        return fs.grad(lambda x: fs.psum(nn.linear(x, w, axis="m").square().sum(), "m"))(x)
 
-    with pytest.raises(fs.ShardingError, match="pvary"):
-        on({"m": 2}, run, (rand(2, 4), rand(4, 6)), (P("m"), P(None, "m")), P("m"))
+@pytest.mark.parametrize("name", ROWS)
+def test_inputs_that_vary_are_refused_where_each_rank_needs_all_of_them(name):
+    """Each rank's own rows and its part of the weight would be joined with those of other rows: also without a gradient
+    with respect to x, which a pvary refuses. Copies, as of a frozen model, are right."""
+    f, x, w, specs = ROWS[name], ints(4, 2, 4).double(), rand(4, 4), (P("m"), P(None, "m"))
+    verb, arg = name.partition(",")[0], "ids" if name.startswith("embedding") else "x"
+    assert error_text(on, {"m": 2}, f, (x, w), specs, P()) == (
+        f"{verb}: the ranks over 'm' have different {arg} and different parts of the weight\n"
+        f"  their results would be joined as if {arg} were the same\n"
+        f"  fix: another axis for one of them, or {arg} = fs.all_gather({arg}, 'm')"
+    )
+    want = on({"m": 2}, f, (x, w), (P(), P(None, "m")), P())
+    close(on({"m": 2}, lambda x, w: f(fs.pvary(x, "m"), w), (x, w), (P(), P(None, "m")), P()), want)
+    close(on({"m": 2}, lambda x, w: f(fs.all_gather(x, "m"), w), (x, w), specs, P()), want)

@@ -324,7 +324,7 @@ def test_dropout_of_split_features_that_are_flattened_with_the_batch_is_an_error
     mesh, specs = fs.make_mesh(model=2), apply.specs["params"]
     f = fs.shard_map(lambda p, x, key: apply.draws_over(None)(p, {}, x, key=key), mesh=mesh,
                      in_specs=(specs, P(), P()), out_specs=P())  # fmt: skip
-    text = error_text(f, fs.materialize(tree["params"], specs, mesh, key=fs.key(0)), torch.ones(3, D), fs.key(1))
+    text = error_text(f, fs.materialize(tree["params"], specs, mesh, key=fs.key(0)), torch.ones(2, D), fs.key(1))
     assert "or they are flattened with another dim, and a rank's part is no range of it: replace= is to" in text
 
 
@@ -709,10 +709,9 @@ def test_wrong_form_of_an_input_is_an_error_with_the_fix():
 TAKES_WHOLE = {"embed": TABLE, "columns": column_embedding("model"), "linear": COLUMN, "row": ROW}
 
 
-@pytest.mark.parametrize("rows", [4, 5])
 @pytest.mark.parametrize("name", TAKES_WHOLE)
-def test_batch_that_the_axis_of_the_parameters_splits_is_an_error(name, rows):
+def test_batch_that_the_axis_of_the_parameters_splits_is_an_error(name):
     of_ids = name in ("embed", "columns")
-    make, x = (lambda: nn.Sequential(nn.Embedding(3, 2)), ids(3, (rows,))) if of_ids else (LINEAR, torch.ones(rows, 2))
+    make, x = (lambda: nn.Sequential(nn.Embedding(3, 2)), ids(3, (4,))) if of_ids else (LINEAR, torch.ones(4, 2))
     text = error_text(run, make, {"0": TAKES_WHOLE[name]}, x, batch="model")
     assert "its input varies over 'model', which split its parameters: each rank has another part of it\n" in text
