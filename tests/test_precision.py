@@ -256,7 +256,7 @@ def test_a_finite_step_equals_the_optimizers_own():
     data, scale = batches(5), fs.LossScale(initial=2.0**10, interval=2)
     clipped = lambda specs: optim.chain(optim.clip_by_global_norm(0.5, specs), optim.adamw(0.05))  # noqa: E731
     for layout in ("one device", "2x2 sharded", "2x2 zero"):
-        for donate in (True, False):
+        for donate in (True, False)[: 1 if layout == "2x2 sharded" else 2]:
             rows = (on_a_mesh(layout, fs.Policy(), clipped, data, scale=s, donate=donate) for s in (scale, None))
             for (params, state, _), (right, right_state, _) in zip(*rows, strict=True):  # powers of two round nothing
                 pairs = [fs.tree.leaves(x) for x in ((params, state["opt"]), (right, right_state))]

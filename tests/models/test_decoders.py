@@ -54,11 +54,9 @@ PARITY = {
     ("mistral", "wide heads, tied, no window"): [ONE],
     ("mistral", "window of two tokens"): [ONE],
     ("mistral", "window of all tokens"): [ONE],
-    ("qwen2", "base"): [EVERYTHING],
-    ("qwen2", "layer types, tied"): ["both"],
+    ("qwen2", "layer types, tied"): [EVERYTHING],
     ("qwen2", "no window"): [ONE],
-    ("qwen3", "base"): [EVERYTHING],
-    ("qwen3", "biased, window"): ["both"],  # one rank has no heads
+    ("qwen3", "biased, window"): [EVERYTHING],  # one rank has no heads
     ("qwen3", "tied"): [ONE],
     ("mixtral", "base"): [EVERYTHING],
     ("mixtral", "router losses, window"): [ONE, "uneven"],

@@ -189,10 +189,9 @@ def test_steps_have_the_losses_of_peft_on_one_device(case: str, steps: int) -> N
 
 
 def test_dropout_of_adapters_and_of_the_model_is_the_same_on_every_mesh() -> None:
-    first, *others = (curve(case, 3, fs.key(5), dropout=0.3) for case in ("NO_SHARD", "model", FAST))
-    for losses in others:
-        assert losses == pytest.approx(first, rel=1e-5)
-    assert abs(first[0] - reference("t5", 3, 1e-3).losses[0]) > 1e-2
+    one, other = (curve(case, 2, fs.key(5), dropout=0.3) for case in ("NO_SHARD", FAST))
+    assert other == pytest.approx(one, rel=1e-5)
+    assert abs(one[0] - reference("t5", 3, 1e-3).losses[0]) > 1e-2
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
