@@ -70,7 +70,8 @@ def _check_whole(verb: str, name: str, x: Tensor, axis: Axis) -> None:
     if own := sorted(axes_of_own_values(x) & set(names_of(axis))):
         raise fail(f"{verb}: the ranks over {own[0]!r} have different {name} and different parts of the weight",
                    f"their results would be joined as if {name} were the same",
-                   fix=f"another axis for one of them, or {name} = fs.all_gather({name}, {own[0]!r})")  # fmt: skip
+                   fix=f"another axis for one of them, or {name} = fs.all_gather({name}, {own[0]!r}, "
+                       "to='invariant')")  # fmt: skip
 
 
 def _sum_parts(x: Tensor, axis: Axis, out: str | None) -> Tensor:

@@ -135,19 +135,21 @@ def run(args: argparse.Namespace) -> float:
     n = sum(x.numel() for x in fs.tree.leaves(described))
     say(f"{n / 1e6:.2f}M parameters" + (f", resumed at step {begin}" if begin else ""))
 
-    def logits_of(params: Any, statistics: Any, x: Tensor, y: Any, *, train: bool, sample: Tensor | None) -> Any:
-        """Return the logits [B@rest, C@split] with margins for the targets y, these targets, and the new statistics."""
+    def logits_of(
+        params: Any, statistics: Any, x: Tensor, y: Any, *, train: bool, margin: bool, sample: Tensor | None
+    ) -> Any:
+        """Return the logits [B@rest, C@split], these targets, and the new statistics; with `margin` that of y."""
         x, statistics = resnet.features(cfg, params, statistics, x, train=train, layout=layout)  # [B@ranks, D]
         x, fc, y = resnet.head_inputs(cfg, params, x, y, layout=layout)  # [B@rest, D]
         if args.margin == "none":
             return nn.linear(x, fc["w"].mT, fc["b"]), y, statistics
-        margins = dict(zip(("m1", "m2", "m3"), command.MARGINS[args.margin], strict=True))
+        margins = dict(zip(("m1", "m2", "m3"), command.MARGINS[args.margin if margin else "cosine"], strict=True))
         return nn.margin(nn.cosine_logits(x, fc["w"]), y, **margins, scale=SCALE, axis=split, size=classes,
                          classes=sample), y, statistics  # fmt: skip
 
     def loss_fn(params: Any, statistics: Any, batch: Any, sample: Tensor | None, scaling: Any) -> Any:
         train = args.batch_stats == "global"
-        logits, y, statistics = logits_of(params, statistics, *batch, train=train, sample=sample)
+        logits, y, statistics = logits_of(params, statistics, *batch, train=train, margin=True, sample=sample)
         loss = nn.cross_entropy(logits, y, axis=split, size=classes, classes=sample, over=layout.batch,
                                 label_smoothing=SMOOTHING, donate=True)  # fmt: skip
         return (scale.scale(loss, scaling) if scale else loss), (statistics, loss.detach())
@@ -182,7 +184,7 @@ def run(args: argparse.Namespace) -> float:
     def test_step(params: Any, statistics: Any, batch: Any, counted: Tensor) -> Any:
         with torch.no_grad():
             x, y = batch[0] / 255, batch[1].where(counted, -100)
-            logits, y, _ = logits_of(params, statistics, x, y, train=False, sample=None)
+            logits, y, _ = logits_of(params, statistics, x, y, train=False, margin=False, sample=None)
             nats = nn.cross_entropy(logits, y, axis=split, size=classes, over=layout.batch, reduction="sum")
             best = nn.top_k(logits, min(5, classes), axis=split, size=classes)[1]
             return nats, fs.all_gather((best, y), layout.batch or None, to="invariant")

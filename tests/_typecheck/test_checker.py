@@ -381,8 +381,7 @@ def test_features_that_vary_before_a_head_over_all_ranks_are_to_be_gathered_as_o
 
     line = line_of('x = fs.all_gather(x, "data")')
     assert f'fix: at test_checker.py:{line}:  x = fs.all_gather(x, "data", to="invariant")\n' in step(True)
-    assert step(False).endswith("""fix: fs.all_gather(..., "data", to="invariant") of the value first; """
-                                "or leave 'data' out of the axes of linear")  # fmt: skip
+    assert step(False).endswith("or x = fs.all_gather(x, 'data', to='invariant')")
 
 
 # --- fixes of errors ------------------------------------------------------------------------------------------

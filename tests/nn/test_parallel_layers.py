@@ -259,7 +259,7 @@ def test_inputs_that_vary_are_refused_where_each_rank_needs_all_of_them(name):
     assert error_text(on, {"m": 2}, f, (x, w), specs, P()) == (
         f"{verb}: the ranks over 'm' have different {arg} and different parts of the weight\n"
         f"  their results would be joined as if {arg} were the same\n"
-        f"  fix: another axis for one of them, or {arg} = fs.all_gather({arg}, 'm')"
+        f"  fix: another axis for one of them, or {arg} = fs.all_gather({arg}, 'm', to='invariant')"
     )
     want = on({"m": 2}, f, (x, w), (P(), P(None, "m")), P())
     close(on({"m": 2}, lambda x, w: f(fs.pvary(x, "m"), w), (x, w), (P(), P(None, "m")), P()), want)

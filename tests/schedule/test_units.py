@@ -25,7 +25,7 @@ def run_by_units(
     units = {}
     for name, p in params.items():
         xs, specs = [p["w"], p["b"]], [SPECS[name]["w"], SPECS[name]["b"]]
-        plan = plan_buckets(region(), xs, routes("test", region(), xs, specs, "data", [(D, D), (D,)]))
+        plan = plan_buckets(region(), xs, routes("test", region(), xs, xs, specs, "data", [(D, D), (D,)]))
         assert plan is not None
         units[name] = Unit.of(xs, plan)
     schedule = UnitSchedule(region(), units, UnitOptions(**options))
@@ -100,7 +100,7 @@ def test_gradients_that_share_a_tensor_are_each_summed_once() -> None:
     def loss(params: Any, x: Tensor) -> Tensor:
         units = {}
         for name, w in params.items():
-            plan = plan_buckets(region(), [w, w], routes("test", region(), [w, w], [P(), P()], "data", [(D,), (D,)]))
+            plan = plan_buckets(region(), [w, w], routes("test", region(), w, [w, w], [P(), P()], "data", [(D,), (D,)]))
             assert plan is not None
             units[name] = Unit.of([w, w], plan)
         calls = UnitCalls(UnitSchedule(region(), units, UnitOptions()), [w for w in params.values() for _ in "ab"])
