@@ -51,12 +51,14 @@ class Run:
     cfg: resnet.Config
     head: str
     mesh: fs.Mesh
+    batch: int  # of all ranks
 
     def __post_init__(self) -> None:
         self.kind, _, option = self.head.partition(" ")
         half = torch.float16 if option == "half" else None
         model = "data" if self.kind == "column" else None
-        self.layout = resnet.Layout("data", model, dtype=half, reduce_dtype=half and torch.float32)
+        self.layout = resnet.Layout("data", model, dtype=half, reduce_dtype=half and torch.float32,
+                                    examples=self.batch)  # fmt: skip
         described = resnet.init(self.cfg)
         self.specs = resnet.specs(self.cfg, model=model)
         if self.kind == "row":
@@ -74,7 +76,8 @@ class Run:
         if self.kind != "row":
             return resnet.loss(cfg, params, state, x, y, layout=layout)
         h, state = resnet.features(cfg, params, state, x, train=True, layout=layout)
-        h, y = fs.all_gather(h, "data"), fs.all_gather(y, "data", to="invariant")
+        h = fs.all_gather(h, "data", size=self.batch)
+        y = fs.all_gather(y, "data", size=self.batch, to="invariant")
         w, b = fs.cast(params["fc"], h.dtype).values()
         part = h[:, slice(*fs.local_range(w.shape[1], "data", size=h.shape[1]))]
         return nn.cross_entropy(nn.linear(part, w.mT, b, axis="data", split="row"), y, donate=True), state
@@ -123,7 +126,7 @@ class Watched:
 
 def predict(cfg: resnet.Config, head: str, ranks: int, batch: int, pixels: int) -> Prediction:
     """Return the bytes of a rank, from shapes."""
-    run, watched = Run(cfg, head, fs.make_mesh(kind="abstract", data=ranks)), Watched()
+    run, watched = Run(cfg, head, fs.make_mesh(kind="abstract", data=ranks), batch), Watched()
     x = fs.init.zeros((batch, cfg.num_channels, pixels, pixels))
     run.step(watched)(run.trees, x, fs.init.zeros((batch,), dtype=torch.int64))
     return watched.prediction()
@@ -131,7 +134,7 @@ def predict(cfg: resnet.Config, head: str, ranks: int, batch: int, pixels: int) 
 
 def measure(cfg: resnet.Config, head: str, ranks: int, batch: int, pixels: int) -> Prediction:
     """Return the bytes of the first rank of a simulated mesh, in a step that is run."""
-    run, watched = Run(cfg, head, fs.make_mesh(kind="simulated", data=ranks)), Watched()
+    run, watched = Run(cfg, head, fs.make_mesh(kind="simulated", data=ranks), batch), Watched()
     trees = fs.materialize(run.trees, run.tree_specs, run.mesh, key=fs.key(0))
     x = fs.random.normal(fs.key(1), (batch, cfg.num_channels, pixels, pixels))
     y = torch.arange(batch) % cfg.num_labels
