@@ -18,6 +18,7 @@ from torch import Tensor
 from fshard._comm import Axis
 from fshard._ops import local_range
 from fshard.collectives import pmax, pmin, psum, pvary
+from fshard.errors import fail
 
 from .options import Options, token_list
 
@@ -141,6 +142,8 @@ def argmax(logits: Tensor, axis: Axis, size: int) -> Tensor:
 
     Of a row with NaN it is the class of the first one, as in torch.
     """
+    if not logits.ndim:
+        raise fail("argmax: logits are one number", fix="[B, V]")
     first, whole = local_range("argmax", logits.shape[-1], axis, size)
     if not axis:
         return logits.argmax(-1)

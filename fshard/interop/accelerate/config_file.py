@@ -33,12 +33,12 @@ def read_entries(path: Path) -> dict[str, Entry]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        if isinstance(e, OSError):
-            raise cannot_read(
-                path, e, "give the file that `python -m fshard config` or `accelerate config` wrote"
-            ) from e
+    except OSError as e:
+        raise cannot_read(path, e, "give the file that `python -m fshard config` or `accelerate config` wrote") from e
+    except UnicodeDecodeError as e:
         raise fail(f"{path}: is not text in UTF-8", str(e)) from e
+    except ValueError as e:  # a null byte
+        raise fail(f"{str(path)!r} is no path", str(e)) from e
     contents, lines, errors = _json(path, text) if path.suffix == ".json" else _yaml(path, text)
     if not isinstance(contents, dict):
         raise fail(f"{path}: has no keys", f"its contents are {contents!r:.60}",
