@@ -275,7 +275,6 @@ CALLS = [
              words=_OF_MARGINS),
         Call("sample_classes", fs.nn.sample_classes, {"key": KEY, "targets": IDS, "size": 8, "count": 4,
              "axis": "model", "over": "data"}, inside=True, words={"axis": "no axis", "over": "no axis"}),
-        outside(fs.nn.sample_classes, key=KEY, targets=IDS, size=8, count=4, axis=None, over=None),
         outside(fs.nn.layer_norm, x=W, w=V, b=V, eps=1e-5),
         outside(fs.nn.rms_norm, x=W, w=V, eps=1e-5),
         outside(fs.nn.attention, q=W[None], k=W[None], v=W[None], causal=False, mask=None, scale=1.0, rate=0.1, key=KEY,

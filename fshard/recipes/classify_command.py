@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         help="to compute with; parameters stay float32")  # fmt: skip
     add("--zero", action="store_true", help="split the optimizer's state over data (ZeRO-1)")
     add("--compile", action="store_true", help="compile the whole step as one graph")
-    add("--steps", type=int, default=1600)
+    add("--steps", type=int, default=2400)
     add("--batch", type=int, default=64, help="images of a step, over all devices")
     add("--lr", type=float, default=2e-3)
     add("--seed", type=int, default=0)
