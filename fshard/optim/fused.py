@@ -176,11 +176,6 @@ def step(
 
 def _sgd(columns: Columns, lr: Any, count: Tensor, momentum: float, nesterov: float, weight_decay: float) -> None:
     p, g, *m = columns
-    if in_region() and not region().comm.has_values:  # torch has no shapes of this kernel: it would run it on zeros
-        for column in (p, *m):
-            for x, grad in zip(column, g, strict=True):
-                x.add_(grad)
-        return
     buffers: list[Tensor | None] = [*m[0]] if m else [None] * len(p)
     sgd(p, g, buffers, fused=True, lr=lr, momentum=momentum, dampening=0.0, nesterov=bool(nesterov),
         weight_decay=weight_decay, maximize=False)  # fmt: skip
