@@ -32,6 +32,7 @@ from .region import (
     axes_of_own_values,
     bind,
     checker,
+    has_values,
     in_region,
     known_axes,
     live_axes,
@@ -47,8 +48,8 @@ from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [
     "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "PendingTransfer", "ProcessComm", "Region",
-    "Transfer", "Wait", "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed",
-    "checker", "common_device", "coords_of", "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of",
+    "Transfer", "Wait", "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed", "checker",
+    "common_device", "coords_of", "copy_to_device", "empty_part", "fake_tensors", "has_values", "in_region", "index_of",
     "is_observed", "is_view", "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated", "memory_device",
     "pack", "pad", "recording", "refuse_nesting", "refuse_transfer", "region", "run_on_meta", "simulate", "size_of",
     "split_padded", "start_copy_to_device", "start_copy_to_host", "start_watchdog", "stop_after_transfers",

@@ -56,6 +56,11 @@ def in_region() -> bool:
     return getattr(_thread, "region", None) is not None
 
 
+def has_values() -> bool:
+    """Return whether tensors have values here: everywhere but in a region of an abstract mesh, a dry run."""
+    return not in_region() or region().comm.has_values
+
+
 def refuse_nesting() -> None:
     """Raise ShardingError inside a region."""
     if in_region():

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard._comm import Axis, in_region, region
+from fshard._comm import Axis, has_values
 from fshard._io import StrPath
 from fshard._ops import local_range
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
@@ -305,7 +305,7 @@ def _assignments(cfg: Config, weights: Tensor) -> tuple[Tensor, Tensor, list[int
     On an abstract mesh, without values, experts are assumed to have equally many tokens.
     """
     n, e = weights.shape
-    if in_region() and not region().comm.has_values:
+    if not has_values():
         each = n * cfg.num_experts_per_tok // cfg.num_local_experts
         pairs = torch.arange(each * e, device=weights.device)
         return pairs // max(1, each), pairs % max(1, n), [each] * e

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, in_region, region
+from fshard._comm import Axis, has_values
 from fshard._ops import local_range
 from fshard._torch_compat import in_transform
 from fshard.collectives import pmax, psum, pvary
@@ -211,5 +211,4 @@ def _row_blocks(x: Tensor, dtype: torch.dtype, *others: Tensor) -> Iterator[tupl
 
 def rows_of_a_block(n: int, width: int, elements: int) -> int:
     """Return how many of n rows make a block of about `elements`: all on an abstract mesh, which needs shapes alone."""
-    has_values = not in_region() or region().comm.has_values
-    return max(1, elements // max(1, width) if has_values else n)
+    return max(1, elements // max(1, width) if has_values() else n)

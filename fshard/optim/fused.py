@@ -22,6 +22,7 @@ from torch.optim.sgd import sgd
 from fshard._comm import (
     HOST,
     checker,
+    has_values,
     in_region,
     region,
     start_copy_to_device,
@@ -165,7 +166,7 @@ def step(
     rate = fixed_lr if lr is None else _kernel_rate(lr, device)
     for pieces in _scaled_pieces(columns, factors):
         padded, tails = _pad_to_registers(pieces) if device.type == "cpu" else (pieces, [])
-        if in_region() and not region().comm.has_values:
+        if not has_values():
             # SGD's kernel has no rule for shapes, so torch would run it on zeros of the sizes of these fake tensors.
             padded = [[x.flatten()[:1] for x in column] for column in padded]
         if padded[0]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import in_region, region, storage_key
+from fshard._comm import has_values, storage_key
 from fshard._torch_compat import in_transform
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
@@ -127,8 +127,8 @@ def _checked(
                     fix="state = opt.init(params)")
                for (path, x), row in zip(tree.leaves_with_path(state), by_rows, strict=True)
                if row and (not x.ndim or x.shape[0] != n)])  # fmt: skip
-    has_values = not in_transform() and (not in_region() or region().comm.has_values)
-    if has_values and len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= n or bool((rows.diff() <= 0).any())):
+    is_known = not in_transform() and has_values()
+    if is_known and len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= n or bool((rows.diff() <= 0).any())):
         raise fail("update_rows: rows are not ascending, each once, of those of the tables", rows=rows.tolist()[:8],
                    needed=f"0 to {n - 1}", fix="rows = (classes - first).unique()")  # fmt: skip
     return [x for _, x in tables], tree.leaves(grads), tree.leaves(state), by_rows
