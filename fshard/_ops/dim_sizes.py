@@ -86,6 +86,15 @@ def global_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=
     return _exchange_sizes(verb, axes, ns, f"pass {word}", current.device)
 
 
+def own_range(verb: str, size: int, axis: Axis) -> tuple[int, int]:
+    """Return (start, length) of this rank's part of a dim of this global size: all of it without an axis."""
+    if not names_of(axis):
+        return 0, size
+    current = region(verb)
+    names = known_axes(verb, current, axis)
+    return part_range(size, [current.sizes[a] for a in names], [current.coords[a] for a in names])
+
+
 def local_range(verb: str, n: int, axis: Axis, size: int | None, *, word: str = "the vocabulary") -> tuple[int, int]:
     """Return (start, size): the offset of this rank's `n` entries, and the number of entries over `axis`.
 
@@ -93,14 +102,9 @@ def local_range(verb: str, n: int, axis: Axis, size: int | None, *, word: str = 
     """
     names = names_of(axis)
     size = size if size is not None else global_size(verb, n, axis) if names else n
-    sizes: list[int] = []
-    coords: list[int] = []
-    if names:
-        current = region(verb)
-        known_axes(verb, current, axis)
-        sizes, coords = [current.sizes[a] for a in names], [current.coords[a] for a in names]
-    start, length = part_range(size, sizes, coords)
+    start, length = own_range(verb, size, axis)
     if length != n:
+        sizes = [region(verb).sizes[a] for a in names]
         raise fail(f"{verb}: this rank holds {n} of {word}, its part is {length}",
                    f"{size} over {axis!r} splits into {part_lengths(size, sizes)}",
                    fix=f"pass size=, {word.replace('the', 'the whole')}")  # fmt: skip

@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fshard._comm import Axis, checker, has_values, known_axes, region
-from fshard._ops import local_range
+from fshard._comm import Axis, checker, has_values
+from fshard._ops import local_range, own_range
 from fshard.collectives import all_gather
 from fshard.data import permute
 from fshard.errors import checked, fail
 from fshard.random import check_key
-from fshard.spec import describe, names_of, part_range
+from fshard.spec import describe, names_of
+
+_INTEGERS = (torch.int64, torch.int32, torch.uint8)  # the dtypes of classes
 
 
 @checked
@@ -62,7 +64,7 @@ def sample_classes(
     check_key("sample_classes", key)
     if size < 1 or count < 1:
         raise fail(f"sample_classes: size={size}, count={count}", fix="both are 1 or more")
-    if targets.dtype not in (torch.int64, torch.int32, torch.uint8):
+    if targets.dtype not in _INTEGERS:
         raise fail(f"sample_classes: targets are {describe(targets.dtype, targets.shape)}", fix="integer classes")
     if torch.compiler.is_dynamo_compiling():
         raise fail("sample_classes: a compiled program has fixed shapes, and the number of classes that a rank has "
@@ -75,9 +77,9 @@ def sample_classes(
 
 
 def _sample(key: Tensor, targets: Tensor, size: int, count: int, axis: Axis) -> Tensor:
-    start, length = _part("sample_classes", size, axis)
+    start, length = own_range("sample_classes", size, axis)
     if not has_values():  # a dry run: about as many on each rank
-        return targets.new_empty(_part("sample_classes", min(count, size), axis)[1])
+        return targets.new_empty(own_range("sample_classes", min(count, size), axis)[1])
     known = torch.unique(targets.cpu())
     known = known[known >= 0]
     if len(known) and known[-1] >= size:
@@ -88,15 +90,6 @@ def _sample(key: Tensor, targets: Tensor, size: int, count: int, axis: Axis) -> 
     others = order[~torch.isin(order, known)][: max(0, count - len(known))]
     chosen = torch.cat([known, others]).sort().values
     return chosen[(chosen >= start) & (chosen < start + length)].to(targets.device)
-
-
-def _part(verb: str, size: int, axis: Axis) -> tuple[int, int]:
-    """Return (start, length) of this rank's part of a dim of `size`."""
-    if not names_of(axis):
-        return 0, size
-    current = region(verb)
-    names = known_axes(verb, current, axis)
-    return part_range(size, [current.sizes[a] for a in names], [current.coords[a] for a in names])
 
 
 def target_columns(
@@ -125,8 +118,7 @@ def target_columns(
 
 
 def check_targets(verb: str, logits: Tensor, targets: Tensor) -> None:
-    integers = targets.dtype in (torch.int64, torch.int32, torch.uint8)
-    if not integers or not logits.ndim or targets.shape != logits.shape[:-1]:
+    if targets.dtype not in _INTEGERS or not logits.ndim or targets.shape != logits.shape[:-1]:
         got = {"logits": describe(logits.dtype, logits.shape), "targets": describe(targets.dtype, targets.shape)}
         raise fail(f"{verb}: targets must be one integer class for each row of logits", **got,
                    fix="gather targets where features are gathered; .long() makes integers")  # fmt: skip

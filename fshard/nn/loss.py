@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, has_values
+from fshard._comm import Axis
 from fshard._ops import local_range
 from fshard._torch_compat import in_transform
 from fshard.collectives import pmax, psum, pvary
 from fshard.errors import checked, fail
 from fshard.spec import describe
 
+from .blocks import row_blocks
 from .classes import check_targets, target_columns
 
 # Largest number of logits for which the plain formula is faster. Forward and backward on one core of a busy machine:
@@ -202,13 +203,8 @@ class _ExpSums(torch.autograd.Function):
 
 def _row_blocks(x: Tensor, dtype: torch.dtype, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split x [..., V] and `others` [..., any] into blocks of rows: (a buffer of the block's size, x, *others)."""
-    n, v = math.prod(x.shape[:-1]), x.shape[-1]
-    step = rows_of_a_block(n, v, _BLOCK.get(x.device.type, 1 << 24))
-    buffer = torch.empty(min(n, step), v, dtype=dtype, device=x.device)
-    for rows in zip(*(torch.split(t.reshape(n, t.shape[-1]), step) for t in (x, *others)), strict=True):
-        yield buffer[: len(rows[0])], *rows
-
-
-def rows_of_a_block(n: int, width: int, elements: int) -> int:
-    """Return how many of n rows make a block of about `elements`: all on an abstract mesh, which needs shapes alone."""
-    return max(1, elements // max(1, width) if has_values() else n)
+    buffer = None
+    for block in row_blocks(_BLOCK, x, *others):
+        if buffer is None:  # the first block is the largest
+            buffer = torch.empty(block[0].shape, dtype=dtype, device=x.device)
+        yield buffer[: len(block[0])], *block

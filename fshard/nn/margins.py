@@ -22,8 +22,8 @@ from fshard.errors import checked, fail
 from fshard.spec import describe, names_of
 from fshard.weight import Weight
 
+from .blocks import row_blocks
 from .classes import target_columns
-from .loss import rows_of_a_block
 
 _PLAIN_UP_TO = 1 << 19  # elements up to which arrays of the size of the table or of the logits do not matter
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of a block of the table: on a CPU, those of a core's cache
@@ -242,13 +242,10 @@ class _Cosines(torch.autograd.Function):
         rows, d = x.reshape(n, x.shape[-1]), d.reshape(n, len(w))
         unit, dw = _normalized(rows, ctx.eps), torch.empty_like(w)
         dunit = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        step = rows_of_a_block(len(w), w.shape[1], _BLOCK.get(w.device.type, 1 << 24))
-        for d_part, w_part, dw_part in zip(
-            *(torch.split(t, step, dim) for t, dim in ((d, 1), (w, 0), (dw, 0))), strict=True
-        ):
-            by_norm = (d_part * _inverse_norm(w_part, ctx.eps)).to(w.dtype)
-            dunit += by_norm @ w_part
-            dw_part.copy_(_tangent(by_norm.mT @ unit, w_part, ctx.eps))
+        for w_part, dw_part, d_part in row_blocks(_BLOCK, w, dw, d.mT):
+            by_norm = (d_part * _inverse_norm(w_part, ctx.eps).unsqueeze(-1)).to(w.dtype)
+            dunit += by_norm.mT @ w_part
+            dw_part.copy_(_tangent(by_norm @ unit, w_part, ctx.eps))
         dx = _tangent(dunit * _inverse_norm(rows, ctx.eps).unsqueeze(-1), rows, ctx.eps)
         return dx.to(x.dtype).view(x.shape), dw, None
 

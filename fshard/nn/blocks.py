@@ -1,0 +1,21 @@
+"""Large arrays a block of rows at a time, so that what is computed of them stays in a core's cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fshard._comm import has_values
+
+
+def row_blocks(most: Mapping[str, int], x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors [..., any] of as many rows into blocks of rows, as matrices.
+
+    A block has about `most[device]` elements of `x`; all of them on an abstract mesh, which needs shapes alone.
+    """
+    n, width = math.prod(x.shape[:-1]), x.shape[-1]
+    step = max(1, most.get(x.device.type, 1 << 24) // max(1, width) if has_values() else n)
+    return zip(*(torch.split(t.reshape(n, t.shape[-1]), step) for t in (x, *others)), strict=True)
