@@ -27,6 +27,7 @@ from .errors import ShardingError, checked, fail, must_be, raise_all
 from .grad import value_and_grad
 from .optim import Optimizer
 from .optim.fused import donation_test
+from .optim.optimizers import state_owners
 from .partition import partition
 from .spec import P, describe
 from .weight import Part, Weight, is_weight
@@ -137,15 +138,12 @@ class _Optimizer:
 
     def __init__(self, label: str, opt: Optimizer, params: Any, state: Any) -> None:
         self._update = opt.update
-        leaves, self._params = tree.flatten(params)
-        marks = [P(f"leaf{i}") for i in range(len(leaves))]  # specs of the state name the parameter of each moment
-        owners, self._state = tree.flatten(opt.specs(tree.unflatten(self._params, marks)))
+        self._params = tree.structure(params)
+        self._owners, self._state = state_owners(opt, params)
         self._state_leaves, structure = tree.flatten(state)
         if structure != self._state:
             raise fail(f"{label}: the state is not that of {opt.name} for these params",
                        fix="state = opt.init(params), and specs of both by opt.specs")  # fmt: skip
-        numbers = {mark: i for i, mark in enumerate(marks)}
-        self._owners = [numbers.get(mark) for mark in owners]
 
     def moments(self, i: int) -> Row:
         """Return the leaves of the state that belong to leaf `i`."""

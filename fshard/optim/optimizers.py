@@ -338,6 +338,18 @@ def _columns(name: str, moments: Sequence[str], grads: Any, state: Any, params: 
     return like_params(name, params, [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in moments]])
 
 
+def state_owners(optimizer: Optimizer, params: Any) -> tuple[list[int | None], Any]:
+    """Return the number of the parameter to which each leaf of the state belongs, None for others, and its structure.
+
+    Raises ShardingError for an optimizer that places its state by specs of its own: `zero`.
+    """
+    leaves, treedef = tree.flatten(params)
+    marks = [P(f"leaf{i}") for i in range(len(leaves))]  # specs of the state name the parameter of each moment
+    specs, structure = tree.flatten(optimizer.specs(tree.unflatten(treedef, marks)))
+    numbers = {mark: i for i, mark in enumerate(marks)}
+    return [numbers.get(spec) for spec in specs], structure
+
+
 def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tuple[list[list[Tensor]], Any]:
     """Leaves of parameters and of some named trees, and the structure of the parameters.
 

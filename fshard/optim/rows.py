@@ -15,12 +15,11 @@ from fshard._comm import has_values, storage_key
 from fshard._torch_compat import in_transform
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
-from fshard.spec import P, describe
+from fshard.spec import describe
 
 from .fused import donation_test
-from .optimizers import Optimizer
+from .optimizers import Optimizer, state_owners
 
-_BY_ROWS = P("rows")  # marks, in a tree of specs, the leaves that have the rows of the tables
 _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows, which is copied, stepped and written back
 
 
@@ -93,11 +92,11 @@ def _checked(
         raise fail(f"update_rows: rows are {describe(rows.dtype, rows.shape)}", fix="int64 [S]")
     tables = tree.leaves_with_path(params)
     try:
-        marks, state_def = tree.flatten(opt.specs(tree.map(lambda _: _BY_ROWS, params)))
+        owners, state_def = state_owners(opt, params)
     except ShardingError as e:  # zero's
         raise fail(f"update_rows: {opt.name} places its state by specs of its own, not by those of the tables",
                    fix="another optimizer for these tables, optim.sgd or optim.adamw") from e  # fmt: skip
-    by_rows = [mark == _BY_ROWS for mark in marks]
+    by_rows = [owner is not None for owner in owners]
     if tree.structure(grads) != tree.structure(params):
         raise fail("update_rows: grads is not a tree like params", fix="the gradients of exactly these tables")
     if tree.structure(state) != state_def:
