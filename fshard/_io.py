@@ -153,7 +153,7 @@ def summary(leaf: Any) -> str:
     if isinstance(leaf, Sharded):
         return f"{leaf!r} on {leaf.mesh!r}"
     if isinstance(leaf, Tensor):
-        return f"{describe(leaf.dtype, leaf.shape)} of crc32 {zlib.crc32(bytes_of(leaf)):08x}"
+        return f"{describe(leaf)} of crc32 {zlib.crc32(bytes_of(leaf)):08x}"
     return repr(leaf)
 
 

@@ -174,7 +174,7 @@ class ScaledWeight(AdaptedWeight):
     spec: P  # of the scale
 
     def __repr__(self) -> str:
-        return f"ScaledWeight({describe(self.dtype, tuple(self.shape))}, {'in' if self.of_inputs else 'out'}puts)"
+        return f"ScaledWeight({describe(self)}, {'in' if self.of_inputs else 'out'}puts)"
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
         return [

@@ -175,6 +175,6 @@ def _mask(counted: Any) -> Tensor:
     """Return the mask as a CPU tensor on every rank."""
     mask = device_get(counted) if isinstance(counted, Sharded) else counted
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 1:
-        shown = describe(mask.dtype, mask.shape) if isinstance(mask, Tensor) else counted
+        shown = describe(mask) if isinstance(mask, Tensor) else counted
         raise must_be("gather_for_metrics: counted", "bool[B]", shown, "fs.data.counted(step=, size=, batch=)")
     return mask.cpu()

@@ -117,7 +117,7 @@ class Sharded:
         return bool(self.item())
 
     def __repr__(self) -> str:
-        return describe(self.dtype, self.shape, self.spec)
+        return describe(self, self.spec)
 
     def __deepcopy__(self, memo: Any) -> Sharded:
         return Sharded(self.shape, self.spec, self.mesh, [x.clone() for x in self.shards])

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -339,7 +339,23 @@ def format_axes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{a}={n}" for a, n in sizes.items())
 
 
-def describe(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) -> str:
+class _Typed(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def describe(x: _Typed, spec: P | None = None) -> str:
+    """Format the dtype and shape of a tensor, or of what stands for one, as `format_tensor`.
+
+    >>> describe(torch.ones(2, 3))
+    'f32[2, 3]'
+    """
+    return format_tensor(x.dtype, x.shape, spec)
+
+
+def format_tensor(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) -> str:
     """Format dtype, global shape and axes: `f32[768, 3072@model]`; `f32<host>[...]` for a leaf in host memory."""
     parts = spec.parts(len(shape)) if spec is not None else ((),) * len(shape)
     dims = [f"{n}@{'+'.join(axes)}" if axes else str(n) for n, axes in zip(shape, parts, strict=True)]

@@ -267,7 +267,7 @@ class _SteppedMatrix(Weight):
         return self.token.dtype
 
     def __repr__(self) -> str:
-        return f"{self.table.label}, stepped in backward: {describe(self.dtype, tuple(self.shape))}"
+        return f"{self.table.label}, stepped in backward: {describe(self)}"
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
         return [(spec, None)]
@@ -427,12 +427,11 @@ def _check_matrices(label: str, rows: dict[str, Row], leaves: Sequence[Any]) -> 
             errors.append(must_be(f"{label}: in_backward: {path}", "a tensor", x, "a call inside shard_map"))
             continue
         if not x.is_floating_point() or x.ndim != 2:
-            what = describe(x.dtype, x.shape)
-            errors.append(fail(f"{label}: in_backward: {path} is {what}, and no matrix of real numbers",
+            errors.append(fail(f"{label}: in_backward: {path} is {describe(x)}, and no matrix of real numbers",
                                fix="name matrices alone: others are stepped after the backward pass"))  # fmt: skip
             continue
-        errors += [fail(f"{label}: in_backward: {path} is {describe(x.dtype, x.shape)}, and a moment of it "
-                        f"{describe(m.dtype, m.shape)}, which has not its rows",
+        errors += [fail(f"{label}: in_backward: {path} is {describe(x)}, and a moment of it {describe(m)}, "
+                        "which has not its rows",
                         fix="moments placed as their parameter, by opt.specs; or leave it out of in_backward")
                    for m in moments if m.shape != x.shape]  # fmt: skip
         if shared[storage_key(x)] > 1:

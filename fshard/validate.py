@@ -26,7 +26,7 @@ from .init import Deferred, describe_initializer
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded
 from .show.table import size
-from .spec import Box, P, box_bounds, box_shape, describe, format_axes, full_box, matches
+from .spec import Box, P, box_bounds, box_shape, describe, format_axes, format_tensor, full_box, matches
 
 SCALARS = (bool, int, float, str)
 CHUNK = 1 << 20  # elements inspected at a time
@@ -177,11 +177,11 @@ class _Leaf:
         x = self.x
         if isinstance(x, (Sharded, Tensor)) and not _is_lazy(x):
             on = f" on {format_axes(self.mesh.axes)}" if self.mesh else ""
-            return f"{describe(x.dtype, x.shape, self.spec)}{on}"
+            return f"{describe(x, self.spec)}{on}"
         return repr(x) if isinstance(x, (Deferred, *SCALARS)) else f"a {type(x).__name__}"
 
     def fail(self, what: str, *notes: str, fix: str) -> ShardingError:
-        facts: dict[str, object] = {"leaf": describe(self.x.dtype, self.x.shape, self.spec)}
+        facts: dict[str, object] = {"leaf": describe(self.x, self.spec)}
         if self.initializer:
             facts["described as"] = self.initializer
         if self.mesh:
@@ -214,7 +214,7 @@ class _Leaf:
             if s.numel() and not s.untyped_storage().nbytes():
                 return self.fail("has no storage: something has freed it", fix=f"{make}, or do not free its storage")
         for rank, s in zip(x.mesh.ranks, shards, strict=True) if isinstance(x, Sharded) else ():
-            shard, part = describe(s.dtype, s.shape), describe(x.dtype, box_shape(self.box(rank)))
+            shard, part = describe(s), format_tensor(x.dtype, box_shape(self.box(rank)))
             if shard != part:
                 return self.fail("is not placed as its spec says", f"rank {rank} has {shard}, and its part is {part}",
                                  fix="make it with fs.materialize, fs.device_put or fs.from_callback")  # fmt: skip
@@ -351,8 +351,7 @@ def _description_errors(
                                "two leaves, even of equal values, are updated and saved separately",
                                fix=f"put one object at both paths: {here} = {name}"))  # fmt: skip
         if not _fits_description(x, described):
-            errors.append(fail(f"{labels[p]} is {describe(x.dtype, x.shape)}, and is described as "
-                               f"{describe(described.dtype, described.shape)}",
+            errors.append(fail(f"{labels[p]} is {describe(x)}, and is described as {describe(described)}",
                                fix="materialize it from its description"))  # fmt: skip
     return errors
 

@@ -17,6 +17,7 @@ from fshard import P
 from fshard.spec import (
     box_shape,
     describe,
+    format_tensor,
     is_even,
     local_box,
     names_of,
@@ -278,11 +279,12 @@ def test_raise_all_lists_every_failing_leaf():
 
 
 def test_describe_formats_dtype_shape_and_axes():
-    assert describe(torch.float32, (768, 3072), P(None, "model")) == "f32[768, 3072@model]"
-    assert describe(torch.bfloat16, (4, 2), P(("a", "b"))) == "bf16[4@a+b, 2]"
-    assert describe(torch.bool, ()) == "bool[]"
+    assert format_tensor(torch.float32, (768, 3072), P(None, "model")) == "f32[768, 3072@model]"
+    assert format_tensor(torch.bfloat16, (4, 2), P(("a", "b"))) == "bf16[4@a+b, 2]"
+    assert format_tensor(torch.bool, ()) == "bool[]"
     names = {torch.float64: "f64", torch.int64: "i64", torch.uint8: "u8", torch.complex64: "c64", torch.float16: "f16"}
-    assert {d: describe(d, (3,)) for d in names} == {d: f"{n}[3]" for d, n in names.items()}
+    assert describe(torch.ones(2, 3), P("a")) == "f32[2@a, 3]"
+    assert {d: format_tensor(d, (3,)) for d in names} == {d: f"{n}[3]" for d, n in names.items()}
 
 
 # --- spec trees --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from fshard import _callsite
 from fshard.errors import ShardingError, fail
 from fshard.mesh import Mesh
-from fshard.spec import box_shape, describe, local_box
+from fshard.spec import box_shape, format_tensor, local_box
 
 from .arguments import CallPlan
 
@@ -102,7 +102,7 @@ def _arguments(plan: CallPlan, mesh: Mesh) -> list[_Argument]:
             shape, dtype = kind[:2]
             boxes = (local_box(shape, spec, mesh.axes, mesh.coords(rank)) for rank in range(mesh.size))
             local = list(dict.fromkeys(map(box_shape, boxes)))
-            rows.append(_Argument(name, describe(dtype, shape, spec), local, local != [shape]))
+            rows.append(_Argument(name, format_tensor(dtype, shape, spec), local, local != [shape]))
     return rows
 
 

@@ -93,10 +93,10 @@ def _meet(comm: Comm, device: torch.device) -> None:
 
 def _argument(x: Any) -> _Argument | None:
     if isinstance(x, Sharded):
-        text = describe(x.dtype, x.shape, x.spec)
+        text = describe(x, x.spec)
         return _Argument(text, text, _FIX_PLACED)
     if isinstance(x, Tensor):
-        text = describe(x.dtype, x.shape)
+        text = describe(x)
         if x.is_meta or x.layout != torch.strided or is_wrapped(x):  # refused later, on every rank
             return _Argument(text, text, _FIX_TENSOR)
         first, second, value = digest_and_value(x.detach().cpu()).tolist()  # digests of two kinds of device differ

@@ -133,9 +133,7 @@ def compare(
             if type(a) is not type(b) or a != b:
                 differences.append(Difference(i, sizes, f"{a!r} is not {b!r}"))
         elif a.shape != b.shape or a.dtype != b.dtype:
-            differences.append(
-                Difference(i, sizes, f"{describe(a.dtype, a.shape)} is not {describe(b.dtype, b.shape)}")
-            )
+            differences.append(Difference(i, sizes, f"{describe(a)} is not {describe(b)}"))
         elif not torch.equal(a, b):
             error = _relative_error(a, b)
             near = tolerances[i].measures_noise and tolerances[i].change == math.inf and error <= _defaults(a.dtype)[1]

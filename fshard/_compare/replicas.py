@@ -128,8 +128,7 @@ def check_replicas(name: str, out: Any, specs: Any) -> None:
                "one value", *notes, "usual causes: a Python number that depends on the rank, a kernel that is not "
                "deterministic, a draw from torch's own generator",
                fix=f"psum or pmean it, draw with fs.random and a key, or name {axes} in its out spec",
-               leaf=describe(x.dtype, x.shape), spec=spec,
-               mesh=format_axes(here.sizes))  # fmt: skip
+               leaf=describe(x), spec=spec, mesh=format_axes(here.sizes))  # fmt: skip
 
 
 def format_mismatch(mismatch: Mismatch, x: Tensor) -> str:

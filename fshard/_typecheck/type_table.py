@@ -78,7 +78,7 @@ class TypeTable:
         """
         storage = x.untyped_storage()
         if storage not in self._by_storage:  # no argument's, and of no operation's result
-            self.captured.setdefault(storage, (describe(x.dtype, x.shape), site()))
+            self.captured.setdefault(storage, (describe(x), site()))
         low, high = _byte_range(x)
         replaces_all = overwrites and high - low == x.numel() * x.element_size()
         old = self.get(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard._callsite import Site
 from fshard._ops import differentiable_dtype
-from fshard.spec import P, describe
+from fshard.spec import P, format_tensor
 
 NONE: frozenset[str] = frozenset()
 
@@ -128,4 +128,4 @@ def show_type(o: Operand, shape: Sequence[int] | None = None) -> str:
     """Return `f32[64, 256]{V: data; I: model}`; with another `shape` where the user's tensor is a view of `o`."""
     t = o.info.type
     axes = [f"{state}: {', '.join(sorted(names))}" for state, names in (("V", t.varying), ("I", t.invariant)) if names]
-    return f"{describe(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(axes)}}}"
+    return f"{format_tensor(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(axes)}}}"

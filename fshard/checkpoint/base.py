@@ -75,7 +75,7 @@ def digest(tree_: Any) -> dict[str, str]:
     everyone = ranks.run(sums_of_parts)
     total = {name: [sum(of_rank[name][k] for of_rank in everyone if name in of_rank) % 2**64 for k in range(_SUMS)]
              for name in tensors}  # fmt: skip
-    return {name: f"{describe(leaf.dtype, leaf.shape)} {''.join(f'{n:016x}' for n in total[name])}"
+    return {name: f"{describe(leaf)} {''.join(f'{n:016x}' for n in total[name])}"
             if name in total else repr(leaf) for name, leaf in leaves.items()}  # fmt: skip
 
 

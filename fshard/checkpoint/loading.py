@@ -108,7 +108,7 @@ class Target:
     parts: dict[tuple[tuple[int, int], ...], Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return describe(self.dtype, self.shape) if self.value_type is None else self.value_type.__name__
+        return describe(self) if self.value_type is None else self.value_type.__name__
 
     def allocate(self) -> list[tuple[Box, Tensor]]:
         """Allocate the parts; return them, each with its box."""
@@ -158,7 +158,7 @@ def _target(label: str, leaf: Any, spec: P | None, mesh: Mesh | None) -> Target:
             spec, mesh = spec or leaf.spec, mesh or leaf.mesh
         if spec is None or mesh is None:
             raise fail(f"{label}: has no spec or no mesh", fix="give specs= and mesh=",
-                       leaf=describe(leaf.dtype, leaf.shape))  # fmt: skip
+                       leaf=describe(leaf))  # fmt: skip
         raise_all(spec_errors(label, leaf.shape, spec, mesh.axes))
         return Target(leaf.shape, leaf.dtype, mesh.device, spec, mesh)
     if spec is not None and spec.axes:
@@ -205,7 +205,7 @@ def _check_leaves(
     lines = []
     for path, target in targets.items():
         saved = leaves.get(path)
-        shown = describe(saved.dtype, saved.shape) if isinstance(saved, Saved) else type(saved).__name__
+        shown = describe(saved) if isinstance(saved, Saved) else type(saved).__name__
         if path not in leaves:
             lines.append(f"missing  {path}  {target!r}")
         elif shown != repr(target):

@@ -56,7 +56,7 @@ class Saved:
     same_as: str | None = None
 
     def __repr__(self) -> str:
-        return describe(self.dtype, self.shape) + (f" = {self.same_as}" if self.same_as else "")
+        return describe(self) + (f" = {self.same_as}" if self.same_as else "")
 
 
 @dataclass(frozen=True)

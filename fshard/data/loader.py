@@ -170,4 +170,4 @@ def _part(own: Any, first: int, rows: Rows) -> Any:
 
 
 def _text(x: Tensor | np.ndarray[Any, Any]) -> str:
-    return describe(x.dtype, x.shape) if isinstance(x, Tensor) else f"{x.dtype}{list(x.shape)}"
+    return describe(x) if isinstance(x, Tensor) else f"{x.dtype}{list(x.shape)}"

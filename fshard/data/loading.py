@@ -14,7 +14,7 @@ from fshard._comm import memory_device
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded, from_callback
-from fshard.spec import Box, P, describe, is_spec, local_box, spec_errors
+from fshard.spec import Box, P, describe, format_tensor, is_spec, local_box, spec_errors
 
 from .order import Integers, Rows, integers
 
@@ -81,9 +81,9 @@ def _row_shape(label: str, parts: dict[RowRange, Tensor]) -> tuple[int, ...]:
     """Return the shape of one row, the same in all parts."""
     for (start, stop), part in parts.items():
         if part.ndim == 0 or part.shape[0] != stop - start:
-            raise fail(f"{label}: fetch returned {describe(part.dtype, part.shape)} for {stop - start} examples",
+            raise fail(f"{label}: fetch returned {describe(part)} for {stop - start} examples",
                        fix="return a row for each, in dim 0")  # fmt: skip
-    shapes = {describe(part.dtype, part.shape[1:]): tuple(part.shape[1:]) for part in parts.values()}
+    shapes = {format_tensor(part.dtype, part.shape[1:]): tuple(part.shape[1:]) for part in parts.values()}
     if len(shapes) > 1:
         raise fail(f"{label}: the rows differ between parts", f"a row is {' or '.join(shapes)}",
                    fix="pad to one shape, and use one dtype")  # fmt: skip

@@ -87,7 +87,7 @@ class Deferred:
         return replace(self, dtype=dtype)
 
     def __repr__(self) -> str:
-        return f"{describe(self.dtype, self.shape)} = {describe_initializer(self.init)}"
+        return f"{describe(self)} = {describe_initializer(self.init)}"
 
 
 def describe_initializer(init: object) -> str:

@@ -78,7 +78,7 @@ class LoraWeight(AdaptedWeight):
         return self.base.transpose(first, second)
 
     def __repr__(self) -> str:
-        return f"LoraWeight({describe(self.dtype, tuple(self.shape))}, rank={self.rank})"
+        return f"LoraWeight({describe(self)}, rank={self.rank})"
 
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute x @ base + b, plus the adapters' part: x [..., D] -> [..., F]."""

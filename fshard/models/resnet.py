@@ -265,7 +265,7 @@ def features(
     """
     described = init(cfg)
     if x.ndim != 4 or x.shape[1] != cfg.num_channels or not x.is_floating_point():
-        raise fail("resnet: the images do not fit the config", x=describe(x.dtype, x.shape),
+        raise fail("resnet: the images do not fit the config", x=describe(x),
                    fix=f"floating [B, {cfg.num_channels}, H, W]")  # fmt: skip
     check_params(params, described)
     check_params(state, _state(cfg), "state")

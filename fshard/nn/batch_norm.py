@@ -66,19 +66,19 @@ def batch_norm(
 
 def _check(verb: str, x: Tensor, state: Any, w: Tensor | None, b: Tensor | None) -> None:
     if x.ndim < 2 or not x.is_floating_point():
-        raise fail(f"{verb}: x must be floating, with channels in dim 1", x=_describe(x), fix="x [B, C, ...]")
+        raise fail(f"{verb}: x must be floating, with channels in dim 1", x=describe(x), fix="x [B, C, ...]")
     if state is not None and (not isinstance(state, Mapping) or set(state) != set(_STATE)
                               or not all(isinstance(s, Tensor) for s in state.values())):  # fmt: skip
         raise must_be(f"{verb}: state", 'None, or a dict of tensors "mean", "var" and "count"', state)
     leaves = {"w": w, "b": b} | ({} if state is None else {f"state[{n!r}]": state[n] for n in ("mean", "var")})
     for name, leaf in leaves.items():
         if leaf is not None and tuple(leaf.shape) != (x.shape[1],):
-            raise fail(f"{verb}: {name} must have one number for each channel here", x=_describe(x),
-                       **{name: _describe(leaf)}, fix=f"[{x.shape[1]}]")  # fmt: skip
+            raise fail(f"{verb}: {name} must have one number for each channel here", x=describe(x),
+                       **{name: describe(leaf)}, fix=f"[{x.shape[1]}]")  # fmt: skip
         if leaf is not None and not leaf.is_floating_point():
-            raise fail(f"{verb}: {name} must be floating", **{name: _describe(leaf)})
+            raise fail(f"{verb}: {name} must be floating", **{name: describe(leaf)})
     if state is not None and state["count"].ndim:
-        raise fail(f"{verb}: state['count'] must be one number", count=_describe(state["count"]))
+        raise fail(f"{verb}: state['count'] must be one number", count=describe(state["count"]))
 
 
 def _check_axes(verb: str, x: Tensor, state: Any, over: Axis) -> None:
@@ -116,7 +116,7 @@ def normalize_batch(
     if values <= 1 and _at_most_one(count):
         where = f"all ranks of {over!r} together have" if over else "x has"
         raise fail(f"{label}: {where} one value of each channel: it has no variance" if values or over else
-                   f"{label}: x has no value of a channel", x=_describe(x), fix=fix)  # fmt: skip
+                   f"{label}: x has no value of a channel", x=describe(x), fix=fix)  # fmt: skip
     global_mean = total / count
     # About the mean of all ranks, without the cancellation of E[x^2] - E[x]^2. Source: Chan et al., 1979.
     var = psum(squares + n * (mean - pvary(global_mean, over)).square(), over) / count
@@ -236,7 +236,3 @@ def _at_most_one(count: Tensor) -> bool:
     """Read a count; False for one without a value."""
     count = unwrapped(count.detach())
     return not (count.is_meta or isinstance(count, FakeTensor)) and bool(count <= 1)
-
-
-def _describe(x: Tensor) -> str:
-    return describe(x.dtype, x.shape)

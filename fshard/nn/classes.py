@@ -65,7 +65,7 @@ def sample_classes(
     if size < 1 or count < 1:
         raise fail(f"sample_classes: size={size}, count={count}", fix="both are 1 or more")
     if targets.dtype not in _INTEGERS:
-        raise fail(f"sample_classes: targets are {describe(targets.dtype, targets.shape)}", fix="integer classes")
+        raise fail(f"sample_classes: targets are {describe(targets)}", fix="integer classes")
     if torch.compiler.is_dynamo_compiling():
         raise fail("sample_classes: a compiled program has fixed shapes, and the number of classes that a rank has "
                    "depends on the targets", fix="leave out compile=True")  # fmt: skip
@@ -108,7 +108,7 @@ def target_columns(
         return column.where(is_local, 0), is_local, whole
     if classes.dtype != torch.int64 or tuple(classes.shape) != (v,):
         raise fail(f"{verb}: classes must be the class of each column of logits, ascending",
-                   logits=describe(logits.dtype, logits.shape), classes=describe(classes.dtype, classes.shape),
+                   logits=describe(logits), classes=describe(classes),
                    fix="classes = nn.sample_classes(...)")  # fmt: skip
     column = torch.searchsorted(classes, targets.long().contiguous())
     is_local = torch.cat([classes, classes.new_full((1,), -1 << 63)])[column] == targets
@@ -119,6 +119,6 @@ def target_columns(
 
 def check_targets(verb: str, logits: Tensor, targets: Tensor) -> None:
     if targets.dtype not in _INTEGERS or not logits.ndim or targets.shape != logits.shape[:-1]:
-        got = {"logits": describe(logits.dtype, logits.shape), "targets": describe(targets.dtype, targets.shape)}
-        raise fail(f"{verb}: targets must be one integer class for each row of logits", **got,
+        raise fail(f"{verb}: targets must be one integer class for each row of logits",
+                   logits=describe(logits), targets=describe(targets),
                    fix="gather targets where features are gathered; .long() makes integers")  # fmt: skip

@@ -35,13 +35,13 @@ def conv2d(
     >>> y = nn.conv2d(fs.pvary(x, "model"), params["w"], params["b"], stride=2, padding=1)     # w [O@model, I, 3, 3]
     """
     if x.ndim != 4 or w.ndim != 4:
-        raise fail("conv2d: x and w must have 4 dims", x=_describe(x), w=_describe(w),
+        raise fail("conv2d: x and w must have 4 dims", x=describe(x), w=describe(w),
                    fix="x [B, I, H, W]; w [O, I / groups, h, w]")  # fmt: skip
     if groups < 1 or x.shape[1] != w.shape[1] * groups or w.shape[0] % groups:
-        raise fail("conv2d: the channels of w do not fit those of x", x=_describe(x), w=_describe(w), groups=groups,
+        raise fail("conv2d: the channels of w do not fit those of x", x=describe(x), w=describe(w), groups=groups,
                    fix="w [O, I / groups, h, w], where groups divides O and I")  # fmt: skip
     if b is not None and tuple(b.shape) != (w.shape[0],):
-        raise fail("conv2d: b must be one number for each output channel here", w=_describe(w), b=_describe(b))
+        raise fail("conv2d: b must be one number for each output channel here", w=describe(w), b=describe(b))
     if isinstance(padding, str) and padding not in ("valid", "same"):
         raise fail(f"conv2d: padding={padding!r}", fix='a number of zeros, "valid" or "same"')
     if padding == "same" and stride not in (1, (1, 1)):
@@ -101,7 +101,7 @@ def _check_windows(
 ) -> None:  # fmt: skip
     """Raise ShardingError for windows that are none, and for images that have room for none."""
     if x.ndim != 4:
-        raise fail(f"{verb}: x must have 4 dims", x=_describe(x), fix="x [B, C, H, W]")
+        raise fail(f"{verb}: x must have 4 dims", x=describe(x), fix="x [B, C, H, W]")
     pairs = [n if isinstance(n, tuple) else (n, n) for n in (kernel, stride, padding, dilation)]
     for dim, size, k, step, zeros, apart in zip("HW", x.shape[2:], *pairs, strict=True):
         options = f"kernel={k}, stride={step}, padding={zeros}, dilation={apart}"
@@ -113,14 +113,10 @@ def _check_windows(
         span = apart * (k - 1) + 1
         if size + 2 * zeros < (1 if same else span):
             raise fail(f"{verb}: {options} along {dim}: the kernel does not fit", f"{size} + 2 * {zeros} < {span}",
-                       x=_describe(x), fix="a smaller kernel, larger images, or more padding")  # fmt: skip
+                       x=describe(x), fix="a smaller kernel, larger images, or more padding")  # fmt: skip
 
 
 def _pool(x: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
     if x.shape[1]:
         return pool(x)
     return pool(F.pad(x, (0, 0, 0, 0, 0, 1)))[:, :0]  # torch has no pool of no channels
-
-
-def _describe(x: Tensor) -> str:
-    return describe(x.dtype, x.shape)

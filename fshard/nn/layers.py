@@ -146,7 +146,7 @@ def embedding(
             "embedding: out='partial' of split='column'", fix="out='split' or 'whole': no rank has a partial sum"
         )
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise fail(f"embedding: ids are {describe(ids.dtype, ids.shape)}", fix="integer ids [...]")
+        raise fail(f"embedding: ids are {describe(ids)}", fix="integer ids [...]")
     _check_whole("embedding", "ids", ids, axis)
     over = axis if split == "row" else None
     v = size if over else None

@@ -70,7 +70,7 @@ def cross_entropy(
     v = logits.shape[-1]
     if weight is not None and tuple(weight.shape) != (v,):
         raise fail("cross_entropy: weight must be one number for each class here",
-                   logits=_describe(logits), weight=_describe(weight))  # fmt: skip
+                   logits=describe(logits), weight=describe(weight))  # fmt: skip
     wide = torch.promote_types(logits.dtype, torch.float32)
     if weight is not None:
         weight = weight.detach().to(wide)
@@ -125,10 +125,6 @@ def cross_entropy(
     if over:
         total, count = psum((total, count), over)
     return total if reduction == "sum" else total / count
-
-
-def _describe(x: Tensor) -> str:
-    return describe(x.dtype, x.shape)
 
 
 # --- sums of exponentials -------------------------------------------------------------------------------------

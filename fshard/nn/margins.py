@@ -46,7 +46,7 @@ def cosine_logits(x: Tensor, w: Tensor | Weight, *, eps: float = 1e-12) -> Tenso
     """
     if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[-1] or x.dtype != w.dtype or not x.is_floating_point():
         raise fail("cosine_logits: x is not [..., D] for a table [C, D] of one floating dtype",
-                   x=describe(x.dtype, x.shape), w=describe(w.dtype, w.shape))  # fmt: skip
+                   x=describe(x), w=describe(w))  # fmt: skip
     if not eps > 0:
         raise fail(f"cosine_logits: eps={eps}", fix="more than 0")
     if isinstance(w, Weight):
@@ -168,7 +168,7 @@ def _change_targets(
 ) -> Tensor:  # fmt: skip
     """Return cosines * scale, with the formula applied to the targets whose columns this rank has."""
     if not cosines.ndim or not cosines.is_floating_point():
-        raise fail(f"{verb}: cosines are {describe(cosines.dtype, cosines.shape)}", fix="floats [..., C]")
+        raise fail(f"{verb}: cosines are {describe(cosines)}", fix="floats [..., C]")
     if classes is None:
         _check_axis(verb, cosines, targets, axis)
     column, is_local, _ = target_columns(verb, cosines, targets, axis, size, classes)

@@ -51,8 +51,8 @@ def top_k(
         if not 1 <= k <= whole:
             raise fail(f"top_k: k={k} of {whole} classes", fix=f"1 <= k <= {whole}")
     elif classes.dtype != torch.int64 or tuple(classes.shape) != (n,):
-        raise fail("top_k: classes must be one int64 number for each column", logits=_describe(logits),
-                   classes=_describe(classes))  # fmt: skip
+        raise fail("top_k: classes must be one int64 number for each column", logits=describe(logits),
+                   classes=describe(classes))  # fmt: skip
     elif k < 1:
         raise fail(f"top_k: k={k}", fix="1 <= k")
     columns = _top_columns(logits.detach(), min(k, n))
@@ -109,11 +109,7 @@ def accuracy(
 
 def _check_logits(verb: str, logits: Tensor) -> None:
     if not logits.ndim or not logits.is_floating_point():
-        raise fail(f"{verb}: logits are {_describe(logits)}", fix="floating logits [..., C]")
-
-
-def _describe(x: Tensor) -> str:
-    return describe(x.dtype, x.shape)
+        raise fail(f"{verb}: logits are {describe(logits)}", fix="floating logits [..., C]")
 
 
 # --- the order of the classes of a row ------------------------------------------------------------------------

@@ -370,7 +370,7 @@ def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any,
     """Raise, with every leaf whose path, shape or dtype is not that of its parameter."""
     expected = {tree.show("", path): p for path, p in tree.leaves_with_path(params)}
     errors = [
-        fail(f"{name}: params{path}: {describe(p.dtype, p.shape)} is not floating", fix="keep it in another tree")
+        fail(f"{name}: params{path}: {describe(p)} is not floating", fix="keep it in another tree")
         for path, p in expected.items()
         if not p.is_floating_point()
     ]
@@ -388,8 +388,7 @@ def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any,
             continue
         errors += [
             fail(
-                f"{name}: {label}{path}: is {describe(x.dtype, x.shape)}, its parameter "
-                f"{describe(expected[path].dtype, expected[path].shape)}",
+                f"{name}: {label}{path}: is {describe(x)}, its parameter {describe(expected[path])}",
                 fix="give it that shape and dtype"
                 if label == "grads" or x.numel() >= expected[path].numel()
                 else "a state of parameters split alike; or fs.optim.zero, for a state that is split more",

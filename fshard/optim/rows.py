@@ -15,7 +15,7 @@ from fshard._comm import has_values, storage_key
 from fshard._torch_compat import in_transform
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
-from fshard.spec import describe
+from fshard.spec import describe, format_tensor
 
 from .fused import donation_test
 from .optimizers import Optimizer, state_owners
@@ -89,7 +89,7 @@ def _checked(
     for name, x in (("params", params), ("grads", grads), ("state", state)):
         tree.check_leaves("update_rows", name, x, Tensor)
     if rows.dtype != torch.int64 or rows.ndim != 1:
-        raise fail(f"update_rows: rows are {describe(rows.dtype, rows.shape)}", fix="int64 [S]")
+        raise fail(f"update_rows: rows are {describe(rows)}", fix="int64 [S]")
     tables = tree.leaves_with_path(params)
     try:
         owners, state_def = state_owners(opt, params)
@@ -105,8 +105,8 @@ def _checked(
     first: dict[Any, str] = {}
     errors = []
     for (path, x), g in zip(tables, tree.leaves(grads), strict=True):
-        name, got = tree.show("params", path), describe(x.dtype, x.shape)
-        needed = describe(x.dtype, (len(rows), *x.shape[1:]))
+        name, got = tree.show("params", path), describe(x)
+        needed = format_tensor(x.dtype, (len(rows), *x.shape[1:]))
         place = id(x) if in_transform() else (storage_key(x), x.storage_offset())
         if x.numel() and place in first:
             errors.append(fail(f"update_rows: {name} is {first[place]}: its rows would be stepped twice",
@@ -117,12 +117,12 @@ def _checked(
         elif len(heights) > 1 or not x.ndim:
             errors.append(fail(f"update_rows: {name}: {got} is not a table with the rows of the others",
                                fix="one call for each number of rows"))  # fmt: skip
-        elif describe(g.dtype, g.shape) != needed:
-            errors.append(fail(f"update_rows: {tree.show('grads', path)}: is {describe(g.dtype, g.shape)}",
+        elif describe(g) != needed:
+            errors.append(fail(f"update_rows: {tree.show('grads', path)}: is {describe(g)}",
                                fix=f"{needed}, for {len(rows)} rows of {name}"))  # fmt: skip
     raise_all(errors)
     n = heights.pop() if heights else 0
-    raise_all([fail(f"update_rows: {tree.show('state', path)}: is {describe(x.dtype, x.shape)}, its table has {n} rows",
+    raise_all([fail(f"update_rows: {tree.show('state', path)}: is {describe(x)}, its table has {n} rows",
                     fix="state = opt.init(params)")
                for (path, x), row in zip(tree.leaves_with_path(state), by_rows, strict=True)
                if row and (not x.ndim or x.shape[0] != n)])  # fmt: skip

@@ -51,7 +51,7 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
         known = values_now(data)
         n = data.long() if known is None else known
     elif not isinstance(data, int) or not -(1 << 63) <= data < 1 << 63:
-        got = describe(data.dtype, data.shape) if isinstance(data, Tensor) else repr(data)
+        got = describe(data) if isinstance(data, Tensor) else repr(data)
         raise fail("fold_in: data of the wrong type", got=got,
                    needed="a str, an int of 64 bits, i64[], i32[]", fix="fs.fold_in(key, step)")  # fmt: skip
     tag = _NAME if isinstance(data, str) else _FOLD
@@ -82,7 +82,7 @@ def check_key(verb: str, key: object) -> None:
     fix = "fs.key(0)"
     if isinstance(key, Tensor) and key.dtype == torch.int64 and key.ndim == 2 and key.shape[1] == 2:
         fix = "pass one of these keys, keys[0], or map over them with torch.vmap"
-    got = describe(key.dtype, key.shape) if isinstance(key, Tensor) else repr(key)
+    got = describe(key) if isinstance(key, Tensor) else repr(key)
     raise fail(f"{verb}: not a key", got=got, needed="i64[2]", fix=fix)
 
 

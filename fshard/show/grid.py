@@ -13,7 +13,7 @@ import torch
 
 from fshard.errors import raise_all
 from fshard.mesh import Mesh
-from fshard.spec import P, describe, format_axes, part_range, spec_errors
+from fshard.spec import P, format_axes, format_tensor, part_range, spec_errors
 
 Sizes = Mapping[str, int]
 
@@ -60,7 +60,7 @@ def layout(shape: Sequence[int], spec: P, *, mesh: Mesh | Sizes) -> View:
     """
     sizes = sizes_of(mesh)
     raise_all(spec_errors("layout", tuple(shape), spec, sizes))
-    title = describe(torch.float32, shape, spec).removeprefix("f32")
+    title = format_tensor(torch.float32, shape, spec).removeprefix("f32")
     return picture(title, tuple(shape), spec, sizes)
 
 

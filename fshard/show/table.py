@@ -22,7 +22,7 @@ from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred, describe_initializer
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
-from fshard.spec import P, describe, format_axes, is_spec, part_lengths, spec_errors
+from fshard.spec import P, format_axes, format_tensor, is_spec, part_lengths, spec_errors
 
 from .grid import Sizes, View, div, mesh_grid, picture, sizes_of
 
@@ -104,7 +104,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
         errors += leaf_errors
         if leaf_errors:
             continue
-        type_ = describe(x.dtype, shape, spec)
+        type_ = format_tensor(x.dtype, shape, spec)
         if id(x) in seen:
             out.append(_Leaf(type_, f"= {seen[id(x)]}", shape, spec))
             continue

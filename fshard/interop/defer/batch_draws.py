@@ -140,7 +140,7 @@ def _examples(
         d = next((d for d, over in parts.items() if set(over) & set(axes)), dim)
         if not -x.ndim <= d < x.ndim or live_axes(region().comm, tuple(parts.get(d, axes))) != axes:
             raise fail(f"{name}: {_argument(path)} has no dim that {' and '.join(map(repr, axes))} alone split",
-                       argument=describe(x.dtype, x.shape), **({} if spec is None else {"spec": spec}),
+                       argument=describe(x), **({} if spec is None else {"spec": spec}),
                        fix="name the axes that split its examples, in this order; dim= of an argument that was "
                        "computed in the region")  # fmt: skip
         dims[i] = d % x.ndim

@@ -64,12 +64,12 @@ def batch_norm_over(axis: Axis, name: str, m: Any, x: Tensor) -> Tensor:
                    "different channels", fix="leave that axis out: each rank has all examples of its channels; "
                    "for no axis at all, leave out batch_norm_over")  # fmt: skip
     if x.ndim not in next(ndims for kind, ndims in _BATCH_NORMS.items() if isinstance(m, kind)):
-        raise fail(f"{name}, and its input has {x.ndim} dims", input=describe(x.dtype, x.shape))
+        raise fail(f"{name}, and its input has {x.ndim} dims", input=describe(x))
     for key in ("weight", "bias", "running_mean", "running_var"):
         leaf = getattr(m, key)
         if leaf is not None and len(leaf) != x.shape[1]:
             raise fail(f"{name} whose {key} has {len(leaf)} channels, and its input has {x.shape[1]}",
-                       input=describe(x.dtype, x.shape))  # fmt: skip
+                       input=describe(x))  # fmt: skip
     y, mean, var = normalize_batch(name, x, m.weight, m.bias, eps=m.eps, over=axis,
                                    fix="a larger batch, or apply.eval()")  # fmt: skip
     if m.training and m.track_running_stats and m.running_mean is not None:

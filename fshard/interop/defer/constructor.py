@@ -293,7 +293,7 @@ def _describe(leaves: Leaves, nodes: Mapping[str, Node], budget: int) -> tuple[T
                 whole[name] = size
             if size > budget:
                 ops = sorted({step_name(n) for n in topological_order(node) if not is_local(n)})
-                what = f"defer: {name}: {describe(node.dtype, node.shape)} is computed in full, beyond budget="
+                what = f"defer: {name}: {describe(node)} is computed in full, beyond budget="
                 errors.append(fail(what,
                                    f"{size:,} bytes > {budget:,}", operations=", ".join(ops),
                                    fix=f"budget={size}, of each device; or {EAGER}"))  # fmt: skip

@@ -23,7 +23,7 @@ from fshard.lora import Leaf
 from fshard.random import check_key
 from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.units import UnitOptions
-from fshard.spec import describe
+from fshard.spec import describe, format_tensor
 from fshard.weight import Weight, is_weight
 
 from .batch_draws import SplitBatch, draws_of
@@ -419,8 +419,8 @@ class Apply:
                     errors.append(fail(f"{self!r}: {kind}[{name!r}] is a {type(x).__name__}, not a tensor", fix=fix))
                 elif name in expected and x.ndim != expected[name].ndim:
                     what = f"{self!r}: {kind}[{name!r}] has {x.ndim} dims, not {expected[name].ndim}"
-                    errors.append(fail(what, argument=describe(x.dtype, x.shape),
-                                       module=describe(x.dtype, expected[name].shape)))  # fmt: skip
+                    errors.append(fail(what, argument=describe(x),
+                                       module=format_tensor(x.dtype, expected[name].shape)))  # fmt: skip
         raise_all(sorted(errors, key=str))
 
     def _explain(self, e: Exception, params: Named, buffers: Named, arguments: Any) -> None:

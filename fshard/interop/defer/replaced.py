@@ -213,7 +213,7 @@ def _run(label: str, replacement: Replacement, axes: set[str], m: nn.Module, *ar
     for x in tree.leaves((args, kwargs)):
         if isinstance(x, Tensor) and replacement.input == "whole" and (split := axes_of_own_values(x) & axes):
             raise fail(f"{label}: its input varies over {' and '.join(map(repr, sorted(split)))}, which split its "
-                       "parameters: each rank has another part of it", input=describe(x.dtype, x.shape),
+                       "parameters: each rank has another part of it", input=describe(x),
                        fix="split the batch over other axes; after a module with out='split', input='split'"
                        )  # fmt: skip
     leaves = _parameters(m)

@@ -19,7 +19,7 @@ from fshard._safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
 from fshard._torch_file import Archive
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
-from fshard.spec import box_shape, describe
+from fshard.spec import box_shape, format_tensor
 
 from .folder import SINGLE
 from .pattern import Pattern, missing_parts
@@ -155,7 +155,7 @@ def _output_tensor(name: str, sources: Sequence[Source]) -> OutputTensor:
     shapes = {s.part.shape for s in sources}
     dtypes = {s.leaf.dtype for s in sources}
     if len(shapes) > 1 or len(dtypes) > 1:
-        shown = [f"{s.label}  {describe(s.leaf.dtype, s.part.shape)}" for s in sources]
+        shown = [f"{s.label}  {format_tensor(s.leaf.dtype, s.part.shape)}" for s in sources]
         raise fail("has parts of different shapes or dtypes", *shown, fix="they are parts of one tensor in the file")
     patterns = [s.pattern for s in sources if s.pattern is not None]
     if not patterns:

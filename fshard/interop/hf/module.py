@@ -21,7 +21,7 @@ from fshard.interop.defer import Apply
 from fshard.interop.defer.constructor import Recorded
 from fshard.interop.defer.graph import draws
 from fshard.sharded import Sharded
-from fshard.spec import box_shape, describe
+from fshard.spec import box_shape, describe, format_tensor
 
 from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
 from .folder import WeightHeaders, unsupported_dtype
@@ -198,7 +198,7 @@ def read_leaves(
             elif headers.complete and not names.may_lack(own, leaf) and not matches(own, missing):
                 lacking.append(own[0])
                 errors.append(fail(f"{headers.path}: {names.plain(own[0])!r} is missing",
-                                   f"for {label}, {describe(leaf.dtype, leaf.shape)}"))  # fmt: skip
+                                   f"for {label}, {describe(leaf)}"))  # fmt: skip
         except ShardingError as e:
             errors.append(e)
     errors += _stale(leaves, out, names_of)
@@ -243,15 +243,14 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
                 raise unsupported_dtype(entry)
             if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
                 raise fail(f"{headers.path}: {entry.name!r} has a dtype of another kind, for {label}",
-                           got=describe(entry.dtype, entry.shape),
-                           expected=describe(leaf.dtype, leaf.shape))  # fmt: skip
+                           got=format_tensor(entry.dtype, entry.shape), expected=describe(leaf))  # fmt: skip
         sources.append(parts)
     dtypes = {entry.dtype for parts in sources for entry, _ in parts if entry.dtype is not None} or {leaf.dtype}
     if len(dtypes) > 1:
         first: dict[torch.dtype, str] = {}
         for entry, _ in (pair for parts in sources for pair in parts):
             if entry.dtype is not None:
-                first.setdefault(entry.dtype, f"{describe(entry.dtype, entry.shape)}  {entry.name}")
+                first.setdefault(entry.dtype, f"{format_tensor(entry.dtype, entry.shape)}  {entry.name}")
         raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *first.values())
     first_source, *copies = map(FromFile, sources)
     copies = [copy for copy in copies if copy.reads != first_source.reads]  # other names of one tensor in the file

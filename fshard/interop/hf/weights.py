@@ -18,7 +18,7 @@ from fshard._io import StrPath, bytes_of, cannot_read
 from fshard._safetensors import BLOCK_BYTES, COPY_OR_WRITE, HeaderEntry
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
-from fshard.spec import Box, box_shape, describe, full_box, relative_box
+from fshard.spec import Box, box_shape, describe, format_tensor, full_box, relative_box
 
 from .folder import WeightHeaders, unsupported_dtype
 from .pattern import Pattern, identity, missing_parts
@@ -326,7 +326,7 @@ def read(
                 if not options:
                     if headers.complete:
                         raise fail(f"{headers.path}: {alternatives[0][1].name!r} is missing",
-                                   f"for {tree.show('params', first)}, {describe(leaf.dtype, leaf.shape)}")  # fmt: skip
+                                   f"for {tree.show('params', first)}, {describe(leaf)}")  # fmt: skip
                     continue
                 name, label, part, pattern = options[0]
                 tied = [n for other, of in (copies or {}).items() if of == part.name for n in names_in_file(other)]
@@ -396,7 +396,8 @@ def _check_entry(
         raise unsupported_dtype(entry)
     if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
         raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {label}",
-                   got=describe(entry.dtype, entry.shape), expected=describe(leaf.dtype, part.shape))  # fmt: skip
+                   got=format_tensor(entry.dtype, entry.shape),
+                   expected=format_tensor(leaf.dtype, part.shape))  # fmt: skip
     if (copy.shape, copy.dtype_name) != (entry.shape, entry.dtype_name):
         raise fail(f"{folder}: {copy.name!r} is tied to {entry.name!r} by the config, and is another tensor",
                    got=f"{copy.dtype_name}{list(copy.shape)}",

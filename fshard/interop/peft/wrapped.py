@@ -69,8 +69,7 @@ def weights(folder: StrPath, described: Any, *, of: Apply, adapter: str = "defau
                                got=list(found.shape), expected=list(leaf.shape)))  # fmt: skip
         else:
             out.append(found)
-    errors += [fail(f"{folder}/{WEIGHTS}: {key!r} is not part of the adapters of this module",
-                    describe(x.dtype, x.shape))
+    errors += [fail(f"{folder}/{WEIGHTS}: {key!r} is not part of the adapters of this module", describe(x))
                for key, x in stored.items() if key not in names]  # fmt: skip
     raise_all(errors)
     return tree.unflatten(tree.structure(described), out)
