@@ -57,6 +57,13 @@ FORMULAS = {
     "cosface": (lambda *a, **kw: nn.cosface(*a, m=0.2, **kw), lambda a: a.cos() - 0.2),
 }  # fmt: skip
 
+
+def test_cosines_have_the_dtype_of_the_features_under_autocast(kernel):
+    x, w = rand(3, 4, dtype=torch.float32), rand(5, 4, seed=1, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.cosine_logits(x, w).dtype == torch.float32
+
+
 LAYOUTS = {  # mesh, axes of the classes and of the batch: 7 classes over 4 ranks leave one with 1, over 6 one with none
     "dense": ({}, None, None),
     "2": ({"m": 2}, "m", None),
