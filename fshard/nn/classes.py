@@ -99,26 +99,28 @@ def target_columns(
 
     The columns of `logits` [..., V] are this rank's part of the classes, or `classes` [V].
     """
-    check_targets(verb, logits, targets)
+    targets = checked_targets(verb, logits, targets)
     v = logits.shape[-1]
     if classes is None:
         start, whole = local_range(verb, v, axis, size)
-        column = targets.long() - start
+        column = targets - start
         is_local = (column >= 0) & (column < v)
         return column.where(is_local, 0), is_local, whole
     if classes.dtype != torch.int64 or tuple(classes.shape) != (v,):
         raise fail(f"{verb}: classes must be the class of each column of logits, ascending",
                    logits=describe(logits), classes=describe(classes),
                    fix="classes = nn.sample_classes(...)")  # fmt: skip
-    column = torch.searchsorted(classes, targets.long().contiguous())
+    column = torch.searchsorted(classes, targets.contiguous())
     is_local = torch.cat([classes, classes.new_full((1,), -1 << 63)])[column] == targets
     if (types := checker()) is not None:  # the ranks have different columns, also where they made `classes` themselves
         types.set_integer_type(is_local, verb, of=(targets, classes), varies=names_of(axis))
     return column.where(is_local, 0), is_local, v
 
 
-def check_targets(verb: str, logits: Tensor, targets: Tensor) -> None:
+def checked_targets(verb: str, logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the targets as int64: as bytes they could not be compared with -100, or with a number of classes."""
     if targets.dtype not in _INTEGERS or not logits.ndim or targets.shape != logits.shape[:-1]:
         raise fail(f"{verb}: targets must be one integer class for each row of logits",
                    logits=describe(logits), targets=describe(targets),
                    fix="gather targets where features are gathered; .long() makes integers")  # fmt: skip
+    return targets.long()

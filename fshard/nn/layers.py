@@ -147,6 +147,7 @@ def embedding(
         )
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise fail(f"embedding: ids are {describe(ids)}", fix="integer ids [...]")
+    ids = ids.long()  # bytes could not be compared with the size of the table
     _check_whole("embedding", "ids", ids, axis)
     over = axis if split == "row" else None
     v = size if over else None
@@ -175,7 +176,7 @@ def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: int | None) -> Tensor:
         return F.embedding(ids, table)
     n = table.shape[0]
     start, end = local_range("embedding", n, axis, size)
-    local = ids.long() - start
+    local = ids - start
     is_local = (local >= 0) & (local < n)
     rows = F.embedding(local.where(is_local, 0), table if n else F.pad(table, (0, 0, 0, 1)))
     otherwise = torch.where((ids >= 0) & (ids < end), 0.0, math.nan).to(rows.dtype)

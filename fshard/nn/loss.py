@@ -22,7 +22,7 @@ from fshard.errors import checked, fail
 from fshard.spec import describe
 
 from .blocks import row_blocks
-from .classes import check_targets, target_columns
+from .classes import checked_targets, target_columns
 
 # Largest number of logits for which the plain formula is faster. Forward and backward on one core of a busy machine:
 # plain 4.3 and in row blocks 2.3 ms for half a million elements in rows of 4096, 2.3 and 2.5 in rows of 32128; 17 and
@@ -66,7 +66,7 @@ def cross_entropy(
     """
     if not 0 <= label_smoothing <= 1:
         raise fail(f"cross_entropy: label_smoothing={label_smoothing}", fix="0 <= label_smoothing <= 1")
-    check_targets("cross_entropy", logits, targets)
+    targets = checked_targets("cross_entropy", logits, targets)
     v = logits.shape[-1]
     if weight is not None and tuple(weight.shape) != (v,):
         raise fail("cross_entropy: weight must be one number for each class here",
@@ -76,7 +76,7 @@ def cross_entropy(
         weight = weight.detach().to(wide)
     plain = torch.compiler.is_dynamo_compiling() or logits.numel() <= _PLAIN_UP_TO
     if plain and classes is None and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
-        rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1).long()
+        rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1)
         losses = F.cross_entropy(rows, classes, weight, ignore_index=ignore_index, reduction=reduction)
         return losses.view(targets.shape) if reduction == "none" else losses
 
@@ -84,7 +84,7 @@ def cross_entropy(
     if axis or classes is not None:
         column, is_local, whole = target_columns("cross_entropy", logits, targets, axis, size, classes)
     else:
-        column, is_local = targets.long().where(counted, 0), counted
+        column, is_local = targets.where(counted, 0), counted
         _, whole = local_range("cross_entropy", v, axis, size)
     is_local = is_local & counted
     column = column.unsqueeze(-1)[..., :v]

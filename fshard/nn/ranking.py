@@ -20,7 +20,7 @@ from fshard.collectives import all_gather, axis_size, psum
 from fshard.errors import checked, fail
 from fshard.spec import describe
 
-from .classes import check_targets
+from .classes import checked_targets
 
 _ABSENT = 1 << 62  # number of a class that is not there, after all that are; exact as a float, as F.pad takes it
 
@@ -93,7 +93,7 @@ def accuracy(
     >>> top1, top5 = nn.accuracy(logits, targets, axis="model", size=50257, over="data")
     """
     _check_logits("accuracy", logits)
-    check_targets("accuracy", logits, targets)
+    targets = checked_targets("accuracy", logits, targets)
     if not k or min(k) < 1:
         raise fail(f"accuracy: k={tuple(k)}", fix="k=(1, 5): each is 1 or more")
     _, whole = local_range("accuracy", logits.shape[-1], axis, size)

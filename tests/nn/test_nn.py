@@ -449,6 +449,23 @@ def test_pairs_of_options_are_all_pairs():
     assert pairs(PAIRS) == pairs(TABLE)
 
 
+@pytest.mark.parametrize("axis", [None, "m"])
+def test_classes_and_ids_of_one_byte_are_those_of_eight(axis):
+    """-100 and the sizes are no bytes: torch compares a byte with such a number as the byte that they wrap to."""
+    x, t, table = rand(6, 1000), torch.tensor([0, 44, 156, 231, 232, 255]), rand(1000, 2)
+
+    def run(x, t, table):
+        embed = lambda w: nn.embedding(t, w, axis=axis, size=1000, out=axis and "whole", padding_idx=300)  # noqa: E731
+        losses = nn.cross_entropy(x, t, axis=axis, size=1000, label_smoothing=0.1, reduction="none")
+        logits = nn.arcface(x.tanh(), t, axis=axis, size=1000)
+        margins = nn.cross_entropy(logits, t, axis=axis, size=1000, label_smoothing=0.1)
+        return losses, margins, nn.accuracy(x, t, (200, 500), axis=axis, size=1000), *value_and_vjp(embed, table)
+
+    specs, out = (P(None, axis), P(), P(axis)), (P(), P(), P(), P(), (P(axis),))
+    got, want = (on({"m": 2}, run, (x, t, table), specs, out) for t in (t.to(torch.uint8), t))
+    assert_same(got, want)
+
+
 @some_layouts
 def test_cross_entropy_of_any_shape(layout, kernel):
     for shape in [(12, 1, 2), (12,)]:
