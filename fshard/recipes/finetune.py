@@ -416,12 +416,7 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             speed = sum(math.prod(b["ids"].shape) for b in batches) / (time.perf_counter() - started)
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)), tokens_per_s=speed)
-            last = step + 1 == part.steps
-            if folder and (last or (args.save_every and (step + 1) % args.save_every == 0)):
-                try:
-                    checkpoint.save(folder, state, step=step + 1, overwrite=True)
-                except fs.ShardingError as e:
-                    raise command.PROGRAM.stop(f"{e}\n{command.PROGRAM.resume_hint(args)}") from None
+            command.PROGRAM.save(args, folder, state, step=step + 1, steps=part.steps)
 
     if not part.held_out:
         return Score(math.nan, math.nan, n, time.perf_counter() - clock), state
