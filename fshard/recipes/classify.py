@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -57,10 +58,10 @@ class Images(NamedTuple):
         """Draw the characters, or list the folder, of which every tenth image, by its name, is for testing."""
         if args.folder:
             folder = data.image_folder(args.folder, size=(glyphs.SIZE, glyphs.SIZE))
-            held_out = np.array([zlib.crc32(name.encode()) % 10 == 0 for name in folder.files])
+            held_out = np.array([zlib.crc32(os.fsencode(name)) % 10 == 0 for name in folder.files])
             every: Any = folder
             train, test = (Subset(every, np.flatnonzero(rows).tolist()) for rows in (~held_out, held_out))
-            return cls(train, test, folder.classes, 3, zlib.crc32("\n".join(folder.files).encode()))
+            return cls(train, test, folder.classes, 3, zlib.crc32(os.fsencode("\n".join(folder.files))))
         drawn = glyphs.load(command.stop, cjk=args.cjk)
         parts = [TensorDataset(torch.from_numpy(x)[:, None], torch.from_numpy(y)) for x, y in drawn[:2]]
         return cls(parts[0], parts[1], drawn.names, 1, zlib.crc32(drawn.train[1].tobytes()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 
@@ -204,6 +205,16 @@ def test_a_missing_font_package_is_named(monkeypatch):
     assert refusal("--cjk").endswith("pip install noto-cjk-sans-otc, or give --folder DIR")
 
 
+def test_files_whose_names_are_not_unicode_are_images_too(tmp_path):
+    draw_images(tmp_path)
+    try:
+        os.rename(tmp_path / "cat" / "0.png", os.fsencode(tmp_path / "cat") + b"/\xff.png")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    images = classify.Images.of(classify_command.parse(["--folder", str(tmp_path)]))
+    assert len(images.train) + len(images.test) == 60
+
+
 # --- pictures -------------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +233,8 @@ def test_a_run_without_mistakes_and_classes_without_names_are_drawn(tmp_path):
     pictures.confusion(tmp_path / "none.png", x, x, ["a"])
     pictures.confusion(tmp_path / "all.png", x, x[::-1], ["$a$b$", "直"])  # a glyph that is missing would warn
     pictures.losses(tmp_path / "one.png", [0], [1.0])
-    assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("none", "all", "one"))
+    pictures.losses(tmp_path / "ended.png", [], [])
+    assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("none", "all", "one", "ended"))
 
 
 # --- refusals, each one line ----------------------------------------------------------------------------------------
