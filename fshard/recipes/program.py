@@ -197,13 +197,12 @@ class Program:
             words = [facts[n][1] if n in facts else f"{flag(n)} {saved.get(n)}" for n in now if saved.get(n) != now[n]]
             if words:
                 raise self.stop(f"--resume {args.resume}: it was trained with other arguments: give {' '.join(words)}")
-        folder = args.out or args.resume
-        if folder and is_first():
+        if args.out and not resumes_in_place(args) and is_first():
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "arguments.json").write_text(json.dumps(now, indent=2, sort_keys=True))
+                args.out.mkdir(parents=True, exist_ok=True)
+                (args.out / "arguments.json").write_text(json.dumps(now, indent=2, sort_keys=True))
             except OSError as e:
-                raise self.stop(f"--out {folder}: {e.strerror}: give another folder") from None
+                raise self.stop(f"--out {args.out}: {e.strerror}: give another folder") from None
 
 
 def resumes_in_place(args: argparse.Namespace) -> bool:

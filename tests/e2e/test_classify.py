@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,6 +110,21 @@ def test_half_precision_follows_the_curve(folder, on_one, tmp_path):
     assert abs(one[-1]["loss"] - on_one("plain")[-1]["loss"]) < 0.1
     two = run(tmp_path / "mesh", folder, "--dtype", "float16", "--mesh", "data=2", "--head", "replicated", "--zero")
     assert abs(two[-1]["loss"] - one[-1]["loss"]) < 2e-2
+
+
+def test_full_disk_leaves_the_arguments_of_the_run_that_is_resumed(folder, saved, on_one, tmp_path, monkeypatch):
+    on_one("plain")
+    out = tmp_path / "out"
+    shutil.copytree(saved, out)
+
+    def full(path, text):
+        path.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    line = refusal("--folder", folder, "--resume", str(out))
+    assert line.startswith("cannot write metrics.jsonl: No space left on device: make room; step 4 is saved: resume ")
+    assert (out / "arguments.json").read_bytes() == (saved / "arguments.json").read_bytes()
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
