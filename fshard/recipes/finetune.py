@@ -83,6 +83,8 @@ def main(argv: list[str] | None = None) -> dict[str, Score]:
         return run(args)
     except KeyboardInterrupt:
         raise command.PROGRAM.interrupted(args) from None
+    except fs.ShardingError as e:
+        raise command.stop(e) from None
 
 
 def run(args: argparse.Namespace) -> dict[str, Score]:

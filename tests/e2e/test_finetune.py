@@ -248,6 +248,13 @@ def test_bad_data_is_refused_by_row(tmp_path):
         finetune.main(["--data", str(tmp_path / "none.csv")])
 
 
+def test_a_folder_without_a_model_is_refused_in_one_line(texts, tmp_path):
+    with pytest.raises(SystemExit) as e:
+        finetune.main(["--data", texts, "--methods", "t5-lora", "--model", str(tmp_path)])
+    assert e.value.code.startswith(f"finetune: {tmp_path}: has neither model.safetensors nor ")
+    assert "\n" not in e.value.code
+
+
 def test_the_file_of_the_launcher_sets_what_is_not_given(monkeypatch):
     pytest.importorskip("yaml")
     monkeypatch.setenv("FSHARD_CONFIG_FILE", str(YAML))
