@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ from fshard.models import resnet
 from fshard.recipes import classify_command as command
 from fshard.recipes import glyphs, pictures
 from fshard.recipes.log import Log, printer
-from fshard.recipes.pretrain import DTYPES, learning_rate
+from fshard.recipes.pretrain import DTYPES, learning_rate, make_optimizer
 from fshard.recipes.program import is_first
 
 RANKS = command.AXES
@@ -57,10 +58,10 @@ class Images(NamedTuple):
         """Draw the characters, or list the folder, of which every tenth image, by its name, is for testing."""
         if args.folder:
             folder = data.image_folder(args.folder, size=(glyphs.SIZE, glyphs.SIZE))
-            held_out = np.array([zlib.crc32(name.encode()) % 10 == 0 for name in folder.files])
+            held_out = np.array([zlib.crc32(os.fsencode(name)) % 10 == 0 for name in folder.files])
             every: Any = folder
             train, test = (Subset(every, np.flatnonzero(rows).tolist()) for rows in (~held_out, held_out))
-            return cls(train, test, folder.classes, 3, zlib.crc32("\n".join(folder.files).encode()))
+            return cls(train, test, folder.classes, 3, zlib.crc32(os.fsencode("\n".join(folder.files))))
         drawn = glyphs.load(command.stop, cjk=args.cjk)
         parts = [TensorDataset(torch.from_numpy(x)[:, None], torch.from_numpy(y)) for x, y in drawn[:2]]
         return cls(parts[0], parts[1], drawn.names, 1, zlib.crc32(drawn.train[1].tobytes()))
@@ -120,7 +121,8 @@ def run(args: argparse.Namespace) -> float:
     sampled = args.partial_fc < 1
     stepped, own = ({k: v for k, v in tree.items() if not (sampled and k == "fc")} for tree in (described, specs))
     scale = fs.LossScale() if args.dtype == "float16" else None
-    optimizer, of_rows = make_optimizer(args, stepped, own, scale), optim.adamw(learning_rate(args), b2=0.99)
+    optimizer = make_optimizer(args, stepped, own, weight_decay=0.05, summed=True, scale=scale)
+    of_rows = optim.adamw(learning_rate(args), b2=0.99)
     key = fs.key(args.seed)
     like = {"params": described, "statistics": resnet.state(cfg), "opt": optimizer.init(stepped),
             "rows": of_rows.init(described["fc"]) if sampled else {}, "key": key, "step": torch.tensor(0)}  # fmt: skip
@@ -143,9 +145,10 @@ def run(args: argparse.Namespace) -> float:
         x, fc, y = resnet.head_inputs(cfg, params, x, y, layout=layout)  # [B@rest, D]
         if args.margin == "none":
             return nn.linear(x, fc["w"].mT, fc["b"]), y, statistics
-        margins = dict(zip(("m1", "m2", "m3"), command.MARGINS[args.margin if margin else "cosine"], strict=True))
-        return nn.margin(nn.cosine_logits(x, fc["w"]), y, **margins, scale=SCALE, axis=split, size=classes,
-                         classes=sample), y, statistics  # fmt: skip
+        m1, m2, m3 = command.MARGINS[args.margin if margin else "cosine"]
+        logits = nn.margin(nn.cosine_logits(x, fc["w"]), y, m1=m1, m2=m2, m3=m3, scale=SCALE, axis=split, size=classes,
+                           classes=sample)  # fmt: skip
+        return logits, y, statistics
 
     def loss_fn(params: Any, statistics: Any, batch: Any, sample: Tensor | None, scaling: Any) -> Any:
         train = args.batch_stats == "global"
@@ -202,12 +205,7 @@ def run(args: argparse.Namespace) -> float:
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)),
                       images_per_s=args.batch / (time.perf_counter() - start))  # fmt: skip
-            last = step + 1 == args.steps
-            if folder and (last or (args.save_every and (step + 1) % args.save_every == 0)):
-                try:
-                    checkpoint.save(folder, state, step=step + 1, overwrite=True)
-                except fs.ShardingError as e:
-                    raise command.stop(f"{e}\n{command.PROGRAM.resume_hint(args)}") from None
+            command.PROGRAM.save(args, folder, state, step=step + 1, steps=args.steps)
 
     nats, found = 0.0, []
     for i, batch in enumerate(batches(images.test, None, epoch=0, even=True)):
@@ -234,17 +232,6 @@ def config(args: argparse.Namespace, channels: int, classes: int) -> resnet.Conf
         num_channels=channels, embedding_size=max(1, args.width // 2), stem="cifar", downsample_in_first_stage=True,
         hidden_sizes=tuple(args.width << i for i in range(4)), depths=depths, layer_type=kind, num_labels=classes,
     )  # fmt: skip
-
-
-def make_optimizer(args: argparse.Namespace, described: Any, specs: Any, scale: fs.LossScale | None) -> optim.Optimizer:
-    """AdamW with clipping; weight decay for matrices, none for vectors. With --zero its state is split over data."""
-    split = fs.fully_shard(specs, described, axis="data") if args.zero else specs
-    decay = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
-    adamw = optim.adamw(learning_rate(args), b2=0.99, weight_decay=0.05, mask=decay)
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0, split), adamw)
-    if scale:
-        optimizer = scale.guard(optimizer, split)
-    return optim.zero(optimizer, specs, split, axis="data", summed=True) if args.zero else optimizer
 
 
 if __name__ == "__main__":

@@ -85,7 +85,4 @@ def mesh_of(args: argparse.Namespace) -> fs.Mesh:
     if args.batch % mesh.size:
         raise stop(f"--batch {args.batch}: the {mesh.size} ranks must have equal parts, and {args.batch} % {mesh.size} "
                    f"= {args.batch % mesh.size}: give --batch {-(-args.batch // mesh.size) * mesh.size}")  # fmt: skip
-    if args.compile and mesh.kind == "simulated" and mesh.size > 1:
-        raise stop(f"--compile --mesh {args.mesh}: the ranks are threads, which one compiler serves: "
-                   f"give one of the two, or run torchrun --nproc-per-node {mesh.size}")  # fmt: skip
     return mesh

@@ -76,11 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def mesh_of(args: argparse.Namespace) -> fs.Mesh:
     """Make the mesh of a text like `data=2,model=2`; the default size of an axis is 1."""
-    mesh = PROGRAM.mesh_of(args, {"data": "batch", "model": "width"})
-    if args.compile and mesh.kind == "simulated" and mesh.size > 1:
-        raise stop(f"--compile --mesh {args.mesh}: the ranks are threads, which one compiler serves: "
-                   f"give one of the two, or run torchrun --nproc-per-node {mesh.size}")  # fmt: skip
-    return mesh
+    return PROGRAM.mesh_of(args, {"data": "batch", "model": "width"})
 
 
 def check_folders(args: argparse.Namespace) -> tuple[int, dict[str, Any]] | None:

@@ -83,13 +83,15 @@ def main(argv: list[str] | None = None) -> dict[str, Score]:
         return run(args)
     except KeyboardInterrupt:
         raise command.PROGRAM.interrupted(args) from None
+    except fs.ShardingError as e:
+        raise command.stop(e) from None
 
 
 def run(args: argparse.Namespace) -> dict[str, Score]:
     command.PROGRAM.check_folders(args)
     mesh = command.mesh_of(args)
     say = printer()
-    texts = sentiment.load(args.data, command.PROGRAM.stop)
+    texts = sentiment.load(args.data, command.stop)
     command.PROGRAM.check_same_run(args, command.OF_PLACEMENT, texts=(texts.crc32, "the same --data"))
     say(f"{len(texts.train)} texts to train on, {len(texts.test)} held out, on {mesh!r}")
     rows = {"majority": sentiment.majority(texts), "bag of words": sentiment.bag_of_words(texts)}
@@ -174,9 +176,8 @@ class Setup:
         args = self.args
         if args.model:
             self.t5, described = t5.load(args.model)
-            self.tokenizer = spans.read_tokenizer(args.model, command.PROGRAM.stop)
-            return described, fs.materialize(described, self.specs(described, t5.specs(self.t5, model="model")),
-                                             self.mesh, key=self.key)  # fmt: skip
+            self.tokenizer = spans.read_tokenizer(args.model, command.stop)
+            return described, fs.materialize(described, self.t5_specs(described), self.mesh, key=self.key)
         self.tokenizer = spans.train_tokenizer(self.texts.unlabelled, args.vocab)
         self.t5 = t5.Config(vocab_size=self.tokenizer.get_vocab_size(), d_model=args.width, d_kv=args.width // 4,
                             d_ff=2 * args.width, num_layers=2, num_decoder_layers=1, num_heads=4)  # fmt: skip
@@ -187,6 +188,9 @@ class Setup:
             if is_first():
                 self.tokenizer.save(str(self.out / "t5" / "tokenizer.json"))
         return described, state["params"]
+
+    def t5_specs(self, described: Any) -> Any:
+        return self.specs(described, t5.specs(self.t5, model="model"))
 
     @property
     def t5_rows(self) -> Any:
@@ -212,10 +216,10 @@ class Setup:
             fs.peft.save(self.out / name / "adapter", cfg, adapters, described, of=of, prefix=prefix, config=options)
 
 
-def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any], **options: Any) -> dict[str, Any]:
+def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any]) -> dict[str, Any]:
     """The fields that all parts which train a T5 have in common."""
     cfg = setup.t5
-    specs = setup.specs(described, t5.specs(cfg, model="model"))
+    specs = setup.t5_specs(described)
 
     def logits(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
         params = logits_of(trained, frozen, specs, key)
@@ -223,7 +227,7 @@ def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any], **optio
                                layout=setup.layout, specs=specs, key=key, remat=setup.remat)  # fmt: skip
         return out
 
-    return {"logits": logits, "classes": cfg.vocab_size, "split": "model", **options}
+    return {"logits": logits, "classes": cfg.vocab_size, "split": "model"}
 
 
 def pretraining(setup: Setup, described: Any) -> Part:
@@ -231,9 +235,8 @@ def pretraining(setup: Setup, described: Any) -> Part:
 
     A mixture of spans and labelled tasks, as T5's own pretraining.
     """
-    args, cfg = setup.args, setup.t5
-    texts = setup.texts
-    tokens = [ids[:-1] for ids in ([setup.tokens[i] for i in texts.train] + setup.encode(texts.more))]
+    args, cfg, texts = setup.args, setup.t5, setup.texts
+    tokens = [ids[:-1] for ids in [setup.tokens[i] for i in texts.train] + setup.encode(texts.more)]
     lengths = np.array([len(ids) + 1 for ids in tokens])
     seed = setup.key.tolist()
 
@@ -244,9 +247,9 @@ def pretraining(setup: Setup, described: Any) -> Part:
         return {"ids": ids.numpy(), "mask": mask.numpy(), "targets": targets.numpy()}
 
     of_spans = setup.batches(fetch, lengths, np.arange(len(tokens)), training=True)
-    of_labels, _ = sentiment_batches(setup, np.flatnonzero(setup.texts.familiar))
-    specs = setup.specs(described, t5.specs(cfg, model="model"))
-    embeddings = minilm.embeddings(setup.tokenizer, cfg.d_model, command.PROGRAM.stop)
+    of_labels, _ = sentiment_batches(setup, np.flatnonzero(texts.familiar))
+    specs = setup.t5_specs(described)
+    embeddings = minilm.embeddings(setup.tokenizer, cfg.d_model, command.stop)
     start = {"wte": fs.device_put(embeddings, specs["wte"], setup.mesh)}
     steps = min(args.pretrain_steps, args.steps)
     return Part("pretrain", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
@@ -275,7 +278,7 @@ def sentiment_batches(setup: Setup, rows: Any) -> tuple[Any, Any]:
 def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
     """Train adapters of a frozen T5."""
     args, cfg = setup.args, setup.adapter(setup.args.targets.split(","), setup.args.dropout)
-    base_specs = setup.specs(described, t5.specs(setup.t5, model="model"))
+    base_specs = setup.t5_specs(described)
     adapter_specs = lora.specs(cfg, described, base_specs, of=t5.theirs)
 
     def adapted(adapters: Any, frozen: Any, specs: Any, key: Tensor | None) -> Any:
@@ -292,7 +295,7 @@ def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
 def t5_full(setup: Setup, described: Any, params: Any) -> Part:
     """Train all parameters of a T5."""
     args = setup.args
-    specs = setup.specs(described, t5.specs(setup.t5, model="model"))
+    specs = setup.t5_specs(described)
     train_batches, held_out = sentiment_batches(setup, setup.t5_rows)
     steps = command.steps_of(args, len(setup.t5_rows), args.epochs)
     return Part("t5-full", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
@@ -305,7 +308,7 @@ def t5_full(setup: Setup, described: Any, params: Any) -> Part:
 
 def minilm_lora(setup: Setup) -> Score:
     """Train adapters of a frozen MiniLM and a linear layer on the mean of its states."""
-    args, folder = setup.args, minilm.folder(command.PROGRAM.stop)
+    args, folder = setup.args, minilm.folder(command.stop)
     model, described = bert.load(folder)
     # MiniLM has dropout of its own; masks for the inputs of 36 adapters would take as long as the rest of a step.
     cfg, axis, classes = setup.adapter(MINILM_TARGETS, dropout=0.0), setup.axis, len(setup.texts.words)
@@ -395,7 +398,7 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
         try:
             state = checkpoint.restore(args.resume / part.name, like, specs=specs, mesh=mesh, step=begin)
         except fs.ShardingError as e:
-            raise command.PROGRAM.stop(f"--resume {args.resume}: {e}") from None
+            raise command.stop(f"--resume {args.resume}: {e}") from None
     else:
         state = fs.materialize(like, specs, mesh, key=fs.fold_in(key, "init"))
         state["params"] = {**state["params"], **(part.start or {})}
@@ -416,12 +419,7 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             speed = sum(math.prod(b["ids"].shape) for b in batches) / (time.perf_counter() - started)
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)), tokens_per_s=speed)
-            last = step + 1 == part.steps
-            if folder and (last or (args.save_every and (step + 1) % args.save_every == 0)):
-                try:
-                    checkpoint.save(folder, state, step=step + 1, overwrite=True)
-                except fs.ShardingError as e:
-                    raise command.PROGRAM.stop(f"{e}\n{command.PROGRAM.resume_hint(args)}") from None
+            command.PROGRAM.save(args, folder, state, step=step + 1, steps=part.steps)
 
     if not part.held_out:
         return Score(math.nan, math.nan, n, time.perf_counter() - clock), state

@@ -17,9 +17,9 @@ def losses(path: Path, steps: Sequence[int], values: Sequence[float]) -> None:
     figure = import_module("matplotlib.figure").Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, values, color="0.8", label="each step")
-    window = min(50, len(values))
-    mean = np.convolve(values, np.ones(window) / window, "valid")
-    axes.plot(steps[window - 1 :], mean, label=f"mean of {window} steps")
+    if window := min(50, len(values)):  # none if a run that had ended is resumed into another folder
+        mean = np.convolve(values, np.ones(window) / window, "valid")
+        axes.plot(steps[window - 1 :], mean, label=f"mean of {window} steps")
     axes.set(xlabel="step", ylabel="loss, nats")
     axes.legend()
     figure.savefig(path)

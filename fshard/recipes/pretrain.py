@@ -121,10 +121,7 @@ def train(args: argparse.Namespace) -> float:
     specs = gpt2.specs(cfg, model="model")
     if args.fsdp:
         specs = fs.fully_shard(specs, described, axis="data")
-    optimizer = make_optimizer(args, described, specs)
-    if args.zero:
-        split = fs.fully_shard(specs, described, axis="data")
-        optimizer = optim.zero(make_optimizer(args, described, split), specs, split, axis="data")
+    optimizer = make_optimizer(args, described, specs, weight_decay=0.1)
     key = fs.key(args.seed)
     state = {"params": described, "opt": optimizer.init(described)}
     state_specs = {"params": specs, "opt": optimizer.specs(specs), "key": P(), "step": P()}
@@ -182,12 +179,7 @@ def train(args: argparse.Namespace) -> float:
             seconds = time.perf_counter() - clock
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)),
                       tokens_per_s=args.batch * args.context / seconds)  # fmt: skip
-            last = step + 1 == args.steps
-            if out and (last or (args.save_every and (step + 1) % args.save_every == 0)):
-                try:
-                    checkpoint.save(out, {**state, **of_run}, step=step + 1, overwrite=True)
-                except fs.ShardingError as e:
-                    raise command.stop(f"{e}\n{command.resume_hint(args)}") from None
+            command.PROGRAM.save(args, out, {**state, **of_run}, step=step + 1, steps=args.steps)
 
     held_out_batches = (len(held_out) - 1) // (args.context * args.batch)  # at least one
     n = min(50, held_out_batches)
@@ -244,11 +236,21 @@ def learning_rate(args: argparse.Namespace) -> optim.Schedule:
     return optim.warmup(optim.cosine(args.lr, max(1, args.steps - warm), end=args.lr / 100), warm, start=args.lr / warm)
 
 
-def make_optimizer(args: argparse.Namespace, described: Any, specs: Any) -> optim.Optimizer:
-    """AdamW with clipping; weight decay for matrices, none for vectors."""
+def make_optimizer(
+    args: argparse.Namespace, described: Any, specs: Any, *, weight_decay: float, summed: bool = False,
+    scale: fs.LossScale | None = None,
+) -> optim.Optimizer:  # fmt: skip
+    """AdamW with clipping; weight decay for matrices, none for vectors. With --zero its state is split over data.
+
+    `summed`: the loss has summed the gradients over data, as that of `classify`; otherwise the optimizer sums them.
+    """
+    split = fs.fully_shard(specs, described, axis="data") if args.zero else specs
     decay = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
-    adamw = optim.adamw(learning_rate(args), b2=0.99, weight_decay=0.1, mask=decay)
-    return optim.chain(optim.clip_by_global_norm(1.0, specs), adamw)
+    adamw = optim.adamw(learning_rate(args), b2=0.99, weight_decay=weight_decay, mask=decay)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0, split), adamw)
+    if scale:
+        optimizer = scale.guard(optimizer, split)
+    return optim.zero(optimizer, specs, split, axis="data", summed=summed) if args.zero else optimizer
 
 
 def sampler(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh: fs.Mesh) -> Callable[..., str]:

@@ -111,7 +111,7 @@ class Program:
     def mesh_of(self, args: argparse.Namespace, limits: Mapping[str, str]) -> fs.Mesh:
         """Make the mesh of a text like `data=2,model=2`; the default size of an axis is 1.
 
-        `limits` has the axes of the program, and for each the argument that is divided over it.
+        `limits` has the axes of the program, and for each the argument that is divided over it. Some recipes compile.
         """
         sizes: dict[str, int] = {}
         for part in filter(None, args.mesh.split(",")):
@@ -131,9 +131,13 @@ class Program:
             default[[axis for axis in limits if axis != "model"][-1]] = -1
         options: dict[str, Any] = {**default, **sizes}
         try:
-            return fs.make_mesh(**options)
+            mesh = fs.make_mesh(**options)
         except fs.ShardingError as e:
             raise self.stop(f"--mesh {args.mesh}: {e}") from None
+        if vars(args).get("compile") and mesh.kind == "simulated" and mesh.size > 1:
+            raise self.stop(f"--compile --mesh {args.mesh}: the ranks are threads, which one compiler serves: "
+                            f"give one of the two, or run torchrun --nproc-per-node {mesh.size}")  # fmt: skip
+        return mesh
 
     def check_folders(self, args: argparse.Namespace) -> None:
         """End the program for folders that cannot be written, and for an `--out` that holds another run."""
@@ -162,6 +166,19 @@ class Program:
             raise self.stop(f"--resume {args.resume}: there is no complete checkpoint in it{fix}")
         return step
 
+    def save(self, args: argparse.Namespace, folder: Path | None, state: Any, *, step: int, steps: int) -> None:
+        """Save the state after `step` steps, if there is a folder, after each `--save-every` of them and the last.
+
+        Ends the program if it cannot be written, with the command that resumes.
+        """
+        due = step == steps or (args.save_every and step % args.save_every == 0)
+        if folder is None or not due:
+            return
+        try:
+            checkpoint.save(folder, state, step=step, overwrite=True)
+        except fs.ShardingError as e:
+            raise self.stop(f"{e}\n{self.resume_hint(args)}") from None
+
     def check_same_run(
         self, args: argparse.Namespace, of_placement: Collection[str], **facts: tuple[object, str]
     ) -> None:
@@ -180,13 +197,12 @@ class Program:
             words = [facts[n][1] if n in facts else f"{flag(n)} {saved.get(n)}" for n in now if saved.get(n) != now[n]]
             if words:
                 raise self.stop(f"--resume {args.resume}: it was trained with other arguments: give {' '.join(words)}")
-        folder = args.out or args.resume
-        if folder and is_first():
+        if args.out and not resumes_in_place(args) and is_first():
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "arguments.json").write_text(json.dumps(now, indent=2, sort_keys=True))
+                args.out.mkdir(parents=True, exist_ok=True)
+                (args.out / "arguments.json").write_text(json.dumps(now, indent=2, sort_keys=True))
             except OSError as e:
-                raise self.stop(f"--out {folder}: {e.strerror}: give another folder") from None
+                raise self.stop(f"--out {args.out}: {e.strerror}: give another folder") from None
 
 
 def resumes_in_place(args: argparse.Namespace) -> bool:

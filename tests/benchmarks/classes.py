@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ from fshard import P
 
 from .init import MIB, peak_bytes, reset_peak, spread
 from .peers import distance, ratios, run_on_ranks
-from .step_cost import measure_step
+from .predict_classes import CLASSES
+from .step_cost import counting, measure_step
+from .train_steps import Step, groups, optimized
 
 WIDTH = 2048
 BATCH = 64  # of all ranks
@@ -42,7 +44,6 @@ INPUTS = 4  # width of what the features are computed from: a body of a few rows
 LR, MOMENTUM = 1e-3, 0.9
 WARMUP = 2
 LOSSES = 1e-4  # the largest relative difference of two loss curves
-SIZES = {"1k": 1_000, "50k": 50_000, "100k": 100_000, "500k": 500_000, "1M": 1_000_000, "2M": 2_000_000}
 # Tensors of the size of a rank's part of the table that live at once; DDP's gradients are in its buckets too.
 TABLES = {"ddp": 4, "dtensor": 3, "ours": 3, "chunked": 2}
 WHAT = {"ddp": "weight, gradient, momentum, bucket", "dtensor": "weight, gradient, momentum",
@@ -53,7 +54,6 @@ LIMITS = [  # (ours, peer, measure, limit)
     ("ours", "minimum", "live", 1.15), ("chunked", "minimum", "live", 1.15),
 ]  # fmt: skip
 
-Step = Callable[[int], Tensor]
 Report = dict[str, Any]
 
 
@@ -80,6 +80,17 @@ def body() -> Tensor:
     return torch.randn(INPUTS, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
+def table(classes: int, mesh: fs.Mesh) -> fs.Sharded:
+    """The table of the classes, split over the ranks, [C@model, WIDTH]."""
+
+    def part(box: tuple[slice, ...]) -> Tensor:
+        out = torch.empty([s.stop - s.start for s in box])
+        fill(out, box[0].start)
+        return out
+
+    return fs.from_callback((classes, WIDTH), P("model"), mesh, part)
+
+
 # --- steps ----------------------------------------------------------------------------------------------------
 
 
@@ -97,22 +108,15 @@ class Head(nn.Module):
 
 
 def torch_step(model: nn.Module, data: list[tuple[Tensor, Tensor]], context: Any = contextlib.nullcontext) -> Step:
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-    groups = [{"params": ps} for ps in (sharded, [p for p in model.parameters() if not isinstance(p, DTensor)]) if ps]
     # The fused kernel has no rule for DTensor in torch 2.13.
-    optimizer = torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM, **{"foreach" if sharded else "fused": True})
+    kernel = "foreach" if any(isinstance(p, DTensor) for p in model.parameters()) else "fused"
+    optimizer = torch.optim.SGD(groups(model), lr=LR, momentum=MOMENTUM, **{kernel: True})
 
-    def step(i: int) -> Tensor:
+    def loss_of(i: int) -> Tensor:
         x, targets = data[i % len(data)]
-        with context():
-            loss = F.cross_entropy(model(x), targets)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss.detach()
-        return loss.to_local() if isinstance(loss, DTensor) else loss
+        return F.cross_entropy(model(x), targets)
 
-    return step
+    return optimized(loss_of, optimizer, context)
 
 
 def ddp(classes: int) -> Step:
@@ -155,15 +159,8 @@ def ours(classes: int, *, in_backward: tuple[str, ...]) -> Step:
             params, opt_state = opt.update(grads, opt_state, params)
         return {"params": params, "opt": opt_state}, loss
 
-    def part(box: tuple[slice, ...]) -> Tensor:
-        out = torch.empty([s.stop - s.start for s in box])
-        fill(out, box[0].start)
-        return out
-
-    table = fs.from_callback((classes, WIDTH), specs["w"], mesh, part)
-    params = {"body": fs.device_put(body(), P(), mesh), "w": table}
+    params = {"body": fs.device_put(body(), P(), mesh), "w": table(classes, mesh)}
     state = {"params": params, "opt": opt.init(params)}
-    del table, params
     data = [fs.device_put(b, P(), mesh) for b in batches(classes)]
 
     def step(i: int) -> Tensor:
@@ -185,10 +182,10 @@ STEPS: dict[str, Callable[[int], Step]] = {
 # --- on the ranks ---------------------------------------------------------------------------------------------
 
 
-def timed(which: str, classes: int, steps: int) -> Report:
+def timed(build: Callable[[], Step], steps: int) -> Report:
     """Seconds and losses of some steps, and the peak of resident bytes in them above those before."""
     before = reset_peak()
-    step = STEPS[which](classes)
+    step = build()
     losses = [float(step(i)) for i in range(WARMUP)]
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -204,15 +201,9 @@ def timed(which: str, classes: int, steps: int) -> Report:
     return {"seconds": seconds, "cpu": cpu, "losses": losses, "resident": peak_bytes() - before}
 
 
-def tensor_bytes(which: str, classes: int) -> int:
+def tensor_bytes(build: Callable[[], Step]) -> int:
     """The most bytes live in tensors during a step, of everything that the process allocated."""
-
-    def setup() -> Callable[[], object]:
-        step = STEPS[which](classes)
-        count = iter(range(100))
-        return lambda: step(next(count))
-
-    return measure_step(setup, warmup=WARMUP).peak
+    return measure_step(lambda: counting(build()), warmup=WARMUP).peak
 
 
 # --- the report -----------------------------------------------------------------------------------------------
@@ -237,31 +228,36 @@ def available() -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(classes: int, ranks: int, args: argparse.Namespace) -> Report:
-    """Every way in turn, each time in new processes, `rounds` times over."""
+def described(classes: int, ranks: int, args: argparse.Namespace) -> Report:
+    """The minimum of every way, and the arithmetic of those that do not fit."""
     rows: Report = {}
     for which in args.which:
         total, arithmetic = needed(which, classes, ranks)
         fits = total < args.memory * 1e9
         rows[which] = {"minimum": minimum(which, classes, ranks)} | ({} if fits else {"skipped": arithmetic})
-    here = [which for which in args.which if "skipped" not in rows[which]]
-    if "live" in args.measure:
-        for which in here:
-            rows[which]["live"] = max(run_on_ranks(ranks, tensor_bytes, which, classes))
-    for which in here if "time" in args.measure else ():
-        rows[which] |= {"seconds": [], "cpu": [], "resident": 0}
-    for _ in range(args.rounds if "time" in args.measure else 0):
-        for which in here:
-            found = run_on_ranks(ranks, timed, which, classes, args.steps)
-            for clock in ("seconds", "cpu"):
-                rows[which][clock] += [max(ts) for ts in zip(*(r[clock] for r in found), strict=True)]
-            rows[which]["resident"] = max(rows[which]["resident"], *(r["resident"] for r in found))
-            rows[which]["losses"] = [statistics.fmean(xs) for xs in zip(*(r["losses"] for r in found), strict=True)]
     return rows
 
 
+def measure(rows: Report, ways: Mapping[str, Callable[[int], Step]], classes: int, ranks: int, *, rounds: int,
+            steps: int, measures: Sequence[str] = ("live", "time")) -> None:  # fmt: skip
+    """Add the figures of the ways that fit: every way in turn, each time in new processes, `rounds` times over."""
+    here = {which: functools.partial(ways[which], classes) for which, row in rows.items() if "skipped" not in row}
+    if "live" in measures:
+        for which, build in here.items():
+            rows[which]["live"] = max(run_on_ranks(ranks, tensor_bytes, build))
+    for which in here if "time" in measures else ():
+        rows[which] |= {"seconds": [], "cpu": [], "resident": 0}
+    for _ in range(rounds if "time" in measures else 0):
+        for which, build in here.items():
+            found, row = run_on_ranks(ranks, timed, build, steps), rows[which]
+            for clock in ("seconds", "cpu"):
+                row[clock] += [max(ts) for ts in zip(*(r[clock] for r in found), strict=True)]
+            row["resident"] = max(row["resident"], *(r["resident"] for r in found))
+            row["losses"] = [statistics.fmean(xs) for xs in zip(*(r["losses"] for r in found), strict=True)]
+
+
 def show(rows: Report) -> None:
-    titles = ["live MiB", "minimum", "of it", "resident", "s/step", "least", "most", "CPU s"]
+    titles = ["live MiB", "minimum", "of it", "resident", "s/step", "least", "most", "CPU s", "loss"]
     print(f"  {'':9}" + "".join(f"{t:>10}" for t in titles), flush=True)
     for which, row in rows.items():
         if "skipped" in row:
@@ -272,7 +268,7 @@ def show(rows: Report) -> None:
         if "seconds" in row:
             x = spread(row["seconds"])
             cells += [f"{row['resident'] / MIB:10.1f}", *(f"{x[k]:10.3f}" for k in ("median", "least", "most"))]
-            cells.append(f"{spread(row['cpu'])['median']:10.3f}")
+            cells += [f"{spread(row['cpu'])['median']:10.3f}", f"{row['losses'][-1]:10.4f}"]
         print(f"  {which:9}" + "".join(cells))
 
 
@@ -294,7 +290,7 @@ def verdicts(rows: Report) -> list[Report]:
 def main(argv: list[str] | None = None) -> int:
     """Print the report; the exit status is 0 if the losses agree, even if a limit was missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.classes", description=__doc__)
-    parser.add_argument("--classes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--which", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--measure", nargs="+", choices=("time", "live"), default=["time", "live"])
@@ -311,7 +307,8 @@ def main(argv: list[str] | None = None) -> int:
     for ranks in args.ranks:
         for name in args.classes:
             print(f"\n{name} classes on {ranks} ranks", flush=True)
-            rows = measure(SIZES[name], ranks, args)
+            rows = described(CLASSES[name], ranks, args)
+            measure(rows, STEPS, CLASSES[name], ranks, rounds=args.rounds, steps=args.steps, measures=args.measure)
             show(rows)
             found = verdicts(rows)
             for x in found:

@@ -22,9 +22,11 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 
-from .classes import BATCH, LR, MOMENTUM, SIZES, STEPS, WIDTH, Step, available, batches, body, fill, tensor_bytes, timed
-from .init import MIB, spread
-from .peers import ratios, run_on_ranks
+from .classes import BATCH, LR, MOMENTUM, WIDTH, Report, available, batches, body, measure, show, table
+from .init import MIB
+from .peers import ratios
+from .predict_classes import CLASSES
+from .train_steps import Step
 
 
 def arcface(classes: int, *, share: float, in_backward: bool = False) -> Step:
@@ -62,13 +64,7 @@ def arcface(classes: int, *, share: float, in_backward: bool = False) -> Step:
             new_head, head_state = fs.optim.update_rows(opt, rows, grads["head"], states["head"], params["head"])
         return {"body": new_body, "head": new_head}, {"body": body_state, "head": head_state}, loss
 
-    def part(box: tuple[slice, ...]) -> Tensor:
-        out = torch.empty([s.stop - s.start for s in box])
-        fill(out, box[0].start)
-        return out
-
-    table = fs.from_callback((classes, WIDTH), P("model"), mesh, part)
-    params = {"body": fs.device_put(body(), P(), mesh), "head": {"w": table}}
+    params = {"body": fs.device_put(body(), P(), mesh), "head": {"w": table(classes, mesh)}}
     state = {name: opt.init(tree) for name, tree in params.items()}
     data = [fs.device_put(b, P(), mesh) for b in batches(classes)]
 
@@ -77,7 +73,6 @@ def arcface(classes: int, *, share: float, in_backward: bool = False) -> Step:
         params, state, loss = train(params, state, *data[i % len(data)], fs.fold_in(fs.key(0), i))
         return loss.shards[0]
 
-    del table
     return step
 
 
@@ -91,7 +86,7 @@ def minimum(which: str, classes: int, ranks: int, share: float) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.partial_fc", description=__doc__)
-    parser.add_argument("--classes", nargs="+", choices=SIZES, default=["100k"])
+    parser.add_argument("--classes", nargs="+", choices=CLASSES, default=["100k"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=3, help="new processes for each way, in turn")
@@ -101,39 +96,25 @@ def main(argv: list[str] | None = None) -> int:
     ways = {"full": functools.partial(arcface, share=1.0),
             "chunked": functools.partial(arcface, share=1.0, in_backward=True),
             "sampled": functools.partial(arcface, share=args.share)}  # fmt: skip
-    STEPS.update(ways)
     print(f"torch {torch.__version__}, batch {BATCH}, {WIDTH} features, float32, SGD with momentum, "
           f"{args.ranks} ranks of 1 thread, {args.share:.0%} of classes, load {os.getloadavg()[0]:.1f}")  # fmt: skip
     gc.freeze()
     for name in args.classes:
-        classes = SIZES[name]
-        least = {which: minimum(which, classes, args.ranks, args.share) for which in ways}
-        fits = [which for which in ways if args.ranks * least[which] < args.memory * 1e9]
-        rows: dict[str, Any] = {which: {"seconds": [], "resident": 0} for which in fits}
-        for which in rows:
-            rows[which]["live"] = max(run_on_ranks(args.ranks, tensor_bytes, which, classes))
-        for _ in range(args.rounds):
-            for which, row in rows.items():
-                found = run_on_ranks(args.ranks, timed, which, classes, args.steps)
-                row["seconds"] += [max(ts) for ts in zip(*(r["seconds"] for r in found), strict=True)]
-                row["resident"] = max(row["resident"], *(r["resident"] for r in found))
-                row["losses"] = found[0]["losses"]
-        print(f"\n{name} classes\n  {'':9}{'live MiB':>10}{'minimum':>10}{'resident':>10}"
-              f"{'s/step':>10}{'least':>10}{'most':>10}{'loss':>10}")  # fmt: skip
+        classes = CLASSES[name]
+        rows: Report = {}
         for which in ways:
-            if which not in rows:
-                total = f"{args.ranks} ranks x {least[which] / MIB:,.0f} MiB = {args.ranks * least[which] / 1e9:.1f} GB"
-                print(f"  {which:9} does not fit: {total}")
-                continue
-            row = rows[which]
-            x = spread(row["seconds"])
-            cells = [f"{n / MIB:.1f}" for n in (row["live"], least[which], row["resident"])]
-            cells += [f"{x[k]:.3f}" for k in ("median", "least", "most")]
-            print(f"  {which:9}" + "".join(f"{c:>10}" for c in [*cells, f"{row['losses'][-1]:.4f}"]), flush=True)
-        for which in rows if "sampled" in rows else ():
-            if which != "sampled":
-                time = ratios(rows["sampled"]["seconds"], rows[which]["seconds"])[0]
-                live = rows["sampled"]["live"] / rows[which]["live"]
+            least = minimum(which, classes, args.ranks, args.share)
+            total = args.ranks * least / 1e9
+            arithmetic = f"{args.ranks} ranks x {least / MIB:,.0f} MiB = {total:.1f} GB"
+            rows[which] = {"minimum": least} | ({} if total < args.memory else {"skipped": arithmetic})
+        print(f"\n{name} classes")
+        measure(rows, ways, classes, args.ranks, rounds=args.rounds, steps=args.steps)
+        show(rows)
+        sampled = rows["sampled"]
+        for which in ("full", "chunked"):
+            if "skipped" not in rows[which] | sampled:
+                time = ratios(sampled["seconds"], rows[which]["seconds"])[0]
+                live = sampled["live"] / rows[which]["live"]
                 print(f"  sampled / {which}: time {time:.3f}, live {live:.3f}", flush=True)
     return 0
 

@@ -33,7 +33,7 @@ import torch._inductor.compile_fx  # so that loading it does not count as memory
 import torch.distributed as dist
 
 from .init import MIB, peak_bytes, reset_peak, spread
-from .step_cost import measure_step
+from .step_cost import counting, measure_step
 from .train_steps import SIZES, Step, build
 
 # Steps of a family are compared with each other: they run in the same processes, in turn.
@@ -198,13 +198,7 @@ def resident(name: str, one: str, device: torch.device) -> Report:
 
 def tensor_bytes(name: str, one: str, device: torch.device) -> Report:
     """The bytes live in tensors and the transfers in a later step."""
-
-    def setup() -> Callable[[], object]:
-        step = build(one, SIZES[name], device)
-        count = iter(range(100))
-        return lambda: step(next(count))
-
-    cost = measure_step(setup, warmup=WARMUP)
+    cost = measure_step(lambda: counting(build(one, SIZES[name], device)), warmup=WARMUP)
     ops: dict[str, int] = {}
     for op, _ in cost.transfers:
         ops[op] = ops.get(op, 0) + 1

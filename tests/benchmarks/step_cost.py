@@ -6,6 +6,7 @@ Both are read from `torch.profiler`, below dispatch modes, reducers and compiler
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,12 @@ def _share(op: str, n: int) -> float:
     shares = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1, "all_to_all": (n - 1) / n, "send": 1, "broadcast": 1,
               "reduce_scatter": (n - 1) / n}  # fmt: skip
     return shares[op]
+
+
+def counting(step: Callable[[int], object]) -> Callable[[], object]:
+    """Return the function that calls a step with its number."""
+    numbers = itertools.count()
+    return lambda: step(next(numbers))
 
 
 def measure_step(setup: Callable[[], Callable[[], object]], *, warmup: int = 2) -> StepCost:

@@ -85,16 +85,24 @@ def torch_step(size: Size, device: torch.device, wrap: Callable[..., nn.Module],
     """A step of plain torch; `wrap` parallelizes the module, and compiles it if asked to."""
     model = wrap(gpt_module.build(size.cfg, KEY, device, size.dtype), device, compile)
     data = [rows(b) for b in batches(size, dist.get_world_size(), device)]
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    groups = [{"params": ps} for ps in (sharded, whole) if ps]  # the fused kernel needs parameters of one kind
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups(model), lr=LR, fused=True)
     if zero:  # the state of each parameter is on one rank
-        optimizer = ZeroRedundancyOptimizer(whole, torch.optim.AdamW, lr=LR, fused=True)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
+    return optimized(lambda i: model(*data[i % BATCHES]), optimizer, context)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters in groups of one kind, DTensors or not, as the fused kernels need them."""
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == split] for split in (True, False)]
+    return [{"params": kind} for kind in kinds if kind]
+
+
+def optimized(loss_of: Step, optimizer: torch.optim.Optimizer, context: Any = contextlib.nullcontext) -> Step:
+    """The step that minimizes the loss of a step."""
 
     def step(i: int) -> Tensor:
         with context():
-            loss = model(*data[i % BATCHES])
+            loss = loss_of(i)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

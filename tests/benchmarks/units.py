@@ -27,14 +27,14 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 import fshard as fs
 from fshard import P
 
 from .init import MIB, spread
 from .peers import distance, ratios, run_on_ranks
-from .step_cost import measure_step
+from .step_cost import counting, measure_step
+from .train_steps import optimized
 
 LR = 3e-4
 WARMUP = 3
@@ -107,16 +107,14 @@ def fsdp2_step(model: Model) -> Built:
     optimizer = torch.optim.AdamW(trained, lr=LR, fused=True, weight_decay=0.0)
     data = [ids.chunk(ranks)[dist.get_rank()].contiguous() for ids in batches(model, ranks)]
 
-    def step(i: int) -> Tensor:
+    def loss_of(i: int) -> Tensor:
         ids = data[i % BATCHES]
-        loss = module(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss.detach().float()
-        return loss.to_local() if isinstance(loss, DTensor) else loss
+        loss: Tensor = module(input_ids=ids, labels=ids).loss
+        return loss
 
-    return step, sum(x.to_local().nbytes * (3 if x.requires_grad else 1) for x in module.parameters())
+    return optimized(loss_of, optimizer), sum(
+        x.to_local().nbytes * (3 if x.requires_grad else 1) for x in module.parameters()
+    )
 
 
 def units_step(model: Model) -> Built:
@@ -184,8 +182,7 @@ def live(build: Callable[[], Built]) -> dict[str, int]:
     def setup() -> Callable[[], object]:
         nonlocal shards
         step, shards = build()
-        count = iter(range(100))
-        return lambda: step(next(count))
+        return counting(step)
 
     cost = measure_step(setup, warmup=WARMUP)
     sent = cost.sent(dist.get_world_size())

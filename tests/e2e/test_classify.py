@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +15,11 @@ from PIL import Image
 import fshard as fs
 from fshard import P, checkpoint
 from fshard.recipes import classify, classify_command, glyphs, pictures
+from tests.lib.curves import assert_same_curve, metrics
 
 CLASSES = ("cat", "dog", "eel", "fox", "gnu")  # 5 classes over 4 ranks: 2, 2, 1 and none
 SMALL = ["--steps", "4", "--batch", "8", "--width", "4"]
+RTOL = 1e-4  # of a curve: rounding of another order of sums grows with the steps
 MESHES = {
     "data=2": "--mesh data=2",
     "model=2": "--mesh model=2 --head model",
@@ -60,18 +62,6 @@ def run(out, folder, *flags):
     return metrics(out)
 
 
-def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same_curve(got, want):
-    """1e-4 relative in loss and gradient norm: rounding of another order of sums grows with the steps."""
-    assert [m["step"] for m in got] == [m["step"] for m in want]
-    for a, b in zip(got, want, strict=True):
-        for name in ("loss", "grad_norm"):
-            assert abs(a[name] - b[name]) <= 1e-4 * abs(b[name]), (a["step"], name, a[name], b[name])
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The folder of the plain run on one device."""
@@ -95,7 +85,7 @@ def on_one(folder, saved):
 @pytest.mark.parametrize(("name", "setting"), CASES)
 def test_the_mesh_never_changes_the_curve(name, setting, folder, on_one, tmp_path):
     got = run(tmp_path / "out", folder, *SETTINGS[setting].split(), *MESHES[name].split())
-    assert_same_curve(got, on_one(setting))
+    assert_same_curve(got, on_one(setting), rtol=RTOL)
     if setting != "plain":
         assert abs(got[0]["loss"] - on_one("plain")[0]["loss"]) > 1e-2
 
@@ -107,7 +97,7 @@ def test_a_run_resumes_on_another_mesh_and_its_pictures_show_all_of_it(folder, o
     shutil.rmtree(out / "step_000004")
     (out / "loss.png").unlink()
     classify.main([*SMALL, "--folder", folder, "--resume", str(out), "--mesh", "model=2"])
-    assert_same_curve(metrics(out), on_one("plain"))
+    assert_same_curve(metrics(out), on_one("plain"), rtol=RTOL)
     for name in ("loss.png", "confusion.png"):
         with Image.open(out / name) as picture:
             assert min(picture.size) > 300
@@ -122,11 +112,19 @@ def test_half_precision_follows_the_curve(folder, on_one, tmp_path):
     assert abs(two[-1]["loss"] - one[-1]["loss"]) < 2e-2
 
 
-def train_on_rank(out, folder, *flags):
-    """Run on a rank of `test_real_ranks_have_the_same_curve_and_verify_it`, in test_pretrain."""
-    torch.set_num_threads(1)
-    os.environ["RANK"] = str(torch.distributed.get_rank())
-    classify.main([*SMALL, "--folder", folder, "--out", out, *flags])
+def test_full_disk_leaves_the_arguments_of_the_run_that_is_resumed(folder, saved, on_one, tmp_path, monkeypatch):
+    on_one("plain")
+    out = tmp_path / "out"
+    shutil.copytree(saved, out)
+
+    def full(path, text):
+        path.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    line = refusal("--folder", folder, "--resume", str(out))
+    assert line.startswith("cannot write metrics.jsonl: No space left on device: make room; step 4 is saved: resume ")
+    assert (out / "arguments.json").read_bytes() == (saved / "arguments.json").read_bytes()
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
@@ -223,6 +221,16 @@ def test_a_missing_font_package_is_named(monkeypatch):
     assert refusal("--cjk").endswith("pip install noto-cjk-sans-otc, or give --folder DIR")
 
 
+def test_files_whose_names_are_not_unicode_are_images_too(tmp_path):
+    draw_images(tmp_path)
+    try:
+        os.rename(tmp_path / "cat" / "0.png", os.fsencode(tmp_path / "cat") + b"/\xff.png")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    images = classify.Images.of(classify_command.parse(["--folder", str(tmp_path)]))
+    assert len(images.train) + len(images.test) == 60
+
+
 # --- pictures -------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +249,8 @@ def test_a_run_without_mistakes_and_classes_without_names_are_drawn(tmp_path):
     pictures.confusion(tmp_path / "none.png", x, x, ["a"])
     pictures.confusion(tmp_path / "all.png", x, x[::-1], ["$a$b$", "直"])  # a glyph that is missing would warn
     pictures.losses(tmp_path / "one.png", [0], [1.0])
-    assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("none", "all", "one"))
+    pictures.losses(tmp_path / "ended.png", [], [])
+    assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("none", "all", "one", "ended"))
 
 
 # --- refusals, each one line ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import fshard as fs
 from fshard import lora
 from fshard.models import t5
 from fshard.recipes import finetune, finetune_command, minilm, sentiment, spans
+from tests.lib.curves import assert_same_curve, metrics
 
 YAML = Path(__file__).parents[1] / "interop" / "t5_lora_fsdp.yaml"
 TINY = ["--vocab", "90", "--width", "16", "--batch", "8", "--steps", "3", "--rank", "2"]
@@ -51,17 +52,10 @@ def run(texts, out, *flags):
     return scores, {name: metrics(out / name) for name in ["pretrain", *scores] if (out / name).exists()}
 
 
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def assert_same(got, want):
     """Losses and norms to 1e-5, and the scores."""
     for name, curve in want[1].items():
-        assert [m["step"] for m in got[1][name]] == [m["step"] for m in curve]
-        for a, b in zip(got[1][name], curve, strict=True):
-            for what in ("loss", "grad_norm"):
-                assert a[what] == pytest.approx(b[what], rel=1e-5), (name, a["step"], what)
+        assert_same_curve(got[1][name], curve, rtol=1e-5)
     for name, score in want[0].items():
         assert got[0][name].accuracy == score.accuracy
         assert got[0][name].loss == pytest.approx(score.loss, rel=1e-5)
@@ -254,6 +248,13 @@ def test_bad_data_is_refused_by_row(tmp_path):
         finetune.main(["--data", str(tmp_path / "none.csv")])
 
 
+def test_a_folder_without_a_model_is_refused_in_one_line(texts, tmp_path):
+    with pytest.raises(SystemExit) as e:
+        finetune.main(["--data", texts, "--methods", "t5-lora", "--model", str(tmp_path)])
+    assert e.value.code.startswith(f"finetune: {tmp_path}: has neither model.safetensors nor ")
+    assert "\n" not in e.value.code
+
+
 def test_the_file_of_the_launcher_sets_what_is_not_given(monkeypatch):
     pytest.importorskip("yaml")
     monkeypatch.setenv("FSHARD_CONFIG_FILE", str(YAML))
@@ -277,8 +278,7 @@ def test_launch_with_the_file_of_accelerate_runs_it_as_it_stands_and_passes_on_t
     assert "data=2" in done.stdout
     assert done.stdout.count("held-out accuracy") == 1  # rank 0 speaks
     for name in ("pretrain", "t5-lora"):
-        for a, b in zip(metrics(out / name), one[1][name], strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert_same_curve(metrics(out / name), one[1][name], rtol=1e-5)
     # a script of which rank 1 fails at the end, with a status of its own
     script = tmp_path / "train.py"
     script.write_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -15,9 +14,11 @@ import fshard as fs
 from fshard import checkpoint, pmean
 from fshard.checkpoint import commit
 from fshard.models import transformer
-from fshard.recipes import pretrain
+from fshard.recipes import classify, pretrain
 from fshard.recipes.log import read_metrics
 from tests.e2e import test_classify
+from tests.lib import curves
+from tests.lib.curves import metrics
 
 TEXT = "\n".join(f"def f{i}(x, y={i}):\n    return x * {i} + y  # line {i * i}\n" for i in range(600))
 SMALL = [
@@ -45,18 +46,10 @@ def run(out, text, *flags):
     return metrics(out)
 
 
-def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def assert_same_curve(got, want):
-    """1e-6 relative over the first 5 steps, 1e-4 over all, in loss and in gradient norm."""
-    assert [m["step"] for m in got] == [m["step"] for m in want]
-    for a, b in zip(got, want, strict=True):
-        rtol = 1e-6 if a["step"] < 5 else 1e-4
-        for name in ("loss", "grad_norm"):
-            assert abs(a[name] - b[name]) <= rtol * abs(b[name]), (a["step"], name, a[name], b[name])
-        assert a["lr"] == b["lr"]
+    """1e-6 relative over the first 5 steps, 1e-4 over all."""
+    curves.assert_same_curve(got[:5], want[:5], rtol=1e-6)
+    curves.assert_same_curve(got, want, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -479,17 +472,14 @@ def test_checkpoint_without_the_text_of_its_run_resumes(text, saved, tmp_path):
 # --- real ranks -------------------------------------------------------------------------------------------------
 
 
-def train_on_rank(out, text, *flags):
-    torch.set_num_threads(1)
+def run_on_rank(main, *flags):
     os.environ["RANK"] = str(torch.distributed.get_rank())
-    pretrain.main([*SMALL, "--text", text, "--out", out, *flags])
+    main([*flags])
 
 
 def train_and_verify_on_rank(out, text):
-    torch.set_num_threads(1)
-    os.environ["RANK"] = str(torch.distributed.get_rank())
     flags = [*SMALL, *FEW, "--text", text, "--mesh", "model=2", "--verify"]
-    pretrain.main([*flags, "--out", out])
+    run_on_rank(pretrain.main, *flags, "--out", out)
     with pytest.MonkeyPatch.context() as monkeypatch:
         replace_psum_by_pmean(monkeypatch)
         with pytest.raises(SystemExit) as e:
@@ -500,12 +490,13 @@ def train_and_verify_on_rank(out, text):
 @pytest.mark.slow
 @pytest.mark.process
 def test_real_ranks_have_the_same_curve_and_verify_it(text, one, one_with_dropout, tmp_path, ranks):
+    train = [run_on_rank, pretrain.main, *SMALL, "--text", text]
     out = tmp_path / "plain"
-    ranks(4, train_on_rank, str(out), text, *MESHES["data=2,model=2 fsdp sequence"].split(), timeout=120)
+    ranks(4, *train, "--out", str(out), *MESHES["data=2,model=2 fsdp sequence"].split(), timeout=120)
     assert_same_curve(metrics(out), one)
     out = tmp_path / "dropout"
     flags = ["--dropout", "0.1", "--save-every", "10", *MESHES["data=4 fsdp"].split()]
-    ranks(4, train_on_rank, str(out), text, *flags, timeout=120)
+    ranks(4, *train, "--out", str(out), *flags, timeout=120)
     assert_same_curve(metrics(out), one_with_dropout)
     # resume from step 10 on a simulated mesh
     shutil.rmtree(out / "step_000020")
@@ -520,7 +511,7 @@ def test_real_ranks_have_the_same_curve_and_verify_it(text, one, one_with_dropou
     # classify: 5 classes over 4 ranks
     (tmp_path / "images").mkdir()
     folder = test_classify.draw_images(tmp_path / "images")
-    flags = ["--partial-fc", "0.5", "--margin", "arcface"]
-    one = test_classify.run(tmp_path / "one", folder, *flags)
-    ranks(4, test_classify.train_on_rank, str(tmp_path / "ranks"), folder, "--mesh", "data=2,model=2", *flags)
-    test_classify.assert_same_curve(metrics(tmp_path / "ranks"), one)
+    flags = [*test_classify.SMALL, "--folder", folder, "--partial-fc", "0.5", "--margin", "arcface"]
+    classify.main([*flags, "--out", str(tmp_path / "one")])
+    ranks(4, run_on_rank, classify.main, *flags, "--out", str(tmp_path / "ranks"), "--mesh", "data=2,model=2")
+    curves.assert_same_curve(metrics(tmp_path / "ranks"), metrics(tmp_path / "one"), rtol=test_classify.RTOL)
