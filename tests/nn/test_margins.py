@@ -204,6 +204,13 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(dtype, kernel):
         torch.testing.assert_close(g.double(), want_g, rtol=tolerance, atol=tolerance * want_g.abs().max().item())
 
 
+def test_under_autocast_the_product_alone_is_in_half_precision(kernel):
+    x, w = rand(6, 40, seed=1).float(), rand(5, 40, seed=2).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = nn.cosine_logits(x, w)
+    assert_same(y, F.cosine_similarity(x[:, None], w[None], dim=-1), rtol=0, atol=2**-8)
+
+
 def test_rows_of_zeros_and_short_rows_are_those_of_normalize(kernel):
     x, w = rand(3, 4), rand(5, 4, seed=1)
     x[0], w[1], w[2] = 0, 0, 1e-14 * w[2]
