@@ -289,15 +289,17 @@ class _SteppedMatrix(Weight):
         if x.shape[-1:] != self.shape[:1]:  # a product in parts would not see columns of x beyond the rows of w
             raise fail(f"linear: x is {list(x.shape)}, and {self.table.label} is used as {list(self.shape)}",
                        fix="x [..., D], w [D, F]; a table of classes [C, D] is used as w.mT")  # fmt: skip
+        x, token, b = _autocast(x), _autocast(self.token), None if b is None else _autocast(b)
+        w = replace(self, token=token)
         if not torch.is_grad_enabled():
-            return _linear(x, b, self)
+            return _linear(x, b, w)
         self.table.note_use()
-        if not self.token.requires_grad:  # detached by the loss: no gradient reaches it
-            return _linear(x, b, self)
-        transposes = _transposes(self.table, self.token)
+        if not token.requires_grad:  # detached by the loss: no gradient reaches it
+            return _linear(x, b, w)
+        transposes = _transposes(self.table, token)
         if checker() is not None:  # nothing is differentiated inside a Function: show the checker what mixes here
-            F.linear(x[..., :0], self.token)
-        y: Tensor = _Linear.apply(x, self.token, b, self, transposes)  # type: ignore[no-untyped-call]
+            F.linear(x[..., :0], token)
+        y: Tensor = _Linear.apply(x, token, b, w, transposes)  # type: ignore[no-untyped-call]
         return y
 
     def rows(self, which: slice) -> Tensor:
@@ -313,6 +315,14 @@ class _SteppedMatrix(Weight):
             x = self.table.matrix[which].detach().to(self.dtype).requires_grad_()
             y = self.row_map(x)
         return y.detach(), lambda grad: torch.autograd.grad(y, x, grad)[0]
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Cast an operand as `torch.autocast` does, if it is on: the backward pass has the casts, and runs without it."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _linear(x: Tensor, b: Tensor | None, w: _SteppedMatrix) -> Tensor:
