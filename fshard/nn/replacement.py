@@ -183,8 +183,11 @@ def _row_specs(of: Any, *, axis: Axes) -> dict[str, P]:
 def _linear(x: Tensor, w: Tensor, b: Tensor | None, of: Any) -> Tensor:
     if _is_transposed(of):
         return F.linear(x, w, b)
-    y = torch.matmul(x, w)
-    return y if b is None else y + b
+    return _plus(torch.matmul(x, w), b)
+
+
+def _plus(y: Tensor, b: Tensor | None) -> Tensor:
+    return y if b is None else y + b.to(y.dtype)  # torch.autocast makes y half precision
 
 
 def _check_inputs(x: Tensor, expected: int, fix: str) -> None:
@@ -211,8 +214,7 @@ def _row_linear_of_parts(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any
 
 
 def _sum_of_parts(leaves: Mapping[str, Tensor], x: Tensor, of: Any, axis: Axes) -> Tensor:
-    y: Tensor = psum(_linear(x, leaves["weight"], None, of), axis)
-    return y + leaves["bias"].to(y.dtype) if "bias" in leaves else y  # torch.autocast makes y half precision
+    return _plus(psum(_linear(x, leaves["weight"], None, of), axis), leaves.get("bias"))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
