@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,7 +96,7 @@ def value_and_update(
         inside = [i for i, x in enumerate(treedef.flatten_up_to(chosen)) if x is not None]
         after = [i for i in range(len(leaves)) if i not in inside]
         optimizer = _Optimizer(label, opt, params, state)
-        rows = {i: [leaves[i], *optimizer.moments(i)] for i in range(len(leaves))}
+        rows = {i: [leaves[i], *optimizer.moments[i]] for i in range(len(leaves))}
         _check_matrices(label, {tree.show("params", paths[i]): rows[i] for i in inside}, leaves)
         tables = {i: _Table(tree.show("params", paths[i]), rows[i], functools.partial(optimizer.step_one, i))
                   for i in inside}  # fmt: skip
@@ -140,29 +140,30 @@ class _Optimizer:
         leaves, self._params = tree.flatten(params)
         marks = [P(f"leaf{i}") for i in range(len(leaves))]  # specs of the state name the parameter of each moment
         owners, self._state = tree.flatten(opt.specs(tree.unflatten(self._params, marks)))
-        self._state_leaves, structure = tree.flatten(state)
+        state_leaves, structure = tree.flatten(state)
         if structure != self._state:
             raise fail(f"{label}: the state is not that of {opt.name} for these params",
                        fix="state = opt.init(params), and specs of both by opt.specs")  # fmt: skip
         numbers = {mark: i for i, mark in enumerate(marks)}
         self._owners = [numbers.get(mark) for mark in owners]
+        self.moments = self._by_owner(state_leaves)
 
-    def moments(self, i: int) -> Row:
-        """Return the leaves of the state that belong to leaf `i`."""
-        return self._of(self._state_leaves, i)
-
-    def _of(self, state_leaves: Sequence[Any], i: int | None) -> list[Any]:
-        return [x for x, owner in zip(state_leaves, self._owners, strict=True) if owner == i]
+    def _by_owner(self, state_leaves: Sequence[Any]) -> dict[int | None, list[Any]]:
+        """Return the leaves of the state by the number of their parameter: under None, those of all in common."""
+        out: dict[int | None, list[Any]] = defaultdict(list)
+        for x, owner in zip(state_leaves, self._owners, strict=True):
+            out[owner].append(x)
+        return out
 
     def step(self, rows: dict[int, Row]) -> tuple[dict[int, Row], list[Any]]:
         """Step leaves with their gradients: their new rows, and what the state has for all leaves in common."""
         each = range(self._params.num_leaves)
         params, grads = ([rows[i][k] if i in rows else None for i in each] for k in (0, 1))
-        old = self._fill({i: row[1:] for i, row in rows.items()}, self._of(self._state_leaves, None))
+        old = self._fill({i: row[1:] for i, row in rows.items()}, self.moments[None])
         new_params, new_state = self._update(tree.unflatten(self._params, grads), old,
                                              tree.unflatten(self._params, params))  # fmt: skip
-        flat, state = self._params.flatten_up_to(new_params), self._state.flatten_up_to(new_state)
-        return {i: [flat[i], *self._of(state, i)] for i in rows}, self._of(state, None)
+        flat, moments = self._params.flatten_up_to(new_params), self._by_owner(self._state.flatten_up_to(new_state))
+        return {i: [flat[i], *moments[i]] for i in rows}, moments[None]
 
     def step_one(self, i: int, row: Row) -> Row:
         return self.step({i: row})[0][i]
