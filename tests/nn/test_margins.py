@@ -13,24 +13,10 @@ from fshard import P, ShardingError, nn
 from fshard.nn import loss, margins
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
+from tests.nn.test_nn import ints, on, rand
 
 KEY = fs.key(3)
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}  # float64: sums of a few terms in another order
-
-
-def rand(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def ints(high, *shape, seed=0):
-    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def on(sizes, f, args, in_specs, out_specs, check="first", **how):
-    if not sizes:
-        return f(*args)
-    mesh = fs.make_mesh(**sizes)
-    return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check, **how)(*args))
 
 
 @pytest.fixture(params=["plain", "large"])
