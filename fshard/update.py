@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,7 +97,7 @@ def value_and_update(
         inside = [i for i, x in enumerate(treedef.flatten_up_to(chosen)) if x is not None]
         after = [i for i in range(len(leaves)) if i not in inside]
         optimizer = _Optimizer(label, opt, params, state)
-        rows = {i: [leaves[i], *optimizer.moments(i)] for i in range(len(leaves))}
+        rows = {i: [leaves[i], *optimizer.moments[i]] for i in range(len(leaves))}
         _check_matrices(label, {tree.show("params", paths[i]): rows[i] for i in inside}, leaves)
         tables = {i: _Table(tree.show("params", paths[i]), rows[i], functools.partial(optimizer.step_one, i))
                   for i in inside}  # fmt: skip
@@ -140,27 +140,28 @@ class _Optimizer:
         self._update = opt.update
         self._params = tree.structure(params)
         self._owners, self._state = state_owners(opt, params)
-        self._state_leaves, structure = tree.flatten(state)
+        state_leaves, structure = tree.flatten(state)
         if structure != self._state:
             raise fail(f"{label}: the state is not that of {opt.name} for these params",
                        fix="state = opt.init(params), and specs of both by opt.specs")  # fmt: skip
+        self.moments = self._by_owner(state_leaves)
 
-    def moments(self, i: int) -> Row:
-        """Return the leaves of the state that belong to leaf `i`."""
-        return self._of(self._state_leaves, i)
-
-    def _of(self, state_leaves: Sequence[Any], i: int | None) -> list[Any]:
-        return [x for x, owner in zip(state_leaves, self._owners, strict=True) if owner == i]
+    def _by_owner(self, state_leaves: Sequence[Any]) -> dict[int | None, list[Any]]:
+        """Return the leaves of the state by the number of their parameter: under None, those of all in common."""
+        out: dict[int | None, list[Any]] = defaultdict(list)
+        for x, owner in zip(state_leaves, self._owners, strict=True):
+            out[owner].append(x)
+        return out
 
     def step(self, rows: dict[int, Row]) -> tuple[dict[int, Row], list[Any]]:
         """Step leaves with their gradients: their new rows, and what the state has for all leaves in common."""
         each = range(self._params.num_leaves)
         params, grads = ([rows[i][k] if i in rows else None for i in each] for k in (0, 1))
-        old = self._fill({i: row[1:] for i, row in rows.items()}, self._of(self._state_leaves, None))
+        old = self._fill({i: row[1:] for i, row in rows.items()}, self.moments[None])
         new_params, new_state = self._update(tree.unflatten(self._params, grads), old,
                                              tree.unflatten(self._params, params))  # fmt: skip
-        flat, state = self._params.flatten_up_to(new_params), self._state.flatten_up_to(new_state)
-        return {i: [flat[i], *self._of(state, i)] for i in rows}, self._of(state, None)
+        flat, moments = self._params.flatten_up_to(new_params), self._by_owner(self._state.flatten_up_to(new_state))
+        return {i: [flat[i], *moments[i]] for i in rows}, moments[None]
 
     def step_one(self, i: int, row: Row) -> Row:
         return self.step({i: row})[0][i]
@@ -287,15 +288,17 @@ class _SteppedMatrix(Weight):
         if x.shape[-1:] != self.shape[:1]:  # a product in parts would not see columns of x beyond the rows of w
             raise fail(f"linear: x is {list(x.shape)}, and {self.table.label} is used as {list(self.shape)}",
                        fix="x [..., D], w [D, F]; a table of classes [C, D] is used as w.mT")  # fmt: skip
+        x, token, b = _autocast(x), _autocast(self.token), None if b is None else _autocast(b)
+        w = replace(self, token=token)
         if not torch.is_grad_enabled():
-            return _linear(x, b, self)
+            return _linear(x, b, w)
         self.table.note_use()
-        if not self.token.requires_grad:  # detached by the loss: no gradient reaches it
-            return _linear(x, b, self)
-        transposes = _transposes(self.table, self.token)
+        if not token.requires_grad:  # detached by the loss: no gradient reaches it
+            return _linear(x, b, w)
+        transposes = _transposes(self.table, token)
         if checker() is not None:  # nothing is differentiated inside a Function: show the checker what mixes here
-            F.linear(x[..., :0], self.token)
-        y: Tensor = _Linear.apply(x, self.token, b, self, transposes)  # type: ignore[no-untyped-call]
+            F.linear(x[..., :0], token)
+        y: Tensor = _Linear.apply(x, token, b, w, transposes)  # type: ignore[no-untyped-call]
         return y
 
     def rows(self, which: slice) -> Tensor:
@@ -311,6 +314,14 @@ class _SteppedMatrix(Weight):
             x = self.table.matrix[which].detach().to(self.dtype).requires_grad_()
             y = self.row_map(x)
         return y.detach(), lambda grad: torch.autograd.grad(y, x, grad)[0]
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Cast an operand as `torch.autocast` does, if it is on: the backward pass has the casts, and runs without it."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _linear(x: Tensor, b: Tensor | None, w: _SteppedMatrix) -> Tensor:

@@ -219,6 +219,26 @@ def test_half_precision_compute_of_a_float32_master():
     assert {leaf.dtype for leaf in fs.tree.leaves(most)} == {torch.float32}
 
 
+@pytest.mark.parametrize("around", ["loss", "step"])
+def test_autocast(around):
+    params, *batch = values(dtype=torch.float32)
+    opt, on = optim.sgd(0.1, momentum=0.9), functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+    def loss_fn(p, x, targets):
+        with on(enabled=torch.is_autocast_enabled("cpu") or around == "loss"):
+            w = p["fc"]["w"]
+            cosines = nn.cosine_logits(x, p["body"])
+            return nn.cross_entropy(nn.linear(x, w.mT, p["fc"]["b"]), targets) + cosines.mean()
+
+    state = opt.init(params)
+    with on(enabled=around == "step"):
+        loss, grads = fs.value_and_grad(loss_fn)(params, *batch)
+        want = loss, *opt.update(grads, state, params)
+        got = fs.value_and_update(loss_fn, opt, in_backward=["fc.w", "body"])(params, state, *batch)
+    assert_same(got[1]["fc"], want[1]["fc"], rtol=1e-6, atol=1e-7)  # the same products in bfloat16
+    assert_same(got, want, rtol=2**-7, atol=2**-9)  # of cosines, rows are rounded after they are normalized
+
+
 def test_sums_over_ranks_are_in_the_dtype_that_unshard_is_asked_for():
     opt, (params, x, _) = optim.sgd(1.0), values(dtype=torch.float32)
     params, specs = {"w": params["fc"]["w"]}, {"w": P()}

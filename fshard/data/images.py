@@ -89,8 +89,8 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     >>> pixels.shape, images.classes[label]
     (torch.Size([3, 8, 8]), 'dog')
 
-    Raises ShardingError for a folder without classes, and for a class without images; and, when an image is asked for
-    that cannot be read or has more than 8 bits, for that.
+    Raises ShardingError for a folder without classes, a class without images, a folder that cannot be read, and a link
+    to a folder that it is in; and, when an image is asked for that cannot be read or has more than 8 bits, for that.
 
     Source: the layout is that of torchvision's `ImageFolder`.
     """
@@ -116,9 +116,17 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
 
 def _images(root: Path, folder: Path) -> list[str]:
     """Return the images below a folder, as paths relative to `root`."""
+
+    def refuse(e: OSError) -> None:  # a rank that left the folder out would have another dataset
+        raise fail(f"image_folder: {e.filename} cannot be read", str(e.strerror)) from e
+
     found = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [d for d in folders if not d.startswith(".")]
+        for link in (path for d in folders if (path := Path(parent, d)).is_symlink()):
+            if link.parent.resolve().is_relative_to(link.resolve()):
+                raise fail(f"image_folder: {link} is a link to a folder that it is in", str(link.resolve()),
+                           fix="remove the link: each image would be found again and again")  # fmt: skip
         found += [Path(parent, n).relative_to(root).as_posix() for n in names
                   if n.lower().endswith(_SUFFIXES) and not n.startswith(".")]  # fmt: skip
     return found

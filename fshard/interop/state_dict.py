@@ -62,19 +62,13 @@ def write(
     Raises ShardingError, on every rank, listing every leaf that cannot be written; for two leaves of one name; for a
     path with another suffix; if the ranks have different leaves; if one cannot write. The older file is then unchanged.
     """
-    final = _path("write", path)
-    if final.suffix not in (SUFFIX, *_OF_TORCH):
-        raise fail(f"write: path {str(path)!r} has the suffix {final.suffix!r}",
-                   fix=f"{SUFFIX} for safetensors; {', '.join(_OF_TORCH)} for torch.load")  # fmt: skip
-    if metadata is not None and final.suffix != SUFFIX:
-        raise fail(f"write: metadata of {str(path)!r}", fix="a safetensors file has metadata, a file of torch none")
-    if of is not None and theirs is not None:
-        raise fail("write: theirs= beside of=", fix="leave one of them out")
+    final = Path(path)
     leaves = tree.leaves_with_path(tree_)
     ranks = Ranks.of("write", [leaf for _, leaf in leaves])
     files: list[OutputFile] = []
 
     def plan() -> dict[str, str]:
+        _check_arguments(final, of, theirs, metadata)
         named = theirs or _by_name(tree_)
         stored, ties = _of_module(leaves, tree_, of)
         tensors = output_tensors(stored, named, "")
@@ -142,7 +136,8 @@ def read(
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape or cut
     short; and for a file with other objects than tensors, dicts, lists, numbers and strings.
     """
-    headers = WeightHeaders(_path("read", path), state_dict=True)
+    _check_path("read", path)
+    headers = WeightHeaders(Path(path), state_dict=True)
     if theirs is None:
         names = replace(Names.of(of), pretrained=None)  # the module's own names, not those of a library's files
         return read_leaves(headers, described, names, prefix, ignored, missing, "state_dict.read")
@@ -151,10 +146,22 @@ def read(
     return read_tree(headers, described, theirs, prefix=prefix, ignored=ignored)
 
 
-def _path(verb: str, path: StrPath) -> Path:
+def _check_path(verb: str, path: StrPath) -> None:
     if "\0" in os.fspath(path):
-        raise fail(f"{verb}: path {path!r} has a null byte, which no path can have")
-    return Path(path)
+        raise fail(f"{verb}: path {str(path)!r} has a null byte, which no path can have")
+
+
+def _check_arguments(
+    path: Path, of: Apply | None, theirs: Theirs | None, metadata: Mapping[str, str] | None
+) -> None:  # fmt: skip
+    _check_path("write", path)
+    if path.suffix not in (SUFFIX, *_OF_TORCH):
+        raise fail(f"write: path {str(path)!r} has the suffix {path.suffix!r}",
+                   fix=f"{SUFFIX} for safetensors; {', '.join(_OF_TORCH)} for torch.load")  # fmt: skip
+    if metadata is not None and path.suffix != SUFFIX:
+        raise fail(f"write: metadata of {str(path)!r}", fix="a safetensors file has metadata, a file of torch none")
+    if of is not None and theirs is not None:
+        raise fail("write: theirs= beside of=", fix="leave one of them out")
 
 
 def _by_name(whole: Any) -> Theirs:
@@ -171,15 +178,16 @@ def _of_module(
     if of is None:
         return leaves, {}
     names = Names.of(of)
-    found = {name_of(path, whole) for path, _ in leaves}
+    named = [(name_of(path, whole), path, leaf) for path, leaf in leaves]
+    found = {name for name, _, _ in named}
     errors = [fail(f"write: {tree.show('tree', path)} is not a leaf of {of!r}")
-              for path, _ in leaves if name_of(path, whole) not in names.kinds]  # fmt: skip
+              for name, path, _ in named if name not in names.kinds]  # fmt: skip
+    optional = {*names.transient, *names.ties}
     errors += [fail(f"write: {kind}[{name!r}] is missing", fix="write the whole tree: {'params': ..., 'buffers': ...}")
-               for name, kind in names.kinds.items()
-               if name not in {*found, *names.transient, *names.ties}]  # fmt: skip
+               for name, kind in names.kinds.items() if name not in found and name not in optional]  # fmt: skip
     raise_all(errors)
     not_stored = {*names.transient, *(tied for tied, name in names.ties.items() if name in names.transient)}
-    stored = [(path, x) for path, x in leaves if name_of(path, whole) not in not_stored]
+    stored = [(path, leaf) for name, path, leaf in named if name not in not_stored]
     return stored, {tied: name for tied, name in names.ties.items() if tied not in {*found, *not_stored}}
 
 

@@ -270,8 +270,7 @@ def features(
     check_params(params, described)
     check_params(state, _state(cfg), "state")
     x = x.to(layout.dtype or x.dtype)
-    parts = {"stem": params["stem"], **{str(i): part for i, part in enumerate(params["stages"])}}
-    wanted = {"stem": described["stem"], **{str(i): part for i, part in enumerate(described["stages"])}}
+    parts, wanted, states = map(_by_name, (params, described, state))
     part_specs: Any = specs if specs is None or is_spec(specs) else {
         "stem": spec_of(specs, "stem"), **_by_number(spec_of(specs, "stages"), len(cfg.depths))}  # fmt: skip
 
@@ -291,7 +290,6 @@ def features(
 
         return run
 
-    states = {"stem": state["stem"], **{str(i): part for i, part in enumerate(state["stages"])}}
     new: dict[str, Any] = {}
     for name, part in parts.items():
         f = stage(name)
@@ -302,6 +300,11 @@ def features(
 
 
 _state = state  # for functions with an argument of this name
+
+
+def _by_name(x: Any) -> dict[str, Any]:
+    """Return the parts of a tree of the model by name, those of stages by number."""
+    return {"stem": x["stem"], **{str(i): stage for i, stage in enumerate(x["stages"])}}
 
 
 def _by_number(specs: Any, n: int) -> dict[str, Any]:

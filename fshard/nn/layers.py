@@ -61,8 +61,7 @@ def linear(
         _check_whole("linear", "x", x, axis)
         y = _linear(pvary(x, axis), w, b)
         return y if out != "whole" else _gather_columns(y, axis, size)
-    y = _sum_parts(_linear(x, w, None), axis, out)
-    return y if b is None else y + b
+    return add_bias(_sum_parts(_linear(x, w, None), axis, out), b)
 
 
 def _check_whole(verb: str, name: str, x: Tensor, axis: Axis) -> None:
@@ -86,6 +85,10 @@ def _gather_columns(x: Tensor, axis: Axis, size: int | None) -> Tensor:
     return whole
 
 
+def add_bias(y: Tensor, b: Tensor | None) -> Tensor:
+    return y if b is None else y + b.to(y.dtype)  # torch.autocast makes y half precision
+
+
 def _linear(x: Tensor, w: Tensor | Weight, b: Tensor | None) -> Tensor:
     return w.linear(x, b) if isinstance(w, Weight) else F.linear(x, w.transpose(0, 1), b)
 
@@ -107,8 +110,7 @@ def mlp(
     _check_whole("mlp", "x", x, axis)
     h = activation(_linear(pvary(x, axis) if axis else x, up, up_b))  # [..., F@axis]
     y = _linear(h, down, None)
-    y = _sum_parts(y, axis, "whole") if axis else y
-    return y if down_b is None else y + down_b
+    return add_bias(_sum_parts(y, axis, "whole") if axis else y, down_b)
 
 
 @checked

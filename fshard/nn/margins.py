@@ -50,7 +50,8 @@ def cosine_logits(x: Tensor, w: Tensor | Weight, *, eps: float = 1e-12) -> Tenso
     if not eps > 0:
         raise fail(f"cosine_logits: eps={eps}", fix="more than 0")
     if isinstance(w, Weight):
-        return w.map_rows(lambda rows: _normalized(rows, eps)).mT.linear(_normalized(x, eps)).to(x.dtype)  # type: ignore[no-any-return]
+        y: Tensor = w.map_rows(lambda rows: _normalized(rows, eps)).mT.linear(_normalized(x, eps))
+        return y.to(x.dtype)
     if _is_plain(w):
         return _cosines(x, w, eps)
     if checker() is not None:  # which sees in a Function no gradient, and so no operand that forgets a pvary
@@ -228,7 +229,7 @@ class _Cosines(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, eps: float) -> Tensor:
         ctx.eps = eps
         ctx.save_for_backward(x, w)
-        y: Tensor = F.linear(_normalized(x, eps), w).to(x.dtype)  # under torch.autocast of half precision
+        y = F.linear(_normalized(x, eps), w).to(x.dtype)  # torch.autocast makes it half precision
         return y.mul_(_inverse_norm(w, eps))
 
     @staticmethod

@@ -19,7 +19,7 @@ from fshard.collectives import all_gather, pslice, psum, pvary
 from fshard.errors import checked, fail
 from fshard.spec import P
 
-from .layers import embedding
+from .layers import add_bias, embedding
 
 Axes = str | tuple[str, ...]
 Form = Literal["whole", "split"]
@@ -183,8 +183,7 @@ def _row_specs(of: Any, *, axis: Axes) -> dict[str, P]:
 def _linear(x: Tensor, w: Tensor, b: Tensor | None, of: Any) -> Tensor:
     if _is_transposed(of):
         return F.linear(x, w, b)
-    y = torch.matmul(x, w)
-    return y if b is None else y + b
+    return add_bias(torch.matmul(x, w), b)
 
 
 def _check_inputs(x: Tensor, expected: int, fix: str) -> None:
@@ -211,8 +210,7 @@ def _row_linear_of_parts(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any
 
 
 def _sum_of_parts(leaves: Mapping[str, Tensor], x: Tensor, of: Any, axis: Axes) -> Tensor:
-    y: Tensor = psum(_linear(x, leaves["weight"], None, of), axis)
-    return y + leaves["bias"].to(y.dtype) if "bias" in leaves else y  # torch.autocast makes y half precision
+    return add_bias(psum(_linear(x, leaves["weight"], None, of), axis), leaves.get("bias"))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------

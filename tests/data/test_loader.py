@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +338,24 @@ def test_errors_of_image_folders_name_the_path(tmp_path: Path, monkeypatch: pyte
         f"image_folder: {tmp_path / 'empty' / 'cut.png'} has pixels of more than 8 bits, Pillow's mode 'I;16'\n"
         "  fix: scale them to 0 to 255, and write it with 8 bits"
     )
+    (tmp_path / "full" / "all").symlink_to("..")
+    assert error_text(data.image_folder, tmp_path) == (
+        f"image_folder: {tmp_path / 'full' / 'all'} is a link to a folder that it is in\n  {tmp_path.resolve()}\n"
+        "  fix: remove the link: each image would be found again and again"
+    )
+    (tmp_path / "full" / "all").unlink()
+    scan = os.scandir
+
+    def deny(path: Any) -> Any:
+        if Path(path).name == "empty":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", deny)
+        assert error_text(data.image_folder, tmp_path) == (
+            f"image_folder: {tmp_path / 'empty'} cannot be read\n  Permission denied"
+        )
     assert "mode='CMYK'" in error_text(data.image_folder, tmp_path, mode="CMYK")
     assert "size=(0, 2)" in error_text(data.image_folder, tmp_path, size=(0, 2))
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)

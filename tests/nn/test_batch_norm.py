@@ -60,8 +60,8 @@ def by_ours(x, state, w, b, *, sizes=None, data=None, model=None, steps=2, check
         return y, grads, new
 
     for _ in range(steps):
-        y, grads, state = on(sizes or {}, step, (leaves, state), (specs, state_specs),
-                             (specs[0], specs, state_specs), check) if sizes else step(leaves, state)  # fmt: skip
+        out_specs = (specs[0], specs, state_specs)
+        y, grads, state = on(sizes, step, (leaves, state), (specs, state_specs), out_specs, check)
     return y.detach(), grads, state
 
 

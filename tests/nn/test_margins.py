@@ -13,24 +13,10 @@ from fshard import P, ShardingError, nn
 from fshard.nn import loss, margins
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
+from tests.nn.test_nn import ints, on, rand
 
 KEY = fs.key(3)
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}  # float64: sums of a few terms in another order
-
-
-def rand(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def ints(high, *shape, seed=0):
-    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def on(sizes, f, args, in_specs, out_specs, check="first", **how):
-    if not sizes:
-        return f(*args)
-    mesh = fs.make_mesh(**sizes)
-    return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check, **how)(*args))
 
 
 @pytest.fixture(params=["plain", "large"])
@@ -209,6 +195,13 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(dtype, kernel):
     torch.testing.assert_close(y.double(), want_y, rtol=tolerance, atol=0)
     for g, want_g in zip(grads, want_grads, strict=True):
         torch.testing.assert_close(g.double(), want_g, rtol=tolerance, atol=tolerance * want_g.abs().max().item())
+
+
+def test_under_autocast_the_product_alone_is_in_half_precision(kernel):
+    x, w = rand(6, 40, seed=1).float(), rand(5, 40, seed=2).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = nn.cosine_logits(x, w)
+    assert_same(y, F.cosine_similarity(x[:, None], w[None], dim=-1), rtol=0, atol=2**-8)
 
 
 def test_rows_of_zeros_and_short_rows_are_those_of_normalize(kernel):

@@ -33,9 +33,12 @@ def close(got, want, msg="", tol=1e-11):
         )
 
 
-def on(sizes, f, args, in_specs, out_specs, check="first"):
-    mesh = fs.make_mesh(**sizes)
-    return fs.device_get(fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)(*args))
+def on(sizes, f, args, in_specs, out_specs, check="first", **options):
+    """Call `f` on a mesh of these sizes, or as it is if there are none."""
+    if not sizes:
+        return f(*args)
+    step = fs.shard_map(f, mesh=fs.make_mesh(**sizes), in_specs=in_specs, out_specs=out_specs, check=check, **options)
+    return fs.device_get(step(*args))
 
 
 def value_and_vjp(f, *args, seed=50):

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import P, nn
-from tests.lib.assertions import error_text
+from tests.lib.assertions import assert_same, error_text
 from tests.nn.test_nn import AXES, axis_of, close, ints, on, rand, value_and_vjp
 
 MESHES = {name: AXES[name] for name in ("1", "4", "two axes", "3x2")}
@@ -39,6 +39,23 @@ def _linear_cases(a):
         "classes": (lambda x, w, b, n: nn.linear(x, w.mT, b, axis=a), table, P(..., a)),
         "classes, whole": (lambda x, w, b, n: nn.linear(x, w.mT, b, axis=a, out="whole"), table, P()),
     }  # fmt: skip
+
+
+def test_layers_have_the_dtype_of_autocast_on_every_mesh():
+    x, w, b = rand(2, 6).float(), rand(6, 4, seed=1).float(), rand(4, seed=2).float()
+
+    def run(x, w, b, axis=None):
+        with torch.autocast("cpu", torch.bfloat16):
+            row = nn.linear(fs.pslice(x, axis, -1) if axis else x, w, b, axis=axis, split="row")
+            return row, nn.mlp(x[..., :4], w.mT, w, down_b=b, axis=axis)
+
+    def on_mesh(x, w, b):
+        return run(x, w, b, "m")
+
+    want = run(x, w, b)
+    assert {y.dtype for y in want} == {torch.bfloat16}
+    got = on({"m": 2}, on_mesh, (x, w, b), (P(), P("m"), P()), P())
+    assert_same(got, want, rtol=2**-7, atol=2**-6)  # the halves of a sum are rounded too
 
 
 @pytest.mark.parametrize("name", MESHES)

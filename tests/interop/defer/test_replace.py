@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
 
 import pytest
@@ -665,8 +666,10 @@ def test_split_layers_have_the_dtype_of_autocast():
             with torch.autocast("cpu", torch.bfloat16):
                 return super().forward(x)
 
-    for replacement in (ROW, COLUMN):
-        assert run(lambda: Half(nn.Linear(4, 2)), {"0": replacement}, torch.ones(3, 4)).dtype == torch.bfloat16
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    for replacement, layer in itertools.product((ROW, COLUMN), (lambda: nn.Linear(4, 2), lambda: conv1d(2, 4))):
+        make = lambda layer=layer: Half(layer())  # noqa: E731
+        assert run(make, {"0": replacement}, torch.ones(3, 4)).dtype == torch.bfloat16
 
 
 def test_facts_of_a_split_parameter_are_those_of_the_whole():

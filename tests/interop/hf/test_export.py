@@ -424,6 +424,9 @@ def _rank(directory: str) -> dict[str, Any]:
         results["full file"] = str(e.value)
     finally:
         os.fsync = functions["fsync"]
+    with pytest.raises(ShardingError) as e:
+        fs.state_dict.write(out / "files" / ("no.suffix" if rank else "one.pt"), params)
+    results["refused on one"] = str(e.value)
     results["not shared"] = attempt(f"host{rank}", params)
     results["differ"] = attempt("differ", params, seed=rank)
     results["metadata"] = attempt("differ", params, metadata={"rank": "0" * rank})
@@ -470,6 +473,7 @@ def test_process_ranks_read_and_write_only_their_own_bytes(ranks: Pool, tmp_path
         ]
         assert result["read"] == result["bytes of shards"]
         assert result["written plain"] == (0 if rank else sum(x.nbytes for x in values().values()))
+        assert result["refused on one"].startswith("rank 1: write: path '")
         assert re.fullmatch(
             r"rank 1: write: cannot write \S+/full/\.saving-\w{8}/model.safetensors\n  No space left on device\n"
             r"  the weights in the folder are unchanged\n"
