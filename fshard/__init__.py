@@ -43,7 +43,7 @@ from .validate import validate
 from .verify import verify
 
 __all__ = [
-    "P", "Deferred", "LossScale", "Mesh", "Plan", "Policy", "Sharded", "ShardingError", "Strategy", "accelerate",
+    "Deferred", "LossScale", "Mesh", "P", "Plan", "Policy", "Sharded", "ShardingError", "Strategy", "accelerate",
     "accumulate", "all_gather", "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column",
     "combine", "data", "decoding", "defer", "device_get", "device_put", "devices", "fold_in", "from_callback",
     "fully_shard", "gather_for_metrics", "grad", "hf", "ia3", "init", "interop", "key", "local_range", "lora",

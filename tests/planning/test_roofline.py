@@ -143,6 +143,8 @@ def test_transfers_over_one_link_queue_and_over_two_do_not() -> None:
     assert queued.seconds == pytest.approx((12e-3 + 3e-2 + 1.5) + 3.003)
     queued = roofline([Start(ring, 0, 0), Start(far, 1, 0), Wait(1, 0), Wait(0, 0)], mesh, DEVICE)
     assert queued.seconds == pytest.approx((12e-3 + 3e-2 + 1.5) + 3.03)
+    queued = roofline([Start(far, 0, 0), Start(ring, 1, 0), Wait(1, 0), Wait(0, 0)], mesh, DEVICE)
+    assert queued.seconds == pytest.approx(3.03 + (12e-3 + 3e-2 + 1.5))
     # the link is free long before the second starts, and has no time to make up
     late = roofline([*blocking(near), op(5 * 10**12), Start(near, 7, 0), op(10**12), Wait(7, 0)], mesh, DEVICE)
     assert late.seconds == pytest.approx(3.003 + 5 + 3.003) and late.lanes[-2].start == pytest.approx(8.003)
