@@ -15,6 +15,7 @@ from .host_memory import (
     common_device,
     copy_to_device,
     empty_part,
+    host_device,
     memory_device,
     start_copy_to_device,
     start_copy_to_host,
@@ -24,6 +25,7 @@ from .host_memory import (
     wait_for_copies_to_host,
 )
 from .packing import join_padded, longest_part, pack, pad, split_padded, unpack
+from .planned import Observer, PlannedComm
 from .process import ProcessComm
 from .protocol import Comm, PendingTransfer, coords_of, index_of, size_of
 from .record import (
@@ -41,8 +43,10 @@ from .region import (
     axes_of_own_values,
     bind,
     checker,
+    device_type,
     has_values,
     in_region,
+    is_scheduled,
     known_axes,
     live_axes,
     mark_donated,
@@ -62,7 +66,9 @@ __all__ = [
     "Axis",
     "Comm",
     "GlooConnections",
+    "Observer",
     "PendingTransfer",
+    "PlannedComm",
     "ProcessComm",
     "Recording",
     "Region",
@@ -77,12 +83,15 @@ __all__ = [
     "common_device",
     "coords_of",
     "copy_to_device",
+    "device_type",
     "empty_part",
     "fake_tensors",
     "has_values",
+    "host_device",
     "in_region",
     "index_of",
     "is_observed",
+    "is_scheduled",
     "is_view",
     "join_padded",
     "known_axes",

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fshard._comm import has_values
+from fshard._comm import device_type, is_scheduled
 
 
 def row_blocks(most: Mapping[str, int], x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors [..., any] of as many rows into blocks of rows, as matrices.
 
-    A block has about `most[device]` elements of `x`; all of them on an abstract mesh, which needs shapes alone.
+    A block has about `most[device]` elements of `x`; all of them where types alone are checked.
     """
     n, width = math.prod(x.shape[:-1]), x.shape[-1]
-    step = max(1, most.get(x.device.type, 1 << 24) // max(1, width) if has_values() else n)
+    step = max(1, most.get(device_type(x), 1 << 24) // max(1, width) if is_scheduled() else n)
     return zip(*(torch.split(t.reshape(n, t.shape[-1]), step) for t in (x, *others)), strict=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fshard import tree
-from fshard._comm import checker, has_values
+from fshard._comm import checker, is_scheduled
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
 from fshard.errors import checked, fail
@@ -212,7 +212,7 @@ def _can_discard(xs: Sequence[Tensor]) -> bool:
     """Return whether saved tensors can be discarded: no transform, checker, dry run or other hooks look on."""
     if in_transform() or any(map(is_wrapped, xs)) or checker() is not None or under_saved_tensor_hooks():
         return False
-    return has_values()
+    return is_scheduled()
 
 
 def check_captured(verb: str, f: Callable[..., Any]) -> None:
