@@ -43,11 +43,12 @@ from .region import (
     without_others,
 )
 from .simulated import simulate
+from .timed import TimedComm
 from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [
     "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "PendingTransfer", "ProcessComm", "Region",
-    "Transfer", "Wait", "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed",
+    "TimedComm", "Transfer", "Wait", "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed",
     "checker", "common_device", "coords_of", "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of",
     "is_observed", "is_view", "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated", "memory_device",
     "pack", "pad", "recording", "refuse_nesting", "refuse_transfer", "region", "run_on_meta", "simulate", "size_of",
