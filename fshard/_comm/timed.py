@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .protocol import Axes, Comm, PendingTransfer, ranks_over
-from .record import Transfer, reduction, transfer
+from .record import Split, Transfer, reduction, transfer
 
 
 class Watch(Protocol):
@@ -48,18 +48,20 @@ class TimedComm:
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         self._comm.agree(what, axes, device)
 
-    def _begin(self, op: str, xs: Sequence[Tensor], axes: Axes) -> int:
+    def _begin(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> int:
         ranks = tuple(ranks_over(axes, self.sizes, self.coords))
-        return self._watch.begin_transfer(transfer(op, xs, axes), ranks)
+        return self._watch.begin_transfer(transfer(self, op, xs, axes, split), ranks)
 
-    def _block(self, op: str, x: Tensor, axes: Axes, run: Callable[[], Tensor]) -> Tensor:
-        number = self._begin(op, [x], axes)
+    def _block(self, op: str, x: Tensor, axes: Axes, run: Callable[[], Tensor], split: Split = ()) -> Tensor:
+        number = self._begin(op, [x], axes, split)
         out = run()
         self._watch.end_transfer(number, [out])
         return out
 
-    def _start(self, op: str, xs: Sequence[Tensor], axes: Axes, run: Callable[[], PendingTransfer]) -> PendingTransfer:
-        number = self._begin(op, xs, axes)
+    def _start(
+        self, op: str, xs: Sequence[Tensor], axes: Axes, run: Callable[[], PendingTransfer], split: Split = ()
+    ) -> PendingTransfer:  # fmt: skip
+        number = self._begin(op, xs, axes, split)
         pending = run()
         self._watch.end_start(number)
 
@@ -84,13 +86,13 @@ class TimedComm:
         return self._block("all_to_all", x, axes, lambda: self._comm.all_to_all(x, axes))
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        return self._block("permute", x, axes, lambda: self._comm.permute(x, pairs, axes))
+        return self._block("permute", x, axes, lambda: self._comm.permute(x, pairs, axes), pairs)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
         return self._start("all_gather", xs, axes, lambda: self._comm.gather(xs, into, dims, axes))
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        return self._start("reduce_scatter", xs, axes, lambda: self._comm.scatter(xs, dims, axes))
+        return self._start("reduce_scatter", xs, axes, lambda: self._comm.scatter(xs, dims, axes), dims)
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         return self._start("all_reduce", xs, axes, lambda: self._comm.reduce(xs, axes, fresh=fresh))

@@ -260,7 +260,7 @@ def timeline(rank: int, name: str, record: Record) -> Timeline:
         elif e.started is not None:
             t, axes = e.started.transfer, ", ".join(e.started.transfer.axes)
             row = transfers.setdefault(axes, [])
-            facts = {"bytes": t.bytes, "dtype": short_dtype(t.dtype), "ranks": len(e.started.ranks)}
+            facts = {"sent_bytes": t.sent, "argument_bytes": t.bytes, "dtype": short_dtype(t.dtype), "ranks": t.ranks}
             end = record.end if e.started.is_pending else e.end
             row.append(Slice(t.op, e.start, end, str(t.where or ""), t.phase, facts))
             verb = "start" if e.started.is_pending else "wait for"

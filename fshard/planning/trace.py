@@ -21,8 +21,7 @@ from fshard._io import Ranks, write_errors
 from fshard.errors import checked, fail
 from fshard.mesh import Mesh
 from fshard.shard_map import ShardMapped
-from fshard.show.table import size
-from fshard.spec import format_axes
+from fshard.spec import format_axes, size
 
 from .chrome import LEAST_EVENTS, MOST_EVENTS, Timeline, chrome_events, fitted
 from .measure import CudaClock, HostClock, Recorder, own_clocks, timeline
