@@ -81,7 +81,9 @@ class Device:
             if not 0 <= link.latency < math.inf:
                 raise must_be(f"Device {self.name!r}: latency of {link.name}", "seconds, 0 or more", link.latency)
         reach = [math.inf if link.ranks is None else link.ranks for link in self.links]
-        if any(n < 2 for n in reach) or any(a >= b or (b < math.inf and b % a) for a, b in zip(reach, reach[1:], strict=False)):
+        if any(n < 2 for n in reach) or any(
+            a >= b or (b < math.inf and b % a) for a, b in zip(reach, reach[1:], strict=False)
+        ):
             levels = ", ".join(f"{link.name} {link.ranks}" for link in self.links)
             raise fail(f"Device {self.name!r}: each level of links joins a multiple of the ranks of the one before",
                        f"links: {levels}", fix="order them from the nearest outwards; None as the last is any number")  # fmt: skip

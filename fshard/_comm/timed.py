@@ -35,7 +35,7 @@ class TimedComm:
         self._comm, self._watch = comm, watch
         self.sizes: Mapping[str, int] = comm.sizes
         self.coords: Mapping[str, int] = comm.coords
-        self.has_values = comm.has_values
+        self.has_values, self.is_scheduled = comm.has_values, comm.is_scheduled
 
     @property
     def direct(self) -> bool:

@@ -19,6 +19,9 @@ from fshard._torch_compat import in_backward, schema_of, storage_id
 from fshard.spec import short_dtype
 
 from .chrome import Slice, Timeline
+from .flops import flops_of, name_of
+
+_MOST_SHAPES = 4
 
 # --- clocks ---------------------------------------------------------------------------------------------------
 
@@ -41,7 +44,7 @@ class CudaClock:
         self.begin, self.zero = time.perf_counter(), self.now()
 
     def now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -64,14 +67,15 @@ class _Started(NamedTuple):
 class _Entry(NamedTuple):
     """A part of a rank's run. Times are a clock's. `peak` is the most bytes since the entry before, `live` at its end.
 
-    Exactly one of the three is not None: an operation, as a slice without times; a transfer that starts; the number of
-    the transfer that is waited for.
+    Exactly one of the last three is not None: an operation, as a slice without times; a transfer that starts; the
+    number of the transfer that is waited for.
     """
 
     start: Any
     end: Any
     peak: int
     live: int
+    phase: str
     operation: Slice | None = None
     started: _Started | None = None
     waited: int | None = None
@@ -131,13 +135,20 @@ class Recorder(OperationMode):
         end = self.clock.now()
         self._follow(out)
         if not _is_view(func):
-            phase = "backward" if in_backward() else "forward"
-            where, facts = str(_callsite.site() or ""), {"shapes": _shapes(args)}
-            self._add(begin, end, operation=Slice(_name(func), 0.0, 0.0, where, phase, facts))
+            operation = Slice(
+                f"aten.{name_of(func)}", 0.0, 0.0, str(_callsite.site() or ""), "", _facts(func, args, kwargs, out)
+            )
+            self._add(begin, end, operation=operation)
         return out
 
+    def _phase(self) -> str:
+        """Return the phase of an operation; "forward" for the update, until all is known."""
+        if not in_backward():
+            return "forward"
+        return "recompute" if torch.is_grad_enabled() else "backward"
+
     def _add(self, begin: Any, end: Any, **what: Any) -> None:
-        self.entries.append(_Entry(begin, end, self.peak, self.live, **what))
+        self.entries.append(_Entry(begin, end, self.peak, self.live, self._phase(), **what))
         self.peak = self.live
 
     # --- the reports of the comm ---
@@ -187,18 +198,13 @@ class Recorder(OperationMode):
 @functools.cache
 def _is_view(func: Any) -> bool:
     """Return whether the results of an operation are views of its arguments, so that it computes nothing."""
-    schema = getattr(func, "_schema", None) and schema_of(func)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(func).returns)
 
 
-@functools.cache
-def _name(func: Any) -> str:
-    """Return `aten.mm` for `aten.mm.default`."""
-    return str(getattr(func, "overloadpacket", func))
-
-
-def _shapes(args: Sequence[Any]) -> str:
-    return ", ".join(f"{short_dtype(x.dtype)}{list(x.shape)}" for x in tensors_in(args)[:4])
+def _facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
+    inputs, flops = tensors_in(args, kwargs), flops_of(func, args, kwargs, out)
+    shapes = ", ".join(f"{short_dtype(x.dtype)}{list(x.shape)}" for x in inputs[:_MOST_SHAPES])
+    return ({"arguments": shapes} if inputs else {}) | ({"flops": flops} if flops else {})
 
 
 # --- from records to timelines --------------------------------------------------------------------------------
@@ -253,35 +259,38 @@ def timeline(rank: int, name: str, record: Record) -> Timeline:
     transfers: dict[str, list[Slice]] = {}
     pending: dict[int, tuple[str, int]] = {}  # the place in `transfers` of each that is not waited for yet
     memory = [(record.begin, record.live)]
-    for before, e in zip([None, *record.entries], record.entries, strict=False):
+    last = max((i for i, e in enumerate(record.entries) if e.phase != "forward"), default=len(record.entries))
+    for i, e in enumerate(record.entries):
+        phase = "update" if i > last else e.phase
         memory += [(e.start, e.peak)] * (e.peak > max(memory[-1][1], e.live)) + [(e.end, e.live)]
         if e.operation is not None:
-            compute.append(e.operation._replace(start=e.start, end=e.end))
+            compute.append(e.operation._replace(start=e.start, end=e.end, phase=phase))
         elif e.started is not None:
             t, axes = e.started.transfer, ", ".join(e.started.transfer.axes)
             row = transfers.setdefault(axes, [])
-            facts = {"sent_bytes": t.sent, "argument_bytes": t.bytes, "dtype": short_dtype(t.dtype), "ranks": t.ranks}
             end = record.end if e.started.is_pending else e.end
-            row.append(Slice(t.op, e.start, end, str(t.where or ""), t.phase, facts))
+            row.append(Slice(t.op, e.start, end, str(t.where or ""), t.phase, facts_of(t)))
             verb = "start" if e.started.is_pending else "wait for"
-            compute.append(_of_transfer(f"{verb} {t.op} over {axes}", row[-1], e))
+            compute.append(
+                Slice(f"{verb} {t.op} over {axes}", e.start, e.end, row[-1].where, phase, {"waits_for": t.op})
+            )
             if e.started.is_pending:
                 pending[e.started.number] = axes, len(row) - 1
         else:
             assert e.waited is not None
             axes, at = pending.pop(e.waited)
             s = transfers[axes][at] = transfers[axes][at]._replace(end=e.end)
-            wait = _of_transfer(f"wait for {s.name} over {axes}", s, e)
-            if before is not None and before.started is not None and before.started.number == e.waited:
-                compute[-1] = wait._replace(start=before.start)  # a transfer that blocks is one slice
-            else:
-                compute.append(wait)
+            start, before = e.start, record.entries[i - 1].started
+            if before is not None and before.number == e.waited:  # a transfer that blocks is one slice
+                start = compute.pop().start
+            compute.append(Slice(f"wait for {s.name} over {axes}", start, e.end, s.where, phase, {"waits_for": s.name}))
     for axes, at in pending.values():
         s = transfers[axes][at]
         transfers[axes][at] = s._replace(facts={**s.facts, "note": "never waited for"})
     return Timeline(rank, name, tuple(compute), {k: tuple(v) for k, v in transfers.items()}, tuple(memory))
 
 
-def _of_transfer(name: str, transfer: Slice, e: _Entry) -> Slice:
-    """Return the slice of compute in which a rank starts a transfer or waits for it."""
-    return Slice(name, e.start, e.end, transfer.where, transfer.phase, {"waits_for": transfer.name})
+def facts_of(transfer: Transfer) -> dict[str, Any]:
+    """Return the facts of a transfer's slice."""
+    return {"sent_bytes": transfer.sent, "argument_bytes": transfer.bytes, "dtype": short_dtype(transfer.dtype),
+            "ranks": transfer.ranks}  # fmt: skip

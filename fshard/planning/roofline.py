@@ -12,8 +12,8 @@ k_l = the groups of level l that they touch, at most). With `sent` bytes of each
 B_l and a latency of a_l,
 
     all_reduce, all_gather, reduce_scatter    rounds x sum_l (k_l-1 - k_l) a_l  +  max_l sent k_l-1 / n / (e B_l)
-    all_to_all    a_l of the furthest level  +  max_l bytes x (peers at level l) / n / (e B_l)
-    permute       a_l  +  bytes / (e B_l)    of the furthest level
+    all_to_all    a_l of the furthest level  +  max_l sent (peers at level l) / (n - 1) / (e B_l)
+    permute       a_l  +  sent / (e B_l)    of the furthest level
 
 An all_reduce makes two rounds, the others one. A ring enters and leaves each group once, and n / k_l-1 devices of the group
 share what passes: eight devices of a node send eight times as fast over the network as one. Source of the ring's latency and
@@ -58,7 +58,7 @@ class Roofline:
     """The predicted time of one step on one rank.
 
     `seconds`: of the step. `compute`: of its operations alone, so `seconds` = `compute` + the sum of `exposed`.
-    `exposed`: for the axes of transfers ("data"), the seconds for which operations wait for them.
+    `exposed`: for the axes of transfers ("data", "data+model"), the seconds for which operations wait for them.
     `transfers`: for the same axes, the seconds of all of them, hidden or not.
     `lanes`: the spans, by start. `times`: for each event of the plan, the second at which the lane of operations is past it.
     `flops_at_peak`: seconds that the FLOPs of the step would take at the peak of their dtypes, without recomputed ones.
@@ -124,7 +124,7 @@ def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -
                 now += seconds
             case Start():
                 transfer = event.transfer
-                lane = ", ".join(transfer.axes)
+                lane = "+".join(transfer.axes)
                 seconds, levels = network.seconds(transfer)
                 start = max([now, *(free.get(level, 0.0) for level in levels)])
                 free.update(dict.fromkeys(levels, start + seconds))
@@ -175,9 +175,9 @@ class _Network:
             return 0.0, []
         furthest = crossed[-1][0]
         if transfer.op == "permute":
-            seconds = furthest.latency + transfer.bytes / furthest.bandwidth / share
-        elif transfer.op == "all_to_all":  # n // b - n // a peers at this level, and none nearer
-            most = max(transfer.bytes * (1 / b - 1 / a) / link.bandwidth for link, a, b in crossed)
+            seconds = furthest.latency + transfer.sent / furthest.bandwidth / share
+        elif transfer.op == "all_to_all":  # n / b - n / a of the n - 1 peers are at this level
+            most = max(transfer.sent * (n / b - n / a) / (n - 1) / link.bandwidth for link, a, b in crossed)
             seconds = furthest.latency + most / share
         else:
             rounds = 2 if transfer.op.startswith("all_reduce") else 1

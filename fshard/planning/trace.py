@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import math
 import os
 import socket
 import time
@@ -16,21 +17,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fshard._comm import SLOW, TimedComm, Wait, call_distributed, recording, region
+from fshard._comm import SLOW, TimedComm, Transfer, Wait, call_distributed, recording, region
 from fshard._io import Ranks, write_errors
+from fshard.devices import Device
 from fshard.errors import checked, fail
 from fshard.mesh import Mesh
 from fshard.shard_map import ShardMapped
-from fshard.spec import format_axes, size
+from fshard.spec import format_axes, short_dtype, size
 
-from .chrome import LEAST_EVENTS, MOST_EVENTS, Timeline, chrome_events, fitted
-from .measure import CudaClock, HostClock, Recorder, own_clocks, timeline
+from .chrome import LEAST_EVENTS, MOST_EVENTS, Slice, Timeline, chrome_events, fitted
+from .events import Operation, Start
+from .measure import CudaClock, HostClock, Recorder, facts_of, own_clocks, timeline
+from .plan import Plan, plan
+from .roofline import Roofline, roofline
 
 StrPath = str | os.PathLike[str]
 
 _MOST_ROWS = 8  # ranks
 _MOST_LINES = 5
-Device = Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,8 +104,8 @@ def trace(f: ShardMapped, *args: Any, path: StrPath | None = None, device: Devic
     compiled. Call `f` before, so that the trace is not of a first call. Each operation takes some 20 µs more, between
     the slices; on CUDA a slice is the time between two events of the stream.
 
-    - On a process mesh every rank calls `trace`, and rank 0 has the timelines of all ranks and writes the file. Ranks on
-      one host have one clock; those of different hosts begin at a barrier.
+    - On a process mesh every rank calls `trace`, and rank 0 has the timelines of all ranks and writes the file. Ranks
+      on one host have one clock; those of different hosts begin at a barrier.
     - Ranks of a simulated mesh are threads that take turns. Each has a clock of its own that stands while others have
       their turn, so the timelines are those of ranks that compute at once, and of transfers without a network.
     - With `device`, and on an abstract mesh, nothing runs: the timeline is that of `fs.plan(f, *args, device=device)`,
@@ -122,10 +126,8 @@ def trace(f: ShardMapped, *args: Any, path: StrPath | None = None, device: Devic
     if path is not None:
         file = _checked_path(path)
         ranks.run_on_first(lambda: _check_writable(file))
-    if device is not None or mesh.kind == "abstract":
-        out = _planned(f, args, device)
-    else:
-        out = _measured(f, args)
+    runs = device is None and mesh.kind != "abstract"
+    out = _measured(f, args) if runs else _planned(f, args, device)
     if path is not None:
         ranks.run_on_first(lambda: out.save(path))
     return out
@@ -176,7 +178,8 @@ def _common_start(mesh: Mesh) -> float:
     """Return the time of a barrier on this host's clock: that of the first of its ranks to leave the barrier."""
     mesh.gather_objects(None, _PURPOSE)
     host, now = socket.gethostname(), time.perf_counter()
-    return min(t for other, t in mesh.gather_objects((host, now), _PURPOSE) if other == host)
+    times: list[tuple[str, float]] = mesh.gather_objects((host, now), _PURPOSE)
+    return min(t for other, t in times if other == host)
 
 
 def _gather_on_first(mesh: Mesh, mine: Any) -> list[Any]:
@@ -193,7 +196,48 @@ _PURPOSE = "to trace a step"
 
 
 def _planned(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> Trace:
-    raise NotImplementedError
+    """Plan `f`, and return the timeline of the planned rank."""
+    if device is None:
+        raise fail(f"trace: {f._name} is on an abstract mesh, where nothing takes time",
+                   fix="name the device to estimate the times of: device=fs.devices.H100")  # fmt: skip
+    planned = plan(f, *args, device=device)
+    row = _timeline_of_plan(planned, roofline(planned.events, planned.mesh, device), device)
+    row, note = fitted(row, MOST_EVENTS)
+    return Trace(planned.mesh, "planned", (row,), None, (f"rank {planned.rank}: {note}",) if note else ())
+
+
+def _timeline_of_plan(planned: Plan, estimate: Roofline, device: Device) -> Timeline:
+    """Return the events of a plan, each at its time by the roofline."""
+    compute: list[Slice] = []
+    starts: dict[int, Transfer] = {}
+    of_lane: dict[str, list[Transfer]] = {}
+    now, phase = 0.0, "forward"
+    for e, end in zip(planned.events, estimate.times, strict=True):
+        if isinstance(e, Operation):
+            phase = e.phase
+            flops = {"flops": e.flops} if e.flops else {}
+            if end > now:
+                facts = {**flops, "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
+                compute.append(Slice(e.name, now, end, str(e.where or ""), phase, facts))
+        elif isinstance(e, Start):
+            starts[e.number] = e.transfer
+            of_lane.setdefault(", ".join(e.transfer.axes), []).append(e.transfer)
+        elif end > now:
+            t = starts[e.number]
+            name = f"wait for {t.op} over {', '.join(t.axes)}"
+            compute.append(Slice(name, now, end, str(t.where or ""), phase, {"waits_for": t.op}))
+        now = end
+    spans = [s for s in estimate.lanes if s.lane in of_lane]  # those of one lane in the order of their starts
+    transfers = {
+        axes: tuple(
+            Slice(t.op, s.start, s.end, str(t.where or ""), t.phase, facts_of(t))
+            for t, s in zip(row, [s for s in spans if s.lane == axes], strict=True)
+        )
+        for axes, row in of_lane.items()
+    }
+    memory = [(0.0, planned.memory.arguments), *zip(estimate.times, [e.live for e in planned.events], strict=True)]
+    name = f"rank {planned.rank} of {format_axes(planned.mesh)}, {device.name}"
+    return Timeline(planned.rank, name, tuple(compute), transfers, tuple(memory))
 
 
 # --- files ----------------------------------------------------------------------------------------------------
@@ -230,10 +274,19 @@ def _rank_rows(timelines: Sequence[Timeline]) -> list[str]:
     for t in timelines[:_MOST_ROWS]:
         waits = sum(s.end - s.start for s in t.compute if "waits_for" in s.facts)
         busy = sum(s.end - s.start for s in t.compute) - waits
-        moved = [sum(s.end - s.start for s in t.transfers.get(name, ())) for name in axes]
+        moved = [_covered(t.transfers.get(name, ())) for name in axes]
         peak = max((n for _, n in t.memory), default=0)
         rows.append([t.name, *map(_ms, [busy, waits, *moved]), size(peak)])
     return [*_aligned(rows), *([f"and {len(timelines) - _MOST_ROWS} more"] if len(timelines) > _MOST_ROWS else [])]
+
+
+def _covered(slices: Sequence[Slice]) -> float:
+    """Return the seconds in which at least one of the slices is going on."""
+    seconds, last = 0.0, -math.inf
+    for s in sorted(slices, key=lambda s: s.start):
+        seconds += max(0.0, s.end - max(s.start, last))
+        last = max(last, s.end)
+    return seconds
 
 
 def _line_rows(timelines: Sequence[Timeline]) -> list[str]:
