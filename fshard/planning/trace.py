@@ -228,10 +228,10 @@ def _timeline_of_plan(planned: Plan, estimate: Roofline, device: Device) -> Time
                 compute.append(Slice(e.name, now, end, str(e.where or ""), phase, facts))
         elif isinstance(e, Start):
             starts[e.number] = e.transfer
-            of_lane.setdefault(", ".join(e.transfer.axes), []).append(e.transfer)
+            of_lane.setdefault("+".join(e.transfer.axes), []).append(e.transfer)
         elif end > now:
             t = starts[e.number]
-            name = f"wait for {t.op} over {', '.join(t.axes)}"
+            name = f"wait for {t.op} over {'+'.join(t.axes)}"
             compute.append(Slice(name, now, end, str(t.where or ""), phase, {"waits_for": t.op}))
         now = end
     spans = [s for s in estimate.lanes if s.lane in of_lane]  # those of one lane in the order of their starts
