@@ -15,23 +15,8 @@ from .results import (
 )
 
 __all__ = [
-    "CallPlan",
-    "Program",
-    "RankResult",
-    "argument_names",
-    "broadcast_out_specs",
-    "call_signature",
-    "compare_result_types",
-    "donated_leaves",
-    "exchange_result_types",
-    "explain_missing_values",
-    "explain_shapes",
-    "flatten_result",
-    "force_eager",
-    "join_results",
-    "make_plan",
-    "read_program",
-    "result_types",
-    "slice_inputs",
+    "CallPlan", "Program", "RankResult", "argument_names", "broadcast_out_specs", "call_signature",
+    "compare_result_types", "donated_leaves", "exchange_result_types", "explain_missing_values", "explain_shapes",
+    "flatten_result", "force_eager", "join_results", "make_plan", "read_program", "result_types", "slice_inputs",
     "storage_pointers",
 ]  # fmt: skip

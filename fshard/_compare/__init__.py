@@ -7,21 +7,7 @@ from .replicas import check_replicas, compare_digests, format_mismatch, replica_
 from .rounding import OtherRounding, reround
 
 __all__ = [
-    "Difference",
-    "Evidence",
-    "OtherRounding",
-    "Tolerance",
-    "check_replicas",
-    "check_same_arguments",
-    "compare",
-    "compare_digests",
-    "describe_differences",
-    "digest_and_value",
-    "flat_slice",
-    "format_mismatch",
-    "max_finite_magnitude",
-    "replica_errors",
-    "reround",
-    "sum_over_ranks",
-    "widen",
+    "Difference", "Evidence", "OtherRounding", "Tolerance", "check_replicas", "check_same_arguments", "compare",
+    "compare_digests", "describe_differences", "digest_and_value", "flat_slice", "format_mismatch",
+    "max_finite_magnitude", "replica_errors", "reround", "sum_over_ranks", "widen",
 ]  # fmt: skip

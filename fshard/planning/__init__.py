@@ -4,5 +4,8 @@ from .events import Event, Operation, Start, Wait
 from .memory import Memory
 from .plan import Plan, plan
 from .roofline import Roofline, Span, roofline
+from .trace import Trace, trace
 
-__all__ = ["Event", "Memory", "Operation", "Plan", "Roofline", "Span", "Start", "Wait", "plan", "roofline"]
+__all__ = [
+    "Event", "Memory", "Operation", "Plan", "Roofline", "Span", "Start", "Trace", "Wait", "plan", "roofline", "trace",
+]  # fmt: skip

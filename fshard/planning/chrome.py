@@ -1,0 +1,241 @@
+"""Timelines of ranks as JSON in Chrome's trace format, which Perfetto and chrome://tracing show.
+
+A rank is a process of the format. Its lanes are threads: one for compute, in which a phase contains lines of the user,
+and a line its operations; and one for transfers over each set of axes, or several where pending transfers overlap.
+Times are microseconds, as the format has them, in whole nanoseconds.
+
+Source: "Trace Event Format", Google, 2016: events of `ph` X (a complete slice), C (a counter) and M (metadata).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+MOST_EVENTS = 200_000  # of a file: some 30 MB, which Perfetto loads in seconds
+LEAST_EVENTS = 2_000  # of a rank: with more ranks than fit, the first ones are written
+
+Detail = Literal["operations", "lines", "phases"]
+
+
+class Slice(NamedTuple):
+    """A part of a lane, in seconds. `facts` are shown where it is selected; `where` is the user's line, or ""."""
+
+    name: str
+    start: float
+    end: float
+    where: str = ""
+    phase: str = ""
+    facts: dict[str, Any] = {}  # noqa: RUF012 - never written
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run of one rank. Times are in seconds.
+
+    Attributes:
+        compute: operations and waits, in order; none begins before the one before it has ended.
+        transfers: from the start of each to the end of the wait for it, in order of the starts, by the names of their
+            axes: {"data": (...)}.
+        memory: (time, bytes in the rank's memory), in order.
+    """
+
+    rank: int
+    name: str
+    compute: tuple[Slice, ...]
+    transfers: dict[str, tuple[Slice, ...]]
+    memory: tuple[tuple[float, int], ...]
+
+    @property
+    def start(self) -> float:
+        return min((*(s.start for s in self._slices()), *(t for t, _ in self.memory)), default=0.0)
+
+    @property
+    def end(self) -> float:
+        return max((*(s.end for s in self._slices()), *(t for t, _ in self.memory)), default=0.0)
+
+    def _slices(self) -> Iterator[Slice]:
+        yield from self.compute
+        yield from itertools.chain.from_iterable(self.transfers.values())
+
+    def moved(self, seconds: float) -> Timeline:
+        """Return the timeline on a clock that shows `seconds` more."""
+
+        def move(slices: Sequence[Slice]) -> tuple[Slice, ...]:
+            return tuple(s._replace(start=s.start + seconds, end=s.end + seconds) for s in slices)
+
+        return replace(
+            self,
+            compute=move(self.compute),
+            transfers={name: move(slices) for name, slices in self.transfers.items()},
+            memory=tuple((t + seconds, n) for t, n in self.memory),
+        )
+
+
+# --- size -----------------------------------------------------------------------------------------------------
+
+
+def fitted(timeline: Timeline, most: int) -> tuple[Timeline, str]:
+    """Return the timeline with at most about `most` slices, and a note of the detail that it has lost, or "".
+
+    1. Operations of one line in a row become one slice; 2. of one phase in a row; 3. the end is cut. Of the memory
+    in a slice that stands for several operations, the peak and the last value stay.
+    """
+    moved = sum(map(len, timeline.transfers.values()))
+    for name, note in (("where", "operations are folded by line"), ("phase", "operations are folded by phase")):
+        size = moved + 2 * len(timeline.compute) + len(timeline.memory)
+        if size <= most:
+            return timeline, ""
+        folded = _folded(timeline, name)
+        if moved + 3 * len(folded.compute) + len(folded.memory) <= most:
+            return folded, note
+    times = sorted(s.start for s in (*folded._slices(),))
+    end = times[max(1, min(len(times) - 1, most // 4))]
+    return _until(folded, end), f"{note}; what starts after {1e3 * (end - timeline.start):.3f} ms is left out"
+
+
+def _folded(timeline: Timeline, by: str) -> Timeline:
+    """Join operations in a row that have an equal `where` or `phase`. A wait is not joined."""
+    compute: list[Slice] = []
+    for (is_wait, _), row in itertools.groupby(timeline.compute, lambda s: ("waits_for" in s.facts, getattr(s, by))):
+        slices = list(row)
+        if is_wait or len(slices) == 1:
+            compute += slices
+            continue
+        seconds = sum(s.end - s.start for s in slices)
+        first, last = slices[0], slices[-1]
+        name = (first.where or "operations") if by == "where" else first.phase or "operations"
+        facts = {"operations": sum(s.facts.get("operations", 1) for s in slices), "busy_us": round(1e6 * seconds, 3)}
+        flops = sum(s.facts.get("flops", 0) for s in slices)
+        where = first.where if by == "where" else ""
+        compute.append(
+            Slice(name, first.start, last.end, where, first.phase, facts | ({"flops": flops} if flops else {}))
+        )
+    return replace(timeline, compute=tuple(compute), memory=tuple(_peaks(timeline.memory, compute)))
+
+
+def _peaks(memory: Sequence[tuple[float, int]], slices: Sequence[Slice]) -> Iterator[tuple[float, int]]:
+    """Return the largest and the last value in each slice, and in each gap between slices."""
+    bounds = [s.end for s in slices]
+    at = 0
+
+    def bound(point: tuple[float, int]) -> int:
+        nonlocal at
+        while at < len(bounds) and point[0] > bounds[at]:
+            at += 1
+        return at
+
+    for _, row in itertools.groupby(memory, bound):
+        points = list(row)
+        peak = max(points, key=lambda p: p[1])
+        yield peak
+        if points[-1] != peak:
+            yield points[-1]
+
+
+def _until(timeline: Timeline, end: float) -> Timeline:
+    return replace(
+        timeline,
+        compute=tuple(s for s in timeline.compute if s.start <= end),
+        transfers={name: tuple(s for s in row if s.start <= end) for name, row in timeline.transfers.items()},
+        memory=tuple(p for p in timeline.memory if p[0] <= end),
+    )
+
+
+# --- events ---------------------------------------------------------------------------------------------------
+
+
+def chrome_events(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
+    """Return the events of all ranks: first the names of processes and lanes, then slices and counters by time."""
+    zero = min((t.start for t in timelines), default=0.0)
+    names: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    for t in timelines:
+        lanes = [("compute", _nested(t.compute, zero)), *_transfer_lanes(t, zero)]
+        names += [
+            _named("process_name", t.rank, 0, name=t.name),
+            _named("process_sort_index", t.rank, 0, sort_index=t.rank),
+        ]
+        for lane, (name, slices) in enumerate(lanes):
+            names += [
+                _named("thread_name", t.rank, lane, name=name),
+                _named("thread_sort_index", t.rank, lane, sort_index=lane),
+            ]
+            events += [_slice(s, start, end, t.rank, lane) for s, start, end in slices]
+        events += [{"ph": "C", "pid": t.rank, "name": "memory", "ts": _ns(at - zero) / 1000, "args": {"bytes": nbytes}}
+                   for at, nbytes in _changes(t.memory)]  # fmt: skip
+    events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))  # stable: an outer slice stands before its first inner one
+    return names + events
+
+
+_Placed = tuple[Slice, int, int]  # a slice, and its start and end in nanoseconds
+
+
+def _nested(compute: Sequence[Slice], zero: float) -> list[_Placed]:
+    """Return the operations, after slices of the lines and phases that contain them."""
+    placed = _in_order(compute, zero)
+    out: list[_Placed] = []
+    for phase, of_phase in itertools.groupby(placed, lambda p: p[0].phase):
+        row = list(of_phase)
+        if phase and (len(row) > 1 or row[0][0].name != phase):
+            out.append(_around(phase, row))
+        for where, of_line in itertools.groupby(row, lambda p: p[0].where):
+            line = list(of_line)
+            if where and (len(line) > 1 or line[0][0].name != where):
+                out.append(_around(where, line))
+            out += line
+    return out
+
+
+def _in_order(slices: Sequence[Slice], zero: float) -> list[_Placed]:
+    """Round to nanoseconds so that no slice begins before the one before it has ended."""
+    out: list[_Placed] = []
+    last = 0
+    for s in slices:
+        start = max(last, _ns(s.start - zero))
+        last = max(start, _ns(s.end - zero))
+        out.append((s, start, last))
+    return out
+
+
+def _around(name: str, row: Sequence[_Placed]) -> _Placed:
+    s = row[0][0]
+    return Slice(name, s.start, row[-1][0].end, "", s.phase, {"operations": len(row)}), row[0][1], row[-1][2]
+
+
+def _transfer_lanes(timeline: Timeline, zero: float) -> list[tuple[str, list[_Placed]]]:
+    """Return the transfers over each set of axes: in as many lanes as are pending at one time, since lanes nest."""
+    out = []
+    for axes, slices in timeline.transfers.items():
+        lanes: list[list[_Placed]] = []
+        for s in sorted(slices, key=lambda s: s.start):
+            start, end = _ns(s.start - zero), _ns(s.end - zero)
+            lane = next((lane for lane in lanes if lane[-1][2] <= start), None)
+            if lane is None:
+                lanes.append(lane := [])
+            lane.append((s, start, max(start, end)))
+        out += [(f"over {axes}" + (f" ({i + 1})" if i else ""), lane) for i, lane in enumerate(lanes)]
+    return out
+
+
+def _slice(s: Slice, start: int, end: int, pid: int, tid: int) -> dict[str, Any]:
+    args = {**({"line": s.where} if s.where and s.where != s.name else {}),
+            **({"phase": s.phase} if s.phase and s.phase != s.name else {}), **s.facts}  # fmt: skip
+    event = {"ph": "X", "pid": pid, "tid": tid, "name": s.name, "ts": start / 1000, "dur": (end - start) / 1000}
+    return event | ({"args": args} if args else {})
+
+
+def _named(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "ts": 0, "args": args}
+
+
+def _changes(memory: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    """Leave out points whose value is that of the point before."""
+    for _, row in itertools.groupby(memory, lambda p: p[1]):
+        yield next(row)
+
+
+def _ns(seconds: float) -> int:
+    return round(1e9 * seconds)

@@ -1,0 +1,333 @@
+"""Show when each rank computes and transfers: `trace`, a file for Perfetto."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import math
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fshard._comm import SLOW, TimedComm, Transfer, Wait, call_distributed, recording, region
+from fshard._io import Ranks, write_errors
+from fshard.devices import Device
+from fshard.errors import checked, fail
+from fshard.mesh import Mesh
+from fshard.shard_map import ShardMapped
+from fshard.spec import format_axes, short_dtype, size
+
+from .chrome import LEAST_EVENTS, MOST_EVENTS, Slice, Timeline, chrome_events, fitted
+from .events import Operation, Start
+from .measure import CudaClock, HostClock, Recorder, facts_of, own_clocks, timeline
+from .plan import Plan, plan
+from .roofline import Roofline, roofline
+
+StrPath = str | os.PathLike[str]
+
+_MOST_ROWS = 8  # ranks
+_MOST_LINES = 5
+
+
+@dataclass(frozen=True, repr=False)
+class Trace:
+    """A run of a step: the times of its operations and transfers on each rank, and the memory. Made by `trace`.
+
+    Attributes:
+        mesh: size of each axis.
+        source: "measured", "simulated" (measured; each rank on a clock of its own) or "planned".
+        timelines: one for each rank; on a process mesh rank 0 has those of all ranks, and others their own.
+        result: what the step returned; None of a planned one.
+        notes: what the timelines leave out.
+    """
+
+    mesh: dict[str, int]
+    source: str
+    timelines: tuple[Timeline, ...]
+    result: Any = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Time from the begin of the first rank to the end of the last one."""
+        return max((t.end for t in self.timelines), default=0.0) - min((t.start for t in self.timelines), default=0.0)
+
+    def json(self) -> dict[str, Any]:
+        """Return the trace in Chrome's format: `traceEvents`, `displayTimeUnit`, and in `otherData` the notes."""
+        other = {"mesh": format_axes(self.mesh), "times": self.source, "notes": "; ".join(self.notes)}
+        return {"traceEvents": chrome_events(self.timelines), "displayTimeUnit": "ms", "otherData": other}
+
+    @checked
+    def save(self, path: StrPath) -> Path:
+        """Write the trace to `path`, "step.json" or, compressed, "step.json.gz"; return it. ui.perfetto.dev opens both.
+
+        Raises ShardingError for another name, and for a file that cannot be written; an earlier file then stays.
+        """
+        file = _checked_path(path)
+        text = json.dumps(self.json(), separators=(",", ":"), allow_nan=False).encode()
+        new = file.with_name(f".{file.name}.new")
+        with write_errors("trace", file, "an earlier file of this name is as it was"):
+            try:
+                new.write_bytes(gzip.compress(text, mtime=0) if file.suffix == ".gz" else text)
+                os.replace(new, file)
+            finally:
+                new.unlink(missing_ok=True)
+        return file
+
+    def __repr__(self) -> str:
+        lines = [f"trace of {format_axes(self.mesh)}, {self.source}: {_ms(self.seconds)}"]
+        lines += [f"  {row}" for row in _rank_rows(self.timelines)]
+        lines += [f"  {row}" for row in _line_rows(self.timelines)]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+@checked
+def trace(f: ShardMapped, *args: Any, path: StrPath | None = None, device: Device | None = None) -> Trace:
+    """Run `f` once, and return the times of its operations and transfers on each rank, and the memory over time.
+
+    With `path`, `"step.json"` or `"step.json.gz"`, the trace is also written there, one file for all ranks: open it in
+    https://ui.perfetto.dev or chrome://tracing. A rank is a process with a lane of compute, in which phases contain the
+    user's lines, and lines operations; lanes of transfers, by axes, from the start to the end of the wait; and a
+    counter of the bytes of the tensors in its memory: arguments, and what operations and transfers allocate.
+
+    The call is a real one: it uses up donated arguments, and `Trace.result` is its result. It is not checked, nor
+    compiled. Call `f` before, so that the trace is not of a first call. Each operation takes some 20 µs more, between
+    the slices; on CUDA a slice is the time between two events of the stream.
+
+    - On a process mesh every rank calls `trace`, and rank 0 has the timelines of all ranks and writes the file. Ranks
+      on one host have one clock; those of different hosts begin at a barrier.
+    - Ranks of a simulated mesh are threads that take turns. Each has a clock of its own that stands while others have
+      their turn, so the timelines are those of ranks that compute at once, and of transfers without a network.
+    - With `device`, and on an abstract mesh, nothing runs: the timeline is that of `fs.plan(f, *args, device=device)`,
+      of the rank with the most memory, by the roofline of the device.
+
+    A trace of more than 200,000 events is folded: operations of one line in a row, or of one phase, become one slice;
+    then later ranks, or the end, are left out. `Trace.notes` says so.
+
+    >>> double = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=(P("data"),), out_specs=P("data"))
+    >>> run = trace(double, torch.ones(4))
+    >>> run.result
+    f32[4@data]
+    >>> [s.name for s in run.timelines[0].compute], run.timelines[0].memory[-1]
+    (['aten.mul'], (..., 16))
+    >>> trace(double, torch.ones(4), device=fs.devices.H100)
+    trace of data=2, model=4, planned: 0.000 ms
+    ...
+
+    Format: "Trace Event Format", Google, 2016 (events of ph X, C and M).
+
+    Raises ShardingError for a path that is not writable, before `f` runs and on every rank; for an abstract mesh
+    without `device`; and what `f` raises.
+    """
+    ranks = Ranks("trace", alone=f.mesh.kind != "process" or f.mesh.size == 1)
+    mine = ranks.run(lambda: _checked_arguments(path, device))
+    if len(set(mine)) > 1:
+        rows = [f"rank {rank}  {text}" for rank, text in enumerate(mine)]
+        raise fail("trace: the ranks pass different arguments", *rows, fix="pass the same ones on every rank")
+    ranks.run_on_first(lambda: _check_writable(path))
+    runs = device is None and f.mesh.kind != "abstract"
+    out = _measured(f, args) if runs else _planned(f, args, device)
+    if path is not None:
+        ranks.run_on_first(lambda: out.save(path))
+    return out
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+def _measured(f: ShardMapped, args: tuple[Any, ...]) -> Trace:
+    """Run `f` on its mesh, with a recorder on each rank."""
+    mesh = f.mesh
+    threads = mesh.kind == "simulated"
+    recorders: dict[int, Recorder] = {}
+
+    @functools.wraps(f._f)
+    def run(*inputs: Any) -> Any:
+        here = region()
+        recorder = recorders[here.rank] = Recorder(clock, mesh.device, inputs, buffers=not threads)
+        here.comm = TimedComm(here.comm, recorder)
+        with recorder:
+            return f._f(*inputs)
+
+    traced = ShardMapped(run, mesh, f._in_specs, f._out_specs, "never", False, f._donate)
+    zero = _common_start(mesh)
+    clock = CudaClock(mesh.device) if mesh.device.type == "cuda" else HostClock()
+    with recording():  # so that transfers of the backward pass are known as such, with the lines of the forward ones
+        result = traced(*args)
+    records = [recorders[rank].record() for rank in mesh.ranks]
+    if threads:
+        records = own_clocks(records)
+    shown = min(mesh.size, MOST_EVENTS // LEAST_EVENTS)
+    notes = [] if shown == mesh.size else [f"the first {shown} of {mesh.size:,} ranks are shown"]
+    rows = []
+    for rank, record in zip(mesh.ranks[:shown], records, strict=False):
+        name = f"rank {rank} ({format_axes(mesh.coords(rank))})"
+        row, note = fitted(timeline(rank, name, record).moved(0.0 if threads else -zero), MOST_EVENTS // shown)
+        rows.append(row)
+        notes += [f"rank {rank}: {note}"] if note else []
+    gathered = _gather_on_first(mesh, (rows, notes) if mesh.ranks[0] < shown else ([], []))
+    rows, notes = (
+        [x for part, _ in gathered for x in part],
+        list(dict.fromkeys(x for _, part in gathered for x in part)),
+    )
+    return Trace(mesh.axes, "simulated" if threads and mesh.size > 1 else "measured", tuple(rows), result, tuple(notes))
+
+
+def _common_start(mesh: Mesh) -> float:
+    """Return the time of a barrier on this host's clock: that of the first of its ranks to leave the barrier."""
+    mesh.gather_objects(None, _PURPOSE)
+    host, now = socket.gethostname(), time.perf_counter()
+    times: list[tuple[str, float]] = mesh.gather_objects((host, now), _PURPOSE)
+    return min(t for other, t in times if other == host)
+
+
+def _gather_on_first(mesh: Mesh, mine: Any) -> list[Any]:
+    """Return the objects of all processes on rank 0, and on others their own."""
+    if mesh.kind != "process" or mesh.size == 1:
+        return [mine]
+    out: list[Any] | None = [None] * mesh.size if mesh.ranks[0] == 0 else None
+    with Wait(lambda: (f"for other ranks {_PURPOSE}", f"one of them {SLOW}")):
+        call_distributed(dist.gather_object, mine, out)
+    return [mine] if out is None else out
+
+
+_PURPOSE = "to trace a step"
+
+
+def _planned(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> Trace:
+    """Plan `f`, and return the timeline of the planned rank."""
+    if device is None:
+        raise fail(f"trace: {f._name} is on an abstract mesh, where nothing takes time",
+                   fix="name the device to estimate the times of: device=fs.devices.H100")  # fmt: skip
+    planned = plan(f, *args, device=device)
+    row = _timeline_of_plan(planned, roofline(planned.events, planned.mesh, device), device)
+    row, note = fitted(row, MOST_EVENTS)
+    return Trace(planned.mesh, "planned", (row,), None, (f"rank {planned.rank}: {note}",) if note else ())
+
+
+def _timeline_of_plan(planned: Plan, estimate: Roofline, device: Device) -> Timeline:
+    """Return the events of a plan, each at its time by the roofline."""
+    compute: list[Slice] = []
+    starts: dict[int, Transfer] = {}
+    of_lane: dict[str, list[Transfer]] = {}
+    now, phase = 0.0, "forward"
+    for e, end in zip(planned.events, estimate.times, strict=True):
+        if isinstance(e, Operation):
+            phase = e.phase
+            flops = {"flops": e.flops} if e.flops else {}
+            if end > now:
+                facts = {**flops, "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
+                compute.append(Slice(e.name, now, end, str(e.where or ""), phase, facts))
+        elif isinstance(e, Start):
+            starts[e.number] = e.transfer
+            of_lane.setdefault("+".join(e.transfer.axes), []).append(e.transfer)
+        elif end > now:
+            t = starts[e.number]
+            name = f"wait for {t.op} over {'+'.join(t.axes)}"
+            compute.append(Slice(name, now, end, str(t.where or ""), phase, {"waits_for": t.op}))
+        now = end
+    spans = [s for s in estimate.lanes if s.lane in of_lane]  # those of one lane in the order of their starts
+    transfers = {
+        axes: tuple(
+            Slice(t.op, s.start, s.end, str(t.where or ""), t.phase, facts_of(t))
+            for t, s in zip(row, [s for s in spans if s.lane == axes], strict=True)
+        )
+        for axes, row in of_lane.items()
+    }
+    memory = [(0.0, planned.memory.arguments), *zip(estimate.times, [e.live for e in planned.events], strict=True)]
+    name = f"rank {planned.rank} of {format_axes(planned.mesh)}, {device.name}"
+    return Timeline(planned.rank, name, tuple(compute), transfers, tuple(memory))
+
+
+# --- files ----------------------------------------------------------------------------------------------------
+
+
+def _checked_arguments(path: StrPath | None, device: Device | None) -> str:
+    """Return the arguments as a text, which all ranks must have in common."""
+    return f"path={None if path is None else str(_checked_path(path))!r}, device={device and device.name!r}"
+
+
+def _checked_path(path: StrPath) -> Path:
+    file = Path(path)
+    if not file.name.endswith((".json", ".json.gz")):
+        raise fail(f"trace: {file}: Perfetto knows a trace by the end of its name", fix='path="step.json", or '
+                   '"step.json.gz" for a compressed file')  # fmt: skip
+    return file
+
+
+def _check_writable(path: StrPath | None) -> None:
+    """Raise ShardingError unless a file of this name can be written."""
+    if path is None:
+        return
+    file = Path(path)
+    problem = (
+        f"there is no folder {file.parent}" if not file.parent.is_dir()
+        else "it is a folder" if file.is_dir()
+        else f"the folder {file.parent} is not writable" if not os.access(file.parent, os.W_OK)
+        else ""
+    )  # fmt: skip
+    if problem:
+        raise fail(f"trace: cannot write {file}", problem, fix="name a file in a folder that is there and writable")
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+
+def _rank_rows(timelines: Sequence[Timeline]) -> list[str]:
+    """Return a table of the first ranks: time in operations and in waits, in transfers by axes, and the peak."""
+    axes = list(dict.fromkeys(name for t in timelines for name in t.transfers))
+    head = ["", "operations", "waits", *(f"over {name}" for name in axes), "peak memory"]
+    rows = [head]
+    for t in timelines[:_MOST_ROWS]:
+        waits = sum(s.end - s.start for s in t.compute if "waits_for" in s.facts)
+        busy = sum(s.end - s.start for s in t.compute) - waits
+        moved = [_covered(t.transfers.get(name, ())) for name in axes]
+        peak = max((n for _, n in t.memory), default=0)
+        rows.append([t.name, *map(_ms, [busy, waits, *moved]), size(peak)])
+    return [*_aligned(rows), *([f"and {len(timelines) - _MOST_ROWS} more"] if len(timelines) > _MOST_ROWS else [])]
+
+
+def _covered(slices: Sequence[Slice]) -> float:
+    """Return the seconds in which at least one of the slices is going on."""
+    seconds, last = 0.0, -math.inf
+    for s in sorted(slices, key=lambda s: s.start):
+        seconds += max(0.0, s.end - max(s.start, last))
+        last = max(last, s.end)
+    return seconds
+
+
+def _line_rows(timelines: Sequence[Timeline]) -> list[str]:
+    """Return a table of the lines whose operations take the most time, of all ranks together."""
+    seconds: Counter[str] = Counter()
+    for s in (s for t in timelines for s in t.compute if s.where and "waits_for" not in s.facts):
+        seconds[s.where] += s.end - s.start  # type: ignore[assignment]
+    total = sum(seconds.values())
+    rows = [[f"{100 * t / total:.0f}%", _ms(t), line] for line, t in seconds.most_common(_MOST_LINES)] if total else []
+    return (
+        ["lines whose operations take the most time", *(f"  {row}" for row in _aligned(rows, last_left=True))]
+        if rows
+        else []
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]], last_left: bool = False) -> list[str]:
+    """Return rows of text, the first column aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {len(widths) - 1} if last_left else {0}
+    cells = [
+        [f"{x:<{w}}" if i in left else f"{x:>{w}}" for i, (x, w) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in cells]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms"
