@@ -281,8 +281,8 @@ def progress_bar(total: int, shown: bool) -> Iterator[Callable[[PlanRow], None]]
     done = 0
     bar: Progress | None = None
     if shown and sys.stderr.isatty():
-        text = TextColumn("{task.completed}/{task.total} layouts  {task.description}")
-        bar = Progress(BarColumn(), text, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        count = TextColumn("{task.completed}/{task.total} layouts  {task.description}")
+        bar = Progress(BarColumn(), count, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
         task = bar.add_task("", total=total)
 
     def advance(row: PlanRow) -> None:
