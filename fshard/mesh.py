@@ -18,6 +18,8 @@ from ._comm import (
     AbstractComm,
     Comm,
     GlooConnections,
+    Observer,
+    PlannedComm,
     ProcessComm,
     Transfer,
     Wait,
@@ -109,6 +111,16 @@ class Mesh:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Mesh refers to live devices and cannot be pickled: make it again with fs.make_mesh")
+
+
+def planned_mesh(axes: Mapping[str, int], rank: int, observer: Observer, *, peers: bool) -> Mesh:
+    """Return an abstract mesh whose rank runs what a real rank runs; `observer` receives its transfers.
+
+    `peers`: transfers are messages between pairs of ranks, as on CPUs; else collectives of torch.
+    """
+    mesh = Mesh(axes, "abstract", torch.device("cpu"), rank=rank)
+    mesh._comm = PlannedComm(mesh.axes, mesh.coords(rank), observer, peers=peers)
+    return mesh
 
 
 def _identity(mesh: Mesh) -> tuple[Any, ...]:

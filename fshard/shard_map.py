@@ -301,9 +301,27 @@ class DryRun(NamedTuple):
 def dry_run(f: ShardMapped, args: tuple[Any, ...], rank: int = 0) -> DryRun:
     """Check a call without data, as one rank of an abstract mesh with the same axes."""
     mesh = Mesh(f.mesh.axes, "abstract", f.mesh.device, rank=rank)
-
-    def describe(x: Any) -> Any:
-        return abstract_sharded(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x
-
-    joined, plan, (run,) = f.on(mesh, check="always")._run(tree.map(describe, args))
+    joined, plan, (run,) = f.on(mesh, check="always")._run(tree.map(lambda x: _described(x, mesh), args))
     return DryRun(mesh, plan, joined, run.result, run.checker)
+
+
+def _described(x: Any, mesh: Mesh) -> Any:
+    """Return a placed leaf as one of an abstract mesh; anything else as it is."""
+    return abstract_sharded(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x
+
+
+def planned_run(f: ShardMapped, args: tuple[Any, ...], mesh: Mesh, observe: Callable[..., Any]) -> None:
+    """Run an unchecked call without data, as the rank of an abstract mesh: `observe(plan, function, arguments)`.
+
+    `observe` must call the function on the arguments, and return its result.
+    """
+    plans: list[CallPlan] = []
+
+    @functools.wraps(f._f)
+    def observed(*inputs: Any) -> Any:
+        return observe(plans[0], f._f, inputs)
+
+    g = ShardMapped(observed, mesh, f._in_specs, f._out_specs, "never", False, f._donate)
+    described = tree.map(lambda x: _described(x, mesh), args)
+    plans.append(g._make_plan(tree.leaves(described), described))
+    g._run(described)

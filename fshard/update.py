@@ -205,7 +205,7 @@ class _Table:
         n, width = self.matrix.shape
         most = _CHUNK.get(self.matrix.device.type, 1 << 24)
         step = max(1, min(most, max(n * width // 8, most // 16)) // max(1, width))  # of a small table, an eighth of it
-        if in_region() and not region().comm.has_values:
+        if in_region() and not region().comm.is_scheduled:
             step = max(step, -(-n // _MOST_SHAPES))
         return (slice(at, min(at + step, n)) for at in range(0, n, step))
 

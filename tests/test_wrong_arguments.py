@@ -517,6 +517,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Call]]:
 # Without arguments; called by other functions; for initializers of one's own; loads fake tensors for seconds.
 NOT_CALLED = (
     "check",
+    "plan",
     "recording",
     "replicated",
     "check_key",

@@ -18,6 +18,7 @@ class AbstractComm:
     """One rank of a mesh of any size. Each transfer is added to `transfers`."""
 
     has_values = False
+    is_scheduled = False
     direct = True
     static_sizes = True
 

@@ -31,21 +31,21 @@ class FunctionalGroup:
         self.n = math.prod(sizes)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        return _wait(_start(_ops.all_reduce, x.contiguous(), op, self.name))
+        return self._wait(self._start(_ops.all_reduce, x.contiguous(), op, self.name))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        started = _start(_ops.all_gather_into_tensor, x.contiguous().view(-1), self.n, self.name)
-        return self._by_position(_wait(started).view(self.n, *x.shape)).reshape(self.n, *x.shape)
+        started = self._start(_ops.all_gather_into_tensor, x.contiguous().view(-1), self.n, self.name)
+        return self._by_position(self._wait(started).view(self.n, *x.shape)).reshape(self.n, *x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         flat = self._by_group_rank(x).reshape(-1)
-        return _wait(_start(_ops.reduce_scatter_tensor, flat, "sum", self.n, self.name)).view(x.shape[1:])
+        return self._wait(self._start(_ops.reduce_scatter_tensor, flat, "sum", self.n, self.name)).view(x.shape[1:])
 
     def all_to_all(self, x: Tensor) -> Tensor:
         if x.is_complex():
             return torch.view_as_complex(self.all_to_all(torch.view_as_real(x)))
         flat, sizes = self._by_group_rank(x).reshape(-1), [x[0].numel()] * self.n
-        out = _wait(_start(_ops.all_to_all_single, flat, sizes, sizes, self.name)).view(x.shape)
+        out = self._wait(self._start(_ops.all_to_all_single, flat, sizes, sizes, self.name)).view(x.shape)
         return self._by_position(out).reshape(x.shape)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
@@ -58,16 +58,16 @@ class FunctionalGroup:
             if target == self.me:
                 received[self._group_rank(source)] = x.numel()
         flat = x.reshape(-1)[: sum(sent)]
-        out = _wait(_start(_ops.all_to_all_single, flat, received, sent, self.name))
+        out = self._wait(self._start(_ops.all_to_all_single, flat, received, sent, self.name))
         return out.view(x.shape) if sum(received) == x.numel() else torch.zeros_like(x)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
         widths = column_counts(into, dims, self.sizes)
         row = flatten([pad(x.reshape(-1), 0, width) for x, width in zip(xs, widths, strict=True)])
-        started = _start(_ops.all_gather_into_tensor, row, self.n, self.name)
+        started = self._start(_ops.all_gather_into_tensor, row, self.n, self.name)
 
         def wait() -> list[Tensor]:
-            rows = self._by_position(_wait(started).view(self.n, len(row)))
+            rows = self._by_position(self._wait(started).view(self.n, len(row)))
             foreach_copy_(*match_rows(rows, into, dims, self.sizes))
             return []
 
@@ -79,28 +79,36 @@ class FunctionalGroup:
         rows = (torch.empty if even else torch.zeros)((self.n, sum(widths)), dtype=xs[0].dtype, device=xs[0].device)
         parts, places = match_rows(self._by_position(rows), xs, dims, self.sizes)
         foreach_copy_(places, parts)
-        started = _start(_ops.reduce_scatter_tensor, rows.view(-1), "sum", self.n, self.name)
+        started = self._start(_ops.reduce_scatter_tensor, rows.view(-1), "sum", self.n, self.name)
         shapes = [part_shape(x, dim, self.sizes, coords) for x, dim in zip(xs, dims, strict=True)]
         out = [torch.empty(shape, dtype=x.dtype, device=x.device) for x, shape in zip(xs, shapes, strict=True)]
 
         def wait() -> list[Tensor]:
-            row = _wait(started).split_with_sizes(widths)
+            row = self._wait(started).split_with_sizes(widths)
             foreach_copy_(out, [part[: x.numel()].view(x.shape) for part, x in zip(row, out, strict=True)])
             return out
 
         return wait
 
     def reduce(self, xs: Sequence[Tensor], *, fresh: bool = False) -> PendingTransfer:
-        started = _start(_ops.all_reduce, pack(xs), "sum", self.name)
+        started = self._start(_ops.all_reduce, pack(xs), "sum", self.name)
 
         def wait() -> list[Tensor]:
-            reduced = unpack(_wait(started), xs)
+            reduced = unpack(self._wait(started), xs)
             if fresh:
                 return reduced
             foreach_copy_(list(xs), reduced)
             return list(xs)
 
         return wait
+
+    def _start(self, op: Callable[..., Tensor], *args: Any) -> Tensor:
+        started: Tensor = call_distributed(op, *args)
+        return started
+
+    def _wait(self, started: Tensor) -> Tensor:
+        out: Tensor = call_distributed(_ops.wait_tensor, started)
+        return out
 
     def _by_position(self, x: Tensor) -> Tensor:
         """Return a view by position on each axis of a tensor by rank of the group: [n, *S] -> [*sizes, *S]."""
@@ -129,13 +137,3 @@ def call_distributed(f: Callable[..., Any], *args: Any) -> Any:
     except RuntimeError as e:
         raise fail(f"rank {dist.get_rank()}: a collective failed: another rank has failed, or has left the program",
                    str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip
-
-
-def _start(op: Callable[..., Tensor], *args: Any) -> Tensor:
-    started: Tensor = call_distributed(op, *args)
-    return started
-
-
-def _wait(started: Tensor) -> Tensor:
-    out: Tensor = call_distributed(_ops.wait_tensor, started)
-    return out

@@ -21,6 +21,7 @@ from .gloo import GlooConnections, PendingMessages, pack_messages, unpack_messag
 from .packing import parts_by_rank, reduce_in_order
 from .protocol import Axes, PendingTransfer
 from .record import reduction
+from .region import storage_key
 
 _WHOLE = 1 << 14  # bytes up to which every rank reduces everything: half the bytes are not worth a second round
 
@@ -79,15 +80,15 @@ class PeerGroup:
     def reduce(self, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = False) -> PendingTransfer:
         n, me, description = len(self.ranks), self.me, self._describe(reduction(op), xs)
         flats = [x.view(-1) for x in pack_messages(xs)]
-        read_only = {x.data_ptr() for x in xs} if fresh else set()
-        outs = [None if flat.data_ptr() in read_only else flat for flat in flats]
+        read_only = {storage_key(x) for x in xs} if fresh else set()
+        outs = [None if storage_key(flat) in read_only else flat for flat in flats]
 
         def results(totals: Sequence[Tensor]) -> list[Tensor]:
             reduced = unpack_messages(totals, xs)
             if fresh:
                 return reduced
             for x, y in zip(xs, reduced, strict=True):
-                if x.data_ptr() != y.data_ptr():
+                if storage_key(x) != storage_key(y):
                     x.copy_(y)
             return list(xs)
 

@@ -30,6 +30,7 @@ class ProcessComm:
     """
 
     has_values = True
+    is_scheduled = True
 
     def __init__(
         self, sizes: Mapping[str, int], coords: Mapping[str, int], timeout: datetime.timedelta | None = None

@@ -29,6 +29,7 @@ class Comm(Protocol):
     coords: Mapping[str, int]
 
     has_values: bool  # False on an abstract mesh: results have a shape and a dtype, but no values
+    is_scheduled: bool  # False where only types are checked: loops run plainly, and transfers need no buffers
 
     @property
     def direct(self) -> bool:

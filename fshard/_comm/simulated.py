@@ -147,6 +147,7 @@ class SimulatedComm:
     """One thread as a rank."""
 
     has_values = True
+    is_scheduled = True
     direct = True
     static_sizes = False
 

@@ -112,7 +112,7 @@ def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """
     with transposing(m.origin) if m.origin else contextlib.nullcontext():
         types, run = checker(), m.run
-        if not m.comm.has_values:
+        if not m.comm.is_scheduled:
             run = functools.partial(run_on_meta, m.run)
         elif types is not None:
             run = functools.partial(_run_if_agreed, m)

@@ -210,6 +210,6 @@ def _row_blocks(x: Tensor, dtype: torch.dtype, *others: Tensor) -> Iterator[tupl
 
 
 def rows_of_a_block(n: int, width: int, elements: int) -> int:
-    """Return how many of n rows make a block of about `elements`: all on an abstract mesh, which needs shapes alone."""
-    has_values = not in_region() or region().comm.has_values
-    return max(1, elements // max(1, width) if has_values else n)
+    """Return how many of n rows make a block of about `elements`: all where only types are checked."""
+    is_scheduled = not in_region() or region().comm.is_scheduled
+    return max(1, elements // max(1, width) if is_scheduled else n)

@@ -165,7 +165,7 @@ def step(
     rate = fixed_lr if lr is None else _kernel_rate(lr, device)
     for pieces in _scaled_pieces(columns, factors):
         padded, tails = _pad_to_registers(pieces) if device.type == "cpu" else (pieces, [])
-        if in_region() and not region().comm.has_values:
+        if in_region() and not region().comm.is_scheduled:
             # SGD's kernel has no rule for shapes, so torch would run it on zeros of the sizes of these fake tensors.
             padded = [[x.flatten()[:1] for x in column] for column in padded]
         if padded[0]:
@@ -176,7 +176,7 @@ def step(
 
 def _sgd(columns: Columns, lr: Any, count: Tensor, momentum: float, nesterov: float, weight_decay: float) -> None:
     p, g, *m = columns
-    if in_region() and not region().comm.has_values:  # torch has no shapes of this kernel: it would run it on zeros
+    if in_region() and not region().comm.is_scheduled:  # torch has no shapes of this kernel: it would run it on zeros
         for column in (p, *m):
             for x, grad in zip(column, g, strict=True):
                 x.add_(grad)

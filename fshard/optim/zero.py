@@ -185,7 +185,7 @@ def _whole(xs: Sequence[Tensor], parts: Sequence[_Part], old: Sequence[Tensor]) 
     is_donated = donation_test()
     reuse = [is_donated(p) and not is_differentiated(x) for x, p in zip(xs, old, strict=True)]
     # A check needs tensors of two types, a compiler functions without writes, and a gradient the old values.
-    direct = region("zero").comm.direct and region("zero").comm.has_values and checker() is None
+    direct = region("zero").comm.direct and region("zero").comm.is_scheduled and checker() is None
 
     def gather(m: Map, xs: Sequence[Tensor], at: Sequence[int]) -> Sequence[Tensor]:
         if not direct or not isinstance(m, GatherInvariant) or any(map(is_differentiated, xs)):

@@ -151,11 +151,11 @@ class BufferPool:
     def take(self, n: int, nbytes: int, region: Region) -> list[GatherBuffer]:
         """Return `n` buffers of at least `nbytes`, free ones first, of those the largest, so that loops share them.
 
-        On an abstract mesh they have no memory.
+        Where only types are checked they have no memory.
         """
         if not nbytes:
             return []
-        if not region.comm.has_values:
+        if not region.comm.is_scheduled:
             return [GatherBuffer(torch.empty(0), torch.empty(0)) for _ in range(n)]
         free = sorted((b for b in self.free if b.write.device == region.device), key=lambda b: -b.write.numel())
         fit = [b for b in free if b.write.numel() >= nbytes][:n]
@@ -276,7 +276,7 @@ def start_reduce(bucket: Bucket, which: Sequence[int], grads: list[Tensor]) -> P
 
 def _start(m: Map, xs: list[Tensor]) -> PendingTransfer:
     """Start a sum over the ranks; in a checked call and on an abstract mesh, complete it at once."""
-    if checker() is not None or not m.comm.has_values:
+    if checker() is not None or not m.comm.is_scheduled:
         out = list(run_map(m, xs))
         return lambda: out
     return m.start(xs)

@@ -109,7 +109,7 @@ class Executor:
         self.autocast = autocast_of(region.device.type)
         # Without discarding, remat runs a block without a graph and recomputes all of it. A checker and a dry run need
         # all of it; and a graph would keep an x that is to be offloaded.
-        self.discards = not schedule.offload and checker() is None and region.comm.has_values
+        self.discards = not schedule.offload and checker() is None and region.comm.is_scheduled
         # x before each block that is differentiated; its tensors only for remat: a block's graph saves those it needs.
         self.block_inputs: list[FlatTree | None] = [None] * self.n
         self.input_copies: dict[int, PendingTransfer] = {}  # pending copies of those to the device

@@ -47,7 +47,7 @@ def make_writable(grad: Tensor, used: set[int]) -> Tensor:
 
 def _needs_plain_graph(m: Map) -> bool:
     """Return whether a compiler, a transform of torch.func or a checker must see each operation."""
-    return torch.compiler.is_dynamo_compiling() or in_transform() or checker() is not None or not m.comm.has_values
+    return torch.compiler.is_dynamo_compiling() or in_transform() or checker() is not None or not m.comm.is_scheduled
 
 
 class _Overlapped(torch.autograd.Function):

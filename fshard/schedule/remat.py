@@ -212,7 +212,7 @@ def _can_discard(xs: Sequence[Tensor]) -> bool:
     """Return whether saved tensors can be discarded: no transform, checker, dry run or other hooks look on."""
     if in_transform() or any(map(is_wrapped, xs)) or checker() is not None or under_saved_tensor_hooks():
         return False
-    return not in_region() or region().comm.has_values
+    return not in_region() or region().comm.is_scheduled
 
 
 def check_captured(verb: str, f: Callable[..., Any]) -> None:

@@ -87,7 +87,7 @@ class _Gathered:
         self.name, buffer = name, None
         if plan.nbytes:
             buffer = GatherBuffer(torch.empty(0), torch.empty(0))  # of an abstract mesh
-            if region.comm.has_values:
+            if region.comm.is_scheduled:
                 buffer = GatherBuffer.of(plan.nbytes, region.device)
         self._whole, self._pending = start_gather(region, plan, shards, buffer)
         self.starts: dict[int, list[tuple[int, int]]] = {}  # storage -> (first byte, leaf) of each leaf in it, sorted
@@ -329,7 +329,7 @@ class UnitSchedule:
         call = self.calls[at]
         whole = self.gather_backward(at).wait()
         # Ranks must start the same transfers; a checker and a dry run need all operations.
-        whole_unit = call.transfers or checker() is not None or not self.region.comm.has_values
+        whole_unit = call.transfers or checker() is not None or not self.region.comm.is_scheduled
         assert call.rerun is not None
         differentiated = self.units[call.unit].differentiated
         leaves = [x.detach().requires_grad_(d) for x, d in zip(whole, differentiated, strict=True)]

@@ -1,0 +1,53 @@
+"""The events of one rank in a planned run, in the order in which the rank starts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fshard._callsite import Site
+from fshard._comm import Transfer
+
+Kind = Literal["matmul", "attention", "convolution", "elementwise", "copy"]
+Phase = Literal["forward", "recompute", "backward", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of torch on this rank.
+
+    `dtype` is that of its arguments (of a matmul: of the matrices), `bytes` the bytes that it reads and writes, `live`
+    the bytes of tensors in this rank's device memory after it. `where` is the user's line; in backward that of the call
+    which computes the gradient.
+    """
+
+    name: str  # "aten.mm"
+    kind: Kind
+    dtype: torch.dtype
+    flops: int
+    bytes: int
+    live: int
+    where: Site | None
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The start of a transfer, which a `Wait` of the same number ends; a blocking one is waited for at once."""
+
+    transfer: Transfer
+    number: int
+    live: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The end of a transfer: operations after it may use the result."""
+
+    number: int
+    live: int
+
+
+Event = Operation | Start | Wait

@@ -1,0 +1,138 @@
+"""The storages of a planned run, when each is alive, and what they are at the peak.
+
+A storage of an argument is a parameter if forward reads it and the update reads or writes it too, or if its name says
+`params`, `frozen` or `weights`; it is of the optimizer if forward does not read it, or if its name says `opt`. Storages
+that a rank allocates are
+- gathered: results of a gather of parameters, and copies of parameters, as in another dtype;
+- buffers: those of transfers;
+- gradients: those of backward that the update reads, that are alive after backward, or that a transfer sums to such;
+- activations: those of forward and of a recomputation;
+- other: those of backward and of the update, results, data.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard._callsite import Site
+from fshard._torch_compat import storage_id
+
+from .events import Phase
+
+PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers", "other")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of tensors of one rank in a step.
+
+    Attributes:
+        peak: most bytes at one time, in the memory of the device.
+        at: index of the event after which that is.
+        where: the user's line of that event.
+        parts: the bytes of each kind of tensor at the peak; they sum to `peak`.
+        largest: the largest tensors at the peak: bytes, description, the user's line that made it.
+        arguments: bytes of the arguments of the step.
+        host: bytes of leaves in host memory, where that is not the device's.
+    """
+
+    peak: int
+    at: int
+    where: Site | None
+    parts: dict[str, int]
+    arguments: int
+    host: int = 0
+    largest: tuple[tuple[int, str, Site | None], ...] = ()
+
+
+@dataclass(eq=False)
+class Storage:
+    """A storage: its bytes, the numbers of the events between which it is alive, and facts that say what it is."""
+
+    nbytes: int
+    born: int  # alive after the event of this number
+    name: str  # path of an argument, or the operation that allocated it
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    where: Site | None
+    argument: bool = False
+    phase: Phase = "forward"
+    part: str | None = None
+    died: int | None = None  # no longer alive at the event of this number
+    readers: set[str] = field(default_factory=set)  # phases of the operations that read it
+    written: bool = False  # by an operation, after it was allocated
+    sources: Sequence[Storage] = ()  # of a sum over the ranks: the summands
+
+
+class Storages:
+    """The storages that a rank allocates, followed until they are freed."""
+
+    def __init__(self) -> None:
+        self.all: list[Storage] = []
+        self.live = 0  # bytes
+        self.clock = 0  # number of events so far
+        self._alive: dict[int, Storage] = {}
+        self._refs: dict[int, Any] = {}
+
+    def get(self, x: Tensor) -> Storage | None:
+        """Return the storage of a tensor; None for one that exists outside of the run."""
+        return self._alive.get(storage_id(x))
+
+    def add(self, x: Tensor, name: str, where: Site | None, **facts: Any) -> Storage:
+        """Begin to follow the storage of a tensor."""
+        key, storage = storage_id(x), x.untyped_storage()
+        new = Storage(storage.nbytes(), self.clock, name, tuple(x.shape), x.dtype, where, **facts)
+        self.all.append(new)
+        self._alive[key] = new
+        self.live += new.nbytes
+        self._refs[key] = weakref.ref(storage, lambda _: self._free(key))
+        return new
+
+    def _free(self, key: int) -> None:
+        storage = self._alive.pop(key)
+        del self._refs[key]
+        storage.died = self.clock
+        self.live -= storage.nbytes
+
+
+_PARAMETERS = re.compile(r"params|frozen|weights")
+_OPTIMIZER = re.compile(r"\bopt|\[['\"]opt")
+
+
+def part_of(storage: Storage, gradients: set[int]) -> str:
+    """Return which of `PARTS` a storage is."""
+    if not storage.argument:
+        if storage.part is not None:
+            return storage.part
+        if id(storage) in gradients:
+            return "gradients"
+        return "activations" if storage.phase in ("forward", "recompute") else "other"
+    if _OPTIMIZER.search(storage.name):
+        return "optimizer"
+    in_forward = "forward" in storage.readers
+    if storage.dtype.is_floating_point:
+        if _PARAMETERS.search(storage.name) or (in_forward and (storage.written or "update" in storage.readers)):
+            return "parameters"
+        if not in_forward and storage.readers:
+            return "optimizer"
+    return "other"
+
+
+def gradients_among(storages: Sequence[Storage], last_backward: int) -> set[int]:
+    """Return the `id` of each storage that is a gradient, of a rank's part or before the sum over the ranks."""
+    found: set[int] = set()
+    stack = [s for s in storages if not s.argument and s.phase == "backward" and s.part is None
+             and ("update" in s.readers or s.died is None or s.died > last_backward)]  # fmt: skip
+    while stack:
+        s = stack.pop()
+        if id(s) not in found and not s.argument and s.phase == "backward":
+            found.add(id(s))
+            stack += s.sources
+    return found

@@ -1,0 +1,251 @@
+"""A step before it runs: memory, FLOPs and transfers of one rank, from the function that trains: `plan`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard._callsite import Site, site
+from fshard._comm import Transfer, recording
+from fshard._operations import OperationMode, tensors_in
+from fshard._torch_compat import in_backward, storage_id
+from fshard.errors import checked
+from fshard.mesh import planned_mesh
+from fshard.shard_map import ShardMapped, planned_run
+from fshard.show import size
+from fshard.spec import format_axes, short_dtype
+
+from .events import Event, Kind, Operation, Phase, Start, Wait
+from .flops import bytes_of, dtype_of, flops_of, is_optimizer_step, kind_of, name_of, written_by
+from .memory import PARTS, Memory, Storages, gradients_among, part_of
+
+_MOST_LARGEST = 8
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """Outcome of `plan`, for one rank: the one with the most to keep.
+
+    Attributes:
+        mesh: the size of each axis.
+        rank: the planned rank.
+        events: its operations and transfers in order.
+        memory: the peak, and what it is.
+        transfers: those that `fs.recording` sees in a real run of that rank.
+        flops: by kind of operation and dtype; no entry for kinds without a formula.
+        device: the device of the estimates, if one was named.
+        time: estimate of the seconds, with a device.
+    """
+
+    mesh: dict[str, int]
+    rank: int
+    events: tuple[Event, ...]
+    memory: Memory
+    transfers: tuple[Transfer, ...]
+    flops: dict[tuple[Kind, torch.dtype], int]
+    device: Any = None
+    time: Any = None
+
+    def __repr__(self) -> str:
+        n, m = math.prod(self.mesh.values()), self.memory
+        lines = [f"planned on {n} ranks ({format_axes(self.mesh)}), as rank {self.rank}"]
+        lines.append(f"peak {size(m.peak)} per device" + (f" at {m.where}" if m.where else ""))
+        lines += [f"  {part:<12} {size(m.parts[part]):>10}" for part in PARTS if m.parts[part]]
+        for (kind, dtype), flops in self.flops.items():
+            lines.append(f"  {kind} {short_dtype(dtype)}: {flops:.3e} FLOPs")
+        counts = Counter((t.op, "+".join(t.axes), t.phase) for t in self.transfers)
+        for (op, axes, phase), count in counts.items():
+            lines.append(f"  {count:5d}  {op:<14} {axes:<12} {phase}")
+        return "\n".join(lines)
+
+
+@checked
+def plan(f: ShardMapped, *args: Any, device: Any = None) -> Plan:
+    """Run a step without data, as one rank of a mesh of any size: its memory, FLOPs and transfers.
+
+    The rank runs `f`, the function that trains, on fake tensors, and follows every storage. The mesh is that of `f`, or
+    any other by `f.on(make_mesh(kind="abstract", ...))`. Arguments may be `Deferred`, `Sharded` or tensors: only shapes
+    and dtypes matter.
+
+    >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
+    >>> plan(step, fs.init.zeros((8, 3))).memory.arguments
+    24
+
+    Raises ShardingError where `f` does, and for a program that needs the value of a tensor.
+    """
+    return _plan_rank(f, args, 0, device)
+
+
+def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Any) -> Plan:
+    recorder = _Recorder()
+    peers = device is None and f.mesh.device.type == "cpu"
+    mesh = planned_mesh(f.mesh.axes, rank, recorder, peers=peers)
+
+    def observe(plan: Any, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        recorder.begin(plan.names, tree.leaves(inputs))
+        with recorder:
+            out = g(*inputs)
+        recorder.end(out)
+        return out
+
+    with recording():
+        planned_run(f, args, mesh, observe)
+    events, memory = recorder.outcome()
+    transfers = tuple(e.transfer for e in events if isinstance(e, Start))
+    flops: Counter[tuple[Kind, torch.dtype]] = Counter()
+    for e in events:
+        if isinstance(e, Operation) and e.flops:
+            flops[e.kind, e.dtype] += e.flops
+    return Plan(dict(f.mesh.axes), rank, tuple(events), memory, transfers, dict(flops), device)
+
+
+class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
+    """A mode that notes the operations of a rank, and an observer of its transfers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.storages = Storages()
+        self.arguments = 0
+        self._results: set[int] = set()
+        self._transferring = 0
+        self._started: dict[int, list[Any]] = {}
+
+    def begin(self, names: Sequence[str], leaves: Sequence[Any]) -> None:
+        """Note the arguments of the step."""
+        for name, x in zip(names, leaves, strict=True):
+            if isinstance(x, Tensor) and self.storages.get(x) is None:
+                self.storages.add(x, name, None, argument=True)
+        self.arguments = self.storages.live
+
+    def end(self, out: Any) -> None:
+        """Note the results of the step."""
+        self._results = {storage_id(x) for x in tree.leaves(out) if isinstance(x, Tensor)}
+        self._kept = [s for key, s in self.storages._alive.items() if key not in self._results and not s.argument]
+
+    # --- operations ---
+
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = tensors_in(args, kwargs)
+        before = {storage_id(x) for x in inputs}
+        out = None if is_optimizer_step(func) else func(*args, **kwargs)
+        written = written_by(func, args, kwargs)
+        new = [x for x in tensors_in(out) if storage_id(x) not in before and self.storages.get(x) is None]
+        if not new and not written:
+            return out  # a view
+        phase, where, storages = _phase(), site(), self.storages
+        known = [s for s in map(storages.get, inputs) if s is not None]
+        for s in known:
+            s.readers.add(phase)
+        for x in written:
+            if (target := storages.get(x)) is not None:
+                target.written = True
+        part = self._part_of_new(func, known, phase)
+        for x in new:
+            if storages.get(x) is None:
+                storages.add(x, name_of(func), where, phase=phase, part=part)
+        self._append(Operation(
+            f"aten.{name_of(func)}", kind_of(func), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
+            bytes_of(func, inputs, written, new), storages.live, where, phase,
+        ))  # fmt: skip
+        return out
+
+    def _part_of_new(self, func: Any, inputs: Sequence[Any], phase: Phase) -> str | None:
+        if self._transferring:
+            return "buffers"
+        weights = bool(inputs) and phase != "update" and all(s.argument or s.part == "gathered" for s in inputs)
+        return "gathered" if weights and kind_of(func) == "copy" and inputs[0].dtype.is_floating_point else None
+
+    def _append(self, event: Event) -> None:
+        self.events.append(event)
+        self.storages.clock += 1
+
+    # --- transfers ---
+
+    def start(self, transfer: Transfer, xs: Sequence[Tensor]) -> int:
+        number = len(self._started)
+        self._started[number] = [s for s in map(self.storages.get, xs) if s is not None]
+        for s in self._started[number]:
+            s.readers.add(_phase())
+        self._append(Start(transfer, number, self.storages.live))
+        return number
+
+    def wait(self, number: int, results: Sequence[Tensor]) -> None:
+        sources = self._started[number]
+        weights = bool(sources) and all(s.argument or s.part == "gathered" for s in sources)
+        for x in results:
+            s = self.storages.get(x)
+            if s is not None and not s.argument:
+                s.part = "gathered" if weights else None
+                if not weights:
+                    s.sources = sources
+        self._append(Wait(number, self.storages.live))
+
+    @contextlib.contextmanager
+    def transferring(self) -> Iterator[None]:
+        self._transferring += 1
+        try:
+            yield
+        finally:
+            self._transferring -= 1
+
+    # --- outcome ---
+
+    def outcome(self) -> tuple[list[Event], Memory]:
+        """Return the events and the memory, once the step has ended."""
+        # Storages that outlive the step and are no results are kept for the next one, which has them from its start.
+        births = sorted((s.born, s.nbytes) for s in self._kept)
+        later = sum(n for _, n in births)
+        for s in self._kept:
+            s.born = 0
+        backward = [i for i, e in enumerate(self.events) if isinstance(e, Operation) and e.phase == "backward"]
+        last = backward[-1] if backward else len(self.events)
+        for s in self.storages.all:
+            if s.phase == "forward" and s.born > last:
+                s.phase = "update"
+        events: list[Event] = []
+        at = 0
+        for i, e in enumerate(self.events):
+            while at < len(births) and births[at][0] <= i:
+                later -= births[at][1]
+                at += 1
+            changes: dict[str, Any] = {"live": e.live + later} if later else {}
+            if isinstance(e, Operation) and i > last and e.phase == "forward":
+                changes["phase"] = "update"
+            events.append(replace(e, **changes) if changes else e)
+        return events, self._memory(events, last)
+
+    def _memory(self, events: Sequence[Event], last_backward: int) -> Memory:
+        if not events:
+            return Memory(self.arguments, 0, None, {**dict.fromkeys(PARTS, 0), "other": self.arguments}, self.arguments)
+        at = max(range(len(events)), key=lambda i: events[i].live)
+        gradients = gradients_among(self.storages.all, last_backward)
+        alive = [s for s in self.storages.all if s.born <= at and (s.died is None or s.died > at)]
+        parts = dict.fromkeys(PARTS, 0)
+        for s in alive:
+            parts[part_of(s, gradients)] += s.nbytes
+        largest = sorted((s for s in alive if not s.argument), key=lambda s: -s.nbytes)[:_MOST_LARGEST]
+        rows = tuple((s.nbytes, f"{part_of(s, gradients)} {short_dtype(s.dtype)}{list(s.shape)}", s.where)
+                     for s in largest)  # fmt: skip
+        return Memory(events[at].live, at, _where(events[at]), parts, self.arguments, 0, rows)
+
+
+def _phase() -> Phase:
+    """Return the phase of an operation, but for the update, which begins when all is known."""
+    if not in_backward():
+        return "forward"
+    return "recompute" if torch.is_grad_enabled() else "backward"
+
+
+def _where(event: Event) -> Site | None:
+    if isinstance(event, Operation):
+        return event.where
+    return event.transfer.where if isinstance(event, Start) else None
