@@ -339,6 +339,18 @@ def format_axes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{a}={n}" for a, n in sizes.items())
 
 
+def size(n: int) -> str:
+    """Format a number of bytes.
+
+    >>> size(640), size(1536), size(3 * 2**30)
+    ('640 B', '1.5 KiB', '3.0 GiB')
+    """
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if n >= 1 << power:
+            return f"{n / (1 << power):.1f} {unit}"
+    return f"{n} B"
+
+
 def describe(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) -> str:
     """Format dtype, global shape and axes: `f32[768, 3072@model]`; `f32<host>[...]` for a leaf in host memory."""
     parts = spec.parts(len(shape)) if spec is not None else ((),) * len(shape)

@@ -11,7 +11,7 @@ from fshard._torch_compat import FakeTensorMode, without_modes
 
 from .packing import part_shape
 from .protocol import Axes, PendingTransfer, size_of
-from .record import Transfer, note, reduction, transfer
+from .record import Split, Transfer, note, reduction, transfer
 
 
 class AbstractComm:
@@ -27,9 +27,9 @@ class AbstractComm:
         self.coords = coords
         self._transfers = transfers
 
-    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes) -> None:
-        self._transfers.append(transfer(op, xs, axes))
-        note(op, xs, axes)
+    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
+        self._transfers.append(transfer(self, op, xs, axes, split))
+        note(self, op, xs, axes, split)
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # there is one rank
@@ -51,7 +51,7 @@ class AbstractComm:
         return x.new_empty(x.shape)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        self._note("permute", [x], axes)
+        self._note("permute", [x], axes, pairs)
         return x.new_empty(x.shape)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
@@ -59,7 +59,7 @@ class AbstractComm:
         return list
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        self._note("reduce_scatter", xs, axes)
+        self._note("reduce_scatter", xs, axes, dims)
         sizes, coords = [self.sizes[a] for a in axes], [self.coords[a] for a in axes]
         return lambda: [x.new_empty(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, dims, strict=True)]
 

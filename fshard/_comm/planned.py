@@ -63,13 +63,13 @@ class PlannedComm:
         order = sorted(range(len(axes)), key=lambda i: list(self.sizes).index(axes[i]))
         return _UnsentCollectives("", sizes, me, order)
 
-    def _start(self, op: str, xs: Sequence[Tensor], axes: Axes) -> int:
-        note(op, xs, axes)
-        return self._observer.start(transfer(op, xs, axes), xs)
+    def _start(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Sequence[Any] = ()) -> int:
+        note(self, op, xs, axes, split)
+        return self._observer.start(transfer(self, op, xs, axes, split), xs)
 
     def _pending(self, op: str, xs: Sequence[Tensor], axes: Axes, into: Sequence[Tensor],
-                 begin: Callable[[Any], PendingTransfer]) -> PendingTransfer:  # fmt: skip
-        number = self._start(op, xs, axes)
+                 begin: Callable[[Any], PendingTransfer], split: Sequence[Any] = ()) -> PendingTransfer:  # fmt: skip
+        number = self._start(op, xs, axes, split)
         with self._observer.transferring():
             pending = begin(self._group(axes))
 
@@ -81,8 +81,9 @@ class PlannedComm:
 
         return wait
 
-    def _blocking(self, op: str, x: Tensor, axes: Axes, run: Callable[[Any], Tensor]) -> Tensor:
-        return self._pending(op, [x], axes, (), lambda group: lambda: [run(group)])()[0]
+    def _blocking(self, op: str, x: Tensor, axes: Axes, run: Callable[[Any], Tensor],
+                  split: Sequence[Any] = ()) -> Tensor:  # fmt: skip
+        return self._pending(op, [x], axes, (), lambda group: lambda: [run(group)], split)()[0]
 
     def agree(self, what: str, axes: Axes, device: Any) -> None:
         pass  # there is one rank
@@ -100,13 +101,13 @@ class PlannedComm:
         return self._blocking("all_to_all", x, axes, lambda group: group.all_to_all(x))
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        return self._blocking("permute", x, axes, lambda group: group.permute(x, pairs))
+        return self._blocking("permute", x, axes, lambda group: group.permute(x, pairs), pairs)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
         return self._pending("all_gather", xs, axes, into, lambda group: group.gather(xs, into, dims))
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        return self._pending("reduce_scatter", xs, axes, (), lambda group: group.scatter(xs, dims))
+        return self._pending("reduce_scatter", xs, axes, (), lambda group: group.scatter(xs, dims), dims)
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         return self._pending("all_reduce", xs, axes, (), lambda group: group.reduce(xs, fresh=fresh))

@@ -86,35 +86,35 @@ class ProcessComm:
             raise disagreement(mine, [None if i == me else header for i, header in enumerate(headers)])
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        note(reduction(op), [x], axes)
+        note(self, reduction(op), [x], axes)
         return self._group(axes, x).all_reduce(x, op)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        note("all_gather", [x], axes)
+        note(self, "all_gather", [x], axes)
         return self._group(axes, x).all_gather(x)
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        note("reduce_scatter", [x], axes)
+        note(self, "reduce_scatter", [x], axes)
         return self._group(axes, x).reduce_scatter(x)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        note("all_to_all", [x], axes)
+        note(self, "all_to_all", [x], axes)
         return self._group(axes, x).all_to_all(x)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        note("permute", [x], axes)
+        note(self, "permute", [x], axes, pairs)
         return self._group(axes, x).permute(x, pairs)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note("all_gather", xs, axes)
+        note(self, "all_gather", xs, axes)
         return self._group(axes, xs[0]).gather(xs, into, dims)
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note("reduce_scatter", xs, axes)
+        note(self, "reduce_scatter", xs, axes, dims)
         return self._group(axes, xs[0]).scatter(xs, dims)
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        note("all_reduce", xs, axes)
+        note(self, "all_reduce", xs, axes)
         return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
 
 

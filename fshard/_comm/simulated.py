@@ -156,10 +156,11 @@ class SimulatedComm:
         self._rank = index_of(tuple(sizes), sizes, coords)
 
     def _collective(
-        self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any], *more: object
-    ) -> Tensor:
-        note(op, [x], axes)
-        out: Tensor = self._exchange((op, axes, tuple(x.shape), x.dtype, *more), x, combine)
+        self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any],
+        pairs: Sequence[tuple[int, int]] = (),
+    ) -> Tensor:  # fmt: skip
+        note(self, op, [x], axes, pairs)
+        out: Tensor = self._exchange((op, axes, tuple(x.shape), x.dtype, tuple(pairs)), x, combine)
         return out
 
     def _exchange(self, signature: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
@@ -193,12 +194,12 @@ class SimulatedComm:
             source = {target: xs[source] for source, target in pairs}
             return [source[i].clone() if i in source else torch.zeros_like(x) for i, x in enumerate(xs)]
 
-        return self._collective("permute", x, axes, combine, tuple(pairs))
+        return self._collective("permute", x, axes, combine, pairs)
 
     # All tensors are copied at the start, so that a rank that has waited may write to its arguments.
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note("all_gather", xs, axes)
+        note(self, "all_gather", xs, axes)
         rows = parts_by_rank(into, dims, [self.sizes[a] for a in axes])
         shape = tuple(rows[0][0].shape) if len(xs) == 1 else (sum(part.numel() for part in rows[0]),)
         mine = flatten(xs)
@@ -209,7 +210,7 @@ class SimulatedComm:
         return list
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note("reduce_scatter", xs, axes)
+        note(self, "reduce_scatter", xs, axes, dims)
         rows = parts_by_rank(xs, dims, [self.sizes[a] for a in axes])
         flats = [flatten(parts) for parts in rows]
         signature = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, _joined(xs, dims))

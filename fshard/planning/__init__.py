@@ -3,5 +3,6 @@
 from .events import Event, Operation, Start, Wait
 from .memory import Memory
 from .plan import Plan, plan
+from .roofline import Roofline, Span, roofline
 
-__all__ = ["Event", "Memory", "Operation", "Plan", "Start", "Wait", "plan"]
+__all__ = ["Event", "Memory", "Operation", "Plan", "Roofline", "Span", "Start", "Wait", "plan", "roofline"]

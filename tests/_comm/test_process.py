@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
+from tests.benchmarks.step_cost import measure_step
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.collective_cases import (
     EVERY_DTYPE,
@@ -28,6 +30,7 @@ from tests.lib.collective_cases import (
     check_pending_transfers,
     check_transfer_records,
     check_values,
+    verbs_with_bytes,
 )
 from tests.lib.compile_cases import meshes_made_again
 from tests.lib.processes import TIMEOUT, Pool, RanksError
@@ -290,10 +293,24 @@ def single_axis() -> None:
     check_all(mesh, ("x",))
 
 
+def check_bytes_on_the_wire(verb: Callable[[], Any], n: int) -> None:
+    """Check that gloo sends the bytes of the record, and a header of 256 to each other rank.
+
+    A sum of at most 16 KiB is sent whole to each of the others.
+    """
+    with fs.recording() as log:
+        cost = measure_step(lambda: verb, warmup=0)
+    small = log[0].op.startswith("all_reduce") and log[0].bytes <= 1 << 14
+    sends = [nbytes for op, nbytes in cost.transfers if op == "send"]
+    assert len(sends) == len(cost.transfers)
+    assert sum(sends) - 256 * (n - 1) == (log[0].bytes * (n - 1) if small else log[0].sent), log
+
+
 def pending_transfers(n: int) -> None:
     mesh = fs.make_mesh(x=n)
     check_pending_transfers(mesh.run, mesh.axes, ("x",), EVERY_DTYPE if n == 2 else EVERY_DTYPE[::3])
     check_transfer_records(mesh.run, mesh.axes, ("x",), here=1)
+    mesh.run(lambda comm, rank: [check_bytes_on_the_wire(verb, n) for verb, _ in verbs_with_bytes(comm, ("x",))])
     for _ in range(3):  # transfers that every rank drops do not block others
         mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [torch.empty(9 * n)], [0], ("x",)) and None)
         mesh.run(lambda comm, rank: comm.reduce([torch.ones(50_000)], ("x",)) and None)

@@ -1,0 +1,211 @@
+"""A time for a planned step: each operation and transfer at the rates of a device, overlapped as scheduled.
+
+Operations run one after the other on one lane, in the order of the plan. With a peak of F FLOP/s for its dtype, a memory of
+M bytes/s and an efficiency e,
+
+    operation    max(FLOPs / (e F), bytes / (e M))        source: Williams et al., 2009, "Roofline"
+
+A transfer starts at its `Start`, or when the links that it needs are free, and runs beside the operations; a `Wait` holds the
+lane until the transfer has ended. Ranks are laid out with the last axis nearest, and a `Link` of a device joins groups of so
+many consecutive ranks. Of n ranks that communicate, k_l are parted by level l: ranks that its groups keep apart (k_0 = n,
+k_l = the groups of level l that they touch, at most). With `sent` bytes of each rank (see `Transfer.sent`), a bandwidth of
+B_l and a latency of a_l,
+
+    all_reduce, all_gather, reduce_scatter    rounds x sum_l (k_l-1 - k_l) a_l  +  max_l sent k_l-1 / n / (e B_l)
+    all_to_all    a_l of the furthest level  +  max_l sent (peers at level l) / (n - 1) / (e B_l)
+    permute       a_l  +  sent / (e B_l)    of the furthest level
+
+An all_reduce makes two rounds, the others one. A ring enters and leaves each group once, and n / k_l-1 devices of the group
+share what passes: eight devices of a node send eight times as fast over the network as one. Source of the ring's latency and
+of this sharing: NVIDIA, NCCL, `src/graph/tuning.cc`.
+
+It is a bound, not a simulation: it has no launch of a kernel, no pause of the program, no fusion by a compiler, and no
+competition between transfers and operations for a device's units or memory. `Device.efficiency` is for all of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from fshard._callsite import Site
+from fshard._comm import Transfer
+from fshard.devices import Device, Link
+from fshard.errors import checked, fail
+
+from .events import Event, Operation, Start, Wait
+
+COMPUTE = "compute"
+_COUNTED = ("matmul", "attention", "convolution")  # kinds whose FLOPs take the units that a peak is stated for
+
+
+class Span(NamedTuple):
+    """One operation or transfer: its lane ("compute", or the axes of a transfer), its name, and seconds from the start."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    where: Site | None
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The predicted time of one step on one rank.
+
+    `seconds`: of the step. `compute`: of its operations alone, so `seconds` = `compute` + the sum of `exposed`.
+    `exposed`: for the axes of transfers ("data", "data+model"), the seconds for which operations wait for them.
+    `transfers`: for the same axes, the seconds of all of them, hidden or not.
+    `lanes`: the spans, by start. `times`: for each event of the plan, the second at which the lane of operations is past it.
+    `flops_at_peak`: seconds that the FLOPs of the step would take at the peak of their dtypes, without recomputed ones.
+    """
+
+    seconds: float
+    compute: float
+    exposed: Mapping[str, float]
+    transfers: Mapping[str, float]
+    lanes: tuple[Span, ...]
+    times: tuple[float, ...]
+    flops_at_peak: float
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: `flops_at_peak` / `seconds`.
+
+        FLOPs are those of matrix products, attention and convolutions, forward and backward, as the step runs them: causal
+        attention counts in full. Those that a step recomputes do not count, nor the scores that the backward of attention
+        computes again, one of its five products. Source: Chowdhery et al., 2022, "PaLM", appendix B.
+        """
+        return self.flops_at_peak / self.seconds if self.seconds else 0.0
+
+    def tokens_per_second(self, tokens: int) -> float:
+        """Return `tokens` / `seconds`: of all ranks if `tokens` are those of the global batch, of one if they are its own."""
+        return tokens / self.seconds if self.seconds else 0.0
+
+    def __repr__(self) -> str:
+        waits = "".join(f", {seconds:.4g} s waiting for {axes}" for axes, seconds in self.exposed.items())
+        return f"Roofline({self.seconds:.4g} s: {self.compute:.4g} s of operations{waits}; MFU {self.mfu:.1%})"
+
+
+@checked
+def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -> Roofline:
+    """Return the time of a planned step on a device: `fs.plan(...).events`, the sizes of its mesh, the device.
+
+    Cost: linear in the events. The formulas stand at the head of this file.
+
+    Raises ShardingError for a dtype that the device has no rate for, and for ranks that its links do not reach.
+    """
+    network = _Network(dict(mesh), device)
+    now = compute = at_peak = 0.0
+    free: dict[str, float] = {}
+    pending: dict[int, tuple[float, str]] = {}
+    exposed: dict[str, float] = {}
+    transfers: dict[str, float] = {}
+    lanes: list[Span] = []
+    times: list[float] = []
+
+    def wait(number: int) -> None:
+        nonlocal now
+        end, lane = pending.pop(number)
+        exposed[lane] += max(end - now, 0.0)
+        now = max(now, end)
+
+    for event in events:
+        match event:
+            case Operation():
+                seconds, counted = _operation_seconds(event, device)
+                compute += seconds
+                again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
+                at_peak += (1 - again) * counted if event.phase != "recompute" else 0.0
+                if seconds:
+                    lanes.append(Span(COMPUTE, event.name, now, now + seconds, event.where))
+                now += seconds
+            case Start():
+                transfer = event.transfer
+                lane = "+".join(transfer.axes)
+                seconds, levels = network.seconds(transfer)
+                start = max([now, *(free.get(level, 0.0) for level in levels)])
+                free.update(dict.fromkeys(levels, start + seconds))
+                pending[event.number] = start + seconds, lane
+                exposed.setdefault(lane, 0.0)
+                transfers[lane] = transfers.get(lane, 0.0) + seconds
+                lanes.append(Span(lane, transfer.op, start, start + seconds, transfer.where))
+            case Wait():
+                if event.number in pending:
+                    wait(event.number)
+        times.append(now)
+    for number in list(pending):  # a transfer that nothing waits for ends before the step does
+        wait(number)
+    lanes.sort(key=lambda span: span.start)
+    return Roofline(now, compute, exposed, transfers, tuple(lanes), tuple(times), at_peak)
+
+
+def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float]:
+    """Return the seconds of an operation, and those of its FLOPs at the peak."""
+    at_peak = 0.0
+    if operation.flops and operation.kind in _COUNTED:
+        rate = device.flops.get(operation.dtype)
+        if rate is None:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in device.flops)
+            where = f" at {operation.where}" if operation.where else ""
+            raise fail(f"roofline: {device.name} has no FLOP/s of {str(operation.dtype).removeprefix('torch.')}, in which "
+                       f"{operation.name}{where} computes", f"it has {known}",
+                       fix="dataclasses.replace(device, flops={**device.flops, dtype: rate})")  # fmt: skip
+        at_peak = operation.flops / rate
+    return max(at_peak, operation.bytes / device.bandwidth) / device.efficiency, at_peak
+
+
+class _Network:
+    """The links of a device, as the axes of a mesh cross them."""
+
+    def __init__(self, mesh: dict[str, int], device: Device) -> None:
+        self.mesh, self.device = mesh, device
+        self._parts: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def seconds(self, transfer: Transfer) -> tuple[float, list[str]]:
+        """Return the seconds of a transfer, and the names of the levels of links that it uses."""
+        parts = self._parts.get(transfer.axes)
+        if parts is None:
+            parts = self._parts[transfer.axes] = self._parts_of(transfer.axes)
+        n, share = parts[0], self.device.efficiency
+        crossed = [(link, a, b) for link, a, b in zip(self.device.links, parts, parts[1:], strict=False) if a > b]
+        if not crossed:
+            return 0.0, []
+        furthest = crossed[-1][0]
+        if transfer.op == "permute":
+            seconds = furthest.latency + transfer.sent / furthest.bandwidth / share
+        elif transfer.op == "all_to_all":  # n / b - n / a of the n - 1 peers are at this level
+            most = max(transfer.sent * (n / b - n / a) / (n - 1) / link.bandwidth for link, a, b in crossed)
+            seconds = furthest.latency + most / share
+        else:
+            rounds = 2 if transfer.op.startswith("all_reduce") else 1
+            steps = sum((a - b) * link.latency for link, a, b in crossed)
+            most = max(transfer.sent * a / n / link.bandwidth for link, a, _ in crossed)
+            seconds = rounds * steps + most / share
+        return seconds, [link.name for link, _, _ in crossed]
+
+    def _parts_of(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the ranks of a transfer, and for each level of links the groups of it that they touch, at most."""
+        sizes = tuple(self.mesh.values())
+        ranks = np.arange(math.prod(sizes)).reshape(sizes)
+        dims = [list(self.mesh).index(axis) for axis in axes]
+        ranks = np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, math.prod(self.mesh[a] for a in axes))
+        parts = (ranks.shape[1], *(_groups_touched(ranks, link) for link in self.device.links))
+        if parts[-1] > 1:
+            reach = self.device.links[-1].ranks if self.device.links else 1
+            raise fail(f"roofline: the links of {self.device.name} do not reach all ranks of {', '.join(axes)}",
+                       f"mesh {', '.join(f'{a}={n}' for a, n in self.mesh.items())}: {ranks.size} ranks; links join {reach}",
+                       fix="give the device a last Link of ranks=None")  # fmt: skip
+        return parts
+
+
+def _groups_touched(ranks: np.ndarray[tuple[int, int], np.dtype[np.int64]], link: Link) -> int:
+    """Return the most groups of a level that one row of ranks lies in."""
+    if link.ranks is None:
+        return 1
+    groups = np.sort(ranks // link.ranks, axis=1)
+    return int((np.diff(groups, axis=1) != 0).sum(axis=1).max()) + 1

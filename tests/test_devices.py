@@ -1,0 +1,70 @@
+"""The table of devices: what is published, names, and bad numbers; `this_cpu` measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import devices
+from fshard.devices import Device, Link
+
+NAMES = ["a100", "a100-40gb", "b200", "h100", "h200", "mi300x", "tpu-v5p"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_device_is_found_by_its_name_and_reaches_any_number_of_ranks(name: str) -> None:
+    device = devices.of(name.upper().replace("-", "_"))
+    assert device.name.lower() == name and device.links[-1].ranks is None
+    assert device.flops[torch.bfloat16] > 0
+    assert device.links[0].bandwidth > device.links[-1].bandwidth  # the nearest is the fastest
+    assert 10e9 < device.memory < 300e9 and 1e12 < device.bandwidth < 1e13
+
+
+def test_rates_are_dense_and_links_count_one_direction() -> None:
+    # "1,979 TFLOPS with sparsity" and "900 GB/s" of data sheets
+    assert devices.H100.flops[torch.bfloat16] == pytest.approx(1979e12 / 2, rel=1e-3)
+    assert devices.H100.links[0].bandwidth == 900e9 / 2
+    # from clocks and units: 132 multiprocessors of 4 tensor cores, 1,024 multiply-adds of half precision, 1.83 GHz
+    assert devices.H100.flops[torch.float16] == pytest.approx(132 * 4 * 1024 * 1.83e9, rel=1e-3)
+    assert devices.A100.flops[torch.bfloat16] == pytest.approx(108 * 4 * 512 * 1.41e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"memory": 0}, "memory must be a positive number, got 0"),
+    ({"bandwidth": math.nan}, "bandwidth must be a positive number, got nan"),
+    ({"efficiency": -1.0}, "efficiency must be a positive number"),
+    ({"flops": {torch.bfloat16: math.inf}}, r"flops\[torch.bfloat16\] must be a positive number, got inf"),
+    ({"links": (Link("NVLink", 8, 0.0, 1e-6),)}, "bandwidth of NVLink must be a positive number"),
+    ({"links": (Link("NVLink", 8, 1e9, -1.0),)}, "latency of NVLink must be seconds"),
+    ({"links": (Link("far", None, 1e9, 0.0), Link("near", 8, 1e9, 0.0))}, "links: far None, near 8"),
+    ({"links": (Link("near", 8, 1e9, 0.0), Link("rack", 12, 1e9, 0.0))}, "links: near 8, rack 12"),
+    ({"links": (Link("self", 1, 1e9, 0.0),)}, "a multiple of the ranks of the one before"),
+])  # fmt: skip
+def test_numbers_that_no_device_can_have_are_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(fs.ShardingError, match=words):
+        dataclasses.replace(devices.H100, **change)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(fs.ShardingError, match=f"no device is called 'h1000'\n  fix: one of {', '.join(NAMES)}, cpu"):
+        devices.of("h1000")
+
+
+def test_this_cpu_measures_rates_that_torch_reaches() -> None:
+    cpu = devices.this_cpu(seconds=0.03)
+    assert set(cpu.flops) == {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+    assert cpu.flops[torch.float32] > 1e8 and cpu.bandwidth > 1e8
+    (link,) = cpu.links
+    assert link.ranks is None and link.bandwidth > 1e6 and 0 < link.latency < 1
+    for seconds in (0.0, math.nan, -1.0, 1e9):
+        with pytest.raises(fs.ShardingError, match="seconds must be a number in"):
+            devices.this_cpu(seconds=seconds)
+
+
+def test_repr_says_rates_memory_and_links() -> None:
+    own = Device("mine", {torch.float32: 5e12}, 8 * 2**30, 5e11, efficiency=0.5)
+    assert repr(own) == "Device(mine: 5 TFLOP/s float32, 8 GiB at 0.5 TB/s, no links, efficiency 0.50)"
