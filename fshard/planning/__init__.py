@@ -4,5 +4,8 @@ from .events import Event, Operation, Start, Wait
 from .memory import Memory
 from .plan import Plan, plan
 from .roofline import Roofline, Span, roofline
+from .search import divisions, search
+from .table import PlanRow, PlanTable, plan_table
 
-__all__ = ["Event", "Memory", "Operation", "Plan", "Roofline", "Span", "Start", "Wait", "plan", "roofline"]
+__all__ = ["Event", "Memory", "Operation", "Plan", "PlanRow", "PlanTable", "Roofline", "Span", "Start", "Wait",
+           "divisions", "plan", "plan_table", "roofline", "search"]  # fmt: skip
