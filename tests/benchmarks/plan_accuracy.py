@@ -96,12 +96,21 @@ def build(name: str, way: Way, kind: str) -> tuple[Any, tuple[Any, ...]]:
     def step(state: Any, x: Tensor, y: Tensor) -> Any:
         def loss_fn(params: Any, x: Tensor, y: Tensor) -> Any:
             if images:
-                return resnet.loss(cfg, fs.unshard(params, specs, data, shapes=described) if way.sharded else params,
-                                   state["stats"], x, y, layout=resnet.Layout(None, model) if way.sharded else layout)
+                return resnet.loss(
+                    cfg,
+                    fs.unshard(params, specs, data, shapes=described) if way.sharded else params,
+                    state["stats"],
+                    x,
+                    y,
+                    layout=resnet.Layout(None, model) if way.sharded else layout,
+                )
             return module.loss(cfg, params, x, y, layout=layout, specs=specs, remat=way.remat), {}
 
-        f = fs.accumulate(loss_fn, way.steps, has_aux=True) if way.steps > 1 else fs.value_and_grad(loss_fn,
-                                                                                                    has_aux=True)
+        f = (
+            fs.accumulate(loss_fn, way.steps, has_aux=True)
+            if way.steps > 1
+            else fs.value_and_grad(loss_fn, has_aux=True)
+        )
         (loss, stats), grads = f(state["params"], x, y)
         if way.steps > 1:
             stats = fs.tree.map(lambda x: x[-1], stats)
@@ -173,9 +182,12 @@ def main() -> None:
         figures[case] = row
         above = (row["planned"] - row["arguments"]) / (row["peak"] - row["arguments"]) - 1
         alike = "equal" if all(r["transfers are equal"] for r in rows) else "DIFFER"
-        print(f"  {case:20}{row['peak'] / MIB:10.2f}{row['planned'] / MIB:10.2f}{row['error']:9.2%}"
-              f"{'' if abs(row['error']) <= WITHIN else ' MISS'}  {above:8.2%}  {row['transfers']:4d} {alike}"
-              f"  (start {(row['start'] - row['arguments']) / MIB:.2f} above)", flush=True)
+        print(
+            f"  {case:20}{row['peak'] / MIB:10.2f}{row['planned'] / MIB:10.2f}{row['error']:9.2%}"
+            f"{'' if abs(row['error']) <= WITHIN else ' MISS'}  {above:8.2%}  {row['transfers']:4d} {alike}"
+            f"  (start {(row['start'] - row['arguments']) / MIB:.2f} above)",
+            flush=True,
+        )
         if alike != "equal":
             print(row["differ"])
     if args.json:
