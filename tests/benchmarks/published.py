@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-import fshard as fs
 from fshard import devices
 from fshard.devices import Device
 from fshard.planning import Event, Operation, Roofline, Start, roofline
 
+from .caching_allocator import plan_with_storages, reserved
 from .torchtitan_step import LLAMA, Checkpointing, Layout, step_of
 
 GIB = 2**30
@@ -34,7 +34,7 @@ A100 = devices.A100
 
 @dataclass(frozen=True)
 class Row:
-    """One published row: a step, and tokens per second and GiB of each device."""
+    """One published row: a step, and tokens per second and GiB of each device: the most that torch's allocator reserved."""
 
     source: str
     device: Device
@@ -51,7 +51,8 @@ class Row:
 
     @property
     def layout(self) -> Layout:
-        return Layout(LLAMA[self.model], self.data, self.tensor, self.batch, self.time, self.checkpointing)
+        compiled = "compile" in self.options and self.checkpointing == "selective op"
+        return Layout(LLAMA[self.model], self.data, self.tensor, self.batch, self.time, self.checkpointing, compiled)
 
     @property
     def name(self) -> str:
@@ -107,7 +108,8 @@ def _is_small(e: Event) -> bool:
 def in_float8(events: Sequence[Event], layout: Layout) -> list[Event]:
     """Return the events of a step whose blocks multiply in float8, and gather their weights in it.
 
-    Attention and the head stay in bfloat16. The casts are not counted: they are part of the kernels before them.
+    Attention and the head stay in bfloat16. Each operand is read twice, for its largest magnitude and for its cast, and
+    written once, at half the size: 2.5 times its bytes, which are taken to be two thirds of those of a product.
     """
     s = layout.sizes
     head = 2 * layout.batch * layout.time * s.width * s.vocab // layout.model
@@ -115,6 +117,7 @@ def in_float8(events: Sequence[Event], layout: Layout) -> list[Event]:
     out: list[Event] = []
     for e in events:
         if isinstance(e, Operation) and e.kind == "matmul" and e.flops != head:
+            out.append(dataclasses.replace(e, name="cast", kind="copy", flops=0, bytes=int(2.5 * 2 / 3 * e.bytes)))
             e = dataclasses.replace(e, dtype=small)
         elif isinstance(e, Start) and e.transfer.op == "all_gather" and e.transfer.axes == ("data",):
             e = dataclasses.replace(
@@ -125,11 +128,27 @@ def in_float8(events: Sequence[Event], layout: Layout) -> list[Event]:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """The events of a step, the mesh, and the bytes that its tensors and the allocator take."""
+
+    events: tuple[Event, ...]
+    mesh: dict[str, int]
+    peak: int
+    reserved: int
+
+    @staticmethod
+    def of(layout: Layout) -> Planned:
+        f, args = step_of(layout)
+        plan, storages = plan_with_storages(f, args, devices.H100)
+        return Planned(plan.events, plan.mesh, plan.memory.peak, reserved(plan, storages))
+
+
+@dataclass(frozen=True)
 class Predicted:
     """A row with its prediction."""
 
     row: Row
-    gib: float
+    plan: Planned
     time: Roofline
 
     @property
@@ -139,29 +158,20 @@ class Predicted:
         return self.time.tokens_per_second(own.batch * own.time) / own.model
 
 
-def predict(rows: Sequence[Row]) -> list[Predicted]:
-    """Return the predictions of some rows, at the efficiency that fits the marked row of their device."""
-    plans = {layout: fs.plan(f, *args, device=devices.H100) for layout in dict.fromkeys(row.layout for row in rows)
-             for f, args in [step_of(layout)]}  # fmt: skip
-
-    def one(row: Row, efficiency: float) -> Predicted:
-        plan = plans[row.layout]
-        events: Sequence[Event] = plan.events
-        events = fused(events) if "compile" in row.options else events
-        events = in_float8(events, row.layout) if "float8" in row.options else events
-        time = roofline(events, plan.mesh, dataclasses.replace(row.device, efficiency=efficiency))
-        return Predicted(row, plan.memory.peak / GIB, time)
-
-    fitted = {row.device.name: fit(row, one) for row in rows if row.fit}
-    return [one(row, fitted[row.device.name]) for row in rows]
+def predict(row: Row, plan: Planned, efficiency: float) -> Predicted:
+    """Return the prediction of a row, at an efficiency of its device."""
+    events: Sequence[Event] = plan.events
+    events = fused(events) if "compile" in row.options else events
+    events = in_float8(events, row.layout) if "float8" in row.options else events
+    return Predicted(row, plan, roofline(events, plan.mesh, dataclasses.replace(row.device, efficiency=efficiency)))
 
 
-def fit(row: Row, one: Any) -> float:
+def fit(row: Row, plan: Planned) -> float:
     """Return the efficiency at which the predicted speed of a row is the published one, by bisection."""
     low, high = 0.05, 1.0
-    for _ in range(30):
+    for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if one(row, middle).tokens < row.tokens else (low, middle)
+        low, high = (middle, high) if predict(row, plan, middle).tokens < row.tokens else (low, middle)
     return low
 
 
@@ -172,20 +182,33 @@ def main() -> None:
         "--only", nargs="+", default=[""], metavar="WORD", help="rows whose names have one of these words"
     )
     args = parser.parse_args()
-    rows = [row for row in ROWS if row.fit or any(word in row.name for word in args.only)]
-    found = predict(rows)
-    print(f"{'step':58} {'checkpointing':16} {'tokens/s':>8} {'predicted':>16} {'GiB':>6} {'predicted':>14}  waits")
-    for p in found:
-        row = p.row
+    chosen = [row for row in ROWS if row.fit or any(word in row.name for word in args.only)]
+    efficiency: dict[str, float] = {}
+    plans: dict[Layout, Planned] = {}
+    found = []
+    print(
+        f"{'step':58} {'checkpointing':16} {'tokens/s':>8} {'predicted':>16} {'GiB':>6} {'reserved':>14} {'tensors':>7}  waits"
+    )
+    for row in sorted(chosen, key=lambda row: (row.device.name, not row.fit)):  # the fitted ones first
+        if row.layout not in plans:
+            plans[row.layout] = Planned.of(row.layout)
+        plan = plans[row.layout]
+        if row.fit:
+            efficiency[row.device.name] = fit(row, plan)
+        p = predict(row, plan, efficiency[row.device.name])
+        found.append(p)
         speed = f"{p.tokens:,.0f} " + ("(fit)" if row.fit else f"({p.tokens / row.tokens - 1:+.1%})")
-        memory = f"{p.gib:.1f}" + (f" ({p.gib / row.gib - 1:+.1%})" if row.gib else "")
+        gib = plan.reserved / GIB
+        memory = f"{gib:.1f}" + (f" ({gib / row.gib - 1:+.1%})" if row.gib else "")
         waits = ", ".join(f"{axes} {s / p.time.seconds:.0%}" for axes, s in p.time.exposed.items())
         print(f"{row.device.name + ': ' + row.name:58} {row.checkpointing:16} {row.tokens:8,.0f} {speed:>16} "
-              f"{row.gib or '':>6} {memory:>14}  {waits}")  # fmt: skip
+              f"{row.gib or '':>6} {memory:>14} {plan.peak / GIB:7.1f}  {waits}; MFU {p.time.mfu:.1%}", flush=True)  # fmt: skip
+    print("\nefficiency: " + ", ".join(f"{name} {e:.3f}" for name, e in efficiency.items()))
     if args.json:
         args.json.write_text(json.dumps([{
-            "source": p.row.source, "step": p.row.name, "tokens": p.row.tokens, "predicted_tokens": p.tokens,
-            "gib": p.row.gib, "predicted_gib": p.gib, "fit": p.row.fit,
+            "source": p.row.source, "step": p.row.name, "checkpointing": p.row.checkpointing, "fit": p.row.fit,
+            "tokens": p.row.tokens, "predicted_tokens": p.tokens, "gib": p.row.gib, "reserved": p.plan.reserved,
+            "tensors": p.plan.peak,
         } for p in found], indent=1))  # fmt: skip
 
 
