@@ -42,6 +42,8 @@ from .update import value_and_update
 from .validate import validate
 from .verify import verify
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Policy", "Sharded", "ShardingError", "Strategy", "accelerate", "accumulate",
     "all_gather", "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column", "combine", "data",
@@ -52,3 +54,8 @@ __all__ = [
     "shard_map", "show", "split", "state_dict", "strategy", "to_device", "tree", "unshard", "validate",
     "value_and_grad", "value_and_update", "verify", "wait",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """Return the public names alone, which are those that a notebook completes."""
+    return [*__all__, "__version__"]

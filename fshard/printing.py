@@ -14,7 +14,7 @@ from . import tree
 from ._comm import Region, checker, coords_of, in_region, is_recomputing, live_axes, region
 from ._torch_compat import in_transform, without_functorch, without_modes
 from .errors import checked, fail
-from .spec import describe
+from .spec import describe, format_number
 
 Coords = tuple[int, ...]
 
@@ -106,11 +106,7 @@ def _text(x: Tensor) -> str:
     if x.is_meta or (in_region() and not region().comm.has_values):
         return describe(x.dtype, x.shape)
     with _plain_torch():
-        x = x.detach()
-        if x.ndim:
-            return str(x)
-        narrow = x.is_floating_point() and x.element_size() < 4 and x.dtype != torch.float16  # numpy has none of these
-        return str((x.float() if narrow else x).cpu().numpy()[()])
+        return str(x.detach()) if x.ndim else format_number(x)
 
 
 def _plain_torch() -> contextlib.ExitStack:
