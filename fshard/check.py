@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,13 @@ from torch import Tensor
 
 from . import tree
 from ._call import compare_result_types, result_types
-from ._comm import Transfer, coords_of, index_of
+from ._comm import Transfer, coords_of, index_of, transfer_rows
 from ._typecheck import same_numbers
 from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .init import Deferred
 from .shard_map import DryRun, ShardMapped, dry_run
 from .sharded import Sharded, abstract_sharded
-from .show.table import size
-from .spec import format_axes, part_lengths, part_range, short_dtype
+from .spec import format_axes, part_lengths, part_range, short_dtype, size
 
 _MOST_ROWS = 6
 _MOST_RANKS = 3  # beside the first, for each set of axes
@@ -64,17 +62,9 @@ class Checked:
     def __repr__(self) -> str:
         axes = format_axes(self.mesh)
         n = math.prod(self.mesh.values())
-        total = size(sum(t.bytes for t in self.transfers))
         count = f"{len(self.transfers)} transfers" if len(self.transfers) != 1 else "1 transfer"
-        lines = [f"checked on {n} ranks ({axes}): {count} of each, {total}"]
-        counts: Counter[tuple[str, str, str]] = Counter()
-        nbytes: Counter[tuple[str, str, str]] = Counter()
-        for t in self.transfers:
-            row = (t.op, "+".join(t.axes), t.phase)
-            counts[row] += 1
-            nbytes[row] += t.bytes
-        for (op, axes, phase), n in counts.most_common():
-            lines.append(f"  {n:5d}  {op:<14} {axes:<12} {phase:<8} {size(nbytes[op, axes, phase]):>10}")
+        sent = size(sum(t.sent for t in self.transfers))
+        lines = [f"checked on {n} ranks ({axes}): {count} of each, which sends {sent}", *transfer_rows(self.transfers)]
         return "\n".join([*lines, *_uneven_rows(self.uneven, self.mesh, self.ranks)])
 
 
@@ -95,13 +85,16 @@ def check(f: ShardMapped, *args: Any) -> Checked:
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> check(step, fs.init.zeros((8, 3)))
-    checked on 4 ranks (data=4): 1 transfer of each, 4 B
-          1  all_reduce     data         forward         4 B
+    checked on 4 ranks (data=4): 1 transfer of each, which sends 6 B
+          1  all_reduce  data  forward         6 B  ...:1 in <lambda>
     >>> check(step, fs.init.zeros((2, 3)))
-    checked on 4 ranks (data=4): 1 transfer of each, 4 B
-          1  all_reduce     data         forward         4 B
+    checked on 4 ranks (data=4): 1 transfer of each, which sends 6 B
+          1  all_reduce  data  forward         6 B  ...:1 in <lambda>
     uneven parts (checked as ranks 0 and 3) are right, but ranks with less to do wait for the others
       2 over data=4: 2 ranks have 1, 2 have none    x dim 0
+
+    The bytes of its table are those that a rank sends by the cost formula of each collective: 2(n-1)/n b for a sum over
+    n ranks of an argument of b bytes, (n-1) b for a gather, b less the part that it keeps for the others.
 
     Raises ShardingError at the line that breaks a rule, as `shard_map(check=...)` does, for a program that needs the
     value of a tensor, and for ranks that disagree on a collective or a result. An error that the first rank does not

@@ -25,8 +25,7 @@ from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .init import Deferred, describe_initializer
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded
-from .show.table import size
-from .spec import Box, P, box_bounds, box_shape, describe, format_axes, full_box, matches
+from .spec import Box, P, box_bounds, box_shape, describe, format_axes, full_box, matches, size
 
 SCALARS = (bool, int, float, str)
 CHUNK = 1 << 20  # elements inspected at a time

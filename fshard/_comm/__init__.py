@@ -26,7 +26,18 @@ from .host_memory import (
 from .packing import join_padded, longest_part, pack, pad, split_padded, unpack
 from .process import ProcessComm
 from .protocol import Comm, PendingTransfer, coords_of, index_of, size_of
-from .record import Transfer, is_observed, recording, stop_after_transfers, transfer_count, transposing
+from .record import (
+    Recording,
+    Transfer,
+    is_observed,
+    is_recomputing,
+    recomputing,
+    recording,
+    stop_after_transfers,
+    transfer_count,
+    transfer_rows,
+    transposing,
+)
 from .region import (
     Region,
     axes_of_own_values,
@@ -46,12 +57,12 @@ from .simulated import simulate
 from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [
-    "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "PendingTransfer", "ProcessComm", "Region",
-    "Transfer", "Wait", "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed",
+    "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "PendingTransfer", "ProcessComm", "Recording",
+    "Region", "Transfer", "Wait", "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed",
     "checker", "common_device", "coords_of", "copy_to_device", "empty_part", "fake_tensors", "in_region", "index_of",
-    "is_observed", "is_view", "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated", "memory_device",
-    "pack", "pad", "recording", "refuse_nesting", "refuse_transfer", "region", "run_on_meta", "simulate", "size_of",
-    "split_padded", "start_copy_to_device", "start_copy_to_host", "start_watchdog", "stop_after_transfers",
-    "storage_key", "to_device", "to_spec_memory", "transfer_count", "transposing", "unpack", "wait_before_writing",
-    "wait_for_copies_to_host", "without_others",
+    "is_observed", "is_recomputing", "is_view", "join_padded", "known_axes", "live_axes", "longest_part",
+    "mark_donated", "memory_device", "pack", "pad", "recomputing", "recording", "refuse_nesting", "refuse_transfer",
+    "region", "run_on_meta", "simulate", "size_of", "split_padded", "start_copy_to_device", "start_copy_to_host",
+    "start_watchdog", "stop_after_transfers", "storage_key", "to_device", "to_spec_memory", "transfer_count",
+    "transfer_rows", "transposing", "unpack", "wait_before_writing", "wait_for_copies_to_host", "without_others",
 ]  # fmt: skip

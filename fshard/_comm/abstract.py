@@ -10,8 +10,8 @@ from torch import Tensor
 from fshard._torch_compat import FakeTensorMode, without_modes
 
 from .packing import part_shape
-from .protocol import Axes, PendingTransfer, size_of
-from .record import Transfer, note, reduction, transfer
+from .protocol import Axes, PendingTransfer, index_of, size_of
+from .record import Split, Transfer, note, reduction, transfer
 
 
 class AbstractComm:
@@ -26,12 +26,17 @@ class AbstractComm:
         self.coords = coords
         self._transfers = transfers
 
-    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes) -> None:
-        self._transfers.append(transfer(op, xs, axes))
-        note(op, xs, axes)
+    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
+        self._transfers.append(transfer(self, op, xs, axes, split))
+        note(self, op, xs, axes, split)
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # there is one rank
+
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        f({index_of(tuple(self.sizes), self.sizes, self.coords): text})  # there is one rank
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         self._note(reduction(op), [x], axes)
@@ -50,7 +55,7 @@ class AbstractComm:
         return x.new_empty(x.shape)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        self._note("permute", [x], axes)
+        self._note("permute", [x], axes, pairs)
         return x.new_empty(x.shape)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
@@ -58,7 +63,7 @@ class AbstractComm:
         return list
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        self._note("reduce_scatter", xs, axes)
+        self._note("reduce_scatter", xs, axes, dims)
         sizes, coords = [self.sizes[a] for a in axes], [self.coords[a] for a in axes]
         return lambda: [x.new_empty(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, dims, strict=True)]
 

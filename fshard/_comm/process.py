@@ -17,6 +17,7 @@ from .description import Description, disagreement
 from .functional import FunctionalGroup, call_distributed
 from .gloo import GlooConnections
 from .p2p import PeerGroup
+from .packing import pad
 from .protocol import Axes, PendingTransfer, index_of, ranks_over
 from .record import note, reduction
 
@@ -84,36 +85,50 @@ class ProcessComm:
             me = index_of(axes, self.sizes, self.coords)
             raise disagreement(mine, [None if i == me else header for i, header in enumerate(headers)])
 
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        mine = torch.frombuffer(bytearray(f"{text}\n".encode()), dtype=torch.uint8).to(device)
+        texts = [mine]
+        if self._axes:
+            self.agree(verb, self._axes, device)
+            group = self._group(self._axes, mine)
+            lengths = group.all_gather(torch.tensor(len(mine), device=device)).tolist()
+            rows = group.all_gather(pad(mine, 0, max(lengths)))
+            texts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
+        if all(at == 0 for at in self.coords.values()):
+            f({rank: bytes(row.tolist()).decode()[:-1] for rank, row in enumerate(texts)})
+
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        note(reduction(op), [x], axes)
+        note(self, reduction(op), [x], axes)
         return self._group(axes, x).all_reduce(x, op)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        note("all_gather", [x], axes)
+        note(self, "all_gather", [x], axes)
         return self._group(axes, x).all_gather(x)
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        note("reduce_scatter", [x], axes)
+        note(self, "reduce_scatter", [x], axes)
         return self._group(axes, x).reduce_scatter(x)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        note("all_to_all", [x], axes)
+        note(self, "all_to_all", [x], axes)
         return self._group(axes, x).all_to_all(x)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        note("permute", [x], axes)
+        note(self, "permute", [x], axes, pairs)
         return self._group(axes, x).permute(x, pairs)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note("all_gather", xs, axes)
+        note(self, "all_gather", xs, axes)
         return self._group(axes, xs[0]).gather(xs, into, dims)
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note("reduce_scatter", xs, axes)
+        note(self, "reduce_scatter", xs, axes, dims)
         return self._group(axes, xs[0]).scatter(xs, dims)
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        note("all_reduce", xs, axes)
+        note(self, "all_reduce", xs, axes)
         return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
 
 

@@ -1,26 +1,35 @@
-"""A record of the transfers that ranks start: `recording`."""
+"""A record of the transfers that ranks start: `recording`, and the bytes that each of them sends."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import _callsite
+from fshard.spec import size
 
-from .protocol import Axes
+from .packing import part_shape
+from .protocol import Axes, Comm, index_of
 from .region import checker
+
+Split = Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Transfer:
     """One collective of one rank. `bytes` is the size of its argument on that rank; `where` the line that called it.
 
-    In the backward pass, `where` is the line of the forward collective whose transpose it is.
+    `ranks` is the number of ranks over its axes, and `rank` the one that called it, in the mesh. `kept` are the bytes
+    of the argument that stay on this rank: its own part of a sum that is scattered, its own row of an exchange, and all
+    that a rank without a target has in a permute. In the backward pass, `where` is the line of the forward collective
+    whose transpose it is.
     """
 
     op: str
@@ -29,36 +38,97 @@ class Transfer:
     bytes: int
     where: _callsite.Site | None = None
     phase: str = "forward"
+    ranks: int = field(kw_only=True)
+    rank: int = field(default=0, kw_only=True, compare=False)
+    kept: int = field(default=0, kw_only=True)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the rank sends by the cost formula of the collective, as NCCL's rings and pairs do.
+
+            all_reduce      2 (n-1)/n b     all_gather  (n-1) b
+            reduce_scatter  b - kept        all_to_all  b - kept        permute  b - kept
+
+        `b` is `bytes`, n is `ranks`. Where the axes divide the dim, `b - kept` is (n-1)/n b. Rounded up to whole bytes.
+        A sum of at most 16 KiB takes one round on gloo instead of two, in which a rank sends (n-1) b.
+        """
+        if self.op == "all_gather":
+            return (self.ranks - 1) * self.bytes
+        if self.op.startswith("all_reduce"):
+            return -(-2 * (self.ranks - 1) * self.bytes // self.ranks)
+        return self.bytes - self.kept
 
 
-_record: list[Transfer] | None = None
+class Recording(list[Transfer]):
+    """The transfers of a `recording`. Its repr is a table by line, operation, axes and phase."""
+
+    def __repr__(self) -> str:
+        ranks = len({t.rank for t in self})
+        count = f"{len(self)} transfer{'s' * (len(self) != 1)} of {ranks} rank{'s' * (ranks != 1)}"
+        return "\n".join([f"{count}, {size(sum(t.sent for t in self))} sent in all", *transfer_rows(self)])
+
+
+_MOST_ROWS = 20
+
+
+def transfer_rows(transfers: Sequence[Transfer]) -> list[str]:
+    """Return a row for each line, operation, axes and phase, in the order of the program: count, these, bytes sent.
+
+    Of more than 20 rows those that send most are listed, and the others counted.
+    """
+    groups: dict[tuple[Any, ...], list[Transfer]] = {}
+    for t in transfers:
+        groups.setdefault((t.op, t.axes, t.phase, str(t.where or "")), []).append(t)
+    sent = {key: sum(t.sent for t in group) for key, group in groups.items()}
+    listed = set(sorted(groups, key=lambda key: -sent[key])[:_MOST_ROWS])
+    table = [(f"{len(group):5d}", key[0], "+".join(key[1]), key[2], f"{size(sent[key]):>10}", key[3])
+             for key, group in groups.items() if key in listed]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    rest = [key for key in groups if key not in listed]
+    if rest:
+        count = sum(len(groups[key]) for key in rest)
+        rows.append(f"  {count:5d}  of {len(rest)} other rows, {size(sum(sent[key] for key in rest))}")
+    return rows
+
+
+_record: Recording | None = None
 _thread = threading.local()  # of a rank: see `transfer_count`, `transposing`, `stop_after_transfers`
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Transfer]]:
-    """Collect every transfer of every rank this process runs.
+def recording() -> Iterator[Recording]:
+    """Collect every transfer of every rank this process runs: a list of `Transfer`, whose repr is a table.
 
-    >>> with recording() as log: step(params, batch)
-    >>> len(log)
+    The bytes in the table are those that the ranks send by the cost formula of each collective, `Transfer.sent`:
+    a gather of parts of b bytes over n ranks sends (n-1) b from each, where its argument has only b.
+
+    >>> double = shard_map(lambda x: psum(x, "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
+    >>> with recording() as log:
+    ...     total = double(torch.ones(4, 3))
+    >>> len(log), log[0].bytes, log[0].sent
+    (4, 12, 18)
+    >>> log
+    4 transfers of 4 ranks, 72 B sent in all
+          4  all_reduce  data  forward        72 B  ...:1 in <lambda>
     """
     global _record  # noqa: PLW0603 - one record for the ranks of all threads
-    before, _record = _record, []
+    before, _record = _record, Recording()
     try:
         yield _record
     finally:
         _record = before
 
 
-def note(op: str, xs: Sequence[Tensor], axes: Axes) -> None:
-    """Count a transfer, and add it to the record if there is one."""
+def note(comm: Comm, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
+    """Count a transfer, and add it to the record if there is one; `split` is that of `transfer`."""
     if not torch.compiler.is_dynamo_compiling():
         limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
         if limit is not None and transfer_count() == limit[0]:
             raise limit[1]
         _thread.count = transfer_count() + 1
     if _record is not None:
-        _record.append(transfer(op, xs, axes))
+        _record.append(transfer(comm, op, xs, axes, split))
 
 
 def transfer_count() -> int:
@@ -79,10 +149,23 @@ def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
         _thread.limit = before
 
 
-def transfer(op: str, xs: Sequence[Tensor], axes: Axes) -> Transfer:
-    """Return the record of a collective of these tensors, of one dtype, called at the current line."""
-    phase = "backward" if getattr(_thread, "origin", None) else "forward"
-    return Transfer(op, axes, xs[0].dtype, sum(x.numel() for x in xs) * xs[0].element_size(), call_site(), phase)
+def transfer(comm: Comm, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:
+    """Return the record of a collective of these tensors, of one dtype, called at the current line.
+
+    `split`: the dim of each tensor that a reduce_scatter splits, or the (source, target) pairs of a permute.
+    """
+    sizes, coords = [comm.sizes[a] for a in axes], [comm.coords[a] for a in axes]
+    count, itemsize = sum(x.numel() for x in xs), xs[0].element_size()
+    if op == "permute":
+        me = index_of(axes, comm.sizes, comm.coords)
+        kept = 0 if any(source == me != target for source, target in split) else count
+    elif op == "reduce_scatter" and split:
+        kept = sum(math.prod(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, split, strict=True))
+    else:  # rows, one for each rank
+        kept = count // math.prod(sizes) if op in ("reduce_scatter", "all_to_all") else 0
+    return Transfer(op, axes, xs[0].dtype, count * itemsize, call_site(),
+                    "backward" if getattr(_thread, "origin", None) else "forward", ranks=math.prod(sizes),
+                    rank=index_of(tuple(comm.sizes), comm.sizes, comm.coords), kept=kept * itemsize)  # fmt: skip
 
 
 def call_site() -> _callsite.Site | None:
@@ -98,6 +181,22 @@ def reduction(op: str) -> str:
 def is_observed() -> bool:
     """Return whether a record or a checker needs the line of each collective."""
     return _record is not None or checker() is not None
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Repeat a computation of the program within, whose results it has already had: it prints nothing again."""
+    before = is_recomputing()
+    _thread.recomputing = True
+    try:
+        yield
+    finally:
+        _thread.recomputing = before
+
+
+def is_recomputing() -> bool:
+    """Return whether this rank repeats a computation."""
+    return getattr(_thread, "recomputing", False)
 
 
 @contextlib.contextmanager

@@ -140,6 +140,8 @@ class _Run:
 
 def _describe(signature: tuple[Any, ...]) -> str:
     op, axes, shape, dtype, *_ = signature
+    if shape is None:
+        return f"{op} over {', '.join(map(repr, axes))}"
     return f"{op} over {', '.join(map(repr, axes))} of {str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
@@ -155,10 +157,11 @@ class SimulatedComm:
         self._rank = index_of(tuple(sizes), sizes, coords)
 
     def _collective(
-        self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any], *more: object
-    ) -> Tensor:
-        note(op, [x], axes)
-        out: Tensor = self._exchange((op, axes, tuple(x.shape), x.dtype, *more), x, combine)
+        self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any],
+        pairs: Sequence[tuple[int, int]] = (),
+    ) -> Tensor:  # fmt: skip
+        note(self, op, [x], axes, pairs)
+        out: Tensor = self._exchange((op, axes, tuple(x.shape), x.dtype, tuple(pairs)), x, combine)
         return out
 
     def _exchange(self, signature: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
@@ -167,6 +170,15 @@ class SimulatedComm:
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # every exchange compares what its ranks call
+
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        def call(texts: list[str]) -> list[None]:  # on the last rank to enter, while the others wait
+            f(dict(enumerate(texts)))
+            return [None] * len(texts)
+
+        self._exchange((verb, tuple(self.sizes), None, None), text, call)
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
@@ -192,12 +204,12 @@ class SimulatedComm:
             source = {target: xs[source] for source, target in pairs}
             return [source[i].clone() if i in source else torch.zeros_like(x) for i, x in enumerate(xs)]
 
-        return self._collective("permute", x, axes, combine, tuple(pairs))
+        return self._collective("permute", x, axes, combine, pairs)
 
     # All tensors are copied at the start, so that a rank that has waited may write to its arguments.
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note("all_gather", xs, axes)
+        note(self, "all_gather", xs, axes)
         rows = parts_by_rank(into, dims, [self.sizes[a] for a in axes])
         shape = tuple(rows[0][0].shape) if len(xs) == 1 else (sum(part.numel() for part in rows[0]),)
         mine = flatten(xs)
@@ -208,7 +220,7 @@ class SimulatedComm:
         return list
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note("reduce_scatter", xs, axes)
+        note(self, "reduce_scatter", xs, axes, dims)
         rows = parts_by_rank(xs, dims, [self.sizes[a] for a in axes])
         flats = [flatten(parts) for parts in rows]
         signature = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, _joined(xs, dims))

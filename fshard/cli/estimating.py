@@ -29,8 +29,7 @@ from fshard import lora, optim, tree
 from fshard.errors import fail
 from fshard.interop.accelerate.keys import STRATEGIES
 from fshard.interop.accelerate.settings import read_launched
-from fshard.show.table import size
-from fshard.spec import P, box_shape, fully_shard, is_spec, local_box
+from fshard.spec import P, box_shape, fully_shard, is_spec, local_box, size
 
 from .inspecting import PATHS, Contents, cast_leaves, describe, read
 

@@ -22,7 +22,7 @@ from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred, describe_initializer
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
-from fshard.spec import P, describe, format_axes, is_spec, part_lengths, spec_errors
+from fshard.spec import P, describe, format_axes, is_spec, part_lengths, size, spec_errors
 
 from .grid import Sizes, View, div, mesh_grid, picture, sizes_of
 
@@ -275,18 +275,6 @@ def _chain(node: _Node) -> tuple[str, int, _Node]:
 
 
 # --- text ---------------------------------------------------------------------------------------------------
-
-
-def size(n: int) -> str:
-    """Format a number of bytes.
-
-    >>> size(640), size(1536), size(3 * 2**30)
-    ('640 B', '1.5 KiB', '3.0 GiB')
-    """
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if n >= 1 << power:
-            return f"{n / (1 << power):.1f} {unit}"
-    return f"{n} B"
 
 
 def _span(local: Bytes) -> str:

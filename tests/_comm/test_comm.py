@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
@@ -12,15 +13,17 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard._comm import in_region, region, simulated
+from fshard._comm import AbstractComm, Recording, in_region, region, simulated, transfer_rows
 from fshard._torch_compat import set_jvp_nesting
 from tests.lib.assertions import error_text
+from tests.lib.collective_cases import verbs_with_bytes
 
 LIMIT = 10.0  # seconds, far above the time of a test that does not hang
 
@@ -703,6 +706,49 @@ def test_recording_has_every_transfer_of_every_rank():
         ("all_gather", ("a", "b"), torch.float32, 12),
     ]
     assert Counter((t.op, t.axes, t.dtype, t.bytes) for t in log) == Counter(each * 4)
+
+
+@pytest.mark.parametrize("axes", [("a",), ("b",), ("a", "b"), ("b", "c", "a")])
+def test_ranks_together_send_the_bytes_that_they_receive(axes):
+    mesh = fs.make_mesh(a=2, b=3, c=2)
+    n = math.prod(mesh.axes[a] for a in axes)
+
+    def run(comm, rank):
+        for verb, _ in verbs_with_bytes(comm, axes):
+            verb()
+
+    with fs.recording() as log:
+        mesh.run(run)
+    wanted = [nbytes for _, nbytes in verbs_with_bytes(AbstractComm(mesh.axes, mesh.coords(0), []), axes)]
+    assert len(log) == len(wanted) * mesh.size
+    by_rank = [[t for t in log if t.rank == rank] for rank in range(mesh.size)]
+    assert [sum(t.sent for t in ts) for ts in zip(*by_rank, strict=True)] == [w * mesh.size // n for w in wanted]
+    assert {t.ranks for t in log} == {n}
+    for rank, ts in enumerate(by_rank):  # and so are those of the mesh that transfers nothing
+        dry = []
+        run(AbstractComm(mesh.axes, mesh.coords(rank), dry), rank)
+        assert dry == ts
+
+
+def test_repr_of_a_recording_is_a_table_by_line():
+    def f(x):
+        v = fs.pvary(x, "a")
+        for _ in range(2):
+            fs.all_gather(v, "a")
+        return fs.psum(v.bfloat16(), "a")
+
+    line = f.__code__.co_firstlineno
+    with fs.recording() as log:
+        on_ranks(fs.make_mesh(a=4), f, torch.ones(300))
+    assert repr(log) == (
+        "12 transfers of 4 ranks, 31.6 KiB sent in all\n"
+        f"      8  all_gather  a  forward    28.1 KiB  test_comm.py:{line + 3} in f\n"
+        f"      4  all_reduce  a  forward     3.5 KiB  test_comm.py:{line + 4} in f"
+    )
+    assert repr(Recording()) == "0 transfers of 0 ranks, 0 B sent in all"
+    many = [replace(log[0], where=None, axes=(f"axis{i}",), bytes=1 + i) for i in range(25)]
+    assert transfer_rows(many)[0].split() == ["1", "all_gather", "axis5", "forward", "18", "B"]
+    assert transfer_rows(many)[20:] == ["      5  of 5 other rows, 45 B"]
 
 
 def test_recordings_nest():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
 import itertools
 import os
 import re
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +24,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
+from tests.benchmarks.step_cost import measure_step
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.collective_cases import (
     EVERY_DTYPE,
@@ -28,6 +32,7 @@ from tests.lib.collective_cases import (
     check_pending_transfers,
     check_transfer_records,
     check_values,
+    verbs_with_bytes,
 )
 from tests.lib.compile_cases import meshes_made_again
 from tests.lib.processes import TIMEOUT, Pool, RanksError
@@ -290,10 +295,24 @@ def single_axis() -> None:
     check_all(mesh, ("x",))
 
 
+def check_bytes_on_the_wire(verb: Callable[[], Any], n: int) -> None:
+    """Check that gloo sends the bytes of the record, and a header of 256 to each other rank.
+
+    A sum of at most 16 KiB is sent whole to each of the others.
+    """
+    with fs.recording() as log:
+        cost = measure_step(lambda: verb, warmup=0)
+    small = log[0].op.startswith("all_reduce") and log[0].bytes <= 1 << 14
+    sends = [nbytes for op, nbytes in cost.transfers if op == "send"]
+    assert len(sends) == len(cost.transfers)
+    assert sum(sends) - 256 * (n - 1) == (log[0].bytes * (n - 1) if small else log[0].sent), log
+
+
 def pending_transfers(n: int) -> None:
     mesh = fs.make_mesh(x=n)
     check_pending_transfers(mesh.run, mesh.axes, ("x",), EVERY_DTYPE if n == 2 else EVERY_DTYPE[::3])
     check_transfer_records(mesh.run, mesh.axes, ("x",), here=1)
+    mesh.run(lambda comm, rank: [check_bytes_on_the_wire(verb, n) for verb, _ in verbs_with_bytes(comm, ("x",))])
     for _ in range(3):  # transfers that every rank drops do not block others
         mesh.run(lambda comm, rank: comm.gather([torch.ones(9)], [torch.empty(9 * n)], [0], ("x",)) and None)
         mesh.run(lambda comm, rank: comm.reduce([torch.ones(50_000)], ("x",)) and None)
@@ -388,6 +407,30 @@ def different_collectives() -> None:
             check_values(mesh, ("data",))
 
 
+def printing() -> None:
+    """Print by messages, and by the collectives of CUDA: rank 0 does for all, and names a rank that does not print."""
+    mesh, rank = fs.make_mesh(a=2, b=2), dist.get_rank()
+
+    def say(x: Tensor | str) -> None:
+        fs.print("b is", fs.axis_index("b"), x)
+        if rank == 3 and mesh._comm._connections is not None:
+            fs.psum(torch.ones(2), ("a", "b"))
+        else:
+            fs.print()
+
+    step = fs.shard_map(say, mesh=mesh, out_specs=P(), check="never")
+    x, lines = (torch.eye(2) if rank == 3 else "é"), ["[a=0..1, b=0] b is 0 é", "[a=0, b=1] b is 1 é"]
+    lines += ["[a=1, b=1] b is 1 tensor([[1., 0.],", "                          [0., 1.]])"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(fs.ShardingError, match="=0  print") as e:
+        step(x)
+    assert "=3  all_reduce" in str(e.value)
+    assert out.getvalue().splitlines() == (lines if rank == 0 else [])
+    mesh._comm._connections = None
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        step(x)
+    assert out.getvalue().splitlines() == ([*lines, "[a=0..1, b=0..1] "] if rank == 0 else [])
+
+
 def process_groups() -> None:
     """Count the process groups that are made: none for messages, else those of the axes of a collective, once."""
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
@@ -409,6 +452,7 @@ def process_groups() -> None:
 def test_wrong_meshes_results_and_collectives_are_errors_on_every_rank(ranks: Pool) -> None:
     ranks(4, meshes)
     ranks(4, process_groups)
+    ranks(4, printing)
     ranks(2, bad_results)
     ranks(2, different_collectives)
 

@@ -337,3 +337,27 @@ def check_transfer_records(run: Run, sizes: dict[str, int], axes: tuple[str, ...
         run(f)
     each = [("all_gather", 28), ("reduce_scatter", 4 * (2 * n + 1)), ("all_reduce", 32)]
     assert Counter((t.op, t.bytes) for t in log) == Counter(each * here)
+
+
+def verbs_with_bytes(comm: Any, axes: tuple[str, ...]) -> list[tuple[Callable[[], Any], int]]:
+    """Return each verb as a call without arguments, and the bytes that all ranks of `axes` together must send.
+
+    These are the bytes that the ranks receive: of a gather all other parts; of a sum, each part from n-1 ranks.
+    """
+    n = math.prod(comm.sizes[a] for a in axes)
+    part = part_range(2 * n - 3, [comm.sizes[a] for a in axes], [comm.coords[a] for a in axes])[1]  # of 5: 2, 2, 1, 0
+    pairs = [(i, i + 1) for i in range(n - 1)] if n > 2 else [(0, 1), (1, 1)]
+    return [
+        (lambda: comm.all_reduce(torch.ones(4000 * n), "sum", axes), 2 * (n - 1) * 16_000 * n),
+        (lambda: comm.all_reduce(torch.ones(n, dtype=torch.float64), "max", axes), 2 * (n - 1) * 8 * n),
+        (lambda: [comm.reduce([torch.ones(4000, n), torch.ones(n)], axes)()], 2 * (n - 1) * 4 * 4001 * n),
+        (lambda: comm.all_gather(torch.ones(3), axes), n * (n - 1) * 12),
+        (lambda: [comm.gather([torch.ones(part, 2)], [torch.empty(2 * n - 3, 2)], [0], axes)()],
+         (n - 1) * 8 * (2 * n - 3)),
+        (lambda: comm.reduce_scatter(torch.ones(n, 3), axes), (n - 1) * 12 * n),
+        (lambda: [comm.scatter([torch.ones(2 * n - 3, 2), torch.ones(3, n)], [0, 1], axes)()],
+         (n - 1) * (8 * (2 * n - 3) + 12 * n)),
+        (lambda: comm.all_to_all(torch.ones(n, 5), axes), n * (n - 1) * 20),
+        (lambda: comm.permute(torch.ones(7), pairs, axes), 28 * sum(a != b for a, b in pairs)),
+        (lambda: comm.permute(torch.ones(7), [(0, 0)], axes), 0),
+    ]  # fmt: skip
