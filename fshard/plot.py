@@ -124,7 +124,7 @@ def _memory_of_plan(plan: Plan) -> Figure:
 def _stack(axes: Any, parts: Mapping[str, int], scale: float, unit: str) -> None:
     """Draw parts on top of each other, each with its name and number beside it."""
     bottom, whole, last = 0.0, sum(parts.values()) / scale, -math.inf
-    for (part, nbytes), color in zip(parts.items(), itertools.cycle(_COLORS)):  # noqa: B905 - endless
+    for (part, nbytes), color in zip(parts.items(), itertools.cycle(_COLORS)):
         height = nbytes / scale
         axes.bar([0], [height], bottom=bottom, color=color, width=0.8)
         last = max(bottom + height / 2, last + 0.055 * whole)  # labels do not overlap
@@ -158,11 +158,13 @@ def _memory_of_trace(trace: Trace) -> Figure:
     axes = figure.subplots()
     scale, unit = _unit(max(n for t in rows for _, n in t.memory))
     zero = min(t.start for t in rows)
-    for t, color in zip(rows, itertools.cycle(_COLORS)):  # noqa: B905 - endless
+    for t, color in zip(rows, itertools.cycle(_COLORS)):
         points = np.array(t.memory)
         label = t.name if len(rows) <= 2 * _MOST_LINES else None
         axes.plot(1e3 * (points[:, 0] - zero), points[:, 1] / scale, drawstyle="steps-post", color=color, label=label)
-    axes.set(xlabel="time, ms", ylabel=unit, title=f"memory of {len(rows)} ranks, {format_axes(trace.mesh)}", ylim=(0, None))
+    axes.set(
+        xlabel="time, ms", ylabel=unit, title=f"memory of {len(rows)} ranks, {format_axes(trace.mesh)}", ylim=(0, None)
+    )
     if len(rows) <= 2 * _MOST_LINES:
         axes.legend()
     return figure
@@ -280,7 +282,7 @@ def traffic(plan: Plan) -> Figure:
         figure = _new_figure(8.0, 1.6 + 0.4 * len(names))
         axes = figure.subplots()
         left = np.zeros(len(names))
-        for op, color in zip(dict.fromkeys(op for row in sent.values() for op in row), itertools.cycle(_COLORS)):  # noqa: B905 - endless
+        for op, color in zip(dict.fromkeys(op for row in sent.values() for op in row), itertools.cycle(_COLORS)):
             widths = np.array([row[op] for row in sent.values()]) / scale
             axes.barh(range(len(names)), widths, left=left, color=color, label=op)
             left += widths
@@ -360,7 +362,7 @@ def read_losses(path: StrPath) -> tuple[list[int], list[float]]:
 def _draw_losses(runs: Mapping[str, tuple[Sequence[int], Sequence[float]]], window: int) -> Figure:
     figure = _new_figure()
     axes = figure.subplots()
-    for (name, (steps, values)), color in zip(runs.items(), itertools.cycle(_COLORS)):  # noqa: B905 - endless
+    for (name, (steps, values)), color in zip(runs.items(), itertools.cycle(_COLORS)):
         n = min(window, len(values))
         mean = np.convolve(values, np.ones(n) / n, "valid")
         axes.plot(steps, values, color=color, alpha=0.35, linewidth=0.8, label=None if name else "each step")

@@ -321,6 +321,17 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(stem, stem) + name[len(stem) :] if stem in _SHORT else name
 
 
+def format_number(x: torch.Tensor) -> str:
+    """Format the number of a 0-d tensor, with the digits that its dtype can tell apart.
+
+    >>> format_number(torch.tensor(0.1)), format_number(torch.tensor(0.1, dtype=torch.float64) * 3)
+    ('0.1', '0.30000000000000004')
+    """
+    x = x.detach().cpu()
+    narrow = x.is_floating_point() and x.element_size() < 4 and x.dtype != torch.float16  # of these numpy has only one
+    return str((x.float() if narrow else x).numpy()[()])
+
+
 def relative_box(inner: Box, outer: Box) -> Box:
     """Return the slices of a box relative to a box that contains it.
 

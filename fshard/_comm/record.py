@@ -184,6 +184,22 @@ def is_observed() -> bool:
 
 
 @contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Repeat a computation of the program within, whose results it has already had: it prints nothing again."""
+    before = is_recomputing()
+    _thread.recomputing = True
+    try:
+        yield
+    finally:
+        _thread.recomputing = before
+
+
+def is_recomputing() -> bool:
+    """Return whether this rank repeats a computation."""
+    return getattr(_thread, "recomputing", False)
+
+
+@contextlib.contextmanager
 def transposing(origin: _callsite.Site) -> Iterator[None]:
     """Record transfers within as the transpose of the collective called at `origin`."""
     before = getattr(_thread, "origin", None)

@@ -48,6 +48,11 @@ class TimedComm:
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         self._comm.agree(what, axes, device)
 
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        self._comm.with_all_texts(text, verb, device, f)
+
     def _begin(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> int:
         ranks = tuple(ranks_over(axes, self.sizes, self.coords))
         return self._watch.begin_transfer(transfer(self, op, xs, axes, split), ranks)

@@ -9,12 +9,13 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fshard import devices, tree
+from fshard import devices, models, tree
 from fshard.errors import fail, raise_all
 from fshard.planning import PlanTable, divisions, plan_table, search
 
@@ -38,10 +39,16 @@ def add(commands: Any) -> None:
     option = command.add_argument
     option("model", metavar="MODEL", help="a Hugging Face folder, or its config.json")
     option("--devices", type=int, metavar="N", help="of all machines (default: those of the first layout, or 8)")
-    option("--device", metavar="NAME", help="of fs.devices: h100, a100, mi300x, tpu-v5p, cpu ...: for what fits, and for times")
+    option(
+        "--device",
+        metavar="NAME",
+        help="of fs.devices: h100, a100, mi300x, tpu-v5p, cpu ...: for what fits, and for times",
+    )
     option("--layout", nargs="+", action="extend", default=[], metavar="AXES",
            help=f"data=64,model=8,remat=yes; {_SETTINGS}; dtype: {', '.join(_DTYPES)} (default: data=N)")  # fmt: skip
-    option("--search", action="store_true", help="find the three fastest layouts that fit; --layout are settings of all")
+    option(
+        "--search", action="store_true", help="find the three fastest layouts that fit; --layout are settings of all"
+    )
     option("--batch", type=int, metavar="N", help="examples of a step on all devices (default: one for each)")
     option("--seq", type=int, metavar="N", help="tokens of a sequence, or the side of an image (default: the model's "
                                                 "longest sequence, at most 8192; 224)")  # fmt: skip
@@ -97,6 +104,14 @@ def _facts(job: Job, batch: int) -> str:
     n = sum(x.numel() for x in tree.leaves(job.model.init(job.cfg)))
     each = f"images of {job.length} x {job.length}" if job.unit == "images" else f"sequences of {job.length:,} tokens"
     return f"fs.models.{job.name}, {n:,} parameters; {batch:,} {each} a step, AdamW"
+
+
+def _write(path: Path, title: str, table: PlanTable) -> None:
+    page = f"<!doctype html><meta charset='utf-8'><title>{escape(title)}</title><h3>{escape(title)}</h3>"
+    try:
+        path.write_text(page + table._repr_html_())
+    except OSError as e:
+        raise fail(f"plan: --html {path}: {e.strerror}") from e
 
 
 # --- layouts --------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ Legend: B examples of a step, T time, C channels, L labels; [B@data] is a dim sp
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

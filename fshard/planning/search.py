@@ -92,7 +92,7 @@ def search(
             waiting = sorted(filter(_is_open, rows), key=lambda row: row.order)
             if len(fitting) >= best or not waiting:
                 break
-            at = rows.index(waiting[0])
+            at = next(i for i, row in enumerate(rows) if row is waiting[0])
             rows[at] = task.row(waiting[0].layout)
             advance(rows[at])
     ordered = sorted(rows, key=lambda row: (row.plan is None or row.fits is False, row.order))
@@ -138,7 +138,7 @@ def _predicted(task: Task, layout: Layout, blocks: int) -> PlanRow:
     times = [row.seconds for row in rows if row.seconds is not None]
     peaks = [_phase_peaks(p.events) for p in plans]
     peak = max(_extend([of[phase] for of in peaks], blocks) for phase in peaks[0])
-    at_peak = [p.time.flops_at_peak for p in plans if p.time is not None]
+    at_peak = [(row.mfu or 0) * (row.seconds or 0) for row in rows]
     seconds = _extend(times, blocks)
     return replace(rows[-1], layout=dict(layout), plan=None, peak=round(peak), seconds=seconds,
                    sent=round(_extend([row.sent or 0 for row in rows], blocks)), mfu=_extend(at_peak, blocks) / seconds,

@@ -16,9 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from fshard.devices import Device
 from fshard.errors import ShardingError, checked, fail, must_be
 from fshard.shard_map import ShardMapped
-from fshard.show.table import size
+from fshard.spec import size
 
 from .plan import Plan, plan
+from .roofline import roofline
 
 Layout = Mapping[str, Any]
 StepOf = Callable[..., Any]  # (**layout) -> (f, args)
@@ -114,7 +115,9 @@ class PlanTable:
         names = list(dict.fromkeys(name for row in self.rows for name in row.layout if name not in same))
         columns: dict[str, Callable[[PlanRow], str]] = {
             "peak": lambda row: "" if row.peak is None else size(row.peak),
-            "memory": lambda row: "" if row.peak is None or self.device is None else f"{row.peak / self.device.memory:.0%}",
+            "memory": lambda row: (
+                "" if row.peak is None or self.device is None else f"{row.peak / self.device.memory:.0%}"
+            ),
             "sent": lambda row: "" if row.sent is None else size(row.sent),
             "step": lambda row: "" if row.seconds is None else duration(row.seconds),
             f"{self.unit}/s": lambda row: "" if row.rate is None else _number(row.rate),
@@ -215,8 +218,10 @@ class Task:
             tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
         except Exception as e:  # of any kind: functions of the user run
             return PlanRow(dict(layout), error=e)
-        seconds = None if found.time is None else found.time.seconds
-        mfu = None if found.time is None else found.time.mfu
+        time = found.time
+        if time is None and self.device is not None:
+            time = roofline(found.events, found.mesh, self.device)  # TODO
+        seconds, mfu = (None, None) if time is None else (time.seconds, time.mfu)
         return PlanRow(dict(layout), math.prod(found.mesh.values()), found, found.memory.peak,
                        sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit)  # fmt: skip
 
