@@ -82,8 +82,8 @@ def init(s: Sizes) -> Any:
     normal, ones = functools.partial(fs.init.normal, std=0.02), fs.init.ones
     block = lambda: {  # noqa: E731
         "norm_1": ones(d), "q": normal((d, s.heads * k)), "k": normal((d, s.groups * k)),
-        "v": normal((d, s.groups * k)), "o": normal((s.heads * k, d)), "norm_2": ones(d), "up": normal((d, s.hidden)), "gate": normal((d, s.hidden)),
-        "down": normal((s.hidden, d)),
+        "v": normal((d, s.groups * k)), "o": normal((s.heads * k, d)), "norm_2": ones(d),
+        "up": normal((d, s.hidden)), "gate": normal((d, s.hidden)), "down": normal((s.hidden, d)),
     }  # fmt: skip
     return {"wte": normal((s.vocab, d)), "h": [block() for _ in range(s.layers)], "norm": ones(d),
             "head": normal((d, s.vocab))}  # fmt: skip
