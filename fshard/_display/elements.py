@@ -1,8 +1,8 @@
 """Elements of HTML reprs: tables whose groups of rows collapse, bars, and a colour for each device.
 
 Pages of notebooks are light or dark, and an untrusted JupyterLab removes style sheets, scripts, and what its sanitizer
-does not know: `hsl()`, `inherit`, the unit `ch`. So every element has its own styles, of few kinds: no colour of text or
-page is set, and lines, bars and blocks are translucent tints.
+does not know: `hsl()`, `inherit`, the unit `ch`. So every element has its own styles, of few kinds: no colour of text
+or page is set, and lines, bars and blocks are translucent tints.
 """
 
 from __future__ import annotations
@@ -92,10 +92,12 @@ def bars(shares: Mapping[str, float], *, first: int = 4) -> Html:
 
 
 def table(
-    rows: Iterable[Row | Sequence[str]], *, head: Sequence[str] = (), align: str = "", is_open: bool = True,
+    rows: Iterable[Row | Sequence[str]], *, head: Sequence[str] = (), align: str = "", most: int = 40,
     widths: Sequence[int] = (),
 ) -> Html:  # fmt: skip
     """Return a table: `align` has `l`, `r` or `c` for each column, `widths` the characters, by default of the longest.
+
+    Groups are open to the depth at which at most `most` rows are seen.
 
     A row with children collapses: the row and its children are tables in one cell, with columns of the same shares of
     the width, which so stay aligned on every page, and texts wrap where the page is too narrow. The marks that open and
@@ -107,7 +109,8 @@ def table(
     listed = [row if isinstance(row, Row) else Row(row) for row in rows]
     columns = max((len(row.cells) for row in [Row(head), *listed]), default=0)
     chars = list(widths) or _widths([Row(head), *listed], [0] * columns)
-    layout = _Layout([100 * n / max(1, sum(chars)) for n in chars], align.ljust(columns, "l"), is_open)
+    shares = [100 * n / max(1, sum(chars)) for n in chars]
+    layout = _Layout(shares, align.ljust(columns, "l"), _open_depth(listed, most))
     collapses = any(row.children for row in listed)
     style = f"max-width: {_EM * sum(chars):.1f}em; {'padding-left: 1.5em' if collapses else ''}"
     header = layout.row(Row(head), 0, tag="th") if any(head) else ""
@@ -131,11 +134,23 @@ def _widths(rows: Sequence[Row], least: Sequence[int], depth: int = 0) -> list[i
     return out
 
 
+def _open_depth(rows: Sequence[Row], most: int) -> int:
+    """Return the depth at which groups are closed, so that at most so many rows are seen."""
+    depth, seen = 0, len(rows)
+    while rows:
+        rows = [child for row in rows for child in row.children]
+        seen += len(rows)
+        if seen > most:
+            break
+        depth += 1
+    return depth
+
+
 @dataclass(frozen=True)
 class _Layout:
     shares: Sequence[float]  # percent of the width, of each column
     align: str
-    is_open: bool
+    open_depth: int
 
     def table(self, header: str, rows: Sequence[Row], depth: int = 0) -> str:
         lines = [header] if header else []
@@ -160,8 +175,9 @@ class _Layout:
     def group(self, row: Row, depth: int) -> str:
         summary = f'<summary style="{_SUMMARY}">{self.table("", [Row(row.cells, (), row.hover)], depth)}</summary>'
         body = self.table("", row.children, depth + 1)
-        return (f'<tr style="background: transparent"><td colspan="{len(self.shares)}" style="padding: 0; border: none; '
-                f'text-align: left"><details{" open" * self.is_open}>{summary}{body}</details></td></tr>')  # fmt: skip
+        is_open = " open" if depth < self.open_depth else ""
+        return (f'<tr style="background: transparent"><td colspan="{len(self.shares)}" style="padding: 0; '
+                f'border: none; text-align: left"><details{is_open}>{summary}{body}</details></td></tr>')  # fmt: skip
 
 
 _CELL = "border: none; vertical-align: top; white-space: pre-wrap; word-wrap: break-word; font-weight: normal"

@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,14 @@ import optree
 import torch
 
 from fshard import tree
+from fshard._display import Html, Row, View, bar, page, table
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred, describe_initializer
-from fshard.mesh import Mesh
+from fshard.mesh import Mesh, mesh_grid
 from fshard.sharded import Sharded
-from fshard.spec import P, describe, format_axes, is_spec, part_lengths, size, spec_errors
+from fshard.spec import P, describe, draw, format_axes, is_spec, part_range, size, spec_errors
 
-from .grid import Sizes, View, div, mesh_grid, picture, sizes_of
-
+Sizes = Mapping[str, int]
 # Bytes on each device: an int where all devices have the same number, else an array that broadcasts over the mesh.
 Bytes = Any
 # The number of a file in `stored(model-00001-of-00004.safetensors: h.0.w)`, and a number in the dotted name: 00001, 0.
@@ -61,7 +60,7 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
         return mesh_grid(tree)
     leaves, sizes = _leaves(tree, mesh, specs)
     if len(leaves) == 1 and optree.tree_is_leaf(tree) and leaves[0].spec is not None and sizes:
-        return picture(leaves[0].type, leaves[0].shape, leaves[0].spec, sizes)
+        return draw(leaves[0].type, leaves[0].shape, leaves[0].spec, sizes, itemsize=leaves[0].itemsize)
     root = _node("", tree, iter(leaves), fold)
     return View(_text_table(root, sizes), _html_table(root, sizes))
 
@@ -75,6 +74,7 @@ class _Leaf:
     init: str = ""
     shape: tuple[int, ...] = ()
     spec: P | None = None
+    itemsize: int = 0
     has_bytes: bool = False  # False for specs, numbers, and leaves that were shown before
     numel: int = 0
     nbytes: int = 0
@@ -88,7 +88,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
     if mesh is None and len(meshes) > 1:
         names = [format_axes(dict(axes)) for axes in sorted(meshes)]
         raise fail("show: leaves on different meshes", *names, fix="pass mesh=, or show them one by one")
-    sizes = sizes_of(mesh) if mesh is not None else dict(*meshes)
+    sizes = _sizes_of(mesh) if mesh is not None else dict(*meshes)
     flat = [None] * len(leaves) if specs is None else tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
     seen: dict[int, str] = {}
     errors: list[ShardingError] = []
@@ -106,15 +106,19 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
             continue
         type_ = describe(x.dtype, shape, spec)
         if id(x) in seen:
-            out.append(_Leaf(type_, f"= {seen[id(x)]}", shape, spec))
+            out.append(_Leaf(type_, f"= {seen[id(x)]}", shape, spec, x.dtype.itemsize))
             continue
         seen[id(x)] = tree.dotted(path)
         init = describe_initializer(x.init) if isinstance(x, Deferred) else ""
         local = _bytes_per_device(shape, spec or P(), tuple(sizes.items()), x.dtype.itemsize) if sizes else x.nbytes
         memories = (0, local) if spec is not None and spec.memory == "host" else (local, 0)
-        out.append(_Leaf(type_, init, shape, spec, True, x.numel(), x.nbytes, *memories))
+        out.append(_Leaf(type_, init, shape, spec, x.dtype.itemsize, True, x.numel(), x.nbytes, *memories))
     raise_all(errors)
     return out, sizes
+
+
+def _sizes_of(mesh: Mesh | Sizes) -> Sizes:
+    return mesh.axes if isinstance(mesh, Mesh) else dict(mesh)
 
 
 def _spec_errors(where: str, shape: tuple[int, ...], spec: P | None, sizes: Sizes) -> list[ShardingError]:
@@ -131,17 +135,24 @@ def _spec_errors(where: str, shape: tuple[int, ...], spec: P | None, sizes: Size
 @functools.lru_cache(maxsize=4096)
 def _bytes_per_device(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], itemsize: int) -> Bytes:
     """Bytes of a leaf on every device."""
-    sizes = dict(axes)
     out: Bytes = itemsize
     for n, names in zip(shape, spec.parts(len(shape)), strict=True):
-        cut = [sizes[a] for a in names]
-        if n % math.prod(cut) == 0:
-            out = out * (n // math.prod(cut))
-            continue
-        order = sorted(range(len(names)), key=lambda i: list(sizes).index(names[i]))
-        line = np.array(part_lengths(n, cut)).reshape(cut).transpose(order)
-        out = out * line.reshape([k if a in names else 1 for a, k in sizes.items()])
+        ranks = math.prod(k for a, k in axes if a in names)
+        start, stop = (0, n // ranks) if n % ranks == 0 else _ranges(n, names, axes)
+        out = out * (stop - start)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranges(n: int, names: tuple[str, ...], axes: tuple[tuple[str, int], ...]) -> tuple[Bytes, Bytes]:
+    """Return the start and the stop of the part of range(n) on every device: arrays that broadcast over the mesh."""
+    sizes = dict(axes)
+    cut = [sizes[a] for a in names]
+    order = sorted(range(len(names)), key=lambda i: list(sizes).index(names[i]))
+    line = np.array([part_range(n, cut, at) for at in np.ndindex(*cut)])
+    starts, lengths = (line[:, i].reshape(cut).transpose(order) for i in range(2))
+    shape = [k if a in names else 1 for a, k in axes]
+    return starts.reshape(shape), (starts + lengths).reshape(shape)
 
 
 # --- nodes --------------------------------------------------------------------------------------------------
@@ -176,9 +187,34 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
     if all(str(e).isdecimal() for e in order):
         order.sort(key=int)
     nodes = [node for node in (made[e] for e in order) if node is not None]
+    if isinstance(tree_, dict) and all(isinstance(e, str) for e in order):
+        nodes = _grouped(nodes, fold)
     children = _fold(nodes) if fold else nodes
-    if not children:
-        return None
+    return _group(name, children) if children else None
+
+
+def _grouped(nodes: Sequence[_Node], fold: bool) -> list[_Node]:
+    """Put nodes with dotted names, as `h.0.weight` of a module, below nodes for the parts of their names."""
+    groups: dict[tuple[str, bool], list[_Node]] = {}  # a leaf `h` and a group `h` have a node each
+    for node in nodes:
+        head, _, rest = node.name.partition(".")
+        is_dotted = all(node.name.split(".")) and bool(rest)
+        groups.setdefault((head, True) if is_dotted else (node.name, False), []).append(
+            replace(node, name=rest) if is_dotted else node
+        )
+    out = []
+    for (name, is_dotted), inside in groups.items():
+        if not is_dotted:
+            out += inside
+            continue
+        children = _grouped(inside, fold)
+        if all(c.name.isdecimal() for c in children):
+            children.sort(key=lambda c: int(c.name))
+        out.append(_group(name, _fold(children) if fold else children))
+    return out
+
+
+def _group(name: str, children: Sequence[_Node]) -> _Node:
     return _Node(
         name=name,
         leaf=None,
@@ -325,13 +361,18 @@ def _total(root: _Node, sizes: Sizes) -> str:
     return f"{whole}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){on_host}"
 
 
+def _heading(root: _Node, sizes: Sizes) -> str:
+    return ("per device" if sizes else "bytes") if root.has_bytes else ""
+
+
 def _text_table(root: _Node | None, sizes: Sizes) -> str:
     rows = list(_rows(_top_nodes(root)))
     if root is None or not rows:
         return "(no leaves)"
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    widths[3] = max(widths[3], len("per device")) if root.has_bytes and sizes else widths[3]
-    head = [("", "", "", "per device")] if root.has_bytes and sizes else []
+    heading = _heading(root, sizes) if sizes else ""
+    widths[3] = max(widths[3], len(heading))
+    head = [("", "", "", heading)] if heading else []
     lines = []
     for *left, nbytes in [*head, *rows]:
         cells = [text.ljust(w) for text, w in zip(left, widths, strict=False) if w]
@@ -342,20 +383,24 @@ def _text_table(root: _Node | None, sizes: Sizes) -> str:
 # --- HTML ---------------------------------------------------------------------------------------------------
 
 
-def _html_table(root: _Node | None, sizes: Sizes) -> str:
+def _html_table(root: _Node | None, sizes: Sizes) -> Html:
     if root is None:
-        return div("(no leaves)")
-    is_open = len(list(_rows(_top_nodes(root)))) <= 40
-    total = [f"<div>total  {escape(_total(root, sizes))}</div>"] if root.has_bytes else []
-    return div(*(_html_row(node, 0, is_open) for node in _top_nodes(root)), *total)
+        return page("(no leaves)")
+    nodes = _top_nodes(root)
+    rows = list(_rows(nodes))
+    head = ["leaf", "type", "initializer" if any(row[2] for row in rows) else "", _heading(root, sizes), ""]
+    most = max(1, int(np.max(root.one + root.host)))
+    total = [f"total  {_total(root, sizes)}"] if root.has_bytes else []
+    return page(table([_html_row(node, most) for node in nodes], head=head, align="lllrl"), *total)
 
 
-def _html_row(node: _Node, depth: int, is_open: bool) -> str:
-    name, *cells, last = _cells(node)
-    spans = "".join(f"<span>{escape(text)}</span>" for text in cells)
-    line = f'<span class="name" style="padding-left: {2 * depth}ch">{escape(name)}</span>{spans}'
-    if not last.children:
-        return f'<div class="row">{line}</div>'
-    inside = "\n".join(_html_row(child, depth + 1, is_open) for child in last.children)
-    state = " open" if is_open else ""
-    return f'<details{state}><summary class="row">{line}</summary>\n{inside}</details>'
+def _html_row(node: _Node, most: int, times: int = 1) -> Row:
+    """Return the row of a node, and of those below; its bar is the share of all equal subtrees in `most` bytes."""
+    *cells, last = _cells(node)
+    times *= _chain(node)[1]
+    children = [_html_row(child, most, times) for child in last.children]
+    if not last.has_bytes:
+        return Row([*cells, ""], children)
+    share = int(np.max(last.one + last.host)) * times / most
+    count, nbytes = (times * n // last.times for n in (last.numel, last.nbytes))
+    return Row([*cells, bar(share, f"{100 * share:.3g} %")], children, f"{count:,} elements, {size(nbytes)} in all")
