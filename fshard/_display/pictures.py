@@ -154,5 +154,7 @@ def _block(cell: Cell | str, style: str) -> str:
         f'background: {rgba(device)}">{device}</td>'
         for device, hover in zip(cell.devices, cell.hovers, strict=True)
     )
-    inner = "border-collapse: collapse; border: none; margin: 0; width: 100%; height: 100%; font-size: 12px"
+    # Apart from each other, since two devices that have the same block do not split it.
+    inner = "border-collapse: separate; border-spacing: 3px; border: none; margin: 0; width: 100%; height: 100%"
+    inner += "; font-size: 12px; table-layout: auto"
     return f'<td style="{style}"><table style="{inner}"><tr style="background: transparent">{each}</tr></table></td>'

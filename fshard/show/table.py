@@ -6,6 +6,7 @@ No storage is read: shapes, specs and axis sizes are enough, so a mesh may be a 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,9 @@ _CANDIDATES = 16  # rows of one look that a sibling is compared with: the longes
 
 
 @checked
-def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold: bool = True) -> View:
+def show(
+    tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, against: Any = None, fold: bool = True
+) -> View:  # fmt: skip
     """Show a tree as a table: each leaf's dtype, shape and split, its initializer, and its bytes on one device.
 
     One placed leaf is shown as a picture of the ranks that have each block, a mesh as the grid of its ranks.
@@ -42,6 +45,7 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
         tree: `Deferred`, `Sharded` or tensor leaves, or specs, or a mesh.
         mesh: a mesh, or axis sizes such as `{"data": 64, "model": 8}`; by default that of the placed leaves.
         specs: the leaves' specs, a prefix tree; by default those of the placed leaves.
+        against: other specs of the leaves, a prefix tree: show what moves if the leaves are resharded to them.
         fold: show equal siblings with numbers for names (`h.0`, `h.1`, ...; `h.0`, `h.2`, ...) once.
 
     >>> h = [{"up": fs.init.normal((64, 256), std=0.02)} for _ in range(12)]
@@ -52,6 +56,15 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
     scale           f32[64]             ones                      256 B
     total  196,672 parameters, 768.2 KiB; 192.2 KiB on each of 4 devices (model=4)
 
+    With `against`, the bytes are those that each device receives in `fs.reshard(tree, against)`, which sends the parts
+    in one exchange. Beside them stand the collectives of the same effect inside a region; a slice moves nothing. One
+    leaf is drawn in both layouts.
+
+    >>> show({"w": fs.init.zeros((8, 6))}, specs=P("data"), against=P(None, "data"), mesh={"data": 2})
+                                                          received per device
+    w  f32[8@data, 6] → f32[8, 6@data]  all_to_all data                  48 B
+    moves  96 B; 48 B to each of 2 devices (data=2)
+
     The total of a tree with a group `params`, such as a train state, counts the parameters apart from other values.
 
     Raises ShardingError listing every leaf that does not fit its spec, and for leaves on different meshes.
@@ -59,10 +72,23 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
     if isinstance(tree, Mesh):
         return mesh_grid(tree)
     leaves, sizes = _leaves(tree, mesh, specs)
-    if len(leaves) == 1 and optree.tree_is_leaf(tree) and leaves[0].spec is not None and sizes:
-        return draw(leaves[0].type, leaves[0].shape, leaves[0].spec, sizes, itemsize=leaves[0].itemsize)
-    root = _node("", tree, iter(leaves), fold)
-    return View(_text_table(root, sizes), _html_table(root, sizes))
+    is_one = len(leaves) == 1 and optree.tree_is_leaf(tree) and leaves[0].spec is not None and bool(sizes)
+    if against is None:
+        if is_one:
+            return _picture(leaves[0], sizes)
+        root = _node("", tree, iter(leaves), fold)
+        return View(_text_table(root, sizes), _html_table(root, sizes))
+    if not sizes:
+        raise fail("show: against= needs a mesh", fix='pass mesh=, or axis sizes such as mesh={"data": 64}')
+    others, _ = _leaves(tree, sizes, against)
+    moved = [_moved(a, b, sizes) for a, b in zip(leaves, others, strict=True)]
+    if is_one:
+        before, after, said = _picture(leaves[0], sizes), _picture(others[0], sizes), _described_move(moved[0], sizes)
+        pair = "".join(f'<div style="display: inline-block; vertical-align: top; margin-right: 3em">{view.html}</div>'
+                       for view in (before, after))  # fmt: skip
+        return View(f"{before.text}\n{said}\n{after.text}", page(Html(pair), said))
+    root = _node("", tree, iter(moved), fold)
+    return View(_text_table(root, sizes, is_move=True), _html_table(root, sizes, is_move=True))
 
 
 # --- leaves -------------------------------------------------------------------------------------------------
@@ -153,6 +179,65 @@ def _ranges(n: int, names: tuple[str, ...], axes: tuple[tuple[str, int], ...]) -
     starts, lengths = (line[:, i].reshape(cut).transpose(order) for i in range(2))
     shape = [k if a in names else 1 for a, k in axes]
     return starts.reshape(shape), (starts + lengths).reshape(shape)
+
+
+# --- two layouts ----------------------------------------------------------------------------------------------
+
+
+def _picture(leaf: _Leaf, sizes: Sizes) -> View:
+    return draw(leaf.type, leaf.shape, leaf.spec or P(), sizes, itemsize=leaf.itemsize)
+
+
+def _moved(a: _Leaf, b: _Leaf, sizes: Sizes) -> _Leaf:
+    """Return a row for a move between the two layouts of a leaf: its bytes are those that each device receives."""
+    if not a.has_bytes:
+        return a
+    old, new = a.spec or P(), b.spec or P()
+    axes = tuple(sizes.items())
+    wanted: Bytes = a.itemsize
+    kept: Bytes = a.itemsize
+    for n, one, other in zip(a.shape, old.parts(len(a.shape)), new.parts(len(a.shape)), strict=True):
+        (start, stop), (new_start, new_stop) = _ranges(n, one, axes), _ranges(n, other, axes)
+        wanted = wanted * (new_stop - new_start)
+        kept = kept * np.maximum(np.minimum(stop, new_stop) - np.maximum(start, new_start), 0)
+    init = _collectives(old.parts(len(a.shape)), new.parts(len(a.shape)), sizes)
+    if old.memory != new.memory:
+        init = f"{init}, copy to {'host' if new.memory == 'host' else 'the device'}".removeprefix("stays, ")
+    same = a.type == b.type
+    return replace(a, type=a.type if same else f"{a.type} → {b.type}", init=init, local=wanted - kept, host=0)
+
+
+def _collectives(old: Sequence[Sequence[str]], new: Sequence[Sequence[str]], sizes: Sizes) -> str:
+    """Return the collectives that move the parts, in the order that moves least.
+
+    The last axes of a dim can be gathered, new ones slice it; an axis that does both, on two dims, is an all_to_all.
+    Where one dim loses axes and gets others, or another order of them, no such collective has the same effect.
+    """
+    lost: list[str] = []
+    got: list[str] = []
+    is_exchange = False
+    for one, other in zip(old, new, strict=True):
+        first, second = ([a for a in axes if sizes[a] > 1] for axes in (one, other))
+        pairs = zip(first, second, strict=False)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        lost, got = lost + first[same:], got + second[same:]
+        is_exchange = is_exchange or len(first) > same < len(second)
+    if is_exchange:
+        return f"exchange {'+'.join(dict.fromkeys(lost + got))}"
+    words = {"slice": [a for a in got if a not in lost], "all_to_all": [a for a in lost if a in got],
+             "all_gather": [a for a in lost if a not in got]}  # fmt: skip
+    return ", ".join(f"{name} {'+'.join(axes)}" for name, axes in words.items() if axes) or "stays"
+
+
+def _described_move(leaf: _Leaf, sizes: Sizes) -> str:
+    return f"{leaf.init}: {_received(leaf.local, sizes)}"
+
+
+def _received(local: Bytes, sizes: Sizes) -> str:
+    """Return the bytes that all devices receive, and those of one."""
+    n = math.prod(sizes.values())
+    total = int(np.broadcast_to(local, tuple(sizes.values())).sum())
+    return f"moves  {size(total)}; {_span(local)} to each of {n} devices ({format_axes(sizes)})"
 
 
 # --- nodes --------------------------------------------------------------------------------------------------
@@ -361,37 +446,45 @@ def _total(root: _Node, sizes: Sizes) -> str:
     return f"{whole}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){on_host}"
 
 
-def _heading(root: _Node, sizes: Sizes) -> str:
-    return ("per device" if sizes else "bytes") if root.has_bytes else ""
+def _heading(root: _Node, sizes: Sizes, *, is_move: bool) -> str:
+    if not root.has_bytes:
+        return ""
+    return f"{'received ' * is_move}per device" if sizes else "bytes"
 
 
-def _text_table(root: _Node | None, sizes: Sizes) -> str:
+def _text_table(root: _Node | None, sizes: Sizes, *, is_move: bool = False) -> str:
     rows = list(_rows(_top_nodes(root)))
     if root is None or not rows:
         return "(no leaves)"
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    heading = _heading(root, sizes) if sizes else ""
+    heading = _heading(root, sizes, is_move=is_move) if sizes else ""
     widths[3] = max(widths[3], len(heading))
     head = [("", "", "", heading)] if heading else []
     lines = []
     for *left, nbytes in [*head, *rows]:
         cells = [text.ljust(w) for text, w in zip(left, widths, strict=False) if w]
         lines.append("  ".join([*cells, nbytes.rjust(widths[3])]).rstrip())
-    return "\n".join([*lines, f"total  {_total(root, sizes)}"] if root.has_bytes else lines)
+    return "\n".join([*lines, *_last_line(root, sizes, is_move=is_move)])
+
+
+def _last_line(root: _Node, sizes: Sizes, *, is_move: bool) -> list[str]:
+    last = _received(root.one, sizes) if is_move else f"total  {_total(root, sizes)}"
+    return [last] if root.has_bytes else []
 
 
 # --- HTML ---------------------------------------------------------------------------------------------------
 
 
-def _html_table(root: _Node | None, sizes: Sizes) -> Html:
+def _html_table(root: _Node | None, sizes: Sizes, *, is_move: bool = False) -> Html:
     if root is None:
         return page("(no leaves)")
     nodes = _top_nodes(root)
-    rows = list(_rows(nodes))
-    head = ["leaf", "type", "initializer" if any(row[2] for row in rows) else "", _heading(root, sizes), ""]
+    third = "moved by" if is_move else "initializer"
+    head = ["leaf", "type", third if any(row[2] for row in _rows(nodes)) else "",
+            _heading(root, sizes, is_move=is_move), ""]  # fmt: skip
     most = max(1, int(np.max(root.one + root.host)))
-    total = [f"total  {_total(root, sizes)}"] if root.has_bytes else []
-    return page(table([_html_row(node, most) for node in nodes], head=head, align="lllrl"), *total)
+    lines = _last_line(root, sizes, is_move=is_move)
+    return page(table([_html_row(node, most) for node in nodes], head=head, align="lllrl"), *lines)
 
 
 def _html_row(node: _Node, most: int, times: int = 1) -> Row:
