@@ -1,0 +1,255 @@
+"""Build the documentation: the guides, the notebooks, the examples, and an API reference made from the docstrings.
+
+    pip install -e ".[docs]" && python -m docs.build [SITE]        # SITE: site/ by default; open site/index.html
+
+Runs in the repository. Any warning ends it with status 1: a dead link or anchor, a page outside of the menu. Pages keep
+their paths, so that their links are those of the repository; a link to a folder or a Python file becomes one to a page
+with that code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fshard as fs
+
+ROOT = Path(__file__).parents[1]
+PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "tests/benchmarks/README.md")
+LEGEND = """
+Shapes are those of one rank, in lines such as `[B, D]{V} -> [B, D]{I}     transpose: pvary     cost: 2(n-1)/n bytes`:
+B examples of D features; a tensor that *varies* (V) over the axis, or is *invariant* (I), the same on each of its ranks.
+`[D, H@model]` is a dim split over the mesh axis `model`. The transpose is the backward pass. A cost is in bytes that a
+rank sends, of the bytes of its argument, over n ranks.
+"""
+
+# --- the API reference ---------------------------------------------------------------------------------------
+
+
+def namespaces(module: ModuleType = fs, name: str = "fs") -> Iterator[tuple[str, ModuleType]]:
+    """The library and its public namespaces: modules in an `__all__`, with names of their own."""
+    yield name, module
+    for key in module.__all__:
+        inner = getattr(module, key)
+        if isinstance(inner, ModuleType) and getattr(inner, "__all__", ()):
+            yield from namespaces(inner, f"{name}.{key}")
+
+
+def names(module: ModuleType) -> list[tuple[str, Any]]:
+    """The public names of a namespace that are not namespaces."""
+    found = [(key, getattr(module, key)) for key in module.__all__]
+    return [(key, value) for key, value in found if not isinstance(value, ModuleType)]
+
+
+class Annotation:
+    """Types as they are written: `inspect` would quote them."""
+
+    def __init__(self, of: Any) -> None:
+        self.text = of if isinstance(of, str) else inspect.formatannotation(of)
+
+    def __repr__(self) -> str:
+        return self.text.replace("fshard.", "fs.")
+
+
+def signature(value: Any, name: str) -> str:
+    """`fs.psum(x: Any, axis: Axis) -> Any`, a parameter on each line if that is long."""
+    try:
+        found = inspect.signature(value)
+    except (TypeError, ValueError):
+        return name
+    empty = inspect.Parameter.empty
+    parameters = [
+        p if p.annotation is empty else p.replace(annotation=Annotation(p.annotation))
+        for p in found.parameters.values()
+    ]
+    result = empty if inspect.isclass(value) or found.return_annotation is empty else Annotation(found.return_annotation)
+    text = str(found.replace(parameters=parameters, return_annotation=result))
+    if len(name + text) <= 100:
+        return name + text
+    pieces = re.sub(r"0x[0-9a-f]+", "...", text)
+    lines, depth, start = [], 0, 1
+    for i, char in enumerate(pieces):  # split at the commas between parameters
+        depth += (char in "([{") - (char in ")]}")
+        if (char == "," and depth == 1) or depth == 0:
+            lines.append("    " + pieces[start:i].strip() + ",")
+            start = i + 1
+            if depth == 0:
+                return "\n".join([name + "(", *[line for line in lines if line.strip(" ,")], ")" + pieces[i + 1 :]])
+    return name + text
+
+
+def plain(line: str) -> str:
+    """Text in which markdown sees no tags and no emphasis, outside of backticks."""
+    parts = re.split(r"(`+[^`]*`+)", line)
+    return "".join(p if i % 2 else re.sub(r"([*_<])", r"\\\1", p) for i, p in enumerate(parts))
+
+
+def markdown(docstring: str) -> str:
+    """A docstring as markdown: shapes and tables as code, examples as sessions, `Args:` as a list."""
+    out: list[str] = []
+    arguments = session = code = False
+    for line in inspect.cleandoc(docstring).splitlines():
+        if session and not line.strip():
+            out, session = [*out, "```"], False
+        if line.lstrip().startswith(">>>") and not session:
+            out, session, arguments = [*out, "", "```pycon"], True, False
+        if session:
+            out.append(line.removeprefix("    ") if line.startswith("    >>>") else line)
+        elif re.fullmatch(r"(Args|Returns|Raises|Attributes):", line):
+            out, arguments = [*out, "", f"**{line}**", ""], True
+        elif arguments and (named := re.match(r" {4}([\w, *]+): (.*)", line)):
+            out.append(f"- `{named[1]}`: {plain(named[2])}")
+        elif arguments and line.startswith("    "):
+            out.append("  " + plain(line.strip()))
+        else:
+            arguments = arguments and not line
+            code = line.startswith("    ") and (code or not out or not out[-1])
+            out.append(line if code or not line else plain(line))
+    return "\n".join([*out, "```"] if session else out)
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """The documented methods and properties that a class defines itself."""
+    for key, value in vars(cls).items():
+        inner = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        if not key.startswith("_") and (inspect.isfunction(inner) or isinstance(inner, property)) and inner.__doc__:
+            yield key, inner
+
+
+def entry(name: str, value: Any) -> str:
+    """The documentation of one public name."""
+    text = [f"## {name.removeprefix('fs.') if name.count('.') == 1 else name.rpartition('.')[2]} {{ #{name} }}"]
+    text += ["", "```python", signature(value, name), "```", "", markdown(value.__doc__ or "")]
+    for key, member in members(value) if inspect.isclass(value) else ():
+        shown = f"{name.rpartition('.')[2]}.{key}"
+        text += ["", f"### {shown} {{ #{name}.{key} }}", ""]
+        if inspect.isfunction(member):
+            text += ["```python", signature(member, shown).replace("(self, ", "(").replace("(self)", "()"), "```", ""]
+        text += [markdown(member.__doc__ or "")]
+    return "\n".join(text)
+
+
+def first_sentence(value: Any) -> str:
+    return plain(" ".join(inspect.cleandoc(value.__doc__ or "").split("\n\n")[0].split()).split(". ")[0]).replace("|", "\\|")
+
+
+def reference() -> dict[str, str]:
+    """Every page of the API reference, by its path: one for each namespace, opened by a table of its names."""
+    pages = {}
+    listed = ["# API reference", LEGEND, "| namespace | |", "|---|---|"]
+    for name, module in namespaces():
+        public = names(module)
+        if not public:
+            continue
+        page = f"api/{name}.md"
+        listed.append(f"| [`{name}`]({name}.md) | {first_sentence(module)} |")
+        rows = [f"| [`{key}`](#{name}.{key}) | {first_sentence(value)} |" for key, value in public]
+        about = [] if module is fs else [markdown(module.__doc__ or "")]
+        text = [f"# {name}", *about, "", "| | |", "|---|---|", *rows, ""]
+        pages[page] = "\n\n".join(["\n".join(text), *[entry(f"{name}.{key}", value) for key, value in public]])
+    return {"api/index.md": "\n".join(listed)} | pages
+
+
+# --- pages of the repository ---------------------------------------------------------------------------------
+
+
+def notebook(file: Path) -> str:
+    """A notebook with its outputs, as markdown."""
+    out = []
+    for cell in json.loads(file.read_text())["cells"]:
+        source = "".join(cell["source"])
+        out.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "text/html" in data:  # on one line: a blank one would end the block
+                out.append("<div>" + re.sub(r"\s*\n\s*", " ", "".join(data["text/html"])) + "</div>")
+            elif "image/png" in data:
+                out.append(f'<img src="data:image/png;base64,{"".join(data["image/png"]).strip()}" alt="a plot">')
+            elif text := "".join(output.get("text", data.get("text/plain", output.get("traceback", "")))):
+                out.append("```text\n" + re.sub(r"\x1b\[[0-9;]*m", "", text) + "\n```")
+    return "\n\n".join(out)
+
+
+def code(path: Path) -> str:
+    """The page of a Python file, or of a folder of them."""
+    files = [path] if path.is_file() else sorted(path.glob("*.py")) + sorted(path.glob("*.ipynb"))
+    text = [f"# {path.relative_to(ROOT)}"]
+    for file in files:
+        if file.suffix == ".ipynb":
+            text.append(f"- [{file.stem}]({file.name})")
+        elif file.read_text().strip():
+            text += [f"## {file.name}"] * path.is_dir() + [f"```python\n{file.read_text()}```"]
+    return "\n\n".join(text)
+
+
+LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
+
+
+def pages() -> dict[str, str]:
+    """Every page by its path, with the pages of code that others link to."""
+    waiting = ["README.md", *sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("docs/*.md")), *PROJECT]
+    found: dict[str, str] = {}
+
+    def follow(page: str, target: str) -> str:
+        path = (ROOT / page).parent / target
+        relative = os.path.relpath(path, ROOT)
+        if path.suffix == ".md" or not path.exists():  # that is absent: mkdocs says so
+            return target
+        waiting.append(relative)
+        return target.rstrip("/") + (".md" if path.is_file() else "/index.md")
+
+    while waiting:
+        page = waiting.pop(0)
+        path = ROOT / page
+        name = page if path.suffix == ".md" else f"{page}.md" if path.is_file() else f"{page}/index.md"
+        if name in found:
+            continue
+        text = path.read_text() if path.suffix == ".md" else notebook(path) if path.suffix == ".ipynb" else code(path)
+        base = page if path.is_file() else f"{page}/index.md"
+        fences = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)  # no links in code
+        found[name] = "".join(
+            part if i % 2 else LINK.sub(lambda link, base=base: follow(base, link[1]), part)  # type: ignore[misc]
+            for i, part in enumerate(fences)
+        )
+    return found
+
+
+def menu(found: dict[str, str]) -> list[dict[str, Any]]:
+    """Guides in the order in which the README links them, then the others."""
+    linked = LINK.findall(found["README.md"])
+    guides = sorted((p for p in found if p.startswith("docs/")), key=lambda p: (p not in linked, linked.index(p) if p in linked else 0, p))
+    rest = [p for p in found if not p.startswith(("docs/", "api/", "notebooks/")) and p != "README.md"]
+    return [
+        {"Home": "README.md"},
+        {"Guides": guides},
+        {"Notebooks": sorted(p for p in found if p.startswith("notebooks/"))},
+        {"API": ["api/index.md", *sorted(p for p in found if p.startswith("api/fs"))]},
+        {"Code": rest},
+    ]
+
+
+def build(site: Path) -> None:
+    """Write the site. Raises `mkdocs.exceptions.Abort` at a warning."""
+    os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # an advertisement of the theme
+    from mkdocs.commands.build import build as write
+    from mkdocs.config import load_config
+
+    found = pages() | reference()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in found.items():
+            file = Path(folder, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        write(load_config(str(ROOT / "docs" / "mkdocs.yml"), docs_dir=folder, site_dir=str(site), nav=menu(found), strict=True))
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site").absolute())
