@@ -1,6 +1,6 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
-from . import checkpoint, data, decoding, hf, ia3, init, interop, lora, models, nn, optim, random, tree
+from . import checkpoint, data, decoding, devices, hf, ia3, init, interop, lora, models, nn, optim, random, tree
 from ._comm import recording, to_device
 from .check import check
 from .collectives import (
@@ -45,10 +45,10 @@ from .verify import verify
 __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Plan", "Policy", "Sharded", "ShardingError", "Strategy", "accelerate",
     "accumulate", "all_gather", "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column",
-    "combine", "data", "decoding", "defer", "device_get", "device_put", "fold_in", "from_callback", "fully_shard",
-    "gather_for_metrics", "grad", "hf", "ia3", "init", "interop", "key", "local_range", "lora", "main_first",
-    "make_mesh", "materialize", "models", "nn", "on_host", "optim", "partition", "peft", "plan", "pmax", "pmean",
-    "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat", "replicated",
-    "reshard", "row", "rules", "scan", "shard_map", "show", "split", "state_dict", "strategy", "to_device", "trace",
-    "tree", "unshard", "validate", "value_and_grad", "value_and_update", "verify", "wait",
+    "combine", "data", "decoding", "defer", "device_get", "device_put", "devices", "fold_in", "from_callback",
+    "fully_shard", "gather_for_metrics", "grad", "hf", "ia3", "init", "interop", "key", "local_range", "lora",
+    "main_first", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "partition", "peft", "plan", "pmax",
+    "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat",
+    "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split", "state_dict", "strategy",
+    "to_device", "trace", "tree", "unshard", "validate", "value_and_grad", "value_and_update", "verify", "wait",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ._comm import (
+    HOST,
     SLOW,
     AbstractComm,
     Comm,
@@ -62,6 +63,7 @@ class Mesh:
             tuple(range(self.size)) if kind == "simulated" else (dist.get_rank() if kind == "process" else rank,)
         )
         self.transfers: list[Transfer] = []
+        self.host = HOST  # the device of host memory; that of a plan is another than the device, which is fake
         self._comm: Comm | None = None  # simulated ranks have one for each run
         if kind == "abstract":
             self._comm = AbstractComm(self.axes, self.coords(rank), self.transfers)
@@ -113,13 +115,16 @@ class Mesh:
         raise TypeError("a Mesh refers to live devices and cannot be pickled: make it again with fs.make_mesh")
 
 
-def planned_mesh(axes: Mapping[str, int], rank: int, observer: Observer, *, peers: bool) -> Mesh:
+def planned_mesh(axes: Mapping[str, int], rank: int, observer: Observer, *, accelerator: bool) -> Mesh:
     """Return an abstract mesh whose rank runs what a real rank runs; `observer` receives its transfers.
 
-    `peers`: transfers are messages between pairs of ranks, as on CPUs; else collectives of torch.
+    On CPUs these are messages between pairs of ranks, and host memory is that of the device. On an accelerator they are
+    collectives of torch. Its tensors are fake ones of a CPU (autograd has no fake CUDA), so those in host memory are on
+    the meta device.
     """
     mesh = Mesh(axes, "abstract", torch.device("cpu"), rank=rank)
-    mesh._comm = PlannedComm(mesh.axes, mesh.coords(rank), observer, peers=peers)
+    mesh.host = torch.device("meta") if accelerator else HOST
+    mesh._comm = PlannedComm(mesh.axes, mesh.coords(rank), observer, peers=not accelerator)
     return mesh
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -250,7 +250,7 @@ class ShardMapped:
         donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh))
         kept = set(storage_pointers([local[i] for i in plan.kept], self.mesh)) - donated
         checker = Checker(self._live, self.mesh.axes) if checked else None
-        region = Region(comm, rank, self.mesh.device, plan.uneven, donated, checker, scratch)
+        region = Region(comm, rank, self.mesh.device, plan.uneven, donated, checker, scratch, self.mesh.host)
         # Backward runs on this thread, to which the region is bound, and not on one of autograd's own.
         with bind(region), torch.autograd.set_multithreading_enabled(False), checker or contextlib.nullcontext():
             if checker is not None:
@@ -310,10 +310,11 @@ def _described(x: Any, mesh: Mesh) -> Any:
     return abstract_sharded(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x
 
 
-def planned_run(f: ShardMapped, args: tuple[Any, ...], mesh: Mesh, observe: Callable[..., Any]) -> None:
-    """Run an unchecked call without data, as the rank of an abstract mesh: `observe(plan, function, arguments)`.
+def planned_calls(f: ShardMapped, args: tuple[Any, ...], mesh: Mesh, observe: Callable[..., Any]) -> Iterator[None]:
+    """Yield after each of any number of unchecked calls without data, as the rank of an abstract mesh.
 
-    `observe` must call the function on the arguments, and return its result.
+    Each calls `observe(plan, function, arguments)`, which must call the function on the arguments and return its
+    result. Buffers are kept from one call to the next.
     """
     plans: list[CallPlan] = []
 
@@ -322,6 +323,8 @@ def planned_run(f: ShardMapped, args: tuple[Any, ...], mesh: Mesh, observe: Call
         return observe(plans[0], f._f, inputs)
 
     g = ShardMapped(observed, mesh, f._in_specs, f._out_specs, "never", False, f._donate)
-    described = tree.map(lambda x: _described(x, mesh), args)
-    plans.append(g._make_plan(tree.leaves(described), described))
-    g._run(described)
+    while True:
+        described = tree.map(lambda x: _described(x, mesh), args)  # a call may donate them
+        plans[:] = [g._find_plan(*tree.flatten(described)) or g._make_plan(tree.leaves(described), described)]
+        g._run(described)
+        yield

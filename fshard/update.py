@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import tree
 from ._callsite import Site, site
-from ._comm import checker, in_region, region, storage_key
+from ._comm import checker, device_type, in_region, region, storage_key
 from ._ops import Map, apply_map
 from ._torch_compat import in_backward as in_backward_pass
 from ._torch_compat import in_transform
@@ -203,7 +203,7 @@ class _Table:
 
     def chunks(self) -> Iterator[slice]:
         n, width = self.matrix.shape
-        most = _CHUNK.get(self.matrix.device.type, 1 << 24)
+        most = _CHUNK.get(device_type(self.matrix), 1 << 24)
         step = max(1, min(most, max(n * width // 8, most // 16)) // max(1, width))  # of a small table, an eighth of it
         if in_region() and not region().comm.is_scheduled:
             step = max(step, -(-n // _MOST_SHAPES))

@@ -370,6 +370,13 @@ CALLS = [
         Call("unmerge", fs.lora.unmerge, {"cfg": LORA, "params": TREE, "adapters": ADAPTERS, "of": None,
              "weight": 1.0}, words=_OF_LEAVES),
     ),
+    # devices and plans
+    *prefixed("devices",
+        outside(fs.devices.of, name="h100"),
+        outside(fs.devices.this_cpu, seconds=0.01),
+        outside(fs.devices.Device, name="own", flops={torch.float32: 1e12}, memory=2**30, bandwidth=1e11,
+                links=(fs.devices.Link("Ethernet", None, 1e9, 1e-5),), efficiency=0.5),
+    ),
     # data and checkpoints
     *prefixed("data",
         outside(fs.data.permute, key=KEY, positions=IDS, size=4),

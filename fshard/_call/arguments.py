@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import memory_device
 from fshard._torch_compat import is_wrapped
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.init import Deferred
@@ -175,7 +174,7 @@ def slice_inputs(plan: CallPlan, local: list[Any], mesh: Mesh, at: int) -> None:
     fake tensor of its local shape.
     """
     for i, box in plan.slices[at]:
-        x, device = local[i], memory_device(plan.specs[i], mesh.device)
+        x, device = local[i], mesh.host if plan.specs[i].memory == "host" else mesh.device
         if mesh.kind == "abstract":
             shape = x.shape if box is None else box_shape(box)
             local[i] = torch.empty(shape, dtype=x.dtype, device=device)  # fake under the mesh's mode

@@ -26,6 +26,11 @@ def memory_device(spec: P, device: torch.device) -> torch.device:
     return HOST if spec.memory == "host" else device
 
 
+def host_device() -> torch.device:
+    """Return the device of host memory: the CPU, or in a plan for an accelerator the place that stands for it."""
+    return region().host if in_region() else HOST
+
+
 def to_spec_memory(x: Tensor, spec: P, device: torch.device, *, copy: bool = False) -> Tensor:
     """Copy a part of a leaf to the memory of its spec: page-locked host memory on CUDA, so that copies can queue."""
     memory = memory_device(spec, device)
@@ -103,7 +108,7 @@ def start_copy_to_device(
 def start_copy_to_host(x: Tensor) -> Tensor:
     """Queue a copy to host memory, complete after `wait_for_copies_to_host`; a host tensor is returned itself."""
     if not x.is_cuda or isinstance(x, FakeTensor) or torch.compiler.is_compiling():
-        return x.to(HOST)
+        return x.to(host_device())
     return torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True).copy_(x, non_blocking=True)
 
 

@@ -19,7 +19,7 @@ from .functional import FunctionalGroup
 from .gloo import PendingMessages, Work
 from .p2p import PeerGroup
 from .protocol import Axes, PendingTransfer, index_of, size_of
-from .record import Split, Transfer, note, reduction, transfer
+from .record import Transfer, note, reduction, transfer
 
 _MOST_PEERS = 64  # ranks beyond which no mesh exchanges messages between pairs: it is planned with collectives
 
@@ -63,12 +63,12 @@ class PlannedComm:
         order = sorted(range(len(axes)), key=lambda i: list(self.sizes).index(axes[i]))
         return _UnsentCollectives("", sizes, me, order)
 
-    def _start(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split) -> int:
+    def _start(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Sequence[Any] = ()) -> int:
         note(self, op, xs, axes, split)
         return self._observer.start(transfer(self, op, xs, axes, split), xs)
 
     def _pending(self, op: str, xs: Sequence[Tensor], axes: Axes, into: Sequence[Tensor],
-                 begin: Callable[[Any], PendingTransfer], split: Split = ()) -> PendingTransfer:  # fmt: skip
+                 begin: Callable[[Any], PendingTransfer], split: Sequence[Any] = ()) -> PendingTransfer:  # fmt: skip
         number = self._start(op, xs, axes, split)
         with self._observer.transferring():
             pending = begin(self._group(axes))
@@ -81,9 +81,8 @@ class PlannedComm:
 
         return wait
 
-    def _blocking(
-        self, op: str, x: Tensor, axes: Axes, run: Callable[[Any], Tensor], split: Split = ()
-    ) -> Tensor:  # fmt: skip
+    def _blocking(self, op: str, x: Tensor, axes: Axes, run: Callable[[Any], Tensor],
+                  split: Sequence[Any] = ()) -> Tensor:  # fmt: skip
         return self._pending(op, [x], axes, (), lambda group: lambda: [run(group)], split)()[0]
 
     def agree(self, what: str, axes: Axes, device: Any) -> None:

@@ -29,6 +29,7 @@ class Region:
     donated: frozenset[int] = frozenset()  # `storage_key` of each tensor that the call may overwrite
     checker: Any = None  # the `Checker` of a call that is checked
     scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next
+    host: torch.device = field(default=torch.device("cpu"))
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -120,6 +121,12 @@ def known_axes(verb: str, region: Region, axis: Axis) -> tuple[str, ...]:
 def live_axes(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the axes of more than one rank."""
     return tuple(a for a in names if comm.sizes[a] > 1)
+
+
+def device_type(x: Tensor) -> str:
+    """Return the type of the device that computes with a tensor: "cuda" where a plan for an accelerator looks on."""
+    planned = in_region() and region().host.type == "meta" and x.device == region().device
+    return "cuda" if planned else x.device.type
 
 
 def storage_key(x: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, in_region, region
+from fshard._comm import Axis, device_type, in_region, region
 from fshard._ops import local_range
 from fshard._torch_compat import in_transform
 from fshard.collectives import pmax, psum, pvary
@@ -203,7 +203,7 @@ class _ExpSums(torch.autograd.Function):
 def _row_blocks(x: Tensor, dtype: torch.dtype, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split x [..., V] and `others` [..., any] into blocks of rows: (a buffer of the block's size, x, *others)."""
     n, v = math.prod(x.shape[:-1]), x.shape[-1]
-    step = rows_of_a_block(n, v, _BLOCK.get(x.device.type, 1 << 24))
+    step = rows_of_a_block(n, v, _BLOCK.get(device_type(x), 1 << 24))
     buffer = torch.empty(min(n, step), v, dtype=dtype, device=x.device)
     for rows in zip(*(torch.split(t.reshape(n, t.shape[-1]), step) for t in (x, *others)), strict=True):
         yield buffer[: len(rows[0])], *rows

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, axes_of_own_values, checker
+from fshard._comm import Axis, axes_of_own_values, checker, device_type
 from fshard._torch_compat import in_transform
 from fshard.errors import checked, fail
 from fshard.spec import describe, names_of
@@ -242,7 +242,7 @@ class _Cosines(torch.autograd.Function):
         rows, d = x.reshape(n, x.shape[-1]), d.reshape(n, len(w))
         unit, dw = _normalized(rows, ctx.eps), torch.empty_like(w)
         dunit = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        step = rows_of_a_block(len(w), w.shape[1], _BLOCK.get(w.device.type, 1 << 24))
+        step = rows_of_a_block(len(w), w.shape[1], _BLOCK.get(device_type(w), 1 << 24))
         for d_part, w_part, dw_part in zip(
             *(torch.split(t, step, dim) for t, dim in ((d, 1), (w, 0), (dw, 0))), strict=True
         ):

@@ -20,8 +20,9 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from fshard._comm import (
-    HOST,
     checker,
+    device_type,
+    host_device,
     in_region,
     region,
     start_copy_to_device,
@@ -100,7 +101,7 @@ def copy_back(x: Tensor, old: Tensor, is_donated: Callable[[Tensor], bool]) -> T
         return x
     if is_donated(old):
         return old.copy_(x, non_blocking=not torch.compiler.is_compiling())
-    return start_copy_to_host(x) if old.device == HOST else x.to(old.device)
+    return start_copy_to_host(x) if old.device == host_device() else x.to(old.device)
 
 
 def _group_by_bytes(columns: Columns, leaves: Sequence[int], remote: set[tuple[int, int]]) -> list[list[int]]:
@@ -164,7 +165,7 @@ def step(
     columns = [params, grads, *[moments[i : i + n] for i in range(0, len(moments), n)]]
     rate = fixed_lr if lr is None else _kernel_rate(lr, device)
     for pieces in _scaled_pieces(columns, factors):
-        padded, tails = _pad_to_registers(pieces) if device.type == "cpu" else (pieces, [])
+        padded, tails = _pad_to_registers(pieces) if device_type(params[0]) == "cpu" else (pieces, [])
         if in_region() and not region().comm.is_scheduled:
             # SGD's kernel has no rule for shapes, so torch would run it on zeros of the sizes of these fake tensors.
             padded = [[x.flatten()[:1] for x in column] for column in padded]
@@ -206,7 +207,7 @@ def _scaled_pieces(columns: Columns, factors: Sequence[Tensor]) -> Iterator[Colu
     if not factors and all(g.is_contiguous() for g in columns[GRADS]):
         yield columns
         return
-    kind = columns[0][0].device.type
+    kind = device_type(columns[0][0])
     most = _PIECE_ELEMENTS[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
     buffer = columns[GRADS][0].new_empty(min(most, sum(g.numel() for g in columns[GRADS])))
     pieces: Columns = [[] for _ in columns]

@@ -1,8 +1,11 @@
-"""A step before it runs: its memory, FLOPs, transfers and time on a mesh of any size; and the times of a run."""
+"""A step before it runs: its memory, FLOPs, transfers and time on a mesh of any size."""
 
 from .events import Event, Operation, Start, Wait
 from .memory import Memory
 from .plan import Plan, plan
+from .roofline import Roofline, Span, roofline
 from .trace import Trace, trace
 
-__all__ = ["Event", "Memory", "Operation", "Plan", "Start", "Trace", "Wait", "plan", "trace"]
+__all__ = [
+    "Event", "Memory", "Operation", "Plan", "Roofline", "Span", "Start", "Trace", "Wait", "plan", "roofline", "trace",
+]  # fmt: skip

@@ -50,11 +50,11 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        return min((s.start for s in self._slices()), default=0.0)
+        return min((*(s.start for s in self._slices()), *(t for t, _ in self.memory)), default=0.0)
 
     @property
     def end(self) -> float:
-        return max((s.end for s in self._slices()), default=0.0)
+        return max((*(s.end for s in self._slices()), *(t for t, _ in self.memory)), default=0.0)
 
     def _slices(self) -> Iterator[Slice]:
         yield from self.compute
@@ -149,7 +149,7 @@ def _until(timeline: Timeline, end: float) -> Timeline:
 
 def chrome_events(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
     """Return the events of all ranks: first the names of processes and lanes, then slices and counters by time."""
-    zero = min((t.start for t in timelines if t.compute or t.transfers), default=0.0)
+    zero = min((t.start for t in timelines), default=0.0)
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for t in timelines:

@@ -266,7 +266,7 @@ def timeline(rank: int, name: str, record: Record) -> Timeline:
         if e.operation is not None:
             compute.append(e.operation._replace(start=e.start, end=e.end, phase=phase))
         elif e.started is not None:
-            t, axes = e.started.transfer, ", ".join(e.started.transfer.axes)
+            t, axes = e.started.transfer, "+".join(e.started.transfer.axes)
             row = transfers.setdefault(axes, [])
             end = record.end if e.started.is_pending else e.end
             row.append(Slice(t.op, e.start, end, str(t.where or ""), t.phase, facts_of(t)))

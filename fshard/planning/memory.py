@@ -40,7 +40,7 @@ class Memory:
         parts: the bytes of each kind of tensor at the peak; they sum to `peak`.
         largest: the largest tensors at the peak: bytes, description, the user's line that made it.
         arguments: bytes of the arguments of the step.
-        host: bytes of leaves in host memory, where that is not the device's.
+        host: most bytes in host memory at one time, where that is not the device's.
     """
 
     peak: int
@@ -64,9 +64,11 @@ class Storage:
     where: Site | None
     argument: bool = False
     phase: Phase = "forward"
+    host: bool = False
     part: str | None = None
     died: int | None = None  # no longer alive at the event of this number
     readers: set[str] = field(default_factory=set)  # phases of the operations that read it
+    read_at: tuple[int, Site | None] = (-1, None)  # number and line of the last operation of forward that did
     written: bool = False  # by an operation, after it was allocated
     sources: Sequence[Storage] = ()  # of a sum over the ranks: the summands
 
@@ -76,7 +78,8 @@ class Storages:
 
     def __init__(self) -> None:
         self.all: list[Storage] = []
-        self.live = 0  # bytes
+        self.live = 0  # bytes on the device
+        self.host = self.host_peak = 0  # bytes in host memory, now and at most
         self.clock = 0  # number of events so far
         self._alive: dict[int, Storage] = {}
         self._refs: dict[int, Any] = {}
@@ -88,10 +91,10 @@ class Storages:
     def add(self, x: Tensor, name: str, where: Site | None, **facts: Any) -> Storage:
         """Begin to follow the storage of a tensor."""
         key, storage = storage_id(x), x.untyped_storage()
-        new = Storage(storage.nbytes(), self.clock, name, tuple(x.shape), x.dtype, where, **facts)
+        new = Storage(storage.nbytes(), self.clock, name, tuple(x.shape), x.dtype, where, host=x.is_meta, **facts)
         self.all.append(new)
         self._alive[key] = new
-        self.live += new.nbytes
+        self._count(new, new.nbytes)
         self._refs[key] = weakref.ref(storage, lambda _: self._free(key))
         return new
 
@@ -99,7 +102,25 @@ class Storages:
         storage = self._alive.pop(key)
         del self._refs[key]
         storage.died = self.clock
-        self.live -= storage.nbytes
+        self._count(storage, -storage.nbytes)
+
+    def _count(self, storage: Storage, nbytes: int) -> None:
+        if storage.host:
+            self.host += nbytes
+            self.host_peak = max(self.host_peak, self.host)
+        else:
+            self.live += nbytes
+
+    def alive(self) -> list[Storage]:
+        """Return the storages that exist now."""
+        return list(self._alive.values())
+
+    def begin_again(self) -> None:
+        """Begin the next call, which has the storages that the last one left."""
+        self.all = self.alive()
+        self.clock, self.host_peak = 0, self.host
+        for s in self.all:
+            s.born = 0
 
 
 _PARAMETERS = re.compile(r"params|frozen|weights")

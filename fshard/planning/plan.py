@@ -13,18 +13,22 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard._call import CallPlan
 from fshard._callsite import Site, site
 from fshard._comm import Transfer, recording
 from fshard._operations import OperationMode, tensors_in
 from fshard._torch_compat import in_backward, storage_id
+from fshard.devices import Device
 from fshard.errors import checked
 from fshard.mesh import planned_mesh
-from fshard.shard_map import ShardMapped, planned_run
-from fshard.spec import format_axes, short_dtype, size
+from fshard.shard_map import ShardMapped, planned_calls
+from fshard.show import size
+from fshard.spec import format_axes, short_dtype
 
 from .events import Event, Kind, Operation, Phase, Start, Wait
 from .flops import bytes_of, dtype_of, flops_of, is_optimizer_step, kind_of, name_of, written_by
-from .memory import PARTS, Memory, Storages, gradients_among, part_of
+from .memory import PARTS, Memory, Storage, Storages, gradients_among, part_of
+from .roofline import Roofline, roofline
 
 _MOST_LARGEST = 8
 
@@ -50,8 +54,8 @@ class Plan:
     memory: Memory
     transfers: tuple[Transfer, ...]
     flops: dict[tuple[Kind, torch.dtype], int]
-    device: Any = None
-    time: Any = None
+    device: Device | None = None
+    time: Roofline | None = None
 
     def __repr__(self) -> str:
         n, m = math.prod(self.mesh.values()), self.memory
@@ -67,12 +71,20 @@ class Plan:
 
 
 @checked
-def plan(f: ShardMapped, *args: Any, device: Any = None) -> Plan:
+def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     """Run a step without data, as one rank of a mesh of any size: its memory, FLOPs and transfers.
 
-    The rank runs `f`, the function that trains, on fake tensors, and follows every storage. The mesh is that of `f`, or
-    any other by `f.on(make_mesh(kind="abstract", ...))`. Arguments may be `Deferred`, `Sharded` or tensors: only shapes
-    and dtypes matter.
+    The rank runs `f`, the function that trains, on fake tensors, with the schedule and the buffers of a real run, and
+    follows every storage. The mesh is that of `f`, or any other by `f.on(make_mesh(kind="abstract", ...))`. Arguments
+    may be `Deferred`, `Sharded` or tensors: only shapes and dtypes matter. The plan is that of a step which is not the
+    first: buffers that one call keeps for the next are there from the start.
+
+    Without `device` on a mesh of CPUs, transfers are messages over gloo, whose buffers differ. With one, or on a mesh
+    of accelerators, transfers are collectives of torch, host memory is counted apart, and attention is a fused kernel.
+    Counted are the bytes of tensors, and not the scratch memory inside a kernel, nor what an allocator rounds up.
+
+    The first rank has the longest part of every dim. Where axes do not divide a dim of an argument the last rank is
+    planned too, and the one with the higher peak is returned.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> plan(step, fs.init.zeros((8, 3))).memory.arguments
@@ -80,15 +92,22 @@ def plan(f: ShardMapped, *args: Any, device: Any = None) -> Plan:
 
     Raises ShardingError where `f` does, and for a program that needs the value of a tensor.
     """
-    return _plan_rank(f, args, 0, device)
+    first, uneven = _plan_rank(f, args, 0, device)
+    if not uneven:
+        return first
+    last, _ = _plan_rank(f, args, f.mesh.size - 1, device)
+    return max(first, last, key=lambda p: p.memory.peak)
 
 
-def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Any) -> Plan:
-    recorder = _Recorder()
-    peers = device is None and f.mesh.device.type == "cpu"
-    mesh = planned_mesh(f.mesh.axes, rank, recorder, peers=peers)
+def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> tuple[Plan, bool]:
+    """Return the plan of a rank, and whether ranks have parts of different sizes."""
+    recorder, uneven = _Recorder(), False
+    accelerator = device is not None or f.mesh.device.type != "cpu"
+    mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)
 
-    def observe(plan: Any, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        nonlocal uneven
+        uneven = plan.uneven
         recorder.begin(plan.names, tree.leaves(inputs))
         with recorder:
             out = g(*inputs)
@@ -96,14 +115,17 @@ def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Any) ->
         return out
 
     with recording():
-        planned_run(f, args, mesh, observe)
+        for _ in planned_calls(f, args, mesh, observe):
+            if not recorder.replaced_buffers():
+                break
     events, memory = recorder.outcome()
     transfers = tuple(e.transfer for e in events if isinstance(e, Start))
     flops: Counter[tuple[Kind, torch.dtype]] = Counter()
     for e in events:
         if isinstance(e, Operation) and e.flops:
             flops[e.kind, e.dtype] += e.flops
-    return Plan(dict(f.mesh.axes), rank, tuple(events), memory, transfers, dict(flops), device)
+    time = None if device is None else roofline(events, f.mesh.axes, device)
+    return Plan(dict(f.mesh.axes), rank, tuple(events), memory, transfers, dict(flops), device, time), uneven
 
 
 class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
@@ -114,25 +136,36 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.storages = Storages()
         self.arguments = 0
-        self._results: set[int] = set()
+        self._kept: list[Storage] = []  # allocated in this call, and left for the next one
         self._transferring = 0
-        self._started: dict[int, list[Any]] = {}
+        self._started: list[list[Storage]] = []
 
     def begin(self, names: Sequence[str], leaves: Sequence[Any]) -> None:
-        """Note the arguments of the step."""
+        """Note the arguments of a call."""
+        self.events.clear()
+        self._started.clear()
+        self.storages.begin_again()
         for name, x in zip(names, leaves, strict=True):
             if isinstance(x, Tensor) and self.storages.get(x) is None:
                 self.storages.add(x, name, None, argument=True)
-        self.arguments = self.storages.live
+        self.arguments = sum(s.nbytes for s in self.storages.all if s.argument)
 
     def end(self, out: Any) -> None:
-        """Note the results of the step."""
-        self._results = {storage_id(x) for x in tree.leaves(out) if isinstance(x, Tensor)}
-        self._kept = [s for key, s in self.storages._alive.items() if key not in self._results and not s.argument]
+        """Note the results of a call."""
+        results = [self.storages.get(x) for x in tree.leaves(out) if isinstance(x, Tensor)]
+        self._kept = [s for s in self.storages.alive() if not s.argument and all(s is not r for r in results)]
+
+    def replaced_buffers(self) -> bool:
+        """Return whether a call has dropped a buffer for a larger one, which the next call begins with."""
+        pool = {s.dtype for s in self._kept if s.born} & {torch.uint8}
+        return bool(pool) and any(s.name == "empty" and s.dtype == torch.uint8 and s.died is not None
+                                  for s in self.storages.all)  # fmt: skip
 
     # --- operations ---
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "prim":  # a question about a tensor
+            return func(*args, **kwargs)
         inputs = tensors_in(args, kwargs)
         before = {storage_id(x) for x in inputs}
         out = None if is_optimizer_step(func) else func(*args, **kwargs)
@@ -140,10 +173,13 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         new = [x for x in tensors_in(out) if storage_id(x) not in before and self.storages.get(x) is None]
         if not new and not written:
             return out  # a view
-        phase, where, storages = _phase(), site(), self.storages
+        phase, storages = _phase(), self.storages
         known = [s for s in map(storages.get, inputs) if s is not None]
+        where = self._line(known, phase)
         for s in known:
             s.readers.add(phase)
+            if phase != "backward":
+                s.read_at = storages.clock, where
         for x in written:
             if (target := storages.get(x)) is not None:
                 target.written = True
@@ -157,11 +193,16 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         ))  # fmt: skip
         return out
 
-    def _part_of_new(self, func: Any, inputs: Sequence[Any], phase: Phase) -> str | None:
+    def _part_of_new(self, func: Any, inputs: Sequence[Storage], phase: Phase) -> str | None:
         if self._transferring:
             return "buffers"
         weights = bool(inputs) and phase != "update" and all(s.argument or s.part == "gathered" for s in inputs)
         return "gathered" if weights and kind_of(func) == "copy" and inputs[0].dtype.is_floating_point else None
+
+    def _line(self, inputs: Sequence[Storage], phase: Phase) -> Site | None:
+        """Return the user's line; in backward the last line of forward that read a tensor which is read now."""
+        read = [s.read_at for s in inputs if not s.argument and s.part is None] if phase == "backward" else []
+        return max(read, key=lambda at: at[0], default=(-1, None))[1] or site()
 
     def _append(self, event: Event) -> None:
         self.events.append(event)
@@ -171,7 +212,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
 
     def start(self, transfer: Transfer, xs: Sequence[Tensor]) -> int:
         number = len(self._started)
-        self._started[number] = [s for s in map(self.storages.get, xs) if s is not None]
+        self._started.append([s for s in map(self.storages.get, xs) if s is not None])
         for s in self._started[number]:
             s.readers.add(_phase())
         self._append(Start(transfer, number, self.storages.live))
@@ -201,7 +242,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
     def outcome(self) -> tuple[list[Event], Memory]:
         """Return the events and the memory, once the step has ended."""
         # Storages that outlive the step and are no results are kept for the next one, which has them from its start.
-        births = sorted((s.born, s.nbytes) for s in self._kept)
+        births = sorted((s.born, s.nbytes) for s in self._kept if not s.host)
         later = sum(n for _, n in births)
         for s in self._kept:
             s.born = 0
@@ -227,14 +268,14 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             return Memory(self.arguments, 0, None, {**dict.fromkeys(PARTS, 0), "other": self.arguments}, self.arguments)
         at = max(range(len(events)), key=lambda i: events[i].live)
         gradients = gradients_among(self.storages.all, last_backward)
-        alive = [s for s in self.storages.all if s.born <= at and (s.died is None or s.died > at)]
+        alive = [s for s in self.storages.all if not s.host and s.born <= at and (s.died is None or s.died > at)]
         parts = dict.fromkeys(PARTS, 0)
         for s in alive:
             parts[part_of(s, gradients)] += s.nbytes
         largest = sorted((s for s in alive if not s.argument), key=lambda s: -s.nbytes)[:_MOST_LARGEST]
         rows = tuple((s.nbytes, f"{part_of(s, gradients)} {short_dtype(s.dtype)}{list(s.shape)}", s.where)
                      for s in largest)  # fmt: skip
-        return Memory(events[at].live, at, _where(events[at]), parts, self.arguments, 0, rows)
+        return Memory(events[at].live, at, _where(events[at]), parts, self.arguments, self.storages.host_peak, rows)
 
 
 def _phase() -> Phase:

@@ -77,7 +77,8 @@ class Roofline:
         """Model FLOPs utilization: `flops_at_peak` / `seconds`.
 
         FLOPs are those of matrix products, attention and convolutions, forward and backward, as the step runs them: causal
-        attention counts in full. Those that a step recomputes do not count. Source: Chowdhery et al., 2022, "PaLM".
+        attention counts in full. Those that a step recomputes do not count, nor the scores that the backward of attention
+        computes again, one of its five products. Source: Chowdhery et al., 2022, "PaLM", appendix B.
         """
         return self.flops_at_peak / self.seconds if self.seconds else 0.0
 
@@ -118,7 +119,8 @@ def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -
             case Operation():
                 seconds, counted = _operation_seconds(event, device)
                 compute += seconds
-                at_peak += counted if event.phase != "recompute" else 0.0
+                again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
+                at_peak += (1 - again) * counted if event.phase != "recompute" else 0.0
                 if seconds:
                     lanes.append(Span(COMPUTE, event.name, now, now + seconds, event.where))
                 now += seconds

@@ -57,9 +57,8 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """Time from the first slice of all ranks to the end of the last one."""
-        rows = [t for t in self.timelines if t.compute or t.transfers]
-        return max((t.end for t in rows), default=0.0) - min((t.start for t in rows), default=0.0)
+        """Time from the begin of the first rank to the end of the last one."""
+        return max((t.end for t in self.timelines), default=0.0) - min((t.start for t in self.timelines), default=0.0)
 
     def json(self) -> dict[str, Any]:
         """Return the trace in Chrome's format: `traceEvents`, `displayTimeUnit`, and in `otherData` the notes."""
@@ -84,8 +83,7 @@ class Trace:
         return file
 
     def __repr__(self) -> str:
-        n = max(1, len(self.timelines))
-        lines = [f"trace of {format_axes(self.mesh)}, {self.source}: {_ms(self.seconds)} on {n} rank{'s' * (n > 1)}"]
+        lines = [f"trace of {format_axes(self.mesh)}, {self.source}: {_ms(self.seconds)}"]
         lines += [f"  {row}" for row in _rank_rows(self.timelines)]
         lines += [f"  {row}" for row in _line_rows(self.timelines)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -114,19 +112,28 @@ def trace(f: ShardMapped, *args: Any, path: StrPath | None = None, device: Devic
     A trace of more than 200,000 events is folded: operations of one line in a row, or of one phase, become one slice;
     then later ranks, or the end, are left out. `Trace.notes` says so.
 
-    >>> run = trace(step, params, batch)
+    >>> double = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=(P("data"),), out_specs=P("data"))
+    >>> run = trace(double, torch.ones(4))
+    >>> run.result
+    f32[4@data]
+    >>> [s.name for s in run.timelines[0].compute], run.timelines[0].memory[-1]
+    (['aten.mul'], (..., 16))
+    >>> trace(double, torch.ones(4), device=fs.devices.H100)
+    trace of data=2, model=4, planned: 0.000 ms
+    ...
 
     Format: "Trace Event Format", Google, 2016 (events of ph X, C and M).
 
     Raises ShardingError for a path that is not writable, before `f` runs and on every rank; for an abstract mesh
     without `device`; and what `f` raises.
     """
-    mesh = f.mesh
-    ranks = Ranks("trace", alone=mesh.kind != "process" or mesh.size == 1)
-    if path is not None:
-        file = _checked_path(path)
-        ranks.run_on_first(lambda: _check_writable(file))
-    runs = device is None and mesh.kind != "abstract"
+    ranks = Ranks("trace", alone=f.mesh.kind != "process" or f.mesh.size == 1)
+    mine = ranks.run(lambda: _checked_arguments(path, device))
+    if len(set(mine)) > 1:
+        rows = [f"rank {rank}  {text}" for rank, text in enumerate(mine)]
+        raise fail("trace: the ranks pass different arguments", *rows, fix="pass the same ones on every rank")
+    ranks.run_on_first(lambda: _check_writable(path))
+    runs = device is None and f.mesh.kind != "abstract"
     out = _measured(f, args) if runs else _planned(f, args, device)
     if path is not None:
         ranks.run_on_first(lambda: out.save(path))
@@ -221,10 +228,10 @@ def _timeline_of_plan(planned: Plan, estimate: Roofline, device: Device) -> Time
                 compute.append(Slice(e.name, now, end, str(e.where or ""), phase, facts))
         elif isinstance(e, Start):
             starts[e.number] = e.transfer
-            of_lane.setdefault(", ".join(e.transfer.axes), []).append(e.transfer)
+            of_lane.setdefault("+".join(e.transfer.axes), []).append(e.transfer)
         elif end > now:
             t = starts[e.number]
-            name = f"wait for {t.op} over {', '.join(t.axes)}"
+            name = f"wait for {t.op} over {'+'.join(t.axes)}"
             compute.append(Slice(name, now, end, str(t.where or ""), phase, {"waits_for": t.op}))
         now = end
     spans = [s for s in estimate.lanes if s.lane in of_lane]  # those of one lane in the order of their starts
@@ -243,6 +250,11 @@ def _timeline_of_plan(planned: Plan, estimate: Roofline, device: Device) -> Time
 # --- files ----------------------------------------------------------------------------------------------------
 
 
+def _checked_arguments(path: StrPath | None, device: Device | None) -> str:
+    """Return the arguments as a text, which all ranks must have in common."""
+    return f"path={None if path is None else str(_checked_path(path))!r}, device={device and device.name!r}"
+
+
 def _checked_path(path: StrPath) -> Path:
     file = Path(path)
     if not file.name.endswith((".json", ".json.gz")):
@@ -251,8 +263,11 @@ def _checked_path(path: StrPath) -> Path:
     return file
 
 
-def _check_writable(file: Path) -> None:
+def _check_writable(path: StrPath | None) -> None:
     """Raise ShardingError unless a file of this name can be written."""
+    if path is None:
+        return
+    file = Path(path)
     problem = (
         f"there is no folder {file.parent}" if not file.parent.is_dir()
         else "it is a folder" if file.is_dir()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import HOST, Axis, Region, copy_to_device, known_axes, live_axes, region
+from fshard._comm import Axis, Region, copy_to_device, known_axes, live_axes, region
 from fshard._ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
 from fshard.collectives import by_dtype
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
@@ -101,7 +101,7 @@ def routes(
     """
     names = known_axes(verb, region, axis)
     live = live_axes(region.comm, names)
-    host_is_other_memory = region.device != HOST
+    host_is_other_memory = region.device != region.host
     out: list[Route] = []
     errors: list[ShardingError] = []
 
@@ -113,7 +113,7 @@ def routes(
         if spec is None:
             out.append(Route((), ()))
             continue
-        if host_is_other_memory and x.device == HOST and spec.memory != "host":
+        if host_is_other_memory and x.device == region.host and spec.memory != "host":
             errors.append(fail(f"{label(i)} is in host memory, its spec says {spec}",
                                fix="pass fs.on_host(specs), or fs.to_device(params)"))  # fmt: skip
         if shape is not None and len(shape) != x.ndim:

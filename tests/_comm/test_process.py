@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,8 +119,31 @@ def replaced_submodules(mesh: fs.Mesh) -> Any:
     return fs.device_get(step(fs.materialize(tree["params"], specs, mesh, key=fs.key(0)), torch.arange(11)))
 
 
+def traced_on_ranks(mesh: fs.Mesh) -> Any:
+    """Return the file of a trace, as rank 0 has written it; a file that cannot be is an error of every rank."""
+    double = fs.shard_map(lambda x: fs.psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
+    wrong = ["/nowhere/step.json", f"step-{mesh.ranks[0]}.json"]
+    errors = [error_text(lambda path=path: fs.trace(double, torch.ones(4), path=path)) for path in wrong]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(mesh.gather_objects(folder)[0]) / "step.json"
+        run = fs.trace(double, torch.ones(4), path=file)
+        events = json.loads(file.read_text())["traceEvents"]
+        mesh.gather_objects(None)
+    transfers = {e["pid"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] > 0}
+    return errors, [t.rank for t in run.timelines], transfers, fs.device_get(run.result)
+
+
 def opening_example_on_ranks(axes: dict[str, int]) -> Any:
     mesh = fs.make_mesh(**axes)
+    if axes == {"data": 4, "model": 1}:
+        errors, ranks, transfers, total = traced_on_ranks(mesh)
+        assert "there is no folder /nowhere" in errors[0]
+        assert "rank 1  path='step-1.json', device=None" in errors[1]
+        assert ranks == ([0, 1, 2, 3] if mesh.ranks == (0,) else list(mesh.ranks))
+        assert total == 4
+        assert transfers.keys() == {0, 1, 2, 3}
+        begin, end = (max(t[0] for t in transfers.values()), min(t[1] for t in transfers.values()))
+        assert begin <= end  # every rank takes part in the sum at some one time
     return opening_example(mesh), classifier(mesh), replaced_submodules(mesh) if axes["data"] == 2 else None
 
 
@@ -482,6 +507,7 @@ def test_compiled_steps_equal_eager_steps_and_compile_once(ranks: Pool) -> None:
 SCRIPT = """
 import os
 import sys
+import tempfile
 import time
 import torch
 import fshard as fs

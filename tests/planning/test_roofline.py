@@ -20,12 +20,15 @@ DEVICE = Device("d", {torch.float32: 1e12, torch.bfloat16: 4e12}, 2**30, 1e10, (
 ))  # fmt: skip
 
 
-def op(flops: int = 0, nbytes: int = 0, dtype: torch.dtype = torch.float32, kind: str = "matmul", phase: str = "forward") -> Operation:
+def op(
+    flops: int = 0, nbytes: int = 0, dtype: torch.dtype = torch.float32, kind: str = "matmul", phase: str = "forward"
+) -> Operation:
     return Operation("aten.mm", kind, dtype, flops, nbytes, 0, None, phase)
 
 
 def transfer(name: str, axes: tuple[str, ...], nbytes: int, ranks: int) -> Transfer:
-    return Transfer(name, axes, torch.float32, nbytes, ranks=ranks)
+    kept = nbytes // ranks if name in ("reduce_scatter", "all_to_all") else 0
+    return Transfer(name, axes, torch.float32, nbytes, ranks=ranks, kept=kept)
 
 
 def blocking(*transfers: Transfer) -> list[Start | Wait]:
@@ -53,7 +56,12 @@ def test_an_operation_takes_the_slower_of_its_flops_and_its_bytes() -> None:
 
 
 def test_mfu_leaves_out_recomputed_flops_and_counts_each_dtype_at_its_peak() -> None:
-    events = [op(10**12), op(4 * 10**12, dtype=torch.bfloat16), op(10**12, phase="recompute"), op(0, 10**10, kind="copy")]
+    events = [
+        op(10**12),
+        op(4 * 10**12, dtype=torch.bfloat16),
+        op(10**12, phase="recompute"),
+        op(0, 10**10, kind="copy"),
+    ]
     found = roofline(events, {"data": 1}, DEVICE)
     assert found.seconds == pytest.approx(4.0) and found.mfu == pytest.approx(0.5)
     assert found.tokens_per_second(100) == pytest.approx(25.0)
@@ -133,11 +141,24 @@ def test_transfers_over_one_link_queue_and_over_two_do_not() -> None:
     ring = transfer("all_gather", ("data", "model"), 10**8, 16)
     queued = roofline([Start(ring, 0, 0), Start(near, 1, 0), Wait(1, 0), Wait(0, 0)], mesh, DEVICE)
     assert queued.seconds == pytest.approx((12e-3 + 3e-2 + 1.5) + 3.003)
+    queued = roofline([Start(ring, 0, 0), Start(far, 1, 0), Wait(1, 0), Wait(0, 0)], mesh, DEVICE)
+    assert queued.seconds == pytest.approx((12e-3 + 3e-2 + 1.5) + 3.03)
+    queued = roofline([Start(far, 0, 0), Start(ring, 1, 0), Wait(1, 0), Wait(0, 0)], mesh, DEVICE)
+    assert queued.seconds == pytest.approx(3.03 + (12e-3 + 3e-2 + 1.5))
+    # the link is free long before the second starts, and has no time to make up
+    late = roofline([*blocking(near), op(5 * 10**12), Start(near, 7, 0), op(10**12), Wait(7, 0)], mesh, DEVICE)
+    assert late.seconds == pytest.approx(3.003 + 5 + 3.003) and late.lanes[-2].start == pytest.approx(8.003)
+    half = roofline(blocking(near), mesh, dataclasses.replace(DEVICE, efficiency=0.5))
+    assert half.seconds == pytest.approx(6.003)  # a latency is not a rate
 
 
 def test_lanes_and_times_of_any_schedule_add_up() -> None:
     gather, reduce = transfer("all_gather", ("model",), 10**8, 4), transfer("reduce_scatter", ("data",), 10**9, 4)
-    pieces = [[Start(gather, 0, 0), Wait(0, 0)], [Start(reduce, 1, 0), Wait(1, 0)], [op(10**11), op(0, 10**9), op(0, 0)]]
+    pieces = [
+        [Start(gather, 0, 0), Wait(0, 0)],
+        [Start(reduce, 1, 0), Wait(1, 0)],
+        [op(10**11), op(0, 10**9), op(0, 0)],
+    ]
     for order in set(itertools.permutations([0, 0, 1, 1, 2, 2, 2])):
         left = [iter(piece) for piece in pieces]
         events = [next(left[i]) for i in order]
@@ -152,11 +173,15 @@ def test_lanes_and_times_of_any_schedule_add_up() -> None:
 
 
 def test_a_rate_or_a_link_that_the_device_lacks_is_named() -> None:
-    with pytest.raises(fs.ShardingError, match="d has no FLOP/s of float64, in which aten.mm computes\n  it has float32, bfloat16"):
+    with pytest.raises(
+        fs.ShardingError, match="d has no FLOP/s of float64, in which aten.mm computes\n  it has float32, bfloat16"
+    ):
         roofline([op(1, dtype=torch.float64)], {"data": 1}, DEVICE)
     events = blocking(transfer("all_reduce", ("data",), 8, 8))
     near = dataclasses.replace(DEVICE, links=DEVICE.links[:1])
-    with pytest.raises(fs.ShardingError, match="links of d do not reach all ranks of data\n  mesh data=8: 8 ranks; links join 4"):
+    with pytest.raises(
+        fs.ShardingError, match="links of d do not reach all ranks of data\n  mesh data=8: 8 ranks; links join 4"
+    ):
         roofline(events, {"data": 8}, near)
     with pytest.raises(fs.ShardingError, match="links join 1"):
         roofline(events, {"data": 8}, dataclasses.replace(DEVICE, links=()))

@@ -1,0 +1,198 @@
+"""`fs.plan` against real ranks: `python -m tests.benchmarks.plan_accuracy [--only gpt2/ddp ...] [--json FILE]`.
+
+Train steps of GPT-2, Llama, T5 and a ResNet, each under data parallel, FSDP in several schedules, tensor and sequence
+parallel, accumulation and bfloat16, on two processes over gloo. The peak of the bytes in tensors is read from torch's
+profiler (`step_cost`), below fshard, and the transfers from `fs.recording`. The plan is made in the same process, from
+the same function. README.md in this folder says how to read the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fshard as fs
+from fshard import P
+from fshard.models import gpt2, llama, resnet, t5
+
+from .init import MIB
+from .peers import run_on_ranks
+from .step_cost import measure_step
+
+WITHIN = 0.03
+ROWS, T, VOCAB = 4, 128, 4096  # examples of each rank, tokens, classes
+MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (gpt2, gpt2.Config(vocab_size=VOCAB, n_positions=T, n_embd=256, n_layer=4, n_head=4)),
+    "llama": (llama, llama.Config(vocab_size=VOCAB, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
+                                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=T)),
+    "t5": (t5, t5.Config(vocab_size=VOCAB, d_model=256, d_kv=64, d_ff=512, num_layers=3, num_heads=4,
+                         dropout_rate=0.0)),
+    "resnet": (resnet, resnet.Config.of(18, num_labels=VOCAB)),
+}  # fmt: skip
+BF16 = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train: the mesh axes of two ranks or more, and options of the layout and the step."""
+
+    data: bool = True
+    model: bool = False
+    sharded: bool = False
+    layout: dict[str, Any] = field(default_factory=dict)
+    remat: bool = False
+    offload: bool = False
+    steps: int = 1
+
+
+WAYS = {
+    "ddp": Way(),
+    "fsdp": Way(sharded=True),
+    "keep": Way(sharded=True, layout={"release": False}),
+    "remat": Way(sharded=True, remat=True),
+    "offload": Way(sharded=True, offload=True),
+    "tp": Way(data=False, model=True),
+    "tp+sp": Way(data=False, model=True, layout={"sequence": True}),
+    "accumulate": Way(sharded=True, steps=2),
+    "bf16": Way(sharded=True, layout=BF16),
+}
+SKIPPED = {("t5", "tp+sp"), *(("resnet", way) for way in ("keep", "remat", "tp+sp"))}  # options that they lack
+
+
+def build(name: str, way: Way, kind: str) -> tuple[Any, tuple[Any, ...]]:
+    """The step, (state, *batch) -> (state, loss), and described arguments."""
+    module, cfg = MODELS[name]
+    mesh = fs.make_mesh(kind=kind, **({"model": 2} if way.model else {"data": 2}))
+    data, model = "data" if way.data else None, "model" if way.model else None
+    layout = module.Layout(data, model, **way.layout)
+    described, specs = module.init(cfg), module.specs(cfg, model=model)
+    if way.sharded:
+        specs = fs.fully_shard(specs, described, axis="data")
+    if way.offload:
+        specs = fs.on_host(specs)
+    state: dict[str, Any] = {"params": described}
+    rows, images = ROWS * (2 if way.data else 1), name == "resnet"
+    if images:
+        state["stats"] = resnet.state(cfg)
+        batch = (fs.init.normal((rows, 3, 64, 64)), fs.init.zeros((rows,), dtype=torch.int64))
+        opt = fs.optim.sgd(0.1, momentum=0.9, weight_decay=1e-4)
+    else:
+        batch = (fs.init.zeros((rows, T), dtype=torch.int64), fs.init.zeros((rows, T), dtype=torch.int64))
+        opt = fs.optim.adamw(1e-3)
+    state["opt"] = opt.init(described)
+    placed = {"params": specs, "opt": opt.specs(specs), **({"stats": P()} if images else {})}
+
+    @fs.shard_map(mesh=mesh, in_specs=(placed, P(data), P(data)), out_specs=(placed, P()), donate=0)
+    def step(state: Any, x: Tensor, y: Tensor) -> Any:
+        def loss_fn(params: Any, x: Tensor, y: Tensor) -> Any:
+            if images:
+                return resnet.loss(
+                    cfg,
+                    fs.unshard(params, specs, data, shapes=described) if way.sharded else params,
+                    state["stats"],
+                    x,
+                    y,
+                    layout=resnet.Layout(None, model) if way.sharded else layout,
+                )
+            return module.loss(cfg, params, x, y, layout=layout, specs=specs, remat=way.remat), {}
+
+        f = (
+            fs.accumulate(loss_fn, way.steps, has_aux=True)
+            if way.steps > 1
+            else fs.value_and_grad(loss_fn, has_aux=True)
+        )
+        (loss, stats), grads = f(state["params"], x, y)
+        if way.steps > 1:
+            stats = fs.tree.map(lambda x: x[-1], stats)
+        params, new = opt.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": new, **({"stats": stats} if images else {})}, loss
+
+    return step, ({**state}, *batch), placed, P(data)
+
+
+def measured(name: str, which: str) -> dict[str, Any]:
+    """On a rank: the peak and the transfers of a real step, and those of its plan."""
+    way = WAYS[which]
+    step, described, placed, batch_spec = build(name, way, "process")
+    plan = fs.plan(step, *described)
+    mesh, found = step.mesh, {}
+
+    def setup() -> Callable[[], object]:
+        state = fs.materialize(described[0], placed, mesh, key=fs.key(0))
+        batch = fs.materialize(described[1:], batch_spec, mesh, key=fs.key(1))
+        found["arguments"] = sum(x.shards[0].nbytes for x in fs.tree.leaves((state, batch)))
+
+        def run() -> object:
+            nonlocal state
+            state, loss = step(state, *batch)
+            return loss
+
+        with fs.recording():  # the first call is checked
+            run()
+        with fs.recording() as log:
+            run()
+        found["transfers"] = list(log)
+        return run
+
+    cost = measure_step(setup, warmup=1)
+    same = tuple(found["transfers"]) == plan.transfers
+    return {"peak": cost.peak, "start": cost.start, "arguments": found["arguments"], "planned": plan.memory.peak,
+            "planned arguments": plan.memory.arguments, "parts": plan.memory.parts, "where": str(plan.memory.where),
+            "transfers": len(found["transfers"]), "transfers are equal": same,
+            "differ": [] if same else [(str(a), str(b)) for a, b in zip(found["transfers"], plan.transfers)
+                                       if a != b][:3]}  # fmt: skip
+
+
+def job(cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    out = []
+    for name, which in cases:
+        try:
+            out.append(measured(name, which))
+        except Exception as e:
+            out.append({"failed": f"{type(e).__name__}: {e}"[:2000]})
+            raise
+        gc.collect()
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    every = [f"{name}/{way}" for name in MODELS for way in WAYS if (name, way) not in SKIPPED]
+    parser.add_argument("--only", nargs="+", default=every)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, 2 processes over gloo, load {os.getloadavg()[0]:.1f}; MiB of the rank with most")
+    print(f"  {'':20}{'measured':>10}{'planned':>10}{'error':>9}   of that above the arguments, transfers")
+    figures = {}
+    for case in args.only:
+        name, _, which = case.partition("/")
+        rows = [r[0] for r in run_on_ranks(2, job, [(name, which)])]
+        row = max(rows, key=lambda r: r["peak"])
+        row["error"] = row["planned"] / row["peak"] - 1
+        figures[case] = row
+        above = (row["planned"] - row["arguments"]) / (row["peak"] - row["arguments"]) - 1
+        alike = "equal" if all(r["transfers are equal"] for r in rows) else "DIFFER"
+        print(
+            f"  {case:20}{row['peak'] / MIB:10.2f}{row['planned'] / MIB:10.2f}{row['error']:9.2%}"
+            f"{'' if abs(row['error']) <= WITHIN else ' MISS'}  {above:8.2%}  {row['transfers']:4d} {alike}"
+            f"  (start {(row['start'] - row['arguments']) / MIB:.2f} above)",
+            flush=True,
+        )
+        if alike != "equal":
+            print(row["differ"])
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

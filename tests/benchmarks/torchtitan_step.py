@@ -1,0 +1,203 @@
+"""torchtitan's train step of a Llama as a mapped function: its arithmetic, operation for operation, and its schedule.
+
+For predictions of what torchtitan measured, and not for training: `fshard.models.llama` computes the same numbers with fewer
+operations and less memory. Written after torchtitan at 9dec370 (December 2024), `models/llama/model.py` and
+`parallelisms/parallelize_llama.py`: norms and rotations in float32 from single operations, keys and values repeated for each
+head, float32 logits, FSDP2 of each block and of the rest, tensor and sequence parallelism, and activation checkpointing that
+is full, of every second block, or of all but attention and every second product.
+
+Legend: B batch, T time, D width, H heads, G heads of keys and values, K head width, F hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fshard as fs
+from fshard import P, nn, optim
+
+Checkpointing = Literal["none", "full", "selective layer", "selective op"]
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # of fake tensors on a CPU
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a Llama."""
+
+    width: int
+    layers: int
+    heads: int
+    groups: int
+    hidden: int
+    vocab: int = 128256
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+LLAMA = {
+    "Llama 3 8B": Sizes(4096, 32, 32, 8, 14336),
+    "Llama 3 70B": Sizes(8192, 80, 64, 8, 28672),
+    "Llama 3 405B": Sizes(16384, 126, 128, 8, 53248),
+    "Llama 2 13B": Sizes(5120, 40, 40, 40, 13824, 32000),
+    "Llama 2 70B": Sizes(8192, 80, 64, 8, 28672, 32000),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """FSDP over `data`, tensor and sequence parallelism over `model`, tokens of each data rank, and checkpointing."""
+
+    sizes: Sizes
+    data: int
+    model: int
+    batch: int  # of each data rank
+    time: int
+    checkpointing: Checkpointing
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def axis(self) -> str | None:
+        """The axis of tensor parallelism."""
+        return "model" if self.model > 1 else None
+
+
+def init(s: Sizes) -> Any:
+    """The described parameters, in float32."""
+    d, k = s.width, s.head_width
+    normal, ones = functools.partial(fs.init.normal, std=0.02), fs.init.ones
+    block = lambda: {  # noqa: E731
+        "norm_1": ones(d), "q": normal((d, s.heads * k)), "k": normal((d, s.groups * k)), "v": normal((d, s.groups * k)),
+        "o": normal((s.heads * k, d)), "norm_2": ones(d), "up": normal((d, s.hidden)), "gate": normal((d, s.hidden)),
+        "down": normal((s.hidden, d)),
+    }  # fmt: skip
+    return {"wte": normal((s.vocab, d)), "h": [block() for _ in range(s.layers)], "norm": ones(d),
+            "head": normal((d, s.vocab))}  # fmt: skip
+
+
+def specs(layout: Layout) -> Any:
+    """Columns, rows and the vocabulary over `model`; all leaves fully sharded over `data`."""
+    m = layout.axis
+    column, row = P(None, m), P(m)
+    block = {"norm_1": P(), "q": column, "k": column, "v": column, "o": row, "norm_2": P(), "up": column, "gate": column,
+             "down": row}  # fmt: skip
+    whole = {"wte": row, "h": [block] * layout.sizes.layers, "norm": P(), "head": column}
+    return fs.fully_shard(whole, init(layout.sizes), axis="data")
+
+
+def rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    y = x.float()
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * w
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate pairs of neighbours: x [B, T, H, K], angles [T, K / 2], complex."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * angles[None, :, None]).flatten(3).type_as(x)
+
+
+def angles_of(time: int, width: int) -> Tensor:
+    rates = 1.0 / 500000.0 ** (torch.arange(0, width, 2).float() / width)
+    angles = torch.outer(torch.arange(time).float(), rates)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def block(layout: Layout, angles: Tensor, p: Any, x: Tensor) -> Tensor:
+    """One block; x is the stream, [B, T, D], or [B, T@model, D]."""
+    s, m = layout.sizes, layout.axis
+    varied = lambda w: fs.pvary(w, m)  # noqa: E731
+    b, k = x.shape[0], s.head_width
+    h = fs.all_gather(rms_norm(x, varied(p["norm_1"])), m, 1)
+    q, keys, values = ((h @ p[name]).view(b, layout.time, -1, k) for name in ("q", "k", "v"))
+    q, keys = rotate(q, angles), rotate(keys, angles)
+    keys, values = (
+        y[:, :, :, None].expand(-1, -1, -1, s.heads // s.groups, -1).reshape(q.shape) for y in (keys, values)
+    )
+    a = torch.nn.functional.scaled_dot_product_attention(
+        *(y.transpose(1, 2) for y in (q, keys, values)), is_causal=True
+    )
+    a = a.transpose(1, 2).contiguous().view(b, layout.time, -1)
+    x = x + fs.psum_scatter(a @ p["o"], m, 1)
+    h = fs.all_gather(rms_norm(x, varied(p["norm_2"])), m, 1)
+    h = torch.nn.functional.silu(h @ p["up"]) * (h @ p["gate"])
+    return x + fs.psum_scatter(h @ p["down"], m, 1)
+
+
+def checkpointed(layout: Layout, f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the block with its activation checkpointing, but for "full" and "none", which `scan` does itself."""
+    if layout.checkpointing == "selective op":
+
+        def contexts() -> Any:
+            products = {False: 0, True: 0}
+
+            def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+                if op is torch.ops.aten.mm.default:
+                    products[ctx.is_recompute] += 1
+                    saved = products[ctx.is_recompute] % 2 == 1
+                else:
+                    saved = op in _ATTENTION
+                return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+            return create_selective_checkpoint_contexts(policy)
+
+        return lambda p, x, *_: checkpoint(f, p, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    if layout.checkpointing == "selective layer":
+        return lambda p, x, i: fs.remat(f)(p, x) if i % 2 else f(p, x)
+    return lambda p, x, *_: f(p, x)
+
+
+def loss(layout: Layout, spec: Any, params: Any, ids: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of the global batch, of ids and targets [B, T] of this data rank."""
+    s, m = layout.sizes, layout.axis
+    shapes = init(s)
+    top = {name: params[name] for name in ("wte", "norm", "head")}
+    top = fs.unshard(top, {name: spec[name] for name in top}, "data", shapes={name: shapes[name] for name in top},
+                     dtype=layout.dtype, reduce_dtype=torch.float32)  # fmt: skip
+    angles = angles_of(layout.time, s.head_width)
+    x = fs.psum_scatter(nn.embedding(ids, top["wte"], axis=m, size=s.vocab), m, 1)
+    one = checkpointed(layout, functools.partial(block, layout, angles))
+    each = list(range(s.layers)) if layout.checkpointing == "selective layer" else None
+    x = fs.scan(one, params["h"], x, specs=spec["h"], axis="data", shapes=shapes["h"], dtype=layout.dtype, each=each,
+                reduce_dtype=torch.float32, remat=layout.checkpointing == "full")  # fmt: skip
+    return head(layout, top, x, targets)
+
+
+def head(layout: Layout, top: Any, x: Tensor, targets: Tensor) -> Tensor:
+    """The norm, the logits and the loss of the stream after the last block."""
+    m = layout.axis
+    x = fs.all_gather(rms_norm(x, fs.pvary(top["norm"], m)), m, 1)
+    logits = (x @ top["head"]).flatten(0, 1).float()
+    if m is None:
+        return fs.pmean(torch.nn.functional.cross_entropy(logits, targets.flatten(0, 1)), "data")
+    return nn.cross_entropy(logits, targets.flatten(0, 1), axis=m, size=layout.sizes.vocab, over="data")
+
+
+def step_of(layout: Layout, *, kind: str = "abstract") -> tuple[Any, tuple[Any, ...]]:
+    """Return the mapped step, (params, state, ids, targets) -> (loss, params, state), and its described arguments."""
+    mesh = fs.make_mesh(kind=kind, data=layout.data, model=layout.model)
+    spec = specs(layout)
+    opt = optim.chain(optim.clip_by_global_norm(1.0, spec), optim.adamw(3e-4, weight_decay=0.1))
+    state_specs = opt.specs(spec)
+
+    def step(params: Any, state: Any, ids: Tensor, targets: Tensor) -> Any:
+        value, grads = fs.value_and_grad(functools.partial(loss, layout, spec))(params, ids, targets)
+        params, state = opt.update(grads, state, params)
+        return value, params, state
+
+    f = fs.shard_map(step, mesh=mesh, in_specs=(spec, state_specs, P("data"), P("data")),
+                     out_specs=(P(), spec, state_specs), donate=(0, 1))  # fmt: skip
+    params = init(layout.sizes)
+    tokens = fs.init.zeros((layout.batch * layout.data, layout.time), dtype=torch.int64)
+    return f, (params, opt.init(params), tokens, tokens)
