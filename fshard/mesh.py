@@ -64,6 +64,7 @@ class Mesh:
         )
         self.transfers: list[Transfer] = []
         self.host = HOST  # the device of host memory; that of a plan is another than the device, which is fake
+        self._fakes: Any = None  # of an abstract mesh: buffers that calls share are of one mode
         self._comm: Comm | None = None  # simulated ranks have one for each run
         if kind == "abstract":
             self._comm = AbstractComm(self.axes, self.coords(rank), self.transfers)
@@ -84,8 +85,9 @@ class Mesh:
         if self.kind == "process" and self.size > 1:
             refuse_transfer("shard_map")
         if self._comm is not None:
-            fake = self.kind == "abstract"
-            with fake_tensors() if fake else contextlib.nullcontext():
+            if self.kind == "abstract" and self._fakes is None:
+                self._fakes = fake_tensors()
+            with self._fakes or contextlib.nullcontext():
                 return [f(self._comm, self.ranks[0])]
         return simulate(self.axes, f)
 
