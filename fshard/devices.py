@@ -53,8 +53,8 @@ class Device:
     """One device and the links between its kind, from the nearest outwards.
 
     `flops`: FLOP/s of matrix products, by dtype. `memory`: bytes. `bandwidth`: bytes/s of that memory, reads and writes.
-    `efficiency`: the share of these rates and of the links' that a program reaches: 1 is the bound of the hardware. It is
-    the one number to fit to a measured step, since seconds are proportional to 1/efficiency (but for latencies).
+    `efficiency`: the share of `flops` that products reach in a program, from 0 to 1: the one number to fit to a measured step.
+    1 is the bound of the hardware; 0.5 to 0.75 are usual.
 
     >>> fs.devices.H100.flops[torch.bfloat16] / 1e12, fs.devices.H100.memory // 2**30
     (989.4, 80)
@@ -74,6 +74,9 @@ class Device:
         numbers |= {f"flops[{dtype}]": rate for dtype, rate in self.flops.items()}
         for link in self.links:
             numbers |= {f"bandwidth of {link.name}": link.bandwidth}
+        if self.efficiency > 1:
+            raise fail(f"Device {self.name!r}: efficiency is {self.efficiency}", "it is a share of flops",
+                       fix="a number from 0 to 1; a device that computes faster has larger flops")  # fmt: skip
         for name, x in numbers.items():
             if not 0 < x < math.inf:
                 raise must_be(f"Device {self.name!r}: {name}", "a positive number", x)
@@ -156,7 +159,7 @@ def this_cpu(*, seconds: float = 1.5) -> Device:
 
     The rates are those of the threads of this process (`torch.get_num_threads`): ranks that share its cores share them.
     The link is TCP over the loopback interface, as gloo uses it between processes of one machine. `memory` is that of the
-    machine. Each rate is the best of several runs, so the efficiency is 1.
+    machine. Each rate is the best of several runs.
 
     >>> device = fs.devices.this_cpu(seconds=0.3)
     >>> device.name, device.flops[torch.float32] > 0

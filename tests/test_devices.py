@@ -37,6 +37,7 @@ def test_rates_are_dense_and_links_count_one_direction() -> None:
     ({"memory": 0}, "memory must be a positive number, got 0"),
     ({"bandwidth": math.nan}, "bandwidth must be a positive number, got nan"),
     ({"efficiency": -1.0}, "efficiency must be a positive number"),
+    ({"efficiency": 60.0}, "efficiency is 60.0\n  it is a share of flops\n  fix: a number from 0 to 1"),
     ({"flops": {torch.bfloat16: math.inf}}, r"flops\[torch.bfloat16\] must be a positive number, got inf"),
     ({"links": (Link("NVLink", 8, 0.0, 1e-6),)}, "bandwidth of NVLink must be a positive number"),
     ({"links": (Link("NVLink", 8, 1e9, -1.0),)}, "latency of NVLink must be seconds"),

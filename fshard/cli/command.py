@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from fshard.errors import ShardingError
 
-from . import configuring, estimating, inspecting, launching, merging
+from . import configuring, estimating, inspecting, launching, merging, planning
 
-_COMMANDS = (inspecting, estimating, configuring, launching, merging)
+_COMMANDS = (inspecting, estimating, planning, configuring, launching, merging)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,9 @@
 """A time for a planned step: each operation and transfer at the rates of a device, overlapped as scheduled.
 
-Operations run one after the other on one lane, in the order of the plan. With a peak of F FLOP/s for its dtype, a memory of
-M bytes/s and an efficiency e,
+Operations run one after the other on one lane, in the order of the plan. With a peak of F FLOP/s for its dtype, of
+which programs reach the share e, `Device.efficiency`, and a memory of M bytes/s,
 
-    operation    max(FLOPs / (e F), bytes / (e M))        source: Williams et al., 2009, "Roofline"
+    operation    max(FLOPs / (e F), bytes / M)        source: Williams et al., 2009, "Roofline"
 
 A transfer starts at its `Start`, or when the links that it needs are free, and runs beside the operations; a `Wait` holds the
 lane until the transfer has ended. Ranks are laid out with the last axis nearest, and a `Link` of a device joins groups of so
@@ -11,16 +11,17 @@ many consecutive ranks. Of n ranks that communicate, k_l are parted by level l: 
 k_l = the groups of level l that they touch, at most). With `sent` bytes of each rank (see `Transfer.sent`), a bandwidth of
 B_l and a latency of a_l,
 
-    all_reduce, all_gather, reduce_scatter    rounds x sum_l (k_l-1 - k_l) a_l  +  max_l sent k_l-1 / n / (e B_l)
-    all_to_all    a_l of the furthest level  +  max_l sent (peers at level l) / (n - 1) / (e B_l)
-    permute       a_l  +  sent / (e B_l)    of the furthest level
+    all_reduce, all_gather, reduce_scatter    rounds x sum_l (k_l-1 - k_l) a_l  +  max_l sent k_l-1 / n / B_l
+    all_to_all    a_l of the furthest level  +  max_l sent (peers at level l) / (n - 1) / B_l
+    permute       a_l  +  sent / B_l    of the furthest level
 
 An all_reduce makes two rounds, the others one. A ring enters and leaves each group once, and n / k_l-1 devices of the group
 share what passes: eight devices of a node send eight times as fast over the network as one. Source of the ring's latency and
 of this sharing: NVIDIA, NCCL, `src/graph/tuning.cc`.
 
-It is a bound, not a simulation: it has no launch of a kernel, no pause of the program, no fusion by a compiler, and no
-competition between transfers and operations for a device's units or memory. `Device.efficiency` is for all of these.
+It is an estimate, not a simulation: it has no launch of a kernel, no pause of the program, no fusion by a compiler, and no
+competition between transfers and operations for a device's units or memory. The efficiency of a device, fitted to a measured
+step, has to stand for all of these ([docs/planning.md](../../docs/planning.md)).
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def _operation_seconds(operation: Operation, device: Device) -> tuple[float, flo
                        f"{operation.name}{where} computes", f"it has {known}",
                        fix="dataclasses.replace(device, flops={**device.flops, dtype: rate})")  # fmt: skip
         at_peak = operation.flops / rate
-    return max(at_peak, operation.bytes / device.bandwidth) / device.efficiency, at_peak
+    return max(at_peak / device.efficiency, operation.bytes / device.bandwidth), at_peak
 
 
 class _Network:
@@ -171,21 +172,21 @@ class _Network:
         parts = self._parts.get(transfer.axes)
         if parts is None:
             parts = self._parts[transfer.axes] = self._parts_of(transfer.axes)
-        n, share = parts[0], self.device.efficiency
+        n = parts[0]
         crossed = [(link, a, b) for link, a, b in zip(self.device.links, parts, parts[1:], strict=False) if a > b]
         if not crossed:
             return 0.0, []
         furthest = crossed[-1][0]
         if transfer.op == "permute":
-            seconds = furthest.latency + transfer.sent / furthest.bandwidth / share
+            seconds = furthest.latency + transfer.sent / furthest.bandwidth
         elif transfer.op == "all_to_all":  # n / b - n / a of the n - 1 peers are at this level
             most = max(transfer.sent * (n / b - n / a) / (n - 1) / link.bandwidth for link, a, b in crossed)
-            seconds = furthest.latency + most / share
+            seconds = furthest.latency + most
         else:
             rounds = 2 if transfer.op.startswith("all_reduce") else 1
             steps = sum((a - b) * link.latency for link, a, b in crossed)
             most = max(transfer.sent * a / n / link.bandwidth for link, a, _ in crossed)
-            seconds = rounds * steps + most / share
+            seconds = rounds * steps + most
         return seconds, [link.name for link, _, _ in crossed]
 
     def _parts_of(self, axes: tuple[str, ...]) -> tuple[int, ...]:

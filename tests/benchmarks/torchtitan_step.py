@@ -24,6 +24,7 @@ import fshard as fs
 from fshard import P, nn, optim
 
 Checkpointing = Literal["none", "full", "selective layer", "selective op"]
+_PRODUCTS = 7  # of a block
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # of fake tensors on a CPU
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -66,6 +67,7 @@ class Layout:
     batch: int  # of each data rank
     time: int
     checkpointing: Checkpointing
+    compiled: bool = False  # a compiled block saves no result that backward does not read, such as its last product
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -145,7 +147,8 @@ def checkpointed(layout: Layout, f: Callable[..., Tensor]) -> Callable[..., Tens
             def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
                 if op is torch.ops.aten.mm.default:
                     products[ctx.is_recompute] += 1
-                    saved = products[ctx.is_recompute] % 2 == 1
+                    nth = products[ctx.is_recompute]
+                    saved = nth % 2 == 1 and not (layout.compiled and nth == _PRODUCTS)
                 else:
                     saved = op in _ATTENTION
                 return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -178,10 +181,11 @@ def head(layout: Layout, top: Any, x: Tensor, targets: Tensor) -> Tensor:
     """The norm, the logits and the loss of the stream after the last block."""
     m = layout.axis
     x = fs.all_gather(rms_norm(x, fs.pvary(top["norm"], m)), m, 1)
-    logits = (x @ top["head"]).flatten(0, 1).float()
+    logits = x @ top["head"]  # kept until the loss is computed, as by the caller of a module
     if m is None:
-        return fs.pmean(torch.nn.functional.cross_entropy(logits, targets.flatten(0, 1)), "data")
-    return nn.cross_entropy(logits, targets.flatten(0, 1), axis=m, size=layout.sizes.vocab, over="data")
+        return fs.pmean(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1)), "data")
+    return nn.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), axis=m, size=layout.sizes.vocab,
+                            over="data")  # fmt: skip
 
 
 def step_of(layout: Layout, *, kind: str = "abstract") -> tuple[Any, tuple[Any, ...]]:

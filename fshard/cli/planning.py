@@ -1,0 +1,204 @@
+"""`python -m fshard plan`: memory, transfers and time of a model's train step on many devices, without any of them.
+
+The step is the one of `train_step.py`. Each layout is planned by `fs.plan`: the step runs once, as one rank, on shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fshard import devices, models, tree
+from fshard.errors import fail, raise_all
+from fshard.planning import PlanTable, divisions, plan_table, search
+
+from .train_step import AXES, Job, read_job, train_step
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FLAGS = {"yes": True, "no": False, "": True}
+_NUMBERS = (*AXES, "accumulate", "prefetch", "batch")
+_SETTINGS = f"{', '.join(AXES)}: axis sizes; accumulate, prefetch, batch: numbers; remat, sequence, release: yes or no"
+_MOST_STEPS = 4  # microbatches that a search tries
+_MOST_DEVICES = 1 << 20
+
+
+def add(commands: Any) -> None:
+    """Add `plan` to the commands of a parser."""
+    command = commands.add_parser(
+        "plan", help="print the memory, transfers and time of a train step on many devices, for layouts side by side",
+        description="Plan the train step of a model for each layout: AdamW in float32, weights gathered in bfloat16, "
+                    "split over data (FSDP) and model (tensor and sequence parallel). Nothing is computed or loaded.",
+    )  # fmt: skip
+    option = command.add_argument
+    option("model", metavar="MODEL", help="a Hugging Face folder, or its config.json")
+    option("--devices", type=int, metavar="N", help="of all machines (default: those of the first layout, or 8)")
+    option(
+        "--device",
+        metavar="NAME",
+        help="of fs.devices: h100, a100, mi300x, tpu-v5p, cpu ...: for what fits, and for times",
+    )
+    option("--layout", nargs="+", action="extend", default=[], metavar="AXES",
+           help=f"data=64,model=8,remat=yes; {_SETTINGS}; dtype: {', '.join(_DTYPES)} (default: data=N)")  # fmt: skip
+    option(
+        "--search", action="store_true", help="find the three fastest layouts that fit; --layout are settings of all"
+    )
+    option("--batch", type=int, metavar="N", help="examples of a step on all devices (default: one for each)")
+    option("--seq", type=int, metavar="N", help="tokens of a sequence, or the side of an image (default: the model's "
+                                                "longest sequence, at most 8192; 224)")  # fmt: skip
+    option("--best", type=int, default=3, metavar="N", help="layouts that a search plans as a whole (default: 3)")
+    option("--headroom", type=float, default=0.1, metavar="SHARE",
+           help="of a device's memory that a step must leave (default: 0.1)")  # fmt: skip
+    option("--json", action="store_true", help="print the numbers as JSON")
+    option("--html", metavar="FILE", help="also write the table as a page")
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> str:
+    for name in ("devices", "batch", "seq", "best"):
+        if (n := getattr(options, name)) is not None and n < 1:
+            raise fail(f"plan: --{name} {n}", fix="1 or more")
+    if options.html and not Path(options.html).parent.is_dir():  # known before the plans
+        raise fail(f"plan: --html {options.html}: there is no folder {Path(options.html).parent}")
+    if options.search and not options.device:
+        raise fail("plan: --search without --device: there is nothing to compare", fix="--device h100")
+    device = devices.of(options.device) if options.device else None
+    job = read_job(options.model, options.seq)
+    given = _layouts(options.layout)
+    count = options.devices or (_product(given[0]) if given and not options.search else 8)
+    if count > _MOST_DEVICES:
+        raise fail(f"plan: --devices {count}", fix=f"at most {_MOST_DEVICES:,}")
+    batch = options.batch or count
+
+    def step_of(*, blocks: int | None = None, **layout: Any) -> Any:
+        return train_step(job if blocks is None else job.with_blocks(blocks), **{"batch": batch, **layout})
+
+    def tokens(**layout: Any) -> int:
+        return job.units(layout.get("batch", batch))
+
+    if options.search:
+        assert device is not None
+        settings = given[0] if given else {}
+        table = search(step_of, list(_candidates(job, device, count, batch, settings)), device=device, tokens=tokens,
+                       headroom=options.headroom, best=options.best, blocks=job.blocks, heavier=_heavier,
+                       neighbours=_neighbours, progress=True)  # fmt: skip
+    else:
+        layouts = _complete(given or [{}], count)
+        table = plan_table(step_of, layouts, device=device, tokens=tokens, headroom=options.headroom, progress=True)
+    table = PlanTable(table.rows, device, job.unit)
+    if options.html:
+        _write(Path(options.html), f"{options.model}: {_facts(job, batch)}", table)
+    if options.json:
+        return json.dumps({"model": options.model, "batch": batch, "length": job.length, **table.as_dict()}, indent=2)
+    return f"{options.model}: {_facts(job, batch)}\n{table!r}"
+
+
+def _facts(job: Job, batch: int) -> str:
+    """Return the model and the step in a line."""
+    n = sum(x.numel() for x in tree.leaves(job.model.init(job.cfg)))
+    each = f"images of {job.length} x {job.length}" if job.unit == "images" else f"sequences of {job.length:,} tokens"
+    return f"fs.models.{job.name}, {n:,} parameters; {batch:,} {each} a step, AdamW"
+
+
+def _write(path: Path, title: str, table: PlanTable) -> None:
+    page = f"<!doctype html><meta charset='utf-8'><title>{escape(title)}</title><h3>{escape(title)}</h3>"
+    try:
+        path.write_text(page + table._repr_html_())
+    except OSError as e:
+        raise fail(f"plan: --html {path}: {e.strerror}") from e
+
+
+# --- layouts --------------------------------------------------------------------------------------------------
+
+
+def _product(layout: dict[str, Any]) -> int:
+    return math.prod(layout.get(axis, 1) for axis in AXES)
+
+
+def _layouts(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Parse `data=64,model=8,remat=yes`. Raises ShardingError listing every part that is not a setting."""
+    layouts, errors = [], []
+    for text in texts:
+        layout: dict[str, Any] = {}
+        for part in text.split(","):
+            name, equals, value = part.strip().partition("=")
+            known: Any = None
+            if name in _NUMBERS and value.isdecimal() and len(value) < 10 and int(value) >= (name != "prefetch"):
+                known = int(value)
+            elif name in ("remat", "sequence", "release") and value in _FLAGS and bool(value) == bool(equals):
+                known = _FLAGS[value]
+            elif name == "dtype":
+                known = _DTYPES.get(value)
+            if known is None or name in layout:
+                twice = "it has a value already" if name in layout else _SETTINGS
+                errors.append(fail(f"plan: --layout {text}: {part.strip()!r} is not a setting", twice,
+                                   fix="--layout data=64,model=8,remat=yes"))  # fmt: skip
+            layout[name] = known
+        layouts.append(layout)
+    raise_all(errors)
+    return layouts
+
+
+def _complete(layouts: Sequence[dict[str, Any]], devices: int) -> list[dict[str, Any]]:
+    """Give `data` the devices that the other axes leave. Raises ShardingError listing layouts of other numbers."""
+    errors, out = [], []
+    for layout in layouts:
+        n = _product(layout)
+        if "data" not in layout and devices % n == 0:
+            layout = {"data": devices // n, **layout}
+        elif n != devices:
+            sizes = " x ".join(str(layout[axis]) for axis in AXES if axis in layout)
+            errors.append(fail(f"plan: a layout of {n} devices, and there are {devices}", f"{sizes} = {n}",
+                               fix="leave out data, or --devices"))  # fmt: skip
+        out.append(layout)
+    raise_all(errors)
+    return out
+
+
+def _candidates(
+    job: Job, device: devices.Device, count: int, batch: int, settings: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the layouts of a search, those that need less memory first: axis sizes, remat, microbatches.
+
+    The model is split at most over the nearest links of the device, and each data rank has equally many examples.
+    `settings` are fixed.
+    """
+    batch = settings.get("batch", batch)
+    nearest = next((link.ranks for link in device.links if link.ranks), count)
+    fixed = {axis: settings[axis] for axis in AXES if axis in settings}
+    for sizes in divisions(count // settings.get("replica", 1), data=count, model=min(count, nearest)):
+        sizes = {**sizes, **({"replica": settings["replica"]} if "replica" in settings else {})}
+        if any(sizes[axis] != n for axis, n in fixed.items()):
+            continue
+        rows, rest = divmod(batch, sizes["data"] * sizes.get("replica", 1))
+        if rest or not rows:
+            continue
+        for remat in [settings["remat"]] if "remat" in settings else [True, False]:
+            steps = [n for n in (4, 2, 1) if rows % n == 0 and (n == 1 or job.model is not models.resnet)]
+            for accumulate in [settings["accumulate"]] if "accumulate" in settings else steps:
+                yield {**sizes, "remat": remat, "accumulate": accumulate, **settings}
+
+
+def _heavier(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether `a` needs at least as much memory as `b`, by its settings.
+
+    Several microbatches need a second copy of the gradients, and so one of them may need less than two.
+    """
+    same = a.get("model", 1) == b.get("model", 1)
+    split = a.get("replica", 1) >= b.get("replica", 1)
+    steps = a["accumulate"] == b["accumulate"] or 1 < a["accumulate"] < b["accumulate"]
+    return same and split and steps and a["remat"] <= b["remat"] and a.get("release", 1) <= b.get("release", 1)
+
+
+def _neighbours(**layout: Any) -> list[dict[str, Any]]:
+    """Return the layouts that need more memory and fewer transfers: weights kept, or whole groups of ranks."""
+    out = [] if "release" in layout else [{**layout, "release": False}]
+    if "replica" not in layout:
+        out += [{**layout, "data": layout["data"] // n, "replica": n} for n in (2, 4, 8) if layout["data"] % n == 0]
+    return out

@@ -1,0 +1,175 @@
+"""The train step of a model file as one would write it, with described arguments: for plans of any layout.
+
+Parameters and AdamW's moments are float32, and split over `data` (FSDP) and `model`; weights are gathered and computed
+with in bfloat16, and gradients summed in float32. Without dropout.
+
+Legend: B examples of a step, T time, C channels, L labels; [B@data] is a dim split over an axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import init as initial
+from fshard import models, optim
+from fshard.errors import fail
+from fshard.grad import accumulate as accumulated
+from fshard.grad import value_and_grad
+from fshard.hf import model_of
+from fshard.interop.hf import CONFIG, read_json
+from fshard.mesh import make_mesh
+from fshard.models.transformer import Layout
+from fshard.shard_map import ShardMapped, shard_map
+from fshard.spec import P, fully_shard
+
+AXES = ("replica", "data", "model")  # of a mesh, the nearest ranks last
+_LENGTHS = ("n_positions", "max_position_embeddings")  # fields of configs: the longest sequence
+_BLOCKS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")  # and numbers of blocks
+_MOST_TOKENS, _SIDE = 8192, 224  # by default: of a sequence, and of an image
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model of `fs.models`, and the size of its examples: `length` is that of a sequence, or the side of an image."""
+
+    model: ModuleType
+    cfg: Any
+    length: int
+
+    @property
+    def name(self) -> str:
+        """The name of the model file."""
+        return self.model.__name__.rpartition(".")[2]
+
+    @property
+    def unit(self) -> str:
+        """The plural of the things that a step trains on, for rates."""
+        return "images" if self.model is models.resnet else "tokens"
+
+    def units(self, batch: int) -> int:
+        """Return the number of them in a batch; of a T5 those of the sources and of the targets."""
+        return batch * (1 if self.model is models.resnet else self.length * (1 + (self.model is models.t5)))
+
+    @property
+    def blocks(self) -> int | None:
+        """The number of blocks, if a model with fewer of them has the same blocks; else None."""
+        base = _base(self.cfg)
+        counts = {getattr(base, name) for name in _BLOCKS if getattr(base, name, None) is not None}
+        return counts.pop() if len(counts) == 1 and len(set(getattr(base, "windows", ()))) < 2 else None
+
+    def with_blocks(self, n: int) -> Job:
+        """Return the same model with `n` blocks."""
+        base = _base(self.cfg)
+        fewer: dict[str, Any] = {name: n for name in _BLOCKS if getattr(base, name, None) is not None}
+        if getattr(base, "layer_types", None) is not None:
+            fewer["layer_types"] = base.layer_types[:1] * n
+        base = dataclasses.replace(base, **fewer)
+        own = self.model is models.heads
+        return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, base=base) if own else base)
+
+
+def read_job(path: str | Path, length: int | None = None) -> Job:
+    """Read the model of a Hugging Face folder or a config.json. Raises ShardingError for one without a model file."""
+    path = Path(path)
+    folder = path.parent if path.name == CONFIG else path
+    if not (folder / CONFIG).is_file():
+        raise fail(f"{path}: there is no {CONFIG}", fix="a Hugging Face folder, or its config.json")
+    config = read_json(folder / CONFIG)
+    model = model_of(config)
+    if model is None:
+        raise fail(f"{folder / CONFIG}: there is no model file for {config.get('model_type')!r}",
+                   models=", ".join(models.__all__),
+                   fix="write its train step, and call fs.plan_table(step_of, layouts, device=...)")  # fmt: skip
+    cfg = model.config(folder)
+    if model is models.resnet:
+        return Job(model, cfg, length or _SIDE)
+    longest = next((getattr(_base(cfg), name) for name in _LENGTHS if hasattr(_base(cfg), name)), 512)
+    return Job(model, cfg, length or min(longest, _MOST_TOKENS))
+
+
+def _base(cfg: Any) -> Any:
+    """The config of the blocks: of a model with a head for classes that of its base."""
+    return cfg.base if isinstance(cfg, models.heads.Config) else cfg
+
+
+def train_step(
+    job: Job, *, replica: int = 1, data: int = 1, model: int = 1, batch: int, accumulate: int = 1, remat: bool = False,
+    sequence: bool = True, release: bool = True, prefetch: int = 1, dtype: torch.dtype = torch.bfloat16,
+) -> tuple[ShardMapped, tuple[Any, ...]]:  # fmt: skip
+    """Return a train step with AdamW on an abstract mesh, and its described arguments: (state, *batch) -> state, loss.
+
+    Args:
+        replica, data, model: axis sizes. Parameters are whole on each of `replica` groups (DDP), split over `data`
+            (FSDP), and heads, hidden units and the vocabulary over `model`.
+        batch: examples of a step on all ranks, in `accumulate` microbatches.
+        remat: recompute blocks in backward.
+        sequence: split the residual stream along time over `model`.
+        release: free gathered weights between forward and backward.
+        prefetch: blocks to gather ahead.
+        dtype: to compute with.
+
+    Raises ShardingError for a layout that does not fit the model.
+    """
+    names = dict(zip(AXES, (replica, data, model), strict=True))
+    mesh = make_mesh(kind="abstract", **{a: n for a, n in names.items() if n > 1 or a == "data"})
+    axes = tuple(a for a in AXES[:2] if a in mesh.axes)
+    over = "model" if model > 1 else None
+    module, cfg = job.model, job.cfg
+    described = module.init(cfg)
+    specs = fully_shard(module.specs(cfg, model=over), described, axis="data")
+    casts = {} if dtype == torch.float32 else {"dtype": dtype, "reduce_dtype": torch.float32}
+    options: dict[str, Any] = {"specs": specs, "remat": remat}
+    args: tuple[Any, ...]
+    if module is models.resnet:
+        options["layout"] = models.resnet.Layout(axes, over, **casts)
+        shape = (batch, cfg.num_channels, job.length, job.length)  # [B@data, C, H, W]
+        args = (initial.zeros(shape), _integers(batch))
+    else:
+        options["layout"] = Layout(axes, over, sequence and model > 1, release=release, prefetch=prefetch, **casts)
+        classes = module is models.heads and cfg.task == "sequence"
+        args = (_integers(batch, job.length), _integers(batch) if classes else _integers(batch, job.length))
+    loss = _loss_of(module, cfg, options)
+    adamw = optim.adamw(1e-4)
+    state = {"params": described, "opt": adamw.init(described)}
+    state_specs = {"params": specs, "opt": adamw.specs(specs)}
+    if module is models.resnet:
+        state, state_specs = {**state, "norms": module.state(cfg)}, {**state_specs, "norms": P()}
+    has_aux = module is models.resnet
+    if has_aux and accumulate > 1:
+        raise fail(f"plan: accumulate={accumulate} of a {job.name}", "the statistics of its norms are of a whole batch",
+                   fix="accumulate=1")  # fmt: skip
+    differentiate = value_and_grad if accumulate == 1 else _accumulated(accumulate)
+
+    def step(state: Any, *batch: Tensor) -> Any:
+        more = (state["norms"],) if has_aux else ()
+        value, grads = differentiate(loss, has_aux=has_aux)(state["params"], *more, *batch)
+        params, opt = adamw.update(grads, state["opt"], state["params"])
+        new = {"params": params, "opt": opt}
+        return ({**new, "norms": value[1]}, value[0]) if has_aux else (new, value)
+
+    in_specs = (state_specs, *[P(axes)] * len(args))
+    f = shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(state_specs, P()), donate=0)
+    return f, (state, *args)
+
+
+def _integers(*shape: int) -> Any:
+    return initial.zeros(shape, dtype=torch.int64)
+
+
+def _loss_of(module: ModuleType, cfg: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    def loss(params: Any, *args: Any) -> Any:
+        return module.loss(cfg, params, *args, **options)
+
+    return loss
+
+
+def _accumulated(steps: int) -> Callable[..., Any]:
+    return lambda loss, has_aux: accumulated(loss, steps, has_aux=has_aux)

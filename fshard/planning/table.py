@@ -1,0 +1,307 @@
+"""Plans of many layouts side by side: which of them fit, and which is the fastest."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fshard.devices import Device
+from fshard.errors import ShardingError, checked, fail, must_be
+from fshard.shard_map import ShardMapped
+from fshard.show.table import size
+
+from .plan import Plan, plan
+from .roofline import roofline
+
+Layout = Mapping[str, Any]
+StepOf = Callable[..., Any]  # (**layout) -> (f, args)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A layout, and the numbers of its plan for the device with the most.
+
+    `plan` is None after an error, which `error` is, and for a layout that a search has not planned as a whole, of which
+    `note` says why. `peak` is in bytes, of which the transfers of a step send `sent`; `seconds` are those of a step,
+    in which all devices together compute `tokens`. Numbers that are not known are None.
+    """
+
+    layout: dict[str, Any]
+    devices: int = 0
+    plan: Plan | None = None
+    peak: int | None = None
+    sent: int | None = None
+    seconds: float | None = None
+    tokens: int | None = None
+    mfu: float | None = None
+    limit: int | None = None  # bytes that a step may use of the device
+    error: Exception | None = None
+    note: str = ""
+
+    @property
+    def fits(self) -> bool | None:
+        """True if the peak is at most the device's memory less the headroom; None without a device, or without a peak."""
+        return None if self.peak is None or self.limit is None else self.peak <= self.limit
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second and device."""
+        return None if not self.seconds or self.tokens is None else self.tokens / self.seconds / self.devices
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sort key: those that fit, the fastest first; then those that do not, by their peak; then errors."""
+        group = 4 if self.error else 3 if self.peak is None else 2 if self.fits is False else 1
+        speed = math.inf if self.seconds is None else self.seconds if self.rate is None else 1 / max(self.rate, 1e-30)
+        return group, *((self.peak or 0, speed) if group == 2 else (speed, self.peak or 0)), bool(self.note)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row for JSON: dtypes by their names, an error by its text, and None for what is not known."""
+        parts = None if self.plan is None else dict(self.plan.memory.parts)
+        return {
+            "layout": {name: x if isinstance(x, (bool, int, float, str)) else text(x)
+                       for name, x in self.layout.items()},
+            "devices": self.devices, "fits": self.fits, "peak_bytes": self.peak, "parts": parts,
+            "sent_bytes": self.sent, "seconds": self.seconds, "tokens": self.tokens,
+            "tokens_per_second_per_device": self.rate, "mfu": self.mfu,
+            "error": None if self.error is None else _words(self.error), "note": self.note,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class PlanTable:
+    """Rows in order: layouts that fit, the fastest first, then those that do not fit, then those with an error.
+
+    Without a device, by the peak. Prints as a table of text, and in a notebook as HTML. `unit` are the things that a
+    step computes, `note` is a line below the table.
+    """
+
+    rows: tuple[PlanRow, ...]
+    device: Device | None = None
+    unit: str = "tokens"
+    note: str = field(default="", kw_only=True)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self.rows)
+
+    def __getitem__(self, i: int) -> PlanRow:
+        return self.rows[i]
+
+    @property
+    def same(self) -> dict[str, Any]:
+        """The settings that are the same in all rows."""
+        first = self.rows[0].layout if len(self.rows) > 1 else {}
+        return {name: x for name, x in first.items()
+                if all(name in row.layout and _equal(row.layout[name], x) for row in self.rows)}  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the table for JSON."""
+        return {"device": None if self.device is None else self.device.name, "rows": [r.as_dict() for r in self.rows]}
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Return the header, and the cells of each row: the settings that differ, then the numbers that are known."""
+        same = self.same
+        names = list(dict.fromkeys(name for row in self.rows for name in row.layout if name not in same))
+        columns: dict[str, Callable[[PlanRow], str]] = {
+            "peak": lambda row: "" if row.peak is None else size(row.peak),
+            "memory": lambda row: (
+                "" if row.peak is None or self.device is None else f"{row.peak / self.device.memory:.0%}"
+            ),
+            "sent": lambda row: "" if row.sent is None else size(row.sent),
+            "step": lambda row: "" if row.seconds is None else duration(row.seconds),
+            f"{self.unit}/s": lambda row: "" if row.rate is None else _number(row.rate),
+            "MFU": lambda row: "" if row.mfu is None else f"{row.mfu:.1%}",
+            "": _remark,
+        }
+        texts = {name: [column(row) for row in self.rows] for name, column in columns.items()}
+        known = {name: column for name, column in texts.items() if any(column)}
+        settings = [[text(row.layout.get(name, "")) for name in names] for row in self.rows]
+        rows = [cells + [column[i] for column in known.values()] for i, cells in enumerate(settings)]
+        return names + list(known), rows
+
+    @property
+    def head(self) -> str:
+        """The line above the table."""
+        sizes = sorted({row.devices for row in self.rows if row.devices})
+        on = "" if not sizes else f" on {sizes[0]:,}" if len(sizes) == 1 else f" on {sizes[0]:,} to {sizes[-1]:,}"
+        name = " devices" if self.device is None else f" {self.device.name} of {size(self.device.memory)}"
+        same = ", ".join(f"{key}={text(x)}" for key, x in self.same.items())
+        n = len(self.rows)
+        return f"{n} layout{'s' * (n != 1)}{f'{on}{name}' if on else ''}{f'; {same}' if same else ''}; of each device"
+
+    def __repr__(self) -> str:
+        header, rows = self.cells()
+        lines = [header, *rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        texts = ["  ".join(x if i == len(header) - 1 and not header[i] else x.rjust(w)
+                           for i, (x, w) in enumerate(zip(line, widths, strict=True))).rstrip() for line in lines]  # fmt: skip
+        return "\n".join([self.head, *texts, *([self.note] if self.note else [])])
+
+
+@checked
+def plan_table(
+    step_of: Callable[..., Any], layouts: Sequence[Mapping[str, Any]], *, device: Device | None = None,
+    tokens: int | Callable[..., int] | None = None, headroom: float = 0.1, progress: bool = False,
+) -> PlanTable:  # fmt: skip
+    """Plan many layouts, and put them side by side: which of them fit, and which is the fastest.
+
+    A layout is a dict of settings: axis sizes, the batch, remat, a dtype. `step_of(**layout)` returns `(f, args)` as
+    for `fs.plan`: a function of `fs.shard_map`, and its arguments, which may be described. A layout whose step cannot
+    be made or planned has its error in its row; the others are planned.
+
+    Args:
+        device: one of `fs.devices`, for what fits and for times. Without it rows are in the order of their peaks.
+        tokens: the number that a step of all devices trains on, or a function of the layout: for tokens per second, by
+            which rows are then compared, since their batches may differ.
+        headroom: the share of a device's memory that a step must leave: for the driver, for buffers of the network and
+            for gaps between tensors, which a plan does not count.
+        progress: show a bar on stderr; on anything but a terminal, a line for each layout.
+
+    >>> def step_of(data, remat):
+    ...     mesh = fs.make_mesh(kind="abstract", data=data)
+    ...     block = fs.remat(torch.sin) if remat else torch.sin
+    ...     loss = lambda x: fs.pmean(block(block(x)).mean(), "data")
+    ...     f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(P("data"),), out_specs=P("data"))
+    ...     return f, (fs.init.zeros((64, 1024)),)
+    >>> table = fs.plan_table(step_of, [{"data": n, "remat": remat} for n in (2, 4) for remat in (False, True)])
+    >>> [row.layout["data"] for row in table]
+    [4, 4, 2, 2]
+
+    Raises ShardingError if there is no layout, and for a headroom that is not a share. Errors of `step_of` and of its step, whatever
+    their kind, are in the table.
+    """
+    if not layouts:
+        raise fail("plan_table: there is no layout", fix="[{'data': 8, 'model': 1}, {'data': 4, 'model': 2}]")
+    task = Task(step_of, device, tokens, headroom)
+    rows = []
+    with progress_bar(len(layouts), progress) as advance:
+        for layout in layouts:
+            rows.append(task.row(layout))
+            advance(rows[-1])
+    return PlanTable(tuple(sorted(rows, key=lambda row: row.order)), device)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The arguments that the plans of all layouts share."""
+
+    step_of: StepOf
+    device: Device | None
+    tokens: int | Callable[..., int] | None
+    headroom: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.headroom < 1:
+            raise must_be("plan_table: headroom", "a share in [0, 1)", self.headroom, "headroom=0.1")
+
+    @property
+    def limit(self) -> int | None:
+        """The most bytes of a device that a step may use."""
+        return None if self.device is None else int(self.device.memory * (1 - self.headroom))
+
+    def row(self, layout: Layout) -> PlanRow:
+        """Plan one layout; after an error a row with it."""
+        try:
+            f, args = self.step(layout)
+            found = plan(f, *args, device=self.device)
+            tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
+        except Exception as e:  # of any kind: functions of the user run
+            return PlanRow(dict(layout), error=e)
+        time = found.time
+        if time is None and self.device is not None: time = roofline(found.events, found.mesh, self.device)  # TODO
+        seconds, mfu = (None, None) if time is None else (time.seconds, time.mfu)
+        return PlanRow(dict(layout), math.prod(found.mesh.values()), found, found.memory.peak,
+                       sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit)  # fmt: skip
+
+    def step(self, layout: Layout, **more: Any) -> tuple[ShardMapped, tuple[Any, ...]]:
+        """Call `step_of`. Raises ShardingError unless it returns a function of shard_map and its arguments."""
+        made = self.step_of(**layout, **more)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], ShardMapped)
+                and isinstance(made[1], (tuple, list))):  # fmt: skip
+            raise must_be("plan_table: the result of step_of", "a pair (f, args), of which fs.shard_map made f", made,
+                          fix="return step, (state, batch)")  # fmt: skip
+        return made[0], tuple(made[1])
+
+
+# --- texts ----------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """Return seconds with a unit and three digits.
+
+    >>> duration(0.01234), duration(75.2)
+    ('12.3 ms', '75.2 s')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1 or unit == "us":
+            return f"{_number(seconds * factor)} {unit}"
+    raise AssertionError
+
+
+def _number(x: float) -> str:
+    """Return a number with three digits or more, and commas."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
+
+
+def text(x: object) -> str:
+    """Return a setting as a word of a table."""
+    if isinstance(x, bool):
+        return "yes" if x else "no"
+    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else str(x)
+
+
+def _equal(a: object, b: object) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def _words(e: Exception) -> str:
+    """Return the text of an error, with its kind unless it is a ShardingError."""
+    return str(e) if isinstance(e, ShardingError) else f"{type(e).__name__}: {e}"
+
+
+def _remark(row: PlanRow) -> str:
+    if row.error is not None:
+        return f"error: {(_words(row.error).strip().splitlines() or [''])[0]}"
+    return row.note if row.note or row.fits is not False else "does not fit"
+
+
+# --- progress -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, shown: bool) -> Iterator[Callable[[PlanRow], None]]:
+    """Yield a function that notes that a row is done: a bar on a terminal, and lines elsewhere, on stderr."""
+    done = 0
+    bar: Progress | None = None
+    if shown and sys.stderr.isatty():
+        count = TextColumn("{task.completed}/{task.total} layouts  {task.description}")
+        bar = Progress(BarColumn(), count, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        task = bar.add_task("", total=total)
+
+    def advance(row: PlanRow) -> None:
+        nonlocal done
+        done += 1
+        summary = f"{', '.join(f'{name}={text(x)}' for name, x in row.layout.items())}: {_outcome(row)}"
+        if bar is not None:
+            bar.update(task, completed=done, description=summary)
+        elif shown:
+            print(f"{done}/{total}  {summary}", file=sys.stderr, flush=True)
+
+    with bar or contextlib.nullcontext():
+        yield advance
+
+
+def _outcome(row: PlanRow) -> str:
+    known = (None if row.peak is None else size(row.peak), None if row.seconds is None else duration(row.seconds))
+    return ", ".join(filter(None, (*known, _remark(row))))
