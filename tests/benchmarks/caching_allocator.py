@@ -1,9 +1,10 @@
 """Bytes that CUDA's caching allocator of torch reserves for a planned step, with expandable segments.
 
-`torch.cuda.max_memory_reserved()` is more than the bytes of the tensors: freed blocks lie between others, and those of one
-stream are not used by another. A plan knows when each storage is allocated and freed; here these go through the allocator's
-policy. Source: torch, `c10/cuda/CUDACachingAllocator.cpp`: sizes are rounded up to 512 bytes; the smallest free block of the
-stream that is large enough is taken, and split; else the segment of the stream grows; neighbours that are free are joined.
+`torch.cuda.max_memory_reserved()` is more than the bytes of the tensors: freed blocks lie between others, and those of
+one stream are not used by another. A plan knows when each storage is allocated and freed; here these go through the
+allocator's policy. Source: torch, `c10/cuda/CUDACachingAllocator.cpp`: sizes are rounded up to 512 bytes; the smallest
+free block of the stream that is large enough is taken, and split; else the segment of the stream grows; neighbours that
+are free are joined.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def plan_with_storages(f: object, args: Iterable[object], device: Device) -> tup
 def reserved(plan: Plan, storages: Iterable[planned_memory.Storage]) -> int:
     """Return the bytes that are reserved after some steps, each stream of FSDP2 apart.
 
-    FSDP2 allocates the buffers of a gather on a stream of its own, and those of a sum of gradients, and what the sum leaves
-    on this rank, on another one.
+    FSDP2 allocates the buffers of a gather on a stream of its own, and those of a sum of gradients, and what the sum
+    leaves on this rank, on another one.
     """
     opened = [e.transfer.op if isinstance(e, Start) else None for e in plan.events]
     for i, op in enumerate(opened):

@@ -1,8 +1,8 @@
 """Published memory and speed of training steps beside what `fs.plan` predicts: `python -m tests.benchmarks.published`.
 
-torchtitan's rows are steps of `torchtitan_step.py`, planned as one rank on fake tensors, at the rates of a `Device` whose
-efficiency is fitted to one row, marked `fit`. Nothing is measured here. docs/planning.md has the table and says why a row
-misses; `predict_classes.py` has TorchShard's.
+torchtitan's rows are steps of `torchtitan_step.py`, planned as one rank on fake tensors, at the rates of a `Device`
+whose efficiency is fitted to one row, marked `fit`. Nothing is measured here. docs/planning.md has the table and says
+why a row misses; `predict_classes.py` has TorchShard's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,15 +25,16 @@ from .caching_allocator import plan_with_storages, reserved
 from .torchtitan_step import LLAMA, Checkpointing, Layout, step_of
 
 GIB = 2**30
-# Boards of Meta's clusters: 8 in a host with NVLink, 400 Gb/s of RoCE for each H100, and 96 GB of HBM2e at 2.4 TB/s, 500 W
-# (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). The network of the A100 hosts is not stated: 200 Gb/s.
+# Boards of Meta's clusters: 8 in a host with NVLink, 400 Gb/s of RoCE for each H100, and 96 GB of HBM2e at 2.4 TB/s,
+# 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). The network of the A100 hosts is not stated: 200
+# Gb/s.
 H100 = dataclasses.replace(devices.H100, name="H100-96GB", memory=96 * GIB, bandwidth=2.4e12)
 A100 = devices.A100
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published row: a step, and tokens per second and GiB of each device: the most that torch's allocator reserved."""
+    """One published row: a step, its tokens per second and device, and the most GiB that torch's allocator reserved."""
 
     source: str
     device: Device
@@ -91,8 +91,8 @@ ROWS = [
 def fused(events: Sequence[Event]) -> list[Event]:
     """Return the events of a compiled step: operations between two products or transfers are one kernel.
 
-    It reads and writes as much as the one of them that moves most, which is a guess: a plan does not know which of their
-    results a compiler keeps. Their FLOPs and transfers are the same. The optimizer is not compiled.
+    It reads and writes as much as the one of them that moves most, which is a guess: a plan does not know which of
+    their results a compiler keeps. Their FLOPs and transfers are the same. The optimizer is not compiled.
     """
     out: list[Event] = []
     for small, group in itertools.groupby(events, _is_small):
@@ -186,9 +186,8 @@ def main() -> None:
     efficiency: dict[str, float] = {}
     plans: dict[Layout, Planned] = {}
     found = []
-    print(
-        f"{'step':58} {'checkpointing':16} {'tokens/s':>8} {'predicted':>16} {'GiB':>6} {'reserved':>14} {'tensors':>7}  waits"
-    )
+    heads = ("step", "checkpointing", "tokens/s", "predicted", "GiB", "reserved", "tensors")
+    print("{:58} {:16} {:>8} {:>16} {:>6} {:>14} {:>7}  waits".format(*heads))
     for row in sorted(chosen, key=lambda row: (row.device.name, not row.fit)):  # the fitted ones first
         if row.layout not in plans:
             plans[row.layout] = Planned.of(row.layout)
@@ -202,7 +201,8 @@ def main() -> None:
         memory = f"{gib:.1f}" + (f" ({gib / row.gib - 1:+.1%})" if row.gib else "")
         waits = ", ".join(f"{axes} {s / p.time.seconds:.0%}" for axes, s in p.time.exposed.items())
         print(f"{row.device.name + ': ' + row.name:58} {row.checkpointing:16} {row.tokens:8,.0f} {speed:>16} "
-              f"{row.gib or '':>6} {memory:>14} {plan.peak / GIB:7.1f}  {waits}; MFU {p.time.mfu:.1%}", flush=True)  # fmt: skip
+              f"{row.gib or '':>6} {memory:>14} {plan.peak / GIB:7.1f}  {waits}; MFU {p.time.mfu:.1%}",
+              flush=True)  # fmt: skip
     print("\nefficiency: " + ", ".join(f"{name} {e:.3f}" for name, e in efficiency.items()))
     if args.json:
         args.json.write_text(json.dumps([{

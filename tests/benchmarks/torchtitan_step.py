@@ -1,10 +1,10 @@
 """torchtitan's train step of a Llama as a mapped function: its arithmetic, operation for operation, and its schedule.
 
-For predictions of what torchtitan measured, and not for training: `fshard.models.llama` computes the same numbers with fewer
-operations and less memory. Written after torchtitan at 9dec370 (December 2024), `models/llama/model.py` and
-`parallelisms/parallelize_llama.py`: norms and rotations in float32 from single operations, keys and values repeated for each
-head, float32 logits, FSDP2 of each block and of the rest, tensor and sequence parallelism, and activation checkpointing that
-is full, of every second block, or of all but attention and every second product.
+For predictions of what torchtitan measured, and not for training: `fshard.models.llama` computes the same numbers with
+fewer operations and less memory. Written after torchtitan at 9dec370 (December 2024), `models/llama/model.py` and
+`parallelisms/parallelize_llama.py`: norms and rotations in float32 from single operations, keys and values repeated for
+each head, float32 logits, FSDP2 of each block and of the rest, tensor and sequence parallelism, and activation
+checkpointing that is full, of every second block, or of all but attention and every second product.
 
 Legend: B batch, T time, D width, H heads, G heads of keys and values, K head width, F hidden width, V vocabulary.
 """
@@ -81,9 +81,9 @@ def init(s: Sizes) -> Any:
     d, k = s.width, s.head_width
     normal, ones = functools.partial(fs.init.normal, std=0.02), fs.init.ones
     block = lambda: {  # noqa: E731
-        "norm_1": ones(d), "q": normal((d, s.heads * k)), "k": normal((d, s.groups * k)), "v": normal((d, s.groups * k)),
-        "o": normal((s.heads * k, d)), "norm_2": ones(d), "up": normal((d, s.hidden)), "gate": normal((d, s.hidden)),
-        "down": normal((s.hidden, d)),
+        "norm_1": ones(d), "q": normal((d, s.heads * k)), "k": normal((d, s.groups * k)),
+        "v": normal((d, s.groups * k)), "o": normal((s.heads * k, d)), "norm_2": ones(d),
+        "up": normal((d, s.hidden)), "gate": normal((d, s.hidden)), "down": normal((s.hidden, d)),
     }  # fmt: skip
     return {"wte": normal((s.vocab, d)), "h": [block() for _ in range(s.layers)], "norm": ones(d),
             "head": normal((d, s.vocab))}  # fmt: skip
@@ -93,8 +93,8 @@ def specs(layout: Layout) -> Any:
     """Columns, rows and the vocabulary over `model`; all leaves fully sharded over `data`."""
     m = layout.axis
     column, row = P(None, m), P(m)
-    block = {"norm_1": P(), "q": column, "k": column, "v": column, "o": row, "norm_2": P(), "up": column, "gate": column,
-             "down": row}  # fmt: skip
+    block = {"norm_1": P(), "q": column, "k": column, "v": column, "o": row, "norm_2": P(), "up": column,
+             "gate": column, "down": row}  # fmt: skip
     whole = {"wte": row, "h": [block] * layout.sizes.layers, "norm": P(), "head": column}
     return fs.fully_shard(whole, init(layout.sizes), axis="data")
 
