@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from .planning import Operation, Plan, Start, Trace
 from .spec import format_axes, short_dtype, size
 
 StrPath = str | os.PathLike[str]
+F = TypeVar("F", bound=Callable[..., Any])
 Figure = Any  # matplotlib's: it is imported by the first plot
 
 _INK = "#808080"
@@ -39,7 +40,7 @@ _STYLE = {
 _MOST_LINES = 4  # of a legend
 
 
-def _styled(f: Callable[..., Figure]) -> Callable[..., Figure]:
+def _styled(f: F) -> F:
     """Run a plot in the style of this file. Raises ShardingError if matplotlib is not installed."""
 
     @functools.wraps(f)
@@ -52,7 +53,7 @@ def _styled(f: Callable[..., Figure]) -> Callable[..., Figure]:
         with matplotlib.rc_context(_STYLE):
             return f(*args, **kwargs)
 
-    return run
+    return cast(F, run)
 
 
 @functools.cache
@@ -124,7 +125,7 @@ def _memory_of_plan(plan: Plan) -> Figure:
 def _stack(axes: Any, parts: Mapping[str, int], scale: float, unit: str) -> None:
     """Draw parts on top of each other, each with its name and number beside it."""
     bottom, whole, last = 0.0, sum(parts.values()) / scale, -math.inf
-    for (part, nbytes), color in zip(parts.items(), itertools.cycle(_COLORS)):  # noqa: B905 - endless
+    for (part, nbytes), color in zip(parts.items(), itertools.cycle(_COLORS)):
         height = nbytes / scale
         axes.bar([0], [height], bottom=bottom, color=color, width=0.8)
         last = max(bottom + height / 2, last + 0.055 * whole)  # labels do not overlap
@@ -158,11 +159,13 @@ def _memory_of_trace(trace: Trace) -> Figure:
     axes = figure.subplots()
     scale, unit = _unit(max(n for t in rows for _, n in t.memory))
     zero = min(t.start for t in rows)
-    for t, color in zip(rows, itertools.cycle(_COLORS)):  # noqa: B905 - endless
+    for t, color in zip(rows, itertools.cycle(_COLORS)):
         points = np.array(t.memory)
         label = t.name if len(rows) <= 2 * _MOST_LINES else None
         axes.plot(1e3 * (points[:, 0] - zero), points[:, 1] / scale, drawstyle="steps-post", color=color, label=label)
-    axes.set(xlabel="time, ms", ylabel=unit, title=f"memory of {len(rows)} ranks, {format_axes(trace.mesh)}", ylim=(0, None))
+    axes.set(
+        xlabel="time, ms", ylabel=unit, title=f"memory of {len(rows)} ranks, {format_axes(trace.mesh)}", ylim=(0, None)
+    )
     if len(rows) <= 2 * _MOST_LINES:
         axes.legend()
     return figure
@@ -228,10 +231,13 @@ def roofline(plan: Plan) -> Figure:
         color = _COLORS[i] if i < _MOST_LINES else _INK
         axes.scatter([flops / nbytes], [flops / seconds], s=40 + 1500 * seconds / time.seconds, color=color, alpha=0.6,
                      linewidths=0, label=label if i < _MOST_LINES else None)  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="FLOP/s", xlim=(low, high),
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of memory traffic", ylabel="FLOP/s", xlim=(low, high),
              title=f"{device.name}, rank {plan.rank} of {format_axes(plan.mesh)}: {_ms(time.seconds)}, "
                    f"MFU {time.mfu:.0%}; {others / time.seconds:.0%} in operations without FLOPs")  # fmt: skip
-    axes.set_ylim(None, 4 * axes.get_ylim()[1])
+    reached = [flops / seconds for _, (flops, _, seconds) in rows]
+    axes.set_ylim(min(reached) / 5, max(device.flops[d] for d in used) * 3)
+    axes.yaxis.set_major_formatter(lambda rate, _: f"{rate / 1e12:g} T")
+    axes.minorticks_off()
     legend = axes.legend(loc="lower right", title="share of the time", fontsize=9)
     for handle in legend.legend_handles:
         handle.set_sizes([40])
@@ -255,7 +261,7 @@ def traffic(plan: Plan) -> Figure:
     title = f"rank {plan.rank} of {format_axes(plan.mesh)}"
     if plan.time is not None and plan.device is not None:
         time = plan.time
-        names = ["operations", *time.transfers]
+        names = ["operations", *(f"over {name}" for name in time.transfers)]
         exposed = np.array([0.0, *(time.exposed[name] for name in time.transfers)])
         hidden = np.array([time.compute, *time.transfers.values()]) - exposed
         figure = _new_figure(8.0, 1.6 + 0.4 * len(names))
@@ -275,12 +281,12 @@ def traffic(plan: Plan) -> Figure:
         if not sent:
             raise fail("plot.traffic: the planned step has no transfer, and no device to compute times for",
                        fix="fs.plan(..., device=fs.devices.H100)")  # fmt: skip
-        names = list(sent)
+        names = [f"over {name}" for name in sent]
         scale, unit = _unit(max(sum(row.values()) for row in sent.values()))
         figure = _new_figure(8.0, 1.6 + 0.4 * len(names))
         axes = figure.subplots()
         left = np.zeros(len(names))
-        for op, color in zip(dict.fromkeys(op for row in sent.values() for op in row), itertools.cycle(_COLORS)):  # noqa: B905 - endless
+        for op, color in zip(dict.fromkeys(op for row in sent.values() for op in row), itertools.cycle(_COLORS)):
             widths = np.array([row[op] for row in sent.values()]) / scale
             axes.barh(range(len(names)), widths, left=left, color=color, label=op)
             left += widths
@@ -312,12 +318,12 @@ def _ms(seconds: float) -> str:
 @checked
 @_styled
 def losses(path: StrPath | Mapping[str, StrPath], *, window: int = 50) -> Figure:
-    """Draw the loss of each step of a run, and its mean over the last `window` steps.
+    r"""Draw the loss of each step of a run, and its mean over the last `window` steps.
 
     `path`: a file `metrics.jsonl`, a line of JSON with `step` and `loss` for each step, or a folder that has one; or
     several by name, `{"one device": "a", "fsdp": "b"}`, to compare. A last line that a kill has cut short is left out.
 
-    >>> _ = Path("metrics.jsonl").write_text('{"step": 0, "loss": 2.5}\\n{"step": 1, "loss": 2.25}\\n')
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 0, "loss": 2.5}\n{"step": 1, "loss": 2.25}\n')
     >>> figure = fs.plot.losses("metrics.jsonl")
 
     Raises ShardingError for a file that is not there, has no step or a damaged line, and without matplotlib.
@@ -360,7 +366,7 @@ def read_losses(path: StrPath) -> tuple[list[int], list[float]]:
 def _draw_losses(runs: Mapping[str, tuple[Sequence[int], Sequence[float]]], window: int) -> Figure:
     figure = _new_figure()
     axes = figure.subplots()
-    for (name, (steps, values)), color in zip(runs.items(), itertools.cycle(_COLORS)):  # noqa: B905 - endless
+    for (name, (steps, values)), color in zip(runs.items(), itertools.cycle(_COLORS)):
         n = min(window, len(values))
         mean = np.convolve(values, np.ones(n) / n, "valid")
         axes.plot(steps, values, color=color, alpha=0.35, linewidth=0.8, label=None if name else "each step")

@@ -32,7 +32,7 @@ NAMESPACES = [
     "fshard", "tree", "init", "random", "nn", "optim", "data", "checkpoint", "decoding", "hf", "lora", "weight", "ia3",
     "interop.defer", "interop.hf", "interop.peft", "interop.accelerate", "models.gpt2", "models.gptj",
     "models.gpt_neox", "models.llama", "models.bert", "models.mistral", "models.mixtral", "models.qwen2",
-    "models.qwen3", "models.heads", "models.t5",
+    "models.qwen3", "models.heads", "models.t5", "plot",
 ]  # fmt: skip
 
 

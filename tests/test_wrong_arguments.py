@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 import fshard as fs
 from fshard import P
 from fshard.nn import rope
+from fshard.planning import Memory, Operation, Plan, roofline
 
 MESH = fs.make_mesh(kind="simulated", data=2, model=2)
 KEY = fs.key(0)
@@ -40,6 +41,9 @@ SGD = fs.optim.sgd(0.1)
 LORA = fs.lora.Config(["w"], rank=1, dropout=0.5)
 ADAPTERS = {"w": {"a": torch.ones(4, 1), "b": torch.ones(1, 4)}}
 BOX = (slice(0, 2), slice(0, 4))
+PRODUCT = Operation("aten.mm", "matmul", torch.float32, 8, 8, 8, None, "forward")
+PLAN = Plan({"data": 2}, 0, (PRODUCT,), Memory(8, 0, None, {"other": 8}, 0), (), {}, fs.devices.H100,
+            roofline([PRODUCT], {"data": 2}, fs.devices.H100))  # fmt: skip
 
 
 def loss(p: Any, x: Any) -> Any:
@@ -378,6 +382,11 @@ CALLS = [
         outside(fs.devices.Device, name="own", flops={torch.float32: 1e12}, memory=2**30, bandwidth=1e11,
                 links=(fs.devices.Link("Ethernet", None, 1e9, 1e-5),), efficiency=0.5),
     ),
+    Call("trace", _by_position(fs.trace),
+         {"f": STEP, "x": V, "path": None, "device": None}, words={"x": r"args\[0\]"}),
+    *prefixed("plot",
+        outside(fs.plot.memory, run=PLAN), outside(fs.plot.roofline, plan=PLAN), outside(fs.plot.traffic, plan=PLAN),
+    ),
     # data and checkpoints
     *prefixed("data",
         outside(fs.data.permute, key=KEY, positions=IDS, size=4),
@@ -423,7 +432,9 @@ def checkpoint_calls(folder: Path) -> list[Call]:
     )  # fmt: skip
     images = Call("image_folder", fs.data.image_folder, {"path": folder / "photos", "size": (2, 2), "mode": "L"},
                   words={"path": "is no folder|classes in"})  # fmt: skip
-    return accelerate + files + prefixed("data", images) + prefixed("checkpoint",
+    (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 2.5}\n')
+    losses = Call("losses", fs.plot.losses, {"path": folder, "window": 2}, words={"path": "losses: "})
+    return accelerate + files + prefixed("data", images) + prefixed("plot", losses) + prefixed("checkpoint",
         outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True,
                 base=None),
         outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at="",
@@ -559,7 +570,8 @@ def test_error_of_a_wrong_argument_names_it(calls: list[Call], n: int | None) ->
 
 
 # Arguments whose leaves are passed on as they are, whatever they are.
-PASSED_ON = ("cast.x", "policy.to_compute.x", "device_get.tree_", "to_device.x", "step.x", "verify.x")
+PASSED_ON = ("cast.x", "policy.to_compute.x", "device_get.tree_", "to_device.x", "step.x", "trace.x",
+             "verify.x")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["thing", "slice", "b''"])

@@ -16,7 +16,6 @@ Legend: B batch, D features, C classes; ranks: all of the mesh; [C@split] is a d
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 import zlib
@@ -221,8 +220,7 @@ def run(args: argparse.Namespace) -> float:
     say(f"test images: top-1 {top1:.1%}, top-5 {hits.any(1).mean():.1%}, loss {nats / len(targets):.3f} "
         f"after {args.steps} steps, {time.perf_counter() - clock:.0f} s")  # fmt: skip
     if folder and is_first():
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        pictures.losses(folder / "loss.png", [m["step"] for m in lines], [m["loss"] for m in lines])
+        fs.plot.losses(folder).savefig(folder / "loss.png")
         pictures.confusion(folder / "confusion.png", targets, best[:, 0], images.names)
     return top1
 

@@ -1,4 +1,4 @@
-"""Pictures of a run: its losses, and the classes that it confuses."""
+"""Pictures of a run: the classes that it confuses."""
 
 from __future__ import annotations
 
@@ -10,19 +10,6 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-
-
-def losses(path: Path, steps: Sequence[int], values: Sequence[float]) -> None:
-    """Draw the loss of each step, and its mean over 50 steps."""
-    figure = import_module("matplotlib.figure").Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, values, color="0.8", label="each step")
-    window = min(50, len(values))
-    mean = np.convolve(values, np.ones(window) / window, "valid")
-    axes.plot(steps[window - 1 :], mean, label=f"mean of {window} steps")
-    axes.set(xlabel="step", ylabel="loss, nats")
-    axes.legend()
-    figure.savefig(path)
 
 
 def most_confused(targets: Array, predictions: Array, most: int = 24) -> tuple[Array, Array]:
