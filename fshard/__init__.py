@@ -52,9 +52,9 @@ __all__ = [
     "fully_shard", "gather_for_metrics", "grad", "hf", "ia3", "init", "interop", "key", "local_range", "lora",
     "main_first", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "partition", "peft", "plan",
     "plan_table", "plot", "pmax", "pmean", "pmin", "ppermute", "print", "pslice", "psum", "psum_scatter", "pvary",
-    "random", "recording", "remat",
-    "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split", "state_dict", "strategy",
-    "to_device", "trace", "tree", "unshard", "validate", "value_and_grad", "value_and_update", "verify", "wait",
+    "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split",
+    "state_dict", "strategy", "to_device", "trace", "tree", "unshard", "validate", "value_and_grad",
+    "value_and_update", "verify", "wait",
 ]  # fmt: skip
 
 

@@ -25,7 +25,6 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _FLAGS = {"yes": True, "no": False, "": True}
 _NUMBERS = (*AXES, "accumulate", "prefetch", "batch")
 _SETTINGS = f"{', '.join(AXES)}: axis sizes; accumulate, prefetch, batch: numbers; remat, sequence, release: yes or no"
-_MOST_STEPS = 4  # microbatches that a search tries
 _MOST_DEVICES = 1 << 20
 
 
@@ -87,7 +86,7 @@ def _run(options: argparse.Namespace) -> str:
         settings = given[0] if given else {}
         table = search(step_of, list(_candidates(job, device, count, batch, settings)), device=device, tokens=tokens,
                        headroom=options.headroom, best=options.best, blocks=job.blocks, heavier=_heavier,
-                       neighbours=_neighbours, progress=True)  # fmt: skip
+                       slower=_slower,                       neighbours=_neighbours, progress=True)  # fmt: skip
     else:
         layouts = _complete(given or [{}], count)
         table = plan_table(step_of, layouts, device=device, tokens=tokens, headroom=options.headroom, progress=True)
@@ -164,10 +163,11 @@ def _complete(layouts: Sequence[dict[str, Any]], devices: int) -> list[dict[str,
 def _candidates(
     job: Job, device: devices.Device, count: int, batch: int, settings: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the layouts of a search, those that need less memory first: axis sizes, remat, microbatches.
+    """Yield the layouts of a search: axis sizes, remat, microbatches.
 
     The model is split at most over the nearest links of the device, and each data rank has equally many examples.
-    `settings` are fixed.
+    `settings` are fixed. With remat one microbatch is first, which is the fastest if it fits; without it the most of
+    them, without which fewer do not fit either.
     """
     batch = settings.get("batch", batch)
     nearest = next((link.ranks for link in device.links if link.ranks), count)
@@ -180,7 +180,8 @@ def _candidates(
         if rest or not rows:
             continue
         for remat in [settings["remat"]] if "remat" in settings else [True, False]:
-            steps = [n for n in (4, 2, 1) if rows % n == 0 and (n == 1 or job.model is not models.resnet)]
+            steps = [n for n in (1, 2, 4) if rows % n == 0 and (n == 1 or job.model is not models.resnet)]
+            steps = steps if remat else steps[::-1]
             for accumulate in [settings["accumulate"]] if "accumulate" in settings else steps:
                 yield {**sizes, "remat": remat, "accumulate": accumulate, **settings}
 
@@ -193,12 +194,18 @@ def _heavier(a: dict[str, Any], b: dict[str, Any]) -> bool:
     same = a.get("model", 1) == b.get("model", 1)
     split = a.get("replica", 1) >= b.get("replica", 1)
     steps = a["accumulate"] == b["accumulate"] or 1 < a["accumulate"] < b["accumulate"]
-    return same and split and steps and a["remat"] <= b["remat"] and a.get("release", 1) <= b.get("release", 1)
+    kept = a["remat"] <= b["remat"] and a.get("release", True) <= b.get("release", True)
+    return bool(same and split and steps and kept)
+
+
+def _slower(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether `a` is `b` with more microbatches: it has the same operations in parts, and more transfers."""
+    return a["accumulate"] > b["accumulate"] and {**a, "accumulate": 0} == {**b, "accumulate": 0}
 
 
 def _neighbours(**layout: Any) -> list[dict[str, Any]]:
     """Return the layouts that need more memory and fewer transfers: weights kept, or whole groups of ranks."""
     out = [] if "release" in layout else [{**layout, "release": False}]
     if "replica" not in layout:
-        out += [{**layout, "data": layout["data"] // n, "replica": n} for n in (2, 4, 8) if layout["data"] % n == 0]
+        out += [{**layout, "data": layout["data"] // n, "replica": n} for n in (2, 8) if layout["data"] % n == 0]
     return out

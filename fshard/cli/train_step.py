@@ -119,13 +119,14 @@ def train_step(
     Raises ShardingError for a layout that does not fit the model.
     """
     names = dict(zip(AXES, (replica, data, model), strict=True))
-    mesh = make_mesh(kind="abstract", **{a: n for a, n in names.items() if n > 1 or a == "data"})
+    sizes: dict[str, Any] = {a: n for a, n in names.items() if n > 1 or a == "data"}
+    mesh = make_mesh(kind="abstract", **sizes)
     axes = tuple(a for a in AXES[:2] if a in mesh.axes)
     over = "model" if model > 1 else None
     module, cfg = job.model, job.cfg
     described = module.init(cfg)
     specs = fully_shard(module.specs(cfg, model=over), described, axis="data")
-    casts = {} if dtype == torch.float32 else {"dtype": dtype, "reduce_dtype": torch.float32}
+    casts: dict[str, Any] = {} if dtype == torch.float32 else {"dtype": dtype, "reduce_dtype": torch.float32}
     options: dict[str, Any] = {"specs": specs, "remat": remat}
     args: tuple[Any, ...]
     if module is models.resnet:

@@ -22,7 +22,7 @@ from fshard.spec import P, box_shape, is_spec, local_box
 from .events import Event, Operation
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text
 
-_FEW = (2, 3)  # blocks; from two plans the numbers of more follow
+_FEW = (3, 4)  # blocks: fewer than 3 are all gathered at once, and not as those of a deep model are
 
 
 def divisions(n: int, **largest: int) -> list[dict[str, int]]:
@@ -45,13 +45,14 @@ def divisions(n: int, **largest: int) -> list[dict[str, int]]:
 def search(
     step_of: Callable[..., Any], layouts: Sequence[Mapping[str, Any]], *, device: Device,
     tokens: int | Callable[..., int] | None = None, headroom: float = 0.1, best: int = 3, blocks: int | None = None,
-    heavier: Callable[..., bool] | None = None, neighbours: Callable[..., Any] | None = None, progress: bool = False,
+    heavier: Callable[..., bool] | None = None, slower: Callable[..., bool] | None = None,
+    neighbours: Callable[..., Any] | None = None, progress: bool = False,
 ) -> PlanTable:  # fmt: skip
     """Find the fastest layouts that fit on the device, and plan these as a whole.
 
     1. The arguments of a step (parameters, optimizer state) are the least that its peak can be. A layout of which they
        alone do not fit is left out without a plan.
-    2. With `blocks`, the others are planned with 2 and 3 blocks: `step_of(**layout, blocks=n)`. Time, transfers and
+    2. With `blocks`, the others are planned with 3 and 4 blocks: `step_of(**layout, blocks=n)`. Time, transfers and
        peak of each phase of the step grow by the same amount with each block, so those of `blocks` follow.
     3. They are planned as a whole in the order of these times, until `best` fit.
 
@@ -59,8 +60,9 @@ def search(
         layouts, device, tokens, headroom, progress: as for `fs.plan_table`.
         best: how many layouts to plan as a whole.
         blocks: the number of equal blocks of the model. Without it all layouts are planned as a whole.
-        heavier: `heavier(a, b)` is True if layout `a` surely needs at least as much memory as `b`. Then `a` is left out
-            once `b` is known not to fit; put light ones first.
+        heavier, slower: `heavier(a, b)` is True if layout `a` surely needs at least as much memory as `b`, and
+            `slower(a, b)` if it surely takes at least as long. Then `a` is left out if it comes after a `b` that does
+            not fit, or that fits.
         neighbours: called with each of the best layouts of step 2; returns more layouts for it.
 
     The rows are those planned as a whole, in the order of their times, then the others, each with a note.
@@ -80,7 +82,8 @@ def search(
         def screen(more: Iterable[Layout]) -> None:
             for layout in more:
                 if all(row.layout != layout for row in rows):
-                    rows.append(_screened(task, layout, blocks, _lighter(rows, layout, heavier)))
+                    reason = _reason(rows, layout, heavier, slower)
+                    rows.append(PlanRow(dict(layout), note=reason) if reason else _screened(task, layout, blocks))
                     advance(rows[-1])
 
         screen(layouts)
@@ -104,18 +107,21 @@ def _is_open(row: PlanRow) -> bool:
     return row.plan is None and row.error is None and row.peak is not None and row.fits is not False
 
 
-def _lighter(rows: Sequence[PlanRow], layout: Layout, heavier: Callable[..., bool] | None) -> PlanRow | None:
-    """Return a row that does not fit, and needs no more memory than the layout."""
-    if heavier is None:
-        return None
-    return next((row for row in rows if row.fits is False and heavier(layout, row.layout)), None)
+def _reason(
+    rows: Sequence[PlanRow], layout: Layout, heavier: Callable[..., bool] | None, slower: Callable[..., bool] | None
+) -> str:
+    """Return why a layout need not be planned, by the rows before it; an empty text if there is no reason."""
+    for row in rows:
+        other = ", ".join(f"{name}={text(x)}" for name, x in row.layout.items() if layout.get(name) != x)
+        if heavier is not None and row.fits is False and heavier(layout, row.layout):
+            return f"needs more than {other}, which does not fit"
+        if slower is not None and row.fits and row.error is None and slower(layout, row.layout):
+            return f"takes longer than {other}, which fits"
+    return ""
 
 
-def _screened(task: Task, layout: Layout, blocks: int | None, lighter: PlanRow | None) -> PlanRow:
+def _screened(task: Task, layout: Layout, blocks: int | None) -> PlanRow:
     """Return the row of a layout: an error, the reason why it cannot fit, or its numbers."""
-    if lighter is not None:
-        settings = ", ".join(f"{name}={text(x)}" for name, x in lighter.layout.items() if layout.get(name) != x)
-        return PlanRow(dict(layout), note=f"needs more than {settings}, which does not fit")
     try:
         f, args = task.step(layout)
         least = argument_bytes(f, args)
@@ -162,7 +168,7 @@ def _phase_peaks(events: Sequence[Event]) -> dict[str, int]:
 
 
 def argument_bytes(f: ShardMapped, args: tuple[Any, ...]) -> int:
-    """Return the bytes of the arguments in the device memory of rank 0, which has the largest parts; ties count once."""
+    """Return the bytes of the arguments in the memory of rank 0's device, the largest parts; ties count once."""
     specs = tree.broadcast(f._in_specs, args, name="in_specs", leaf=lambda s: s is None or is_spec(s))
     first, sizes = dict.fromkeys(f.mesh.axes, 0), f.mesh.axes
     total, seen = 0, set()

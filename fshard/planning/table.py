@@ -16,10 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from fshard.devices import Device
 from fshard.errors import ShardingError, checked, fail, must_be
 from fshard.shard_map import ShardMapped
-from fshard.show.table import size
+from fshard.show.html import Row, bars, page, table
+from fshard.spec import size
 
 from .plan import Plan, plan
-from .roofline import roofline
 
 Layout = Mapping[str, Any]
 StepOf = Callable[..., Any]  # (**layout) -> (f, args)
@@ -48,7 +48,7 @@ class PlanRow:
 
     @property
     def fits(self) -> bool | None:
-        """True if the peak is at most the device's memory less the headroom; None without a device, or without a peak."""
+        """True if the peak is at most the device's memory less the headroom; None without a device or a peak."""
         return None if self.peak is None or self.limit is None else self.peak <= self.limit
 
     @property
@@ -130,6 +130,18 @@ class PlanTable:
         rows = [cells + [column[i] for column in known.values()] for i, cells in enumerate(settings)]
         return names + list(known), rows
 
+    def _repr_html_(self) -> str:
+        header, rows = self.cells()
+        if "memory" in header:  # a bar of the device's memory
+            at = header.index("memory")
+            for cells, row in zip(rows, self.rows, strict=True):
+                if row.peak is not None and self.device is not None:
+                    cells[at] = bars(_shares(row, self.device.memory))
+        align = "".join("l" if name in ("", "memory") else "r" for name in header)
+        lines = [Row(cells, hover="" if row.error is None else _words(row.error))
+                 for cells, row in zip(rows, self.rows, strict=True)]  # fmt: skip
+        return page(self.head, table(lines, head=header, align=align), *([self.note] if self.note else []))
+
     @property
     def head(self) -> str:
         """The line above the table."""
@@ -144,8 +156,8 @@ class PlanTable:
         header, rows = self.cells()
         lines = [header, *rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        texts = ["  ".join(x if i == len(header) - 1 and not header[i] else x.rjust(w)
-                           for i, (x, w) in enumerate(zip(line, widths, strict=True))).rstrip() for line in lines]  # fmt: skip
+        texts = ["  ".join(x.rjust(w) if name else x for x, w, name in zip(line, widths, header, strict=True)).rstrip()
+                 for line in lines]  # fmt: skip
         return "\n".join([self.head, *texts, *([self.note] if self.note else [])])
 
 
@@ -178,8 +190,8 @@ def plan_table(
     >>> [row.layout["data"] for row in table]
     [4, 4, 2, 2]
 
-    Raises ShardingError if there is no layout, and for a headroom that is not a share. Errors of `step_of` and of its step, whatever
-    their kind, are in the table.
+    Raises ShardingError if there is no layout, and for a headroom that is not a share. Errors of `step_of` and of its
+    step, whatever their kind, are in the table.
     """
     if not layouts:
         raise fail("plan_table: there is no layout", fix="[{'data': 8, 'model': 1}, {'data': 4, 'model': 2}]")
@@ -218,9 +230,7 @@ class Task:
             tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
         except Exception as e:  # of any kind: functions of the user run
             return PlanRow(dict(layout), error=e)
-        time = found.time
-        if time is None and self.device is not None: time = roofline(found.events, found.mesh, self.device)  # TODO
-        seconds, mfu = (None, None) if time is None else (time.seconds, time.mfu)
+        seconds, mfu = (None, None) if found.time is None else (found.time.seconds, found.time.mfu)
         return PlanRow(dict(layout), math.prod(found.mesh.values()), found, found.memory.peak,
                        sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit)  # fmt: skip
 
@@ -270,10 +280,16 @@ def _words(e: Exception) -> str:
     return str(e) if isinstance(e, ShardingError) else f"{type(e).__name__}: {e}"
 
 
+def _shares(row: PlanRow, memory: int) -> dict[str, float]:
+    """Return the parts of the peak as shares of the memory; all of it, if the parts are not known."""
+    parts = {"peak": row.peak or 0} if row.plan is None else row.plan.memory.parts
+    return {f"{name} {size(n)}": n / memory for name, n in parts.items() if n}
+
+
 def _remark(row: PlanRow) -> str:
     if row.error is not None:
         return f"error: {(_words(row.error).strip().splitlines() or [''])[0]}"
-    return row.note if row.note or row.fits is not False else "does not fit"
+    return "; ".join(["does not fit"] * (row.fits is False) + [row.note] * bool(row.note))
 
 
 # --- progress -------------------------------------------------------------------------------------------------
@@ -296,7 +312,7 @@ def progress_bar(total: int, shown: bool) -> Iterator[Callable[[PlanRow], None]]
         if bar is not None:
             bar.update(task, completed=done, description=summary)
         elif shown:
-            print(f"{done}/{total}  {summary}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"{done}/{total}  {summary}\n")
 
     with bar or contextlib.nullcontext():
         yield advance
