@@ -22,7 +22,7 @@ T = 16
 
 
 def train(mesh: fs.Mesh, cfg: Any = CFG, *, sharded: bool = True, host: bool = False, remat: bool = False,
-          steps: int = 1, donate: Any = 0, rows: int = 8, t: int = T, **layout: Any) -> tuple[Any, Any, Any]:  # fmt: skip
+          steps: int = 1, donate: Any = 0, rows: int = 8, **layout: Any) -> tuple[Any, Any, Any]:  # fmt: skip
     """A train step of a Llama, its described arguments, and their specs."""
     data, model = (a if mesh.axes.get(a, 0) > 1 else None for a in ("data", "model"))
     how, described = llama.Layout(data, model, **layout), llama.init(cfg)
@@ -42,7 +42,7 @@ def train(mesh: fs.Mesh, cfg: Any = CFG, *, sharded: bool = True, host: bool = F
         params, opt_state = opt.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": opt_state}, loss
 
-    ids = fs.init.zeros((rows, t), dtype=torch.int64)
+    ids = fs.init.zeros((rows, T), dtype=torch.int64)
     return step, ({"params": described, "opt": opt.init(described)}, ids, ids), (placed, P(data), P(data))
 
 
@@ -115,7 +115,8 @@ def test_flops_are_those_of_the_formula() -> None:
 def test_parts_say_what_the_peak_is() -> None:
     mesh = fs.make_mesh(kind="abstract", data=4)
     step, args, _ = train(mesh)
-    m = fs.plan(step, *args).memory
+    plan = fs.plan(step, *args)
+    m = plan.memory
     described = fs.tree.leaves(args[0]["params"])
     params = sum(x.numel() for x in described) * 4 // 4  # float32, a quarter
     assert set(m.parts) == set(PARTS)
@@ -124,8 +125,29 @@ def test_parts_say_what_the_peak_is() -> None:
     assert m.parts["optimizer"] == 2 * params + 8  # two moments, and the count
     assert m.parts["activations"] > 0
     assert m.host == 0
+    block = sum(x.numel() for x in fs.tree.leaves(args[0]["params"]["h"][0])) * 4
+    assert plan.events[0].live >= m.arguments + 2 * block  # the buffers of gathered blocks are kept from call to call
     assert [row[0] for row in m.largest] == sorted((row[0] for row in m.largest), reverse=True)
     assert m.where is not None
+
+
+def test_buffers_of_transfers_are_those_of_real_groups() -> None:
+    mesh, x, h100 = fs.make_mesh(kind="abstract", data=4), fs.init.zeros((256, 64)), fs.devices.H100
+    kib = 1024
+
+    def peak(f: Callable[[Tensor], Tensor], out: P, device: Any = None) -> float:
+        step = fs.shard_map(f, mesh=mesh, in_specs=(P("data"),), out_specs=out)
+        plan = fs.plan(step, x, device=device)
+        assert sum(plan.memory.parts.values()) == plan.memory.peak
+        return plan.memory.peak / kib
+
+    gather = lambda dim: lambda x: fs.all_gather(x, "data", dim=dim, to="invariant")  # noqa: E731
+    assert peak(gather(0), P()) == 16 + 64  # a part, and the whole, whose rows are received in place
+    assert peak(gather(1), P()) == 16 + 64 + 48  # columns of three other ranks are received apart
+    assert peak(gather(0), P(), h100) == 16 + 64 + 16 + 64  # a copy that is sent, and all that is received
+    assert peak(lambda x: fs.psum(x, "data"), P()) == 16 + 3 * 16  # up to 16 KiB every rank sends all to all others
+    assert peak(lambda x: fs.psum(x.repeat(4, 1), "data"), P()) == 16 + 64 + 64  # in two rounds, in the result
+    assert peak(lambda x: fs.psum(x, "data"), P(), h100) == 16 + 16
 
 
 def test_host_memory_is_counted_apart_on_an_accelerator() -> None:
