@@ -61,6 +61,8 @@ def hide_library_frames(e: BaseException) -> None:
 
 def api_boundary(f: F) -> F:
     """Leave the frames of the user's code in the tracebacks of a function's errors: a decorator, as `checked` is."""
+    if torch.compiler.is_dynamo_compiling():  # which can set the name of one function around another, but not of two
+        return f
 
     @functools.wraps(f)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -210,8 +212,26 @@ def checked(f: F) -> F:
     return _checked(f, f.__name__, f.__globals__)
 
 
+class _Annotation(str):
+    """An annotation that `help` shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _unquoted(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature whose annotations, which are texts, `help` and `?` show without quotes."""
+
+    def of(x: Any) -> Any:
+        return _Annotation(x) if isinstance(x, str) else x
+
+    parameters = [p.replace(annotation=of(p.annotation)) for p in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=of(signature.return_annotation))
+
+
 def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
-    parameters = list(inspect.signature(f).parameters.values())
+    signature = inspect.signature(f)
+    parameters = list(signature.parameters.values())
     # Without the annotation of the result, which may name a class that is defined further down.
     annotations = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
     hints = typing.get_type_hints(types.SimpleNamespace(__annotations__=annotations), names)
@@ -241,6 +261,7 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
                 e.add_note(_call_note(verb, {**dict(zip(by_position, args, strict=False)), **kwargs}))
             raise
 
+    wrapper.__signature__ = _unquoted(signature)  # type: ignore[attr-defined]
     return typing.cast(F, wrapper)
 
 

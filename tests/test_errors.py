@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import pydoc
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +40,27 @@ def test_fail_omits_empty_sections():
 def test_fail_orders_facts_notes_and_fix():
     error = fail("no", "first", "second\nthird", fix="yes", shape=[3], spec=fs.P("a"))
     assert str(error) == "no\n  shape  [3]    spec  P('a')\n  first\n  second\n  third\n  fix: yes"
+
+
+# --- help ---
+
+
+def test_help_shows_the_signature_of_the_function_without_quotes():
+    by_text = {
+        fs.psum: "psum(x: Any, axis: Axis) -> Any",
+        fs.key: "key(n: int) -> Tensor",
+        fs.replicated: "replicated() -> P",
+    }
+    for f, text in by_text.items():
+        shown = pydoc.plain(pydoc.render_doc(f)).splitlines()
+        assert shown[2] == text
+        assert shown[3].strip() == f.__doc__.splitlines()[0]
+    functions = [x for x in (getattr(fs, name) for name in fs.__all__) if hasattr(x, "__wrapped__")]
+    assert len(functions) > 40
+    for f in functions:
+        assert re.search(r": '|-> '", str(inspect.signature(f))) is None, f
+        assert f.__annotations__ == f.__wrapped__.__annotations__
+    assert str(inspect.signature(fs.Policy)).startswith("(param: torch.dtype = torch.float32, ")
 
 
 # --- tracebacks ---

@@ -156,6 +156,7 @@ def test_a_recomputation_prints_nothing_again(check):
             if not how.get("offload"):
                 torch.func.grad(lambda p, loss=loss: loss(p))(p)
         again = fs.remat(fs.remat(lambda y: fs.print("remat", y[0, 0]) or fs.pmean(y.sin().square(), "data").sum()))
+        fs.grad(fs.remat(lambda y: fs.print("plain", y[0, 0]) or fs.pmean(y.sin().sin().sum(), "data")))(x)
         fs.grad(again)(x)
         torch.func.grad(again)(x)
         torch.func.jvp(again, (x,), (x,))
@@ -164,7 +165,7 @@ def test_a_recomputation_prints_nothing_again(check):
         mesh = fs.make_mesh(data=2)
         fs.shard_map(loops, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=None, check=check)(layers, x)
     block_lines = ["[data=0..1] block 0.0", "[data=0..1] block 0.1", "[data=0..1] block 0.2"]
-    assert out.getvalue().splitlines() == block_lines * 9 + ["[data=0..1] remat 1.0"] * 3
+    assert out.getvalue().splitlines() == block_lines * 9 + ["[data=0..1] plain 1.0"] + ["[data=0..1] remat 1.0"] * 3
 
 
 def test_a_print_is_no_transfer_and_changes_no_result():
