@@ -1,9 +1,9 @@
 """Memory that TorchShard published beside a plan of its program: `python -m tests.benchmarks.torchshard_step`.
 
-The program is `projects/imagenet/main.py` of TorchShard 0.1.0 (89e21de) with ResNet-50 on 8 ranks: its cross-entropy makes
-one-hot rows of all classes; its accuracy gathers the logits of all classes; gradients are set to zero and not freed;
-`DistributedDataParallel` has a copy of those of the leaves that it sums. What shapes cannot know, CUDA's context and the
-workspaces of cuDNN, is one number, fitted to the first row. `predict_classes.py` plans fshard's own step.
+The program is `projects/imagenet/main.py` of TorchShard 0.1.0 (89e21de) with ResNet-50 on 8 ranks: its cross-entropy
+makes one-hot rows of all classes; its accuracy gathers the logits of all classes; gradients are set to zero and not
+freed; `DistributedDataParallel` has a copy of those of the leaves that it sums. What shapes cannot know, CUDA's context
+and the workspaces of cuDNN, is one number, fitted to the first row. `predict_classes.py` plans fshard's own step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Theirs(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        apart: dict[str, Any] = {} if self.head == "replicated" else {"fc": {}}  # not summed
+        apart: dict[str, Any] = {"fc": {}}  # not summed, or by a sum of fshard, which allocates its own
         self.trees |= {"grads": resnet.init(self.cfg), "buckets": {**resnet.init(self.cfg), **apart}}
         self.tree_specs |= {"grads": self.specs, "buckets": {**self.specs, **apart}}
         self.outputs: list[Tensor] = []
