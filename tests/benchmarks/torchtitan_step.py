@@ -184,8 +184,30 @@ def head(layout: Layout, top: Any, x: Tensor, targets: Tensor) -> Tensor:
     logits = x @ top["head"]  # kept until the loss is computed, as by the caller of a module
     if m is None:
         return fs.pmean(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1)), "data")
-    return nn.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), axis=m, size=layout.sizes.vocab,
-                            over="data")  # fmt: skip
+    value = ParallelCrossEntropy.apply(logits.flatten(0, 1).float(), targets.flatten(0, 1), layout)
+    return fs.pmean(value, "data")
+
+
+class ParallelCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of torch's `loss_parallel`, of float32 logits [BT, V@model], with its temporary arrays."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, layout: Layout) -> Tensor:
+        shifted = logits - fs.pmax(logits.amax(-1, keepdim=True), layout.axis)
+        total = fs.psum(torch.exp(shifted).sum(-1, keepdim=True), layout.axis)
+        logp = shifted - total.log()
+        start, stop = fs.local_range(logp.shape[1], layout.axis, size=layout.sizes.vocab)
+        own = (targets >= start) & (targets < stop)
+        local = torch.where(own, targets - start, 0)
+        ctx.save_for_backward(logp, own, local)
+        return fs.psum(-torch.where(own, logp.gather(1, local[:, None])[:, 0], 0.0).mean(), layout.axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logp, own, local = ctx.saved_tensors
+        grads = torch.zeros_like(logp)
+        grads.scatter_(1, local[:, None], -own.to(logp.dtype)[:, None])
+        return (grads + torch.exp(logp)) * (grad / len(logp)), None, None
 
 
 def step_of(layout: Layout, *, kind: str = "abstract") -> tuple[Any, tuple[Any, ...]]:
