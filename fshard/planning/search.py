@@ -88,11 +88,12 @@ def search(
 
         screen(layouts)
         if neighbours is not None:
-            for row in sorted(filter(_is_open, rows), key=lambda row: row.order)[:best]:
+            fitting = [row for row in rows if row.fits]
+            for row in sorted(fitting, key=lambda row: row.order)[:best]:
                 screen(neighbours(**row.layout))
         while blocks is not None:
             fitting = [row for row in rows if row.plan is not None and row.fits]
-            waiting = sorted(filter(_is_open, rows), key=lambda row: row.order)
+            waiting = sorted((row for row in rows if row.plan is None and row.fits), key=lambda row: row.order)
             if len(fitting) >= best or not waiting:
                 break
             at = next(i for i, row in enumerate(rows) if row is waiting[0])
@@ -100,11 +101,6 @@ def search(
             advance(rows[at])
     ordered = sorted(rows, key=lambda row: (row.plan is None or row.fits is False, row.order))
     return PlanTable(tuple(ordered), device)
-
-
-def _is_open(row: PlanRow) -> bool:
-    """Return whether a row fits by its numbers, and has no plan as a whole."""
-    return row.plan is None and row.error is None and row.peak is not None and row.fits is not False
 
 
 def _reason(
@@ -115,7 +111,7 @@ def _reason(
         other = ", ".join(f"{name}={text(x)}" for name, x in row.layout.items() if layout.get(name) != x)
         if heavier is not None and row.fits is False and heavier(layout, row.layout):
             return f"needs more than {other}, which does not fit"
-        if slower is not None and row.fits and row.error is None and slower(layout, row.layout):
+        if slower is not None and row.fits and slower(layout, row.layout):
             return f"takes longer than {other}, which fits"
     return ""
 
@@ -130,7 +126,7 @@ def _screened(task: Task, layout: Layout, blocks: int | None) -> PlanRow:
     if task.limit is not None and least > task.limit:
         return PlanRow(dict(layout), f.mesh.size, peak=least, limit=task.limit, note="its arguments alone do not fit")
     if blocks is None or blocks <= _FEW[-1]:
-        return task.row(layout)
+        return task.row(layout, (f, args))
     return _predicted(task, layout, blocks)
 
 

@@ -222,10 +222,10 @@ class Task:
         """The most bytes of a device that a step may use."""
         return None if self.device is None else int(self.device.memory * (1 - self.headroom))
 
-    def row(self, layout: Layout) -> PlanRow:
-        """Plan one layout; after an error a row with it."""
+    def row(self, layout: Layout, made: tuple[ShardMapped, tuple[Any, ...]] | None = None) -> PlanRow:
+        """Plan one layout, of which the step may be `made` already; after an error a row with it."""
         try:
-            f, args = self.step(layout)
+            f, args = made or self.step(layout)
             found = plan(f, *args, device=self.device)
             tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
         except Exception as e:  # of any kind: functions of the user run
