@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,20 +77,23 @@ def search(
         raise fail(f"search: best={best}", fix="1 or more")
     task = Task(step_of, device, tokens, headroom)
     rows: list[PlanRow] = []
-    with progress_bar(len(layouts), progress) as advance:
+    total = len(layouts) + (best if blocks else 0)
+    with progress_bar(progress) as advance:
 
-        def screen(more: Iterable[Layout]) -> None:
+        def screen(more: Sequence[Layout]) -> None:
             for layout in more:
                 if all(row.layout != layout for row in rows):
                     reason = _reason(rows, layout, heavier, slower)
                     rows.append(PlanRow(dict(layout), note=reason) if reason else _screened(task, layout, blocks))
-                    advance(rows[-1])
+                    advance(rows[-1], total)
 
         screen(layouts)
         if neighbours is not None:
             fitting = [row for row in rows if row.fits]
             for row in sorted(fitting, key=lambda row: row.order)[:best]:
-                screen(neighbours(**row.layout))
+                more = list(neighbours(**row.layout))
+                total += len(more)
+                screen(more)
         while blocks is not None:
             fitting = [row for row in rows if row.plan is not None and row.fits]
             waiting = sorted((row for row in rows if row.plan is None and row.fits), key=lambda row: row.order)
@@ -98,7 +101,8 @@ def search(
                 break
             at = next(i for i, row in enumerate(rows) if row is waiting[0])
             rows[at] = task.row(waiting[0].layout)
-            advance(rows[at])
+            total = max(total, len(rows) + sum(row.plan is not None for row in rows))
+            advance(rows[at], total)
     ordered = sorted(rows, key=lambda row: (row.plan is None or row.fits is False, row.order))
     return PlanTable(tuple(ordered), device)
 
