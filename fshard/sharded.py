@@ -21,6 +21,7 @@ from .spec import (
     box_bounds,
     box_shape,
     describe,
+    draw,
     format_number,
     is_spec,
     local_box,
@@ -137,6 +138,10 @@ class Sharded:
         if self.shape or not self._shards or type(self._shards[0]) is not Tensor or self._shards[0].is_meta:
             return text
         return f"{text} {format_number(self._shards[0])}"
+
+    def _repr_html_(self) -> str:
+        """Draw the blocks and the ranks that have them."""
+        return draw(repr(self), self.shape, self.spec, self.mesh.axes, itemsize=self.dtype.itemsize)._repr_html_()
 
     def __deepcopy__(self, memo: Any) -> Sharded:
         return Sharded(self.shape, self.spec, self.mesh, [x.clone() for x in self.shards])

@@ -38,6 +38,7 @@ from .record import (
     stop_after_transfers,
     transfer_count,
     transfer_rows,
+    transfer_table,
     transposing,
 )
 from .region import (
@@ -67,6 +68,6 @@ __all__ = [
     "known_axes", "live_axes", "longest_part", "mark_donated", "memory_device", "pack", "pad", "recomputing",
     "recording", "refuse_nesting", "refuse_transfer", "region", "run_on_meta", "simulate", "size_of", "split_padded",
     "start_copy_to_device", "start_copy_to_host", "start_watchdog", "stop_after_transfers", "storage_key", "to_device",
-    "to_spec_memory", "transfer_count", "transfer_rows", "transposing", "unpack", "wait_before_writing",
-    "wait_for_copies_to_host", "without_others",
+    "to_spec_memory", "transfer_count", "transfer_rows", "transfer_table", "transposing", "unpack",
+    "wait_before_writing", "wait_for_copies_to_host", "without_others",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Elements of HTML reprs: tables whose groups of rows collapse, bars, and a colour for each device.
 
 Pages of notebooks are light or dark, and an untrusted JupyterLab removes style sheets, scripts, and what its sanitizer
-does not know: `hsl()`, `inherit`, the unit `ch`. So every element has its own styles, of few kinds: no colour of text or
-page is set, and lines, bars and blocks are translucent tints.
+does not know: `hsl()`, `inherit`, the unit `ch`. So every element has its own styles, of few kinds: no colour of text
+or page is set, and lines, bars and blocks are translucent tints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from html import escape, unescape
 
 _EM = 0.62  # width of a character of a monospaced font
-_BAR = 12  # characters that a bar takes
+_BAR = 8  # characters that a bar takes
+_MOST_WIDE = 30  # characters of a column of texts: longer ones wrap
 _LINE = "1px solid rgba(128, 128, 128, 0.25)"
 _TABLE = (
     "display: inline-table; width: 100%; table-layout: fixed; border-collapse: collapse; margin: 0; border: none; "
@@ -60,7 +61,9 @@ def markup(text: str) -> Html:
 
 def page(*parts: str) -> Html:
     """Return the HTML of a repr: its parts below each other, in a monospaced font. Texts become lines."""
-    lines = [part if isinstance(part, Html) else f"<div>{escape(part)}</div>" for part in parts]
+    lines = [
+        part if isinstance(part, Html) else f'<div style="white-space: pre-wrap">{escape(part)}</div>' for part in parts
+    ]
     return Html("\n".join(['<div style="font: 12px/1.6 monospace; overflow-x: auto">', *lines, "</div>"]))
 
 
@@ -91,11 +94,8 @@ def bars(shares: Mapping[str, float], *, first: int = 4) -> Html:
     return Html(f'<div style="overflow: hidden; line-height: 0">{"".join(parts)}</div>')
 
 
-def table(
-    rows: Iterable[Row | Sequence[str]], *, head: Sequence[str] = (), align: str = "", is_open: bool = True,
-    widths: Sequence[int] = (),
-) -> Html:  # fmt: skip
-    """Return a table: `align` has `l`, `r` or `c` for each column, `widths` the characters, by default of the longest.
+def table(rows: Iterable[Row | Sequence[str]], *, head: Sequence[str] = (), align: str = "", most: int = 40) -> Html:
+    """Return a table: `align` has `l`, `r` or `c` for each column; groups are open as far as `most` rows are seen.
 
     A row with children collapses: the row and its children are tables in one cell, with columns of the same shares of
     the width, which so stay aligned on every page, and texts wrap where the page is too narrow. The marks that open and
@@ -106,8 +106,12 @@ def table(
     """
     listed = [row if isinstance(row, Row) else Row(row) for row in rows]
     columns = max((len(row.cells) for row in [Row(head), *listed]), default=0)
-    chars = list(widths) or _widths([Row(head), *listed], [0] * columns)
-    layout = _Layout([100 * n / max(1, sum(chars)) for n in chars], align.ljust(columns, "l"), is_open)
+    align = align.ljust(columns, "l")
+    # Numbers should not wrap where the page is narrow, texts may.
+    chars = [min(n, _MOST_WIDE + 10 * (i == 0)) if align[i] == "l" else 1.2 * n
+             for i, n in enumerate(_widths([Row(head), *listed], [0] * columns))]  # fmt: skip
+    shares = [100 * n / max(1, sum(chars)) for n in chars]
+    layout = _Layout(shares, align, _open_depth(listed, most))
     collapses = any(row.children for row in listed)
     style = f"max-width: {_EM * sum(chars):.1f}em; {'padding-left: 1.5em' if collapses else ''}"
     header = layout.row(Row(head), 0, tag="th") if any(head) else ""
@@ -131,11 +135,23 @@ def _widths(rows: Sequence[Row], least: Sequence[int], depth: int = 0) -> list[i
     return out
 
 
+def _open_depth(rows: Sequence[Row], most: int) -> int:
+    """Return the depth at which groups are closed, so that at most so many rows are seen."""
+    depth, seen = 0, len(rows)
+    while rows:
+        rows = [child for row in rows for child in row.children]
+        seen += len(rows)
+        if seen > most:
+            break
+        depth += 1
+    return depth
+
+
 @dataclass(frozen=True)
 class _Layout:
     shares: Sequence[float]  # percent of the width, of each column
     align: str
-    is_open: bool
+    open_depth: int
 
     def table(self, header: str, rows: Sequence[Row], depth: int = 0) -> str:
         lines = [header] if header else []
@@ -160,8 +176,9 @@ class _Layout:
     def group(self, row: Row, depth: int) -> str:
         summary = f'<summary style="{_SUMMARY}">{self.table("", [Row(row.cells, (), row.hover)], depth)}</summary>'
         body = self.table("", row.children, depth + 1)
-        return (f'<tr style="background: transparent"><td colspan="{len(self.shares)}" style="padding: 0; border: none; '
-                f'text-align: left"><details{" open" * self.is_open}>{summary}{body}</details></td></tr>')  # fmt: skip
+        is_open = " open" if depth < self.open_depth else ""
+        return (f'<tr style="background: transparent"><td colspan="{len(self.shares)}" style="padding: 0; '
+                f'border: none; text-align: left"><details{is_open}>{summary}{body}</details></td></tr>')  # fmt: skip
 
 
 _CELL = "border: none; vertical-align: top; white-space: pre-wrap; word-wrap: break-word; font-weight: normal"
