@@ -58,6 +58,11 @@ def double(x: Any) -> Any:
     return 2 * x
 
 
+def planned_step(data: int) -> Any:
+    mesh = fs.make_mesh(kind="abstract", data=data)
+    return fs.shard_map(double, mesh=mesh, in_specs=(P("data"),), out_specs=P("data")), (fs.init.zeros((4,)),)
+
+
 STEP = fs.shard_map(double, mesh=MESH, in_specs=(P("data"),), out_specs=P("data"), check="never")
 
 
@@ -377,6 +382,12 @@ CALLS = [
         outside(fs.devices.this_cpu, seconds=0.01),
         outside(fs.devices.Device, name="own", flops={torch.float32: 1e12}, memory=2**30, bandwidth=1e11,
                 links=(fs.devices.Link("Ethernet", None, 1e9, 1e-5),), efficiency=0.5),
+    ),
+    outside(fs.plan_table, step_of=planned_step, layouts=[{"data": 2}], device=fs.devices.H100, tokens=4, headroom=0.5,
+            progress=False),
+    *prefixed("planning",
+        outside(fs.planning.search, step_of=planned_step, layouts=[{"data": 2}], device=fs.devices.H100, tokens=4,
+                headroom=0.5, best=1, blocks=None, heavier=None, slower=None, neighbours=None, progress=False),
     ),
     # data and checkpoints
     *prefixed("data",
