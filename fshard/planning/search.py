@@ -67,7 +67,13 @@ def search(
 
     The rows are those planned as a whole, in the order of their times, then the others, each with a note.
 
-    >>> table = fs.planning.search(step_of, fs.planning.divisions(512, data=512, model=8), device=fs.devices.H100)
+    >>> def step_of(data, model):
+    ...     mesh = fs.make_mesh(kind="abstract", data=data, model=model)
+    ...     f = lambda x: fs.psum(x.sum(), ("data", "model"))
+    ...     return fs.shard_map(f, mesh=mesh, in_specs=(P("data", "model"),), out_specs=P()), (fs.init.zeros((64, 64)),)
+    >>> layouts = fs.planning.divisions(512, data=64, model=16)
+    >>> fs.planning.search(step_of, layouts, device=fs.devices.H100)[0].layout
+    {'data': 64, 'model': 8}
 
     Raises ShardingError if there is no layout.
     """
