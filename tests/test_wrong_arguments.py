@@ -62,6 +62,11 @@ def double(x: Any) -> Any:
     return 2 * x
 
 
+def planned_step(data: int) -> Any:
+    mesh = fs.make_mesh(kind="abstract", data=data)
+    return fs.shard_map(double, mesh=mesh, in_specs=(P("data"),), out_specs=P("data")), (fs.init.zeros((4,)),)
+
+
 STEP = fs.shard_map(double, mesh=MESH, in_specs=(P("data"),), out_specs=P("data"), check="never")
 
 
@@ -386,6 +391,11 @@ CALLS = [
          {"f": STEP, "x": V, "path": None, "device": None}, words={"x": r"args\[0\]"}),
     *prefixed("plot",
         outside(fs.plot.memory, run=PLAN), outside(fs.plot.roofline, plan=PLAN), outside(fs.plot.traffic, plan=PLAN),
+    outside(fs.plan_table, step_of=planned_step, layouts=[{"data": 2}], device=fs.devices.H100, tokens=4, headroom=0.5,
+            progress=False),
+    *prefixed("planning",
+        outside(fs.planning.search, step_of=planned_step, layouts=[{"data": 2}], device=fs.devices.H100, tokens=4,
+                headroom=0.5, best=1, blocks=None, heavier=None, slower=None, neighbours=None, progress=False),
     ),
     # data and checkpoints
     *prefixed("data",

@@ -84,7 +84,11 @@ def _run(options: argparse.Namespace) -> str:
     if options.search:
         assert device is not None
         settings = given[0] if given else {}
-        table = search(step_of, list(_candidates(job, device, count, batch, settings)), device=device, tokens=tokens,
+        candidates = list(_candidates(job, device, count, batch, settings))
+        if not candidates:
+            raise fail(f"plan: there is no candidate for {count} devices", f"--batch {batch}: each data rank has as many "
+                       "examples as the others", fix="--layout with the settings of one")  # fmt: skip
+        table = search(step_of, candidates, device=device, tokens=tokens,
                        headroom=options.headroom, best=options.best, blocks=job.blocks, heavier=_heavier,
                        slower=_slower,                       neighbours=_neighbours, progress=True)  # fmt: skip
     else:
@@ -205,7 +209,7 @@ def _slower(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def _neighbours(**layout: Any) -> list[dict[str, Any]]:
     """Return the layouts that need more memory and fewer transfers: weights kept, or whole groups of ranks."""
-    out = [] if "release" in layout else [{**layout, "release": False}]
+    out = [] if "release" in layout or layout["data"] == 1 else [{**layout, "release": False}]
     if "replica" not in layout:
         out += [{**layout, "data": layout["data"] // n, "replica": n} for n in (2, 8) if layout["data"] % n == 0]
     return out

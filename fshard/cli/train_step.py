@@ -81,7 +81,7 @@ def read_job(path: str | Path, length: int | None = None) -> Job:
     path = Path(path)
     folder = path.parent if path.name == CONFIG else path
     if not (folder / CONFIG).is_file():
-        raise fail(f"{path}: there is no {CONFIG}", fix="a Hugging Face folder, or its config.json")
+        raise fail(f"plan: {path}: there is no {CONFIG}", fix="a Hugging Face folder, or its config.json")
     config = read_json(folder / CONFIG)
     model = model_of(config)
     if model is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +67,13 @@ def search(
 
     The rows are those planned as a whole, in the order of their times, then the others, each with a note.
 
-    >>> table = fs.planning.search(step_of, fs.planning.divisions(512, data=512, model=8), device=fs.devices.H100)
+    >>> def step_of(data, model):
+    ...     mesh = fs.make_mesh(kind="abstract", data=data, model=model)
+    ...     f = lambda x: fs.psum(x.sum(), ("data", "model"))
+    ...     return fs.shard_map(f, mesh=mesh, in_specs=(P("data", "model"),), out_specs=P()), (fs.init.zeros((64, 64)),)
+    >>> layouts = fs.planning.divisions(512, data=64, model=16)
+    >>> fs.planning.search(step_of, layouts, device=fs.devices.H100)[0].layout
+    {'data': 64, 'model': 8}
 
     Raises ShardingError if there is no layout.
     """
@@ -77,34 +83,34 @@ def search(
         raise fail(f"search: best={best}", fix="1 or more")
     task = Task(step_of, device, tokens, headroom)
     rows: list[PlanRow] = []
-    with progress_bar(len(layouts), progress) as advance:
+    total = len(layouts) + (best if blocks else 0)
+    with progress_bar(progress) as advance:
 
-        def screen(more: Iterable[Layout]) -> None:
+        def screen(more: Sequence[Layout]) -> None:
             for layout in more:
                 if all(row.layout != layout for row in rows):
                     reason = _reason(rows, layout, heavier, slower)
                     rows.append(PlanRow(dict(layout), note=reason) if reason else _screened(task, layout, blocks))
-                    advance(rows[-1])
+                    advance(rows[-1], total)
 
         screen(layouts)
         if neighbours is not None:
-            for row in sorted(filter(_is_open, rows), key=lambda row: row.order)[:best]:
-                screen(neighbours(**row.layout))
+            fitting = [row for row in rows if row.fits]
+            for row in sorted(fitting, key=lambda row: row.order)[:best]:
+                more = list(neighbours(**row.layout))
+                total += len(more)
+                screen(more)
         while blocks is not None:
             fitting = [row for row in rows if row.plan is not None and row.fits]
-            waiting = sorted(filter(_is_open, rows), key=lambda row: row.order)
+            waiting = sorted((row for row in rows if row.plan is None and row.fits), key=lambda row: row.order)
             if len(fitting) >= best or not waiting:
                 break
             at = next(i for i, row in enumerate(rows) if row is waiting[0])
             rows[at] = task.row(waiting[0].layout)
-            advance(rows[at])
+            total = max(total, len(rows) + sum(row.plan is not None for row in rows))
+            advance(rows[at], total)
     ordered = sorted(rows, key=lambda row: (row.plan is None or row.fits is False, row.order))
     return PlanTable(tuple(ordered), device)
-
-
-def _is_open(row: PlanRow) -> bool:
-    """Return whether a row fits by its numbers, and has no plan as a whole."""
-    return row.plan is None and row.error is None and row.peak is not None and row.fits is not False
 
 
 def _reason(
@@ -115,7 +121,7 @@ def _reason(
         other = ", ".join(f"{name}={text(x)}" for name, x in row.layout.items() if layout.get(name) != x)
         if heavier is not None and row.fits is False and heavier(layout, row.layout):
             return f"needs more than {other}, which does not fit"
-        if slower is not None and row.fits and row.error is None and slower(layout, row.layout):
+        if slower is not None and row.fits and slower(layout, row.layout):
             return f"takes longer than {other}, which fits"
     return ""
 
@@ -130,7 +136,7 @@ def _screened(task: Task, layout: Layout, blocks: int | None) -> PlanRow:
     if task.limit is not None and least > task.limit:
         return PlanRow(dict(layout), f.mesh.size, peak=least, limit=task.limit, note="its arguments alone do not fit")
     if blocks is None or blocks <= _FEW[-1]:
-        return task.row(layout)
+        return task.row(layout, (f, args))
     return _predicted(task, layout, blocks)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fshard.devices import Device
@@ -197,10 +198,10 @@ def plan_table(
         raise fail("plan_table: there is no layout", fix="[{'data': 8, 'model': 1}, {'data': 4, 'model': 2}]")
     task = Task(step_of, device, tokens, headroom)
     rows = []
-    with progress_bar(len(layouts), progress) as advance:
+    with progress_bar(progress) as advance:
         for layout in layouts:
             rows.append(task.row(layout))
-            advance(rows[-1])
+            advance(rows[-1], len(layouts))
     return PlanTable(tuple(sorted(rows, key=lambda row: row.order)), device)
 
 
@@ -222,10 +223,10 @@ class Task:
         """The most bytes of a device that a step may use."""
         return None if self.device is None else int(self.device.memory * (1 - self.headroom))
 
-    def row(self, layout: Layout) -> PlanRow:
-        """Plan one layout; after an error a row with it."""
+    def row(self, layout: Layout, made: tuple[ShardMapped, tuple[Any, ...]] | None = None) -> PlanRow:
+        """Plan one layout, of which the step may be `made` already; after an error a row with it."""
         try:
-            f, args = self.step(layout)
+            f, args = made or self.step(layout)
             found = plan(f, *args, device=self.device)
             tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
         except Exception as e:  # of any kind: functions of the user run
@@ -296,21 +297,21 @@ def _remark(row: PlanRow) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, shown: bool) -> Iterator[Callable[[PlanRow], None]]:
-    """Yield a function that notes that a row is done: a bar on a terminal, and lines elsewhere, on stderr."""
+def progress_bar(shown: bool) -> Iterator[Callable[[PlanRow, int], None]]:
+    """Yield a function that notes that one more row, of so many, is done: a bar on a terminal, lines elsewhere."""
     done = 0
     bar: Progress | None = None
     if shown and sys.stderr.isatty():
         count = TextColumn("{task.completed}/{task.total} layouts  {task.description}")
         bar = Progress(BarColumn(), count, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-        task = bar.add_task("", total=total)
+        task = bar.add_task("", total=None)
 
-    def advance(row: PlanRow) -> None:
+    def advance(row: PlanRow, total: int) -> None:
         nonlocal done
         done += 1
         summary = f"{', '.join(f'{name}={text(x)}' for name, x in row.layout.items())}: {_outcome(row)}"
         if bar is not None:
-            bar.update(task, completed=done, description=summary)
+            bar.update(task, completed=done, total=total, description=escape(summary))
         elif shown:
             sys.stderr.write(f"{done}/{total}  {summary}\n")
 

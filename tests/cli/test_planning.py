@@ -1,0 +1,153 @@
+"""`python -m fshard plan`: the numbers of `fs.plan`, the step that it plans, searches, and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.cli import main
+from fshard.cli.planning import _candidates, _heavier, _slower
+from fshard.cli.train_step import Job, read_job, train_step
+from fshard.devices import H100
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 4}
+DIMS = {"vocab_size": 33, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**DIMS, "intermediate_size": 24, "num_key_value_heads": 2},
+    "mixtral": {**DIMS, "intermediate_size": 24, "num_key_value_heads": 2},
+    "qwen2": {**DIMS, "intermediate_size": 24, "num_key_value_heads": 2},
+    "bert": {**DIMS, "intermediate_size": 24, "architectures": ["BertForSequenceClassification"]},
+    "t5": {"vocab_size": 33, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+           "decoder_start_token_id": 0},
+    "resnet": {"hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic", "embedding_size": 4},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(GPT2))
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["plan", "config.json", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def error(capsys: pytest.CaptureFixture[str], *argv: str, model: str = "config.json") -> str:
+    assert main(["plan", model, *argv]) == 2
+    return capsys.readouterr().err.rstrip("\n")
+
+
+def test_rows_are_plans_of_the_train_step(capsys: pytest.CaptureFixture[str]):
+    options = ("--devices", "4", "--device", "h100", "--batch", "8", "--html", "table.html")
+    out = json.loads(run(capsys, *options, "--json", "--layout", "model=2,remat=yes", "replica=2,dtype=float32"))
+    assert (out["batch"], out["length"], out["device"]) == (8, 8, "H100")
+    rows = {row["layout"].get("model", 1): row for row in out["rows"]}
+    assert rows[2]["layout"] == {"data": 2, "model": 2, "remat": True}
+    assert rows[1]["layout"] == {"data": 2, "replica": 2, "dtype": "float32"}
+    f, args = train_step(read_job("config.json"), data=2, model=2, remat=True, batch=8)
+    plan = fs.plan(f, *args, device=H100)
+    assert plan.time is not None
+    assert (rows[2]["peak_bytes"], rows[2]["seconds"], rows[2]["tokens"]) == (plan.memory.peak, plan.time.seconds, 64)
+    assert rows[2]["parts"]["optimizer"] > rows[2]["parts"]["parameters"] > 0
+    assert rows[1]["fits"] is True
+    page = Path("table.html").read_text()
+    assert "fs.models.gpt2" in page
+    assert page.count("<tr") >= 3
+
+
+@pytest.mark.slow
+def test_the_planned_step_trains_the_same_on_every_mesh():
+    """One step of AdamW on a real mesh: the loss before and the weights after are those of one device."""
+    job, outs = read_job("config.json"), []
+    for sizes in ({"data": 1}, {"data": 2, "model": 2, "sequence": True}, {"replica": 2, "data": 2, "accumulate": 2}):
+        f, (state, *_) = train_step(job, batch=8, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
+        mesh = fs.make_mesh(kind="simulated", **f.mesh.axes)
+        placed = fs.materialize(state, f._in_specs[0], mesh, key=fs.key(0))
+        ids = torch.arange(64).reshape(8, 8) % 32
+        new, loss = f.on(mesh)(placed, ids, (ids + 1) % 32)
+        outs.append((fs.device_get(new["params"]), float(loss)))
+    for params, loss in outs[1:]:
+        assert loss == pytest.approx(outs[0][1], rel=1e-5)
+        for got, want in zip(fs.tree.leaves(params), fs.tree.leaves(outs[0][0]), strict=True):
+            # AdamW's first step is about lr = 1e-4 by the gradient's sign, which rounding decides where it is 0
+            torch.testing.assert_close(got, want, rtol=0, atol=2.1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_of_each_kind_is_planned(kind: str):
+    Path("config.json").write_text(json.dumps({"model_type": kind, **CONFIGS[kind]}))
+    job = read_job("config.json", 16 if kind == "resnet" else 8)
+    f, args = train_step(job, data=2, model=2, batch=4, remat=True)
+    assert fs.check(f, *args).transfers
+    want = {"resnet": (None, "images", 4), "t5": (2, "tokens", 64)}.get(kind, (2, "tokens", 32))
+    assert (job.blocks, job.unit, job.units(4)) == want
+    if job.blocks:
+        assert job.with_blocks(1).blocks == 1
+
+
+def test_a_model_with_blocks_of_two_kinds_is_not_predicted_from_a_few():
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    for more, blocks in ((windows, None), ({**windows, "max_window_layers": 0}, 2)):
+        Path("config.json").write_text(json.dumps({"model_type": "qwen2", **CONFIGS["qwen2"], **more}))
+        assert read_job("config.json").blocks == blocks
+
+
+def test_a_search_prints_the_fastest_first(capsys: pytest.CaptureFixture[str]):
+    out = run(capsys, "--devices", "2", "--device", "h100", "--search", "--best", "1", "--layout", "remat=no,replica=1")
+    head, facts, names, *lines = out.splitlines()
+    n = sum(x.numel() for x in fs.tree.leaves(fs.models.gpt2.init(read_job("config.json").cfg)))
+    assert head == f"config.json: fs.models.gpt2, {n:,} parameters; 2 sequences of 8 tokens a step, AdamW"
+    assert facts == f"{len(lines)} layouts on 2 H100 of 80.0 GiB; replica=1, remat=no; of each device"
+    assert names.split()[:2] == ["data", "model"]
+    times = [float(line.split(" us")[0].split()[-1]) for line in lines if " us" in line]
+    assert len(times) >= 3
+    assert times == sorted(times)
+
+
+def test_candidates_use_all_devices_and_rule_out_each_other():
+    job = Job(fs.models.gpt2, fs.models.gpt2.Config(), 8)
+    found = list(_candidates(job, H100, 32, 32, {}))
+    assert {x["data"] * x["model"] for x in found} == {32}
+    assert {x["model"] for x in found} == {1, 2, 4, 8}  # of one node
+    assert all(32 // x["data"] % x["accumulate"] == 0 for x in found)
+    assert len({str(x) for x in found}) == len(found) == 2 * (1 + 2 + 3 + 3)
+    fixed = list(_candidates(job, H100, 32, 32, {"replica": 2, "model": 4, "remat": True}))
+    assert {(x["replica"], x["data"], x["model"], x["remat"]) for x in fixed} == {(2, 4, 4, True)}
+    one, two, four = ({"data": 4, "model": 2, "remat": True, "accumulate": n} for n in (1, 2, 4))
+    assert _heavier(two, four)
+    assert not _heavier(one, two)  # the gradients of several microbatches are there twice
+    assert _heavier({**two, "remat": False}, two)
+    assert _heavier({**two, "replica": 2, "data": 2}, two)
+    assert _heavier({**two, "release": False}, two)
+    assert not _heavier({**two, "model": 4}, two)
+    assert _slower(two, one)
+    assert not _slower({**two, "remat": False}, one)
+
+
+def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
+    assert error(capsys, model="nowhere").splitlines()[0] == "plan: nowhere: there is no config.json"
+    assert "'remat=3' is not a setting" in error(capsys, "--layout", "data=2,remat=3")
+    assert "it has a value already" in error(capsys, "--layout", "data=2,data=4")
+    assert "2 problems" in error(capsys, "--layout", "dat=2,model=0")
+    assert "4 x 4 = 16" in error(capsys, "--devices", "8", "--layout", "data=4,model=4")
+    assert error(capsys, "--devices", "0") == "plan: --devices 0\n  fix: 1 or more"
+    assert "--search without --device" in error(capsys, "--search")
+    assert "there is no folder" in error(capsys, "--html", "no/such/page.html")
+    assert "no device is called 'h99'" in error(capsys, "--device", "h99")
+    assert "no candidate" in error(capsys, "--device", "h100", "--search", "--devices", "11", "--batch", "3")
+    Path("config.json").write_text('{"model_type": "clip"}')
+    assert "there is no model file for 'clip'" in error(capsys)
+
+
+def test_a_layout_that_does_not_fit_the_model_has_its_error_in_the_table(capsys: pytest.CaptureFixture[str]):
+    out = run(capsys, "--layout", "data=2,accumulate=3", "data=2")
+    assert "error: accumulate: args[1] cannot be split into 3 equal microbatches" in out
+    assert out.count("error") == 1

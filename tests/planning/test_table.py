@@ -1,0 +1,251 @@
+"""Tables of plans: each row is the plan of its layout, and fast ones that fit are first; a search finds the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+from fshard.devices import H100, Device
+from fshard.planning import PlanRow, PlanTable, divisions, search
+from fshard.planning.search import argument_bytes
+from tests.lib.assertions import error_text
+
+WIDTH, BLOCKS = 24, 5
+# Slow links and units, so that times differ, and a memory that some layouts do not fit in.
+SMALL = Device("small", {torch.float32: 1e9, torch.bfloat16: 2e9}, 270 * 1024, 1e9, (*H100.links,))
+LAYOUTS = [
+    {**sizes, "remat": remat, "batch": 512} for sizes in divisions(4, data=4, model=2) for remat in (True, False)
+]
+
+
+def step_of(
+    data: int, remat: bool, batch: int, model: int = 1, blocks: int = BLOCKS, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A step of an MLP: two matrices a block, split over model and data."""
+    mesh = fs.make_mesh(kind="abstract", data=data, model=model)
+    described = [{"up": fs.init.zeros((WIDTH, 2 * WIDTH)), "down": fs.init.zeros((2 * WIDTH, WIDTH))}] * blocks
+    params = fs.tree.map(lambda x: fs.init.zeros(x.shape), described)  # no ties
+    specs = fs.fully_shard([{"up": fs.column("model"), "down": fs.row("model")}] * blocks, params, axis="data")
+
+    def block(p: Any, x: Any) -> Any:
+        h = torch.relu(fs.pvary(x, "model") @ p["up"])
+        return x + fs.psum(h @ p["down"], "model")
+
+    def loss(p: Any, x: Any) -> Any:
+        out = fs.scan(block, p, x.to(dtype), specs=specs, axis="data", remat=remat, dtype=dtype)
+        return fs.pmean(out.float().square().mean(), "data")
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = fs.value_and_grad(loss)(params, x)
+        return fs.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    f = fs.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), donate=0)
+    return f, (params, fs.init.zeros((batch, WIDTH)))
+
+
+def sum_of(batch: int, data: int = 2) -> Any:
+    """A step of one transfer."""
+    mesh = fs.make_mesh(kind="abstract", data=data)
+    f = fs.shard_map(lambda x: fs.psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
+    return f, (fs.init.zeros((batch, 1024)),)
+
+
+@pytest.fixture(scope="module")
+def table() -> PlanTable:
+    return fs.plan_table(step_of, LAYOUTS, device=SMALL, tokens=lambda batch, **_: batch, headroom=0.0)
+
+
+def test_a_row_has_the_numbers_of_the_plan_of_its_layout(table: PlanTable):
+    assert sorted(map(str, (row.layout for row in table))) == sorted(map(str, LAYOUTS))
+    row = table[0]
+    f, args = step_of(**row.layout)
+    plan = fs.plan(f, *args, device=SMALL)
+    assert plan.time is not None
+    assert (row.peak, row.seconds, row.mfu) == (plan.memory.peak, plan.time.seconds, plan.time.mfu)
+    assert (row.sent, row.devices, row.tokens) == (sum(t.sent for t in plan.transfers), 4, 512)
+    assert row.rate == 512 / plan.time.seconds / 4
+
+
+def test_rows_that_fit_come_first_and_the_fastest_of_them(table: PlanTable):
+    fits = [row.fits for row in table]
+    n = sum(map(bool, fits))
+    assert 0 < n < len(table)
+    assert fits == [True] * n + [False] * (len(table) - n)
+    assert [row.fits for row in table] == [row.peak <= SMALL.memory for row in table]  # type: ignore[operator]
+    times = [row.seconds for row in table]
+    assert times[:n] == sorted(times[:n])  # type: ignore[type-var]
+    peaks = [row.peak for row in table]
+    assert peaks[n:] == sorted(peaks[n:])  # type: ignore[type-var]
+    assert times != sorted(times)  # type: ignore[type-var]  # the fastest of all does not fit
+
+
+def test_without_a_device_rows_are_in_the_order_of_their_peaks():
+    got = fs.plan_table(sum_of, [{"batch": 64}, {"batch": 8}])
+    peaks = [row.peak for row in got]
+    assert peaks == sorted(peaks)  # type: ignore[type-var]
+    assert [(row.fits, row.seconds, row.rate, row.mfu) for row in got] == [(None, None, None, None)] * 2
+    assert "step" not in repr(got)
+
+
+def test_layouts_of_different_batches_are_compared_by_their_rate():
+    layouts = [{"batch": n} for n in (4, 64)]
+    by_rate = fs.plan_table(sum_of, layouts, device=H100, tokens=lambda batch: batch)
+    by_time = fs.plan_table(sum_of, layouts, device=H100)
+    assert [row.layout["batch"] for row in by_rate] == [64, 4]
+    assert [row.layout["batch"] for row in by_time] == [4, 64]
+
+
+def test_the_headroom_is_memory_that_a_step_must_leave():
+    (row,) = fs.plan_table(sum_of, [{"batch": 8}], device=H100)
+    assert row.peak is not None
+    for share, fits in ((0.0, True), (0.1, False)):
+        device = dataclasses.replace(SMALL, memory=row.peak)
+        (got,) = fs.plan_table(sum_of, [row.layout], device=device, headroom=share)
+        assert got.fits is fits
+    assert "must be a share in [0, 1), got 1.0" in error_text(fs.plan_table, step_of, LAYOUTS, headroom=1.0)
+
+
+def test_errors_of_any_kind_stay_in_their_rows():
+    def fails(data: int, why: str) -> Any:
+        if why == "kind":
+            raise KeyError("<b>no</b>")
+        return 3 if why == "no pair" else sum_of(8, data)
+
+    layouts = [{"data": 2, "why": why} for why in ("kind", "none", "no pair")] + [{"data": 2}, {"data": 0, "why": ""}]
+    got = fs.plan_table(fails, layouts, device=H100)
+    assert [row.error is None for row in got] == [True, False, False, False, False]
+    words = [row["error"] for row in got.as_dict()["rows"][1:]]
+    assert sorted(text.partition(":")[0] for text in words) == [
+        "KeyError",
+        "TypeError",
+        "make_mesh(data=0)",
+        "plan_table",
+    ]
+    assert "the result of step_of must be a pair (f, args)" in "".join(words)
+    assert repr(got).count("error: ") == 4
+    html = got._repr_html_()
+    assert "&lt;b&gt;no" in html
+    assert "<b>no" not in html
+    assert error_text(fs.plan_table, step_of, []).startswith("plan_table: there is no layout")
+
+
+def test_a_table_as_text_html_and_json(table: PlanTable):
+    lines = repr(table).splitlines()
+    assert lines[0] == "4 layouts on 4 small of 270.0 KiB; batch=512; of each device"
+    assert lines[1].split() == ["data", "model", "remat", "peak", "memory", "sent", "step", "tokens/s", "MFU"]
+    assert len(lines) == 6
+    assert len({line.index("%") for line in lines[2:]}) == 1  # columns are aligned
+    html = table._repr_html_()
+    assert html.count("<tr") >= 5
+    assert "parameters " in html
+    assert not re.search("<style|<script|http", html)
+    data = json.loads(json.dumps(fs.plan_table(lambda batch, data, **_: sum_of(batch, data), [
+        {"data": 2, "remat": True, "batch": 4, "dtype": torch.bfloat16}]).as_dict()))  # fmt: skip
+    (row,) = data["rows"]
+    assert row["layout"] == {"data": 2, "remat": True, "batch": 4, "dtype": "bfloat16"}
+    assert sum(row["parts"].values()) == row["peak_bytes"]
+    assert (row["seconds"], row["fits"], data["device"]) == (None, None, None)
+
+
+def test_progress_is_a_line_for_each_layout_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
+    fs.plan_table(sum_of, [{"batch": 8}, {"data": 1}], progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second = err.splitlines()
+    assert first.startswith("1/2  batch=8: 16.0 KiB")
+    assert second.startswith("2/2  data=1: error: TypeError: sum_of() missing")
+
+
+# --- search ---------------------------------------------------------------------------------------------------
+
+
+def test_a_search_predicts_whole_plans_and_finds_what_a_table_finds(table: PlanTable):
+    got = search(step_of, LAYOUTS, device=SMALL, tokens=512, headroom=0.0, best=1, blocks=BLOCKS)
+    whole = {str(row.layout): row for row in table}
+    assert [row.layout for row in got if row.fits] == [row.layout for row in table if row.fits]
+    assert [row.plan is not None for row in got] == [True] + [False] * (len(got) - 1)
+    predicted = [row for row in got if row.seconds is not None]
+    assert len(predicted) >= 3
+    for row in predicted:
+        want = whole[str(row.layout)]
+        assert row.peak == want.peak, row.layout
+        assert row.sent == want.sent
+        assert row.seconds == pytest.approx(want.seconds, rel=1e-9)
+        assert row.mfu == pytest.approx(want.mfu, rel=1e-9)
+
+
+def test_a_layout_whose_arguments_do_not_fit_is_not_planned():
+    calls = []
+
+    def counted(**layout: Any) -> Any:
+        f, args = step_of(**layout)
+        run = fs.shard_map(lambda *xs: calls.append(1), mesh=f.mesh, in_specs=f._in_specs, out_specs=P())
+        return run, args
+
+    (row,) = search(counted, LAYOUTS[:1], device=dataclasses.replace(SMALL, memory=10_000), blocks=BLOCKS)
+    f, args = step_of(**LAYOUTS[0])
+    assert (calls, row.fits, row.note) == ([], False, "its arguments alone do not fit")
+    assert row.peak == argument_bytes(f, args)
+
+
+def test_argument_bytes_are_those_that_a_plan_counts():
+    mesh = fs.make_mesh(kind="abstract", data=3)
+    x = fs.init.zeros((7, 5))
+    tree = {"uneven": x, "whole": fs.init.zeros((4,)), "host": fs.init.zeros((6,)), "n": 3}
+    specs = {"uneven": P("data"), "whole": P(), "host": P("data", memory="host"), "n": P()}
+    f = fs.shard_map(lambda t: t["whole"].sum(), mesh=mesh, in_specs=(specs,), out_specs=P())
+    assert argument_bytes(f, (tree,)) == 4 * (3 * 5 + 4)  # of 7 rows, 3 and 3 and 1
+    memory = fs.plan(f, tree, device=H100).memory
+    assert memory.arguments - memory.host == 4 * (3 * 5 + 4)
+
+
+def test_layouts_that_others_rule_out_are_not_made():
+    made = []
+
+    def counted(size: int, blocks: int | None = None, **_: Any) -> Any:
+        made.append(size)
+        return sum_of(size, 1)
+
+    sizes = [{"size": n} for n in (8, 16, 4000, 4, 8000)]
+    slower = lambda a, b: a["size"] < b["size"]  # noqa: E731
+    heavier = lambda a, b: a["size"] > b["size"]  # noqa: E731
+    device = dataclasses.replace(SMALL, memory=10_000_000)
+    got = search(counted, sizes, device=device, heavier=heavier, slower=slower, neighbours=lambda size: [{"size": 20}])
+    assert made == [8, 16, 4000, 20]
+    notes = {row.layout["size"]: row.note for row in got}
+    assert notes[4] == "takes longer than size=8, which fits"
+    assert notes[8000] == "needs more than size=4000, which does not fit"
+    assert [row.layout["size"] for row in got if row.plan is not None and row.fits] == [8, 16, 20]
+
+
+def test_a_search_goes_on_until_enough_layouts_fit(monkeypatch: pytest.MonkeyPatch):
+    """A prediction that is too low is found out by the whole plan."""
+    monkeypatch.setattr(sys.modules["fshard.planning.search"], "_phase_peaks", lambda events: {"forward": 1})
+    got = search(step_of, LAYOUTS[:2], device=SMALL, headroom=0.0, best=1, blocks=BLOCKS)
+    assert [(row.layout["remat"], row.fits, row.plan is not None) for row in got] == [
+        (True, True, True), (False, False, True)]  # fmt: skip
+    assert "best=0" in error_text(search, step_of, LAYOUTS, device=SMALL, best=0)
+    assert error_text(search, step_of, [], device=SMALL).startswith("search: there is no layout")
+
+
+def test_divisions_are_all_products():
+    grid = itertools.product(range(1, 13), range(1, 5), range(1, 4))
+    want = {sizes for sizes in grid if math.prod(sizes) == 12}
+    got = divisions(12, data=12, model=4, replica=3)
+    assert {tuple(sizes.values()) for sizes in got} == want
+    assert len(got) == len(want)
+    assert divisions(7, data=3) == []
+
+
+def test_a_row_prints_what_is_known():
+    assert not re.search("None|nan", repr(PlanTable((PlanRow({"data": 2}),))))
