@@ -12,11 +12,11 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard._display import bars, page, rgba, table
+from fshard._display import bars, page, ranks_text, rgba, table
 from fshard.reshard import _sources
 from fshard.show import size
 from fshard.show.table import show
-from fshard.spec import box_shape, describe, draw
+from fshard.spec import box_bounds, box_shape, describe, draw, part_ranks
 from tests.lib.assertions import error_text
 
 SIZES = {"data": 2, "model": 4}
@@ -477,16 +477,23 @@ def test_layout_of_more_dims_shows_those_that_are_split():
     assert three.endswith("down: dim 0, 1    across: dim 2")
 
 
-def test_layout_shows_each_rank_in_the_cell_of_its_box():
+SPLITS = [P("b", "a"), P("a", "b"), P(("a", "b")), P(("b", "a")), P(None, ("b", "a")), P()]
+
+
+@pytest.mark.parametrize("spec", SPLITS, ids=repr)
+def test_layout_shows_each_rank_in_the_cell_of_its_box(spec):
     mesh = fs.make_mesh(a=3, b=2)
-    x = fs.device_put(torch.zeros(7, 5), P("b", "a"), mesh)
+    x = fs.device_put(torch.zeros(7, 11), spec, mesh)
+    boxes = [box_bounds(x.box(r)) for r in range(6)]
+    assert part_ranks((7, 11), spec, mesh.axes) == {at: [r for r in range(6) if boxes[r] == at] for at in boxes}
     lines = show(x).text.splitlines()
-    assert lines[0] == "f32[7@b, 5@a] on a=3, b=2"
     columns = lines[1].split()
-    for rank in range(6):
-        down, across = (f"{s.start}:{s.stop}" for s in x.box(rank))
-        (row,) = [line for line in lines if line.startswith(f" {down} ")]
-        assert row.split("│")[1:-1][columns.index(across)].strip() == str(rank)
+    empty = [r for r in range(6) if 0 in box_shape(x.box(r))]
+    assert [line for line in lines if "empty" in line] == [f"empty on {ranks_text(empty)}"] * bool(empty)
+    for (start, stop), (left, right) in {boxes[r] for r in range(6) if r not in empty}:
+        (row,) = [line for line in lines if "│" in line and line.split()[0] == f"{start}:{stop}"]
+        cell = row.split("│")[1:-1][columns.index(f"{left}:{right}")].strip()
+        assert cell == ranks_text([r for r in range(6) if boxes[r] == ((start, stop), (left, right))])
 
 
 def test_large_layouts_are_abbreviated():
@@ -605,6 +612,11 @@ COLLECTIVES = {  # a region that moves P(...) to P(...) with the collectives tha
         P("a"),
         P(None, "b"),
         lambda x: fs.all_gather(fs.pslice(x, "b", dim=1), "a", dim=0, to="invariant"),
+    ),
+    "slice b, all_to_all a": (
+        P("a"),
+        P(None, ("b", "a")),
+        lambda x: fs.all_to_all(fs.pslice(x, "b", dim=1), "a", split=1, concat=0),
     ),
     "all_gather b": (P(("a", "b")), P("a"), lambda x: fs.all_gather(x, "b", dim=0, to="invariant")),
 }
