@@ -54,19 +54,21 @@ class Verified:
     def __repr__(self) -> str:
         if len(self.meshes) == 1:
             return f"verified: nothing, as {self.meshes[0]} has no axis to collapse"
-        count = f"{self.leaves} leaves" if self.leaves != 1 else "1 leaf"
         noise = f"; only noise: {join_limited(self.noise, 3)}" if self.noise else ""
         meshes = "; ".join(self.meshes) + (f"; in {self.orders} orders of the examples" if self.orders > 1 else "")
-        return f"verified: {count} the same on {meshes} (largest relative error {self.error:.0e}{noise})"
+        return f"{self._title()} on {meshes} (largest relative error {self.error:.0e}{noise})"
+
+    def _title(self) -> str:
+        return f"verified: {self.leaves} leaves the same" if self.leaves != 1 else "verified: 1 leaf the same"
 
     def _repr_html_(self) -> str:
         if len(self.meshes) == 1:
             return page(repr(self))
-        rows = [("results compared", f"{self.leaves}"), ("same on", self.meshes[0]),
-                *[("", mesh) for mesh in self.meshes[1:]], ("largest relative error", f"{self.error:.0e}")]  # fmt: skip
+        rows = [("meshes", self.meshes[0]), *[("", mesh) for mesh in self.meshes[1:]],
+                ("largest relative error", f"{self.error:.0e}")]  # fmt: skip
         rows += [("orders of the examples", f"{self.orders}")] * (self.orders > 1)
-        rows += [("differ by noise only", join_limited(self.noise, 3))] * bool(self.noise)
-        return page("verified", table(rows))
+        rows += [("only noise", join_limited(self.noise, 3))] * bool(self.noise)
+        return page(f"{self._title()} on {len(self.meshes)} meshes", table(rows))
 
 
 @checked

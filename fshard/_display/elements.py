@@ -19,7 +19,7 @@ _MOST_WIDE = 30  # characters of a column of texts: longer ones wrap
 _LINE = "1px solid rgba(128, 128, 128, 0.25)"
 _TABLE = (
     "display: inline-table; width: 100%; table-layout: fixed; border-collapse: collapse; margin: 0; border: none; "
-    "vertical-align: top; font-size: 12px"
+    "vertical-align: top; font-size: 12px; word-wrap: break-word"
 )
 _ROW = f"background: transparent; border-top: {_LINE}"
 _SIDE = {"l": "left", "r": "right", "c": "center"}
@@ -77,7 +77,7 @@ def bar(share: float, hover: str = "", *, device: int = 4) -> Html:
     """Return a bar that takes a share, from 0 to 1, of the width of its cell.
 
     >>> table([("weights", bar(0.75, "12 of 16 GiB"))])
-    '<table ...
+    '<div style="max-width: ...<table ...weights...12 of 16 GiB...
     """
     return bars({hover: share}, first=device)
 
@@ -102,7 +102,7 @@ def table(rows: Iterable[Row | Sequence[str]], *, head: Sequence[str] = (), alig
     close are in a margin at the left.
 
     >>> table([Row(("h", "48 B"), [Row(("up", "32 B")), Row(("down", "16 B"))])], head=("", "bytes"), align="lr")
-    '<table ...
+    '<div style="max-width: ...<table ...<details open>...
     """
     listed = [row if isinstance(row, Row) else Row(row) for row in rows]
     columns = max((len(row.cells) for row in [Row(head), *listed]), default=0)
@@ -166,9 +166,10 @@ class _Layout:
 
     def row(self, row: Row, depth: int, tag: str = "td") -> str:
         cells = []
+        weight = "; font-weight: normal" if tag == "th" else ""
         for i, cell in enumerate([*row.cells, *[""] * (len(self.shares) - len(row.cells))]):
             left = f"{0.3 + 1.2 * depth if i == 0 else 0.3:.1f}em"
-            style = f"text-align: {_SIDE[self.align[i]]}; padding: 1px 0.3em 1px {left}"
+            style = f"text-align: {_SIDE[self.align[i]]}; padding: 1px 0.3em 1px {left}{weight}"
             cells.append(f'<{tag} align="{_SIDE[self.align[i]]}" style="{style}; {_CELL}">{markup(cell)}</{tag}>')
         hover = f' title="{escape(row.hover)}"' if row.hover else ""
         return f'<tr{hover} style="{_ROW}">{"".join(cells)}</tr>'
@@ -181,5 +182,5 @@ class _Layout:
                 f'border: none; text-align: left"><details{is_open}>{summary}{body}</details></td></tr>')  # fmt: skip
 
 
-_CELL = "border: none; vertical-align: top; white-space: pre-wrap; word-wrap: break-word; font-weight: normal"
+_CELL = "border: none; vertical-align: top; white-space: pre-wrap"
 _SUMMARY = "cursor: pointer; list-style-position: outside"

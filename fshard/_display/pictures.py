@@ -14,7 +14,7 @@ Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
 
 _MOST_LINES = 16  # blocks shown in each direction
 _MOST_DEVICES = 8  # of one block, each with its own part of the cell
-_WIDE, _HIGH = 24, 12  # em, of a leaf's picture; a block has at least the room that its text needs
+_WIDE, _HIGH = 24, 8  # em, of a leaf in all its layouts; a block has at least the room that its text needs
 _BORDER = "1px solid rgba(128, 128, 128, 0.5)"
 
 
@@ -79,7 +79,8 @@ def picture(
     notes = [f"down: dim {', '.join(map(str, rows))}    across: dim {', '.join(map(str, columns))}"]
     notes = notes[: len(shape) > 2] + [f"empty on {ranks_text(empty)}"][: bool(empty)]
     names = [[", ".join(f"{a}:{b}" for a, b in bounds) for bounds in at] for at in (down, across)]
-    extents = [[math.prod(b - a for a, b in bounds) for bounds in at] for at in (down, across)]
+    extents = [[math.prod(b - a for a, b in bounds) for bounds in at] if dims else []
+               for at, dims in ((down, rows), (across, columns))]  # fmt: skip
     return grid(title, names[0], names[1], cells, notes=notes, extents=extents, on_host=on_host)
 
 
@@ -118,7 +119,7 @@ def _html(
 ) -> Html:  # fmt: skip
     sides = zip((_HIGH, _WIDE), extents, strict=True)
     heights, widths = ([round(most * n / sum(ns), 1) for n in ns] for most, ns in sides)
-    high = [f"; height: {h}em" if len(heights) > 1 else "" for h in _abbreviate(heights, 0)] or [""] * len(down)
+    high = [f"; height: {h}em" for h in _abbreviate(heights, 0)] or [""] * len(down)
     wide = [f"; min-width: {w}em" for w in _abbreviate(widths, 0)] or [""] * len(across)
     border = _BORDER.replace("solid", "dashed") if on_host else _BORDER
     name = "padding: 1px 0.6em; border: none; font-weight: normal; white-space: nowrap"

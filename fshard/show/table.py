@@ -61,8 +61,8 @@ def show(
     leaf is drawn in both layouts.
 
     >>> show({"w": fs.init.zeros((8, 6))}, specs=P("data"), against=P(None, "data"), mesh={"data": 2})
-                                                          received per device
-    w  f32[8@data, 6] → f32[8, 6@data]  all_to_all data                  48 B
+                                                         received per device
+    w  f32[8@data, 6] → f32[8, 6@data]  all_to_all data                 48 B
     moves  96 B; 48 B to each of 2 devices (data=2)
 
     The total of a tree with a group `params`, such as a train state, counts the parameters apart from other values.
@@ -80,7 +80,7 @@ def show(
         return View(_text_table(root, sizes), _html_table(root, sizes))
     if not sizes:
         raise fail("show: against= needs a mesh", fix='pass mesh=, or axis sizes such as mesh={"data": 64}')
-    others, _ = _leaves(tree, sizes, against)
+    others, _ = _leaves(tree, sizes, against, "show: against")
     moved = [_moved(a, b, sizes) for a, b in zip(leaves, others, strict=True)]
     if is_one:
         before, after, said = _picture(leaves[0], sizes), _picture(others[0], sizes), _described_move(moved[0], sizes)
@@ -108,7 +108,7 @@ class _Leaf:
     host: Bytes = 0  # in the memory of its host
 
 
-def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Leaf], Sizes]:
+def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any, label: str = "show") -> tuple[list[_Leaf], Sizes]:
     leaves = tree.leaves_with_path(tree_)
     meshes = {tuple(x.mesh.axes.items()) for _, x in leaves if isinstance(x, Sharded)}
     if mesh is None and len(meshes) > 1:
@@ -126,7 +126,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
             continue
         shape = tuple(x.shape)
         spec = spec if spec is not None else x.spec if isinstance(x, Sharded) else None
-        leaf_errors = _spec_errors(f"show: {tree.show('tree', path)}", shape, spec, sizes)
+        leaf_errors = _spec_errors(f"{label}: {tree.show('tree', path)}", shape, spec, sizes)
         errors += leaf_errors
         if leaf_errors:
             continue

@@ -1,3 +1,7 @@
+import functools
+import itertools
+import math
+import re
 import sys
 from collections import namedtuple
 from html.parser import HTMLParser
@@ -8,9 +12,11 @@ import torch
 
 import fshard as fs
 from fshard import P
+from fshard._display import bars, page, ranks_text, rgba, table
+from fshard.reshard import _sources
 from fshard.show import size
 from fshard.show.table import show
-from fshard.spec import format_tensor, draw
+from fshard.spec import box_bounds, box_shape, describe, draw, format_tensor, part_ranks
 from tests.lib.assertions import error_text
 
 SIZES = {"data": 2, "model": 4}
@@ -24,8 +30,6 @@ def gpt(layers):
         }
 
     return {"wte": fs.init.normal((50, 64)), "h": [block() for _ in range(layers)], "head": fs.init.zeros((64, 50))}
-
-
 
 
 def layout(shape, spec, *, mesh):
@@ -257,13 +261,6 @@ def test_html_contains_the_text():
     assert all("open" in attrs for tag, attrs in parser.tags if tag == "details")
 
 
-def test_html_of_a_large_tree_is_collapsed():
-    parser = parsed(show(gpt(50), fold=False))
-    details = [attrs for tag, attrs in parser.tags if tag == "details"]
-    assert len(details) == 101
-    assert all("open" not in attrs for attrs in details)
-
-
 def test_html_is_escaped():
     bad = "<script>alert('&')</script>"
     views = [
@@ -279,11 +276,132 @@ def test_html_is_escaped():
         assert bad in "".join(parser.text)
 
 
-def test_html_sets_no_colours_of_text_or_page():
-    for view in (show(gpt(1)), layout((2, 2), P("a"), mesh={"a": 2})):
-        assert "color: inherit" in view.html
-        assert "#" not in view.html
-        assert "http" not in view.html
+# Declarations that JupyterLab's sanitizer was seen to keep in an untrusted notebook: its regular expressions know no
+# `hsl()`, `inherit`, `ch` or `calc()`.
+LENGTH = r"(0|-?[\d.]+(em|px|%))"
+COLOUR = r"(transparent|rgba\(\d+, \d+, \d+, 0?\.?\d+\))"
+KEPT = {
+    r"width|height|min-width|max-width": rf"{LENGTH}|auto",
+    r"padding|padding-left|margin|margin-right|border-spacing": rf"{LENGTH}( {LENGTH})*",
+    r"border|border-top|outline": rf"none|\d+px (solid|dashed) {COLOUR}",
+    r"background": rf"{COLOUR}|linear-gradient\(90deg, {COLOUR} {LENGTH}(, {COLOUR} {LENGTH})+\)",
+    r"font": r"12px/1\.6 monospace", r"font-size": r"12px", r"font-weight": r"normal|bold", r"line-height": r"0",
+    r"text-align": r"left|right|center", r"vertical-align": r"top|middle", r"white-space": r"nowrap|pre-wrap",
+    r"word-wrap": r"break-word", r"table-layout": r"fixed|auto", r"border-collapse": r"collapse|separate",
+    r"display": r"inline-table|inline-block", r"float": r"left", r"overflow": r"hidden", r"overflow-x": r"auto",
+    r"cursor": r"pointer", r"list-style-position": r"outside",
+}  # fmt: skip
+ATTRIBUTES = {"style", "title", "align", "colspan", "open"}
+
+
+def declarations(html):
+    for style in re.findall(r'style="([^"]*)"', html):
+        for declaration in style.split(";"):
+            if declaration.strip():
+                name, _, value = declaration.partition(":")
+                yield name.strip(), value.strip()
+
+
+@functools.cache
+def displays():
+    mesh = fs.make_mesh(data=2, model=4)
+    step = fs.shard_map(lambda x: fs.psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
+    with fs.recording() as log:
+        step(torch.ones(4, 2))
+    return {
+        "tree": show(gpt(2), specs=SPECS, mesh=SIZES),
+        "closed": show(gpt(50), fold=False),
+        "move": show(gpt(2), specs=SPECS, mesh=SIZES, against=P("data")),
+        "mesh": mesh,
+        "replicas": fs.device_put(torch.zeros(5, 8), P("model"), mesh),
+        "host": fs.device_put(torch.zeros(5, 8), fs.on_host(P("model")), mesh),
+        "number": fs.device_put(torch.tensor(2.5), P(), mesh),
+        "stripes": layout((4, 4), P("a"), mesh={"a": 2, "b": 64}),
+        "two layouts": show(fs.init.zeros((4, 4)), specs=P("data"), mesh=SIZES, against=P("model")),
+        "spec": fs.on_host(P(("data", "model"), ..., "x")),
+        "deferred": fs.init.zeros(3),
+        "checked": fs.check(step, torch.ones(4, 2)),
+        "recording": log,
+        "verified": fs.verify(step, torch.ones(4, 2)),
+        "a wide text": Wide(),
+    }
+
+
+class Wide:
+    def _repr_html_(self):
+        return page("<title>", table([("x" * 500, bars({"a&b": 0.5, "c": 0.9}))], head=("", "share")))
+
+
+def test_html_needs_nothing_that_an_untrusted_notebook_removes():
+    for name, value in displays().items():
+        html = value._repr_html_()
+        parsed(value)
+        assert not re.search(r"<(style|script|svg|img|link)|http|url\(", html), name
+        attributes = set(re.findall(r'([\w-]+)="', re.sub(r'"[^"]*"', '""', html)))
+        assert attributes <= ATTRIBUTES, name
+        for prop, text in declarations(html):
+            allowed = [v for k, v in KEPT.items() if re.fullmatch(k, prop)]
+            assert allowed, (name, prop)
+            assert re.fullmatch(allowed[0], text), (name, prop, text)
+
+
+def test_columns_of_nested_tables_have_the_same_widths():
+    html = show(gpt(3), fold=False, specs=SPECS, mesh=SIZES).html
+    tables = re.findall(r'<table style="([^"]*)"><tr[^>]*>(.*?)</tr>', html)
+    assert len(tables) > 10
+    assert len(set(tables)) == 1
+    assert "width: 100%; table-layout: fixed" in tables[0][0]
+    shares = [float(x) for x in re.findall(r"width: ([\d.]+)%", tables[0][1])]
+    assert len(shares) == 5
+    assert sum(shares) == pytest.approx(100, abs=0.01)
+
+
+def test_groups_are_open_as_far_as_40_rows_are_seen():
+    def states(tree):
+        return [("open" in attrs) for tag, attrs in parsed(show(tree, fold=False)).tags if tag == "details"]
+
+    assert states(gpt(3)) == [True] * 7
+    assert states(gpt(19)) == [True, *[False] * 38]  # 3 + 19 rows, and 38 more a level below
+    assert states(gpt(50)) == [False] * 101
+
+
+def test_bars_are_shares_of_all_bytes():
+    html = show({"a": fs.init.zeros(60), "h": [fs.init.zeros(10) for _ in range(4)]}, mesh={"x": 2}).html
+    assert re.findall(r'title="([\d.]+ %)" style="float: left; width: ([\d.]+)%', html) == [
+        ("60 %", "60.00"), ("40 %", "40.00")]  # fmt: skip
+    over = bars({"a": 1, "b": 3, "none": 0})  # more than the cell: in proportion
+    assert re.findall(r"width: ([\d.]+)%", over) == ["25.00", "75.00"]
+
+
+def test_dotted_names_of_modules_are_groups_that_fold():
+    flat = {f"{i}.{name}": fs.init.zeros(2) for i in range(3) for name in ("norm.scale", "w")}
+    check(
+        show(
+            {
+                **{f"h.{k}": v for k, v in flat.items()},
+                "head.w": fs.init.ones(2),
+                "h": fs.init.zeros(5),
+                ".x": 1,
+                "a..b": 2,
+            }
+        ),
+        """
+        h.0–2  ×3                    3 × 16 B
+          norm.scale  f32[2]  zeros       8 B
+          w           f32[2]  zeros       8 B
+        head.w        f32[2]  ones        8 B
+        h             f32[5]  zeros      20 B
+        .x            1
+        a..b          2
+        total  19 parameters, 76 B
+        """,
+    )
+    _, tree = fs.defer(lambda: torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(12)]))
+    assert "0–11  ×12" in show(tree).text
+    assert len(show(tree, fold=False).text.splitlines()) == 1 + 12 * 3 + 1
+    # numbers of flat names in their order, and periodic kinds once each
+    kinds = {f"h.{i}.{'ab'[i % 2]}.w": fs.init.zeros(2) for i in reversed(range(32))}
+    assert [line.split()[0] for line in show(kinds).text.splitlines()[:-1]] == ["h", "0,2,…,30.a.w", "1,3,…,31.b.w"]
 
 
 # --- pictures -----------------------------------------------------------------------------------------------
@@ -359,16 +477,23 @@ def test_layout_of_more_dims_shows_those_that_are_split():
     assert three.endswith("down: dim 0, 1    across: dim 2")
 
 
-def test_layout_shows_each_rank_in_the_cell_of_its_box():
+SPLITS = [P("b", "a"), P("a", "b"), P(("a", "b")), P(("b", "a")), P(None, ("b", "a")), P()]
+
+
+@pytest.mark.parametrize("spec", SPLITS, ids=repr)
+def test_layout_shows_each_rank_in_the_cell_of_its_box(spec):
     mesh = fs.make_mesh(a=3, b=2)
-    x = fs.device_put(torch.zeros(7, 5), P("b", "a"), mesh)
+    x = fs.device_put(torch.zeros(7, 11), spec, mesh)
+    boxes = [box_bounds(x.box(r)) for r in range(6)]
+    assert part_ranks((7, 11), spec, mesh.axes) == {at: [r for r in range(6) if boxes[r] == at] for at in boxes}
     lines = show(x).text.splitlines()
-    assert lines[0] == "f32[7@b, 5@a] on a=3, b=2"
     columns = lines[1].split()
-    for rank in range(6):
-        down, across = (f"{s.start}:{s.stop}" for s in x.box(rank))
-        (row,) = [line for line in lines if line.startswith(f" {down} ")]
-        assert row.split("│")[1:-1][columns.index(across)].strip() == str(rank)
+    empty = [r for r in range(6) if 0 in box_shape(x.box(r))]
+    assert [line for line in lines if "empty" in line] == [f"empty on {ranks_text(empty)}"] * bool(empty)
+    for (start, stop), (left, right) in {boxes[r] for r in range(6) if r not in empty}:
+        (row,) = [line for line in lines if "│" in line and line.split()[0] == f"{start}:{stop}"]
+        cell = row.split("│")[1:-1][columns.index(f"{left}:{right}")].strip()
+        assert cell == ranks_text([r for r in range(6) if boxes[r] == ((start, stop), (left, right))])
 
 
 def test_large_layouts_are_abbreviated():
@@ -396,6 +521,167 @@ def test_a_mesh_and_a_described_leaf():
     )
     assert show(fs.init.zeros(4), specs=P("a"), mesh={"a": 2}).text.splitlines()[0] == "f32[4@a] on a=2"
     assert show(fs.init.zeros(4)).text == "f32[4]  zeros  16 B\ntotal  4 parameters, 16 B"
+
+
+def blocks(html):
+    """(devices, background) of each cell that is coloured."""
+    cells = re.findall(r'<td align="center" title="([^"]*)" style="[^"]*background: ([^;"]*)[^"]*">([^<]*)</td>', html)
+    return [(text.strip("[]"), background, title) for title, background, text in cells]
+
+
+def test_a_device_has_one_colour_in_every_picture():
+    mesh = fs.make_mesh(data=2, model=4)
+    pictures = [mesh._repr_html_(), *(fs.device_put(torch.zeros(8, 8), spec, mesh)._repr_html_()
+                for spec in (P(), P("data"), P("model"), P("model", "data"), P(("model", "data"))))]  # fmt: skip
+    for html in pictures:
+        assert sorted((int(device), colour) for device, colour, _ in blocks(html)) == [(r, rgba(r)) for r in range(8)]
+    assert len({rgba(r) for r in range(64)}) == 64
+
+
+def test_cells_that_stand_for_others_have_no_colour():
+    html = layout((64, 64), P("a", "b"), mesh={"a": 32, "b": 32}).html
+    coloured = blocks(html)
+    assert len(coloured) == 15 * 15
+    assert not [text for text, *_ in coloured if "…" in text or "⋮" in text]
+    assert coloured[-1][0] == "1023"
+    assert len(re.findall(r"<td[^>]*>…</td>", html)) == 16 + 15
+
+
+def test_hover_says_the_slices_of_each_rank_and_its_place():
+    mesh = fs.make_mesh(data=2, model=2)
+    x = fs.device_put(torch.zeros(5, 8), P("model"), mesh)
+    said = [title for *_, title in blocks(x._repr_html_())]
+    assert sorted(said) == [
+        f"rank {r} (data={r // 2}, model={r % 2}): [{'3:5' if r % 2 else '0:3'}, 0:8], {64 if r % 2 else 96} B"
+        for r in range(4)
+    ]
+    many = blocks(layout((4,), P("a"), mesh={"a": 2, "b": 64}).html)
+    assert len(many) == 2
+    assert many[0][1].count(rgba(0)) == 2  # the start and the end of a stripe
+    assert many[0][2] == "rank 0 (a=0, b=0): [0:2], and the same on ranks 0–63"
+
+
+def test_blocks_are_drawn_in_proportion():
+    html = layout((5, 8), P("data"), mesh={"data": 2}).html
+    assert re.findall(r"height: ([\d.]+)em", html) == ["4.8", "3.2"]
+    assert re.findall(r"min-width: ([\d.]+)em", html) == ["24.0", "24.0"]
+    assert "dashed" not in html
+    assert "dashed" in layout((5, 8), fs.on_host(P("data")), mesh={"data": 2}).html
+
+
+def test_layout_of_four_dims_has_two_across():
+    view = layout((2, 3, 4, 5), P("a", "b", "c", "d"), mesh={"a": 2, "b": 2, "c": 2, "d": 2})
+    assert view.text.splitlines()[1].split("  ")[-1].strip() == "2:4, 3:5"
+    assert view.text.splitlines()[3].split() == ["0:1,", "0:2", "│", "0", "│", "1", "│", "2", "│", "3", "│"]
+    assert view.text.endswith("down: dim 0, 1    across: dim 2, 3")
+
+
+# --- two layouts --------------------------------------------------------------------------------------------
+
+
+def test_bytes_received_are_those_of_reshard():
+    """Compare with the parts that reshard copies from other ranks, for every pair of specs, also uneven ones."""
+    mesh = fs.make_mesh(a=2, b=3)
+    specs = [
+        P(),
+        P("a"),
+        P("b"),
+        P(None, "a"),
+        P("a", "b"),
+        P("b", "a"),
+        P(("a", "b")),
+        P(("b", "a")),
+        P(None, ("a", "b")),
+    ]
+    for old, new in itertools.product(specs, repeat=2):
+        x = fs.device_put(torch.zeros(7, 5), old, mesh)
+        target = fs.device_put(torch.zeros(7, 5), new, mesh)
+        each = [sum(4 * math.prod(box_shape(c)) for source, c in _sources(x, target.box(r), r) if source != r)
+                for r in range(6)]  # fmt: skip
+        view = show({"x": x}, against=new)
+        span = f"{min(each)}–{max(each)} B" if min(each) < max(each) else f"{max(each)} B"
+        assert view.text.splitlines()[1].endswith(f"  {span}"), (old, new)
+        assert f"moves  {size(sum(each))}; {span} to each of 6 devices (a=2, b=3)" == view.text.splitlines()[2]
+
+
+COLLECTIVES = {  # a region that moves P(...) to P(...) with the collectives that are named
+    "all_gather a": (P("a"), P(), lambda x: fs.all_gather(x, "a", dim=0, to="invariant")),
+    "slice a": (P(), P("a"), lambda x: fs.pslice(x, "a", dim=0)),
+    "all_to_all a": (P("a", "b"), P(None, ("b", "a")), lambda x: fs.all_to_all(x, "a", split=1, concat=0)),
+    "slice b, all_gather a": (
+        P("a"),
+        P(None, "b"),
+        lambda x: fs.all_gather(fs.pslice(x, "b", dim=1), "a", dim=0, to="invariant"),
+    ),
+    "slice b, all_to_all a": (
+        P("a"),
+        P(None, ("b", "a")),
+        lambda x: fs.all_to_all(fs.pslice(x, "b", dim=1), "a", split=1, concat=0),
+    ),
+    "all_gather b": (P(("a", "b")), P("a"), lambda x: fs.all_gather(x, "b", dim=0, to="invariant")),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_beside_a_move_have_its_effect_and_send_its_bytes(name):
+    old, new, f = COLLECTIVES[name]
+    mesh = fs.make_mesh(a=2, b=2)
+    x = torch.arange(64.0).reshape(8, 8)
+    placed = fs.device_put(x, old, mesh)
+    view = show({"x": placed}, against=new)
+    assert view.text.splitlines()[1].split("]  ")[1].split("   ")[0] == name
+    with fs.recording() as log:
+        out = fs.shard_map(f, mesh=mesh, in_specs=(old,), out_specs=new)(placed)
+    assert torch.equal(fs.device_get(out), x)
+    assert view.text.splitlines()[2].startswith(f"moves  {size(sum(t.sent for t in log))};")
+
+
+def test_moves_of_a_tree_and_of_one_leaf():
+    tree = {"h": [{"w": fs.init.zeros((8, 6))} for _ in range(3)], "b": fs.init.zeros(4), "n": 3, "k": fs.init.ones(8)}
+    specs = {"h": P("data"), "b": P("data"), "n": P(), "k": fs.on_host(P("data"))}
+    check(
+        show(
+            tree,
+            specs=specs,
+            mesh={"data": 2},
+            against={"h": P(None, "data"), "b": P("data"), "n": P(), "k": P("data")},
+        ),
+        """
+                                                                          received per device
+        h.0–2.w  ×3  f32[8@data, 6] → f32[8, 6@data]  all_to_all data                3 × 48 B
+        b            f32[4@data]                      stays                               0 B
+        n            3
+        k            f32<host>[8@data] → f32[8@data]  copy to the device                  0 B
+        moves  288 B; 144 B to each of 2 devices (data=2)
+        """,
+    )
+    one = show(fs.init.zeros((4, 2)), specs=P("data"), mesh={"data": 2}, against=P())
+    assert one.text.splitlines()[0] == "f32[4@data, 2] on data=2"
+    assert "all_gather data: moves  32 B; 16 B to each of 2 devices (data=2)" in one.text
+    assert one.text.splitlines()[-1].strip() == "└─────┘"
+    swapped = show({"w": fs.init.zeros((8, 6))}, specs=P(("a", "b")), mesh={"a": 2, "b": 2}, against=P(("b", "a")))
+    assert "exchange a+b" in swapped.text
+
+
+# --- reprs --------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_of_processes_marks_this_one():
+    mesh = fs.make_mesh(data=2, model=2)
+    assert "[" not in show(mesh).text
+    assert "font-weight: bold" not in mesh._repr_html_()
+    mesh.kind, mesh.ranks = "process", (2,)
+    assert "│   [2]   │    3    │" in show(mesh).text
+    marked = [text for text, _, title in blocks(mesh._repr_html_()) if "this process" in title]
+    assert marked == ["2"]
+    assert mesh._repr_html_().count("font-weight: bold") == 1
+
+
+def test_reprs_contain_the_text():
+    for name, value in displays().items():
+        words = [] if name == "a wide text" else re.findall(r"[\w@]+", repr(value).splitlines()[0])
+        text = " ".join(parsed(value).text)
+        assert not [word for word in words if word not in text], name
 
 
 # --- errors -------------------------------------------------------------------------------------------------
@@ -429,9 +715,16 @@ ERRORS = {
             "  missing ['a']    extra ['b']\n  fix: give every key a P, or one P for the whole subtree"
         ),
     ),
-    "layout": (
-        lambda: layout((2,), P("x"), mesh={"y": 2}),
-        ("layout: the mesh has no axis 'x'\n  shape  [2]    spec  P('x')    mesh  y=2\n  fix: use one of ['y']"),
+    "against without a mesh": (
+        lambda: show({"a": fs.init.zeros(2)}, specs=P("x"), against=P()),
+        'show: against= needs a mesh\n  fix: pass mesh=, or axis sizes such as mesh={"data": 64}',
+    ),
+    "against specs that do not fit": (
+        lambda: show({"a": fs.init.zeros(2)}, specs=P("y"), mesh={"y": 2}, against=P("x")),
+        (
+            "show: against: tree['a']: the mesh has no axis 'x'\n  shape  [2]    spec  P('x')    mesh  y=2\n"
+            "  fix: use one of ['y']"
+        ),
     ),
 }
 
